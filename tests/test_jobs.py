@@ -399,8 +399,11 @@ def test_a_requeued_job_is_signalled_and_appends_to_its_log(capsys):
         (["lsf"], "lsf"),
         (["pbs", "--chain", "--time", "0:30:00"], "--chain needs a --time of more than 30 minutes"),
         (["slurm", "--requeue", "--time", "0:05:00"], "--requeue needs a --time of more than 30"),
-        (["slurm", "--name", "my job"], "--name 'my job' has a blank or another character in it"),
-        (["slurm", "--venv", "venv\nrm -r runs"], "--venv 'venv\\nrm -r runs' has a line break"),
+        (["slurm", "--name", "my job"], "--name 'my job' contains a blank or another character"),
+        (
+            ["slurm", "--venv", "venv\nrm -r runs"],
+            "--venv 'venv\\nrm -r runs' contains a line break",
+        ),
         (["slurm", "--name", ""], "--name is empty; give it a value, or leave it out."),
         (["slurm", "--output", ""], "--output is given an empty path"),
         (["slurm", "--sweep", "seed=1,1"], "--sweep seed=1,1 has a value twice"),
@@ -459,7 +462,7 @@ def test_a_file_that_is_there_is_not_replaced(tmp_path, capsys):
     before = path.read_text()
     assert "--output" not in before.split("-- OPTIONS")[0]
     assert path.stat().st_mode & 0o111
-    assert "is there already" in refuse(capsys, "pbs", "--output", str(path))
+    assert "already exists" in refuse(capsys, "pbs", "--output", str(path))
     assert path.read_text() == before
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of a run: samples, batches, accumulation, steps, epochs. Pure."""
+"""The arithmetic of a run: samples, batches, accumulation, steps, epochs. Pure functions."""
 
 import math
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ class BatchPlan:
             global batch.
         world_size: Data-parallel ranks.
         global_batch_size: Samples of one optimizer step, in the first phase.
-        total_samples: Samples of the whole run; the last step may have fewer than the others.
+        total_samples: Samples of the whole run; the last step may be smaller than the others.
         growth: The later phases, if the global batch changes.
     """
 
@@ -47,8 +47,8 @@ class BatchPlan:
     def shape(self, step: int) -> tuple[int, int]:
         """Return the micro-batches of a step on each device, and the samples of each.
 
-        A smaller batch has fewer micro-batches, and below one on each device smaller ones. The last
-        micro-batch of a step may be empty on some devices.
+        A smaller batch has fewer micro-batches; below one per device, the micro-batches are
+        smaller. The last micro-batch of a step may be empty on some devices.
         """
         batch = self.phase(step).global_batch_size
         size = self.micro_batch_size
@@ -67,11 +67,11 @@ class BatchPlan:
         return math.ceil(self.steps_at(self.total_samples))
 
     def steps_at(self, samples: float | Fraction) -> float:
-        """Return the steps after which so many samples have been read; between two, a fraction."""
+        """Return the number of steps, possibly a fraction, that read `num_samples` samples."""
         return steps_at(self.phases, samples)
 
     def samples_at(self, step: int) -> int:
-        """Return the samples of so many steps of a run that does not end before."""
+        """Return the samples of `num_steps` steps, if the run is that long."""
         phase = self.phase(step)
         return phase.first_sample + (step - phase.first_step) * phase.global_batch_size
 
@@ -93,8 +93,8 @@ class BatchPlan:
         neither on the ranks nor on the accumulation.
 
         Returns:
-            Global sample numbers, int64 [accumulation, micro_batch_size]; -1 where the samples
-            of the step or of the run are used up.
+            Global sample numbers, int64 [accumulation, micro_batch_size]; -1 marks positions after
+            the last sample of the step or of the run.
         """
         first, stop = self.step_samples(step)
         accumulation, size = self.shape(step)
@@ -112,7 +112,7 @@ class BatchPlan:
         return after // samples > before // samples
 
     def batch_schedule(self, block_size: int) -> int | str:
-        """Return the global batch size as its option has it, phases at the tokens of whole steps.
+        """Return the global batch size in the option's notation; phases begin at whole steps.
 
         Args:
             block_size: Tokens of a sample.
@@ -123,11 +123,11 @@ class BatchPlan:
 
 
 _LARGEST_AUTO = 1024
-"""The most samples of a micro-batch that `auto` tries; larger ones are not faster."""
+"""Largest micro-batch that `auto` tries; larger ones are not faster."""
 
 
 _LARGEST_STEP = 2**24
-"""The most samples of a step; their numbers are in memory at once."""
+"""Largest step in samples; all of its sample numbers are in memory at once."""
 
 
 def micro_batch_sizes(options: BatchOptions, *, world_size: int) -> list[int]:
@@ -139,7 +139,7 @@ def micro_batch_sizes(options: BatchOptions, *, world_size: int) -> list[int]:
     """
     if options.global_batch_size is None:
         return [2**n for n in range(_LARGEST_AUTO.bit_length())]
-    # Samples of a step for each rank, in each phase.
+    # Samples per step and rank, in each phase.
     shares = [batch / world_size for batch, _ in parse_batch_schedule(options.global_batch_size)]
     sizes = range(1, 1 + min(_LARGEST_AUTO, int(max(shares))))
     return [size for size in sizes if all(share % min(size, share) == 0 for share in shares)] or [1]
@@ -177,8 +177,8 @@ def plan_batches(
     for _, _, size in (first, *growth):
         if size > _LARGEST_STEP:
             raise ConfigError(
-                f"A step of {size:,} samples is more than the {_LARGEST_STEP:,} that are possible; "
-                "make --global_batch_size, --per_device_train_batch_size or "
+                f"A step of {size:,} samples exceeds the limit of {_LARGEST_STEP:,}; make "
+                "--global_batch_size, --per_device_train_batch_size or "
                 "--gradient_accumulation_steps smaller."
             )
         # A batch that grows may begin with smaller micro-batches.

@@ -1,4 +1,4 @@
-"""The global batch size, which may grow by tokens: its notation, and the steps of each size."""
+"""The global batch size, which may grow with the tokens: its notation and its phases."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ class BatchPhase(NamedTuple):
     """Consecutive steps of one global batch size.
 
     Attributes:
-        first_step: The first of them, counted from 0.
+        first_step: First step, counted from 0.
         first_sample: The first sample of that step.
         global_batch_size: Samples of each step.
     """
@@ -58,8 +58,8 @@ def parse_batch_schedule(text: int | str) -> list[tuple[int, int]]:
 def batch_phases(batch: int | str, *, block_size: int) -> list[BatchPhase]:
     """Return the phases of a global batch size.
 
-    A phase ends with the step that reaches the first token of the next one. A phase that would have
-    no step is left out.
+    A phase ends with the step that reaches the first token of the next phase. A phase without a
+    step is left out.
 
     Args:
         batch: A number of samples, or a schedule such as 256@0,512@2B.
@@ -80,6 +80,6 @@ def batch_phases(batch: int | str, *, block_size: int) -> list[BatchPhase]:
 
 
 def steps_at(phases: Sequence[BatchPhase], samples: float | Fraction) -> float:
-    """Return the steps after which so many samples have been read; between two, a fraction."""
+    """Return the number of steps, possibly a fraction, that read `num_samples` samples."""
     phase = [phases[0], *(p for p in phases if p.first_sample <= samples)][-1]
     return phase.first_step + float((samples - phase.first_sample) / phase.global_batch_size)

@@ -1,12 +1,12 @@
-"""Token files of the text that a run is given, prepared once per file system by whichever rank.
+"""Token files made from a run's text, prepared once per file system by any rank.
 
     CACHE/KEY/tokens.*        the result: as `llm.data.prepare` writes it, and the bytes of each row
     CACHE/KEY/tokens.parts/   unfinished work; the next start resumes it
     CACHE/KEY/absent          instead of these: the data set has no such split
     CACHE/KEY.lock            held by the process that prepares
 
-KEY is a digest of text, tokenizer and options. A result is read without a lock, since `tokens.bin`
-gets its name last.
+KEY is a digest of text, tokenizer and options. Reading a result needs no lock because `tokens.bin`
+is renamed last.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from llm.runtime.files import sync_folder, try_lock
 from llm.runtime.world import world_from_environment
 
 _OPTION = "--data_cache_dir"
-_POLL_SECONDS = 1.0  # between two looks at what another launch prepares
+_POLL_SECONDS = 1.0  # between two checks whether another launch has finished
 
 log = logging.getLogger("llm.data")
 
@@ -48,7 +48,7 @@ class TokenCache:
     overwrite: bool
 
     def token_files(self, key: str, prepare: Callable[[Path], None]) -> Path | None:
-        """Return the token files of a text, after preparing them if need be; all ranks call it.
+        """Return the token files of a text, and prepare them first if needed; all ranks call it.
 
         Args:
             key: The digest of the recipe.
@@ -69,14 +69,14 @@ class TokenCache:
             with contextlib.ExitStack() as lock:
                 elect = partial(self._elect, folder, lock, anew=self.overwrite and not waits)
                 state = "done" if prepared else ""
-                # Rank 0 first: the log of the run is its log.
+                # Rank 0 comes first because it writes the run's log.
                 for is_next in (is_main, not is_main):
                     if is_next and not state:
                         state = on_all_ranks(elect)
                     else:
                         on_all_ranks(lambda: None)
                 states = gather(state)
-                # Locks are held until all have prepared: each file system has one rank that does.
+                # Locks are held until all ranks are done: one rank prepares for each file system.
                 if state == "elected":
                     on_all_ranks(partial(self._prepare, folder, prepare), patience=math.inf)
                     prepared = True
@@ -100,7 +100,7 @@ class TokenCache:
         return folder / "tokens"
 
     def _elect(self, folder: Path, lock: contextlib.ExitStack, *, anew: bool) -> str:
-        """Return what this rank does about a text; it holds the lock if it is to prepare it."""
+        """Return this rank's part in preparing a text; it holds the lock if it prepares."""
         with self._explained():
             if not anew and self._is_done(folder):
                 return "done"
@@ -108,11 +108,11 @@ class TokenCache:
             locked = lock.enter_context(_lock(beside(folder, ".lock")))
             if locked is None:
                 return "waits"
-            # Again: another process may have prepared it before this one had the lock.
+            # Check again: another process may have prepared it before this one got the lock.
             if not anew:
                 if self._is_done(folder):
                     return "done"
-                # Here, and so once: the others only wait.
+                # Logged here, so only once: the other ranks only wait.
                 if faults := self._faults(folder):
                     log.warning(f"the cached tokens in {folder} cannot be used: {' '.join(faults)}")
             return "elected" if locked else "elected, no locks"
@@ -128,18 +128,19 @@ class TokenCache:
             ) from error
 
     def _is_done(self, folder: Path) -> bool:
-        """Return whether a folder holds what this launch may use."""
+        """Return whether this launch may use the contents of a folder."""
         return (folder / "absent").exists() or self._faults(folder) == []
 
     def _faults(self, folder: Path) -> list[str] | None:
-        """Return what is wrong with token files; None if there are none."""
+        """Return the faults of token files; None if the files do not exist."""
         prefix = folder / "tokens"
         return damage(prefix, row_bytes=True) if beside(prefix, ".bin").exists() else None
 
     def _prepare(self, folder: Path, prepare: Callable[[Path], None]) -> None:
         with self._explained():
             if self.overwrite:
-                # Processes that have the files mapped keep them: the kernel frees them after that.
+                # Processes that have mapped the files can still use them; the kernel frees them
+                # afterwards.
                 shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(exist_ok=True)
             try:
@@ -151,13 +152,13 @@ class TokenCache:
             sync_folder(self.folder)  # the name of the folder survives a power cut
 
     def _prepare_without_locks(self, folder: Path, prepare: Callable[[Path], None]) -> None:
-        """Prepare in a folder of this process; others may do the same work, which is harmless."""
+        """Prepare in a folder of this process. It is harmless if others do the same work."""
         own = beside(folder, f".{socket.gethostname()}.{os.getpid()}")
         try:
             self._prepare(own, prepare)
             if self.overwrite or not self._is_done(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-                with contextlib.suppress(OSError):  # another process was faster: equal files
+                with contextlib.suppress(OSError):  # another process was faster, with equal files
                     own.rename(folder)
         finally:
             shutil.rmtree(own, ignore_errors=True)
@@ -166,8 +167,8 @@ class TokenCache:
 @contextmanager
 def _lock(path: Path) -> Iterator[bool | None]:
     """Hold the lock of a file; yield None if another process holds it, False without locks."""
-    # The kernel releases the lock when its holder ends, however it ends. The file stays: if it
-    # were removed, a process that waits and one that comes later would lock different files.
+    # The kernel releases the lock when its holder ends, even after a crash. The file stays: if it
+    # were removed, a waiting process and a later one would lock different files.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:

@@ -1,4 +1,4 @@
-"""Splits of a corpus: memory-mapped streams of tokens, and training samples by their number."""
+"""Splits of a corpus: memory-mapped token streams, and training samples by number."""
 
 import ctypes
 import logging
@@ -39,8 +39,8 @@ class TokenStream:
         stop: The token after its last; None for the end of the file.
         num_documents: Documents of the range; None for all documents of the file.
         num_bytes: UTF-8 bytes of its text.
-        vocab_size: Ids from here on are refused when they are read; None where the file is known
-            to hold none.
+        vocab_size: Ids from here on are refused when they are read; None if the file cannot contain
+            any.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class TokenStream:
         """
         self._check_size()
         windows = self._copy(starts % self.num_tokens, length)
-        # Checked here and not when the file is opened, which would read all of it.
+        # Checked here, because a check on opening would read the whole file.
         if self._vocab_size is not None and windows.size:
             smallest = 0 if windows.dtype.kind == "u" else int(windows.min())
             largest = int(windows.max())
@@ -90,7 +90,7 @@ class TokenStream:
         return windows
 
     def _check_size(self) -> None:
-        """Refuse to read from a file that was cut: the kernel would end this process (SIGBUS)."""
+        """Refuse to read from a truncated file: the kernel would end this process (SIGBUS)."""
         if self._mapping is None:
             return
         try:
@@ -109,11 +109,11 @@ class TokenStream:
         windows = np.empty((starts.size, length), self.tokens.dtype)
         inside = starts + length <= self.num_tokens
         if inside.any():
-            if length not in self._views:  # making one takes as long as a small batch
+            if length not in self._views:  # creating one takes as long as a small batch
                 self._views[length] = np.lib.stride_tricks.sliding_window_view(self.tokens, length)
             view = self._views[length]
             if inside.all():
-                return view[starts]  # one copy in C, in place of a loop over windows
+                return view[starts]  # one copy in C instead of a loop over windows
             windows[inside] = view[starts[inside]]
         around = starts[~inside, None] + np.arange(length)
         windows[~inside] = self.tokens[around % self.num_tokens]
@@ -121,7 +121,7 @@ class TokenStream:
 
 
 def beyond_vocabulary(prefix: Path, token_id: int, vocab_size: int) -> DataError:
-    """Return the error for a token file with an id that the run's vocabulary does not have."""
+    """Return the error for a token file with an id outside the run's vocabulary."""
     return DataError(
         f"{prefix}.bin holds the token id {token_id}, and the vocabulary of tokenizer and model "
         f"has {vocab_size:,} tokens; train with the tokenizer that made the file."
@@ -134,8 +134,7 @@ class CorpusSource:
 
     Attributes:
         name: For logs and metrics, unique in the split.
-        weight: Its fraction of the split, the mean over the stages if there are some; the weights
-            sum to 1.
+        weight: Its fraction of the split, or the mean over the stages; the weights sum to 1.
         stream: Its tokens.
     """
 
@@ -151,7 +150,7 @@ class Corpus:
     Attributes:
         train: The sources to train on; may be empty.
         validation: The sources to evaluate on; may be empty.
-        stages: Weights of the sources to train on, where they change during the run.
+        stages: Weights of the training sources if they change during the run.
     """
 
     train: tuple[CorpusSource, ...]
@@ -162,8 +161,8 @@ class Corpus:
 class Samples:
     """Training samples, read by their numbers.
 
-    Each source goes through its own windows in its own order, epoch after epoch, and the mixture
-    chooses the source of each sample. An epoch has as many samples as all sources together.
+    Each source serves its windows in a separate order for every epoch, and the mixture chooses the
+    source of each sample. An epoch has as many samples as all sources together.
 
     Attributes:
         block_size: Tokens that a sample predicts.
@@ -171,7 +170,7 @@ class Samples:
 
     Args:
         sources: The sources of the training split; sources of weight 0 are never read.
-        stages: Their weights, where they change during the run.
+        stages: Their weights if they change during the run.
         block_size: Tokens that a sample predicts.
         seed: Seed of the order.
 
@@ -246,7 +245,7 @@ class Samples:
         return sources, starts
 
     def stage_of(self, sample: int) -> int:
-        """Return the stage of a sample, counted from 0; 0 where the weights never change."""
+        """Return the stage of a sample, counted from 0; 0 if the weights never change."""
         return self._mixture.stage_of(sample)
 
     def windows_of(self, source: int) -> int:
@@ -260,10 +259,10 @@ class Samples:
 
 
 def hold_in_memory(sources: Iterable[CorpusSource]) -> None:
-    """Read the bytes of sources once, from first to last, and pin their pages if that is allowed.
+    """Read all bytes of sources once, in order, and pin their pages if the system allows it.
 
-    All processes of a node map the same files and so use the same pages: one process reads and
-    pins them for all, until it ends. The system may evict pages that are not pinned.
+    All processes on a node map the same files and share their pages, so one process reads and pins
+    them for all. The pages stay pinned until it ends; the system may evict others.
 
     Args:
         sources: Sources of weight 0 are left out, because a run never reads them.
@@ -291,10 +290,10 @@ def _read(stream: TokenStream) -> None:
 
 
 def _pin(address: int, num_bytes: int) -> str | None:
-    """Lock mapped pages; return the reason where that fails."""
+    """Lock mapped pages; return the reason if this fails."""
     try:
         lock = ctypes.CDLL(None, use_errno=True).mlock
-    except (OSError, AttributeError, TypeError):  # a system without it
+    except (OSError, AttributeError, TypeError):  # the system lacks it
         return "this system has no mlock"
     lock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     lock.restype = ctypes.c_int

@@ -17,12 +17,12 @@ _PLACES, _PLACE_TOKENS = 64, 1 << 10
 
 
 def digest_of(sources: Sequence[CorpusSource]) -> dict[str, Any]:
-    """Return digests of a split, without reading more than parts of its token files.
+    """Return digests of a split; reads only parts of its token files.
 
     Returns:
-        As JSON has them: `ends`, of the sizes and the tokens at both ends of each source; `places`,
-        of the tokens at 64 places of each; `sidecars`, for each source the digest of the checksums
-        in its sidecar, or None without a sidecar.
+        JSON values: `ends`, a digest of the sizes and the tokens at both ends of each source;
+            `places`, a digest of the tokens at 64 places of each; `sidecars`, for each source the
+            digest of the checksums in its sidecar, or None without a sidecar.
 
     Raises:
         DataError: A sidecar is damaged.
@@ -42,7 +42,7 @@ def digest_of(sources: Sequence[CorpusSource]) -> dict[str, Any]:
 
 
 def _read_places(tokens: NDArray[Any]) -> bytes:
-    """Return the bytes of a stream at places at equal distances."""
+    """Return the bytes of a stream at equally spaced places."""
     last = max(0, tokens.size - _PLACE_TOKENS)
     starts = [last * number // (_PLACES - 1) for number in range(_PLACES)]
     set_read_ahead(tokens, on=False)
@@ -60,13 +60,13 @@ def _sidecar_digest(source: CorpusSource) -> str | None:
 
 
 def has_changed(saved: dict[str, Any], digest: dict[str, Any]) -> bool:
-    """Return whether the data differ from those that a checkpoint or a start has recorded.
+    """Return whether the data have changed since a checkpoint or a start recorded them.
 
     Args:
-        saved: What `digest_of` returned then.
-        digest: What `digest_of` returns now.
+        saved: Recorded result of `digest_of`.
+        digest: Present result of `digest_of`.
     """
-    # A sidecar that was added or removed since says nothing about the tokens.
+    # A sidecar added or removed in the meantime says nothing about the tokens.
     both = zip(saved["sidecars"], digest["sidecars"], strict=False)
     sidecars_differ = any(None not in (before, now) and before != now for before, now in both)
     return sidecars_differ or any(saved[name] != digest[name] for name in ("ends", "places"))

@@ -1,4 +1,4 @@
-"""A stage of a data mixture as a table of the TOML file, and which stages make no sequence."""
+"""A stage of a data mixture as a table of the TOML file, and checks of their sequence."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,18 @@ from llm.config.tokens import Tokens
 
 @option_group("Stages of the data")
 class DataStage:
-    """Sources and weights from the end of the stage before: one table `[[data_stage]]`."""
+    """One mixture stage, which begins when the previous one ends: one table `[[data_stage]]`."""
 
     until: Tokens | None = option(
-        None, "Tokens of the run after which the stage ends; none on the last."
+        None, "Tokens of the run when the stage ends; none for the last stage."
     )
     data_path: tuple[float | str, ...] = option(
-        (), "Its token files, as the option data_path takes them.", path=True
+        (), "Its token files, in the notation of data_path.", path=True
     )
 
 
 def stage_problems(stages: Sequence[DataStage]) -> list[str]:
-    """Return why the stages make no sequence, a sentence each."""
+    """Return the faults in the sequence of stages, one sentence each."""
     problems = []
     begins = 0
     for number, stage in enumerate(stages, start=1):
@@ -28,8 +28,8 @@ def stage_problems(stages: Sequence[DataStage]) -> list[str]:
             problems.append(f"{name} has no data_path; name its token files.")
         if stage.until is None and not is_last:
             problems.append(
-                f"{name} has no until, which only the last stage leaves out; give the tokens "
-                "after which it ends."
+                f"{name} has no until, which only the last stage leaves out; give the tokens at "
+                "its end."
             )
         elif stage.until is not None and is_last:
             problems.append(

@@ -1,4 +1,4 @@
-"""Which documents the tokens of a sample belong to, by binary search in the index."""
+"""Find the documents that a sample's tokens belong to, by binary search in the index."""
 
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ class Passage(NamedTuple):
     """A piece of a sample within one document.
 
     Attributes:
-        document: Number of the document in its token file; None where the file has no documents.
-        offset: The first of these tokens, counted in the document, or else in the file.
-        length: Tokens of the whole document, or else of the file.
+        document: Number of the document in its token file; None if the file has no documents.
+        offset: Position of the first token in the document, or in a file without documents.
+        length: Tokens of the whole document, or of a file without documents.
         tokens: The tokens.
     """
 
@@ -48,7 +48,7 @@ def passages(stream: TokenStream, start: int, length: int) -> Iterator[Passage]:
             yield Passage(None, origin + start, file.num_tokens, stream.tokens[start:stop])
             start = stop
             continue
-        # Of documents without tokens, which begin at the same place, the search finds the last.
+        # Documents without tokens begin at the same place; the search finds the last of them.
         documents = range(file.num_documents)
         number = bisect_right(documents, origin + start, key=file.document_start) - 1
         while start < stop:

@@ -1,4 +1,4 @@
-"""Refuses a run that would repeat a source of its data more often than `--max_epochs` allows."""
+"""Refuses a run that would repeat a data source more often than `--max_epochs` allows."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,19 +12,19 @@ from llm.errors import ConfigError
 def check_epochs(
     options: DataOptions, sources: Sequence[CorpusSource], samples: Samples, *, num_samples: int
 ) -> None:
-    """Refuse a run if a source would serve more epochs than it may.
+    """Refuse a run if a source would serve too many epochs.
 
-    Which samples a run takes is known before it begins, so the check is exact, and no weight has
-    to change when a source is used up.
+    The samples of a run are known before it begins, so the check is exact, and no weight changes
+    when a source is used up.
 
     Args:
-        options: Their `max_epochs`.
+        options: Contains `max_epochs`.
         sources: The sources of the training split.
         samples: Their samples.
         num_samples: Samples of the whole run.
 
     Raises:
-        ConfigError: A source is used up before the end, or the option names no source.
+        ConfigError: A source is used up before the end, or the option names an unknown source.
     """
     served = samples.served(num_samples)
     problems = []
@@ -42,7 +42,7 @@ def check_epochs(
 
 
 def _limits(words: Sequence[float | str], sources: Sequence[CorpusSource]) -> dict[int, float]:
-    """Return the most epochs of each source that has a limit, by its number."""
+    """Return the maximum epochs by number of the source, for sources with a limit."""
     if len(words) == 1 and not isinstance(words[0], str):
         return dict.fromkeys(range(len(sources)), words[0])
     pairs = [

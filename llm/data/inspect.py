@@ -1,10 +1,10 @@
-"""Shows what is in token files, or the text of a run's step: `python -m llm.data.inspect`.
+"""Shows the contents of token files, or the text of a run's step: `python -m llm.data.inspect`.
 
-`python -m llm.data.inspect data/wiki_text_document` shows token files, or with `--verify` their
-damage; `python -m llm.data.inspect runs/wiki --step 1207` what this step was trained on.
+`python -m llm.data.inspect data/wiki_text_document` shows token files, and `--verify` their damage;
+`python -m llm.data.inspect runs/wiki --step 1207` shows the training text of a step.
 
-Exit codes: 0, shown, or verified without fault; 1, `--verify` reports faults; 2, a wrong option,
-or files that are missing or, without `--verify`, too damaged to be shown.
+Exit codes: 0, shown, or verified without fault; 1, `--verify` reports faults; 2, a wrong option, or
+files that are missing or (without `--verify`) too damaged to show.
 """
 
 import os
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from llm.data.formats.megatron import TokenFile
     from llm.data.formats.sidecar import Sidecar
 
-_MEASURED = 1_000_000  # documents measured for their length
+_MEASURED = 1_000_000  # documents used for the statistics of lengths
 _SAMPLED = 1_000  # documents checked for their last token
 
 
@@ -36,14 +36,14 @@ class InspectOptions:
 
     path: str = option(
         "",
-        "The token files: PREFIX of PREFIX.bin and PREFIX.idx, or nanoGPT's flat file with its "
-        ".bin; with step, the folder of a run. The option's name can be left out.",
+        "Token files: PREFIX of PREFIX.bin and PREFIX.idx, or a flat nanoGPT file with its .bin; "
+        "with step, the folder of a run. You can leave out the option's name.",
         group="Token files",
         path=True,
     )
     verify: bool = option(
         False,
-        "Read everything and report damage; exit with 1 if there is any.",
+        "Read everything and report damage; exit with 1 if any is found.",
         group="Token files",
     )
     step: int | None = option(
@@ -54,30 +54,30 @@ class InspectOptions:
     )
     rank: int | None = option(
         None,
-        "Show the samples of this data-parallel rank alone, counted from 0.",
+        "Show only the samples of this data-parallel rank, counted from 0.",
         group="A run's step",
         requires=("step",),
         at_least=0,
     )
     data_ranks: int | None = option(
         None,
-        "Number of data-parallel ranks; by default the number in the start that trained the step.",
+        "Number of data-parallel ranks; by default the number when the step was trained.",
         group="A run's step",
         requires=("rank",),
         at_least=1,
     )
     documents: int = option(3, "Number of documents to show, from the first.", at_least=0)
-    tokens: int = option(60, "Tokens to show of each.", at_least=0)
+    tokens: int = option(60, "Number of tokens to show per document.", at_least=0)
     tokenizer_name: str | None = option(
         None,
-        "Show them as text, too: a Hub name, a folder, or a tokenizer.json file. By default the "
-        "tokenizer that the files were made with, if they name it and it is on this machine.",
+        "Tokenizer to show them as text, too: a Hub name, a folder, or a tokenizer.json file. By "
+        "default the one that made the files, if they name it and it is on this machine.",
         path=True,
     )
     vocab_file: str | None = option(
-        None, "GPT-2's vocab.json, with --merges_file instead of a name.", path=True
+        None, "GPT-2's vocab.json, instead of a name; goes with --merges_file.", path=True
     )
-    merges_file: str | None = option(None, "GPT-2's merges.txt.", path=True)
+    merges_file: str | None = option(None, "GPT-2's merges.txt; goes with --vocab_file.", path=True)
 
 
 @program
@@ -87,8 +87,7 @@ def main(argv: Sequence[str]) -> int:
         InspectOptions,
         argv,
         prog="python -m llm.data.inspect",
-        description="Show what is in token files, look for damage in them, or show the text "
-        "of a run's step.",
+        description="Show or verify token files, or show the text of a run's step.",
         positional="path",
         example="data/web_text_document --documents 2 --tokenizer_name gpt2",
     )
@@ -181,7 +180,7 @@ def _describe(options: InspectOptions) -> list[str]:
 def _tokenizer(
     options: InspectOptions, sidecar: "Sidecar | None"
 ) -> tuple["PreTrainedTokenizerBase | None", str | None]:
-    """Return the tokenizer that decodes the ids, if there is one, and a remark on it."""
+    """Return the tokenizer that decodes the ids, or None, and a remark on it."""
     is_named = any((options.tokenizer_name, options.vocab_file, options.merges_file))
     if is_named:
         named = TokenizerOptions(
@@ -193,7 +192,7 @@ def _tokenizer(
         return None, None
     else:
         vocab_file, comma, merges_file = sidecar.tokenizer.partition(", ")
-        # "vocab.json, merges.txt" is how `prepare` names the two; a path may have a comma, too.
+        # `prepare` names the pair "vocab.json, merges.txt", but a path may contain a comma, too.
         if comma and not Path(sidecar.tokenizer).exists():
             named = TokenizerOptions(vocab_file=vocab_file, merges_file=merges_file)
         else:
@@ -213,8 +212,8 @@ def _tokenizer(
     if sidecar is None or fingerprint(tokenizer) == sidecar.tokenizer_fingerprint:
         return tokenizer, None
     return tokenizer, (
-        f"This tokenizer's fingerprint is {fingerprint(tokenizer)}, another one than the files "
-        f"were made with ({sidecar.tokenizer_fingerprint}): the text may be wrong."
+        f"This tokenizer's fingerprint is {fingerprint(tokenizer)}, but the files were made with "
+        f"{sidecar.tokenizer_fingerprint}: the text may be wrong."
     )
 
 
@@ -294,7 +293,7 @@ def _contents(
     options: InspectOptions,
     tokenizer: "PreTrainedTokenizerBase | None",
 ) -> list[str]:
-    """Describe the first documents, or the first tokens where documents are not known."""
+    """Describe the first documents, or the first tokens if documents are not known."""
     from llm.data.formats.megatron import TokenFile
 
     ranges: list[tuple[str, int, int]] = []
@@ -316,7 +315,7 @@ def _contents(
 
 
 def _quoted(tokenizer: "PreTrainedTokenizerBase | None", ids: list[int]) -> str:
-    """Return the text of ids, with characters escaped that would change the terminal."""
+    """Return the text of ids; escapes characters that would change the terminal."""
     if tokenizer is None:
         return ""
     if ids and not 0 <= min(ids) <= max(ids) < len(tokenizer):

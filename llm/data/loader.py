@@ -29,9 +29,10 @@ class MicroBatch(NamedTuple):
         input_ids: The tokens.
         labels: The token that follows each of them; -100 is ignored.
         positions: Position of each token in its document; None for positions in the window.
-        documents: Number of each token's document in its window, where attention must not cross
+        documents: Number of each token's document in its window; None if attention may cross
             documents.
-        sources: Number of each sample's source `[micro_batch_size]`, where losses are summed by it.
+        sources: Number of each sample's source `[micro_batch_size]`; None without per-source
+            losses.
     """
 
     input_ids: torch.Tensor
@@ -62,17 +63,17 @@ class StepBatch:
 class TrainLoader:
     """The micro-batches of one rank in every training step.
 
-    Every rank takes part in every micro-batch of every step and shapes never change: if the last
-    step is smaller, all labels of the missing samples are ignored.
+    Every rank takes part in every micro-batch of every step, and shapes never change: if the last
+    step is smaller, the labels of the missing samples are ignored.
 
     Attributes:
         samples: The tokens of every sample.
         plan: Which samples make a step, and how they are divided among ranks.
         rank: This data-parallel rank.
         device: Device of the micro-batches.
-        ends: How to keep the documents of a window apart; None lets windows run over them.
+        ends: How to keep the documents of a window apart; None ignores document boundaries.
         with_sources: Whether micro-batches have the sources of their samples.
-        skipped: The samples to leave out: the plan's positions are mapped past them.
+        skipped: The samples to leave out; the plan's positions are mapped to the others.
     """
 
     samples: Samples
@@ -92,8 +93,8 @@ class TrainLoader:
     def steps(self, start: int) -> Generator[StepBatch, None, None]:
         """Yield the steps from `start` to the end of the run; nothing before `start` is read.
 
-        A thread reads ahead. It ends with the iterator, also when that is closed early, and its
-        errors are raised here.
+        A thread reads ahead. It ends with the iterator, even if you close it early, and its errors
+        are raised here.
         """
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
         pending: deque[Future[StepBatch]] = deque()
@@ -102,13 +103,13 @@ class TrainLoader:
             for step in itertools.islice(remaining, _PREFETCH_STEPS):
                 pending.append(pool.submit(self._read, step))
             while pending:
-                # Waited for before the next step is submitted: the thread would compete for the
-                # interpreter lock with the training step that waits here.
+                # Wait before submitting the next step: the thread would compete for the interpreter
+                # lock with the training step that waits here.
                 batch = pending.popleft().result()
                 for step in itertools.islice(remaining, 1):
                     pending.append(pool.submit(self._read, step))
-                # Copied here and not by the thread, so that the copies are queued on the CUDA
-                # stream that uses them.
+                # Copied here and not in the thread, so that the CUDA stream that uses the copies
+                # also queues them.
                 micro_batches = [_to_device(micro, self.device) for micro in batch.micro_batches]
                 yield replace(batch, micro_batches=micro_batches)
         finally:
@@ -141,12 +142,12 @@ class TrainLoader:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalLoader:
-    """One rank's batches of an evaluation, which predicts each token of a stream but the first.
+    """One rank's batches of an evaluation, which predicts every token of a stream except the first.
 
-    Windows are adjacent, and the stream does not wrap around here. The last window is filled up
-    with ignored labels, and every rank yields the same number of batches, where need be with
-    ignored labels only: else some ranks would wait in a collective that others have left. Iterating
-    again gives the same batches.
+    Windows are adjacent, and the stream does not wrap around. The last window is padded with
+    ignored labels. Every rank yields the same number of batches, if needed with ignored labels
+    only: otherwise some ranks would wait in a collective that others have left. Iterating again
+    gives the same batches.
 
     Attributes:
         stream: The tokens.
@@ -155,8 +156,8 @@ class EvalLoader:
         rank: This data-parallel rank.
         world_size: Data-parallel ranks.
         device: Device of the batches.
-        max_batches: Batches at most, over all ranks; None takes the whole stream.
-        ends: How to keep the documents of a window apart; None lets windows run over them.
+        max_batches: Maximum batches over all ranks; None takes the whole stream.
+        ends: How to keep the documents of a window apart; None ignores document boundaries.
         name: Name of the stream, for messages.
 
     Raises:
@@ -220,14 +221,14 @@ def _micro_batch(
 
     Args:
         windows: Token ids.
-        label_mask: Which labels count, of each window or of each token.
+        label_mask: Which labels count, per window or per token.
         ends: How to keep the documents of a window apart.
         pin: Whether to allocate the tensors in pinned memory, so that copies are asynchronous.
         sources: Number of the source of each window.
     """
 
     def tensor(values: NDArray[Any]) -> torch.Tensor:
-        # Copied once, from the file's dtype to int64 in the memory that the device reads.
+        # One copy, from the file's dtype to int64 in the memory that the device reads.
         result = torch.empty(values.shape, dtype=torch.int64, pin_memory=pin)
         result.numpy()[...] = values
         return result

@@ -16,8 +16,8 @@ class MixtureStage:
     """The weights of all sources during a part of a run.
 
     Attributes:
-        until: Tokens of the run after which the stage ends; None for the last stage.
-        weights: As for `Blend`, of each source of the run.
+        until: Tokens of the run when the stage ends; None for the last stage.
+        weights: Weight of each source of the run, as for `Blend`.
     """
 
     until: int | None
@@ -25,7 +25,7 @@ class MixtureStage:
 
 
 def stage_starts(stages: Sequence[MixtureStage], *, block_size: int) -> list[int]:
-    """Return the first sample of each stage, the one after the whole samples within its border.
+    """Return the first sample of each stage. Only whole samples belong to a stage.
 
     Args:
         stages: In their order.
@@ -48,9 +48,9 @@ def stage_starts(stages: Sequence[MixtureStage], *, block_size: int) -> list[int
 class Mixture:
     """Which source serves which sample of a run: a `Blend` in each stage.
 
-    Each stage begins a new blend, so that its k sources are within k samples of their shares at
-    every point of the stage. The samples of a source are numbered through all stages: a source that
-    appears again continues where it stopped.
+    Each stage begins a new blend, so its k sources are within k samples of their shares at every
+    point of the stage. A source's samples are numbered across all stages: a source that appears
+    again continues where it stopped.
 
     Args:
         stages: In their order; all have weights for the same sources.
@@ -63,7 +63,7 @@ class Mixture:
     def __init__(self, stages: Sequence[MixtureStage], *, block_size: int) -> None:
         self._starts = stage_starts(stages, block_size=block_size)
         self._blends = [Blend(stage.weights) for stage in stages]
-        # Samples that each source has served before each stage.
+        # Samples served by each source before each stage.
         self._before = [np.zeros(len(stages[0].weights), np.int64)]
         borders = itertools.pairwise(self._starts)
         for blend, (start, stop) in zip(self._blends, borders, strict=False):

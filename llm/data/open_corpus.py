@@ -1,4 +1,4 @@
-"""From the options of the data to a corpus: token files that exist, or that text is made into."""
+"""Open the corpus that the data options name: existing token files, or text, tokenized first."""
 
 import logging
 import os
@@ -47,12 +47,12 @@ def open_corpus(
         options: Which tokens or texts, and how they are split.
         tokenizer: Makes tokens of texts; token files must have been made with it.
         vocab_size: Vocabulary of the tokenizer or the model, whichever is larger.
-        ends: How to keep documents apart; documents must then end with its token.
+        ends: How to keep documents apart; every document must end with its token.
         trust_remote_code: Whether to run code that comes with a data set.
 
     Raises:
         ConfigError: The options make no blend or no split.
-        DataError: The data is missing, damaged, of another tokenizer, or too small for the split.
+        DataError: The data is missing, damaged, from another tokenizer, or too small for the split.
     """
     opener = _Opener(options, fingerprint(tokenizer), vocab_size, ends)
     if options.data_stage:
@@ -79,7 +79,7 @@ def _prepared(
     vocab_size: int,
     trust_remote_code: bool,
 ) -> tuple[Path | None, Path | None]:
-    """Return the token files of the texts to train and to evaluate on, from the cache."""
+    """Return the cached token files of the texts for training and evaluation."""
     folder = options.data_cache_dir or os.environ.get("LLM_CACHE_DIR") or "~/.cache/llm"
     cache = TokenCache(folder=Path(folder).expanduser(), overwrite=options.overwrite_cache)
     size = num_ids(getattr(tokenizer, "backend_tokenizer", None), len(tokenizer))
@@ -106,7 +106,7 @@ def _prepared(
 
 
 def _texts(options: DataOptions, trust_remote_code: bool) -> dict[str, Text]:
-    """Return the texts to train and to evaluate on, by the name of their split."""
+    """Return the texts for training and evaluation, by the name of their split."""
     texts: dict[str, Text] = {}
     if options.dataset_name is not None:
         texts = {
@@ -141,7 +141,7 @@ def _texts(options: DataOptions, trust_remote_code: bool) -> dict[str, Text]:
 
 @dataclass(frozen=True, slots=True)
 class _Opener:
-    """Opens token files that fit a run; its attributes are as for `open_corpus`."""
+    """Opens token files that fit a run; for its attributes see `open_corpus`."""
 
     options: DataOptions
     tokenizer_fingerprint: str
@@ -153,9 +153,9 @@ class _Opener:
         return self._split(self._open(self.options.data_path, "--data_path"))
 
     def open_stages(self) -> Corpus:
-        """Open the files of all stages, where a file of several stages is one source.
+        """Open the files of all stages; a file that appears in several stages is one source.
 
-        They are split by `split`, or taken whole where `valid_data_path` names others.
+        They are split by `split`, or taken whole if `valid_data_path` names other files.
         """
         first: dict[Path, CorpusSource] = {}  # by the real path, in order of appearance
         blends: list[dict[Path, float]] = []
@@ -171,7 +171,7 @@ class _Opener:
             for stage, blend in zip(self.options.data_stage, blends, strict=True)
         )
         names = _names([source.stream.file.prefix for source in first.values()])
-        # Means over the stages: the weights of the validation losses stay the same through the run.
+        # Means over the stages, so that the weights of the validation losses are constant.
         shares = zip(*(stage.weights for stage in stages), strict=True)
         sources = [
             replace(source, name=name, weight=sum(weights) / len(stages))
@@ -191,7 +191,8 @@ class _Opener:
         validation: list[CorpusSource] = []
         for source in whole:
             if source.weight == 0:
-                # It keeps its number in the blend, which keys the order of each source.
+                # It keeps its number in the blend, because the number keys the order of each
+                # source.
                 train.append(source)
                 continue
             streams = split_documents(
@@ -212,9 +213,9 @@ class _Opener:
         )
 
     def open_split_rows(self, prefix: Path) -> Corpus:
-        """Open a file of the cache and split `validation_split_percentage` of its rows off."""
+        """Open a cached file and split off `validation_split_percentage` of its rows."""
         (source,) = self._open((str(prefix),), "--train_file")
-        assert isinstance(source.stream.file, TokenFile)  # the cache holds no others
+        assert isinstance(source.stream.file, TokenFile)  # the cache holds no other kind
         train, validation = split_rows(
             source.stream.file,
             read_row_bytes(prefix),
@@ -243,7 +244,7 @@ class _Opener:
         """Open a token file and compare it with the tokenizer and the model."""
         file = open_token_file(path)
         if file.num_tokens == 0:
-            raise DataError(f"The token file {file.prefix}.bin holds no tokens; prepare it anew.")
+            raise DataError(f"The token file {file.prefix}.bin holds no tokens; prepare it again.")
         sidecar = read_sidecar(file.prefix)
         if sidecar is not None:
             check_tokenizer(
@@ -268,8 +269,8 @@ def check_document_ends(file: TokenFile | FlatTokenFile, eos_token_id: int) -> N
         eos_token_id: The token that should end documents.
 
     Raises:
-        DataError: None of the first documents ends with it; where the document ends are
-            not known, none of the first million tokens is it.
+        DataError: None of the first documents ends with it; or, if document boundaries are not
+            known, it is not among the first million tokens.
     """
     if isinstance(file, TokenFile):
         number = min(_DOCUMENTS_CHECKED, file.num_documents)
@@ -282,16 +283,16 @@ def check_document_ends(file: TokenFile | FlatTokenFile, eos_token_id: int) -> N
     if not (tokens == eos_token_id).any():
         raise DataError(
             "--reset_position_ids and --reset_attention_mask need documents that end with the "
-            f"tokenizer's end-of-text token, and those of {file.prefix} do not: {fault}. Prepare "
-            "it anew with --append_eod, or leave the two options out."
+            f"tokenizer's end-of-text token, and {file.prefix} has none: {fault}. Prepare it again "
+            "with --append_eod, or leave the two options out."
         )
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that differ."""
+    """Return the shortest path endings that tell the files apart."""
     for length in range(1, 1 + max(len(path.parts) for path in paths)):
         names = [Path(*path.parts[-length:]).as_posix() for path in paths]
         if len(set(names)) == len(names):
             return names
-    # The same file twice.
+    # The same file was given twice.
     return [f"{number}-{path.name}" for number, path in enumerate(paths)]

@@ -1,4 +1,4 @@
-"""Options of the data: its source, its order, batches, the length of a run."""
+"""Options of the data: source, order, batches, length of a run."""
 
 from typing import Literal
 
@@ -32,64 +32,63 @@ class DataOptions:
     )
     data_path: tuple[float | str, ...] = option(
         (),
-        "Token files to train and evaluate on: their paths without .bin and .idx (a flat nanoGPT "
-        "file with its .bin), alone or each after its weight. Without weights, each counts by its "
+        "Token files to train and evaluate on: paths without .bin and .idx (a flat nanoGPT file "
+        "with its .bin), each optionally after a weight. Without weights, each file counts by its "
         "tokens.",
         path=True,
     )
     data_stage: tuple[DataStage, ...] = option(
         (),
-        "Stages of a mixture that changes during the run, in place of data_path: tables "
-        "[[data_stage]] of the TOML file, each with the data_path of the stage and, on all but "
-        "the last, until, the tokens of the run after which the stage ends. As a flag, only none.",
+        "Stages of a mixture that changes during the run, instead of data_path: tables "
+        "[[data_stage]] of the TOML file. Each has its data_path and, except the last, until: the "
+        "tokens of the run when the stage ends. The flag accepts only none.",
     )
     max_epochs: tuple[float | str, ...] = option(
         (),
-        "Most epochs of a source: a number for every source, or a number before the path of each "
-        "that has a limit. A run that would take more is refused before it trains.",
+        "Maximum epochs of a source: one number for every source, or a number before the path of "
+        "each limited source. A run that needs more is refused before it trains.",
         path=True,
         above=0,
         resume="free",
     )
     train_data_path: tuple[float | str, ...] = option(
-        (), "Token files to train on, taken whole, in place of data_path.", path=True
+        (), "Token files to train on, taken whole, instead of data_path.", path=True
     )
     valid_data_path: tuple[float | str, ...] = option(
         (), "Token files to evaluate on, taken whole.", path=True
     )
     split: str | None = option(
         None,
-        "How the documents of each file of data_path or data_stage are divided among training, "
-        "validation and testing (which is not used), such as 980,10,10; 100,0,0 trains only. By "
-        "default 969,30,1.",
+        "Shares of the documents of each file in data_path or data_stage for training, validation "
+        "and testing (not used), such as 980,10,10; 100,0,0 trains only. By default 969,30,1.",
     )
     in_memory: bool = option(
         False,
-        "Read the tokens into main memory at the start, once on each node, and pin them there if "
-        "the system allows it.",
+        "Read the tokens into main memory at the start, once per node, and pin them if the system "
+        "allows it.",
         resume="free",
     )
     reset_position_ids: bool = option(
-        False, "Restart the positions after each end-of-text token in a sample."
+        False, "Restart positions after each end-of-text token in a sample."
     )
     reset_attention_mask: bool = option(
-        False, "Let no attention cross an end-of-text token in a sample."
+        False, "Keep attention from crossing an end-of-text token in a sample."
     )
     ignore_tokenizer_mismatch: bool = option(
         False,
-        "Train on token files that another tokenizer made.",
+        "Train on token files made with another tokenizer.",
         resume="free",
     )
     validation_split_percentage: float = option(
         5,
-        "Percentage of the training rows, from the start, used for validation without a "
-        "validation split or file; 0 trains without validation.",
+        "Percentage of the training rows, from the start, used for validation if there is neither "
+        "a validation split nor a file; 0 trains without validation.",
         at_least=0,
         below=100,
     )
     text_column: str | None = option(
         None,
-        "Column or JSON key that holds the text; by default `text`, else the only one of text.",
+        "Column or JSON key with the text; by default `text`, else the only column of strings.",
         aliases=("json_key",),
     )
     no_keep_linebreaks: bool = option(False, "Drop the line breaks (and blank lines) of txt files.")
@@ -119,27 +118,27 @@ class BatchOptions:
 
     per_device_train_batch_size: int | Literal["auto"] = option(
         8,
-        "Samples of one micro-batch on one device; auto finds the largest power of two that fits "
-        "(or divisor of a device's share of global_batch_size), once per run.",
+        "Samples per micro-batch and device; auto finds, once per run, the largest power of two "
+        "that fits (or the largest divisor of a device's share of global_batch_size).",
         group=BATCH,
         resume="logged",
         at_least=1,
     )
     per_device_eval_batch_size: int = option(
         8,
-        "Samples of one evaluation batch on one device.",
+        "Samples per evaluation batch and device.",
         group=BATCH,
         resume="logged",
         at_least=1,
         at_most=1_000_000,
     )
     gradient_accumulation_steps: int = option(
-        1, "Micro-batches of one optimizer step on each device.", group=BATCH, at_least=1
+        1, "Micro-batches per optimizer step and device.", group=BATCH, at_least=1
     )
     global_batch_size: int | str | None = option(
         None,
-        "Samples of one optimizer step over all devices; gradient accumulation follows from it. "
-        "As 256@0,512@2B the batch grows: 256 samples, and 512 from token 2 billion on.",
+        "Samples per optimizer step over all devices; sets gradient accumulation. With "
+        "256@0,512@2B the batch grows: 256 samples at first, 512 from token 2 billion on.",
         group=BATCH,
         at_least=1,
     )
@@ -158,35 +157,35 @@ class BatchOptions:
     )
     tokens_per_parameter: float | None = option(
         None,
-        "Tokens to train on for each parameter of the model, embeddings included; about 20 make "
-        "the most of a number of operations (Hoffmann et al. 2022).",
+        "Tokens to train on for each parameter of the model, including embeddings; about 20 are "
+        "compute-optimal (Hoffmann et al. 2022).",
         above=0,
         resume="fixed",
     )
     skip_samples: str | None = option(
         None,
-        "Samples to leave out, as FIRST:STOP,... in the numbers of the log, such as 6400:6480 for "
-        "6400 to 6479. A resume adds them to the ranges of its checkpoint, and may only name "
-        "samples that have not been trained on.",
+        "Samples to skip, as FIRST:STOP,... in the numbering of the log, such as 6400:6480 for "
+        "6400 to 6479. A resumed run adds them to the ranges in its checkpoint; they must not have "
+        "been trained on yet.",
     )
 
 
 LENGTHS = ("max_train_steps", "max_train_samples", "max_train_tokens", "tokens_per_parameter")
-"""Options that set the length of the run, in place of epochs. Only one may be given."""
+"""Options that set the length of the run, instead of epochs. Only one may be given."""
 
 SOURCES = ("dataset_name", "train_file", "data_path", "data_stage", "train_data_path")
 """Options that name the training data."""
 
 
 def training_paths(options: DataOptions) -> list[str]:
-    """Return the names of the token files to train on, each once."""
+    """Return the names of the token files for training, each once."""
     staged = dict.fromkeys(word for stage in options.data_stage for word in stage.data_path)
     words = (*options.data_path, *options.train_data_path, *staged)
     return [word for word in words if isinstance(word, str)]
 
 
 def data_problems(options: DataOptions) -> list[str]:
-    """Return what cannot work about the data, a sentence each."""
+    """Return faults of the data options, one sentence each."""
     problems = stage_problems(options.data_stage)
     sources = [f"--{name}" for name in SOURCES if getattr(options, name)]
     if options.dataset_name and options.validation_file:
@@ -233,11 +232,11 @@ def data_problems(options: DataOptions) -> list[str]:
 
 
 def batch_problems(options: BatchOptions) -> list[str]:
-    """Return what cannot work about batches and the length of the run, a sentence each."""
+    """Return faults of the batch and length options, one sentence each."""
     problems = []
     lengths = [f"--{name}" for name in LENGTHS if getattr(options, name) is not None]
     if len(lengths) > 1:
-        problems.append(f"{' and '.join(lengths)} exclude each other; give one length.")
+        problems.append(f"{' and '.join(lengths)} each set the length of the run; give only one.")
     try:
         parse_batch_schedule(options.global_batch_size or 1)
     except ConfigError as error:

@@ -1,8 +1,8 @@
-"""Which tokens make which sample: pure functions of (seed, epoch, position).
+"""Maps samples to tokens, by pure functions of (seed, epoch, position).
 
-No shuffled index and no generator state exist. A sample number becomes a source of the blend and a
-position in that source's token stream by arithmetic alone. Starting, resuming and changing the
-number of ranks therefore cost nothing, for a thousand tokens and for a trillion.
+There are no shuffled index and no generator state. Arithmetic alone turns a sample number into a
+source of the blend and a position in its token stream. Starting, resuming and changing the number
+of ranks therefore cost nothing, for a thousand tokens as for a trillion.
 """
 
 import math
@@ -20,16 +20,16 @@ from llm.errors import ConfigError, DataError
 
 _MASK = (1 << 64) - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-# Four suffice asymptotically. For sizes below ten, eight leave a bias that two million keys show,
-# twelve none.
+# Four rounds suffice asymptotically. For sizes below ten, eight leave a bias that shows with two
+# million keys; twelve leave none.
 _ROUNDS = 12
 _WINDOW_KEY, _OFFSET_KEY = 1, 2
 _SOURCE_KEY = 1 << 63  # far from the number of any epoch
 
 _DENOMINATOR = 2**40
-_TICKS = 2**8  # of one sample; two samples of a source are at least as many ticks apart
+_TICKS = 2**8  # per sample; two samples of a source are at least this many ticks apart
 
-# Samples that are computed at once: a few at a time would cost thirty times as much.
+# Samples computed at once; a few at a time would cost thirty times as much.
 _WINDOW_BLOCK = 2**10
 _BLEND_BLOCK = 2**12
 _BLOCKS_KEPT = 4
@@ -39,7 +39,7 @@ Int64s = NDArray[np.int64]
 
 
 def permute(index: NDArray[Any], *, size: int, key: int | UInt64s) -> Int64s:
-    """Map each index by a keyed permutation of range(size), without a table.
+    """Apply a keyed permutation of range(size) to each index, without a table.
 
     A generalised Feistel network over side * side >= size, repeated until the value falls below
     `size`: Black & Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), after Luby &
@@ -63,7 +63,7 @@ def permute(index: NDArray[Any], *, size: int, key: int | UInt64s) -> Int64s:
     todo = np.arange(value.size)
     while todo.size:
         value[todo] = _feistel(value[todo], keys[todo], np.uint64(side))
-        # Values outside the range go around again, which keeps the map one to one.
+        # Values outside the range are mapped again, which keeps the map one to one.
         todo = todo[value[todo] >= size]
     return value.astype(np.int64).reshape(shape)
 
@@ -77,8 +77,8 @@ def _feistel(value: UInt64s, keys: UInt64s, side: np.uint64) -> UInt64s:
 
 
 def _splitmix(seed: UInt64s, position: UInt64s | int) -> UInt64s:
-    """Return the output of SplitMix64 at a position of the stream of each seed; 1-D arrays."""
-    # Arrays wrap around silently, as is meant here; numpy warns where a scalar does.
+    """Return the SplitMix64 output at a position of each seed's stream; 1-D arrays."""
+    # Arrays wrap around silently, which is intended; for scalars numpy would warn.
     count = np.atleast_1d(np.asarray(position, dtype=np.uint64)) + np.uint64(1)
     state: UInt64s = seed + count * _GOLDEN
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -91,7 +91,7 @@ def _as_uint64(key: int | UInt64s) -> UInt64s:
 
 
 class _Blockwise:
-    """A function of sample numbers that is computed, and cached, in blocks of consecutive ones.
+    """A function of sample numbers, computed and cached in blocks of consecutive numbers.
 
     Args:
         make: Computes a block from its number: int64 [num_values, size].
@@ -100,7 +100,7 @@ class _Blockwise:
     """
 
     def __init__(self, make: Callable[[int], Int64s], *, num_values: int, size: int) -> None:
-        # A cache for each object: one on the method would keep all objects alive.
+        # One cache per object: a cache on the method would keep all objects alive.
         self._block = lru_cache(maxsize=_BLOCKS_KEPT)(make)
         self._num_values = num_values
         self._size = size
@@ -120,9 +120,9 @@ class _Blockwise:
 class WindowSampler:
     """Where each training sample starts in the token stream, read as a ring.
 
-    Epoch e visits each of the `num_windows` windows once, in an order keyed by (seed, e). The first
-    epoch's windows are cut from position 0, and later epochs' from an offset keyed by (seed, e), so
-    that epochs do not repeat the same cuts.
+    Epoch e visits each of the `num_windows` windows once, in an order keyed by (seed, e). The
+    windows of the first epoch begin at position 0; later epochs begin at an offset keyed by (seed,
+    e), so that they do not repeat the same cuts.
 
     Args:
         num_tokens: Tokens of the stream.
@@ -181,16 +181,16 @@ class WindowSampler:
 
 
 class Blend:
-    """Which source serves which sample of a weighted blend: exact, without an index.
+    """Assigns each sample of a weighted blend to a source: exact, without an index.
 
     Source j, of weight w_j, would ideally serve its i-th sample (from 0) when (2i + 1) / (2 w_j)
     samples have been served in all. Samples are served in the order of these ideal times. At every
     point of the order each of k sources is then within k samples of its quota: a source is within
     half a sample of its quota at any time, and the order's clock within k / 2 samples of the count.
 
-    Times are integers, so that any position of the order can be computed directly and is the same
-    on every machine: weights have a common denominator of 2**40, and a time counts in 256ths of a
-    sample, rounded down.
+    Times are integers, so any position of the order can be computed directly and is the same on
+    every machine: weights have the common denominator 2**40, and times are in 256ths of a sample,
+    rounded down.
 
     Args:
         weights: Weight of each source, finite and not negative, one of them positive; they need
@@ -218,8 +218,8 @@ class Blend:
 
     def served(self, num_samples: int) -> list[int]:
         """Return how many of the first `num_samples` samples each source serves, exactly."""
-        # Binary search for the first time when `num_samples` samples have been served; the clock is
-        # within half as many samples of their number as there are sources.
+        # Binary search for the first time when `num_samples` samples have been served. With k
+        # sources, the clock is within k / 2 samples of this number.
         most = len(self._weights)
         low, high = max(-1, (num_samples - most) * _TICKS - 1), (num_samples + most) * _TICKS
         while high - low > 1:
@@ -231,7 +231,7 @@ class Blend:
         before, until = self._served_until(high - 1), self._served_until(high)
         missing = num_samples - sum(before)
         for source in range(len(before)):
-            # Of sources that are served at the same tick, the lower number comes first.
+            # If several sources are served at the same tick, the lower number comes first.
             if missing and until[source] > before[source]:
                 before[source] += 1
                 missing -= 1
@@ -252,14 +252,14 @@ class Blend:
             steps = np.arange(stop[source] - first[source], dtype=np.int64)
             if steps.size == 0:
                 continue
-            # The first time in Python's integers, which do not overflow; the others relative to
-            # the block in int64: step * rest is below 2**12 * 2**41.
+            # The first time is computed with Python's integers, which do not overflow; the others
+            # are int64 relative to the block, because step * rest is below 2**12 * 2**41.
             start, begun = divmod((2 * first[source] + 1) * _DENOMINATOR * _TICKS, 2 * weight)
             whole, rest = divmod(2 * _DENOMINATOR * _TICKS, 2 * weight)
             times.append(start - origin + steps * whole + (begun + steps * rest) // (2 * weight))
             sources.append(np.full(steps.size, source, dtype=np.int64))
             numbers.append(first[source] + steps)
-        # A stable sort: at equal times the lower source, which was put in first, stays first.
+        # The sort is stable: at equal times the lower source stays first.
         order = np.argsort(np.concatenate(times), kind="stable")
         return np.stack([np.concatenate(sources)[order], np.concatenate(numbers)[order]])
 
@@ -269,7 +269,7 @@ def _integer_weights(weights: Sequence[float]) -> list[int]:
     exact = [Fraction(weight) for weight in weights]
     total = sum(exact)
     quotas = [weight * _DENOMINATOR / total for weight in exact]
-    # A source of almost no weight is served almost never, but not never.
+    # A source with a tiny weight is served rarely, but not never.
     rounded = [max(int(quota), int(quota > 0)) for quota in quotas]
     by_remainder = sorted(range(len(quotas)), key=lambda j: (rounded[j] - quotas[j], j))
     missing = _DENOMINATOR - sum(rounded)
@@ -284,7 +284,7 @@ class DocumentEnds:
     """How to keep the documents of a window apart.
 
     A document ends with an end-of-text token, which belongs to it. The first document of a window
-    begins with the window, even where the file has more of it before.
+    begins with the window, even if it is the rest of a longer document.
 
     Attributes:
         eos_token_id: The token that ends a document.
@@ -304,7 +304,7 @@ class DocumentEnds:
 
         Returns:
             Position of each token in its document, and the number of that document in its
-            window, counted from 0; both [num_windows, block_size], None where not wanted.
+            window, counted from 0; both [num_windows, block_size], None if not wanted.
         """
         begins = np.zeros(input_ids.shape, dtype=bool)
         begins[:, 1:] = input_ids[:, :-1] == self.eos_token_id
@@ -318,7 +318,7 @@ class DocumentEnds:
 
 
 def document_ends(options: DataOptions, *, eos_token_id: int | None) -> DocumentEnds | None:
-    """Return how to keep the documents of a window apart, or None where windows run over them.
+    """Return how to keep the documents of a window apart, or None to ignore their boundaries.
 
     Args:
         options: Whether positions or attention restart at each document.
@@ -332,6 +332,6 @@ def document_ends(options: DataOptions, *, eos_token_id: int | None) -> Document
     if eos_token_id is None:
         raise ConfigError(
             "--reset_position_ids and --reset_attention_mask need an end-of-text token between "
-            "documents, and the tokenizer has none; use one that has."
+            "documents, and the tokenizer has none; use another tokenizer."
         )
     return DocumentEnds(eos_token_id, options.reset_position_ids, options.reset_attention_mask)

@@ -28,7 +28,7 @@ class PrepareConfig:
     input: tuple[str, ...] = option(
         (),
         "Files, quoted patterns and folders with jsonl, json, csv, parquet or txt files; all but "
-        "parquet also packed as gz, xz, zst or bz2.",
+        "parquet may be compressed as gz, xz, zst or bz2.",
         path=True,
     )
     text_column: str | None = option(
@@ -37,10 +37,10 @@ class PrepareConfig:
         aliases=("json_key", "json_keys"),
     )
     text_unit: Literal["line", "paragraph", "file"] = option(
-        "file", "What of a txt file is a document; blank lines separate paragraphs."
+        "file", "Unit of a txt file that is one document; blank lines separate paragraphs."
     )
     dataset_name: str | None = option(
-        None, "Data set on the Hub or a local folder, in place of input.", path=True
+        None, "Data set on the Hub or a local folder, instead of input.", path=True
     )
     dataset_config_name: str | None = option(
         None, "Configuration (subset) of the data set.", requires=("dataset_name",)
@@ -48,14 +48,14 @@ class PrepareConfig:
     dataset_split: str = option("train", "Split of the data set.")
     streaming: bool = option(
         False,
-        "Read the data set over the network, keeping no copy of it.",
+        "Read the data set over the network without keeping a copy.",
         requires=("dataset_name",),
     )
     trust_remote_code: bool = option(
         False, "Run tokenizer or data set code that comes with a Hub repository."
     )
     on_error: Literal["stop", "skip"] = option(
-        "stop", "Stop at a record that cannot be used, or skip and count it."
+        "stop", "Stop at an unusable record, or skip and count it."
     )
 
     tokenizer_name: str | None = option(
@@ -90,26 +90,26 @@ class PrepareConfig:
     )
     allow_special_tokens: bool = option(
         False,
-        "Encode the name of a special token in a text, such as <|endoftext|>, as that token; by "
-        "default it is text.",
+        "Encode the name of a special token in a text, such as <|endoftext|>, as this token; by "
+        "default it is encoded as text.",
         group=TOKENIZER,
     )
 
     output_prefix: str | None = option(
         None,
-        "Path of the files: PREFIX_text_document.bin and .idx (the middle is the JSON key), or "
-        "the folder PREFIX of nanoGPT's.",
+        "Path of the output: PREFIX_text_document.bin and .idx (the middle is the JSON key), or "
+        "the folder PREFIX in nanoGPT's format.",
         group=OUTPUT,
         path=True,
     )
     format: Literal["megatron", "nanogpt"] = option(
         "megatron",
-        "A .bin/.idx pair as Megatron-LM, NeMo and this trainer read it, or nanoGPT's train.bin "
-        "and val.bin.",
+        "A .bin/.idx pair for Megatron-LM, NeMo and this trainer, or train.bin and val.bin as in "
+        "nanoGPT.",
         group=OUTPUT,
     )
     output_per_input: bool = option(
-        False, "A pair of files for each input file, with its name after PREFIX.", group=OUTPUT
+        False, "Write one pair of files per input file, with its name after PREFIX.", group=OUTPUT
     )
     shuffle: Literal["none", "documents"] = option(
         "none", "Shuffle the documents by the seed.", group=OUTPUT
@@ -117,7 +117,8 @@ class PrepareConfig:
     seed: int = option(0, "Seed of the shuffling.", group=OUTPUT, at_least=0)
     validation_split_percentage: float = option(
         0.05,
-        "Percentage of the documents, from the first one, in nanoGPT's val.bin; 0 writes none.",
+        "Percentage of the documents, from the first one, that go to nanoGPT's val.bin; 0 writes "
+        "none.",
         group=OUTPUT,
         at_least=0,
         below=100,
@@ -125,7 +126,7 @@ class PrepareConfig:
     overwrite: bool = option(False, "Replace files that exist.", group=OUTPUT)
 
     workers: int | None = option(
-        None, "Cores to use; by default all, and never more.", group=RUNNING, at_least=1
+        None, "Cores to use; by default, and at most, all cores.", group=RUNNING, at_least=1
     )
     log_seconds: float = option(
         10.0, "Seconds between two lines on the progress.", group=RUNNING, above=0
@@ -136,7 +137,7 @@ def check(config: PrepareConfig) -> None:
     """Refuse combinations of options that cannot work.
 
     Raises:
-        ConfigError: All complaints in one message, a sentence each.
+        ConfigError: One message with a sentence for each fault.
     """
     problems = []
     if bool(config.input) == (config.dataset_name is not None):
@@ -162,9 +163,9 @@ def prepare(config: PrepareConfig) -> None:
     Raises:
         LLMError: An option or the data is wrong.
     """
-    # numpy would start a thread on each core for linear algebra, which is not used here.
+    # Linear algebra is not used here, and numpy would start a thread for it on each core.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Imported here, so that --help and a wrong option load no library.
+    # Imported here so that --help and wrong options load no library.
     from llm.data.formats.megatron import token_dtype
     from llm.data.preparation.encoder import Encoding
     from llm.data.preparation.output_files import check_replaceable

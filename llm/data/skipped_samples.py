@@ -1,4 +1,4 @@
-"""Samples that training leaves out (`--skip_samples`): from positions to sample numbers. Pure."""
+"""Samples that training leaves out (`--skip_samples`): maps positions to sample numbers."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,20 +20,20 @@ _MOST_SAMPLES = 2**62  # beyond them, numbers would overflow
 
 @dataclass(frozen=True)
 class SkippedSamples:
-    """Ranges of sample numbers that a run passes over.
+    """Ranges of sample numbers that a run skips.
 
-    A position counts the samples that are trained on, from 0: steps, batches, epochs and the length
-    of a run count positions. A sample number is a place in the order of all samples. The two are
-    equal before the first range. Make it by `skip`.
+    A position counts the trained samples from 0; steps, batches, epochs and the length of a run
+    count positions. A sample number is a place in the order of all samples. Both are equal before
+    the first range. Create it with `skip`.
 
     Attributes:
-        ranges: Growing, and apart from one another.
+        ranges: In ascending order; they do not touch.
     """
 
     ranges: tuple[Range, ...] = ()
 
     def __str__(self) -> str:
-        """Return the ranges as `--skip_samples` takes them."""
+        """Return the ranges in the notation of `--skip_samples`."""
         return ",".join(f"{first}:{stop}" for first, stop in self.ranges)
 
     def numbers(self, positions: Positions) -> Positions:
@@ -47,7 +47,7 @@ class SkippedSamples:
         return self.numbers(positions[0]), self.numbers(positions[1] - 1) + 1
 
     def skip(self, ranges: Iterable[Range]) -> "SkippedSamples":
-        """Return these ranges and others, joined where they touch."""
+        """Return these ranges and others; ranges that touch are joined."""
         joined: list[Range] = []
         for first, stop in sorted((*self.ranges, *ranges)):
             if joined and first <= joined[-1][1]:
@@ -64,7 +64,7 @@ class SkippedSamples:
         """Return how many samples before a position come from each source.
 
         Args:
-            count: Returns how many of the first samples, by their number, come from each.
+            count: Returns how many of the first n sample numbers come from each source.
             position: Samples trained on.
         """
         end = self.numbers(position - 1) + 1
@@ -79,7 +79,7 @@ NONE_SKIPPED = SkippedSamples()
 
 
 def skipped_ranges(text: str | None) -> list[Range]:
-    """Return the ranges that `skip_samples` names.
+    """Parse the ranges of `skip_samples`.
 
     Raises:
         ConfigError: They are not ranges.

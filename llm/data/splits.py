@@ -29,7 +29,7 @@ def parse_blend(
         option: The option that they were given with, for messages.
 
     Returns:
-        (prefixes, their weights); None in place of the weights where no prefix has one.
+        (prefixes, their weights); None instead of weights if no prefix has one.
 
     Raises:
         ConfigError: Weights and prefixes do not alternate, or a weight cannot be one.
@@ -109,7 +109,7 @@ def split_documents(
         vocab_size: As for `TokenStream`.
 
     Returns:
-        (training, validation); None where the split asks for none.
+        (training, validation); None if the split asks for none.
 
     Raises:
         DataError: A split that is asked for gets no document.
@@ -170,14 +170,14 @@ def split_rows(
             f"--validation_split_percentage {percentage:g} of {rows:,} rows of text leaves none "
             f"for {split}; change the percentage, or give a --validation_file."
         )
-    # A document that is split in two counts on both sides.
+    # A document that is cut in two counts on both sides.
     begun = int(np.searchsorted(file.documents[:-1], split_row, side="left"))
     ended = int(np.searchsorted(file.documents[1:], split_row, side="right"))
     validation = TokenStream(
         file,
         stop=end,
         num_documents=begun,
-        # The sum of uint32 in int64: a large corpus has more bytes than uint32 can count.
+        # Sum in int64: a large corpus has more bytes than uint32 can count.
         num_bytes=int(row_bytes[:split_row].sum(dtype=np.int64)),
         vocab_size=vocab_size,
     )

@@ -1,4 +1,4 @@
-"""Which text it is, and which token files it makes, told without reading it."""
+"""Identifies a text and its token files without reading the text."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from llm.errors import DataError
 COMPRESSIONS = (".gz", ".xz", ".bz2", ".zst")
 KINDS = (".txt", ".csv", ".json", ".jsonl", ".ndjson", ".parquet")
 SHARD_BYTES = 1 << 26
-"""Bytes on disk that one worker takes at once; a killed run repeats this much for each worker."""
+"""Bytes on disk that one worker takes at once; a killed run repeats this much per worker."""
 
 _FORMAT = 1  # of the shards
 
@@ -20,7 +20,7 @@ Stamps = dict[Path, dict[str, int]]
 """Size and modification time of files."""
 TextUnit = Literal["line", "paragraph", "file"]
 Recipe = dict[str, Any]
-"""Input and options, as JSON: equal recipes make equal bytes."""
+"""Input and options, as JSON; equal recipes give equal bytes."""
 
 
 def is_compressed(path: Path) -> bool:
@@ -34,7 +34,7 @@ def kind_of(path: Path) -> str:
 
 
 def stamp(path: Path) -> dict[str, int]:
-    """Return size and modification time: if one differs, the file has changed."""
+    """Return size and modification time; if either differs, the file has changed."""
     stat = path.stat()
     return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
@@ -52,7 +52,7 @@ def check_file(path: Path, option: str) -> None:
     kind = kind_of(path)
     if not os.path.exists(path):
         raise DataError(
-            f"{option} {path} does not exist, or its folder may not be read; check the path."
+            f"{option} {path} does not exist, or its folder is not readable; check the path."
         )
     if path.is_dir():
         raise DataError(f"{option} {path} is a folder; name it with --dataset_name.")
@@ -60,8 +60,8 @@ def check_file(path: Path, option: str) -> None:
         raise DataError(f"{option} {path} is not a regular file; write its text to a file first.")
     if kind not in KINDS or (kind == ".parquet" and is_compressed(path)):
         raise DataError(
-            f"{option} {path} is of an unknown kind; give one of {', '.join(KINDS)}, all but the "
-            f"last also packed, as in .jsonl.gz ({', '.join(COMPRESSIONS)})."
+            f"{option} {path} has an unknown format; give one of {', '.join(KINDS)}, all but the "
+            f"last may be compressed, as in .jsonl.gz ({', '.join(COMPRESSIONS)})."
         )
     if path.stat().st_size == 0:
         raise DataError(f"{option} {path} is empty; give a file with text.")
@@ -70,19 +70,19 @@ def check_file(path: Path, option: str) -> None:
 def file_options(
     path: Path, *, text_column: str | None, keep_linebreaks: bool, text_unit: TextUnit
 ) -> dict[str, Json]:
-    """Return the options that the texts of a file depend on."""
+    """Return the options that affect the texts of a file."""
     if kind_of(path) != ".txt":
         return {"text_column": text_column}
     return {"keep_linebreaks": keep_linebreaks and text_unit == "file", "text_unit": text_unit}
 
 
 def file_identity(path: Path, stamped: dict[str, int], options: dict[str, Json]) -> dict[str, Json]:
-    """Return what distinguishes the text of a file from any other."""
+    """Return values that identify the text of a file."""
     return {"path": os.path.abspath(path), **stamped, **options}
 
 
 def dataset_files(dataset_name: str, file_option: str) -> Stamps:
-    """Return the files of a data set in a folder; none of one on the Hub.
+    """Return the files of a data set in a folder; none for a data set on the Hub.
 
     Args:
         dataset_name: A Hub name, or a folder.
@@ -92,7 +92,7 @@ def dataset_files(dataset_name: str, file_option: str) -> Stamps:
         DataError: The name is empty, a file, a path that does not exist, or a folder with a
             broken link.
     """
-    if not dataset_name:  # which pathlib takes for the working directory
+    if not dataset_name:  # pathlib would take it for the working directory
         raise DataError("--dataset_name is empty; name a data set or a folder.")
     path = Path(dataset_name)
     if path.is_file():
@@ -114,7 +114,7 @@ def dataset_identity(
     text_column: str | None,
     files: Stamps,
 ) -> dict[str, Json]:
-    """Return what distinguishes a split from any other text; of the Hub's, only the name."""
+    """Return values that identify a split; for a Hub data set, only names."""
     identity: dict[str, Json] = {
         "dataset": dataset_name,
         "config": dataset_config_name,
@@ -135,7 +135,7 @@ def refuse_broken_links(paths: list[Path], where: str) -> None:
     for path in paths:
         if os.path.islink(path) and not os.path.exists(path):
             raise DataError(
-                f"{where} {path} is a broken link; remove it, or name what is to be read."
+                f"{where} {path} is a broken link; remove it, or name the files to read."
             )
 
 
@@ -152,7 +152,7 @@ def recipe(
     part_bytes: int = SHARD_BYTES,
 ) -> Recipe:
     """Return the recipe of token files."""
-    # Any other key or value gives other digests, which no existing cache or token file has.
+    # A change of any key or value changes the digests, and no existing cache or token file fits.
     return {
         "format": _FORMAT,
         "part_bytes": part_bytes,
@@ -169,6 +169,6 @@ def recipe(
 
 def recipe_digest(made_of: Recipe) -> str:
     """Return a digest of a recipe: equal digests, equal bytes."""
-    import xxhash  # here, since --help runs without packages
+    import xxhash  # imported here because --help runs without packages
 
     return xxhash.xxh3_128_hexdigest(json.dumps(made_of, sort_keys=True).encode())

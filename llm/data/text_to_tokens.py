@@ -1,7 +1,7 @@
-"""Text to token files by a process of `llm.data.preparation.run_text`, which a run starts.
+"""Turns text into token files in a subprocess, `llm.data.preparation.run_text`.
 
-A run itself has started threads, which do not survive the forks of the workers; and it needs
-neither the readers of text nor the encoders once the token files are there.
+A run has started threads, which do not survive the forks of the workers. And once the token files
+exist, it needs neither the readers of text nor the encoders.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "llm.data.preparation.run_text"
 _ERROR = "error: "
-_END_SECONDS = 10.0  # for the process to end by itself
+_END_SECONDS = 10.0  # for the process to end without being killed
 
 log = logging.getLogger("llm.data")
 
@@ -76,7 +76,7 @@ class Text:
         return {path: stamp(path)}
 
     def identity(self, files: Stamps) -> dict[str, Json]:
-        """Return what distinguishes it, with its files in this state, from any other text."""
+        """Return values that identify it, with its files in this state."""
         if self.split is not None:
             return dataset_identity(
                 self.name,
@@ -101,11 +101,11 @@ class TokenizerCopy:
 
     Attributes:
         name: Its name, for the sidecar.
-        backend: The tokenizer as JSON of the `tokenizers` library; None for one in Python.
-        folder: Where a tokenizer in Python is saved; else None.
+        backend: The tokenizer as JSON of the `tokenizers` library; None for a Python tokenizer.
+        folder: Folder with a saved Python tokenizer; else None.
         bos_token_id: Id of the token that begins a text, or None.
         eos_token_id: Id of the token that ends a text, or None.
-        size: Number of tokens; where ids have gaps, one more than the largest.
+        size: Number of tokens; if ids have gaps, the largest id plus one.
         fingerprint: Equal for tokenizers that give equal ids.
     """
 
@@ -120,13 +120,13 @@ class TokenizerCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class TextJob:
-    """What token files to make of a text.
+    """The token files to make from a text.
 
     Attributes:
         text: The text.
-        files: State of its files by path; another state is refused.
-        tokenizer: What makes tokens of it.
-        end_token: Id that ends each document; None for nothing.
+        files: State of its files by path; any other state is refused.
+        tokenizer: The tokenizer.
+        end_token: Id that ends each document; None adds no token.
         dtype: Dtype of the ids on the disk.
         workers: Cores to use.
         prefix: Path of the token files without suffix.
@@ -150,7 +150,7 @@ class TextJob:
 
 @dataclass(frozen=True, kw_only=True)
 class TextEncoding:
-    """How the texts of a run become ids; attributes as for `TextJob`."""
+    """How a run's texts become ids; for the attributes see `TextJob`."""
 
     tokenizer: "PreTrainedTokenizerBase"
     fingerprint: str
@@ -159,7 +159,7 @@ class TextEncoding:
     dtype: str
 
     def key(self, text: Text, files: Stamps) -> str:
-        """Return the digest of the token files that a text becomes: equal digests, equal bytes."""
+        """Return a digest of a text's token files; equal digests mean equal bytes."""
         return recipe_digest(
             recipe(
                 [text.identity(files)],
@@ -172,11 +172,11 @@ class TextEncoding:
     def prepare(self, text: Text, files: Stamps, *, workers: int) -> Callable[[Path], None]:
         """Return a function that makes the token files `tokens.*` of a text in a folder.
 
-        It leaves the file `absent` instead where a data set has no validation split.
+        If a data set has no validation split, it leaves the file `absent` instead.
 
         Args:
             text: The text.
-            files: The state of its files, as `key` had it: another state is refused.
+            files: The state of its files when `key` was called; any other state is refused.
             workers: Cores to use.
         """
 
@@ -212,30 +212,30 @@ class TextEncoding:
 
 
 def run_job(job: TextJob) -> None:
-    """Make token files in another process, log what it logs, and end it with this process.
+    """Make token files in a subprocess, forward its log, and end it with this process.
 
     Raises:
-        DataError: With the sentence of the process.
-        RuntimeError: The process has failed in a way that nobody has foreseen.
+        DataError: The error of the process.
+        RuntimeError: The process failed unexpectedly.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", PROGRAM],
-        stdin=subprocess.PIPE,  # it ends when this process does, and closes the pipe
+        stdin=subprocess.PIPE,  # it ends when this process ends and closes the pipe
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C is for this process, which passes it on
+        start_new_session=True,  # Ctrl-C goes to this process, which forwards it
     )
     assert process.stdin is not None
     assert process.stdout is not None
     said: list[str] = []
     try:
-        with contextlib.suppress(BrokenPipeError):  # it has failed already, and says why
+        with contextlib.suppress(BrokenPipeError):  # it has already failed and reports why
             process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
             process.stdin.flush()
         _log_lines(process.stdout, said)
         code = process.wait()
     except BaseException:
-        _close(process.stdin)  # as if this process had died: it ends, and says what is kept
+        _close(process.stdin)  # as if this process had died: it logs its progress and ends
         timer = threading.Timer(_END_SECONDS, process.kill)
         timer.daemon = True
         timer.start()
@@ -266,12 +266,12 @@ def run_job(job: TextJob) -> None:
 
 
 def _close(pipe: IO[bytes]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # closing writes again what was not read
+    with contextlib.suppress(BrokenPipeError):  # closing would flush unread data again
         pipe.close()
 
 
 def _log_lines(lines: IO[bytes], said: list[str]) -> None:
-    """Log what the process logs, and collect what else it says."""
+    """Forward the process's log, and collect its other output."""
     for line in lines:
         try:
             level, message = json.loads(line)

@@ -32,7 +32,7 @@ _INPUT, _TOKENIZER, _OUTPUT = "Text", "Tokenizer", "Output and running"
 _COMMON = ("model_type", "vocab_size", "split_digits", "normalization")
 _SENTENCEPIECE = ("byte_fallback", "character_coverage", "pad_id", "unk_id", "bos_id", "eos_id")
 _THREADS = 16
-"""The same on any machine, so that a unigram model does not depend on the number of cores."""
+"""The same on any machine, so a unigram model does not depend on the number of cores."""
 _MOST_TOKENS = 10_000_000
 """Forty times the largest vocabularies in use; at 10^9 the libraries abort the process."""
 _FILES = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
@@ -46,45 +46,43 @@ class TrainTokenizerOptions:
 
     input: tuple[str, ...] = option(
         (),
-        "Files, patterns or folders of text: .jsonl, .json, .csv, .parquet or .txt, also packed "
-        "as .gz, .xz, .zst or .bz2.",
+        "Files, patterns or folders of text: .jsonl, .json, .csv, .parquet or .txt; may be "
+        "compressed as .gz, .xz, .zst or .bz2.",
         group=_INPUT,
         path=True,
     )
     text_column: str | None = option(
         None,
-        "Field or column with the text; by default text, else the only one of text.",
+        "Field or column with the text; by default text, else the only field of strings.",
         group=_INPUT,
         aliases=("json_key",),
     )
     max_sentences: int | None = option(
         None,
-        "Train on this many, drawn evenly from all of the input: documents, or lines of them for "
-        "sentencepiece. Bounds the memory.",
+        "Train on this many documents (lines for sentencepiece), drawn evenly from the input. "
+        "Bounds the memory.",
         group=_INPUT,
         aliases=("input_sentence_size",),
         at_least=1,
     )
     library: Literal["huggingface", "sentencepiece"] = option(
         "huggingface",
-        "huggingface trains on bytes in GPT-2's manner, with the token <|endoftext|>; "
-        "sentencepiece on letters, and needs the package of this name.",
+        "huggingface trains on bytes like GPT-2, with the token <|endoftext|>. sentencepiece "
+        "trains on letters and needs the package of this name.",
     )
     model_type: Literal["bpe", "unigram"] = option(
-        "bpe", "How text is cut: joined from pairs, or the likeliest pieces."
+        "bpe", "Segmentation: bpe merges pairs, unigram chooses the likeliest pieces."
     )
     vocab_size: int = option(
-        32768, "Number of tokens, with all special ones.", at_least=1, at_most=_MOST_TOKENS
+        32768, "Number of tokens, including special tokens.", at_least=1, at_most=_MOST_TOKENS
     )
-    split_digits: bool = option(
-        False, "Make every digit a separate token, so that numbers have places."
-    )
+    split_digits: bool = option(False, "Make every digit a separate token.")
     normalization: Literal["identity", "nfc", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"] = (
         option(
             "identity",
             "Normalization of every text. identity keeps every space and line break. huggingface "
-            "has identity, nfc and nfkc; sentencepiece all but nfc, and joins spaces unless it is "
-            "identity; nmt_nfkc is its own default.",
+            "has identity, nfc and nfkc. sentencepiece has all but nfc, joins spaces except with "
+            "identity, and uses nmt_nfkc by default.",
         )
     )
     byte_fallback: bool = option(False, "Write unknown letters as bytes (sentencepiece).")
@@ -104,17 +102,17 @@ class TrainTokenizerOptions:
     eos_id: int | None = option(
         None, "Id of </s>, by default 2; -1 leaves it out (sentencepiece).", at_least=-1
     )
-    output_dir: str | None = option(None, "Folder to be written.", group=_OUTPUT, path=True)
-    overwrite: bool = option(False, "Replace a tokenizer that is there already.", group=_OUTPUT)
+    output_dir: str | None = option(None, "Folder to write.", group=_OUTPUT, path=True)
+    overwrite: bool = option(False, "Replace an existing tokenizer.", group=_OUTPUT)
     num_workers: int = option(
         _THREADS,
-        "Threads of the library, no more than cores where these are more than 16. The last digits "
-        "of a unigram model depend on their number, and on nothing else of the machine.",
+        "Threads of the library; on machines with more than 16 cores, at most the number of cores. "
+        "The last digits of a unigram model depend on the number of threads, not on the machine.",
         group=_OUTPUT,
         aliases=("workers", "num_threads"),
         at_least=1,
     )
-    seed: int = option(1234, "Decides what max_sentences draws.", group=_OUTPUT, at_least=0)
+    seed: int = option(1234, "Seed for drawing max_sentences.", group=_OUTPUT, at_least=0)
 
 
 @program
@@ -135,7 +133,7 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
     """Train a tokenizer and write its folder.
 
     Raises:
-        ConfigError: An option cannot work, alone, with another one or with this much text.
+        ConfigError: An option cannot work, alone, with another option or with this much text.
         DataError: Text cannot be read.
     """
     check_options(options)
@@ -161,11 +159,11 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
         try:
             _train(options, texts, num_threads, unfinished)
         except Exception:
-            if texts.error is not None:  # the libraries raise another error in its place
+            if texts.error is not None:  # the libraries replace it by another error
                 raise texts.error from None
             raise
         report = _report(unfinished, texts)
-        check_output(output, overwrite=options.overwrite)  # again: training may take hours
+        check_output(output, overwrite=options.overwrite)  # again, because training may take hours
         replaced = unfinished.with_suffix(".replaced")
         if output.exists():
             output.rename(replaced)
@@ -185,7 +183,7 @@ def check_options(options: TrainTokenizerOptions) -> None:
     """Refuse options that cannot work, before any text is read.
 
     Raises:
-        ConfigError: Says which, and what to do.
+        ConfigError: Names the option and what to do.
     """
     if not options.input:
         raise ConfigError("No text is named: give files, patterns or folders with --input.")

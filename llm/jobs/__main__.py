@@ -1,7 +1,7 @@
 """Writes a job script: `python -m llm.jobs slurm --nodes 4 --time 6:00:00 -- TRAINER OPTIONS`.
 
-The trainer's options, which follow `--`, are checked when the script is written. The script is the
-template `slurm.sh` or `pbs.sh`, filled in with the options and the settings in `sites.toml`.
+The trainer's options follow `--` and are checked when the script is written. The script fills the
+template `slurm.sh` or `pbs.sh` with the options and the settings in `sites.toml`.
 """
 
 import re
@@ -62,7 +62,7 @@ def job_script(options: JobOptions, *, command: Sequence[str], trainer: Sequence
 
     Args:
         options: Options of this program.
-        command: The arguments of this program, which the script's head repeats.
+        command: The arguments of this program, repeated at the head of the script.
         trainer: Arguments of the trainer.
 
     Raises:
@@ -129,8 +129,8 @@ def read_minutes(time: str) -> int:
     """Return the minutes of a time limit such as 6:00:00, 1-12:00:00 or 90 (minutes).
 
     Raises:
-        ConfigError: It is not a time limit, or is one such as 6:00, which some schedulers read as
-            hours and minutes, others as minutes and seconds.
+        ConfigError: The text is not a time limit, or is ambiguous like 6:00: some schedulers read
+            it as hours and minutes, others as minutes and seconds.
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):\d\d|(\d+)", time)
     if match is None:
@@ -143,14 +143,14 @@ def read_minutes(time: str) -> int:
 
 
 def _check(job: JobOptions) -> None:
-    """Refuse options that the site or the scheduler does not have, or that spoil the script."""
+    """Refuse options that the site or the scheduler does not have, or that break the script."""
     for name, value in vars(job).items():
         if value == "":
             raise ConfigError(f"--{name} is empty; give it a value, or leave it out.")
         if isinstance(value, str) and not value.isprintable():
             raise ConfigError(
-                f"--{name} {value!a} has a line break or another character that cannot be printed, "
-                "which a script cannot have."
+                f"--{name} {value!a} contains a line break or another unprintable character; "
+                "remove it."
             )
     offered = SITES[job.site].schedulers
     if job.scheduler not in offered:
@@ -168,15 +168,15 @@ def _check(job: JobOptions) -> None:
         value = getattr(job, name)
         if value is not None and re.fullmatch(r"[\w.:,@+-]+", value) is None:
             raise ConfigError(
-                f"--{name} '{value}' has a blank or another character in it that a directive "
-                "cannot have; take letters, digits and _.:,@+-."
+                f"--{name} '{value}' contains a blank or another character that a directive cannot "
+                "have; use letters, digits and _.:,@+-."
             )
     if job.requeue and job.sweep:
         raise ConfigError("--requeue and --sweep do not go together; leave one of them out.")
 
 
 def _with_stop_and_resume(trainer: Sequence[str], exit_after: int | None) -> list[str]:
-    """Add the trainer's arguments that make it end in time and resume."""
+    """Add trainer arguments that make it end in time and resume."""
     named = {_option_of(word) for word in trainer if word.startswith("--")}
     words = list(trainer)
     if exit_after is not None and "exit_after" not in named:
@@ -210,7 +210,7 @@ def _read_sweep(sweep: str | None) -> tuple[str, list[str]]:
 
 
 def _rows(trainer: Sequence[str], *, without: str) -> list[str]:
-    """Quote the trainer's arguments for bash, one option a row.
+    """Quote the trainer's arguments for bash, one option per line.
 
     Args:
         trainer: The arguments.
@@ -242,7 +242,7 @@ def _without_output(command: Sequence[str]) -> list[str]:
 
 def _write(path: Path, text: str) -> None:
     if path.exists():
-        raise ConfigError(f"--output {path} is there already; remove it, or name another file.")
+        raise ConfigError(f"--output {path} already exists; remove it, or name another file.")
     try:
         write_whole(path, text)
         path.chmod(0o755)

@@ -10,43 +10,46 @@ class JobOptions:
     """The job and its resources."""
 
     scheduler: Literal["slurm", "pbs"] | None = option(
-        None, "Scheduler of the job; the option's name can be left out. By default the site's."
+        None, "Scheduler of the job; you can leave out the option's name. By default the site's."
     )
     site: Literal["generic", "polaris", "aurora", "perlmutter", "frontier"] = option(
-        "generic", "Site that sets the directives and queues of the script."
+        "generic", "Site that determines the script's directives and queues."
     )
     nodes: int = option(1, "Number of nodes.", at_least=1)
     gpus_per_node: int | None = option(
-        None, "Ranks on each node; by default the site's, or 4.", at_least=1
+        None, "Ranks per node; by default the site's number, or 4.", at_least=1
     )
     cpus_per_gpu: int | None = option(
-        None, "Cores for each rank; by default the site's, or 8.", at_least=1
+        None, "Cores per rank; by default the site's number, or 8.", at_least=1
     )
     time: str = option("6:00:00", "Time limit, as 6:00:00 or 1-12:00:00.")
     account: str = option("__ALLOCATION__", "Account, project or allocation.")
     queue: str | None = option(
         None,
-        "Queue, partition or QOS; by default the site's first that takes a job of this size.",
+        "Queue, partition or QOS; by default the site's first one that accepts a job of this size.",
         aliases=("partition", "qos"),
     )
     name: str = option("pretrain", "Name of the job.")
     venv: str | None = option(
         None,
-        "Folder of the virtual environment; by default the one that is active at sbatch, or venv.",
+        "Folder of the virtual environment; by default the active one when you call sbatch, or "
+        "venv.",
     )
-    container: str | None = option(None, "Image to run in instead, through Slurm's pyxis.")
+    container: str | None = option(
+        None, "Container image to run in instead, through Slurm's pyxis."
+    )
     launcher: Literal["torchrun", "task_per_gpu"] | None = option(
         None,
-        "How ranks are started: one torchrun on each node, or srun or mpiexec one task for "
-        "each GPU; by default as the site advises, or torchrun.",
+        "How ranks are started: one torchrun per node, or one task of srun or mpiexec per GPU; by "
+        "default as the site advises, or torchrun.",
     )
     requeue: bool = option(
-        False, "The job saves before its time limit and puts itself into the queue again (Slurm)."
+        False, "The job saves before its time limit and requeues itself (Slurm)."
     )
     chain: bool = option(
         False, "The job saves and ends before its time limit, and the next job resumes it (PBS)."
     )
     sweep: str | None = option(
-        None, "OPTION=A,B,C: an array with one job for each value of a trainer's option (Slurm)."
+        None, "OPTION=A,B,C: a job array with one job per value of a trainer option (Slurm)."
     )
     output: str | None = option(None, "File to write; by default standard output.", path=True)

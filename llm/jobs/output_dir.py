@@ -10,7 +10,7 @@ from llm.trainers.gpt.main import parse_args
 
 @program
 def main(argv: Sequence[str]) -> int:
-    """Print `output_dir` as the trainer reads it from the same arguments; return the exit code."""
+    """Print the `output_dir` that the trainer reads from these arguments; return the exit code."""
     output_dir = parse_args(argv).output_dir
     if output_dir is None:
         raise ConfigError("The job script needs an output_dir; add it to the trainer's options.")

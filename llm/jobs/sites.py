@@ -11,7 +11,7 @@ from llm.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Queue:
-    """A queue, and the size and duration of the jobs that it takes."""
+    """A queue, and the size and duration of its jobs."""
 
     name: str
     min_nodes: int
@@ -32,11 +32,11 @@ class Site:
         task_directives: Directives that make sbatch give each task its GPU, if --gpus-per-node does
             not.
         system: Name of the machine when PBS selects nodes.
-        filesystems: File systems that a job has to name.
+        filesystems: File systems that a job must request.
         pals: Whether mpiexec is HPE's PALS, which by default binds ranks to single cores.
         numa: Whether GPUs of a node belong to different NUMA nodes; torchrun then binds the ranks
             to them.
-        queues: Queues in the order of preference; a job takes the first that fits its size.
+        queues: Queues in the order of preference; a job takes the first that accepts its size.
         queue_option: Slurm's option that names the queue.
         set_up: Shell lines that make Python and the network usable.
         master_addr: Shell text for the address of rank 0.
@@ -70,10 +70,10 @@ SITES = _read()
 
 
 def choose_queue(site: Site, *, asked: str | None, nodes: int, minutes: int) -> str:
-    """Return the queue that the user names, or the site's first that takes a job of this size.
+    """Return the queue that you name, or the site's first one that accepts a job of this size.
 
     Raises:
-        ConfigError: No queue takes it, or the named one does not.
+        ConfigError: No queue, or not the named one, accepts the job.
     """
     rows = [queue for queue in site.queues if asked in (None, queue.name)]
     if not rows:

@@ -16,31 +16,31 @@ from llm.report.runs import X, read_runs
 from llm.runtime.files import write_whole
 
 _PAGE_TITLE = b": training report</title>"
-"""Marks a page, which may replace an earlier page and no other file."""
+"""Marks a page: a new page may replace an earlier one, but no other file."""
 _HEAD_BYTES = 1 << 14
 
 
 @option_group("Report")
 class ReportOptions:
-    """What to show, and where to write it."""
+    """The runs to show, and the files to write."""
 
     runs: tuple[str, ...] = option(
         (),
-        "The folders of runs (--output_dir of their trainings), finished or not; the option's "
-        "name can be left out.",
+        "Folders of runs (their --output_dir), finished or not; you can leave out the option's "
+        "name.",
         path=True,
     )
     output: str | None = option(
         None,
-        "HTML file to write, a page that needs no other file and no network. By default "
-        "report.html in the folder of the first run.",
+        "HTML file to write; it needs no other file and no network. By default report.html in the "
+        "folder of the first run.",
         path=True,
     )
     png: str | None = option(
         None, "Folder for the charts as PNG files, in addition to the page.", path=True
     )
     x: Literal["steps", "tokens", "time"] = option(
-        "steps", "The x axis of the PNG files, and of the page when it is opened."
+        "steps", "The x axis of the PNG files, and of the page when you open it."
     )
 
 
@@ -51,8 +51,8 @@ def main(argv: Sequence[str]) -> int:
         ReportOptions,
         argv,
         prog="python -m llm.report",
-        description="Show the curves of runs, finished or under way, as a page for a browser. "
-        "The packages bokeh and matplotlib draw it: pip install bokeh matplotlib.",
+        description="Show the curves of runs, finished or running, as a web page. It needs the "
+        "packages bokeh and matplotlib: pip install bokeh matplotlib.",
         positional="runs",
         example="runs/quickstart runs/other --output compare.html",
     )
@@ -86,7 +86,7 @@ def write_report(options: ReportOptions) -> list[Path]:
     x: X = {"steps": "step", "tokens": "tokens", "time": "seconds"}[options.x]  # type: ignore[assignment]
     runs = read_runs([Path(run) for run in options.runs])
     try:
-        # Imported here, so that --help and a wrong folder need none of the extra's packages.
+        # Imported here so that --help and a wrong folder do not need the extra's packages.
         from llm.report.images import write_images
         from llm.report.page import make_page
     except ImportError as error:

@@ -42,7 +42,7 @@ _LINES = {"resume": [2, 3], "skip": [2, 3], "stage": [8, 4], "cooldown": [2, 2]}
 """Dashes of the kinds of events that have a line through all charts."""
 
 _MAX_MARKS = 400
-"""Most marks of one kind for a run; of more events, every second, third ... has a mark."""
+"""Maximum marks of one kind per run; with more events, every second, third ... has a mark."""
 
 _TICK = """
 const small = Math.max(...ticks.map(Math.abs)) < 0.01;
@@ -69,15 +69,15 @@ class Charts:
         self._titles = {"step": "steps", "tokens": "tokens", "seconds": f"{unit} of training"}
         self._whole, self._half = Range1d(name="whole"), Range1d(name="half")
         self._cursor = Span(dimension="height", line_color="#7d8592", line_width=1)
-        self._drawn: list[list[Any]] = [[] for _ in runs]  # what page.js hides with a run
+        self._drawn: list[list[Any]] = [[] for _ in runs]  # page.js hides these with a run
         self._sources: dict[tuple[int, str], ColumnDataSource] = {}
         self._events = [self._event_source(run) for run in runs]
 
     def embed(self) -> tuple[str, dict[str, str]]:
-        """Draw the charts; events, if there are any, have a separate chart, `events`.
+        """Draw the charts; events get a separate chart, `events`.
 
         Returns:
-            A `script` element, and by name of the chart the element that it is drawn into.
+            A `script` element, and for each chart by name the element that it is drawn into.
         """
         charts = {panel.name: self._chart(panel) for panel in self._panels}
         if any(len(source.data["step"]) for source in self._events):

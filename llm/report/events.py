@@ -39,7 +39,7 @@ def logged_events(lines: list[dict[str, Any]], *, saved: set[int]) -> list[Event
 
     Args:
         lines: The lines of the file.
-        saved: Steps of the checkpoints that are there.
+        saved: Steps of the existing checkpoints.
     """
     events: list[Event] = []
     for line in lines:
@@ -79,12 +79,12 @@ def planned_events(
     last: float,
     cooldown_from: int | None,
 ) -> list[Event]:
-    """Return where stages of the data, larger batches and the cooldown have begun.
+    """Return the steps where data stages, larger batches and the cooldown began.
 
     Args:
         config: config.toml.
         start: The last `start` event; empty if there is none.
-        first: Steps that a branch takes over from its parent.
+        first: Steps that a branch inherits from its parent.
         last: Steps done.
         cooldown_from: Steps done before the cooldown; None without one.
     """
@@ -96,7 +96,7 @@ def planned_events(
 
 
 def _borders(config: dict[str, Any], start: dict[str, Any]) -> Iterator[tuple[str, int, str]]:
-    """Yield kind, step and text of the borders of batches and stages, those to come included."""
+    """Yield kind, step and text of every border of batches and stages, including future ones."""
     if "block_size" not in start or "global_batch_size" not in start:
         return
     phases = batch_phases(start["global_batch_size"], block_size=start["block_size"])

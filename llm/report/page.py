@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs no other file and no network: its tables and charts."""
+"""The report as one HTML page with tables and charts; it needs no other file and no network."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from llm.report.panels import COLORS, MAX_POINTS, make_panels
 from llm.report.runs import Run, X, best_evaluation
 
 _SILENT_SECONDS = 3600.0
-"""A run that has written nothing for longer may be dead, which the page says."""
+"""If a run has written nothing for longer, the page says that it may be dead."""
 
 
 def make_page(runs: list[Run], *, x: X) -> str:

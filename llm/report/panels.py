@@ -9,7 +9,7 @@ import numpy.typing as npt
 from llm.report.runs import X_KEYS, Run, X
 
 MAX_POINTS = 2000
-"""Maximum points of a curve; with more reports, a point is the mean of several."""
+"""Maximum points per curve; with more reports, a point is the mean of several."""
 
 COLORS = (
     ("#2463c9", "#73a7ff"),
@@ -41,7 +41,7 @@ class Curve:
 
     @property
     def is_average(self) -> bool:
-        """Whether it is of the moving average of the weights."""
+        """Whether it shows the moving average of the weights."""
         return self.key.startswith("eval_ema_")
 
 
@@ -50,7 +50,7 @@ class Panel:
     """A chart: curves that share a y axis.
 
     Attributes:
-        name: Name of its file: letters, digits and underscores.
+        name: File name: letters, digits and underscores.
         title: Title of the chart.
         keys: The metrics.
         unit: Unit of the values.
@@ -169,7 +169,7 @@ def _panel_of(key: str) -> Panel:
 def _curve(run: Run, key: str, *, number: int, panel: Panel) -> Curve:
     rows = [row for row in run.rows if key in row]
     is_branch = run.origin is not None and not run.origin.is_mean
-    if is_branch and panel.section != "System":  # which is of its own devices
+    if is_branch and panel.section != "System":  # its devices may differ
         rows = [*[row for row in run.before if key in row][-1:], *rows]  # continues its parent
     points: dict[str, npt.NDArray[np.float64]] = {
         name: np.array([row[name] for row in rows]) for name in X_KEYS

@@ -1,4 +1,4 @@
-"""Reads the folder of a run, whether the run is finished, under way or has been killed."""
+"""Reads the folder of a run that is finished, running or killed."""
 
 import dataclasses
 import json
@@ -20,18 +20,18 @@ X = Literal["step", "tokens", "seconds"]
 X_KEYS: tuple[X, ...] = ("step", "tokens", "seconds")
 
 Row = dict[str, float]
-"""The lines of a step in metrics.jsonl: numbers by name, NaN where a number was not finite."""
+"""The lines of a step in metrics.jsonl: numbers by name, NaN if a number was not finite."""
 
 _OWN_FILES = ("config.toml", "status.json", "metrics.jsonl")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The run that a branch, or a mean of checkpoints, was made of.
+    """The run that a branch or a mean of checkpoints was made from.
 
     Attributes:
         folder: Its folder.
-        steps: Steps of its checkpoints; of a branch, one.
+        steps: Steps of its checkpoints; one for a branch.
         is_mean: Whether it belongs to a mean.
     """
 
@@ -54,7 +54,7 @@ class Run:
         status: status.json; empty if it cannot be read.
         events: The events in chronological order.
         start: The last `start` event; empty in runs without events.jsonl.
-        origin: Of a branch or a mean.
+        origin: Origin of a branch or a mean.
         before: Rows of the origin and of the run, up to the last of the steps; empty if the origin
             is not among the runs of the report.
     """
@@ -126,7 +126,7 @@ def _read_run(path: Path, name: str) -> Run:
     first = origin.steps[0] if origin else 0
     cooldown_from = None
     if origin and config.get("cooldown_tokens"):
-        # The branch of a run in its cooldown continues that.
+        # A branch of a run in its cooldown continues the cooldown.
         branch = (checkpoints[-1].metadata.get("branch") if checkpoints else None) or {}
         cooldown_from = branch.get("cooldown_from", first)
     events = logged_events(lines, saved={checkpoint.step for checkpoint in checkpoints})
@@ -187,7 +187,7 @@ def _before(run: Run, runs: list[Run]) -> list[Row]:
     if run.origin is None:
         return []
     folder, step = run.origin.folder, run.origin.steps[-1]
-    # The folders may have been moved since, together.
+    # Both folders may have been moved together.
     parents = [other for other in runs if other.path.resolve().name == folder.name]
     parent = min(parents, key=lambda other: other.path.resolve() != folder, default=None)
     if parent is None or parent is run:
@@ -208,7 +208,7 @@ def _read_metrics(path: Path) -> tuple[list[Row], int]:
         for line in _read_lines(path)
     ]
     if lines and lines[-1] is None:
-        lines.pop()  # a run that is under way, or was killed, may have written half a line
+        lines.pop()  # a running or killed run may have written half a line
     by_step: dict[int, Row] = {}
     for line in filter(None, lines):
         by_step.setdefault(line["step"], {}).update(
@@ -217,7 +217,7 @@ def _read_metrics(path: Path) -> tuple[list[Row], int]:
             if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
         )
     rows = [by_step[step] for step in sorted(by_step)]
-    # A step that has an evaluation only is placed between the training reports around it.
+    # A step with only an evaluation is placed between the neighboring training reports.
     for key in ("tokens", "seconds"):
         known = [row for row in rows if math.isfinite(row.get(key, math.nan))]
         steps, values = [row["step"] for row in known], [row[key] for row in known]
@@ -232,9 +232,9 @@ def _read_lines(path: Path) -> list[dict[str, Any] | None]:
 
 
 def _between(steps: list[float], values: list[float], step: float) -> float:
-    """Return the value at a step by linear interpolation from 0 through the known values.
+    """Interpolate the value at a step linearly, from 0 through the known values.
 
-    Beyond the last of them, the last line continues.
+    After the last known value, the last line continues.
     """
     if not steps or steps[0] > 0:
         steps, values = [0.0, *steps], [0.0, *values]

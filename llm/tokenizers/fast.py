@@ -1,7 +1,7 @@
-"""The tokenizers of data preparation: loaded without transformers where that is possible.
+"""Tokenizers for data preparation, loaded without transformers if possible.
 
-Most tokenizers are a file that the `tokenizers` library reads by itself, in a tenth of the time
-that `import transformers` takes. Where transformers could add or change anything, it loads them.
+The `tokenizers` library can read most tokenizers directly, in a tenth of the time that `import
+transformers` takes. If transformers could add or change anything, it loads the tokenizer.
 """
 
 import json
@@ -39,7 +39,7 @@ _PLAIN_KEYS = {
     "unk_token",
     "pad_token",
 }
-"""Keys of a tokenizer_config.json that change no id."""
+"""Keys of a tokenizer_config.json that do not affect ids."""
 _OTHER_FILES = ("config.json", "special_tokens_map.json", "added_tokens.json")
 """Files that can make transformers choose another class or add tokens."""
 _END_OF_TEXT = "<|endoftext|>"
@@ -47,18 +47,17 @@ _END_OF_TEXT = "<|endoftext|>"
 
 @dataclass(frozen=True, kw_only=True)
 class TextTokenizer:
-    """The part of a tokenizer that encoding documents needs.
+    """The parts of a tokenizer that are needed to encode documents.
 
     Attributes:
-        name: The name that the user gave.
+        name: The name given by the user.
         backend: Encodes fast; None for a tokenizer written in Python. The name of a special
             token in a text is text to it, until its `encode_special_tokens` is set to False.
         encode_slow: Encodes without a backend; adds no special tokens, and encodes their names in a
             text as text.
         eos_token_id: Id of the token that ends a text, or None.
         bos_token_id: Id of the token that begins one, or None.
-        size: Number of tokens, with those added to the vocabulary; where ids have gaps, one more
-            than the largest.
+        size: Number of tokens, including added tokens; if ids have gaps, the largest id plus one.
         fingerprint: Equal for tokenizers that give equal ids, `load_tokenizer.fingerprint`.
     """
 
@@ -74,17 +73,17 @@ class TextTokenizer:
 def load_text_tokenizer(
     options: TokenizerOptions, *, trust_remote_code: bool = False
 ) -> TextTokenizer:
-    """Load a tokenizer for text, by the options and with the errors of `load_tokenizer`.
+    """Load a tokenizer for text, with the options and errors of `load_tokenizer`.
 
     Args:
         options: Which one.
-        trust_remote_code: Run the Python code that a tokenizer brings along.
+        trust_remote_code: Run the Python code that comes with a tokenizer.
 
     Returns:
-        The tokenizer, with the ids and the fingerprint that `load_tokenizer` leads to.
+        The tokenizer, with the same ids and fingerprint as from `load_tokenizer`.
 
     Raises:
-        ConfigError: Nothing was named, a file is missing or broken, or the Hub is out of reach.
+        ConfigError: Nothing was named, a file is missing or broken, or the Hub cannot be reached.
     """
     files = locate_tokenizer(options)
     shown = options.tokenizer_name or f"{options.vocab_file}, {options.merges_file}"
@@ -97,7 +96,7 @@ def load_text_tokenizer(
 
 
 def from_transformers(tokenizer: "PreTrainedTokenizerBase", name: str) -> TextTokenizer:
-    """Return the same for a tokenizer that transformers has loaded; they share the backend."""
+    """Wrap a tokenizer that transformers has loaded; both share the backend."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
 
     def encode_slow(text: str) -> list[int]:
@@ -118,12 +117,12 @@ def from_transformers(tokenizer: "PreTrainedTokenizerBase", name: str) -> TextTo
 
 
 def _without_transformers(files: TokenizerFiles, name: str) -> TextTokenizer | None:
-    """Load a tokenizer; return None where transformers is needed, or can say what is wrong."""
+    """Load a tokenizer; return None if transformers is needed, or can explain the error."""
     try:
         loaded = _read(files)
     except ConfigError:
         raise
-    except Exception:  # a broken file, which load_tokenizer refuses in a sentence
+    except Exception:  # a broken file; load_tokenizer explains the error
         return None
     if loaded is None:
         return None

@@ -1,4 +1,4 @@
-"""Load any tokenizer by name, folder or files; a fingerprint of the ids that it gives."""
+"""Load any tokenizer by name, folder or files; fingerprint the ids that it gives."""
 
 import hashlib
 import json
@@ -23,22 +23,22 @@ _TOKENIZER_FILES = (
 )
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
-"""The library's own name for the warning that it gives once."""
+"""The library's name for a warning that it gives once."""
 _PROBE = "The  Quick br\u00f6wn fox;\n\t12345 + don't, \uff21\uff22 \uff11 \u72d0 \U0001f98a"
-"""A text that shows case, accents, spaces, digits, wide letters and rare characters."""
+"""A text with case, accents, spaces, digits, wide letters and rare characters."""
 _ADDED_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """Where a tokenizer is, and what reads it.
+    """The files of a tokenizer, and their format.
 
     Attributes:
-        kind: `pair` for GPT-2's two files; `file` for a `tokenizer.json` and `model` for a
-            SentencePiece model that no other file describes; `named` for a Hub name, or a folder
-            with files that name their class.
-        name: Path of the file or folder, or the Hub name; of a pair, the `vocab.json`.
-        merges_file: Of a pair, the `merges.txt`.
+        kind: `pair` for GPT-2's two files; `file` for a `tokenizer.json`, and `model` for a
+            SentencePiece model, without further files; `named` for a Hub name, or a folder with
+            files that name their class.
+        name: Path of the file or folder, or the Hub name; for a pair, the `vocab.json`.
+        merges_file: The `merges.txt` of a pair.
     """
 
     kind: Literal["pair", "file", "model", "named"]
@@ -49,16 +49,16 @@ class TokenizerFiles:
 def locate_tokenizer(
     options: TokenizerOptions, *, model_name_or_path: str | None = None
 ) -> TokenizerFiles:
-    """Find what the options name, without opening it.
+    """Find the tokenizer that the options name, without opening it.
 
     Args:
-        options: A Hub name, a folder, a `tokenizer.json` or a SentencePiece `.model` file, or in
-            its place GPT-2's two files.
+        options: A Hub name, a folder, a `tokenizer.json`, a SentencePiece `.model` file, or GPT-2's
+            two files.
         model_name_or_path: A model's Hub name or folder; its tokenizer is used if the options name
             none.
 
     Raises:
-        ConfigError: Nothing was named, or what is named on this machine is not there.
+        ConfigError: Nothing was named, or a local path does not exist.
     """
     if options.vocab_file is not None or options.merges_file is not None:
         return _pair(options.vocab_file, options.merges_file)
@@ -89,7 +89,7 @@ def _in_folder(folder: Path) -> TokenizerFiles:
             "that does."
         )
     if not any((folder / file).is_file() for file in ("tokenizer_config.json", "config.json")):
-        # Nothing says what class reads the files, so their kind decides.
+        # No file names a class, so the kind of the files decides.
         if (folder / "tokenizer.json").is_file():
             return TokenizerFiles(kind="file", name=str(folder / "tokenizer.json"))
         if (folder / "merges.txt").is_file():
@@ -108,7 +108,7 @@ def _pair(vocab_file: str | None, merges_file: str | None) -> TokenizerFiles:
     for option, file in (("--vocab_file", vocab_file), ("--merges_file", merges_file)):
         if not Path(file).is_file():
             raise ConfigError(f"{option} {file} does not exist.")
-    # Through Path, as all paths here, so that messages name them in one way.
+    # Through Path, like all paths here, so that messages spell them the same way.
     return TokenizerFiles(
         kind="pair", name=str(Path(vocab_file)), merges_file=str(Path(merges_file))
     )
@@ -132,10 +132,10 @@ def load_tokenizer(
         The tokenizer, which encodes texts of any length without a warning.
 
     Raises:
-        ConfigError: Nothing was named, a file is missing or broken, or the Hub is out of reach.
+        ConfigError: Nothing was named, a file is missing or broken, or the Hub cannot be reached.
     """
     files = locate_tokenizer(options, model_name_or_path=model_name_or_path)
-    # Imported late: the fast path of `fast.load_text_tokenizer` does without.
+    # Imported late: the fast path of `fast.load_text_tokenizer` does not need it.
     import transformers
 
     tokenizer: PreTrainedTokenizerBase
@@ -157,9 +157,9 @@ def load_tokenizer(
                     use_fast=not options.use_slow_tokenizer,
                     trust_remote_code=trust_remote_code,
                 )
-        except Exception as error:  # the libraries raise many kinds
+        except Exception as error:  # the libraries raise many types of errors
             raise ConfigError(_explain(files, error)) from error
-    # Documents are encoded whole, whatever the model's length, and without padding.
+    # Documents are encoded whole, regardless of the model's length, and without padding.
     tokenizer.deprecation_warnings[_TOO_LONG] = True
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -185,9 +185,9 @@ def _explain(files: TokenizerFiles, error: Exception) -> str:
     if Path(name).is_dir():
         return f"The tokenizer in the folder {name} cannot be read: {reason}."
     return (
-        f"The tokenizer {name} is no local folder, and the Hugging Face Hub does not hand it "
-        f"out or cannot be reached: check the name and the network, or set --tokenizer_name "
-        f"to a local folder ({reason})."
+        f"The tokenizer {name} is not a local folder, and the Hugging Face Hub does not provide it "
+        "or cannot be reached: check the name and the network, or set --tokenizer_name to a local "
+        f"folder ({reason})."
     )
 
 
@@ -195,7 +195,8 @@ def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return sixteen hex digits, equal for tokenizers that give every text the same ids.
 
     It covers the ids of texts encoded without special tokens, and the ids of the tokens that begin
-    and end a text. Sidecars hold the digits: a change here makes all token files look foreign.
+    and end a text. Sidecars contain these digits: after a change here, no token files would match
+    their tokenizer.
     """
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -213,7 +214,7 @@ def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def num_ids(backend: "Tokenizer | None", num_tokens: int) -> int:
-    """Return the number of tokens; where ids have gaps, one more than the largest id."""
+    """Return the number of tokens; if ids have gaps, the largest id plus one."""
     ids = {} if backend is None else backend.get_vocab()
     return max(num_tokens, 1 + max(ids.values(), default=-1))
 
@@ -227,7 +228,7 @@ def end_token(eos_token_id: int | None, append_eos: bool) -> int | None:
     if append_eos and eos_token_id is None:
         raise ConfigError(
             "The tokenizer has no end-of-text token to put between documents; pass "
-            "--no_append_eos, or use a tokenizer that has one."
+            "--no_append_eos, or use another tokenizer."
         )
     return eos_token_id if append_eos else None
 
@@ -243,7 +244,7 @@ def backend_fingerprint(
         [id, *(getattr(token, name) for name in _ADDED_FIELDS)]
         for id, token in sorted(backend.get_added_tokens_decoder().items())
     ]
-    # Each writes itself as JSON, with the vocabulary in the order of the ids.
+    # Each part is dumped as JSON, with the vocabulary in the order of the ids.
     components = (backend.model, backend.normalizer, backend.pre_tokenizer)
     states = [b"" if component is None else component.__getstate__() for component in components]
     return _digest([*states, json.dumps([added, bos_token_id, eos_token_id]).encode()])

@@ -3,12 +3,12 @@
 from llm.config.options import option, option_group
 
 TOKENIZER_FILES = ("tokenizer_name", "vocab_file", "merges_file")
-"""Options that name the tokenizer, in place of `model_name_or_path`."""
+"""Options that name the tokenizer, instead of `model_name_or_path`."""
 
 
 @option_group("Tokenizer", resume="fixed")
 class TokenizerOptions:
-    """Which tokenizer turns text into ids."""
+    """The tokenizer that turns text into ids."""
 
     tokenizer_name: str | None = option(
         None,
@@ -32,7 +32,7 @@ class TokenizerOptions:
 
 
 def tokenizer_problems(options: TokenizerOptions) -> list[str]:
-    """Return what cannot work about the tokenizer, a sentence each."""
+    """Return faults of the tokenizer options, one sentence each."""
     if options.vocab_file is not None and options.tokenizer_name is not None:
         return ["--tokenizer_name and --vocab_file name two tokenizers; give one."]
     return []

@@ -1,14 +1,14 @@
 """SentencePiece `.model` files as Hugging Face tokenizers that give the same ids.
 
-Normalizer, pre-tokenizer and model are set up with the classes of the `tokenizers` library, and
-the result is compared with SentencePiece itself before it is used. The converters that come with
-transformers and tokenizers ignore rules of the file (spaces, dummy prefix, names of special tokens
-in a text), so none of them is used.
+Normalizer, pre-tokenizer and model are built from classes of the `tokenizers` library, and the
+result is compared with SentencePiece before it is used. The converters of transformers and
+tokenizers are not used, because they ignore rules of the file (spaces, dummy prefix, names of
+special tokens in a text).
 
-Three differences remain, in the arithmetic of the library. If a unigram model gives two
-segmentations of a text the same score, the rounding of each library decides. With a normalization
-other than identity, letters with marks that have no combined letter can get other ids. A text that
-is one user-defined symbol and nothing else gets no space in front.
+Three differences remain. If a unigram model gives two segmentations of a text the same score, the
+rounding of each library decides. With a normalization other than identity, letters with marks that
+have no combined letter can get other ids. A text that consists of one user-defined symbol gets no
+space in front.
 """
 
 import itertools
@@ -30,7 +30,7 @@ _UNIGRAM, _BPE = 1, 2
 _KINDS = {3: "word", 4: "char"}
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _NEVER = -1e6
-"""A score so low that the name of a special token in a text does not become that token."""
+"""A score so low that the name of a special token in a text does not become this token."""
 _NUM_PROBED_PIECES = 4000
 _PROBES = (
     "The quick brown fox jumps over the lazy dog, twice: 1 2 34 567 8,901.",
@@ -52,8 +52,8 @@ class ConvertedModel:
     """A SentencePiece model as the `tokenizers` library runs it.
 
     Attributes:
-        backend: Gives SentencePiece's ids, without begin and end of text. The name of a control
-            symbol in a text is text to it, until its `encode_special_tokens` is set to False.
+        backend: Gives SentencePiece's ids, without begin and end of text. It treats the name of a
+            control symbol in a text as text, unless its `encode_special_tokens` is set to False.
         special_tokens: `bos_token`, `eos_token`, `unk_token`, `pad_token`, if the model has them.
     """
 
@@ -83,7 +83,7 @@ def convert_sentencepiece(
     except OSError as error:
         raise ConfigError(f"{subject} cannot be read: {error.strerror}.") from error
     except Exception as error:
-        # Llama 3 and others give other files this name.
+        # Llama 3 and others use this name for different files.
         raise ConfigError(
             f"{subject} is not a SentencePiece model; name one, or a folder with a tokenizer.json."
         ) from error
@@ -110,7 +110,7 @@ def import_sentencepiece() -> Any:
     """Import the `sentencepiece` package.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The package is not installed.
     """
     try:
         import sentencepiece
@@ -126,7 +126,7 @@ def model_proto(data: bytes) -> Any:
 
     Raises:
         ConfigError: A package is missing.
-        Exception: The bytes are not a SentencePiece model; the libraries raise various kinds.
+        Exception: The bytes are not a SentencePiece model; the libraries raise various types.
     """
     sentencepiece = import_sentencepiece()
     try:
@@ -136,7 +136,7 @@ def model_proto(data: bytes) -> Any:
             "SentencePiece models need the package protobuf: pip install protobuf"
         ) from error
     generated: Any = sentencepiece_model_pb2
-    # SentencePiece refuses files that the parser of protocol buffers accepts.
+    # SentencePiece refuses some files that the protocol buffer parser accepts.
     sentencepiece.SentencePieceProcessor(model_proto=data)
     proto = generated.ModelProto()
     proto.ParseFromString(data)
@@ -159,7 +159,7 @@ def _backend(proto: Any) -> "Tokenizer":
             byte_fallback=spec.byte_fallback,
         )
     else:
-        # The library would take names such as <unk> or <0x0A> in a text for those pieces, which
+        # The library would take names such as <unk> or <0x0A> in a text for these pieces;
         # SentencePiece does not.
         scored = [(p.piece, p.score if p.type == _NORMAL else _NEVER) for p in pieces]
         model = models.Unigram(scored, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
@@ -168,7 +168,7 @@ def _backend(proto: Any) -> "Tokenizer":
     backend = Tokenizer(model)
     backend.normalizer = _normalizer(proto)
     if proto.normalizer_spec.escape_whitespaces:
-        # If no piece crosses a space, words are encoded one by one, which the library caches.
+        # If no piece crosses a space, words are encoded separately, and the library caches them.
         apart = not any(_SPACE in piece.piece[1:] for piece in pieces if piece.type == _NORMAL)
         splits.append(pre_tokenizers.Metaspace(_SPACE, prepend_scheme="never", split=apart))
     if splits:
@@ -185,7 +185,7 @@ def _backend(proto: Any) -> "Tokenizer":
             backend.add_special_tokens([AddedToken(piece.piece, special=True, normalized=False)])
         elif piece.type == _USER_DEFINED and " " not in piece.piece:
             # Matched in the normalized text, so that the space in front of a text stays. A symbol
-            # with a space never matches there.
+            # that contains a space never matches there.
             backend.add_tokens([AddedToken(piece.piece, special=False, normalized=True)])
     backend.encode_special_tokens = True
     return backend
@@ -194,8 +194,8 @@ def _backend(proto: Any) -> "Tokenizer":
 def _merges(proto: Any) -> list[tuple[str, str]]:
     """Return every pair of pieces that joins to a piece, the best-scored piece first.
 
-    SentencePiece joins the neighbors that make the best-scored piece, whatever its halves; the
-    library joins by the order of this list.
+    SentencePiece joins the neighbors that make the best-scored piece, regardless of its halves; the
+    library joins in the order of this list.
     """
     normal = {piece.piece: piece.score for piece in proto.pieces if piece.type == _NORMAL}
     ranked = sorted(normal, key=lambda piece: -normal[piece])
@@ -210,8 +210,8 @@ def _merges(proto: Any) -> list[tuple[str, str]]:
 def _letters_apart(proto: Any) -> str:
     """Return a pattern of the letters in names of special tokens that no piece has; may be "".
 
-    The library prefers even a piece of the lowest score to an unknown letter, so these letters are
-    split off. No other ids change, since no piece has the letters.
+    The library prefers even a piece with the lowest score to an unknown letter, so these letters
+    are split off. Other ids do not change, because no piece contains the letters.
     """
     known = {p.piece for p in proto.pieces if p.type == _NORMAL and len(p.piece) == 1}
     patterns = []
@@ -252,7 +252,7 @@ def _normalizer(proto: Any) -> Any:
     if spec.add_dummy_prefix:
         symbols = [re.escape(p.piece) for p in proto.pieces if p.type == _USER_DEFINED]
         if symbols:
-            # The library normalizes the symbols too, and they must not change.
+            # The library would normalize the symbols too, but they must not change.
             alone = rf"(?:{'|'.join(symbols)})\z"
             steps.append(normalizers.Replace(Regex(rf"\A(?!{alone})(?=[\s\S])"), _SPACE))
         else:

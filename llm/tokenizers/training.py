@@ -24,7 +24,7 @@ _DEFAULTS = {
     "bos_id": 1,
     "eos_id": 2,
 }
-"""SentencePiece's own, passed by name so that the model file records them."""
+"""SentencePiece's defaults, passed by name so that the model file records them."""
 
 log = logging.getLogger("llm.data")
 
@@ -38,14 +38,14 @@ def train_huggingface(
     num_threads: int,
     split_digits: bool = False,
 ) -> "Tokenizer":
-    """Train a byte-level tokenizer as GPT-2's; `<|endoftext|>` is token 0.
+    """Train a byte-level tokenizer like GPT-2's; `<|endoftext|>` is token 0.
 
     Args:
         texts: Documents.
         model_type: `bpe` or `unigram`.
-        vocab_size: Tokens, with the bytes and `<|endoftext|>`; fewer if the texts give no more.
+        vocab_size: Tokens, including the bytes and `<|endoftext|>`; fewer if the text is too small.
         normalization: `identity`, `nfc` or `nfkc`.
-        num_threads: Threads that count words; no effect once the library has started its own.
+        num_threads: Threads that count words; no effect once the library has started its threads.
         split_digits: Whether every digit is a separate token.
     """
     os.environ["RAYON_NUM_THREADS"] = str(num_threads)
@@ -61,7 +61,7 @@ def train_huggingface(
     trainer: Any
     if model_type == "bpe":
         tokenizer = Tokenizer(models.BPE())
-        # A pair that occurs once does not become a token.
+        # A pair that occurs only once does not become a token.
         trainer = trainers.BpeTrainer(min_frequency=2, **flags)
     else:
         log.warning(

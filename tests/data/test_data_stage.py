@@ -39,7 +39,7 @@ def test_stages_in_their_order_are_no_problem():
         (
             [stage(), LAST],
             "data_stage 1 has no until, which only the last stage leaves out; give the tokens "
-            "after which it ends.",
+            "at its end.",
         ),
         (
             [stage("1K"), DataStage()],

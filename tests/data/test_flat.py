@@ -98,5 +98,5 @@ def test_a_pipe_or_a_folder_in_place_of_a_file_is_refused_at_once(tmp_path):
     (tmp_path / "more.bin").mkdir()
 
     for name in ("text", "more.bin"):
-        with pytest.raises(DataError, match="is no regular file"):
+        with pytest.raises(DataError, match="is not a regular file"):
             open_token_file(tmp_path / name)

@@ -103,7 +103,10 @@ def test_all_chunks_of_a_file_use_the_same_only_text_column(tmp_path, num_bytes,
     path = write(tmp_path / "a.jsonl", "\n".join(lines))
 
     assert texts_in_parts(path, num_bytes) == ["one", "two"] * 5
-    assert caplog.text.count("no column 'text'; taking 'body', the only one of text") == 1
+    assert (
+        caplog.text.count("no column is named 'text'; taking 'body', the only column with text")
+        == 1
+    )
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])

@@ -309,7 +309,7 @@ def test_a_slow_tokenizer_writes_the_same_files_and_logs_a_note(tmp_path, capsys
 
     ids = [[byte + 3 for byte in text.encode()] + [1] for text in ("fox</s>", "dog")]
     assert TokenFile(tmp_path / "wiki_text_document").tokens.tolist() == ids[0] + ids[1]
-    assert "the tokenizer is a slow one, in Python" in capsys.readouterr().out
+    assert "this is a slow tokenizer, in Python" in capsys.readouterr().out
 
 
 def test_progress_is_logged_at_the_given_interval(tmp_path, monkeypatch, capsys):

@@ -157,7 +157,7 @@ def test_validation_text_beside_finished_training_text_is_left_alone(capsys, owt
 
     assert nanogpt() == 0
 
-    assert "owt/train.bin is there already, made by the same options" in capsys.readouterr().out
+    assert "owt/train.bin already exists, made with the same options" in capsys.readouterr().out
     assert (owt / "val.bin").read_bytes() == b"precious"
 
 

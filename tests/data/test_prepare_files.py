@@ -77,7 +77,7 @@ def test_a_space_in_front_of_each_line_is_reported(tmp_path, caplog, prefix, one
     prepare(tmp_path / "wiki", [lines], encoding={"tokenizer": tokenizer, "end_token": None})
 
     assert tokens(tmp_path / "wiki") == ids(f"{prefix}ab\n{prefix}c")
-    said = "this tokenizer treats the start of each line as the start of a text, usually by a space"
+    said = "this tokenizer treats each line as the start of a text, usually by adding a space"
     assert (said in caplog.text) == (one_document and bool(prefix))
 
 
@@ -129,7 +129,7 @@ def test_a_second_preparation_has_nothing_to_do(tmp_path, caplog):
     prepare(tmp_path / "wiki", [ReadSource(["a"])])
 
     assert ReadSource.reads == ["list"]
-    assert caplog.messages[-1] == f"{tmp_path}/wiki.bin is there already, made by the same options"
+    assert caplog.messages[-1] == f"{tmp_path}/wiki.bin already exists, made with the same options"
     again = (tmp_path / "wiki.bin").stat()
     assert (again.st_ino, again.st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
 
@@ -221,7 +221,7 @@ def test_two_processes_cannot_prepare_into_one_folder(tmp_path):
     with open(tmp_path / "wiki.parts.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
-        with pytest.raises(DataError, match=r"Another program is at work in .*wiki\.parts; wait"):
+        with pytest.raises(DataError, match=r"Another program is writing to .*wiki\.parts; wait"):
             prepare(tmp_path / "wiki", [ReadSource(["a"])])
         assert ReadSource.reads == []
 

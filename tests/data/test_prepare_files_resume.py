@@ -152,8 +152,8 @@ def test_another_command_or_input_starts_over_and_says_so(tmp_path, caplog, monk
     finish(tmp_path / "wiki", **(change if isinstance(change, dict) else {}))
 
     assert ReadSource.reads == ["a", "a", "b"]
-    said = f"{tmp_path}/wiki.parts is of another command, or its input has changed: starting again"
-    assert (said in caplog.messages) == (change != "plan")
+    said = "/wiki.parts belongs to another command, or its input has changed: starting again"
+    assert (f"{tmp_path}{said}" in caplog.messages) == (change != "plan")
     assert names(tmp_path) == THREE
     assert verify(tmp_path / "wiki") == []
 
@@ -175,7 +175,9 @@ def test_unknown_files_are_not_deleted(tmp_path):
     (tmp_path / "wiki.parts").mkdir()
     (tmp_path / "wiki.parts" / "thesis.txt").write_text("precious")
 
-    with pytest.raises(DataError, match=r"thesis\.txt is in a folder for unfinished work, and not"):
+    with pytest.raises(
+        DataError, match=r"thesis\.txt is in a folder for unfinished work but does not"
+    ):
         prepare(tmp_path / "wiki", [ListSource(["a"])])
 
     assert (tmp_path / "wiki.parts" / "thesis.txt").read_text() == "precious"
@@ -196,7 +198,7 @@ def test_preparation_resumes_after_the_outputs_that_are_complete(tmp_path, caplo
     prepare_all(jobs(ReadSource(["c"], name="c")))
 
     assert ReadSource.reads == ["a", "b", "c"]
-    assert f"{tmp_path}/b.bin is there already, made by the same options" in caplog.messages
+    assert f"{tmp_path}/b.bin already exists, made with the same options" in caplog.messages
     assert tokens(tmp_path / "c") == [*ids("c"), 0]
     assert names(tmp_path) == sorted(
         f"{name}.{kind}" for name in "abc" for kind in ("bin", "idx", "json")

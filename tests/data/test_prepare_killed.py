@@ -179,7 +179,7 @@ def test_a_second_program_at_the_same_output_is_refused(tmp_path, capsys):
 
     assert main([*GOOD, "--workers", "1"]) == 2
 
-    assert "error: Another program is at work in out_text_document.parts" in capsys.readouterr().err
+    assert "error: Another program is writing to out_text_document.parts" in capsys.readouterr().err
     process.communicate(timeout=60)
     assert process.returncode == 0
     assert pair("out_text_document") == expected_pair(tmp_path / "e", TEXTS)

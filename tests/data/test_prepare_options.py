@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("at_home")
         ([*GOOD, "--input", "none.jsonl"], "--input none.jsonl does not exist, or its folder"),
         ([*GOOD, "--input", "*.csv"], "--input *.csv matches no file that can be read"),
         ([*GOOD, "--input", "a.jsonl", "a.jsonl"], "--input names a.jsonl twice"),
-        ([*GOOD, "--input", "a.pdf"], "--input a.pdf is of an unknown kind"),
+        ([*GOOD, "--input", "a.pdf"], "--input a.pdf has an unknown format"),
         ([*GOOD, "--tokenizer_name", "./none"], "./none"),
         (
             [*GOOD, "--input", "a.txt", "--shuffle", "documents"],

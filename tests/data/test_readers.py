@@ -77,7 +77,7 @@ def test_the_column_is_the_named_one_or_text_or_the_only_one(tmp_path, caplog):
     assert texts(both) == ["t"]
     assert not caplog.messages
     assert texts(neither) == ["b"]
-    assert "taking 'body', the only one of text" in caplog.text
+    assert "taking 'body', the only column with text" in caplog.text
     with pytest.raises(DataError, match=r"no column 'text'; .* --text_column from: body, title"):
         texts(unclear)
 
@@ -88,7 +88,7 @@ def test_a_parquet_file_without_a_text_column_gives_its_only_string_column(tmp_p
     columns = {"id": [1], "body": ["one"]}
     pq.write_table(pa.table(columns), path)
     assert texts(path) == ["one"]
-    assert "taking 'body', the only one of text" in caplog.text
+    assert "taking 'body', the only column with text" in caplog.text
 
     pq.write_table(pa.table({**columns, "title": ["two"]}), path)
     with pytest.raises(DataError, match=r"--text_column from: id, body, title"):
@@ -270,7 +270,7 @@ def test_the_chunks_of_a_parquet_file_are_its_row_groups(tmp_path, caplog):
     for num_bytes in (1, 100, 200, 10**9):
         assert texts_in_parts(tmp_path / "a.parquet", num_bytes) == rows
     assert len(file_source(tmp_path / "a.parquet", text_column=None).split(1)) == 4
-    assert caplog.text.count("taking 'body', the only one of text") == 4  # once each time
+    assert caplog.text.count("taking 'body', the only column with text") == 4  # once each time
 
 
 def test_an_error_in_a_later_chunk_names_the_row_of_the_file(tmp_path):

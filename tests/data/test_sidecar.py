@@ -187,7 +187,7 @@ def test_every_changed_bit_is_detected_and_located(prefix, monkeypatch):
     ("damage", "fault"),
     [
         (lambda data: data[:-2], "in the bytes 0 to 7 it has changed since it was written"),
-        (lambda data: b"", "text.bin ends after 0 bytes; it was written longer"),
+        (lambda data: b"", "text.bin ends after 0 bytes; it was longer when it was written"),
         (lambda data: data + b"12", "in the bytes 0 to 11 it has changed since it was written"),
     ],
 )
@@ -250,7 +250,7 @@ def test_files_without_tokens_are_reported_as_faulty(tmp_path):
 
     for name in ("text", "train"):
         path = tmp_path / (name if name == "text" else "train.bin")
-        assert verify(path) == [f"{tmp_path}/{name}.bin is empty: it holds no token."]
+        assert verify(path) == [f"{tmp_path}/{name}.bin is empty: it contains no tokens."]
 
 
 def test_verifying_missing_files_is_refused(tmp_path):

@@ -42,8 +42,8 @@ def test_unreadable_files_are_refused_before_any_is_read(tmp_path):
         tmp_path / "none.txt": r"--train_file .*none\.txt does not exist",
         tmp_path: "is a folder; name it with --dataset_name",
         "/dev/null": "--train_file /dev/null is not a regular file; write its text to a file",
-        tmp_path / "a.pdf": r"unknown kind; give one of \.txt, \.csv, .*, \.ndjson, \.parquet",
-        tmp_path / "a.parquet.gz": r"all but the last also packed, as in \.jsonl\.gz \(\.gz",
+        tmp_path / "a.pdf": r"unknown format; give one of \.txt, \.csv, .*, \.ndjson, \.parquet",
+        tmp_path / "a.parquet.gz": r"all but the last may be compressed, as in \.jsonl\.gz \(\.gz",
         tmp_path / "empty.txt": r"empty\.txt is empty",
     }.items():
         with pytest.raises(DataError, match=message):
@@ -151,7 +151,7 @@ def test_token_files_and_unfinished_files_are_left_out_and_counted(tmp_path, cap
 
     assert names(tmp_path) == [f"{tmp_path}/a.txt"]
     assert caplog.messages[-1] == (
-        f"--input {tmp_path}: 4 of 5 files are left out, which are hidden, token files or of "
+        f"--input {tmp_path}: 4 of 5 files are left out because they are hidden, token files or of "
         f"another kind, such as {tmp_path}/wiki.bin"
     )
 

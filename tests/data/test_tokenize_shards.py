@@ -189,4 +189,4 @@ def test_the_log_describes_the_encoder_only_if_it_is_slow(tmp_path, caplog):
     tokens_of([ListSource(["a"])], tmp_path / "parts")
 
     assert len(caplog.messages) == 1
-    assert "slow one, in Python" in caplog.text
+    assert "slow tokenizer, in Python" in caplog.text

@@ -315,7 +315,7 @@ def test_missing_input_and_output_are_named(
     ("content", "words"),
     [
         ('{"text": "good"}\n{"text": \n', "line 2"),
-        ('{"text": ""}\n{"text": null}\n', "There is no text in"),
+        ('{"text": ""}\n{"text": null}\n', "No text was found in"),
     ],
 )
 def test_unreadable_text_is_refused_as_by_every_program(

@@ -137,7 +137,10 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
         ({"max_train_steps": 1, "max_train_samples": 1}, ["exclude each other"]),
         (
             {"max_train_tokens": Tokens("20B"), "tokens_per_parameter": 20.0},
-            ["--max_train_tokens and --tokens_per_parameter exclude each other; give one length."],
+            [
+                "--max_train_tokens and --tokens_per_parameter each set the length of the run; give "
+                "only one."
+            ],
         ),
         ({"num_warmup_steps": 1, "num_warmup_samples": 1}, ["exclude each other"]),
         (

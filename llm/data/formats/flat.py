@@ -1,4 +1,4 @@
-"""nanoGPT's flat token files, and which of the two kinds of token files a path names.
+"""nanoGPT's flat token files; also finds which kind of token files a path names.
 
 A flat `.bin` holds uint16 ids without header or index.
 """
@@ -56,10 +56,10 @@ class FlatTokenFile:
 
 
 def open_token_file(path: Path) -> TokenFile | FlatTokenFile:
-    """Open token files of either kind; `locate` says how they may be named.
+    """Open token files of either kind; see `locate` for their names.
 
     Raises:
-        DataError: There is none, or it is truncated or inconsistent.
+        DataError: The file is missing, truncated or inconsistent.
     """
     prefix, is_flat = locate(path)
     return FlatTokenFile(beside(prefix, ".bin")) if is_flat else TokenFile(prefix)
@@ -76,7 +76,7 @@ def locate(path: Path) -> tuple[Path, bool]:
         (the path without suffix, whether it is a flat file).
 
     Raises:
-        DataError: There is none; the message names the most similar ones.
+        DataError: The file does not exist; the message lists similar names.
     """
     path = Path(path)
     # Path.exists would raise an OSError for a name that is too long.
@@ -91,7 +91,7 @@ def locate(path: Path) -> tuple[Path, bool]:
             return prefix, True
     if os.path.exists(beside(prefix, ".bin")):
         raise DataError(
-            f"The token file {prefix}.bin has no index {prefix}.idx beside it; if it is a flat "
+            f"The token file {prefix}.bin has no index {prefix}.idx; if it is a flat "
             f"file of uint16 ids, as nanoGPT writes them, name it with its suffix: {prefix}.bin."
         )
     looked_for = f"{prefix}.bin and {prefix}.idx" if path == prefix else str(path)

@@ -11,7 +11,7 @@ where each sequence and each document starts, in the layout of Megatron-LM's `In
     u64       D, the number of documents + 1
     i32[S]    tokens in each sequence
     i64[S]    byte offset of each sequence in the .bin
-    i64[D]    the sequence at which each document starts; the first is 0, the last is S
+    i64[D]    the first sequence of each document; the first is 0, the last is S
     i8[S]     optional: a mode for each sequence (multimodal data sets); not read here
 """
 
@@ -30,7 +30,7 @@ from llm.errors import DataError
 from llm.runtime.files import sync
 
 ROW_BYTES = "<u4"
-"""Dtype of `PREFIX.bytes`: the UTF-8 bytes of each text, by which a run splits them."""
+"""Dtype of `PREFIX.bytes`: UTF-8 bytes of each text, needed to split them."""
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -46,7 +46,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _BLOCK = 1 << 16  # entries of a table that are checked at once
-_WHOLE = 1 << 24  # maximum entries of a table that opening checks whole: some tenths of a second
+_WHOLE = 1 << 24  # largest table that opening checks completely: some tenths of a second
 _SAMPLES = 64  # blocks that opening checks of a larger table
 
 
@@ -73,13 +73,13 @@ def map_file(path: Path) -> NDArray[np.uint8]:
         Its bytes [size].
 
     Raises:
-        DataError: The file is missing, unreadable, or no regular file.
+        DataError: The file is missing, unreadable, or not a regular file.
     """
     try:
         status = os.stat(path)
         # Opening a pipe blocks until another process writes to it.
         if not stat.S_ISREG(status.st_mode):
-            raise DataError(f"The token file {path} cannot be read: it is no regular file.")
+            raise DataError(f"The token file {path} cannot be read: it is not a regular file.")
         if status.st_size == 0:  # cannot be mapped
             return np.empty(0, np.uint8)
         # A plain array: every slice of an np.memmap costs a call into Python.
@@ -98,11 +98,11 @@ def mapping_of(mapped: NDArray[Any]) -> mmap.mmap | None:
 
 
 def set_read_ahead(mapped: NDArray[Any], *, on: bool) -> None:
-    """Let the system read ahead, or keep it from reading megabytes around each place that is read.
+    """Turn read-ahead on, or keep the system from reading megabytes around each access.
 
     Args:
         mapped: An array that `map_file` returned.
-        on: Whether the system reads ahead, as it does by default.
+        on: Whether the system reads ahead; its default is yes.
     """
     mapping = mapping_of(mapped)
     if mapping is not None and hasattr(mmap, "MADV_RANDOM"):
@@ -120,7 +120,7 @@ def write_index(
 ) -> None:
     """Write an `.idx`, byte for byte as Megatron-LM does, and sync it.
 
-    The tables come in blocks, so that memory does not grow with them.
+    The tables are passed in blocks, so memory does not grow with their size.
 
     Args:
         path: The file.
@@ -149,9 +149,9 @@ def write_index(
 class TokenFile:
     """A `.bin`/`.idx` pair, memory-mapped; opening takes a fraction of a second for any size.
 
-    Opening checks the header, that each file is exactly as long as the header and the last pointer
-    say, and the tables: all of them up to 2^24 entries, beyond that a sample. Pointers are
-    therefore checked again when they are followed. `sidecar.verify` checks everything.
+    Opening checks the header and the tables, and compares each file's length with the header and
+    the last pointer. Tables of more than 2^24 entries are sampled, so pointers are checked again
+    when they are followed. `sidecar.verify` checks everything.
 
     Attributes:
         prefix: The path of both files without their suffix.
@@ -167,7 +167,7 @@ class TokenFile:
         prefix: The path of both files without their suffix.
 
     Raises:
-        DataError: A file is missing, truncated or inconsistent; the message names it and says how.
+        DataError: A file is missing, truncated or inconsistent; the message names file and fault.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -193,14 +193,15 @@ class TokenFile:
         if version != _VERSION:
             raise self._broken(f"has version {version}, not {_VERSION}")
         if code not in _DTYPES:
-            raise self._broken(f"has the dtype code {code}, not that of integers")
+            raise self._broken(f"has the dtype code {code}, which is not an integer type")
         if num_starts < 1:
             raise self._broken("has no document table")
-        # Python's integers: in 64 bits a damaged header could overflow to the right size.
+        # Python's integers do not overflow; in 64 bits, a damaged header could wrap to the right
+        # size.
         offsets = _HEADER.size + num_sequences * 4
         documents = offsets + num_sequences * 8
         end = documents + num_starts * 8
-        if data.size not in (end, end + num_sequences):  # with the table of modes
+        if data.size not in (end, end + num_sequences):  # including the table of modes
             raise self._broken(f"is {data.size} bytes long, not {end} as its header says")
         self.lengths: NDArray[np.int32] = data[_HEADER.size : offsets].view("<i4")
         self.offsets: NDArray[np.int64] = data[offsets:documents].view("<i8")
@@ -236,15 +237,15 @@ class TokenFile:
                 than 2^24 entries, so that the time does not grow with the size.
 
         Returns:
-            For each kind of fault what the index has, to be put after its name.
+            The end of a sentence for each kind of fault, to be put after the index's name.
         """
 
         def negative(start: int, stop: int) -> NDArray[np.bool_]:
             return self.lengths[start:stop] < 0
 
         def misplaced(start: int, stop: int) -> NDArray[np.bool_]:
-            # The first offset is 0, so if each sequence ends where the next one starts, every
-            # offset is right.
+            # The first offset is 0. If each sequence ends where the next one starts, every offset
+            # is right.
             after = self.tokens.nbytes if stop == self.num_sequences else self.offsets[stop]
             sizes = self.lengths[start:stop].astype(np.int64) * self.tokens.itemsize
             wrong: NDArray[np.bool_] = np.diff(self.offsets[start:stop], append=after) != sizes

@@ -1,4 +1,4 @@
-"""`PREFIX.json`, the sidecar of token files: their recipe, and the checksums of their bytes."""
+"""`PREFIX.json`, the sidecar of token files: recipe and checksums."""
 
 import dataclasses
 import json
@@ -18,18 +18,18 @@ from llm.runtime.files import write_whole
 
 FORMAT = 1
 CHUNK_BYTES = 64 << 20
-"""Bytes under one checksum: as near as a changed byte is located."""
+"""Bytes per checksum; a changed byte is located to this accuracy."""
 
 _READ_BYTES = 1 << 20
 _NUM_TOKENS = 1 << 20  # tokens that are checked at once
-_LARGEST_SIDECAR = 256 << 20  # bytes; the checksums of a .bin of 400 TB
+_LARGEST_SIDECAR = 256 << 20  # bytes, enough for the checksums of a .bin of 400 TB
 
 log = logging.getLogger("llm.data")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sidecar:
-    """How this package made a pair of token files, or a flat one.
+    """How this package made a pair of token files, or a flat file.
 
     Attributes:
         tokenizer: Its name, as given.
@@ -45,8 +45,8 @@ class Sidecar:
         skipped_documents: Documents that could not be read, which are not in the file.
         largest_token: The largest id; -1 without tokens.
         sources: Names of the files and data sets that were read.
-        plan: Digest of the input and the options; the same command, given again, stops when it
-            finds its own.
+        plan: Digest of the input and the options. If you repeat a command, it finds its digest and
+            stops.
         checksums: For `bin` and `idx` (a flat file has none), the result of `checksums`.
         format: Version of these fields.
     """
@@ -98,8 +98,8 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
 
     def no_sidecar(fault: str) -> DataError:
         return DataError(
-            f"{path} does not describe its token file: {fault}; restore it, or move it away to "
-            "use the token file without what it says."
+            f"{path} does not describe its token file: {fault}; restore it, or move it away to use "
+            "the token file without it."
         )
 
     try:
@@ -148,7 +148,7 @@ def checksums(path: Path) -> list[str]:
     Raises:
         DataError: The file cannot be read.
     """
-    # One buffer, read into without Python's own: this runs at the speed of the disk.
+    # Read into one buffer, without Python's buffering: this runs at the speed of the disk.
     buffer = memoryview(bytearray(_READ_BYTES))
     digests: list[str] = []
     try:
@@ -168,7 +168,7 @@ def checksums(path: Path) -> list[str]:
 
 
 def damage(prefix: Path, *, nanogpt: bool = False, row_bytes: bool = False) -> list[str]:
-    """Return what is wrong with finished files, as far as their sizes and headers show it.
+    """Return faults of finished files that their sizes and headers show.
 
     Args:
         prefix: Their path without suffix.
@@ -176,7 +176,7 @@ def damage(prefix: Path, *, nanogpt: bool = False, row_bytes: bool = False) -> l
         row_bytes: Whether `PREFIX.bytes` is one of them.
 
     Returns:
-        A sentence; none where they are whole.
+        One sentence per fault; empty if the files are complete.
     """
     try:
         file = FlatTokenFile(beside(prefix, ".bin")) if nanogpt else TokenFile(prefix)
@@ -197,9 +197,9 @@ def damage(prefix: Path, *, nanogpt: bool = False, row_bytes: bool = False) -> l
 
 
 def verify(path: Path) -> list[str]:
-    """Read token files whole and list everything that is wrong with them.
+    """Read token files completely and list all faults.
 
-    With a sidecar every changed byte shows. Without one, what the tables of the index tell.
+    With a sidecar, every changed byte is found. Without one, only faults in the index's tables are.
 
     Args:
         path: As for `open_token_file`.
@@ -227,7 +227,7 @@ def verify(path: Path) -> list[str]:
         index = beside(prefix, ".idx")
         faults += [f"{index} {fault}." for fault in token_file.index_faults(sample=False)]
     if token_file.num_tokens == 0:
-        faults.append(f"{beside(prefix, '.bin')} is empty: it holds no token.")
+        faults.append(f"{beside(prefix, '.bin')} is empty: it contains no tokens.")
     if sidecar is not None:
         faults += _disagreements(token_file, sidecar)
     return faults
@@ -256,12 +256,12 @@ def _changed_bytes(prefix: Path, sidecar: Sidecar) -> list[str]:
                     "since it was written."
                 )
         if len(actual) < len(expected):
-            faults.append(f"{path} ends after {size:,} bytes; it was written longer.")
+            faults.append(f"{path} ends after {size:,} bytes; it was longer when it was written.")
     return faults
 
 
 def _disagreements(token_file: TokenFile | FlatTokenFile, sidecar: Sidecar) -> list[str]:
-    """Compare a sidecar with the content of the files; reads all tokens."""
+    """Compare a sidecar with the contents of the files; reads all tokens."""
     path = beside(token_file.prefix, ".bin")
     smallest, largest = _id_range(token_file)
     faults = []
@@ -308,10 +308,10 @@ def check_tokenizer(
         prefix: Path of the token files without suffix, for messages.
         sidecar: Their sidecar.
         fingerprint: Fingerprint of the tokenizer of the run.
-        ignore_mismatch: Warn, rather than refuse.
+        ignore_mismatch: Warn instead of raising.
 
     Raises:
-        DataError: The fingerprints differ, and that is not ignored.
+        DataError: The fingerprints differ, and `ignore_mismatch` is not set.
     """
     if sidecar.tokenizer_fingerprint == fingerprint:
         return

@@ -1,1 +1,1 @@
-"""Documents to token files, ahead of training or in the cache of a run."""
+"""Turn documents into token files, ahead of training or in the cache of a run."""

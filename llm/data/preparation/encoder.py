@@ -1,9 +1,9 @@
-"""From texts to token ids, by the fastest encoder that gives the ids of the reference.
+"""Turn texts into token ids with the fastest encoder that agrees with the reference.
 
-The reference is the tokenizer itself, through the `tokenizers` library. `gigatoken` gives the ids
-of most byte-pair tokenizers thirty times as fast. `FastEncoder` does not trust that they are equal
-for every tokenizer and text: it compares them on strings that tokenizers are known to encode
-differently, and on a sample of every batch.
+The reference is the tokenizer itself, through the `tokenizers` library. For most byte-pair
+tokenizers, `gigatoken` gives the same ids thirty times as fast. `FastEncoder` does not rely on
+this: it compares the ids of strings that are known to differ between tokenizers, and of a sample of
+every batch.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from llm.tokenizers.fast import TextTokenizer
 
 _SAMPLE_CHARACTERS = 1024  # compared in each batch; the reference does 2 MB/s
 _FEW_TEXTS = 1000
-_LONG_TEXT = 2048  # characters, from where on a call for each text costs little
+_LONG_TEXT = 2048  # characters; for longer texts, one call per text costs little
 _PROBES = (
     "",
     " ",
@@ -60,9 +60,9 @@ class Encoding:
 
     Attributes:
         tokenizer: The tokenizer.
-        end_token: Id that ends each document; None for nothing.
+        end_token: Id that ends each document; None adds no token.
         dtype: Dtype of the ids on the disk, wide enough for all ids of the tokenizer.
-        allow_special_tokens: Whether the name of a special token in a text is that token.
+        allow_special_tokens: Whether the name of a special token in a text becomes that token.
         on_error: Whether to stop at records that cannot be used, or to skip them.
     """
 
@@ -111,11 +111,11 @@ class ReferenceEncoder:
                     "leave it out, or name another tokenizer."
                 )
             log.warning(
-                "the tokenizer is a slow one, in Python: it runs on one core of each worker, at "
-                "about a hundredth of the speed"
+                "this is a slow tokenizer, in Python: it runs on one core per worker, at about a "
+                "hundredth of the speed"
             )
             return
-        # In the library's words, to encode special tokens is to encode their names as text.
+        # In the library's terms, encoding special tokens means encoding their names as text.
         self._backend.encode_special_tokens = not encoding.allow_special_tokens
         # The Rust libraries read both when they start their threads.
         os.environ["RAYON_NUM_THREADS"] = str(threads)
@@ -135,7 +135,7 @@ class ReferenceEncoder:
         if self._backend is None:
             assert self._encode_slow is not None  # a tokenizer has one of the two
             lists = [self._encode_slow(text) for text in texts]
-        elif len(texts) == 1:  # without any thread, so that this process can still fork
+        elif len(texts) == 1:  # without threads, so that this process can still fork
             lists = [self._backend.encode(texts[0], add_special_tokens=False).ids]
         else:
             if not _may_use_threads():
@@ -158,7 +158,7 @@ class FastEncoder:
 
     Raises:
         ImportError: gigatoken is not installed.
-        OtherIds: It cannot read this tokenizer, or gives other ids.
+        OtherIds: gigatoken cannot read this tokenizer, or gives other ids.
     """
 
     def __init__(self, encoding: Encoding, reference: ReferenceEncoder, *, threads: int) -> None:
@@ -190,7 +190,7 @@ class FastEncoder:
         """
         ids, counts = self._encode(texts, ends=ends)
         if texts:
-            # One text, or a piece of it, chosen by hashing the size of the batch.
+            # Compare one text, or a piece of it, chosen by hashing the size of the batch.
             number = int(ids.size) * 7919 % len(texts)
             text = texts[number]
             if len(text) > _SAMPLE_CHARACTERS:
@@ -207,11 +207,13 @@ class FastEncoder:
     def _encode(self, texts: Sequence[str], *, ends: bool) -> tuple[Ids, Counts]:
         end = self._end if ends else self._end[:0]
         few = len(texts) <= _FEW_TEXTS or sum(map(len, texts)) >= _LONG_TEXT * len(texts)
-        # A text at a time needs no thread, and not the import of awkward of half a second.
+        # Encoding one text at a time needs no threads, and saves half a second for importing
+        # awkward.
         if len(texts) == 1 or (few and self._threads == 1):
             arrays = [self._fast.encode(text) for text in texts]
             counts = np.fromiter((array.size for array in arrays), np.int64, len(arrays))
-            # One copy that also narrows the dtype: at this speed a second copy would show.
+            # The only copy also narrows the dtype: at this speed, a second copy would be
+            # noticeable.
             arrays = [ids for array in arrays if array.size for ids in (array, end)]
             ids = np.concatenate([end[:0], *arrays], dtype=self._dtype, casting="unsafe")
             return ids, counts + (counts > 0) * end.size
@@ -230,7 +232,7 @@ Encoder = ReferenceEncoder | FastEncoder
 
 
 def make_encoder(encoding: Encoding, *, threads: int = 1, fast: bool = True) -> Encoder:
-    """Return the fastest encoder that can be trusted with a tokenizer.
+    """Return the fastest encoder that gives a tokenizer's ids.
 
     Args:
         encoding: How texts become ids.
@@ -248,7 +250,7 @@ def make_encoder(encoding: Encoding, *, threads: int = 1, fast: bool = True) -> 
 
 
 def _may_use_threads() -> bool:
-    """Return whether no process that this one was forked from has used the libraries' threads.
+    """Return whether threads are safe: no parent of this fork has used the libraries' threads.
 
     Using threads after a fork deadlocks: the copy of the thread pool has no threads.
     """

@@ -1,4 +1,4 @@
-"""The files that shards become: a `.bin`/`.idx` pair, or nanoGPT's two, each with its sidecar."""
+"""Joins shards to a `.bin`/`.idx` pair, or to nanoGPT's two files, each with its sidecar."""
 
 import logging
 import math
@@ -20,8 +20,8 @@ from llm.data.preparation.shards import ShardStats, each_row, read_array
 from llm.errors import DataError
 from llm.runtime.files import sync, sync_folder
 
-_BLOCK = 1 << 20  # numbers of an index that are computed at once
-_SHUFFLED_DOCUMENTS = 1 << 12  # documents that are gathered at once
+_BLOCK = 1 << 20  # index entries computed at once
+_SHUFFLED_DOCUMENTS = 1 << 12  # documents gathered at once
 _COPY = 1 << 26
 
 log = logging.getLogger("llm.data")
@@ -29,18 +29,18 @@ log = logging.getLogger("llm.data")
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What to make of the shards.
+    """The output files to make from the shards.
 
     Attributes:
         prefix: The path of the files without their suffix. nanoGPT's files are in a folder with
             this name.
-        nanogpt: Write `train.bin` and `val.bin` in place of a `.bin` with its `.idx`.
+        nanogpt: Write `train.bin` and `val.bin` instead of a `.bin` with its `.idx`.
         validation_percentage: Documents, from the first one, that go to `val.bin`.
-        shuffle_seed: Shuffle the documents by it; None keeps their order.
+        shuffle_seed: Seed for shuffling the documents; None keeps their order.
         overwrite: Replace existing files.
         row_bytes: Write `PREFIX.bytes` too: UTF-8 bytes of each text, which a run needs to split
             them.
-        lock_seconds: Seconds to wait for another program at the same output.
+        lock_seconds: Seconds to wait for another program that writes the same output.
         option: The option that chooses the path, for messages.
     """
 
@@ -73,7 +73,7 @@ class Output:
 
     def num_validation(self, documents: int) -> int:
         """Return how many of the documents go to `val.bin`."""
-        return math.ceil(self.validation_percentage / 100 * documents)  # at least one, as nanoGPT's
+        return math.ceil(self.validation_percentage / 100 * documents)  # at least 1, as in nanoGPT
 
 
 def assemble_output(
@@ -90,7 +90,7 @@ def assemble_output(
     Args:
         stems: The paths of the shards without their suffix, in their order.
         stats: Counts of their content.
-        output: What to make of them.
+        output: The files to make.
         encoding: How their texts became ids.
         sources: The names of the inputs.
         digest: Digest of input and options.
@@ -175,9 +175,9 @@ def assemble_shuffled(
 ) -> None:
     """Join shards of one document per text, as `assemble` does, in an order keyed by the seed.
 
-    Memory grows by 12 bytes a document, and the disk holds all ids twice for a while.
+    Memory grows by 12 bytes per document, and the disk temporarily holds all ids twice.
     """
-    # One file, since there may be more shards than files that a process can have open.
+    # One file, because there may be more shards than a process can have open files.
     joined = beside(prefix, ".joined")
     _join(stems, joined)
     ids = read_array(joined, ".joined", dtype)
@@ -226,15 +226,15 @@ def _append(source: BinaryIO, target: BinaryIO) -> None:
     try:
         while os.copy_file_range(source.fileno(), target.fileno(), _COPY):
             pass
-    except (OSError, AttributeError):  # not on this system, or not on this file system
+    except (OSError, AttributeError):  # this system or this file system does not support it
         pass
-    # Whatever is left: some file systems end the copy too early.
+    # Copy the rest: some file systems end the copy too early.
     source.seek(os.lseek(source.fileno(), 0, os.SEEK_CUR))
     shutil.copyfileobj(source, target, 1 << 20)
 
 
 def _assemble_flat(stems: list[Path], output: Output, common: dict[str, Any]) -> None:
-    """Split the whole at a document's end into nanoGPT's `train.bin` and `val.bin`."""
+    """Split the ids at a document boundary into nanoGPT's `train.bin` and `val.bin`."""
     folder = output.folder
     whole = TokenFile(folder / "out")
     count = whole.num_documents
@@ -307,13 +307,13 @@ def check_replaceable(output: Output, inputs: Iterable[Path]) -> None:
 
 
 def former_validation(output: Output) -> list[Path]:
-    """Return the files of an earlier `val.bin`, which an output without validation text removes.
+    """Return the files of an earlier `val.bin`; an output without validation text removes them.
 
-    Its documents are in `train.bin` now, so a run on both would be evaluated on its training text.
+    Its documents are now in `train.bin`, so a run on both would evaluate on its training text.
 
     Raises:
-        DataError: They must not be removed: `--overwrite` is not given, or their sidecar does not
-            show that this program has written them.
+        DataError: `--overwrite` is not given, or no sidecar shows that this program wrote the
+            files.
     """
     if not output.nanogpt or output.validation_percentage:
         return []
@@ -335,7 +335,7 @@ def former_validation(output: Output) -> list[Path]:
 
 
 def publish(output: Output) -> None:
-    """Rename the files to their final names, the `.bin` last: a prefix that has one is whole."""
+    """Rename the files to their final names, the `.bin` last: it marks a complete prefix."""
     if output.nanogpt:
         output.prefix.mkdir(exist_ok=True)
     for path in former_validation(output):
@@ -343,8 +343,7 @@ def publish(output: Output) -> None:
         path.unlink()
     for prefix in output.names:
         made = output.folder / (f"out.{prefix.name}" if output.nanogpt else "out")
-        # The old .bin goes first, so that a kill leaves no mixture of old and new files that
-        # looks whole.
+        # Remove the old .bin first, so that a mixture of old and new files never looks complete.
         for suffix in reversed(output.suffixes):
             beside(prefix, suffix).unlink(missing_ok=True)
         if output.row_bytes:

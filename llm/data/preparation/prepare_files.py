@@ -1,7 +1,7 @@
-"""One token file from many sources: resumable, and under its name only when it is whole.
+"""One token file from many sources: resumable, and renamed only when it is complete.
 
-PREFIX.parts/plan.json     input and options; other ones begin anew
-PREFIX.parts.lock          held by the program at work
+PREFIX.parts/plan.json     input and options; if they change, work starts again
+PREFIX.parts.lock          held by the program that prepares
 PREFIX.parts/000000.ids .. the shards that are done
 PREFIX.parts/out.*         the result, before it is renamed
 """
@@ -50,7 +50,7 @@ def prepare_files(
     """Make the token files of several outputs, resuming a stopped run.
 
     Args:
-        jobs: The texts of each output, which workers take chunk by chunk.
+        jobs: The texts of each output; workers take them chunk by chunk.
         encoding: How texts become ids.
         workers: Cores to use.
         log_seconds: Seconds between two lines on the progress.
@@ -65,7 +65,7 @@ def prepare_files(
         if not output.overwrite and _is_done(
             output, recipe_digest(_recipe(sources, output, encoding))
         ):
-            log.info(f"{output.names[0]}.bin is there already, made by the same options")
+            log.info(f"{output.names[0]}.bin already exists, made with the same options")
         else:
             former_validation(output)  # refused now, rather than after the work
             todo.append((sources, output))
@@ -140,7 +140,7 @@ def _prepare_file(
 def _check_shards(
     sources: list[Source], stats: list[ShardStats], output: Output, encoding: Encoding
 ) -> None:
-    """Refuse shards without tokens, or a split that would move them all to nanoGPT's `val.bin`."""
+    """Refuse shards without tokens, or a split that moves all of them to nanoGPT's `val.bin`."""
     documents = sum(shard.documents for shard in stats)
     if not documents:
         names = list(dict.fromkeys(source.name for source in sources))
@@ -176,7 +176,7 @@ def _recipe(sources: list[Source], output: Output, encoding: Encoding) -> Recipe
 
 
 def _is_done(output: Output, digest: str) -> bool:
-    """Return whether all files exist and have this recipe; refuse another recipe's."""
+    """Return whether all files exist and have this recipe; refuse files with another recipe."""
     made, faults = 0, []
     for prefix in output.names:
         try:
@@ -204,7 +204,7 @@ def _is_done(output: Output, digest: str) -> bool:
 def _locked(output: Output) -> Iterator[None]:
     """Make the folder of the shards, and hold its lock."""
     folder = output.folder
-    # Next to the folder, which can then be removed while it is locked, on any file system.
+    # Next to the folder: any file system can then remove the folder while it is locked.
     lock = beside(folder, ".lock")
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
@@ -213,7 +213,7 @@ def _locked(output: Output) -> Iterator[None]:
         except BlockingIOError as error:
             os.close(descriptor)
             raise DataError(
-                f"Another program is at work in {folder}; wait for it, or choose another "
+                f"Another program is writing to {folder}; wait for it, or choose another "
                 f"{output.option}."
             ) from error
         if not locked:
@@ -235,14 +235,14 @@ def _locked(output: Output) -> Iterator[None]:
 
 
 def _begin(output: Output, made_of: Recipe, num_shards: int) -> int:
-    """Make the folder ready for a recipe; return how many shards are done."""
+    """Prepare the folder for a recipe; return how many shards are done."""
     folder = output.folder
     has_plan = (folder / "plan.json").exists()
     for path in folder.iterdir():
         if not (_OWN_NAMES if has_plan else _NAMES_BEFORE_PLAN).match(path.name):
             raise DataError(
-                f"{path} is in a folder for unfinished work, and not of it; move it away, or "
-                f"choose another {output.option}."
+                f"{path} is in a folder for unfinished work but does not belong to it; move it "
+                f"away, or choose another {output.option}."
             )
     try:
         earlier = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
@@ -253,8 +253,8 @@ def _begin(output: Output, made_of: Recipe, num_shards: int) -> int:
         log.info(f"resuming in {folder}: {done:,} of {num_shards:,} shards are done")
         return done
     if earlier is not None:
-        log.info(f"{folder} is of another command, or its input has changed: starting again")
-    # The plan last: a folder without one is not known to be of this program.
+        log.info(f"{folder} belongs to another command, or its input has changed: starting again")
+    # Remove the plan last: without it, the folder cannot be attributed to this program.
     for path in sorted(folder.iterdir(), key=lambda path: path.name == "plan.json"):
         path.unlink()
     write_whole(folder / "plan.json", json.dumps(made_of))
@@ -291,13 +291,13 @@ def progress_log(log_seconds: float) -> Callable[[Totals], None]:
 
 
 def _log_summary(stats: list[ShardStats], *, seconds: float, resumed: bool) -> None:
-    """Log what the shards hold, and how fast they were made unless an earlier run made some."""
+    """Log the contents of the shards, and the speed unless an earlier run made some of them."""
     tokens = sum(shard.tokens for shard in stats)
     text_bytes = sum(shard.text_bytes for shard in stats)
     speed = "since it resumed" if resumed else f"{text_bytes / 1e6 / seconds:,.1f} MB/s"
     log.info(
         f"{counted(sum(shard.documents for shard in stats), 'document')}, {tokens:,} tokens, "
-        f"{text_bytes:,} bytes of text ({text_bytes / tokens:.3f} a token); "
+        f"{text_bytes:,} bytes of text ({text_bytes / tokens:.3f} per token); "
         f"{sum(shard.empty for shard in stats if not shard.one_document):,} empty and "
         f"{sum(shard.skipped for shard in stats):,} skipped documents; {_clock(seconds)}, {speed}"
     )

@@ -1,7 +1,7 @@
-"""Text to token files for a run, which starts this program and passes on what it logs.
+"""Turns text into token files for a run, which starts this program and forwards its log.
 
-It reads a `TextJob` from its standard input, and writes each line of the log as a line of JSON with
-level and message. Errors are sentences and exit codes as of `llm.data.prepare`.
+It reads a `TextJob` from standard input and writes each log line as a line of JSON with level and
+message. Errors and exit codes are the same as for `llm.data.prepare`.
 """
 
 import json
@@ -21,7 +21,7 @@ from llm.errors import ConfigError
 from llm.runtime.logging import quiet_libraries
 from llm.tokenizers.fast import TextTokenizer
 
-_END_SECONDS = 5.0  # to say what is kept, and to end
+_END_SECONDS = 5.0  # to log which shards are kept, and to end
 
 log = logging.getLogger("llm.data")
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     logger.setLevel(logging.INFO)
     # numpy would start a thread on each core for linear algebra, which is not needed here.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     job = TextJob.from_json(_read_line(0))
     threading.Thread(target=_end_with_run, daemon=True).start()
     make_token_files(job)
@@ -60,7 +60,7 @@ def _read_line(descriptor: int) -> bytes:
 
 
 def _end_with_run() -> None:
-    """Wait until the run closes the pipe, as its death does, however it dies; then end."""
+    """Wait until the run closes the pipe, which also happens when it dies; then end."""
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(_END_SECONDS)
@@ -82,7 +82,7 @@ def make_token_files(job: TextJob) -> None:
 
     prefix = Path(job.prefix)
     source = _source(job)
-    # Of when the run chose the name of the token files: they must not be made of a later text.
+    # The state when the run computed the key of the token files: a later text must not be used.
     source.files = {Path(path): stamped for path, stamped in job.files.items()}
     is_absent = job.text.split == "validation" and not source.exists()
     check_unchanged([source])
@@ -99,7 +99,7 @@ def make_token_files(job: TextJob) -> None:
                     prefix=prefix,
                     overwrite=True,
                     row_bytes=True,
-                    lock_seconds=2 * _END_SECONDS,  # the process of a killed run ends by then
+                    lock_seconds=2 * _END_SECONDS,  # by then, the process of a killed run has ended
                     option="--data_cache_dir",
                 ),
             )
@@ -159,7 +159,7 @@ def _tokenizer(copy: TokenizerCopy, trust_remote_code: bool) -> TextTokenizer:
         tokenizer = from_transformers(
             load_tokenizer(options, trust_remote_code=trust_remote_code), copy.name
         )
-    except ConfigError as error:  # which names the temporary folder
+    except ConfigError as error:  # it names the temporary folder
         raise ConfigError(
             f"The tokenizer {copy.name} cannot be loaded once it is saved, so {remedy}"
         ) from error

@@ -26,19 +26,19 @@ from llm.errors import DataError
 from llm.runtime.files import checksum
 
 _FILES = (".ids", ".rows", ".bytes")
-_MOST_TOKENS = 2**31 - 1  # of a text, by the format of the index
+_MOST_TOKENS = 2**31 - 1  # per text, a limit of the index format
 
 
 @dataclass(kw_only=True)
 class ShardStats:
-    """The content of a shard, so far or when it is done.
+    """The contents of a shard, so far or when it is done.
 
     Attributes:
         one_document: Whether its texts are one document; otherwise each is one.
         texts: Texts that have tokens.
-        empty: Texts that have none.
+        empty: Texts without tokens.
         skipped: Records that could not be used.
-        tokens: Tokens, the end tokens included.
+        tokens: Tokens, including end tokens.
         text_bytes: UTF-8 bytes of the texts.
         largest_token: The largest id; 0 without tokens.
         checksums: The xxh3_128 of each of the three files.
@@ -74,7 +74,7 @@ def write_shard(
         stem: The path of the files without their suffix.
         encoding: How texts become ids.
         encoder: An encoder for this encoding.
-        report: Called after every batch with the content of the shard so far.
+        report: Called after every batch with the contents of the shard so far.
 
     Raises:
         DataError: The source cannot be read, or a text is too long.
@@ -86,7 +86,7 @@ def write_shard(
         writer = _ShardWriter(source, stem)
         try:
             for texts in source.batches(faults):
-                # Texts that are pieces of one document have one end token together.
+                # The pieces of one document share one end token.
                 writer.add(texts, *encoder.encode(texts, ends=not source.one_document))
                 report(writer.stats)
             if source.one_document:
@@ -104,7 +104,7 @@ def write_shard(
 
 
 class _ShardWriter:
-    """The three files of a shard, and what they hold so far."""
+    """The three files of a shard, and their contents so far."""
 
     def __init__(self, source: Source, stem: Path) -> None:
         self.stats = ShardStats(one_document=source.one_document)
@@ -158,7 +158,7 @@ class _ShardWriter:
 
 
 def read_shard(stem: Path, *, verify: bool) -> ShardStats | None:
-    """Return what a shard holds; None where it was not finished, or has changed since.
+    """Return the contents of a shard; None if it is unfinished or has changed.
 
     Args:
         stem: The path of its files without their suffix.
@@ -177,7 +177,7 @@ def read_shard(stem: Path, *, verify: bool) -> ShardStats | None:
 def read_array(stem: Path, suffix: str, dtype: str | np.dtype[Any]) -> NDArray[Any]:
     """Map a file of a shard into memory."""
     path = stem.with_suffix(suffix)
-    if path.stat().st_size == 0:  # which cannot be mapped
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
@@ -189,7 +189,7 @@ def remove_shard(stem: Path) -> None:
 
 
 def each_row(stems: list[Path], suffix: str, dtype: str, size: int) -> Iterator[NDArray[Any]]:
-    """Yield the numbers that shards hold for each text, in blocks of at most `size`."""
+    """Yield the numbers stored for each text of shards, in blocks of at most `size`."""
     for stem in stems:
         array = read_array(stem, suffix, dtype)
         for first in range(0, array.size, size):

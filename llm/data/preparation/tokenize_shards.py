@@ -1,4 +1,4 @@
-"""From sources to shards on the disk, on all cores; an interrupted run is resumed."""
+"""Tokenizes sources into shards on the disk, on all cores; an interrupted run is resumed."""
 
 import logging
 import mmap
@@ -23,21 +23,21 @@ from llm.errors import DataError
 _NO_FAST_ENCODER = "reference-encoder"  # an empty file: the fast encoder gave other ids
 _REPORT_SECONDS = 1.0
 
-_work: Callable[[int], object]  # of a worker, inherited from the process that forked it
+_work: Callable[[int], object]  # a worker inherits it from the process that forked it
 
 log = logging.getLogger("llm.data")
 
 
 @dataclass(slots=True, kw_only=True)
 class Totals:
-    """What this process has done so far, over all shards.
+    """The progress of this process over all shards.
 
     Attributes:
         texts: Texts that have tokens.
         tokens: Tokens.
         text_bytes: UTF-8 bytes of the texts.
-        consumed: Bytes read from the disk, packed where the file is.
-        num_bytes: Bytes of all that is to be read; None where that is not known.
+        consumed: Bytes read from the disk; for a compressed file, compressed bytes.
+        num_bytes: Total bytes to read; None if unknown.
         shards_done: Finished shards, including an earlier run's.
         num_shards: All shards.
     """
@@ -67,11 +67,11 @@ def tokenize_shards(
         sources: The texts; at least one.
         folder: Folder of the shards.
         encoding: How texts become ids.
-        workers: Cores to use: as processes, and as threads of these where sources are few.
+        workers: Cores to use, as processes; with few sources, also as threads of each process.
         report: Called with the progress, once a second or more often.
 
     Returns:
-        The paths of the shards without their suffix, and what they hold.
+        The paths of the shards without their suffix, and their contents.
 
     Raises:
         DataError: A source cannot be read, or a worker was killed.
@@ -86,7 +86,8 @@ def tokenize_shards(
         log.warning(
             f"{error}; encoding everything again with the tokenizers library, which is slower"
         )
-        # Shards before the mark: a kill in between must not leave wrong shards that count.
+        # Remove the shards before the mark: a kill in between must not leave wrong shards that
+        # count.
         for stem in stems:
             remove_shard(stem)
         mark.touch()
@@ -108,7 +109,7 @@ def _encode(
     *,
     fast: bool,
 ) -> None:
-    """Write the shards that are missing, on forked processes unless there is one worker."""
+    """Write the missing shards, in forked processes if there are several workers."""
     missing = [shard for shard in shards if read_shard(shard[1], verify=True) is None]
     if not missing:
         return
@@ -120,8 +121,8 @@ def _encode(
         _warn_of_lines(encoder)
     sizes = [source.num_bytes for source, _ in missing]
     num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
-    # Texts, tokens, bytes of text, bytes read and whether it is done, of each missing shard.
-    # An anonymous map is shared with forked processes.
+    # For each missing shard: texts, tokens, bytes of text, bytes read and whether it is done.
+    # Forked processes share an anonymous map.
     counts = np.frombuffer(mmap.mmap(-1, len(missing) * 5 * 8), np.int64).reshape(-1, 5)
 
     def report_totals() -> None:
@@ -158,14 +159,14 @@ def _encode(
 
 
 def _warn_of_lines(encoder: Encoder) -> None:
-    """Log a warning if lines get other ids than their text, as SentencePiece's models give them."""
+    """Log a warning if a tokenizer, like SentencePiece, encodes separate lines differently."""
     # One text per call, which starts no threads: this process may fork later.
     whole, first, second = (encoder.encode([text], ends=False)[0] for text in ("a\nb", "a\n", "b"))
     if not np.array_equal(whole, np.concatenate([first, second])):
         log.warning(
-            "a text file is encoded line by line, and this tokenizer treats the start of each line "
-            "as the start of a text, usually by a space in front; to encode documents as a whole, "
-            "give them as JSON Lines"
+            "text files are encoded line by line, and this tokenizer treats each line as the start "
+            "of a text, usually by adding a space in front; to encode whole documents, give them "
+            "as JSON Lines"
         )
 
 
@@ -178,24 +179,24 @@ def run_in_processes(
 ) -> None:
     """Call a function once for each task, on forked processes.
 
-    A forked process has the memory of this one, so that what the function needs (texts, a
-    tokenizer) is neither copied nor pickled, as it would be for a spawned one. Threads do not
-    survive a fork: a library that has started threads before may wait for them forever.
+    A forked process has this one's memory, so the function's data (texts, a tokenizer) need not be
+    copied or pickled, as they would for a spawned process. Threads do not survive a fork: a library
+    that has started threads before may wait for them forever.
 
     Args:
         work: Called with each task.
-        tasks: Numbers, which are begun in this order.
+        tasks: Task numbers, begun in this order.
         processes: Number of processes; none of them outlives this one.
         report: Called here about once a second, and at the end.
 
     Raises:
         DataError: A process was killed.
-        Exception: The first that `work` raised; the processes are ended.
+        Exception: The first exception of `work`; the processes are ended.
     """
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=(work,))
-    # Otherwise every forked process would write what the buffers hold once more.
+    # Otherwise every forked process would write the contents of the buffers again.
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -235,5 +236,5 @@ def _end_with_parent() -> None:
 
 
 def _call(task: int) -> None:
-    # The work itself is a closure, which the pool could not pickle for its queue.
+    # Pass only numbers: the work is a closure, which the pool cannot pickle for its queue.
     _work(task)

@@ -1,4 +1,4 @@
-"""A file of text, or a chunk of one: unpacked, in blocks of bytes and in blocks of whole lines."""
+"""A text file, or a chunk of it: decompressed, in blocks of bytes or of whole lines."""
 
 import bz2
 import logging
@@ -13,7 +13,7 @@ from llm.data.text_identity import is_compressed
 from llm.errors import DataError
 
 _BLOCK = 1 << 22
-_PACKED_READ = 1 << 17  # of compressed bytes; a block can unpack to many times its size
+_PACKED_READ = 1 << 17  # compressed bytes; a block can grow to many times its size
 _BOM = b"\xef\xbb\xbf"
 
 log = logging.getLogger("llm.data")
@@ -46,11 +46,10 @@ class BadRecordPolicy:
 
 @dataclass(kw_only=True)
 class FileChunk:
-    """A file, or a range of one that is not compressed; read from front to back.
+    """A file, or a range of an uncompressed file; read from front to back.
 
-    The ranges of a file of lines are in bytes. A chunk has the lines that begin in its range, so
-    that adjacent chunks together have each line once. The ranges of a Parquet file are in row
-    groups.
+    Ranges of line-based files are in bytes. A chunk has the lines that begin in its range, so
+    adjacent chunks together contain each line once. Ranges of Parquet files are in row groups.
 
     Attributes:
         path: The file.
@@ -69,7 +68,7 @@ class FileChunk:
     consumed: int = 0
 
     def blocks(self) -> Iterator[bytes]:
-        """Yield the unpacked bytes of the chunk.
+        """Yield the decompressed bytes of the chunk.
 
         Raises:
             DataError: The file cannot be read, or its compressed data are cut short or broken.
@@ -90,8 +89,8 @@ class FileChunk:
             raise DataError(f"{self.path} cannot be read: {error.strerror or error}.") from error
 
     def _unpacked(self, file: IO[bytes]) -> Iterator[bytes]:
-        # By the decompressors themselves: gzip.open and its like take a broken second stream for
-        # the end of the file.
+        # Use the decompressors directly: gzip.open and similar functions take a broken second
+        # stream for the end of the file.
         stream = None
         unpacked: list[bytes] = []
         size = 0
@@ -133,7 +132,7 @@ class FileChunk:
         return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
 
     def line_blocks(self) -> Iterator[bytes]:
-        """Yield blocks of whole lines with their line feeds, which the file's last one may lack.
+        """Yield blocks of whole lines with their line feeds; the file's last line may lack one.
 
         A byte order mark is left out. A line feed is never a byte of another UTF-8 character, so
         every block of valid text can be decoded by itself.
@@ -142,7 +141,7 @@ class FileChunk:
             DataError: As `blocks`.
         """
         mark = _BOM if self.start == 0 else b""
-        begun: list[bytes] = []  # the line without its end, which has not been read yet
+        begun: list[bytes] = []  # the beginning of a line; its end has not been read yet
         for block in self.blocks():
             end = block.rfind(b"\n") + 1
             if end == 0:
@@ -162,7 +161,7 @@ class FileChunk:
         """
         if self.start == 0:
             return DataError(f"{self.path}, line {line}: {message}")
-        if self.on_bad_record.on_error == "skip":  # they may be many, and counting reads the file
+        if self.on_bad_record.on_error == "skip":  # counting lines for each reads the file
             line_and_byte = f"line {line} of those from byte {self.start:,} on"
             return DataError(f"{self.path}, {line_and_byte}: {message}")
         before = FileChunk(path=self.path, stop=self.start)
@@ -171,10 +170,10 @@ class FileChunk:
 
 
 def _line_start(file: IO[bytes], position: int) -> int:
-    """Return where the first line begins that begins at a position or after it."""
+    """Return the offset of the first line that starts at or after `position`."""
     if position == 0:
         return 0
-    # The line that holds the byte before; if that is a line feed, it is all that is read.
+    # Skip the line that contains the previous byte; if it is a line feed, nothing else is skipped.
     file.seek(position - 1)
     while (piece := file.readline(_BLOCK)) and not piece.endswith(b"\n"):
         pass

@@ -1,4 +1,4 @@
-"""Data sets: from the Hugging Face Hub or a local folder that the `datasets` library reads."""
+"""Data sets from the Hugging Face Hub, or from a local folder that the `datasets` library reads."""
 
 import contextlib
 import copy
@@ -35,7 +35,7 @@ def dataset_sources(
 ) -> dict[str, Source]:
     """Return the splits of a Hub data set or a local folder.
 
-    The data set is loaded when a source is asked whether it exists, or for its rows.
+    The data set is loaded when you call a source's `exists` or read its rows.
 
     Args:
         dataset_name: A Hub name, or a folder: what `Dataset.save_to_disk` wrote, or files that
@@ -62,7 +62,7 @@ class HubFiles:
     """The files of one configuration of a data set on the Hub.
 
     Attributes:
-        name: Of the repository, which an old name without an owner leads to.
+        name: Name of the repository; an old name without an owner is resolved.
         revision: The commit.
         files: Paths in the repository.
     """
@@ -73,14 +73,14 @@ class HubFiles:
 
 
 def find_hub_files(dataset_name: str, dataset_config_name: str | None) -> HubFiles:
-    """Return the files that the Hub has of a data set, without downloading them.
+    """List the files of a data set on the Hub without downloading them.
 
     Args:
         dataset_name: A Hub name.
         dataset_config_name: The configuration; None if the data set has one only.
 
     Raises:
-        DataError: The data set or the configuration does not exist or is out of reach, or files
+        DataError: The data set or the configuration does not exist or cannot be reached, or files
             are not in the data set's repository.
     """
     import datasets
@@ -114,8 +114,8 @@ class _DatasetLoader:
     ) -> None:
         self.name = name
         self.config = config
-        # Absolute, since `datasets` takes a relative `text` or `json` for the name of a builder of
-        # its own, which reads the whole working directory.
+        # Absolute: `datasets` would take a relative `text` or `json` for one of its builders, which
+        # reads the whole working directory.
         self.folder = Path(os.path.abspath(name)) if Path(name).is_dir() else None
         self.files = files
         # Newer versions of `datasets` warn about trust_remote_code, whatever its value.
@@ -147,7 +147,7 @@ class _DatasetLoader:
                     datasets.enable_progress_bars()
             single = isinstance(loaded, datasets.Dataset | datasets.IterableDataset)
             self._splits = {"train": loaded} if single else dict(loaded)
-            # A data set that lies ready on the disk is not streamed.
+            # A data set that is already on the disk is not streamed.
             kinds = (datasets.IterableDataset,)
             self.streaming = all(isinstance(split, kinds) for split in self._splits.values())
         return self._splits
@@ -157,8 +157,7 @@ class _DatasetLoader:
 
         if self.folder is None:
             return datasets.load_dataset(self.name, self.config, **self._options)
-        # A folder that replaces a Hub data set often has no configurations, or has them as separate
-        # folders.
+        # A folder that replaces a Hub data set often has no configurations, or one folder for each.
         inner = self.folder / self.config if self.config else self.folder
         for folder in (inner, self.folder):
             if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
@@ -179,7 +178,7 @@ class _DatasetLoader:
 
     @contextlib.contextmanager
     def errors_explained(self) -> Iterator[None]:
-        """Turn the errors of the library, of dozens of kinds, into a DataError."""
+        """Turn the library's dozens of error types into a DataError."""
         try:
             yield
         except Exception as error:
@@ -276,7 +275,7 @@ class _DatasetSplit:
         return splits[self._split]
 
     def _column(self, data: Any) -> str:
-        """Choose the column with the text; a stream without features may look at its first row."""
+        """Choose the column with the text; for a stream without features, by its first row."""
         with self._loader.errors_explained():
             if data.features:
                 types = {name: getattr(kind, "dtype", "") for name, kind in data.features.items()}

@@ -1,7 +1,7 @@
-"""The texts in one JSON file: an object a line, or an array of objects.
+"""The texts in one JSON file: one object per line, or an array of objects.
 
-orjson reads nearly all records; Python's parser reads those that orjson refuses, and says where
-they are wrong.
+orjson reads nearly all records. Python's parser reads the records that orjson refuses, and locates
+errors.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from llm.data.text.readers import check_text, choose_column, not_utf8, record_ba
 from llm.errors import DataError
 
 _FIRST_RECORDS = 100
-"""Records at the beginning of a file that its column is chosen from."""
+"""Records at the beginning of a file that decide its text column."""
 
 
 def json_lines(chunk: FileChunk) -> Iterator[list[str]]:
-    """Yield the texts of a file with one JSON object a line."""
+    """Yield the texts of a file with one JSON object per line."""
     column = chunk.text_column
-    if column is None:  # by the beginning of the file, so that all its chunks choose the same
+    if column is None:  # from the beginning of the file, so that all chunks choose the same column
         column = _column_of(_first_records(chunk.path), chunk.path, log_choice=chunk.start == 0)
     line = 0
     for block in chunk.line_blocks():
@@ -35,7 +35,7 @@ def json_lines(chunk: FileChunk) -> Iterator[list[str]]:
             stop = block.find(b"\n", start)
             stop = len(block) if stop < 0 else stop
             line += 1
-            # The fast path of nearly all lines; all others take the slow one below.
+            # Fast path for nearly all lines; the others take the slow path below.
             try:
                 text = orjson.loads(view[start:stop])[column]
             except (orjson.JSONDecodeError, KeyError, TypeError):
@@ -61,7 +61,7 @@ def _first_records(path: Path) -> Iterator[Any]:
 
 
 def _column_of(records: Iterable[Any], path: Path, *, log_choice: bool = True) -> str:
-    """Return the column with the text of a file, by its first records, where none is asked for.
+    """Choose the text column of a file by its first records.
 
     Raises:
         DataError: There is no `text`, and not exactly one column of strings.
@@ -103,15 +103,15 @@ def _parse_line(raw: bytes) -> Any:
 
 def _parse_json(text: str) -> Any:
     try:
-        # NaN and numbers of any length, which orjson does not read, are read here. The values are
-        # not used, and int() refuses more than 4,300 digits.
+        # orjson does not read NaN or very long numbers, so they are read here. Their values are not
+        # used, and int() would refuse more than 4,300 digits.
         return json.loads(text, parse_int=lambda digits: 0)
     except RecursionError as error:  # 10^5 brackets
         raise DataError("the brackets are nested too deep for JSON.") from error
 
 
 def json_records(chunk: FileChunk) -> Iterator[list[str]]:
-    """Yield the texts of a file with a JSON array of objects, or with one object a line.
+    """Yield the texts of a file with a JSON array of objects, or with one object per line.
 
     An array is read as a whole.
     """
@@ -128,7 +128,7 @@ def json_records(chunk: FileChunk) -> Iterator[list[str]]:
             f"{path}: byte {error.start + 1} is not UTF-8; convert the file to UTF-8."
         ) from error
     except json.JSONDecodeError as error:
-        # Without its brackets and commas, an array has no records that could be skipped.
+        # In an array with broken syntax, single records cannot be skipped.
         raise DataError(
             f"{path}, line {error.lineno}: malformed JSON, {error.msg} (column {error.colno}); "
             "mend the array, or write each of its records on a line of a .jsonl file."

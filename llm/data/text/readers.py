@@ -1,8 +1,8 @@
 """The texts in one file of plain text, CSV or Parquet, in batches of a few MiB.
 
-Files are streamed: memory grows with the longest text, not with the file. They are not read with
-the `datasets` library, which copies them into its cache, has no chunks for workers that read one
-file together, and does not name the line of an error.
+Files are streamed: memory grows with the longest text, not with the file. The `datasets` library is
+not used: it copies files into its cache, cannot divide one file among workers, and does not report
+the line of an error.
 """
 
 import csv
@@ -49,14 +49,14 @@ def choose_column(
     texts: Sequence[str],
     log_choice: bool = True,
 ) -> str:
-    """Return the column with the text: the one asked for, else `text`, else the only one of text.
+    """Return the column with the text: `wanted`, else `text`, else the only column of strings.
 
     Args:
         columns: All columns.
-        wanted: The one asked for; or None.
+        wanted: The requested column; or None.
         where: The file or data set, for messages.
         texts: The columns that hold strings.
-        log_choice: Whether to log that another one than `text` is taken.
+        log_choice: Whether to log the choice of another column than `text`.
 
     Raises:
         DataError: The column does not exist, or exists more than once; the message lists all
@@ -65,7 +65,9 @@ def choose_column(
     if wanted is None:
         wanted = texts[0] if "text" not in columns and len(texts) == 1 else "text"
         if wanted != "text" and log_choice:
-            log.info(f"{where}: there is no column 'text'; taking {wanted!r}, the only one of text")
+            log.info(
+                f"{where}: no column is named 'text'; taking {wanted!r}, the only column with text"
+            )
     if wanted not in columns:
         raise DataError(
             f"{where} has no column {wanted!r}; choose one with --text_column from: "
@@ -101,7 +103,7 @@ def record_batches(
     Args:
         records: The records.
         where: Returns the place of a record, counted from 1, for messages.
-        on_bad_record: What to do with those that `text_of` refuses with a DataError.
+        on_bad_record: What to do with records that `text_of` refuses with a DataError.
         text_of: Returns the text of a record.
     """
 
@@ -118,11 +120,11 @@ def record_batches(
 
 
 def text_lines(chunk: FileChunk, *, skippable: bool = True) -> Iterator[list[str]]:
-    """Yield the lines of a text file, each with its line feed; a line ends nowhere else.
+    """Yield the lines of a text file with their line feeds; only line feeds end a line.
 
     Args:
         chunk: The file, or a chunk of it.
-        skippable: Whether the policy decides on lines that are not UTF-8; else they are an error.
+        skippable: Whether the policy decides about lines that are not UTF-8; otherwise they raise.
     """
     line = 1
     for block in chunk.line_blocks():
@@ -131,7 +133,7 @@ def text_lines(chunk: FileChunk, *, skippable: bool = True) -> Iterator[list[str
         except UnicodeDecodeError:
             text = _decodable_lines(chunk, block, line, skippable=skippable)
         line += block.count(b"\n")
-        # str.splitlines would also cut at the separators of Unicode, and at a lone "\r".
+        # str.splitlines would also split at Unicode separators and at a lone "\r".
         rows = text.split("\n")
         last = rows.pop()
         rows = [f"{row}\n" for row in rows]
@@ -155,7 +157,7 @@ def _decodable_lines(chunk: FileChunk, block: bytes, line: int, *, skippable: bo
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """Return what is wrong with a line that cannot be decoded."""
+    """Describe why a line cannot be decoded."""
     return f"byte {error.start + 1} of the line is not UTF-8; convert the file to UTF-8."
 
 
@@ -166,7 +168,7 @@ def bare_lines(chunk: FileChunk) -> Iterator[list[str]]:
 
 
 def paragraphs(chunk: FileChunk) -> Iterator[list[str]]:
-    """Yield the paragraphs of a text file, which blank lines separate, without their last break."""
+    """Yield the paragraphs of a text file, separated by blank lines, without the last break."""
 
     def texts() -> Iterator[str]:
         begun: list[str] = []
@@ -242,11 +244,11 @@ def parquet_records(chunk: FileChunk) -> Iterator[list[str]]:
 
 
 def num_row_groups(path: Path) -> int:
-    """Return the number of row groups of a Parquet file; 0 where it cannot be read."""
+    """Return the number of row groups of a Parquet file; 0 if it cannot be read."""
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
             return int(file.num_row_groups)
-    except Exception:  # reading the texts reports what is wrong
+    except Exception:  # reading the texts reports the error
         return 0

@@ -1,4 +1,4 @@
-"""Sources of text: files of many kinds, plain or compressed, by name, by glob or by folder."""
+"""Sources of text: files in many formats, plain or compressed, by name, glob or folder."""
 
 import copy
 import dataclasses
@@ -55,9 +55,9 @@ class Source(Protocol):
         name: Its name in messages and logs.
         num_bytes: Its size on disk, for progress; None if unknown.
         consumed: Bytes on disk that were read so far.
-        one_document: Whether all its texts are one document, encoded piece by piece; otherwise
-            each text is a document.
-        files: Size and modification time of the local files that it reads, from when it was made.
+        one_document: Whether its texts are pieces of one document; otherwise each text is a
+            document.
+        files: Size and modification time of the local files when the source was created.
     """
 
     name: str
@@ -70,22 +70,22 @@ class Source(Protocol):
         """Return the bytes on disk that were read so far."""
 
     def identity(self) -> dict[str, Json]:
-        """Return what distinguishes this text from any other, without reading it."""
+        """Return values that identify this text, without reading it."""
 
     def exists(self) -> bool:
         """Return whether the text exists; may load the data set."""
 
     def split(self, num_bytes: int) -> list["Source"]:
-        """Return chunks of about this size that together have the same texts in the same order."""
+        """Split into chunks of about this size that yield the same texts in the same order."""
 
     def batches(self, faults: BadRecordPolicy | None = None) -> Iterator[list[str]]:
         """Yield the texts in batches of a few MiB.
 
         Args:
-            faults: What to do with records that cannot be used; None stops at the first.
+            faults: What to do with unusable records; None stops at the first.
 
         Raises:
-            DataError: The text cannot be read; the message says where the fault is.
+            DataError: The text cannot be read; the message locates the fault.
         """
 
 
@@ -102,8 +102,8 @@ def file_source(
     Args:
         path: The file.
         text_column: The field with the text; None takes `text`, else the only field of strings.
-        keep_linebreaks: Whether a line of a text file keeps its line break. Without them, blank
-            lines are dropped. For the unit `file` alone.
+        keep_linebreaks: Whether lines keep their line breaks; otherwise blank lines are dropped.
+            Only for the unit `file`.
         text_unit: Which unit of a text file is a document.
         option: The option that named the file, for messages.
 
@@ -130,10 +130,10 @@ def file_source(
 def text_sources(
     inputs: Sequence[str], *, text_column: str | None, text_unit: TextUnit = "file"
 ) -> list[Source]:
-    """Return the sources of --input: of files, globs and folders, in the order given.
+    """Return the sources of --input (files, globs and folders) in the given order.
 
-    Files of a glob or a folder are sorted by name. Of a folder, all files of a known kind at any
-    depth are taken, except hidden ones and those that preparing token files has left there.
+    Files of a glob or a folder are sorted by name. A folder yields all files of known kinds at any
+    depth, except hidden files and the results of earlier preparations.
 
     Args:
         inputs: Paths and patterns; `**` in a pattern stands for any folders.
@@ -141,19 +141,20 @@ def text_sources(
         text_unit: As for `file_source`.
 
     Raises:
-        DataError: One of them gives no file or a broken link, or a file is given twice.
+        DataError: An input matches no file or a broken link, or a file is given twice.
     """
     paths: list[Path] = []
     for name in inputs:
-        if not name:  # which pathlib takes for the working directory
+        if not name:  # pathlib would take it for the working directory
             raise DataError("--input has an empty name; name files, patterns and folders.")
         if os.path.isdir(name):
             found = _walk(Path(name))
             files = [path for path in found if _is_text(path, Path(name))]
             if left_out := sorted({*found} - {*files}):
                 log.info(
-                    f"--input {name}: {len(left_out):,} of {len(found):,} files are left out, "
-                    f"which are hidden, token files or of another kind, such as {left_out[0]}"
+                    f"--input {name}: {len(left_out):,} of {len(found):,} files are left out "
+                    "because they are hidden, token files or of another kind, such as "
+                    f"{left_out[0]}"
                 )
             if not files:
                 raise DataError(
@@ -187,12 +188,12 @@ def text_sources(
 
 
 def _walk(folder: Path) -> list[Path]:
-    """Return all files in a folder at any depth, also behind links; refuse unreadable folders."""
+    """Return all files in a folder at any depth, following links; refuse unreadable folders."""
 
     def refuse(error: OSError) -> None:
         raise DataError(
-            f"--input {folder}: {error.filename} cannot be read ({error.strerror}); mend that, or "
-            "name what is to be read."
+            f"--input {folder}: {error.filename} cannot be read ({error.strerror}); fix this, or "
+            "name the files to read."
         ) from error
 
     paths: list[Path] = []
@@ -221,11 +222,11 @@ def _is_text(path: Path, folder: Path) -> bool:
 def _is_sidecar(path: Path) -> bool:
     if not path.with_suffix(".bin").exists():
         return False
-    from llm.data.formats.sidecar import read_sidecar  # here, since it loads numpy
+    from llm.data.formats.sidecar import read_sidecar  # imported here because it loads numpy
 
     try:
         return read_sidecar(path.with_suffix("")) is not None
-    except DataError:  # a text that has the name of a sidecar by chance
+    except DataError:  # a text that happens to have the name of a sidecar
         return False
 
 
@@ -247,7 +248,7 @@ class _File:
         self.num_bytes: int | None = self.files[path]["size"]
         self._path = path
         self._reader = reader
-        self._options = options  # those that the texts depend on
+        self._options = options  # options that affect the texts
         self._chunk = FileChunk(path=path, text_column=text_column)
 
     @property
@@ -290,8 +291,7 @@ def check_unchanged(sources: Iterable[Source]) -> None:
     """Compare the files of sources with their state when the sources were made.
 
     Raises:
-        DataError: A file has changed, so that what was read may be old in one place and new in
-            another.
+        DataError: A file has changed, so the text may be a mixture of old and new.
     """
     for source in {source.name: source for source in sources}.values():  # chunks share their files
         for path, before in source.files.items():
@@ -302,5 +302,5 @@ def check_unchanged(sources: Iterable[Source]) -> None:
             if not unchanged:
                 raise DataError(
                     f"{path} has changed while the text was prepared, and nothing was written; "
-                    "give the same command again when no program writes to the file any more."
+                    "repeat the command when no program writes to the file any more."
                 )

@@ -1,4 +1,4 @@
-"""The texts that a tokenizer is trained on: drawn, cut to lines, counted and sampled."""
+"""Texts for training a tokenizer: drawn, cut into lines, counted and sampled."""
 
 import logging
 import random
@@ -10,7 +10,7 @@ from llm.data.text.sources import Source
 from llm.errors import DataError
 
 _LONGEST_LINE = 1000
-"""Letters, of 4 bytes at most; SentencePiece ignores lines of more than 4192 bytes."""
+"""Letters of at most 4 bytes each; SentencePiece ignores lines of more than 4192 bytes."""
 _NUM_SAMPLES, _SAMPLE_LETTERS = 200, 5000
 _LOG_SECONDS = 30.0
 
@@ -19,12 +19,12 @@ log = logging.getLogger("llm.data")
 
 @dataclass
 class TrainingTexts:
-    """The texts to train on, counted and sampled while a library iterates over them.
+    """Training texts, counted and sampled while a library iterates over them.
 
     Attributes:
         sources: Where the texts come from.
-        lines: Whether to yield the lines of documents, none longer than SentencePiece takes.
-        max_sentences: How many to draw evenly from all; None takes all.
+        lines: Whether to yield lines, cut to SentencePiece's limit, instead of documents.
+        max_sentences: Number of texts to draw evenly from all; None takes all.
         seed: Seed of the draw.
         num_documents: Documents read so far.
         num_bytes: Their bytes in UTF-8.
@@ -85,11 +85,11 @@ class TrainingTexts:
             self.num_documents += source.one_document and number > before
         if not number:
             names = ", ".join(source.name for source in self.sources)
-            raise DataError(f"There is no text in {names}; give --input that has some.")
+            raise DataError(f"No text was found in {names}; give an --input with text.")
 
 
 def _draw(drawn: list[str], text: str, number: int, *, size: int, generator: random.Random) -> None:
-    """Put the `number`-th text into a list of `size` drawn evenly from all so far (reservoir)."""
+    """Offer the `number`-th text to a list of `size` texts drawn evenly so far (reservoir)."""
     if len(drawn) < size:
         drawn.append(text)
     elif (place := generator.randrange(number)) < size:
