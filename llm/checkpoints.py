@@ -1,7 +1,7 @@
 """Lists, verifies, exports and averages a run's checkpoints: `python -m llm.checkpoints runs/wiki`.
 
-Exit codes: 0 success; 1 `--verify` has detected damage; 2 an option cannot work, or a file cannot
-be read or written.
+Exit codes: 0 success; 1 `--verify` found damage; 2 an option cannot work, or a file cannot be read
+or written.
 """
 
 import contextlib
@@ -54,8 +54,8 @@ class CheckpointsOptions:
 
     run: str = option(
         "",
-        "The run's folder (--output_dir of its training), or its checkpoints folder. The option's "
-        "name can be left out.",
+        "The run's folder (its --output_dir), or its checkpoints folder. You can leave out the "
+        "option's name.",
         path=True,
     )
     verify: bool = option(
@@ -64,24 +64,24 @@ class CheckpointsOptions:
     )
     export: tuple[str, ...] = option(
         (),
-        "STEP DIR: write the model of a checkpoint, and the tokenizer, as a Hugging Face folder. "
-        "STEP is a number, latest or best.",
+        "STEP DIR: write a checkpoint's model and tokenizer as a Hugging Face folder. STEP is a "
+        "number, latest or best.",
         path=True,
     )
     ema: bool = option(
         False,
-        "Export the moving average of the weights that --ema_decay or --ema_tokens keeps.",
+        "Export the moving average of the weights, kept with --ema_decay or --ema_tokens.",
         requires=("export",),
     )
     last: int = option(
         5,
-        "average RUN: average the weights of so many checkpoints, the newest.",
+        "average RUN: number of newest checkpoints to average.",
         at_least=1,
         requires=("output",),
     )
     output: str | None = option(
         None,
-        "average RUN: the folder to write the mean of the weights, and the tokenizer, to.",
+        "average RUN: folder for the mean of the weights, and the tokenizer.",
         path=True,
     )
     export_dtype: Literal["fp32", "bf16", "fp16"] | None = option(
@@ -97,7 +97,7 @@ class Entry:
 
     Attributes:
         path: The folder.
-        checkpoint: Its manifest; None if that cannot be read.
+        checkpoint: Its manifest; None if the manifest cannot be read.
         problem: Why it is not valid, or None.
     """
 
@@ -140,13 +140,15 @@ def _check(options: CheckpointsOptions, *, averages: bool) -> None:
             f"DIR; {'--output is missing' if averages else 'the word average is missing'}."
         )
     if averages and (options.verify or options.export):
-        raise ConfigError("average verifies what it reads; leave out --verify and --export.")
+        raise ConfigError(
+            "average verifies the checkpoints that it reads; leave out --verify and --export."
+        )
     if not options.run:
         raise ConfigError(
             "No run is named: give its folder first, as in llm.checkpoints runs/wiki --verify."
         )
     if options.verify and options.export:
-        raise ConfigError("--export verifies what it exports; leave out --verify.")
+        raise ConfigError("--export verifies the checkpoint; leave out --verify.")
     if options.export and len(options.export) != 2:
         raise ConfigError(
             f"--export expects a step and a folder, as in --export latest DIR, not "
@@ -168,7 +170,7 @@ def _places(path: Path) -> tuple[Path, Path]:
 def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
     """Return the lines of the list, and the exit code."""
     seen = [_look_at(path, verify=verify) for path in checkpoint_folders(folder)]
-    # Those that a running training has not removed meanwhile.
+    # A running training may have removed some in the meantime.
     entries = [entry for entry in seen if os.path.lexists(entry.path)]
     unfinished = leftovers(folder)
     if not entries and not unfinished:
@@ -182,12 +184,12 @@ def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
         lines.append(_row(entry, marks))
     for path in unfinished:
         lines.append(
-            f"{path.name}, {_bytes(_size(path))}: of a save or removal that is under way or was "
-            "cut short; the next save clears it away."
+            f"{path.name}, {_bytes(_size(path))}: from a save or removal that is running or was "
+            "interrupted; the next save removes it."
         )
     lines += _lineage(valid)
-    lines.append(f"latest, from which training resumes: {latest.name if latest else 'none'}")
-    lines.append(f"best, of the lowest validation loss: {remark}")
+    lines.append(f"latest, where training resumes: {latest.name if latest else 'none'}")
+    lines.append(f"best, with the lowest validation loss: {remark}")
     damaged = len(entries) - len(valid)
     if verify:
         verdict = f"{damaged} of {len(entries)} damaged" if damaged else "no damage"
@@ -212,9 +214,9 @@ def _look_at(path: Path, *, verify: bool) -> Entry:
     try:
         checkpoint = read_manifest(path)
     except CheckpointError as error:
-        # The row has the name already, and that it is not valid.
+        # The row already has the name and says that it is not valid.
         problem = str(error).rstrip(".")
-        for said in (f"{path}/", f"{path} ", "is damaged: ", "is no checkpoint: "):
+        for said in (f"{path}/", f"{path} ", "is damaged: ", "is not a checkpoint: "):
             problem = problem.removeprefix(said)
         return Entry(path=path, checkpoint=None, problem=problem)
     read = checkpoint.files if verify else ()
@@ -226,7 +228,7 @@ def _row(entry: Entry, marks: list[str]) -> str:
     loss = None if checkpoint is None else checkpoint.metadata.get("eval_loss")
     state = "valid" if entry.problem is None else f"not valid: {entry.problem}"
     if entry.path.name.endswith(REPLACED):
-        state += " (saved before another of this step)"
+        state += " (replaced by a later save of this step)"
     return _COLUMNS.format(
         str(step_of(entry.path)),
         "-" if loss is None else f"{loss:.4f}",
@@ -254,7 +256,7 @@ def _bytes(number: float) -> str:
 
 
 def _export(run: Path, folder: Path, options: CheckpointsOptions) -> str:
-    """Write a Hugging Face folder, after every file that it needs has been verified."""
+    """Verify every file that the export needs, then write a Hugging Face folder."""
     step, target = options.export[0], Path(options.export[1])
     _check_empty(target, f"--export {step}")
     config = _in_dtype(read_config(run), options)
@@ -264,7 +266,8 @@ def _export(run: Path, folder: Path, options: CheckpointsOptions) -> str:
         chosen = choose_checkpoint(folder, step, option="--export")
         if options.ema and "ema" not in parts_of(chosen):
             raise CheckpointError(
-                f"{chosen.path} has no moving average, which --ema_decay or --ema_tokens keeps."
+                f"{chosen.path} has no moving average; train with --ema_decay or --ema_tokens to "
+                "keep one."
             )
         return chosen, *load_trained(config, chosen, part="ema" if options.ema else None)
 
@@ -316,7 +319,7 @@ def _read_mean(
     from llm.trainers.gpt.model_copies import check_same_model
 
     check_same_model(config, chosen)
-    # Without its own weights, which would double the memory.
+    # Not initialized: a second copy of the weights would double the memory.
     model, tokenizer = build_untrained(config, chosen[-1], device="meta")
     return chosen, model, tokenizer, mean_state(chosen, model)
 
@@ -326,8 +329,8 @@ def _check_empty(target: Path, option: str) -> None:
         raise ConfigError(f"{option} {target} is not empty; name a new folder.")
     if (run := run_around(target)) is not None:
         raise ConfigError(
-            f"{option} {target} lies within the files of the run {run}; name a "
-            "folder outside of them."
+            f"{option} {target} is within the files of the run {run}; name a folder outside of "
+            "them."
         )
 
 
@@ -347,7 +350,7 @@ def _card(
     *,
     results: dict[str, float],
 ) -> "Card":
-    """Return the card of a model from a checkpoint, with some rows of its table."""
+    """Return the model card of a checkpoint, with further rows for its table."""
     from llm.trainers.gpt.card import describe_data, make_card
 
     return make_card(

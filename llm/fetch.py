@@ -1,7 +1,8 @@
-"""Brings what a run names on the Hub into a folder: `python -m llm.fetch FOLDER --config run.toml`.
+"""Downloads a run's inputs from the Hub: `python -m llm.fetch FOLDER --config run.toml`.
 
-Run it where the Hub can be reached, such as on a login node. It writes `FOLDER/run.toml`, with
-which the run reads local files only. Started again, it downloads what is missing or has changed.
+Run it on a machine with access to the Hub, such as a login node. It writes `FOLDER/run.toml`; with
+this configuration the run reads only local files. If you run it again, it downloads only missing or
+changed files.
 """
 
 import argparse
@@ -33,22 +34,22 @@ logger = logging.getLogger("llm")
 
 @option_group("Fetch")
 class FetchOptions:
-    """The folder, and the trainer's options that can name something on the Hub."""
+    """The folder, and the trainer's options that may name something on the Hub."""
 
     folder: str | None = option(
-        None, "Folder to write to; the option's name can be left out.", path=True
+        None, "Folder to write to; you can leave out the option's name.", path=True
     )
     model_name_or_path: str | None = option(
         None, "Model: its configuration, tokenizer and weights.", path=True, aliases=("model",)
     )
     config_name: str | None = option(
-        None, "Model configuration, if it is not the model's.", path=True
+        None, "Model configuration, if it differs from the model's.", path=True
     )
     tokenizer_name: str | None = option(
-        None, "Tokenizer, if it is not the model's.", path=True, aliases=("tokenizer",)
+        None, "Tokenizer, if it differs from the model's.", path=True, aliases=("tokenizer",)
     )
     from_scratch: bool = option(
-        False, "Leave out the model's weights.", aliases=("low_cpu_mem_usage",)
+        False, "Do not download the model's weights.", aliases=("low_cpu_mem_usage",)
     )
     dataset_name: str | None = option(None, "Data set.", path=True, aliases=("dataset",))
     dataset_config_name: str | None = option(
@@ -73,7 +74,7 @@ class FetchOptions:
 @program
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
-    # The TOML file has the trainer's options, more than this program has.
+    # The TOML file may have any option of the trainer, more than this program has.
     toml = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     toml.add_argument("--config", nargs="?", const="")
     known, words = toml.parse_known_args(argv)
@@ -81,8 +82,8 @@ def main(argv: Sequence[str]) -> int:
         FetchOptions,
         words,
         prog="python -m llm.fetch",
-        description="Bring what a run names on the Hub into a folder; --config names its TOML "
-        "file, and options of this program override the file's.",
+        description="Download a run's inputs from the Hub into a folder. --config names the run's "
+        "TOML file; options of this program override it.",
         positional="folder",
     )
     if known.config == "":
@@ -97,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     quiet_libraries()
     config = GPTConfig(**named)
     local = fetch(config, folder)
-    # Options at their default too: they override those of a preset, or of the parent of a branch.
+    # Write defaults too: they override the options of a preset or of a branch's parent.
     values = {name: getattr(local, name) for name in named}
     write_whole(folder / "run.toml", values_as_toml(values))
     check(local)
@@ -111,14 +112,14 @@ def fetch(config: GPTConfig, folder: Path) -> GPTConfig:
     Args:
         config: The trainer's options.
         folder: An absolute path. Repositories go into `models/`, `datasets/` and `metrics/` by
-            name, and a file for each task with data on the Hub into `tasks/`.
+            name, and a file per task with data on the Hub into `tasks/`.
 
     Returns:
-        The options with local paths in place of the names.
+        The options with local paths instead of names.
 
     Raises:
-        ConfigError: Nothing on the Hub is named; or a repository is gated, missing or out of
-            reach, or has no file that can be used.
+        ConfigError: The options name nothing on the Hub; or a repository is gated, missing,
+            unreachable, or has no usable file.
     """
     from llm.models.configuration import find_weights
 
@@ -150,7 +151,7 @@ def fetch(config: GPTConfig, folder: Path) -> GPTConfig:
 
 
 def check(config: GPTConfig) -> None:
-    """Load what was fetched, apart from weights and text, so that gaps show before the run.
+    """Load the downloads, except weights and text, so that gaps show before the run.
 
     Raises:
         ConfigError: A part is missing, or a metric needs a Python package.
@@ -176,7 +177,7 @@ def _is_on_hub(name: str | None) -> TypeGuard[str]:
 
 @contextlib.contextmanager
 def _explained(option_name: str, name: str) -> Iterator[None]:
-    """Turn the errors of the Hub's client into one sentence each."""
+    """Turn errors of the Hub's client into one sentence."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -194,26 +195,26 @@ def _explained(option_name: str, name: str) -> Iterator[None]:
         ) from error
     except GatedRepoError as error:
         raise ConfigError(
-            f"--{option_name} {name} is gated: accept its terms on its page, log in with "
-            "`hf auth login`, and start this again."
+            f"--{option_name} {name} is gated: accept its terms on its page, log in with `hf auth "
+            "login`, and run this again."
         ) from error
     except RepositoryNotFoundError as error:
         raise ConfigError(
             f"--{option_name} {name} is not on the Hub, and is not a local path: check the name; a "
             "private repository needs `hf auth login`."
         ) from error
-    except Exception as error:  # of the network, the Hub or the disk: the client has many
+    except Exception as error:  # the client raises many types: network, Hub, disk
         reason = one_line(error.__cause__ or error)
         raise ConfigError(
             f"--{option_name} {name} was not downloaded completely ({reason}); check the network "
-            "and the disk, and start this again: it continues with what is missing."
+            "and the disk, and run this again: it downloads only the missing files."
         ) from error
 
 
 def _download(
     name: str, target: Path, *, files: Sequence[str], kind: str, revision: str | None = None
 ) -> None:
-    """Download files of a repository; those that are there already are only compared."""
+    """Download files of a repository; existing files are only compared."""
     import huggingface_hub
 
     huggingface_hub.snapshot_download(
@@ -233,7 +234,7 @@ def _fetch_model(name: str, target: Path, *, with_weights: bool) -> None:
     settings -= {*_matching(every, _WEIGHTS), *_matching(every, _OLD_WEIGHTS)}
     files = sorted(settings | set(weights if with_weights else []))
     if not files:
-        raise ConfigError(f"{name} has no files of a model or a tokenizer at its top.")
+        raise ConfigError(f"{name} has no model or tokenizer files at its top level.")
     _download(name, target, files=files, kind="model")
 
 
@@ -248,7 +249,7 @@ def _fetch_dataset(option_name: str, name: str, config_name: str | None, folder:
     repository = find_hub_files(name, config_name)
     target = folder / "datasets" / name
     with _explained(option_name, name):
-        # The card has the configurations. It is left out where the data set has none.
+        # The card defines the configurations. Without configurations, it is left out.
         _download(
             repository.name,
             target,
@@ -260,7 +261,7 @@ def _fetch_dataset(option_name: str, name: str, config_name: str | None, folder:
 
 
 def _fetch_metric(name: str, folder: Path) -> str:
-    """Download the code of a metric; return its folder, or the name of one that is at hand."""
+    """Download the code of a metric; return its folder, or its name if it is available locally."""
     import evaluate
     import huggingface_hub
     from huggingface_hub.errors import RevisionNotFoundError
@@ -273,7 +274,7 @@ def _fetch_metric(name: str, folder: Path) -> str:
         hub, revision = huggingface_hub.HfApi(), f"v{evaluate.__version__}"
         try:
             files = hub.list_repo_files(repository, repo_type="space", revision=revision)
-        except RevisionNotFoundError:  # a metric that is not released with the library
+        except RevisionNotFoundError:  # a metric that is not part of the library's release
             revision = "main"
             files = hub.list_repo_files(repository, repo_type="space", revision=revision)
         code = [file for file in files if file.endswith(".py")]
@@ -290,8 +291,8 @@ def _fetch_task(name: str, folder: Path) -> str:
     files = (settings.get("dataset_kwargs") or {}).get("data_files")
     if "://" in str(files):
         raise ConfigError(
-            f"--eval_tasks {name} reads {files}: download the file and name its path in a YAML "
-            "file of yours."
+            f"--eval_tasks {name} reads {files}: download the file and use its path in your YAML "
+            "file."
         )
     dataset = settings.get("dataset_path")
     if files is not None or not _is_on_hub(dataset):
@@ -302,7 +303,7 @@ def _fetch_task(name: str, folder: Path) -> str:
     }
     written = folder / "tasks" / f"{settings['task']}.yaml"
     written.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(written, json.dumps(local, indent=2) + "\n")  # which is YAML too
+    write_whole(written, json.dumps(local, indent=2) + "\n")  # JSON is valid YAML
     return str(written)
 
 
@@ -329,11 +330,11 @@ def _find_task(name: str) -> Path:
 
 
 def _task_settings(path: Path) -> dict[str, Any]:
-    """Return the settings of a task's file over the settings of the files that it includes."""
+    """Return the settings of a task's file, merged over the files that it includes."""
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Leaves out the functions that a task names, instead of importing them."""
+        """Skips the functions that a task names instead of importing them."""
 
     Loader.add_constructor("!function", lambda loader, node: None)
     try:

@@ -1,6 +1,6 @@
 """Generates text with a trained model: `python -m llm.generate runs/wiki --prompt "Once upon a"`.
 
-The text goes to the standard output token by token, everything else to the standard error.
+The text goes to standard output token by token, everything else to standard error.
 
 Exit codes: 0 success; 2 an option cannot work, a file cannot be read, or the model has diverged.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 _SMALLEST_TEMPERATURE, _LARGEST_TEMPERATURE = 1e-6, 1e6
-"""Logits divided by a temperature outside these bounds may not be finite."""
+"""Outside these bounds, logits divided by the temperature may not be finite."""
 
 
 @option_group("Sampling")
@@ -46,56 +46,55 @@ class GenerateOptions:
     run: str = option(
         "",
         "A run folder (its exported model, or else its newest checkpoint), a checkpoint's folder, "
-        "or any folder that Hugging Face's from_pretrained loads. The option's name can be left "
-        "out.",
+        "or any folder that from_pretrained can load. You can leave out the option's name.",
         group="Model",
         path=True,
     )
     checkpoint: str | None = option(
         None,
-        "Take this checkpoint of the run: the number of its step, latest, best, or its folder.",
+        "Checkpoint of the run to use: a step, latest, best, or its folder.",
         group="Model",
         path=True,
     )
     trust_remote_code: bool = option(
-        False, "Run the Python code that an exported model brings along.", group="Model"
+        False, "Run the Python code that comes with an exported model.", group="Model"
     )
     prompt: str = option(
         "",
-        "How the text begins; - reads it from the standard input, without its last line break.",
+        "Beginning of the text; - reads it from standard input, without its last line break.",
         group="Text",
     )
     max_new_tokens: int = option(
         200,
-        "Tokens to write, at most; fewer where a text ends or the model's positions do.",
+        "Maximum number of tokens; fewer if the text ends or the model has no more positions.",
         group="Text",
         at_least=1,
     )
     num_samples: int = option(1, "Number of texts to write.", group="Text", at_least=1)
     temperature: float | None = option(
         None,
-        "Below 1 likely tokens become likelier, above 1 all become more alike; 0 always takes the "
-        "likeliest. By default what the model's generation_config.json says, else 1.",
+        "Values below 1 make likely tokens likelier, values above 1 make all tokens more alike; 0 "
+        "always takes the likeliest. By default from the model's generation_config.json, else 1.",
         at_least=0,
         at_most=_LARGEST_TEMPERATURE,
     )
     top_k: int | None = option(
         None,
-        "Sample from the k most likely tokens (0: no limit). By default what the model's "
-        "generation_config.json says, else 50.",
+        "Sample from the k most likely tokens (0: no limit). By default from the model's "
+        "generation_config.json, else 50.",
         at_least=0,
     )
     top_p: float | None = option(
         None,
-        "Draw from the likeliest tokens only that together have this probability. By default what "
-        "the model's generation_config.json says, else 1.",
+        "Sample from the likeliest tokens that together have this probability. By default from the "
+        "model's generation_config.json, else 1.",
         above=0,
         at_most=1,
     )
     seed: int | None = option(
         None,
-        "The same seed writes the same text; the second of several texts has the next seed, and "
-        "so on. By default drawn, and told.",
+        "The same seed gives the same text; each further text uses the next seed. By default drawn "
+        "at random and printed.",
         at_least=0,
     )
 
@@ -107,13 +106,13 @@ def main(argv: Sequence[str]) -> int:
         GenerateOptions,
         argv,
         prog="python -m llm.generate",
-        description="Let a trained model continue a text.",
+        description="Generate text with a trained model.",
         positional="run",
     )
     if 0 < (options.temperature or 0) < _SMALLEST_TEMPERATURE:
         raise ConfigError(
-            f"--temperature {options.temperature} is too small to divide by; give 0, which always "
-            f"takes the likeliest token, or at least {_SMALLEST_TEMPERATURE:g}."
+            f"--temperature {options.temperature} is too small to divide by; give 0 to always take "
+            f"the likeliest token, or at least {_SMALLEST_TEMPERATURE:g}."
         )
     try:
         _generate(options)
@@ -148,19 +147,19 @@ def _generate(options: GenerateOptions) -> None:
 
 
 def _remedy(options: GenerateOptions) -> str:
-    """Return since when the run's loss is not finite, and an earlier checkpoint to take."""
+    """Describe since when the run's loss is not finite, and suggest an earlier checkpoint."""
     run = Path(options.run)
     if (run / MANIFEST).is_file():
         run = run.resolve().parent.parent
     finite, since = _end_of_finite_losses(run / "metrics.jsonl")
     if since is None:
-        return "Its training has diverged; take another model."
-    # The update of the step with the last finite loss may have made the weights not finite.
+        return "Its training has diverged; use another model."
+    # The update after the last finite loss may have made the weights infinite or NaN.
     before = [one.path for one in list_checkpoints(run / "checkpoints") if one.step < finite]
     remedy = (
-        f"take an earlier checkpoint, such as {before[-1]}."
+        f"use an earlier checkpoint, such as {before[-1]}."
         if before
-        else "there is no earlier checkpoint, so train again with a lower --learning_rate."
+        else "no earlier checkpoint exists, so train again with a lower --learning_rate."
     )
     return f"No loss of {run} has been finite since step {since}; {remedy}"
 
@@ -178,10 +177,10 @@ def _end_of_finite_losses(metrics: Path) -> tuple[int, int | None]:
 
 def _read_prompt() -> str:
     try:
-        # In the C locale, sys.stdin itself lets other bytes pass.
+        # In the C locale, sys.stdin would accept other bytes.
         return io.TextIOWrapper(sys.stdin.buffer, "utf-8").read().removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--prompt -: the standard input is no UTF-8 text: {error}.") from error
+        raise ConfigError(f"--prompt -: standard input is not UTF-8 text: {error}.") from error
 
 
 def _open(options: GenerateOptions) -> "Model":
@@ -225,7 +224,7 @@ def _open_checkpoint(run: Path, name: str) -> "Model":
             chosen = read_valid(Path(name))
         else:
             chosen = choose_checkpoint(run / "checkpoints", name, option="--checkpoint")
-        _say(f"The model after step {chosen.step:,}, of {chosen.path}.")
+        _say(f"The model after step {chosen.step:,}, from {chosen.path}.")
         return load_trained(config, chosen)
 
     return read_while_training(run / "checkpoints", read)
@@ -243,16 +242,16 @@ def _open_export(folder: Path, *, trust_remote_code: bool) -> "Model":
 
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the library and the model's own code may raise anything
+    except Exception as error:  # the library and the model's code may raise anything
         raise ConfigError(f"The model in {folder} cannot be loaded: {one_line(error)}.") from error
-    _say(f"The model that is exported in {folder}.")
+    _say(f"The exported model in {folder}.")
     return model, tokenizer
 
 
 def _room(
     wanted: int, prompt: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
 ) -> int:
-    """Return how many new tokens fit into the model's positions after the prompt."""
+    """Return the number of tokens to generate, limited by the model's positions."""
     from llm.models.configuration import max_positions
 
     limit = max_positions(model.config)
@@ -268,7 +267,7 @@ def _room(
 
 
 def _sampling(options: GenerateOptions) -> dict[str, Any]:
-    """Return arguments of `generate`; options that are not given have the model's defaults."""
+    """Return arguments of `generate`; options that are not set use the model's defaults."""
     alone = {"num_beams": 1}  # several beams have no text to print before they end
     if options.temperature == 0:
         return {**alone, "do_sample": False}
@@ -277,10 +276,10 @@ def _sampling(options: GenerateOptions) -> dict[str, Any]:
 
 
 def make_printer(tokenizer: "PreTrainedTokenizerBase") -> Any:
-    """Make a streamer that prints each token as soon as its characters are complete.
+    """Create a streamer that prints each token as soon as its characters are complete.
 
-    The library's `TextStreamer` holds words back until they end, and loses spaces after a line
-    break with tokenizers that mark the beginnings of words.
+    The library's `TextStreamer` delays words until they end, and loses spaces after a line break
+    with tokenizers that mark the beginnings of words.
     """
     from transformers.generation.streamers import BaseStreamer
 
@@ -292,10 +291,10 @@ def make_printer(tokenizer: "PreTrainedTokenizerBase") -> Any:
         def put(self, value: Any) -> None:
             is_prompt = not self._ids
             self._ids += value.flatten().tolist()
-            if is_prompt:  # printed with the first token, if there is one
+            if is_prompt:  # printed with the first token
                 return
             text = tokenizer.decode(self._ids, skip_special_tokens=True)
-            if not text.endswith("\ufffd"):  # a character with further tokens to follow
+            if not text.endswith("\ufffd"):  # an incomplete character
                 self._write(text)
 
         def end(self) -> None:

@@ -1,8 +1,8 @@
 """Checks the ranks and the network of a job before it begins: `srun python -m llm.preflight`.
 
-Start it as the training is started, one process for each device. Every rank sends its host, device
-and versions to rank 0 through a TCP store, so that rank 0 can name the ranks that do not answer.
-Then all ranks time an all-reduce and a broadcast.
+Start it like the training, with one process per device. Every rank sends its host, device and
+versions to rank 0 through a TCP store, so rank 0 can name the ranks that do not answer. Then all
+ranks time an all-reduce and a broadcast.
 
 Exit codes: 0 success; 1 a rank does not answer, fails, or differs from the others; 2 an option or
 the environment cannot work.
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         PreflightOptions,
         argv,
         prog="python -m llm.preflight",
-        description="Ask every rank of a job for a sign of life, and time its network.",
+        description="Check that every rank of a job answers, and time its network.",
     )
     adopt_launcher()
     raise_file_limit()
@@ -75,16 +75,16 @@ def check(options: PreflightOptions, world: World) -> int:
     """Run the checks on one rank; rank 0 prints the result. Returns the exit code."""
     try:
         description = describe(world)
-    except RuntimeError as error:  # of the driver; rank 0 reports this rank as silent
+    except RuntimeError as error:  # an error of the driver; rank 0 reports this rank as silent
         first = str(error).partition("\n")[0]
         host = socket.gethostname()
-        return _complain(f"rank {world.rank} on {host} has no device that works: {first}")
+        return _complain(f"rank {world.rank} on {host} has no working device: {first}")
     if world.world_size == 1:
         sys.stdout.write(f"{_line(0, description, None)}\npreflight: one process, alone.\n")
         return 0
     try:
         return _check_together(options, world, description)
-    except RuntimeError as error:  # of the store: rank 0 cannot be reached, or has ended
+    except RuntimeError as error:  # an error of the store: rank 0 cannot be reached, or has ended
         where = f"{os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}"
         first = str(error).partition("\n")[0]
         return _complain(
@@ -119,7 +119,7 @@ def describe(world: World) -> dict[str, Any]:
 
 
 class Board:
-    """Values that each rank publishes in a store and every rank can read."""
+    """Values that each rank publishes in a store, readable by every rank."""
 
     def __init__(self, store: "Store", *, rank: int, world_size: int) -> None:
         self._store = store
@@ -156,11 +156,11 @@ class Board:
         return False
 
     def post(self, key: str, text: str) -> None:
-        """Write a text for all ranks, unless one is there already."""
+        """Write a text for all ranks, unless one has been written already."""
         self._store.compare_set(key, "", text or "-")
 
     def read(self, key: str, deadline: float = -math.inf) -> str | None:
-        """Return what was posted; None if nothing was until the deadline."""
+        """Return the posted text; None if there is none before the deadline."""
         while not self._store.check([key]):
             if time.monotonic() > deadline:
                 return None
@@ -193,8 +193,8 @@ def _check_together(options: PreflightOptions, world: World, description: dict[s
         for rank, said in board.heard("here").items():
             sys.stdout.write(_line(rank, said, times.get(rank)) + "\n")
         code = _complain(failure) if failure else _praise(options, board, world)
-        # A launcher kills all ranks once one has ended with an error, so the others wait until
-        # rank 0 has printed. Rank 0 ends last, because it serves the store.
+        # A launcher kills all ranks once one ends with an error, so the others wait until rank 0
+        # has printed. Rank 0 ends last because it serves the store.
         board.post("spoken", "")
         board.say("left", True)
         board.wait("left", time.monotonic() + _GRACE_SECONDS)
@@ -205,7 +205,7 @@ def _check_together(options: PreflightOptions, world: World, description: dict[s
 
 
 def _store(timeout: float, *, serve: bool = False) -> "Store":
-    """Connect to the store of rank 0, or serve it."""
+    """Connect to rank 0's store; rank 0 serves it."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(
@@ -221,7 +221,7 @@ def _store(timeout: float, *, serve: bool = False) -> "Store":
 
 
 def _communicate_in_time(options: PreflightOptions, world: World, board: Board) -> str | None:
-    """Time the collectives; returns the verdict of rank 0, also if they hang."""
+    """Time the collectives; return rank 0's verdict, even if they hang."""
     deadline = time.monotonic() + options.timeout
 
     def work() -> None:
@@ -257,7 +257,7 @@ def communicate(options: PreflightOptions, world: World, board: Board) -> dict[s
     board.say("stage", "connecting")
     dist.init_process_group(
         _BACKENDS.get(device.type, "gloo"),
-        store=_store(options.timeout),  # its own connection: the first blocks in `board.wait`
+        store=_store(options.timeout),  # the first connection blocks in `board.wait`
         rank=world.rank,
         world_size=world.world_size,
         timeout=timedelta(seconds=2 * options.timeout),
@@ -268,7 +268,7 @@ def communicate(options: PreflightOptions, world: World, board: Board) -> dict[s
     dist.all_reduce(tensor)
     expected = world.world_size * (world.world_size + 1) / 2
     if tensor.min().item() != expected or tensor.max().item() != expected:
-        raise ParallelError(f"an all-reduce gives {tensor.max().item()} in place of {expected}")
+        raise ParallelError(f"an all-reduce gives {tensor.max().item()} instead of {expected}")
     reduce_seconds = _seconds(lambda: dist.all_reduce(tensor), device)
     board.say("stage", "broadcast")
     broadcast_seconds = _seconds(lambda: dist.broadcast(tensor, src=0), device)
@@ -293,7 +293,7 @@ def _seconds(action: Any, device: "torch.device") -> float:
 
 
 def silent(here: dict[int, Any], world: World, timeout: float) -> str:
-    """Return which ranks have not answered, and on which hosts they should run."""
+    """Describe the ranks that have not answered, and the hosts where they should run."""
     missing = [rank for rank in range(world.world_size) if rank not in here]
     sentence = (
         f"{len(missing)} of {world.world_size} ranks have not answered within {timeout:g} s: "
@@ -306,7 +306,7 @@ def silent(here: dict[int, Any], world: World, timeout: float) -> str:
     each = world.world_size / len(hosts)
     lost = [host for host in hosts if answers[_short(host)] < each]
     return (
-        f"{sentence} These hosts do not answer: {', '.join(lost)}. See whether Python starts "
+        f"{sentence} These hosts do not answer: {', '.join(lost)}. Check whether Python starts "
         f"there, or leave them out (Slurm: --exclude={','.join(lost)})."
     )
 
@@ -316,7 +316,7 @@ def _short(host: str) -> str:
 
 
 def differences(here: dict[int, Any]) -> str:
-    """Return in which versions and devices the ranks differ; empty if they do not."""
+    """Describe how the versions and devices of ranks differ; empty if they agree."""
     problems = []
     for name in sorted({name for said in here.values() for name in said["versions"]}):
         problems.append(_difference(name, {r: s["versions"].get(name) for r, s in here.items()}))
@@ -344,7 +344,7 @@ def _difference(name: str, values: dict[int, Any]) -> str:
 
 
 def stuck(board: Board, timeout: float) -> str:
-    """Return which ranks failed in the collectives, or keep the others waiting."""
+    """Describe the ranks that failed in the collectives, or keep the others waiting."""
     names = {rank: f"rank {rank} on {said['host']}" for rank, said in board.heard("here").items()}
     failed = board.heard("failed")
     if failed:
@@ -357,8 +357,8 @@ def stuck(board: Board, timeout: float) -> str:
         return f"{', '.join(behind)} did not get beyond {STAGES[first]} {what}; the others did."
     return (
         f"All ranks have answered, and none got beyond {STAGES[first]} {what}: they reach rank 0 "
-        "and not one another. NCCL_DEBUG=INFO says which network interface is used, "
-        "NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME without GPUs) chooses another."
+        "but not each other. Set NCCL_DEBUG=INFO to see the network interface in use, and "
+        "NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME without GPUs) to choose another."
     )
 
 

@@ -11,7 +11,7 @@ from llm.errors import ConfigError
 from llm.trainers.gpt import main as trainer
 
 FOLDER = Path("examples")
-"""Where the quick start's files are, relative to the current folder, as in a clone."""
+"""Folder of the quick start's files, relative to the current folder, as in a clone."""
 
 _CONFIG = "quickstart.toml"
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             trainer.parse_args(["--config", str(source / _CONFIG), *argv])  # --help ends here
         except ConfigError:
-            config = source / _CONFIG  # nothing is copied; the trainer reports it for all ranks
+            config = source / _CONFIG  # nothing is copied; the trainer reports the error
         else:
             copy_examples(source)
     sys.argv[1:] = ["--config", str(config), *argv]
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def shipped_examples() -> Path:
-    """Return the folder of the examples: in the installed package, or in the clone around it."""
+    """Return the folder of the examples: in the installed package or in a clone."""
     package = Path(__file__).parent
     installed = package / FOLDER  # setup.py copies them there
     return installed if installed.exists() else package.parent / FOLDER
@@ -61,8 +61,8 @@ def copy_examples(source: Path) -> None:
             return  # another rank was faster
         if FOLDER.exists():
             raise ConfigError(
-                f"{FOLDER} exists here without {_CONFIG}, and nothing is written into it; start "
-                "the quick start in another folder."
+                f"{FOLDER} exists here without {_CONFIG}, so nothing is written into it; start the "
+                "quick start in another folder."
             ) from error
         reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
         raise ConfigError(f"{FOLDER} cannot be written here: {reason}.") from error

@@ -63,8 +63,8 @@ def test_the_checkpoints_are_listed_with_the_newest_and_the_best(run, capsys):
     assert listed["10"].endswith(" 1 valid")
     assert listed["20"].endswith(" 1 valid, best")
     assert listed["30"].endswith(" 1 valid, latest")
-    assert "latest, from which training resumes: step_00000030" in output
-    assert "best, of the lowest validation loss: step_00000020" in output
+    assert "latest, where training resumes: step_00000030" in output
+    assert "best, with the lowest validation loss: step_00000020" in output
     assert "--verify reads every byte" in output
 
 
@@ -73,7 +73,7 @@ def test_a_checkpoint_without_a_validation_loss_is_listed(tmp_path, capsys):
     assert main([str(tmp_path)]) == 0
     output = capsys.readouterr().out
     assert rows(output)["1"].startswith("- ")
-    assert "best, of the lowest validation loss: no link (--save_top_k keeps one)" in output
+    assert "best, with the lowest validation loss: no link (--save_top_k keeps one)" in output
 
 
 @pytest.mark.parametrize("words", [["{}/checkpoints"], ["--run", "{}"], ["--run={}/checkpoints"]])
@@ -96,13 +96,13 @@ def test_an_invalid_checkpoint_is_listed_with_its_fault_and_not_newest(run, caps
 
     output = capsys.readouterr().out
     listed = rows(output)
-    assert "not valid: its manifest is that of step 30" in listed["40"]
+    assert "not valid: its manifest belongs to step 30" in listed["40"]
     assert "not valid: it has no manifest.json" in listed["50"]
     assert listed["60"].endswith("not valid: state.json is missing")
     assert f"not valid: {SHARD} has 4 bytes instead of" in listed["70"]
     assert listed["30"].endswith("valid, latest")
     assert ".step_00000080.tmp, 8" in output
-    assert "the next save clears it away" in output
+    assert "the next save removes it" in output
 
 
 def test_a_file_with_the_name_of_a_checkpoint_is_listed_as_not_valid(run, capsys):
@@ -162,7 +162,7 @@ def test_a_run_without_checkpoints_is_no_error(tmp_path, capsys):
         (["{}/run", "--export", "30", "{}/run"], "{}/run is not empty; name a new folder"),
         (
             ["{}/run", "--export", "30", "{}/run/checkpoints/out"],
-            "--export 30 {}/run/checkpoints/out lies within the files of the run {}/run; name a "
+            "--export 30 {}/run/checkpoints/out is within the files of the run {}/run; name a "
             "folder outside of them.",
         ),
         (["average", "{}/run"], "--output is missing"),
@@ -367,7 +367,7 @@ def test_latest_exports_the_newest_valid_checkpoint_and_names_damaged_ones(
 ):
     assert main([str(damaged), "--export", "latest", str(tmp_path / "out")]) == 0
     said = capsys.readouterr()
-    assert "A checkpoint is passed over." in said.err
+    assert "Skipping a checkpoint: " in said.err
     assert "step_00000002 is exported" in said.out
 
 

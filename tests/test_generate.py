@@ -89,7 +89,7 @@ def test_without_an_export_the_newest_valid_checkpoint_writes(unexported, capsys
     assert main([str(unexported), "--seed", "5", "--max_new_tokens", "10"]) == 0
 
     said = capsys.readouterr().err
-    assert "A checkpoint is passed over." in said
+    assert "Skipping a checkpoint: " in said
     assert "The model after step 4" in said
 
 
@@ -130,7 +130,7 @@ def test_a_standard_input_that_is_not_utf8_is_refused(errors, trained, capsys, m
     stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors=errors)
     monkeypatch.setattr(sys, "stdin", stdin)
     assert main([str(trained), "--prompt", "-"]) == 2
-    assert "--prompt -: the standard input is no UTF-8 text" in capsys.readouterr().err
+    assert "--prompt -: standard input is not UTF-8 text" in capsys.readouterr().err
 
 
 def test_a_prompt_is_kept_whole_where_the_positions_end_sooner(trained, capsys):
@@ -225,14 +225,14 @@ def test_non_finite_weights_name_the_step_and_an_earlier_checkpoint(diverged, ca
     checkpoint = diverged / "checkpoints" / "step_00000002"
     assert captured.err.endswith(
         "error: The model cannot write: its weights are not finite. "
-        f"No loss of {diverged} has been finite since step 5; take an earlier checkpoint, such as "
+        f"No loss of {diverged} has been finite since step 5; use an earlier checkpoint, such as "
         f"{checkpoint}.\n"
     )
     assert main([str(checkpoint), "--max_new_tokens", "3"]) == 0
 
     shutil.rmtree(diverged / "checkpoints")
     assert main([str(diverged), *words]) == 2
-    assert "there is no earlier checkpoint, so train again" in capsys.readouterr().err
+    assert "no earlier checkpoint exists, so train again" in capsys.readouterr().err
 
 
 def test_finite_weights_with_non_finite_logits_are_reported(diverged, capsys):
@@ -241,7 +241,7 @@ def test_finite_weights_with_non_finite_logits_are_reported(diverged, capsys):
     assert main([str(diverged), "--temperature", "0"]) == 2
     assert capsys.readouterr().err.endswith(
         "error: The model cannot write: its logits are not finite, although its weights are. "
-        "Its training has diverged; take another model.\n"
+        "Its training has diverged; use another model.\n"
     )
 
 

@@ -123,7 +123,7 @@ def test_a_rank_with_a_broken_device_is_reported(capsys, monkeypatch):
     monkeypatch.setattr("llm.preflight.device_of", fail)
     assert main([]) == 1
     assert capsys.readouterr().err == (
-        f"preflight: rank 0 on {HERE} has no device that works: CUDA error: uncorrectable ECC "
+        f"preflight: rank 0 on {HERE} has no working device: CUDA error: uncorrectable ECC "
         "error encountered\n"
     )
 

@@ -62,7 +62,7 @@ def test_a_folder_named_examples_with_other_content_is_left_alone(folder, traini
 
     assert trainings == []
     assert capsys.readouterr().err == (
-        "error: examples exists here without quickstart.toml, and nothing is written into it; "
+        "error: examples exists here without quickstart.toml, so nothing is written into it; "
         "start the quick start in another folder.\n"
     )
     assert [path.name for path in folder.rglob("*")] == ["examples", "mine.txt"]

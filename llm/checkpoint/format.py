@@ -1,10 +1,10 @@
-"""The format of a checkpoint: its files, its manifest, and the training state that they hold.
+"""The format of a checkpoint: its files, its manifest, and the training state in them.
 
 A checkpoint is a folder with a manifest, which lists the size and checksum of every file and ends
-with its own checksum. A folder without a valid manifest does not count. Tensors are safetensors,
-read through `torch.distributed.checkpoint`, so any layout of ranks can read them; everything else
-is JSON. Nothing is a pickle. Two folders in it hold the model's configuration and the tokenizer, so
-nothing outside it is needed. torch is imported only where tensors are read.
+with a checksum of itself. A folder without a valid manifest does not count. Tensors are
+safetensors, read through `torch.distributed.checkpoint`, so any layout of ranks can read them;
+everything else is JSON. Nothing is a pickle. The folder also contains the model's configuration and
+the tokenizer, so a checkpoint is self-contained. torch is imported only to read tensors.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 PLAIN = "state.json"
 MODEL_FOLDER = "model"
-"""In a checkpoint: the model's configuration and, if it brings some, its Python code."""
+"""In a checkpoint: the model's configuration and its Python code, if it has any."""
 
 TOKENIZER_FOLDER = "tokenizer"
 """In a checkpoint: the tokenizer."""
@@ -35,7 +35,7 @@ MODEL_TENSORS = "strategy/model/"
 """Prefix of the paths of the model's tensors."""
 
 REPLACED = ".replaced"
-"""Suffix of a checkpoint while another one of the same step takes its name."""
+"""Suffix of a checkpoint while a new one of the same step takes its name."""
 
 MEAN_FILE = "mean.json"
 """In the export of a mean of checkpoints: the folder of their `run`, and their `steps`."""
@@ -61,14 +61,14 @@ class TrainState:
     """Counters of a run.
 
     Attributes:
-        step: Optimizer steps done, skipped ones included; the data position too.
+        step: Optimizer steps done, including skipped ones; also the data position.
         samples: Samples consumed by all ranks.
         tokens: Tokens predicted by all ranks.
-        seconds: Time spent training, over all starts of the run.
+        seconds: Training time over all starts of the run.
         best_loss: Lowest validation loss so far.
         evaluated_at: Step of the last evaluation.
         tasks_at: Step of the last run of `eval_tasks`.
-        skipped_in_a_row: Number of steps skipped since the last one that was not.
+        skipped_in_a_row: Number of consecutive steps that were just skipped.
     """
 
     step: int = 0
@@ -97,7 +97,7 @@ class TrainState:
 
 
 def model_tensors(model: "torch.nn.Module") -> dict[str, "torch.Tensor"]:
-    """Return the parameters and persistent buffers; a tied parameter under its first name only."""
+    """Return the parameters and persistent buffers; tied parameters only under their first name."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     persistent = model.state_dict(keep_vars=True)
     buffers = {name: b for name, b in model.named_buffers() if name in persistent}
@@ -107,7 +107,7 @@ def model_tensors(model: "torch.nn.Module") -> dict[str, "torch.Tensor"]:
 def check_same_parameters(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Raise a CheckpointError if a saved state has other names than this run's.
 
-    A name without content belongs to a state that another rank keeps.
+    A name without contents belongs to a state on another rank.
     """
 
     def kept(state: Mapping[str, Any]) -> set[str]:
@@ -137,7 +137,7 @@ def split_state(tree: Mapping[str, Any]) -> tuple[dict[str, "torch.Tensor"], dic
 def merge_state(
     plain: dict[str, Any], tensors: Mapping[str, Any], *, prefix: str
 ) -> dict[str, Any]:
-    """Put the tensors under the prefix back into the rest, which is changed."""
+    """Put the tensors under the prefix back into `rest`, which is changed."""
     for path, tensor in tensors.items():
         first, *keys = path.split("/")
         if first == prefix:
@@ -150,7 +150,7 @@ def merge_state(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint, as its manifest describes it.
+    """A checkpoint as described by its manifest.
 
     Attributes:
         path: Its folder.
@@ -172,7 +172,7 @@ class Checkpoint:
         """Return why the checkpoint is not valid, or None.
 
         Args:
-            read: The files to compare by checksums too, not only by names and sizes.
+            read: Files whose checksums are compared, too, not only names and sizes.
         """
         # torch.distributed.checkpoint reads every file of tensors in the folder.
         foreign = {path.name for path in self.path.glob(f"*{_TENSORS}")} - self.files.keys()
@@ -204,18 +204,18 @@ def step_of(path: Path) -> int | None:
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """Return the folders with a checkpoint's name, valid or not, oldest first.
+    """Return the folders named like checkpoints, valid or not, oldest first.
 
     Args:
         folder: The run's `checkpoints` folder.
     """
     named = [path for path in folder.glob("step_*") if step_of(path) is not None]
-    # Of two with the same step, the one that is being replaced is the older.
+    # If two have the same step, the one being replaced is older.
     return sorted(named, key=lambda path: (step_of(path) or 0, path.suffix != REPLACED))
 
 
 def write_manifest(checkpoint: Checkpoint) -> None:
-    """Write the manifest of a checkpoint, after all its other files."""
+    """Write the manifest of a checkpoint after all other files."""
     manifest = {
         "format": FORMAT_VERSION,
         "step": checkpoint.step,
@@ -233,7 +233,7 @@ def read_manifest(path: Path) -> Checkpoint:
     """Read the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: The manifest is missing, damaged, or of another format.
+        CheckpointError: The manifest is missing, damaged, or has another format.
     """
     try:
         content = (path / MANIFEST).read_bytes().decode()
@@ -244,14 +244,14 @@ def read_manifest(path: Path) -> Checkpoint:
                 f"{FORMAT_VERSION}."
             )
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}.") from error
+        raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}.") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {error}.") from error
     if content != add_checksum(content.rpartition(_SEAL)[0] + _END):
         raise CheckpointError(f"{path / MANIFEST} is damaged: it does not match its checksum.")
     if step_of(path) not in (None, manifest["step"]):
         raise CheckpointError(
-            f"{path} is damaged: its manifest is that of step {manifest['step']}."
+            f"{path} is damaged: its manifest belongs to step {manifest['step']}."
         )
     return Checkpoint(
         path=path,

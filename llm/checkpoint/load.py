@@ -29,7 +29,7 @@ logger = logging.getLogger("llm")
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
-    """Return the checkpoints whose files all have the size in the manifest, oldest first.
+    """Return the checkpoints with complete files, judged by their sizes, oldest first.
 
     Args:
         folder: The run's `checkpoints` folder.
@@ -48,12 +48,12 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
 def newest_valid(
     folder: Path, *, together: bool = False, say: Callable[[str], object] = logger.info
 ) -> Checkpoint | None:
-    """Return the newest checkpoint whose every byte matches its checksum, or None.
+    """Return the newest checkpoint that matches its checksums completely, or None.
 
     Args:
         folder: The run's `checkpoints` folder.
-        together: Whether all ranks call this; then all return the same one.
-        say: Logs each damaged checkpoint that is passed over.
+        together: Whether all ranks call this; then all return the same checkpoint.
+        say: Logs each damaged checkpoint that is skipped.
 
     Raises:
         ParallelError: Ranks see different folders.
@@ -65,15 +65,15 @@ def newest_valid(
     if other is not None:
         raise ParallelError(
             f"Rank {other} sees other checkpoints in {folder} than rank 0: the folder is not the "
-            "same on all nodes, or shows an older state there; start again, and if that does not "
-            "help, move it to a file system that all nodes share."
+            "same on all nodes, or its contents are out of date there; start again, and if this "
+            "does not help, move it to a file system that all nodes share."
         )
     for path in reversed(folders):
         try:
             return read_valid(path, together=together)
         except CheckpointError as error:
             if path.exists():  # a running training may have removed it
-                say(f"A checkpoint is passed over. {error}")
+                say(f"Skipping a checkpoint: {error}")
     return None
 
 
@@ -82,11 +82,11 @@ def read_valid(path: Path, *, together: bool = False) -> Checkpoint:
 
     Args:
         path: Its folder.
-        together: Whether all ranks call this. Then each reads some of the files, and a file that
-            one of them finds damaged is damaged for all.
+        together: Whether all ranks call this. Then each reads some of the files, and damage found
+            by one rank is raised on all.
 
     Raises:
-        CheckpointError: There is no manifest, or a file is missing or damaged.
+        CheckpointError: The manifest or a file is missing or damaged.
     """
     checkpoint = None
     try:
@@ -111,7 +111,7 @@ def parts_of(checkpoint: Checkpoint) -> list[str]:
 
 
 def _share(files: Mapping[str, tuple[int, str]]) -> set[str]:
-    """Return the files that this rank reads, by their size: each file has one rank."""
+    """Divide the files among ranks by size; return the files that this rank reads."""
     world = world_from_environment()
     loads = [0] * world.world_size
     own = set()
@@ -133,10 +133,10 @@ def load_state(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
     missing = parts.keys() - plain.keys()
     if missing:
         raise CheckpointError(f"{checkpoint.path} holds no {', '.join(sorted(missing))}.")
-    # Read into the live tensors, without a second copy of the model.
+    # Read directly into the model's tensors, without a second copy.
     states = {name: part.state_dict() for name, part in parts.items()}
     tensors, _ = split_state(states)
-    # A part may load some of its entries only, such as the model without the optimizer.
+    # A part may load only some of its entries, such as the model without the optimizer.
     wanted = [
         f"{name}/{key}/"
         for name, state in states.items()
@@ -149,25 +149,25 @@ def load_state(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
 
 
 def load_model(checkpoint: Checkpoint, model: "torch.nn.Module") -> None:
-    """Load the weights and persistent buffers of a model, and nothing else of its run.
+    """Load the weights and persistent buffers of a model, but no other state of its run.
 
     Raises:
-        CheckpointError: The checkpoint is of another model.
+        CheckpointError: The checkpoint belongs to another model.
     """
     tensors = {f"{MODEL_TENSORS}{name}": tensor for name, tensor in model_tensors(model).items()}
     read_tensors(checkpoint, tensors, of=[MODEL_TENSORS])
 
 
 def load_weights_of(part: str, checkpoint: Checkpoint, model: "torch.nn.Module") -> None:
-    """Load the model of a checkpoint, with the weights that another part has in their place.
+    """Load the model of a checkpoint, but take the weights from another part.
 
     Args:
-        part: A part that has a tensor for each trained parameter, such as a moving average.
+        part: A part with a tensor for each trained parameter, such as a moving average.
         checkpoint: What to read from.
         model: The model to load.
 
     Raises:
-        CheckpointError: The checkpoint has no such part, or is of another model.
+        CheckpointError: The checkpoint lacks this part, or belongs to another model.
     """
     load_model(checkpoint, model)
     named = model.named_parameters()
@@ -183,10 +183,10 @@ def read_tensors(
     Args:
         checkpoint: What to read from.
         tensors: The tensors to overwrite, by path.
-        of: Prefixes of paths. The checkpoint must hold no tensor below them that no rank reads.
+        of: Prefixes of paths. Some rank must read every tensor below them.
 
     Raises:
-        CheckpointError: It holds other tensors, or tensors of other shapes or types.
+        CheckpointError: It contains other tensors, or tensors with other shapes or types.
     """
     import torch
     from torch import distributed
@@ -207,12 +207,12 @@ def read_tensors(
             f"{checkpoint.path} does not fit this model or optimizer: {one_line(error)}."
         ) from error
     assert planner.metadata is not None  # set by `load`
-    # A rank may hold some of the tensors only. The maximum over ranks of 2 (read), 1 (wanted but
-    # not held) and 0 (not wanted) is 1 where no rank reads a tensor that one of them wants.
+    # A rank may hold only some of the tensors. Take the maximum over ranks of 2 (read), 1 (wanted
+    # but not held) and 0 (not wanted): it is 1 if a rank wants a tensor that none reads.
     paths, prefixes = sorted(planner.metadata.state_dict_metadata), tuple(of)
     marks = torch.tensor([2 if p in tensors else int(p.startswith(prefixes)) for p in paths])
     if prefixes and not alone:
-        # On the model's device, since NCCL reduces no tensors on the host.
+        # On the model's device, because NCCL cannot reduce tensors on the host.
         devices = {tensor.device for tensor in tensors.values()}
         marks = marks.to(min(devices, key=lambda device: device.type == "cpu"))
         distributed.all_reduce(marks, distributed.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""The mean of the weights of several checkpoints, with a few of their rows in memory at a time."""
+"""The mean of several checkpoints' weights, with only a few rows in memory at a time."""
 
 import math
 from collections import defaultdict
@@ -19,25 +19,24 @@ _BLOCK = 1 << 18
 def mean_state(checkpoints: Sequence[Checkpoint], model: nn.Module) -> dict[str, Tensor]:
     """Return the mean of the weights and persistent buffers of checkpoints, in host memory.
 
-    Sums are float64 and rounded once. In addition to the mean, one block of rows is in memory at a
-    time.
+    Sums are float64 and rounded once. Apart from the mean, only one block of rows is in memory.
 
     Args:
-        checkpoints: Of one run, saved on any layout.
-        model: Has the names, shapes and types of the tensors; it may be on the meta device.
+        checkpoints: Checkpoints of one run, saved on any layout.
+        model: Defines the names, shapes and types of the tensors; it may be on the meta device.
 
     Returns:
-        The tensors by the names of `model.state_dict()`; those that are tied are one.
+        The tensors by the names of `model.state_dict()`; tied tensors share one tensor.
 
     Raises:
-        CheckpointError: A checkpoint is of another model.
+        CheckpointError: A checkpoint belongs to another model.
     """
     saved = [_SavedModel(checkpoint) for checkpoint in checkpoints]
     tensors = model_tensors(model)
     for each in saved:
         each.check(tensors)
     means = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in tensors.items()}
-    # One for all blocks: the allocator would keep the memory of each that is freed.
+    # One buffer for all blocks: the allocator would keep the memory of every freed one.
     widest = max(math.prod(mean.shape[1:]) for mean in means.values())
     buffer = torch.empty(max(_BLOCK, widest), dtype=torch.float64)
     for name, mean in means.items():
@@ -69,7 +68,7 @@ class _SavedModel:
             self._shards[index.fqn].append((offset, file.shape, file.relative_path))
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise a CheckpointError unless it has tensors of these names and shapes."""
+        """Raise a CheckpointError unless the names and shapes of its tensors match."""
         for name, tensor in tensors.items():
             saved = self._tensors.get(MODEL_TENSORS + name)
             if getattr(saved, "size", None) != tensor.shape:
@@ -78,10 +77,11 @@ class _SavedModel:
                 )
 
     def parts(self, name: str, first: int, stop: int) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-        """Yield what each shard has of some rows, and its place among them."""
+        """Yield each shard's part of some rows, and its place among them."""
         path = MODEL_TENSORS + name
         for offset, shape, file_path in self._shards[path]:
-            # Opened for each part: the pages of a mapped file count as memory until it is closed.
+            # Opened again for each part, because the pages of a mapped file count as memory until
+            # it is closed.
             with safe_open(file_path, framework="pt") as file:
                 if not shape:
                     yield (slice(None),), file.get_tensor(path)

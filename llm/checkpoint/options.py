@@ -18,35 +18,37 @@ class CheckpointOptions:
     )
     checkpointing_steps: int | Literal["epoch"] | None = option(
         None,
-        "Save a checkpoint every so many steps, or at the end of every `epoch`; by default never.",
+        "Steps between checkpoints, or `epoch` to save at the end of every epoch; by default "
+        "never.",
         at_least=1,
     )
     checkpointing_tokens: Tokens | None = option(
         None,
-        "Save a checkpoint after each step that completes so many tokens, in place of "
-        "checkpointing_steps.",
+        "Tokens between checkpoints, instead of checkpointing_steps.",
         at_least=1,
     )
     checkpointing_minutes: float | None = option(
-        None, "Save a checkpoint also when so many minutes have passed since the last one.", above=0
+        None,
+        "Also save a checkpoint when this many minutes have passed since the last one.",
+        above=0,
     )
     keep_checkpoints: int | None = option(
         None,
-        "Keep this many of the newest checkpoints; by default all. Needs checkpointing_steps, "
+        "Number of newest checkpoints to keep; by default all. Needs checkpointing_steps, "
         "checkpointing_tokens or checkpointing_minutes.",
         at_least=1,
     )
     save_top_k: int = option(
         0,
-        "Keep also this many checkpoints of the lowest validation loss, with a link `best`; each "
-        "checkpoint is then evaluated before it is saved. Needs checkpointing_steps, "
-        "checkpointing_tokens or checkpointing_minutes.",
+        "Also keep this many checkpoints with the lowest validation loss, and a link `best`; the "
+        "model is then evaluated before each save. Needs checkpointing_steps, checkpointing_tokens "
+        "or checkpointing_minutes.",
         at_least=0,
     )
     async_checkpoint: bool = option(
         True,
-        "Continue training while a checkpoint is written; it takes as much host memory as this "
-        "rank's share of weights and optimizer.",
+        "Continue training while a checkpoint is written; needs host memory for this rank's share "
+        "of weights and optimizer.",
     )
     resume_from_checkpoint: bool | str = option(
         False,
@@ -57,7 +59,7 @@ class CheckpointOptions:
     )
     change_on_resume: tuple[str, ...] = option(
         (),
-        "Fixed options that may differ from the resumed run.",
+        "Fixed options that may differ when the run resumes.",
         one_shot=True,
     )
     init_from: str | None = option(
@@ -70,15 +72,15 @@ class CheckpointOptions:
     branch_from: str | None = option(
         None,
         "Start a branch from another run's checkpoint: RUN (the newest), RUN/STEP or RUN/best. It "
-        "takes weights, optimizer, counters, data position and all options that are not given "
-        "from its parent. A resumed branch continues from its own checkpoints.",
+        "takes weights, optimizer, counters, data position and all options that you do not set "
+        "from its parent. When you resume a branch, it continues from the branch's checkpoints.",
         path=True,
         requires=("output_dir",),
     )
 
 
 def checkpoint_problems(options: CheckpointOptions) -> list[str]:
-    """Return what cannot work together, one sentence each."""
+    """Return faults of the checkpoint options, one sentence each."""
     problems = []
     if options.resume_from_checkpoint and options.overwrite_output_dir:
         problems.append(
@@ -88,11 +90,11 @@ def checkpoint_problems(options: CheckpointOptions) -> list[str]:
     steps, tokens = options.checkpointing_steps, options.checkpointing_tokens
     if steps and tokens:
         problems.append(
-            "--checkpointing_steps and --checkpointing_tokens exclude each other; give one of them."
+            "--checkpointing_steps and --checkpointing_tokens cannot be combined; give one of them."
         )
     if not (steps or tokens or options.checkpointing_minutes):
         problems += [
-            f"--{name} needs --checkpointing_steps (or its form in tokens) or "
+            f"--{name} needs --checkpointing_steps, --checkpointing_tokens or "
             "--checkpointing_minutes; give one of them too, or leave it out."
             for name in ("keep_checkpoints", "save_top_k")
             if getattr(options, name)

@@ -1,7 +1,7 @@
 """Commits, keeps and removes complete checkpoints in a run's `checkpoints` folder.
 
-All of it is done by renames, so that a kill at any moment leaves a checkpoint either complete or
-under a name that does not count. Only rank 0 acts here.
+Everything is done by renames: after a kill at any moment, a checkpoint is either complete or has a
+name that does not count. Only rank 0 uses this module.
 """
 
 import logging
@@ -14,33 +14,33 @@ from llm.checkpoint.load import list_checkpoints
 from llm.runtime.files import sync_folder
 
 BEST = "best"
-"""The link to the checkpoint of the lowest validation loss."""
+"""The link to the checkpoint with the lowest validation loss."""
 
 logger = logging.getLogger("llm")
 
 
 def commit_checkpoint(temporary: Path, final: Path) -> None:
     """Rename a checkpoint to its final name, once all its files are on the disk."""
-    # The names of its files must be on the disk before the checkpoint has a name that counts.
+    # Its file names must be on the disk before the checkpoint gets a name that counts.
     sync_folder(temporary)
     replaced = final.with_name(final.name + REPLACED)
     if final.exists():
         # An earlier start of this run saved the same step. The old checkpoint stays valid until the
-        # new one has been renamed.
+        # new one is renamed.
         final.rename(replaced)
     temporary.rename(final)
-    sync_folder(final.parent)  # the rename itself, before an older checkpoint is removed
+    sync_folder(final.parent)  # sync the rename before an older checkpoint is removed
     if replaced.exists():
         remove(replaced)
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Return the temporary folders of saves and removals, under way or killed."""
+    """Return the temporary folders of running or killed saves and removals."""
     return sorted(folder.glob(".step_*.tmp"))
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what saves and removals that were killed have left behind."""
+    """Remove the remains of killed saves and removals."""
     for leftover in leftovers(folder):
         _delete(leftover)
     for replaced in folder.glob(f"step_*{REPLACED}"):
@@ -49,22 +49,23 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def prune(folder: Path, *, saved: int, keep_newest: int | None, keep_best: int) -> None:
-    """Remove old checkpoints, and point the link `best` to the best one that is left.
+    """Remove old checkpoints, and point the link `best` to the best remaining one.
 
     Args:
         folder: The run's `checkpoints` folder.
-        saved: Step of the checkpoint that was just written, which is never removed. Later ones
-            are of a branch that a resume from an earlier checkpoint has left; they are kept.
-        keep_newest: Number of the newest to keep; None keeps all, unless `keep_best` is given.
-        keep_best: Number of those with the lowest validation loss to keep as well.
+        saved: Step of the checkpoint that was just written; it is never removed. Later ones, left
+            over if the run resumed from an earlier checkpoint, are kept too.
+        keep_newest: Number of newest checkpoints to keep; None keeps all, unless `keep_best` is
+            set.
+        keep_best: Number of checkpoints with the lowest validation loss to keep as well.
     """
     checkpoints = [c for c in list_checkpoints(folder) if c.step <= saved]
     best = sorted((c for c in checkpoints if math.isfinite(_loss(c))), key=_loss)[:keep_best]
-    # With `keep_best` alone, the newest is kept as well, for a resume.
+    # With `keep_best` alone, the newest is also kept, to resume from.
     newest = keep_newest if keep_newest is not None else (1 if keep_best else len(checkpoints))
     kept = {c.path for c in best} | {c.path for c in checkpoints[-max(1, newest) :]}
     if best:
-        # A new link replaces the old one by a rename, so that there always is one.
+        # The new link replaces the old one by a rename, so a link always exists.
         temporary = folder / f".{BEST}.link"
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(best[0].path.name)
@@ -80,11 +81,11 @@ def prune(folder: Path, *, saved: int, keep_newest: int | None, keep_best: int) 
 
 
 def mark_superseded(folder: Path, *, after: int) -> None:
-    """Rename the checkpoints of a branch that was left, so that no resume chooses them.
+    """Rename abandoned checkpoints so that no resume chooses them.
 
     Args:
         folder: The run's `checkpoints` folder.
-        after: Step that training was resumed from; later checkpoints belong to that branch.
+        after: Step that training resumed from; later checkpoints are abandoned.
     """
     for path in checkpoint_folders(folder):
         if (step_of(path) or 0) > after:
@@ -92,7 +93,9 @@ def mark_superseded(folder: Path, *, after: int) -> None:
             if aside.exists():
                 remove(aside)
             path.rename(aside)
-            logger.info(f"{path.name} is of a branch that was left: it is {aside.name} now.")
+            logger.info(
+                f"{path.name} is later than the checkpoint resumed from: renamed to {aside.name}."
+            )
 
 
 def _loss(checkpoint: Checkpoint) -> float:
@@ -101,7 +104,7 @@ def _loss(checkpoint: Checkpoint) -> float:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; a kill in between leaves no folder that counts as one."""
+    """Remove a checkpoint; after a kill in between, no remaining folder counts as one."""
     doomed = path.with_name(f".{path.name}.removed.tmp")
     path.rename(doomed)
     _delete(doomed)
@@ -110,5 +113,5 @@ def remove(path: Path) -> None:
 def _delete(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
-    else:  # not from here, but under the name of a checkpoint
+    else:  # not written by this package, but named like a checkpoint
         path.unlink()

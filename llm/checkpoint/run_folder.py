@@ -1,4 +1,4 @@
-"""The folder of a run: which run owns it, its status, its configuration."""
+"""The folder of a run: its owner, status and configuration."""
 
 import contextlib
 import errno
@@ -31,17 +31,17 @@ _FOLDERS = {
     "checkpoints": r"step_\d+(\.replaced|\.superseded)?|\.step_.*\.tmp|best|\.best\.link",
     "tensorboard": r"events\.out\.tfevents\..*",
     "stacks": r"rank_\d+\.txt",
-    "wandb": r"run\.json",  # W&B's other files are left to W&B
+    "wandb": r"run\.json",  # W&B manages its other files
     "profile": r"rank\d+\.trace\.json\.gz|profile\.txt",
 }
-"""Patterns of the names that a run writes to each of its folders."""
+"""Patterns of the file names that a run writes to each of its folders."""
 MODEL_FILES = (
     r"README\.md|(generation_)?config\.json|model(-\d+-of-\d+)?\.safetensors"
     r"|model\.safetensors\.index\.json|tokenizer(_config)?\.json|special_tokens_map\.json"
     r"|added_tokens\.json|vocab\.(json|txt)|merges\.txt|tekken\.json|(tokenizer|spiece|sentencepiece(\.bpe)?)\.model"
     r"|chat_template\.(jinja|json)|additional_chat_templates|(configuration|modeling|tokenization)_\w+\.py"
 )
-"""Pattern of the names in the export of a model and its tokenizer."""
+"""Pattern of the file names in an exported model with its tokenizer."""
 _LEFTOVERS = rf"\.({'|'.join(_FILES)}|README\.md)\.\d+\.tmp"
 
 
@@ -49,7 +49,7 @@ class RunFolder:
     """The folder that a run writes to; it need not exist yet.
 
     Attributes:
-        is_open: Whether this start writes to it. Earlier failures leave the folder unchanged.
+        is_open: Whether this start writes to it. Until then, failures leave the folder unchanged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,39 +63,41 @@ class RunFolder:
         self.log = path / "log.txt"
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
-        """Refuse a folder that is in use or cannot be written to; does not change it.
+        """Refuse a folder that is in use or not writable; does not change it.
 
         Args:
             resume: The run in the folder is resumed.
             overwrite: The run in the folder is removed.
 
         Raises:
-            ConfigError: The folder holds another run, or other files that this run would replace;
-                or as for `check_usable`.
+            ConfigError: The folder holds another run, or files that this run would replace; or as
+                for `check_usable`.
         """
-        if is_too_long(str(self.path)):  # a default one; a given one was checked before
-            raise ConfigError(f"The folder {self.path} has too long a name; give an --output_dir.")
+        if is_too_long(str(self.path)):  # a default; other paths were checked before
+            raise ConfigError(
+                f"The name of the folder {self.path} is too long; give an --output_dir."
+            )
         self.check_usable()
         trained, exported = self._own_files()
-        # A rank that hangs while the run starts leaves its stacks in a folder without a status.
+        # If a rank hangs while the run starts, it leaves stacks in a folder without a status.
         marks = [path for path in trained if path.parent != self.stacks]
         if marks + exported and not self._holds_run():
             names = [str(path.relative_to(self.path)) for path in marks + exported]
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             raise ConfigError(
-                f"--output_dir {self.path} holds no run, but files that this one would replace "
+                f"--output_dir {self.path} holds no run, but files that this run would replace "
                 f"({', '.join(names[:8])}{more}); move them away, or name another folder."
             )
         if marks and not (resume or overwrite):
             names = list(dict.fromkeys(path.relative_to(self.path).parts[0] for path in marks))
             raise ConfigError(
-                f"--output_dir {self.path} holds a run already ({', '.join(names)}): go on with "
-                "it by --resume_from_checkpoint, remove it by --overwrite_output_dir, or name "
+                f"--output_dir {self.path} holds a run already ({', '.join(names)}): continue it "
+                "with --resume_from_checkpoint, remove it with --overwrite_output_dir, or name "
                 "another folder."
             )
         if not marks and (other := run_around(self.path)) is not None:
             raise ConfigError(
-                f"--output_dir {self.path} lies within the files of the run {other}; name a folder "
+                f"--output_dir {self.path} is within the files of the run {other}; name a folder "
                 "outside of them."
             )
         folders = {path.parent for path in trained if path.parent != self.path}
@@ -103,26 +105,26 @@ class RunFolder:
         if overwrite and links:
             raise ConfigError(
                 f"{links[0]} is a link, and --overwrite_output_dir removes nothing through a link: "
-                "remove it or what it leads to, or name another --output_dir."
+                "remove the link or its target, or name another --output_dir."
             )
 
     def check_usable(self) -> None:
-        """Refuse a folder that cannot be made or written to; every rank calls it, none writes.
+        """Refuse a folder that cannot be created or written to; every rank calls it, none writes.
 
         Raises:
-            ConfigError: Says which file, link or folder is in the way.
+            ConfigError: Names the file, link or folder in the way.
         """
-        # Unlike Path.exists, os.path.exists raises nothing where access is denied.
+        # Unlike Path.exists, os.path.exists does not raise if access is denied.
         parents = (self.path, *self.path.absolute().parents)
         there = next(path for path in parents if os.path.lexists(path))
         if not os.path.exists(there):
             raise ConfigError(
-                f"--output_dir {self.path}: {there} is a link to {os.readlink(there)}, which is "
-                "not there; make that folder, or name another one."
+                f"--output_dir {self.path}: {there} is a link to {os.readlink(there)}, which does "
+                "not exist; create that folder, or name another one."
             )
         if not os.path.isdir(there):
             raise ConfigError(f"--output_dir {self.path}: {there} is a file; name a folder.")
-        # Some file systems, such as /proc, grant access and take no files; `lock` refuses them.
+        # Some file systems, such as /proc, grant access but take no files; `lock` refuses them.
         if not os.access(there, os.W_OK | os.X_OK):
             raise ConfigError(
                 f"--output_dir {self.path}: {there} cannot be written to (you lack the permission, "
@@ -148,7 +150,7 @@ class RunFolder:
             ) from error
 
     def _of_training(self) -> list[Path]:
-        """Return the files that a run has written before the export of its model."""
+        """Return the files that a run writes before it exports its model."""
         written = [self.path / name for name in _FILES]
         for name, pattern in _FOLDERS.items():
             folder = self.path / name
@@ -162,7 +164,7 @@ class RunFolder:
         """Return whether a fresh run in this folder might remove or replace an input.
 
         Args:
-            source: A file or folder; it, and everything in it, may be a link.
+            source: A file or folder; it and its contents may be links.
 
         Raises:
             ConfigError: This folder cannot be read.
@@ -180,7 +182,7 @@ class RunFolder:
         return inside or os.path.realpath(source) == os.path.realpath(self.path)
 
     def check_unfinished(self) -> None:
-        """Refuse to start a finished run without checkpoints afresh when a resume was asked for.
+        """Refuse to resume a finished run without checkpoints, which would start it again.
 
         Raises:
             ConfigError: The run is finished.
@@ -188,12 +190,12 @@ class RunFolder:
         if self._status().get("status") == "finished":
             raise ConfigError(
                 f"--resume_from_checkpoint: {self.path} holds a finished run without checkpoints, "
-                "so there is nothing to go on from; remove it by --overwrite_output_dir, or name "
-                "another folder."
+                "so there is nothing to resume from; remove it with --overwrite_output_dir, or "
+                "name another folder."
             )
 
     def _status(self) -> dict[str, object]:
-        """Return the content of `status.json`; empty if it is missing or damaged."""
+        """Return the contents of `status.json`; empty if it is missing or damaged."""
         try:
             status = json.loads((self.path / "status.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -202,9 +204,9 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the folder against other runs inside the context, or until this process ends.
+        """Lock the folder against other runs for the context, or until this process ends.
 
-        If the context ends before `open`, what the lock has added to the file system is removed.
+        If the context ends before `open`, the files and folders of the lock are removed.
 
         Raises:
             ConfigError: Another process writes to it, such as the same job started twice.
@@ -214,7 +216,7 @@ class RunFolder:
         new = [place for place in (path, *path.parents) if not os.path.lexists(place)]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # Appending keeps what another owner has written, for the message below.
+            # Appending keeps the text of another owner, for the message below.
             lock = path.open("a+", encoding="utf-8")
         except OSError as error:
             raise self._unwritable(error) from error
@@ -249,14 +251,14 @@ class RunFolder:
         return DataError(f"--output_dir {self.path} cannot be written to: {error.strerror}.")
 
     def open(self, *, overwrite: bool, config: str) -> None:
-        """Remove a former run, and write status and configuration of this one.
+        """Remove an earlier run, and write status and configuration of this one.
 
         Raises:
             DataError: It cannot be written to.
         """
         try:
             if overwrite:
-                # status.json marks the folder as a run's, even if a kill interrupts the removal.
+                # status.json marks the folder as a run, even if a kill interrupts the removal.
                 for path in self._of_training():
                     if path.name == "status.json":
                         continue
@@ -265,9 +267,9 @@ class RunFolder:
                     else:
                         path.unlink()
                 for name in _FOLDERS:
-                    with contextlib.suppress(OSError):  # absent, or it holds files of the user
+                    with contextlib.suppress(OSError):  # missing, or it contains files of the user
                         (self.path / name).rmdir()
-            for leftover in self.path.glob(".*.tmp"):  # of a process that was killed
+            for leftover in self.path.glob(".*.tmp"):  # from a killed process
                 if re.fullmatch(_LEFTOVERS, leftover.name):
                     leftover.unlink()
             self.say("running")
@@ -276,7 +278,7 @@ class RunFolder:
             raise self._unwritable(error) from error
 
     def say(self, status: Status, *, reason: str | None = None, step: int | None = None) -> None:
-        """Write `status.json`, since launchers hide exit codes; an end is an event too.
+        """Write `status.json`, because launchers hide exit codes; log an event if the run ends.
 
         Raises:
             OSError: It cannot be written.
@@ -295,7 +297,7 @@ class RunFolder:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
                 raise
-            # On a full disk, the block that holds the former status can still be written to.
+            # On a full disk, the block with the previous status can still be overwritten.
             with path.open("r+", encoding="utf-8") as file:
                 file.write(text)
                 file.truncate()
@@ -305,7 +307,7 @@ class RunFolder:
 
 
 def run_around(path: Path) -> Path | None:
-    """Return the run that keeps its checkpoints or logs in the folder of a path, or None."""
+    """Return the run with checkpoints or logs in the folder of a path, or None."""
     real = Path(os.path.realpath(path))
     for folder in (real, *real.parents):
         if folder.name in _FOLDERS and RunFolder(folder.parent)._holds_run():
@@ -314,7 +316,7 @@ def run_around(path: Path) -> Path | None:
 
 
 def _places(*paths: Path) -> set[Path]:
-    """Return paths as written, with the links in their folders followed, and with all followed."""
+    """Return paths as written, with links in their folders resolved, and fully resolved."""
     places = set()
     for path in paths:
         # Unlike Path.resolve, realpath accepts links that point to themselves.
@@ -324,7 +326,7 @@ def _places(*paths: Path) -> set[Path]:
 
 
 def differences(saved: dict[str, object], current: dict[str, object]) -> list[str]:
-    """Return a clause for each option that both have and that differs."""
+    """Return a clause for each shared option that differs."""
     return [
         f"{name} was {saved[name]!r} and is {value!r}"
         for name, value in current.items()
@@ -353,12 +355,12 @@ def check_unchanged(
     changed = differences(saved, {n: v for n, v in current.items() if n not in allowed})
     if changed and branch_from is not None:
         raise CheckpointError(
-            f"A branch of {branch_from} cannot have other settings: {'; '.join(changed)}. Leave "
+            f"A branch of {branch_from} cannot change these settings: {'; '.join(changed)}. Leave "
             "them out, or allow a change with --change_on_resume NAME."
         )
     if changed:
         raise CheckpointError(
-            f"The run cannot be resumed with other settings: {'; '.join(changed)}. Give them their "
-            "old values, allow a change with --change_on_resume NAME, or start another run in "
-            "another --output_dir."
+            f"The run cannot be resumed with other settings: {'; '.join(changed)}. Use the old "
+            "values, allow a change with --change_on_resume NAME, or start another run in another "
+            "--output_dir."
         )

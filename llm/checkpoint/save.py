@@ -1,9 +1,9 @@
-"""Saves checkpoints while training goes on; a kill at any moment leaves the older ones valid.
+"""Saves checkpoints while training continues; a kill at any moment leaves older ones valid.
 
-Training waits only while the state is copied into host memory; a GPU makes the copies during the
-gradient of the next step. A thread then writes them to a temporary folder, as safetensors through
-`torch.distributed.checkpoint`, and syncs each file; a manifest with sizes and checksums comes last.
-Then the folder is renamed and its parent synced. Only after that are old checkpoints removed.
+Training waits only while the state is copied into host memory; a GPU makes the copies while it
+computes the next gradient. A thread then writes them to a temporary folder, as safetensors through
+`torch.distributed.checkpoint`, and syncs each file; it writes a manifest with sizes and checksums
+last. Then it renames the folder and syncs its parent. Only after that it removes old checkpoints.
 """
 
 import contextlib
@@ -42,29 +42,29 @@ from llm.runtime.agreement import gather, is_shared, on_all_ranks
 from llm.runtime.files import sync_file, sync_folder
 from llm.runtime.logging import event
 
-_PAUSES = (1.0, 4.0)  # seconds before each further try of a save that failed
+_PAUSES = (1.0, 4.0)  # seconds before each retry of a failed save
 _MAX_FAILED_SAVES = 3
-"""Checkpoints in a row that may fail to be written before training stops."""
+"""Number of consecutive failed checkpoints before training stops."""
 
 logger = logging.getLogger("llm")
 
 
 class Saver:
-    """Saves the state of a run; every rank makes one and calls it at the same steps.
+    """Saves the state of a run; every rank creates a Saver and calls it at the same steps.
 
     Args:
         options: Whether to write in the background, and which checkpoints to keep.
         folder: The run's `checkpoints` folder.
-        parts: What to save, by name.
+        parts: Objects to save, by name.
         metadata: Plain values to keep in every manifest.
         rank: Rank of this process.
         world_size: Number of ranks.
-        owner_ranks: Which ranks hold a tensor; all of them unless given.
+        owner_ranks: Ranks that hold a tensor; by default all.
         copies: Files to put into every checkpoint, by their path in it; rank 0 writes them.
-        copied_first: Paths of tensors that are copied before the next step begins on the device.
+        copied_first: Paths of tensors to copy before the device begins the next step.
 
     Attributes:
-        held_up: Seconds for which the last save kept training waiting.
+        held_up: Seconds that training waited for the last save.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._buffers: dict[str, torch.Tensor] = {}
         self._under_way: HostCopies | None = None
-        # A group of its own: the thread communicates while training steps use the default one.
+        # A separate group: the thread communicates while training uses the default group.
         self._group = dist.new_group(backend="gloo") if world_size > 1 else None
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
@@ -104,13 +104,13 @@ class Saver:
 
         Args:
             step: Optimizer steps done.
-            eval_loss: The validation loss at this step, if it is known.
+            eval_loss: The validation loss at this step, if known.
 
         Raises:
             CheckpointError: Too many saves have failed in a row, or the state is not finite.
         """
         began = time.perf_counter()
-        self.finish()  # the copies below overwrite what the last save may still be writing
+        self.finish()  # the copies below overwrite buffers that the last save may still be writing
         state, plain = split_state({name: part.state_dict() for name, part in self._parts.items()})
         own, file_of = assign_writers(
             state, rank=self._rank, world_size=self._world_size, owner_ranks=self._owner_ranks
@@ -129,11 +129,11 @@ class Saver:
             self.finish()
             return
         self._thread = threading.Thread(target=self._save, args=(snapshot,), name="save")
-        self._thread.daemon = True  # a crash need not wait: a half-written folder does not count
+        self._thread.daemon = True  # on a crash, do not wait for a half-written folder
         self._thread.start()
 
     def before_update(self) -> None:
-        """Let the device finish the copies of the last save before later operations.
+        """Make later operations on the device wait for the copies of the last save.
 
         Call it in each step, between the gradient and the update. The host does not wait.
         """
@@ -142,10 +142,10 @@ class Saver:
             self._under_way = None
 
     def finish(self, *, last: bool = False) -> None:
-        """Wait for the save in the background, if there is one.
+        """Wait for the background save, if one is running.
 
         Args:
-            last: Whether training ends here, so that a failed save has no later one to replace it.
+            last: Whether training ends here, so that no later save can replace a failed one.
 
         Raises:
             CheckpointError: The state is not finite, or too many saves have failed in a row.
@@ -160,7 +160,7 @@ class Saver:
         self._failures += 1
         if last or isinstance(error, NotFiniteError) or self._failures > _MAX_FAILED_SAVES:
             raise error
-        logger.warning(f"{error} Training goes on.")
+        logger.warning(f"{error} Training continues.")
 
     def _save(self, snapshot: Snapshot) -> None:
         """Write a snapshot once its copies are complete; keep the error for `finish`."""
@@ -183,8 +183,8 @@ class Saver:
             return
         self._failures = 0
         logger.info(
-            f"Saved {self._folder / name_of(snapshot.step)} (held up {self.held_up:.2f} s, "
-            f"written in {time.perf_counter() - began:.1f} s).",
+            f"Saved {self._folder / name_of(snapshot.step)} (blocked training for "
+            f"{self.held_up:.2f} s, written in {time.perf_counter() - began:.1f} s).",
             extra=event("save", step=snapshot.step, checkpoint=name_of(snapshot.step)),
         )
 
@@ -200,20 +200,20 @@ class Saver:
         return problem
 
     def _remove_unfinished(self) -> None:
-        """Free the space of a save that failed, which a full disk needs for the status."""
+        """Free the space of a failed save, so that a full disk has room for the status."""
         if self._rank == 0:
             with contextlib.suppress(OSError):
                 clear_leftovers(self._folder)
 
     def _write(self, snapshot: Snapshot) -> str | None:
-        """Try once; return the error of any rank, or None."""
+        """Try to save once; return the error of any rank, or None."""
         final = self._folder / name_of(snapshot.step)
         temporary = self._folder / f".{final.name}.tmp"
         self._check_finite(snapshot)
         files: dict[str, Any] = {}
-        # Each of the three ends with an all-gather, which is a barrier too: no rank writes before
-        # the folder exists, rank 0 renames it only when the files of all ranks are on the disk, and
-        # no rank returns before the rename.
+        # Each of the three ends with an all-gather, which is also a barrier: no rank writes before
+        # the folder exists, rank 0 renames it only when all ranks' files are on the disk, and no
+        # rank returns before the rename.
         return (
             self._on_all_ranks(lambda: self._make_folder(temporary))
             or self._on_all_ranks(lambda: files.update(self._write_tensors(snapshot, temporary)))
@@ -226,8 +226,8 @@ class Saver:
         bad = [name for name in gather(own, group=self._group) if name is not None]
         if bad:
             raise NotFiniteError(
-                f"The state of step {snapshot.step} is not saved, since {bad[0]} is not finite; "
-                "go on from an earlier checkpoint with a lower --learning_rate."
+                f"The state of step {snapshot.step} is not saved because {bad[0]} is not finite; "
+                "resume from an earlier checkpoint with a lower --learning_rate."
             )
 
     def _make_folder(self, temporary: Path) -> None:
@@ -238,11 +238,11 @@ class Saver:
             temporary.mkdir()
 
     def _write_tensors(self, snapshot: Snapshot, temporary: Path) -> dict[str, tuple[int, str]]:
-        """Write this rank's tensors; return size and checksum of each file, once on the disk."""
+        """Write and sync this rank's tensors; return size and checksum of each file."""
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        # One rank plans for all of them, but knows the files of its own tensors only.
+        # One rank plans for all ranks, but knows only the files of its local tensors.
         file_of, written = {}, set()
         for files, names in gather(
             (snapshot.file_of, [*snapshot.copies.tensors]), group=self._group
@@ -254,7 +254,7 @@ class Saver:
         writer = HuggingFaceStorageWriter(
             str(temporary), fqn_to_index_mapping=file_of, save_distributed=True
         )
-        # The tensors are in host memory: the writer must not touch, or wait for, a device.
+        # The tensors are in host memory: the writer must not use a device or wait for it.
         writer.per_thread_copy_ahead = 0
         alone = self._group is None
         save(
@@ -292,7 +292,7 @@ class Saver:
             metadata=snapshot.metadata,
             files={name: entry for files in [*ranks, own] for name, entry in files.items()},
         )
-        # Last: a folder with a manifest is complete.
+        # Written last: a folder with a manifest is complete.
         write_manifest(checkpoint)
         commit_checkpoint(temporary, final)
         try:
@@ -303,16 +303,18 @@ class Saver:
                 keep_best=self._options.save_top_k,
             )
         except OSError as error:
-            logger.warning(f"Old checkpoints in {self._folder} stay: {error.strerror}.")
+            logger.warning(
+                f"Old checkpoints in {self._folder} could not be removed: {error.strerror}."
+            )
 
     def _on_all_ranks(self, action: Callable[[], None]) -> str | None:
-        """Run an action on every rank; return the error of the first that failed, never empty."""
+        """Run an action on every rank; return the first rank's error (never empty), or None."""
         from torch.distributed.checkpoint.api import CheckpointException
 
         def explained() -> None:
             try:
                 action()
-            except (Exception, CheckpointException) as error:  # the latter is no Exception
+            except (Exception, CheckpointException) as error:  # it is not a subclass of Exception
                 if is_shared(error):
                     raise
                 raise CheckpointError(one_line(error)) from error

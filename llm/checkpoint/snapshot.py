@@ -1,7 +1,7 @@
-"""The training state of one rank in host memory, and which of its tensors the rank writes.
+"""The training state of one rank in host memory, and the choice of tensors that it writes.
 
-A tensor that several ranks hold is written by one of them; a sharded tensor is written shard by
-shard, each shard once.
+If several ranks hold a tensor, one of them writes it; a sharded tensor is written shard by shard,
+each shard once.
 """
 
 import functools
@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor
 _FILE_BYTES = 1 << 30  # a file is assembled in memory before it is written
 _SLAB_BYTES = 1 << 30
 _ALIGNMENT = 64
-_WITH_STREAMS = {"cuda"}  # types of devices that copy while they compute
+_WITH_STREAMS = {"cuda"}  # device types that can copy while they compute
 
 OwnerRanks = Callable[[str], Sequence[int]]
 """Maps the path of a tensor to the ranks that hold it, in order."""
 
 
 class HostCopies:
-    """Copies of tensors in host memory, which a GPU may still be making.
+    """Copies of tensors in host memory; a GPU may still be copying.
 
     Call `wait_on_device` before you change the tensors, and `wait_on_host` before you read the
     copies.
@@ -33,8 +33,8 @@ class HostCopies:
 
     Args:
         tensors: As above.
-        sources: What the GPU copies, kept until `wait_on_device`. Otherwise the allocator could
-            reuse the memory of a tensor that training replaces during the copy.
+        sources: The tensors being copied, kept alive until `wait_on_device`. Otherwise, if training
+            replaces one during the copy, the allocator could reuse its memory.
         done: The event at the end of the copies; None if they are complete.
     """
 
@@ -49,7 +49,7 @@ class HostCopies:
         self._sources, self._done = sources, done
 
     def wait_on_device(self) -> None:
-        """Let the device finish the copies before later operations; the host does not wait."""
+        """Make later operations on the device wait for the copies; the host does not wait."""
         if self._sources:
             self._done.wait()  # in the stream of the caller
             self._sources = ()
@@ -57,7 +57,7 @@ class HostCopies:
     def wait_on_host(self) -> None:
         """Wait until the copies are complete."""
         if self._done is not None:
-            # A new thread uses the first GPU, and CUDA would create a context there.
+            # A new thread would use the first GPU, and CUDA would create a context there.
             torch.get_device_module(self._done.device).set_device(self._done.device)
             self._done.synchronize()
 
@@ -69,8 +69,8 @@ class Snapshot:
     Attributes:
         step: Optimizer steps done.
         copies: The tensors that this rank writes.
-        file_of: For each tensor of any rank, the number of the file among those of its writer.
-        plain: The rest, as JSON.
+        file_of: For each tensor of any rank, the number of its file on the rank that writes it.
+        plain: The rest of the state, as JSON.
         metadata: Plain values for the manifest.
     """
 
@@ -84,24 +84,24 @@ class Snapshot:
 def assign_writers(
     state: Mapping[str, torch.Tensor], *, rank: int, world_size: int, owner_ranks: OwnerRanks
 ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """Choose the tensors that this rank writes; every rank computes the same choice.
+    """Choose the tensors that this rank writes; every rank computes the same assignment.
 
     Args:
         state: All tensors that this rank holds, by path.
         rank: Rank of this process.
         world_size: Number of ranks.
-        owner_ranks: Which ranks hold a tensor that is not sharded.
+        owner_ranks: Ranks that hold a tensor that is not sharded.
 
     Returns:
-        The tensors of this rank, and for each of `state` the number of the file among those of
-        its writer.
+        The tensors of this rank, and for each tensor in `state` the number of its file on the rank
+        that writes it.
     """
     loads = [0] * world_size
     files = [_Files() for _ in range(world_size)]
     shard_files = _Files()
     own, file_of = {}, {}
-    # Tensors that most ranks hold come first: what fewer ranks know must not change their writers.
-    # Then the largest, so that the loads end up even.
+    # Tensors on the most ranks come first: tensors that fewer ranks know must not change their
+    # writers. Then the largest, for an even load.
     items = sorted(state.items(), key=lambda i: (-len(owner_ranks(i[0])), -i[1].nbytes, i))
     for path, tensor in items:
         if not isinstance(tensor, DTensor):
@@ -110,7 +110,7 @@ def assign_writers(
             loads[writer] += tensor.nbytes
             if writer == rank:
                 own[path] = tensor
-    # No rank writes a sharded tensor without elements.
+    # A sharded tensor without elements is not written.
     sharded = [(p, t) for p, t in items if isinstance(t, DTensor) and t.numel()]
     for number, (path, tensor) in enumerate(sharded):
         axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
@@ -136,7 +136,7 @@ class _Files:
 
 
 def _writes_shard(tensor: DTensor, number: int) -> bool:
-    """Return whether this rank writes its shard: its replicas alternate, tensor by tensor."""
+    """Return whether this rank writes its shard; replicas alternate tensor by tensor."""
     where = tensor.device_mesh.get_coordinate()
     assert where is not None
     for size, at, placement in zip(tensor.device_mesh.shape, where, tensor.placements, strict=True):
@@ -155,13 +155,13 @@ def copy_to_host(
 ) -> HostCopies:
     """Copy tensors, or this rank's shards of them, into host memory.
 
-    A GPU copies on a separate stream, and computes at the same time.
+    A GPU copies on a separate stream while it computes.
 
     Args:
-        tensors: What to copy, by path.
-        buffers: Memory of the last copies, which is used again; updated.
-        first: Paths of tensors that the device copies before any later operation, so that they can
-            change at once, or be freed.
+        tensors: Tensors to copy, by path.
+        buffers: Memory of the last copies, to reuse; updated.
+        first: Paths of tensors to copy before any later operation of the device, so that they may
+            change or be freed at once.
     """
     local = {
         path: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
@@ -192,21 +192,21 @@ def copy_to_host(
 def _copy_aside(
     sources: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], device: torch.device
 ) -> Any:
-    """Begin the copies once the device has computed the sources; return the event at their end."""
+    """Start the copies when the device has computed the sources; return the event at their end."""
     streams = torch.get_device_module(device)
     aside = _stream_of_copies(device)
     aside.wait_stream(streams.current_stream(device))
     with streams.stream(aside):
         for path, source in sources.items():
             buffers[path].copy_(source, non_blocking=True)
-    done = streams.Event(blocking=True)  # a thread that waits for it sleeps
+    done = streams.Event(blocking=True)  # a waiting thread sleeps
     done.record(aside)
     return done
 
 
 @functools.cache
 def _stream_of_copies(device: torch.device) -> Any:
-    """Return one stream for all saves, since the allocator keeps memory for each stream."""
+    """Return one stream for all saves, because the allocator keeps memory per stream."""
     return torch.get_device_module(device).Stream(device)
 
 
@@ -215,10 +215,10 @@ def _fits(buffer: torch.Tensor | None, tensor: torch.Tensor) -> bool:
 
 
 def _allocate(tensors: Mapping[str, torch.Tensor], *, pinned: bool) -> dict[str, torch.Tensor]:
-    """Return host memory for a copy of each tensor, pinned if a GPU copies into it.
+    """Return host memory for a copy of each tensor; pinned if a GPU copies into it.
 
-    torch rounds each pinned block up to a power of two, so tensors share slabs of such sizes. The
-    largest are placed first, each in the first slab that has room.
+    torch rounds each pinned block up to a power of two, so tensors share slabs of power-of-two
+    sizes. The largest are placed first, each in the first slab with room.
     """
     slabs: list[_Slab] = []
     for path, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
@@ -234,8 +234,8 @@ def _allocate(tensors: Mapping[str, torch.Tensor], *, pinned: bool) -> dict[str,
         memory = torch.empty(slab.used, dtype=torch.uint8, pin_memory=pinned).numpy()
         for path, offset in slab.offsets.items():
             tensor = tensors[path]
-            # By way of NumPy, so that its storage is its own: the writer copies views of a larger
-            # one. Contiguous, as in a file, whatever the strides of the tensor are.
+            # Through NumPy, so that each tensor has a separate storage: the writer would copy views
+            # of a larger one. Contiguous, as in a file, regardless of the tensor's strides.
             part = torch.from_numpy(memory[offset : offset + tensor.nbytes])
             buffers[path] = part.view(tensor.dtype).view(tensor.shape)
     return buffers
@@ -246,8 +246,8 @@ class _Slab:
     """A block of host memory that several tensors share.
 
     Attributes:
-        capacity: Its largest size in bytes.
-        used: Bytes that are taken; it is allocated with these only.
+        capacity: Maximum size in bytes.
+        used: Bytes in use; only these are allocated.
         offsets: Where each tensor begins, in bytes.
     """
 
@@ -262,5 +262,5 @@ def is_finite(tensor: torch.Tensor) -> bool:
         tensor = tensor.to_local()
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    # Unlike torch.isfinite, aminmax needs no mask of the tensor's size.
+    # Unlike torch.isfinite, aminmax does not need a mask of the tensor's size.
     return all(math.isfinite(bound) for bound in torch.aminmax(tensor))

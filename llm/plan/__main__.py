@@ -14,8 +14,8 @@ from llm.plan.options import PlanOptions, check
 from llm.trainers.gpt.presets import preset_options
 
 _HELP = (
-    "Plan a run: memory, traffic and time of a layout, without a device. The first word, if it is "
-    "no option, is the run's TOML file."
+    "Plan a run: memory, traffic and time of a layout, without a device. You can give the run's "
+    "TOML file as the first word."
 )
 
 
@@ -62,7 +62,7 @@ def _plan(options: PlanOptions) -> tuple[list[str], bool]:
     job = Job(options)
     ranked = search(job) if options.search else None
     if ranked == []:
-        raise ConfigError("No layout divides this batch, these layers and these devices.")
+        raise ConfigError("No layout can divide this batch and these layers over these devices.")
     plan = ranked[0] if ranked else estimate(job, job.layout)
     remedy = None if plan.fits else find_remedy(job, ranked)
     if options.plot is not None:

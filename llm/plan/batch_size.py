@@ -30,6 +30,6 @@ def largest_batch(options: PlanOptions) -> PlanOptions:
         except ConfigError:  # fewer micro-batches than the pipeline needs
             return True
 
-    # The next larger one does not fit, nor does any above it.
+    # The next larger size does not fit, and neither does any above it.
     fitting = bisect.bisect_left(sizes, True, key=is_too_large)
     return sized(sizes[max(0, fitting - 1)])

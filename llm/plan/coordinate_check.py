@@ -1,8 +1,8 @@
-"""The coordinate check of muP: how large activations become in the first steps, by width.
+"""The coordinate check of muP: the size of activations in the first steps, by width.
 
-After Yang et al. 2022, arXiv:2203.03466, appendix D.1: under muP the entries of an activation are
-as large in a wide model as in a narrow one, at every step. Only the logits of an untrained model
-become smaller.
+After Yang et al. 2022, arXiv:2203.03466, appendix D.1: with muP, the entries of an activation are
+equally large in wide and narrow models at every step. Only the logits of an untrained model become
+smaller.
 """
 
 import dataclasses
@@ -32,24 +32,24 @@ _SAMPLES = 4
 _LENGTH = 64
 
 Sizes = Mapping[int, Mapping[str, Sequence[float]]]
-"""By width and kind of activation: the mean absolute value before each step and after the last."""
+"""Mean absolute value before each step and after the last one, by width and kind of activation."""
 
 
 def coordinate_check(options: PlanOptions) -> list[str]:
-    """Train models of several widths with and without muP, and draw the sizes of activations.
+    """Train models of several widths with and without muP, and plot the sizes of activations.
 
     Returns:
         The lines of a table.
 
     Raises:
-        ConfigError: A model cannot be, or the picture cannot be written.
+        ConfigError: A width does not fit the model, or the picture cannot be written.
     """
     path = options.plot or "coordinate_check.png"
     render.check_plot(path)
-    base = given(options)["mup_base_width"]  # which --coordinate_check needs
+    base = given(options)["mup_base_width"]  # --coordinate_check needs it
     widths = options.widths or tuple(factor * base for factor in (1, 2, 4, 8))
     if len(widths) < 2 or sorted(set(widths)) != [*widths]:
-        raise ConfigError("--widths takes two widths or more, in rising order.")
+        raise ConfigError("--widths takes two or more widths in ascending order.")
     found = {
         title: {width: activation_sizes(_resized(options, width, mup=mup)) for width in widths}
         for title, mup in (("without --mup", False), ("with --mup", True))
@@ -59,7 +59,7 @@ def coordinate_check(options: PlanOptions) -> list[str]:
 
 
 def _resized(options: PlanOptions, width: int, *, mup: bool) -> PlanOptions:
-    """Return the options of a model of another width, with everything else unchanged."""
+    """Return the options for another width, with everything else unchanged."""
     text_config = load_config(options).get_text_config()
     heads = text_config.num_attention_heads
     if "mup_base_head_dim" not in given(options):  # the number of heads grows, not their width
@@ -88,7 +88,7 @@ def activation_sizes(options: PlanOptions) -> dict[str, list[float]]:
         options: The model, the optimizer and the seed.
 
     Returns:
-        By kind of activation: its mean absolute value before each step and after the last.
+        Mean absolute value before each step and after the last one, by kind of activation.
     """
     config = load_config(options)
     vocab_size = config.get_text_config().vocab_size
@@ -105,7 +105,7 @@ def activation_sizes(options: PlanOptions) -> dict[str, list[float]]:
     optimizer = optimizer_of(options, model, seed=0) or make_optimizer(options, model)
     for transform in transforms:
         scale_learning_rates(optimizer, model, transform.rate_factor)
-    loss = LanguageModelLoss(model, chunked=False)  # whose logits are an activation of the head
+    loss = LanguageModelLoss(model, chunked=False)  # its logits are an activation of the head
     length = min(_LENGTH, max_positions(config) or _LENGTH)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab_size, (_SAMPLES, length + 1), generator=generator)
@@ -123,7 +123,7 @@ def activation_sizes(options: PlanOptions) -> dict[str, list[float]]:
 
 
 def _observed(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the modules whose outputs are drawn: the ends, attention and MLP of the last block."""
+    """Return the modules to plot: first and last module, attention and MLP of the last block."""
     branches = {
         name: module
         for name, module in find_blocks(model)[-1].named_children()
@@ -142,7 +142,7 @@ def _recorder(sizes: list[float]) -> Callable[[nn.Module, Any, Any], None]:
 
 
 def _table(found: Mapping[str, Sizes]) -> list[str]:
-    """Return the sizes after the last step, and their growth as a power of the width."""
+    """Tabulate the sizes after the last step, and their growth as a power of the width."""
     lines = [f"mean absolute value of activations after {_STEPS} steps, by width"]
     for title, sizes in found.items():
         widths = [*sizes]
@@ -156,7 +156,7 @@ def _table(found: Mapping[str, Sizes]) -> list[str]:
 
 
 def _draw(found: Mapping[str, Sizes], path: str) -> None:
-    """Draw a panel for each kind of activation, without muP above and with it below."""
+    """Plot each kind of activation, without muP in the upper row and with it in the lower row."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

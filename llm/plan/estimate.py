@@ -20,9 +20,9 @@ class Transfer:
 
     Attributes:
         axis: The layout's axis.
-        what: What is sent.
+        what: Description of the data.
         in_node: Bytes to ranks of the same node.
-        between_nodes: Bytes to other nodes, over the ranks of a node that send them together.
+        between_nodes: Bytes to other nodes, divided by the ranks per node that share the sending.
         overlapped: Whether arithmetic can hide it.
     """
 
@@ -39,10 +39,10 @@ class Transfer:
 
 
 def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
-    """Return what the rank that sends most sends in one step.
+    """Return the transfers of the rank that sends the most bytes in one step.
 
     Collectives are counted as rings: each of n ranks sends (n - 1) / n of the whole for a gather or
-    a reduce-scatter and twice that for an all-reduce. Where a node holds several ranks of a ring,
+    a reduce-scatter, and twice as much for an all-reduce. If a node holds several ranks of a ring,
     the ring leaves the node once, and its bytes are divided among these ranks.
     """
     options, per_node = job.options, job.options.gpus_per_node
@@ -74,7 +74,7 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
         size = (micro_batches * gathers + reductions * sums + once) * (n - 1) / n
         sent.append(_ring("shard", "weights and gradients", size, n, per_node // t))
     if job.optimizer.matrices and n * t > 1:
-        # Each rank sends its shards of gradients, and later what it has computed.
+        # Each rank sends its shards of gradients, and later its updates.
         elements = layers * block + (others if options.optimizer == "soap" else 0)
         back = HALF if options.optimizer == "muon" else FP32
         size = (FP32 + back) * elements / n * (n * t - 1) / (n * t)
@@ -101,7 +101,7 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
 
 
 def _ring(axis: str, what: str, size: float, ranks: int, on_node: int) -> Transfer:
-    """Count a collective: a rank sends `size`, and a node has room for `on_node` ranks."""
+    """Count a collective: each rank sends `size` bytes, and a node holds `on_node` ranks."""
     on_node = max(1, min(ranks, on_node))
     between = 0.0 if on_node == ranks else size / on_node
     return Transfer(
@@ -119,16 +119,16 @@ class Estimate:
 
     Attributes:
         layout: The layout.
-        micro_batches: Of a step, on each rank.
-        tokens_per_step: Over all ranks.
-        memory: Of the fullest rank.
+        micro_batches: Micro-batches per step and rank.
+        tokens_per_step: Tokens per step over all ranks.
+        memory: Memory of the fullest rank.
         fits: Whether the device's memory is large enough.
-        flops_per_step: Over all ranks, with recomputation if there is any.
-        bubble: Fraction of a step that stages of the pipeline wait.
-        transfers: What a rank sends.
-        floor_seconds: Of a step at the device's peak.
-        step_seconds: Of a step at the expected efficiency.
-        tokens_per_second: Over all ranks, at that efficiency.
+        flops_per_step: FLOPs per step over all ranks, including recomputation.
+        bubble: Fraction of a step that pipeline stages wait.
+        transfers: Data that a rank sends.
+        floor_seconds: Time of a step at the device's peak.
+        step_seconds: Time of a step at the expected efficiency.
+        tokens_per_second: Tokens over all ranks at the expected efficiency.
     """
 
     layout: ParallelDims
@@ -148,9 +148,9 @@ def estimate(job: Job, layout: ParallelDims) -> Estimate:
     """Estimate a layout.
 
     Raises:
-        ConfigError: It does not divide layers, heads, samples or batch.
+        ConfigError: The layout does not divide layers, heads, samples or batch.
     """
-    batches = job.batches(layout)  # first: it refuses batches that cannot be traced
+    batches = job.batches(layout)  # called first because it refuses batches that cannot be traced
     memory, trace = peak_memory(job, layout), job.trace(layout.tensor, layout.context)
     sent = transfers(job, layout)
     bubble = bubble_fraction(
@@ -197,14 +197,14 @@ def checkpoint_bytes(job: Job) -> int:
 
 
 def search(job: Job) -> list[Estimate]:
-    """Estimate all possible layouts; those that fit come first, by speed, the others by memory."""
+    """Estimate all possible layouts: layouts that fit, by speed, then the others, by memory."""
     estimates = []
     for tensor, context in itertools.product(_divisors(job.options.gpus_per_node), (1, 2, 4, 8)):
         refused = tensor > 1 and job.options.kfac  # the trainer has no such layout
         if tensor * context > job.options.gpus_per_node or refused:
             continue
         with contextlib.suppress(ConfigError):
-            job.trace(tensor, context)  # refuses the sizes of all these layouts at once
+            job.trace(tensor, context)  # refuses sizes that are wrong for all these layouts
             for layout in _layouts(job.layout.world_size, tensor, context):
                 with contextlib.suppress(ConfigError):
                     estimates.append(estimate(job, layout))

@@ -31,7 +31,7 @@ from llm.trainers.gpt.inputs import choose_block_size, choose_layout
 from llm.trainers.gpt.seams import transforms_of
 
 USABLE = 0.95
-"""Of a GPU's memory; fragmentation takes the rest."""
+"""Usable fraction of a GPU's memory; fragmentation takes the rest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Device:
 
     Attributes:
         gib: GiB that a process can allocate.
-        tflops: Dense bf16 TFLOP/s of matrix products; of a GPU, the figure that the log's MFU uses.
+        tflops: Dense bf16 TFLOP/s of matrix products; for a GPU, as for the log's MFU.
         fp32_tflops: The same in fp32, without tf32.
         bandwidth: GB/s of its memory.
         node_link: GB/s, one way, to other devices of the node.
-        network_link: GB/s, one way, to other nodes, by the adapters of the node over its devices.
+        network_link: GB/s, one way, to other nodes: the node's adapters divided by its devices.
     """
 
     gib: float
@@ -56,17 +56,17 @@ class Device:
 
 
 DEVICES = {
-    # NVIDIA's data sheets of H100 SXM5 and H200 SXM; NVLink 4 has 900 GB/s both ways, and a
-    # DGX H100 one 400 Gbit/s adapter for each GPU.
+    # NVIDIA's data sheets of H100 SXM5 and H200 SXM. NVLink 4 has 900 GB/s in both directions
+    # together, and a DGX H100 has one 400 Gbit/s adapter per GPU.
     "h100-80gb": Device(79.1, PEAK_TFLOPS["H100"], 67, 3350, 450, 50),
     "h200-141gb": Device(139.8, PEAK_TFLOPS["H200"], 67, 4800, 450, 50),
-    # NVIDIA's data sheets of A100 SXM4; NVLink 3 has 600 GB/s both ways, and a DGX A100 one
-    # 200 Gbit/s adapter for each GPU.
+    # NVIDIA's data sheets of A100 SXM4. NVLink 3 has 600 GB/s in both directions together, and a
+    # DGX A100 has one 200 Gbit/s adapter per GPU.
     "a100-40gb": Device(39.4, PEAK_TFLOPS["A100"], 19.5, 1555, 300, 25),
     "a100-80gb": Device(79.1, PEAK_TFLOPS["A100"], 19.5, 2039, 300, 25),
     # One of the two dies of an AMD MI250X (data sheet: 383 TFLOP/s, 3.2 TB/s and 128 GB in
-    # all); in Frontier and LUMI a die reaches its neighbors over 50 GB/s links, four of
-    # which are counted, and one 200 Gbit/s adapter serves two dies.
+    # all); in Frontier and LUMI a die reaches its neighbors over 50 GB/s links (four are counted),
+    # and one 200 Gbit/s adapter serves two dies.
     "mi250x": Device(64.0, PEAK_TFLOPS["MI250X"], 47.9, 1638, 100, 12.5),
     # One of the two stacks (tiles) of an Intel Data Center GPU Max 1550 (data sheet: 839
     # TFLOP/s with XMX, 3.2 TB/s and 128 GB in all); in Aurora twelve share eight 200 Gbit/s
@@ -78,12 +78,12 @@ DEVICES = {
 
 
 class _SkippedInit(TorchFunctionMode):
-    """Skips `torch.nn.init`, which takes most of the time to make a model on the meta device."""
+    """Skips `torch.nn.init`, which takes most of the time to create a model on the meta device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function; one of `torch.nn.init` returns its tensor unchanged."""
+        """Run a function; functions of `torch.nn.init` return their tensor unchanged."""
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == nn.init.__name__:
             return kwargs.get("tensor", args[0] if args else None)
@@ -101,13 +101,14 @@ class Job:
         length: Tokens of a sample.
         layout: The layout that the options describe.
         device: The device of each rank.
-        usable: Bytes of its memory that tensors can fill.
+        usable: Bytes of its memory available to tensors.
         optimizer: Memory of the optimizer.
         trace: Trace of one micro-batch, by sizes of tensor and context parallelism.
         layers_of_ranks: Numbers of the layers on each rank, by size of pipeline parallelism.
 
     Raises:
-        ConfigError: The model cannot be loaded, or not in this shape, or not on this many ranks.
+        ConfigError: The model cannot be loaded, does not have this shape, or does not fit this
+            number of ranks.
     """
 
     def __init__(self, options: PlanOptions) -> None:
@@ -134,10 +135,11 @@ class Job:
         return job
 
     def outline(self) -> PreTrainedModel:
-        """Make the model on the meta device as the trainer makes it, without recomputation."""
+        """Create the model on the meta device as the trainer does, without recomputation."""
         options = dataclasses.replace(self.options, activation_checkpointing="none")
         if "flash" in (options.attention_implementation or ""):
-            # Its package need not be installed, and SDPA's kernel keeps the same tensors.
+            # flash_attention_2's package need not be installed, and SDPA's kernel keeps the same
+            # tensors.
             options = dataclasses.replace(options, attention_implementation=None)
         with _SkippedInit():
             return build_model(
@@ -152,7 +154,7 @@ class Job:
             )
 
     def batches(self, layout: ParallelDims) -> BatchPlan:
-        """Return the batches of the run; if the batch grows, the largest.
+        """Return the batches of the run; if the batch grows, the largest one.
 
         Raises:
             ConfigError: The layout does not divide the global batch, or its pipeline needs more
@@ -177,7 +179,7 @@ class Job:
         )
 
     def budget(self, layout: ParallelDims) -> float | None:
-        """Return the tokens of the whole run, None if the options do not say."""
+        """Return the tokens of the whole run; None if the options do not set them."""
         options = self.options
         if options.num_tokens is None and any(getattr(options, name) for name in LENGTHS):
             return float(self._plan(layout).total_samples * self.length)
@@ -188,7 +190,7 @@ class Job:
         return self._rank_model(tensor)[0]
 
     def _make_rank_model(self, tensor: int) -> tuple[ParamCounts, PreTrainedModel]:
-        """Return the parameter counts, and the model with the one block that a trace needs."""
+        """Return the parameter counts, and the model with one block, for a trace."""
         model = self.outline()
         split_model(model, tensor)
         param_counts = count_parameters(model)
@@ -237,7 +239,7 @@ class Job:
 
 
 def _device(options: PlanOptions) -> Device:
-    """Return the device of the table, with the figures that the options replace."""
+    """Return the device from the table, with figures replaced by the options."""
     peak = options.device_peak_tflops
     in_node, between = options.links or (None, None)
     given = {

@@ -1,4 +1,4 @@
-"""Memory of one rank by kind, at the moment of a step when it is highest."""
+"""Peak memory of one rank in a step, by kind."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ HALF = 2
 """Bytes of a number in half precision."""
 
 CONTEXT = GIB
-"""Bytes of a GPU that the driver, cuBLAS and NCCL take in addition to tensors."""
+"""Bytes of a GPU that the driver, cuBLAS and NCCL use in addition to tensors."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Memory:
         activations: Activations, and temporary tensors of the backward pass.
         logits: Temporary tensors of the loss.
         buffers: Buffers of the model; gathered and half-precision copies of weights; messages to
-            other ranks; on a GPU the driver.
+            other ranks; the driver on a GPU.
     """
 
     moment: str
@@ -54,7 +54,7 @@ class Memory:
 
 
 def peak_memory(job: Job, layout: ParallelDims) -> Memory:
-    """Return the memory of the rank and the moment with the highest total.
+    """Return the memory of the rank at the moment with the highest total.
 
     Raises:
         ConfigError: The layout does not divide layers, heads, samples or batch.
@@ -66,8 +66,8 @@ def peak_memory(job: Job, layout: ParallelDims) -> Memory:
 def in_flight(schedule: str, *, stage: int, stages: int, micro_batches: int, virtual: int) -> float:
     """Return the maximum number of micro-batches with activations in memory on a stage.
 
-    GPipe holds all of them; 1F1B one for each stage from here to the end; interleaved 1F1B
-    counts them by virtual stages (Narayanan et al. 2021, section 2.2).
+    GPipe holds all micro-batches. 1F1B holds one for each stage from here to the end; interleaved
+    1F1B counts virtual stages (Narayanan et al. 2021, section 2.2).
     """
     if schedule == "gpipe":
         return micro_batches
@@ -90,7 +90,7 @@ class StagePlan:
         ranks = self.ranks = layout.shard * layout.context
         self.sharded = not layout.is_replicated and (ranks > 1 or layout.replicate > 1)
         self.casts_are_gathered = self.sharded and job.options.mixed_precision in ("bf16", "fp8")
-        # Pipelines, and tied weights, have embedding and head in one group with the final norm.
+        # With pipelines or tied weights, embedding and head share one group with the final norm.
         self.has_own_ends = layout.pipeline == 1 and not self.param_counts.shares_ends
         self.head_width = HALF if self.casts_are_gathered and layout.tensor == 1 else FP32
         self.block = self.param_counts.blocks[numbers[0]]
@@ -110,8 +110,8 @@ class StagePlan:
         self.keeps_gradients_whole = (
             self.sharded and job.options.unsharded_gradients and self.micro_batches > 1
         )
-        # On a GPU the backward pass has a separate thread, where the autocast of a recomputed block
-        # is the outermost one: its end clears all copies.
+        # On a GPU the backward pass runs in a separate thread. There, the autocast of a recomputed
+        # block is the outermost one, and its end clears all copies.
         recomputes = job.options.activation_checkpointing != "none"
         recomputes_on_gpu = recomputes and job.options.device != "cpu"
         self.casts_are_held = (
@@ -129,7 +129,7 @@ class StagePlan:
         )
 
     def moments(self) -> list[Memory]:
-        """Return the memory at each moment that can be the highest."""
+        """Return the memory at each moment that may be the peak."""
         trace, param_counts = self.trace, self.param_counts
         block = FP32 * num_elements(p for p in self.block if p.requires_grad)
         head = FP32 * num_elements(p for p in param_counts.head if p.requires_grad) * self.is_last
@@ -202,9 +202,9 @@ class StagePlan:
             name: Name of the moment.
             activations: Bytes.
             fresh: Bytes of this micro-batch's gradients that are not reduced yet.
-            logits: Bytes; by default those that stay from step to step.
+            logits: Bytes; by default the bytes that stay from step to step.
             done: Whether all gradients exist, even without accumulation or buckets.
-            stepping: Whether it is in the optimizer's step.
+            stepping: Whether the moment is in the optimizer's step.
             with_head: Whether the output head is gathered, even without accumulation.
         """
         optimizer, trained = self.job.optimizer, self.trained
@@ -218,7 +218,7 @@ class StagePlan:
         if self.sharded:
             ranks = self.layout.shard * self.layout.context * self.layout.tensor
             if stepping and optimizer.matrices and ranks > 1:
-                # Of gradients and of updates: one bucket that is computed, two that are sent.
+                # Buckets of gradients and of updates: one is computed while two are sent.
                 buffers += int(6 * FP32 * min(BUCKET, self.own))
             buffers += fresh
             if not stepping:
@@ -242,7 +242,7 @@ class StagePlan:
         )
 
     def _kfac(self, *, stepping: bool) -> int:
-        """Return the bytes of K-FAC; only the owner of a sharded layer has its state."""
+        """Return the bytes of K-FAC; only the owner of a sharded layer keeps its state."""
         optimizer, layout = self.job.optimizer, self.layout
         passing = optimizer.kfac_step if stepping else optimizer.kfac_recording
         if layout.is_replicated:
@@ -255,7 +255,8 @@ class StagePlan:
         """Return the bytes of gathered weights (this layer and the next) and of reduced gradients.
 
         Weights outside of blocks stay gathered from the forward to the end of the backward pass.
-        Embedding and head of their own groups are freed after their use in the last micro-batch.
+        Embedding and head are freed after their use in the last micro-batch if they have separate
+        groups.
         """
         width = HALF if self.casts_are_gathered else FP32
         block, others, size = num_elements(self.block), self.others, 0

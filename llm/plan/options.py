@@ -10,7 +10,7 @@ from llm.trainers.gpt.rules import check_planned
 
 @option_group("Plan")
 class PlanOptions(GPTConfig):
-    """The run to plan: any option of the trainer, and the devices it is planned for."""
+    """The run to plan: all options of the trainer, and the devices."""
 
     COMMON: ClassVar[tuple[str, ...]] = (
         *("nodes", "gpus_per_node", "device", "memory_gib", "efficiency", "num_tokens"),
@@ -22,22 +22,22 @@ class PlanOptions(GPTConfig):
     )
 
     nodes: int = option(1, "Nodes.", at_least=1)
-    gpus_per_node: int = option(8, "Devices of a node, one for each rank.", at_least=1)
+    gpus_per_node: int = option(8, "Devices per node; each holds one rank.", at_least=1)
     device: Literal["h100-80gb", "h200-141gb", "a100-40gb", "a100-80gb", "mi250x", "pvc", "cpu"] = (
         option("h100-80gb", "The device that holds a rank.")
     )
     memory_gib: float | None = option(
-        None, "Memory of a device in GiB, in place of the table's.", above=0, at_most=1_000_000
+        None, "Memory of a device in GiB; by default from the table.", above=0, at_most=1_000_000
     )
     links: tuple[float, ...] = option(
         (),
-        "GB/s that one device sends, in the node and between nodes, in place of the table's, such "
-        "as 450 50.",
+        "GB/s that one device sends within the node and between nodes, such as 450 50; by default "
+        "from the table.",
         above=0,
     )
     efficiency: float = option(
         0.5,
-        "Fraction of the device's peak that matrix products are expected to reach.",
+        "Expected fraction of the device's peak for matrix products.",
         above=0,
         at_most=1,
     )
@@ -48,19 +48,20 @@ class PlanOptions(GPTConfig):
         above=0,
     )
     disk_gbps: float = option(
-        10.0, "GB/s of all ranks together when they write a checkpoint.", above=0
+        10.0, "Total GB/s of all ranks when they write a checkpoint.", above=0
     )
     search: bool = option(False, "Rank all layouts of these devices.")
-    top: int = option(10, "Layouts that --search shows.", at_least=1, requires=("search",))
+    top: int = option(
+        10, "Number of layouts that --search shows.", at_least=1, requires=("search",)
+    )
     json: bool = option(False, "Print JSON for scripts.")
     plot: str | None = option(
-        None, "Draw the memory by kind into this PNG, PDF or SVG file.", path=True
+        None, "Plot the memory by kind into this PNG, PDF or SVG file.", path=True
     )
     coordinate_check: bool = option(
         False,
         "Instead of planning, train models of several widths for some steps, with and without mup, "
-        "and draw how large their activations become, into coordinate_check.png unless plot names "
-        "another file.",
+        "and plot the sizes of their activations into coordinate_check.png, or the file in plot.",
         requires=("mup",),
     )
     widths: tuple[int, ...] = option(
@@ -75,7 +76,7 @@ def check(options: PlanOptions) -> None:
     """Refuse options that cannot be planned.
 
     Raises:
-        ConfigError: All problems in one message, a sentence each.
+        ConfigError: One message with a sentence for each fault.
     """
     problems = check_planned(options)
     if options.data_parallel != "allreduce":

@@ -1,4 +1,4 @@
-"""The model and the optimizer of one rank: shapes under tensor parallelism, parameters, state."""
+"""The model and the optimizer of one rank: tensor-parallel shapes, parameters, state."""
 
 import contextlib
 import dataclasses
@@ -34,11 +34,11 @@ def split_model(model: PreTrainedModel, tensor: int) -> None:
     """Give the modules of a model on the meta device the shapes of the fullest rank.
 
     Args:
-        model: Changed in place, by the table that the trainer divides it by.
+        model: Changed in place, by the trainer's table of divisions.
         tensor: Size of tensor parallelism.
 
     Raises:
-        ConfigError: The trainer does not divide this model, or not over this many ranks.
+        ConfigError: The trainer cannot divide this model, or not over this number of ranks.
     """
     if tensor == 1:
         return
@@ -76,10 +76,10 @@ class ParamCounts:
 
     Attributes:
         blocks: Parameters of each block.
-        others: Parameters outside of blocks; a tied one once.
-        embedding: Parameters of the input embedding, which are in `others` too.
-        head: Parameters of the output head, which are in `others` too.
-        is_tied: Whether the output head has no parameters but the embedding's.
+        others: Parameters outside of blocks; tied parameters count once.
+        embedding: Parameters of the input embedding; `others` includes them.
+        head: Parameters of the output head; `others` includes them.
+        is_tied: Whether all parameters of the output head belong to the embedding.
         buffers: Bytes of buffers.
     """
 
@@ -102,7 +102,7 @@ class ParamCounts:
 
 
 def count_parameters(model: PreTrainedModel) -> ParamCounts:
-    """List the parameters of a model, which may be on the meta device."""
+    """Count the parameters of a model, which may be on the meta device."""
     blocks = [list(block.parameters()) for block in find_blocks(model)]
     inside = set(itertools.chain(*blocks))
     output = model.get_output_embeddings()
@@ -124,10 +124,10 @@ def num_elements(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def shard_sizes(parameters: Iterable[nn.Parameter], ranks: int) -> tuple[int, int]:
-    """Return the elements on rank 0, if ranks divide rows as `fully_shard` does.
+    """Return the elements on rank 0 if ranks divide rows like `fully_shard`.
 
     Returns:
-        Elements of all parameters, and of those that are trained.
+        Elements of all parameters, and of the trained ones.
     """
     own = trained = 0
     for parameter in parameters:
@@ -144,11 +144,11 @@ class OptimizerMemory:
 
     Attributes:
         per_element: Bytes of optimizer state for each trained element.
-        kfac: Bytes of K-FAC's factors and bases on one rank that holds the whole model.
+        kfac: Bytes of K-FAC's factors and bases on a rank with the whole model.
         kfac_whole: The same over all ranks, each once.
         matrices: Whether the optimizer needs whole matrices.
-        kfac_recording: Bytes that K-FAC takes in a step that captures statistics.
-        kfac_step: Bytes that K-FAC takes in the optimizer's step.
+        kfac_recording: Bytes that K-FAC needs in a step that captures statistics.
+        kfac_step: Bytes that K-FAC needs in the optimizer's step.
     """
 
     per_element: float
@@ -160,9 +160,9 @@ class OptimizerMemory:
 
 
 def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerMemory:
-    """Make the optimizer on the meta device as the trainer does, and count its state.
+    """Create the optimizer on the meta device as the trainer does, and count its state.
 
-    What extensions keep of each parameter counts as such too.
+    State that extensions keep for each parameter counts too.
     """
     kept = sum(each.bytes_per_parameter(given) for each, given in extensions_of(options))
     if not options.kfac:

@@ -1,4 +1,4 @@
-"""The cheapest change that makes a run fit, in the order of the guide on parallelism."""
+"""Find the cheapest change that makes a run fit, in the order of the guide on parallelism."""
 
 import bisect
 from typing import Any
@@ -15,18 +15,18 @@ _SIZES = {
     "pipeline_parallel_size": "pipeline",
     "context_parallel_size": "context",
 }
-"""Options of the layout and their axes, the first choice first."""
+"""Options of the layout and their axes, in order of preference."""
 
 
 def find_remedy(job: Job, ranked: list[Estimate] | None) -> dict[str, Any] | None:
     """Return the options to change so that a run fits; None if nothing helps.
 
-    A smaller micro-batch of the same global batch comes first, then recomputation, then shards,
-    tensor, pipeline and context parallelism.
+    It tries a smaller micro-batch with the same global batch first, then recomputation, then
+    shards, tensor, pipeline and context parallelism.
 
     Args:
         job: A run that does not fit.
-        ranked: The result of `search` for it, if there is one.
+        ranked: The result of `search` for it, or None.
     """
     options, smallest = job.options, _micro_batch(job.options, 1)
     full = {"activation_checkpointing": "full"}
@@ -36,7 +36,7 @@ def find_remedy(job: Job, ranked: list[Estimate] | None) -> dict[str, Any] | Non
         resized = _largest_micro_batch(job, changes)
         if resized is not None:
             return {**resized, **changes}
-    # What does not fit with the least activations does not fit with more of them.
+    # If a layout does not fit with the fewest activations, it never fits.
     frugal = job.with_micro_batch({**smallest, **full})
     if not any(one.fits for one in search(frugal)):
         return None
@@ -51,7 +51,7 @@ def find_remedy(job: Job, ranked: list[Estimate] | None) -> dict[str, Any] | Non
             if best is None or cost < best[0]:
                 best = cost, {**changes, **_layout_options(one.layout, options)}
         if best is not None and not any(best[0][:3]):
-            break  # shards are enough
+            break  # sharding is enough
     return None if best is None else best[1]
 
 
@@ -83,10 +83,10 @@ def _micro_batch(options: PlanOptions, size: int) -> dict[str, Any]:
 
 
 def _cost(one: Estimate, layout: ParallelDims, setting: int) -> tuple[float, ...]:
-    """Return what a layout costs next to another: first its context parallelism, last its time."""
+    """Return a sort key for the cost of a layout: first its context parallelism, last its time."""
 
     def distance(axis: str) -> int:
-        """Count how often a size is doubled or halved, roughly."""
+        """Count roughly how often a size is doubled or halved."""
         size: int = getattr(one.layout, axis)
         before: int = getattr(layout, axis)
         return abs(size.bit_length() - before.bit_length()) + (size != before)

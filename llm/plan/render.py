@@ -23,7 +23,7 @@ def text(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> list[str
     Args:
         job: The run.
         plan: Estimate of the layout.
-        remedy: Options that make it fit; None if it fits already, or nothing helps.
+        remedy: Options that make it fit; None if it already fits, or nothing helps.
     """
     options, layout = job.options, plan.layout
     samples = plan.tokens_per_step // job.length
@@ -63,14 +63,14 @@ def table(job: Job, estimates: list[Estimate]) -> list[str]:
     return [
         *lines,
         f"{fitting} of {len(estimates)} layouts fit into {_gib(job.usable)} of "
-        f"{job.options.device}; tokens a second at {job.options.efficiency:.0%} of its peak.",
+        f"{job.options.device}; tokens per second at {job.options.efficiency:.0%} of its peak.",
     ]
 
 
 def to_json(
     job: Job, plan: Estimate, remedy: Mapping[str, Any] | None, estimates: list[Estimate] | None
 ) -> dict[str, Any]:
-    """Return all numbers in bytes, seconds and FLOPs; arguments as of `text` and `table`."""
+    """Return all numbers in bytes, seconds and FLOPs; for the arguments see `text` and `table`."""
     options, days, checkpoint = job.options, _days(job, plan), checkpoint_bytes(job)
     values = {
         "model": _name(job),
@@ -107,7 +107,7 @@ def _name(job: Job) -> str:
 
 
 def _days(job: Job, plan: Estimate) -> float | None:
-    """Return the days of the whole run, None if its tokens are not known."""
+    """Return the days of the whole run; None if its tokens are unknown."""
     budget = job.budget(plan.layout)
     return None if budget is None else budget / plan.tokens_per_second / _DAY
 
@@ -135,7 +135,7 @@ def _verdict(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> str:
     if remedy is None:
         return (
             f"It does not fit, by {_gib(-left)}, and neither a smaller micro-batch, recomputation "
-            "nor another layout of these devices helps: take more of them."
+            "nor another layout of these devices helps: use more devices."
         )
     words = " ".join(f"--{name} {value}" for name, value in remedy.items())
     return f"It does not fit, by {_gib(-left)}. It fits with {words}."
@@ -156,7 +156,8 @@ def _time_lines(job: Job, plan: Estimate) -> list[str]:
     node_hours = 0.0 if days is None else days * 24 * job.options.nodes
     digits = 0 if node_hours >= 10 else 2
     return [
-        f"{plan.flops_per_step:.4g} FLOPs a step; the pipeline's bubble is {plan.bubble:.1%} of it",
+        f"{plan.flops_per_step:.4g} FLOPs per step; the pipeline's bubble is {plan.bubble:.1%} of "
+        "it",
         f"a step takes {plan.floor_seconds:.3g} s at least, and {plan.step_seconds:.3g} s at "
         f"{job.options.efficiency:.0%} of the device's peak: {per_second:,.0f} tokens/s, "
         f"{per_second * _DAY / 1e9:,.2f} billion a day",
@@ -180,7 +181,7 @@ def check_plot(path: str) -> None:
     """Refuse a plot that cannot be drawn.
 
     Raises:
-        ConfigError: matplotlib is missing, or the file has another suffix than those it writes.
+        ConfigError: matplotlib is missing, or it cannot write files with this suffix.
     """
     if Path(path).suffix.lower() not in (".png", ".pdf", ".svg"):
         raise ConfigError(f"--plot {path} must end in .png, .pdf or .svg.")
@@ -193,11 +194,11 @@ def check_plot(path: str) -> None:
 
 
 def draw(estimates: Sequence[Estimate], *, limit: int, path: str) -> None:
-    """Draw the memory by kind of each layout as a bar, and the device's memory as a line.
+    """Plot each layout's memory by kind as a bar, and the device's memory as a line.
 
     Args:
         estimates: Layouts.
-        limit: Bytes of the device that tensors can fill.
+        limit: Bytes of the device available to tensors.
         path: File to write.
 
     Raises:

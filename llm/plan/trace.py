@@ -1,7 +1,7 @@
 """Memory and arithmetic of a micro-batch, measured by running one block on fake tensors.
 
-The model is the trainer's own with all but one of its blocks removed. Its weights are fake tensors,
-which have shapes and no memory. `MemoryMeter` counts what forward and backward pass allocate.
+The model is the trainer's model with one block left. Its weights are fake tensors, which have
+shapes but no memory. `MemoryMeter` counts the allocations of the forward and backward pass.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class Level(NamedTuple):
     Attributes:
         live: Allocated at the end.
         peak: Most bytes allocated at once.
-        casts: Of `live`, copies of weights in another precision.
+        casts: The part of `live` that are copies of weights in another precision.
     """
 
     live: int
@@ -41,10 +41,10 @@ class Level(NamedTuple):
 
 
 class MemoryMeter(TorchDispatchMode):
-    """A mode that counts the storages of tensors that operations return, until they are freed.
+    """A mode that counts the storages of tensors returned by operations, until they are freed.
 
     Args:
-        known: Tensors that exist already, such as weights and inputs; they do not count.
+        known: Existing tensors, such as weights and inputs; they do not count.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
@@ -57,7 +57,7 @@ class MemoryMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation and count what it returns."""
+        """Run an operation and count its results."""
         result = func(*args, **(kwargs or {}))
         is_cast = func is torch.ops.aten._to_copy.default
         is_cast = is_cast and args[0].untyped_storage()._cdata in self._known
@@ -95,20 +95,20 @@ class Trace:
     """One micro-batch on one rank: bytes, and FLOPs of matrix products.
 
     Attributes:
-        inputs: Bytes that the layers before the blocks keep.
-        block: Bytes that a block keeps until its backward pass, its output included.
-        block_casts: Of `block`, copies of weights in half precision, which autocast caches until
-            the forward pass ends.
-        casts_left: Of `block_casts`, bytes that the backward pass needs still.
+        inputs: Bytes kept by the layers before the blocks.
+        block: Bytes that a block keeps until its backward pass, including its output.
+        block_casts: The part of `block` for half-precision copies of weights, which autocast caches
+            until the forward pass ends.
+        casts_left: The part of `block_casts` that the backward pass still needs.
         block_forward_extra: Temporary bytes of a block's forward pass.
-        loss_extra: Peak of final norm and loss, forward and backward, above the level that the
-            last block left.
-        loss_left: Of `loss_extra`, bytes that remain when the last block's backward pass begins,
+        loss_extra: Peak of final norm and loss, forward and backward, above the level after the
+            last block.
+        loss_left: The part of `loss_extra` that remains when the last block's backward pass begins,
             without the gradients of weights.
-        loss_kept: Of `loss_left`, bytes that stay for the next step, on a CPU.
+        loss_kept: The part of `loss_left` that stays for the next step, on a CPU.
         block_backward_extra: Peak of a block's backward pass above its beginning, with the
             gradients of its weights.
-        block_flops: Forward and backward of a block, with recomputation if there is any.
+        block_flops: Forward and backward of a block, including recomputation.
         loss_flops: Forward and backward of output head and loss.
         hidden: Bytes of the hidden states between two blocks.
         width: Width of the hidden states.
@@ -150,7 +150,7 @@ def trace(
         tensor: Size of tensor parallelism; the shapes are already divided by it.
         context: Size of context parallelism.
     """
-    on_host = options.device == "cpu"  # dropout and attention keep more there
+    on_host = options.device == "cpu"  # dropout and attention keep more on a CPU
     if not on_host:
         _use_accelerator_kernels(model)
     # Activations of fp8 count as bf16's.
@@ -174,8 +174,8 @@ def trace(
                 objective, _ = loss(ids, labels)
             marks.mark("loss")
             objective.backward()
-            del objective  # its graph holds what checkpointing has recomputed
-            for _ in range(10):  # in cycles, the last of which take several rounds
+            del objective  # its graph holds the tensors that checkpointing has recomputed
+            for _ in range(10):  # in cycles, which may take several rounds to free
                 if not gc.collect():
                     break
             marks.mark("end")
@@ -224,10 +224,10 @@ class _Marks:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        # Python collects the graph's cycles at unpredictable times, which would change the numbers.
+        # Python would collect the graph's cycles at unpredictable times and change the numbers.
         was_enabled = gc.isenabled()
         gc.disable()
-        gc.freeze()  # later collections skip the objects that exist already
+        gc.freeze()  # later collections skip existing objects
         try:
             with self._counter, self._meter:
                 yield
@@ -256,8 +256,8 @@ class _Marks:
 
 
 _ATTENTION_FLOPS = {
-    # Missing in torch's own table. Products are counted in full, as if attention were not causal;
-    # the scores that the backward kernel recomputes are not counted.
+    # torch's table lacks these. Products are counted in full, as if attention were not causal; the
+    # scores recomputed by the backward kernel are not counted.
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
         lambda query, key, value, *args, out_shape=None, **kwargs: sdpa_flop_count(
             query, key, value
@@ -272,7 +272,7 @@ _ATTENTION_FLOPS = {
 
 
 class _MaskedDropout(nn.Dropout):
-    """A dropout that keeps its mask in a byte for each element, as on a GPU."""
+    """A dropout that keeps its mask in one byte per element, as on a GPU."""
 
     def forward(self, input: Tensor) -> Tensor:
         kept: Tensor = torch.native_dropout(input, self.p, self.training)[0]
@@ -280,12 +280,12 @@ class _MaskedDropout(nn.Dropout):
 
 
 def _use_accelerator_kernels(model: PreTrainedModel) -> None:
-    """Let the model keep the tensors of a GPU: no attention scores, small dropout masks."""
+    """Let the model keep the same tensors as on a GPU: no attention scores, small dropout masks."""
     for module in model.modules():
         if type(module) is nn.Dropout:
             module.__class__ = _MaskedDropout
         if type(getattr(module, "attention_dropout", None)) is float:
-            module.attention_dropout = 0.0  # drawn inside the kernel, which keeps no scores
+            module.attention_dropout = 0.0  # the kernel draws the mask and keeps no scores
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and "attn_dropout" in name:
             module.p = 0.0

@@ -199,7 +199,7 @@ def test_an_error_of_one_rank_is_reported_by_all_and_survived(tmp_path):
             "No space left on device; trying again in 0 seconds.",
             "raised: The checkpoint of step 5 could not be written to ",
             "raised: The checkpoint of step 6 could not be written to ",
-            "raised: The state of step 7 is not saved, since part/layer.7 is not finite",
+            "raised: The state of step 7 is not saved because part/layer.7 is not finite",
         ]
         assert len(said) == len(expected)
         assert all(line.startswith(start) for line, start in zip(said, expected, strict=True))

@@ -91,7 +91,7 @@ def test_200_kinds_of_damage_are_detected_before_a_tensor_is_read(tmp_path, monk
             (bad / name).write_bytes(after)
         caplog.clear()
         found = newest_valid(tmp_path)
-        if found is None or found.step != 1 or f"passed over. {bad}" not in caplog.text:
+        if found is None or found.step != 1 or f"Skipping a checkpoint: {bad}" not in caplog.text:
             silent.append((name, harm))
         (bad / name).write_bytes(content)
 
@@ -122,7 +122,7 @@ def test_a_valid_checkpoint_named_after_another_step_is_skipped(tmp_path):
     save(tmp_path, 2).rename(tmp_path / "step_00000003")
 
     assert newest_valid(tmp_path).step == 1
-    with pytest.raises(CheckpointError, match="its manifest is that of step 2"):
+    with pytest.raises(CheckpointError, match="its manifest belongs to step 2"):
         read_valid(tmp_path / "step_00000003")
 
 

@@ -40,7 +40,7 @@ def test_files_not_written_by_a_run_are_never_replaced(tmp_path, name, how):
     (tmp_path / name).write_text("mine")
     with pytest.raises(ConfigError) as caught:
         RunFolder(tmp_path).check(**{"resume": False, "overwrite": False, **how})
-    assert f"holds no run, but files that this one would replace ({name})" in str(caught.value)
+    assert f"holds no run, but files that this run would replace ({name})" in str(caught.value)
 
 
 @pytest.mark.parametrize("how", [{}, {"overwrite": True}, {"resume": True}])
@@ -73,7 +73,7 @@ def test_a_folder_with_moved_checkpoints_counts_as_a_run(tmp_path):
 
 
 def test_a_default_folder_name_that_is_too_long_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="has too long a name; give an --output_dir"):
+    with pytest.raises(ConfigError, match="is too long; give an --output_dir"):
         RunFolder(tmp_path / ("a" * 300)).check(resume=False, overwrite=False)
 
 
@@ -271,7 +271,7 @@ def test_a_branch_with_changed_settings_is_told_what_a_branch_can_do():
     with pytest.raises(CheckpointError) as caught:
         check_unchanged({"seed": 1}, {"seed": 2}, allowed=(), branch_from=parent)
     assert str(caught.value) == (
-        "A branch of runs/a/checkpoints/step_00000004 cannot have other settings: seed was 1 and "
+        "A branch of runs/a/checkpoints/step_00000004 cannot change these settings: seed was 1 and "
         "is 2. Leave them out, or allow a change with --change_on_resume NAME."
     )
 
@@ -286,7 +286,7 @@ def test_a_run_does_not_begin_within_the_files_of_another(tmp_path, name):
         with pytest.raises(ConfigError) as caught:
             RunFolder(tmp_path / "other" / name).check(resume=resume, overwrite=False)
         assert str(caught.value) == (
-            f"--output_dir {tmp_path / 'other' / name} lies within the files of the run "
+            f"--output_dir {tmp_path / 'other' / name} is within the files of the run "
             f"{tmp_path / 'other'}; name a folder outside of them."
         )
     RunFolder(tmp_path / "other" / "beside").check(resume=False, overwrite=False)

@@ -291,7 +291,7 @@ def test_a_failed_save_is_reported_and_training_continues(
     said = caplog.records[-1].getMessage()
     assert said.startswith("The checkpoint of step 2 could not be written to")
     assert "(No space left on device); earlier checkpoints are untouched." in said
-    assert said.endswith("Training goes on.")
+    assert said.endswith("Training continues.")
     assert newest_valid(tmp_path).step == 1
     assert os.listdir(tmp_path) == ["step_00000001"]  # nothing takes up the disk's last space
 
@@ -348,7 +348,7 @@ def test_a_state_that_is_not_finite_is_never_written(tmp_path, bad, dtype):
     part = Part({"weight": torch.zeros(5, dtype=dtype), "empty": torch.empty(0)})
     part.state["weight"][3] = bad
 
-    with pytest.raises(NotFiniteError, match="step 2 is not saved, since part/weight is not fin"):
+    with pytest.raises(NotFiniteError, match="step 2 is not saved because part/weight is not fin"):
         saver_of(tmp_path, part).save(step=2, eval_loss=None)
     assert os.listdir(tmp_path) == ["step_00000001"]
 

@@ -290,6 +290,6 @@ def test_a_model_that_lies_in_the_folder_is_left_as_it_is(bench, twice, how):
     run = bench.train("exported", **how)
 
     assert run.codes == [2]
-    assert "holds no run, but files that this one would replace" in run.output
+    assert "holds no run, but files that this run would replace" in run.output
     assert "(README.md, config.json, model.safetensors)" in run.output
     assert {path.read_text() for path in folder.iterdir()} == {"mine"}

@@ -134,12 +134,12 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
             {"vocab_file": "v", "merges_file": "m", "tokenizer_name": "gpt2"},
             ["two tokenizers"],
         ),
-        ({"max_train_steps": 1, "max_train_samples": 1}, ["exclude each other"]),
+        ({"max_train_steps": 1, "max_train_samples": 1}, ["each set the length of the run"]),
         (
             {"max_train_tokens": Tokens("20B"), "tokens_per_parameter": 20.0},
             [
-                "--max_train_tokens and --tokens_per_parameter each set the length of the run; give "
-                "only one."
+                "--max_train_tokens and --tokens_per_parameter each set the length of the run; "
+                "give only one."
             ],
         ),
         ({"num_warmup_steps": 1, "num_warmup_samples": 1}, ["exclude each other"]),
@@ -153,7 +153,7 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
         ),
         (
             {"checkpointing_steps": "epoch", "checkpointing_tokens": Tokens("1K")},
-            ["--checkpointing_steps and --checkpointing_tokens exclude each other"],
+            ["--checkpointing_steps and --checkpointing_tokens cannot be combined"],
         ),
         (
             {"eval_steps": 1, "eval_tokens": Tokens("1K")},
@@ -174,7 +174,7 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
         ({"train_file": "a\udcff", "dataset_name": None}, ["--train_file 'a\\udcff' is not UTF-8"]),
         (
             {"save_top_k": 3},
-            ["needs --checkpointing_steps (or its form in tokens) or --checkpointing_minutes;"],
+            ["needs --checkpointing_steps, --checkpointing_tokens or --checkpointing_minutes;"],
         ),
         ({"keep_checkpoints": 3}, ["--checkpointing_steps"]),
         ({"report_to": ("none", "wandb")}, ["none stands alone"]),

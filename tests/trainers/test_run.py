@@ -306,7 +306,7 @@ def test_a_failed_run_gives_its_reason_in_one_sentence_and_in_its_status(bench):
     )
     assert run.codes == [2]
     assert "The checkpoint of step 2 could not be written" in run.output
-    assert "Training goes on." in run.output
+    assert "Training continues." in run.output
     assert "error: The checkpoint of step 4 could not be written" in run.output
     status = run.read_json("status.json")
     assert status["status"] == "failed"

@@ -64,7 +64,7 @@ def test_the_picture_lies_in_the_working_folder_unless_it_is_named(tmp_path, mon
     [
         (["--model_size", "124M", "--coordinate_check"], "--coordinate_check needs --mup"),
         ([*SMALL, "--widths", "32", "64"], "--widths needs --coordinate_check"),
-        ([*SMALL, "--coordinate_check", "--widths", "64"], "--widths takes two widths or more"),
+        ([*SMALL, "--coordinate_check", "--widths", "64"], "--widths takes two or more widths"),
         ([*SMALL, "--coordinate_check", "--widths", "32", "40"], "width 40 cannot be divided"),
         ([*SMALL, "--coordinate_check", "--plot", "x.jpg"], "must end in .png, .pdf or .svg"),
         ([*SMALL, "--coordinate_check", "--model_type", "opt"], "this model is opt"),
