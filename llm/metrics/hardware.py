@@ -42,10 +42,10 @@ PEAK_TFLOPS = {
     "GPU Max 1550": 419.0,
 }
 """Dense bf16 or fp16 TFLOP/s of one device, from the makers' data sheets, without sparsity and with
-sums in fp32. A device is what torch counts as one: a die of an MI250X, a tile of a GPU Max."""
+sums in fp32. Devices are counted like in torch: a die of an MI250X, a tile of a GPU Max."""
 
 _SIZES = (512, 1024, 2048)
-_ACCELERATOR_SIZES = (2048, 4096, 8192)  # smaller products would time the launch of a kernel
+_ACCELERATOR_SIZES = (2048, 4096, 8192)  # smaller products would measure kernel launches
 _SECONDS = 0.1
 _MOST_SECONDS = 0.5
 
@@ -57,7 +57,7 @@ def peak_flops(device_name: str) -> float | None:
     names = [
         name
         for name in PEAK_TFLOPS
-        # As a whole word: an A4000 is not an A40.
+        # Match whole words: an A4000 is not an A40.
         if re.search(rf"(?<![a-z0-9]){name}(?![a-z0-9])", device_name, re.IGNORECASE)
     ]
     return PEAK_TFLOPS[max(names, key=len)] * 1e12 if names else None
@@ -87,14 +87,14 @@ def device_peak_flops(device: torch.device, mixed_precision: str) -> float:
 def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the best FLOP/s of square matrix products, each size repeated for 0.1 s.
 
-    The sizes grow as long as larger products are faster and take less than 0.5 s. Other programs
-    slow the products down, so the result is a lower bound of the peak.
+    The sizes grow while larger products are faster and take less than 0.5 s. Other programs slow
+    the products down, so the result is a lower bound.
     """
     best = 0.0
     for size in _SIZES if device.type == "cpu" else _ACCELERATOR_SIZES:
         if best and 2.0 * size**3 / best > _MOST_SECONDS:
             break
-        # Allocated as one block, which the C library returns to the system when it is freed.
+        # One block, so that the C library returns it to the system when it is freed.
         one, other, product = torch.ones(3, size, size, device=device, dtype=dtype)
         smaller = best
         began = now = time.perf_counter()
@@ -116,7 +116,7 @@ def _wait(device: torch.device) -> None:
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Return the bytes of a device, or of the machine for its CPU; None if unknown."""
+    """Return the bytes of a device, or of the machine for a CPU; None if unknown."""
     if device.type == "cpu":
         try:
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -130,7 +130,7 @@ def device_memory(device: torch.device) -> int | None:
 
 
 def host_memory(root: Path = Path("/")) -> int | None:
-    """Return the bytes of host memory that the control groups of this process leave it.
+    """Return the bytes of host memory that this process's control groups allow.
 
     Args:
         root: The folder with `proc` and `sys`.
@@ -139,7 +139,7 @@ def host_memory(root: Path = Path("/")) -> int | None:
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)
-            if controllers not in ("", "memory"):  # of version 2 there is one line without names
+            if controllers not in ("", "memory"):  # version 2 has one line without names
                 continue
             folder = root / "sys/fs/cgroup" / controllers
             name = "memory.limit_in_bytes" if controllers else "memory.max"
@@ -151,9 +151,9 @@ def host_memory(root: Path = Path("/")) -> int | None:
 
 
 def memory_in_use(device: torch.device) -> int | None:
-    """Return the bytes that this process uses, or None where the system does not report them.
+    """Return the bytes that this process uses; None if the system does not report them.
 
-    On a GPU it is the peak since the last call, elsewhere the resident memory of the process.
+    On a GPU this is the peak since the last call, elsewhere the process's resident memory.
     """
     backend = torch.get_device_module(device)
     if hasattr(backend, "max_memory_allocated"):

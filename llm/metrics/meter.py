@@ -6,19 +6,19 @@ from typing import Any
 import torch
 
 _COUNTS = ("num_tokens", "skipped_steps", "nan_steps", "grad_norm")
-"""The numbers of a checkpoint besides the sums."""
+"""The numbers in a checkpoint, except the sums."""
 
 
 class Meter:
     """Sums of the current logging interval and counts of the run, kept on the device.
 
-    Nothing is read from the device until `read`. A step that was skipped because its gradient was
-    not finite is left out of the interval's loss.
+    Nothing is read from the device until `read`. Steps skipped because of an infinite gradient or
+    NaN do not count in the interval's loss.
 
     Args:
         device: Device of the sums.
         rank: Rank of this process.
-        sources: Names of the sources of the data, if the losses are summed by source.
+        sources: Names of the data sources for per-source sums.
         z_loss: Whether the run has a z-loss.
     """
 
@@ -32,16 +32,17 @@ class Meter:
     ) -> None:
         self._rank, self._sources, self._z_loss = rank, sources, z_loss
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        # Sums of token losses and z-losses, then of the token losses and labels of each source.
+        # Sums of token losses and z-losses, then per-source token losses and labels.
         self.sums = torch.zeros(2 + 2 * len(sources), dtype=dtype, device=device)
         self.num_tokens = torch.zeros((), dtype=dtype, device=device)
         self.skipped_steps = torch.zeros((), device=device)
         self.nan_steps = torch.zeros((), device=device)
         self.grad_norm = torch.zeros((), device=device)
-        # Steps before the next all-reduce: whether this rank skipped them, whether its norm was
+        # Steps since the last all-reduce: whether this rank skipped the step, whether its norm was
         # NaN, its sum of token losses, and the tokens of all ranks.
         self._own: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, int]] = []
-        # All-reduced steps before the next `pop_steps`: whether any rank skipped them, their loss.
+        # All-reduced steps since the last `pop_steps`: whether any rank skipped the step, and its
+        # loss.
         self._steps: list[tuple[int, torch.Tensor]] = []
 
     def add(
@@ -58,11 +59,11 @@ class Meter:
 
         Args:
             step: Number of the step, counted from 0.
-            loss_sum: Sum of this rank's token losses; with sources [2, num_sources], the sums and
-                the numbers of labels of each source.
+            loss_sum: Sum of this rank's token losses; with sources, per-source sums and numbers of
+                labels [2, num_sources].
             num_tokens: Tokens of the step over all ranks.
-            grad_norm: Norm of the step's gradient, of all ranks or of this rank's own.
-            skipped: 1.0 if the step was skipped, else 0.0, on all ranks or on this one.
+            grad_norm: Norm of the step's gradient, global or on this rank.
+            skipped: 1.0 if the step was skipped, else 0.0; global or on this rank.
             z_loss_sum: Sum of this rank's z-losses, if the run has them.
         """
         total = loss_sum[0].sum() if self._sources else loss_sum
@@ -78,7 +79,7 @@ class Meter:
         """Return the all-reduced steps since the last call.
 
         Returns:
-            For each step its number, whether any rank skipped it, and its mean loss a token.
+            For each step its number, whether any rank skipped it, and its mean loss per token.
         """
         if not self._steps:
             return []
@@ -90,11 +91,11 @@ class Meter:
         ]
 
     def all_reduce(self, reduce_sum: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """All-reduce the numbers, so that they can be saved or read.
+        """All-reduce the numbers so that they can be saved or read.
 
-        The losses are summed on rank 0. Norms and tokens are averaged: a rank that skipped a step
-        alone leaves out its own tokens only. A step counts as skipped if any rank skipped it.
-        The losses of single steps follow in a second message.
+        Losses are summed on rank 0. Norms and tokens are averaged: if only one rank skipped a step,
+        only its tokens are left out. A step counts as skipped if any rank skipped it. The losses of
+        single steps follow in a second message.
 
         Args:
             reduce_sum: Sums a tensor over all ranks.
@@ -111,7 +112,8 @@ class Meter:
         self.skipped_steps += of_steps[:, 0].sum()
         self.nan_steps += of_steps[:, 1].sum()
         if self._own:
-            # A separate message: among other values, the sums above could round differently.
+            # A separate message: together with other values, the sums above could round
+            # differently.
             losses = [loss_sum.to(dtype) / num_tokens for *_, loss_sum, num_tokens in self._own]
             values = torch.stack([of_steps[:, 0].to(dtype), reduce_sum(torch.stack(losses))], dim=1)
             self._steps += [
@@ -122,8 +124,8 @@ class Meter:
     def read(self) -> dict[str, float]:
         """Return the interval's loss and the run's counts, and start a new interval.
 
-        Call it after `all_reduce`. The host waits for the device here, once for all numbers. The
-        loss of a source that served no sample is left out.
+        Call it after `all_reduce`. The host waits for the device here, once for all numbers.
+        Sources without samples are left out.
         """
         numbers = torch.stack([self.grad_norm, self.skipped_steps, self.nan_steps])
         values = torch.cat([self.sums[:2] / self.num_tokens, numbers, self.sums[2:]]).tolist()
@@ -156,8 +158,8 @@ class Meter:
             getattr(self, name).fill_(state[name])
         self.sums.zero_()
         if self._rank != 0:
-            return  # else the next all-reduce would add rank 0's sums once for each rank
-        # A start without the option, or with other sources, has not saved these.
+            return  # otherwise the next all-reduce would add rank 0's sums once per rank
+        # Missing if the previous start did not have the option, or had other sources.
         saved = state.get("by_source", {})
         by_source = [value for name in self._sources for value in saved.get(name, (0.0, 0.0))]
         sums = [state["loss_sum"], state["z_loss_sum"], *by_source]

@@ -21,16 +21,16 @@ logger = logging.getLogger("llm")
 
 
 class Tracker:
-    """Reports the metrics of a run; every rank has one, and the main process writes.
+    """Reports the metrics of a run; every rank has a tracker, and the main process writes.
 
     Args:
         metrics_path: `metrics.jsonl`; None on all ranks but the main process.
-        log_to_trackers: Takes values and a step, such as `Accelerator.log`.
+        log_to_trackers: Function of values and a step, such as `Accelerator.log`.
         device: Device of this process; its memory is reported.
         total_steps: Steps of the whole run.
-        flops_per_token: Floating-point operations of one token, forward and backward.
-        find_peak_flops: Returns the peak FLOP/s of all devices together. It may measure them, so
-            it is called once, after the first interval.
+        flops_per_token: Floating-point operations per token, forward and backward.
+        find_peak_flops: Returns the total peak FLOP/s of all devices. It may measure them, so it is
+            called once, after the first interval.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class Tracker:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time inside out of throughput and training time: evaluation, saving."""
+        """Exclude the time inside (evaluation, saving) from throughput and training time."""
         began = time.perf_counter()
         yield
         self._started += time.perf_counter() - began
 
     def waited_for_data(self, seconds: float) -> None:
-        """Count time that the loop waited for a batch."""
+        """Add time that the loop waited for a batch."""
         self._data_wait += seconds
 
     def step_done(self, step: int) -> None:
@@ -119,9 +119,9 @@ class Tracker:
             step: Steps done.
             samples: Samples consumed by all ranks.
             tokens: Tokens consumed by all ranks.
-            learning_rate: Rate of the last step.
+            learning_rate: Learning rate of the last step.
             loss_scale: Loss scale of the last step.
-            global_batch_size: Samples of a step.
+            global_batch_size: Samples per step.
             kfac: K-FAC's metrics by name; empty without it.
         """
         if self._peak_flops is None:
@@ -157,7 +157,7 @@ class Tracker:
         self._seconds_before += elapsed
         self._started, self._data_wait = now, 0.0
         self._interval_step, self._interval_tokens = step, tokens
-        with self.paused():  # a slow disk does not make a slow step
+        with self.paused():  # a slow disk does not count as a slow step
             self._write(record, step=step)
             logger.info(
                 self._megatron_line(record, step=step, global_batch_size=global_batch_size),
@@ -167,11 +167,11 @@ class Tracker:
             self._bar.set_postfix_str(f"loss {values['loss']:.3f}, {tokens_per_second:.0f} tok/s")
 
     def _utilization(self, flops: float) -> float | None:
-        """Return the share of the devices' peak; None if the peak is lower than the rate."""
+        """Return the fraction of the devices' peak; None if the peak is below the speed."""
         assert self._peak_flops is not None
         if flops <= self._peak_flops:
             return flops / self._peak_flops
-        # No step is faster than the devices: the peak was measured, or given, too low.
+        # Steps cannot be faster than the devices, so the measured or given peak is too low.
         if not self._peak_exceeded:
             self._peak_exceeded = True
             logger.info(
@@ -181,7 +181,7 @@ class Tracker:
         return None
 
     def _megatron_line(self, record: dict[str, Any], *, step: int, global_batch_size: int) -> str:
-        """Return the line of a step in the words of Megatron-LM's log, for files."""
+        """Return the line of a step in the format of Megatron-LM's log, for files."""
         z_loss = [f"z loss: {record['z_loss']:.6E}"] if "z_loss" in record else []
         return " | ".join(
             [
@@ -210,7 +210,7 @@ class Tracker:
         Args:
             results: The results by name.
             step: Steps done.
-            training: Statistics of the training before it, for the console.
+            training: Statistics of the preceding training, for the console.
         """
         self._write({f"eval_{name}": value for name, value in results.items()}, step=step)
         words = [f"{name}: {value:.6g}" for name, value in results.items()]
@@ -226,11 +226,11 @@ class Tracker:
             logger.info(line, extra=event("task", step=step, task=task, **metrics))
 
     def _write(self, record: Mapping[str, float], *, step: int) -> None:
-        """Send the numbers of an event to the trackers, and to metrics.jsonl as one line."""
-        # A start that was killed after the same evaluation has written its line and its points.
+        """Send the numbers of an event to the trackers, and as one line to metrics.jsonl."""
+        # An earlier start may have been killed after it wrote this evaluation's line and points.
         if step == self._started_at and not self._written.isdisjoint(record):
             return
-        # The line comes last: once it is on disk, a resumed run sends no point a second time.
+        # Write the line last: once it is on disk, a resumed run does not send points again.
         self._log_to_trackers({_tag(name): value for name, value in record.items()}, step)
         if self._file is not None:
             values = {name: _json_safe(value) for name, value in record.items()}
@@ -246,7 +246,7 @@ class Tracker:
 
 
 def step_line(record: Mapping[str, float], *, step: int, total_steps: int) -> str:
-    """Return the line of a step for a terminal, in at most 100 columns.
+    """Return the line of a step for a terminal, with at most 100 columns.
 
     Args:
         record: The values of metrics.jsonl.
@@ -274,7 +274,7 @@ def _scientific(number: float) -> str:
 
 def _thousands(number: float) -> str:
     """Return a number such as 478, 16.2k or 1.03M."""
-    # From where the smaller unit would be rounded up to 1000.
+    # Above this, the smaller unit would be rounded up to 1000.
     for least, size, suffix in ((999_950, 1e6, "M"), (999.5, 1e3, "k")):
         if number >= least:
             digits = 1 if number >= 10 * size else 2
@@ -292,7 +292,7 @@ def _clock(seconds: float) -> str:
 
 
 def task_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the results of tasks by their names in metrics.jsonl: task_TASK/METRIC."""
+    """Return the results of tasks under their names in metrics.jsonl: task_TASK/METRIC."""
     return {
         f"task_{task}/{name}": value
         for task, metrics in results.items()
@@ -301,14 +301,14 @@ def task_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def cut_metrics(path: Path, *, step: int) -> set[str]:
-    """Remove the lines of metrics.jsonl after a step, and a line that a kill cut short.
+    """Remove lines of later steps from metrics.jsonl, and a line that a kill cut short.
 
     Args:
         path: The file; it need not exist.
         step: The step that training resumes from.
 
     Returns:
-        The names of the values that are left of the step itself.
+        The names of the values that the file already has for this step.
     """
     kept = [line for line in read_json_lines(path) if line is not None and line["step"] <= step]
     write_whole(path, "".join(f"{json.dumps(line)}\n" for line in kept))
@@ -316,7 +316,7 @@ def cut_metrics(path: Path, *, step: int) -> set[str]:
 
 
 def _tag(name: str) -> str:
-    """Return the name of a metric in the trackers: eval_loss is eval/loss there."""
+    """Return the name of a metric in the trackers: eval_loss becomes eval/loss."""
     group = next(
         (group for group in ("eval", "kfac", "task") if name.startswith(f"{group}_")), "train"
     )
@@ -324,5 +324,5 @@ def _tag(name: str) -> str:
 
 
 def _json_safe(value: Any) -> Any:
-    """Return None for a number that is not finite, which JSON cannot hold."""
+    """Replace infinite numbers and NaN by None, because JSON cannot hold them."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,1 +1,1 @@
-"""Hugging Face causal language models on one device, and the loss that trains them."""
+"""Hugging Face causal language models on one device, and their loss."""

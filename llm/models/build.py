@@ -1,7 +1,7 @@
-"""The construction of Hugging Face causal language models.
+"""Builds Hugging Face causal language models.
 
-All changes to a model are made here from outside, in one order (`build_model`). None of them shows
-in the model's configuration, which always describes the model that will be exported.
+`build_model` makes all changes to a model from outside, in a fixed order. They do not appear in the
+model's configuration, which always describes the exported model.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _ATTENTION_FLAGS = {
     "flex_attention": "_supports_flex_attn",
 }
 _ATTENTION_WORDS = ("attention", "attn", "flash", "kernel")
-_FEW_TOKENS = 0.5  # of the embedding's rows, below which the log suggests a smaller embedding
+_FEW_TOKENS = 0.5  # fraction of used rows; below it, the log suggests a smaller embedding
 
 
 def build_model(
@@ -54,16 +54,16 @@ def build_model(
     """Build a causal language model in fp32, in training mode, ready to train.
 
     Args:
-        options: How to build it: the attention kernel, the padding, the patches.
+        options: Attention kernel, padding, patches.
         config: The model's configuration; not changed.
         weights_from: A Hub name or folder to load weights from; None initializes them.
         seed: Keys the initial weights, together with each parameter's name.
-        device: Where the model will live; initial weights are never anywhere else. On the meta
-            device it has no weights, initial or loaded, until `fill_model`.
-        vocab_size: Tokens of the tokenizer; a smaller embedding is enlarged to it.
-        tensor_parallel_size: Ranks over which each layer will be sharded. With more than one,
+        device: Device of the model; initial weights never exist elsewhere. On the meta device, the
+            model has no weights until `fill_model`.
+        vocab_size: Tokens of the tokenizer; a smaller embedding is enlarged to this size.
+        tensor_parallel_size: Number of ranks that will share each layer. If it is above 1,
             `tied_gradients` has no effect.
-        transforms: What extensions change in the model.
+        transforms: Changes by extensions.
 
     Raises:
         ConfigError: The architecture does not offer an option, or the weights do not fit.
@@ -98,9 +98,9 @@ def build_model(
 
 
 def _set_origin(model: PreTrainedModel, weights_from: str) -> None:
-    """Give a model without weights what else transformers loads with them."""
+    """Load everything but the weights that transformers would load with them."""
     model.name_or_path = model.config.name_or_path = weights_from
-    with contextlib.suppress(OSError):  # older folders have no such file
+    with contextlib.suppress(OSError):  # older folders lack this file
         model.generation_config = GenerationConfig.from_pretrained(weights_from)
 
 
@@ -143,20 +143,20 @@ def _loaded_model(
     device: torch.device,
 ) -> PreTrainedModel:
     try:
-        # Keyed, since transformers draws the weights that the files lack.
+        # Keyed, because transformers draws weights that the files lack.
         with keyed_generator(seed, "missing", torch.device("cpu")):
             model = AutoModelForCausalLM.from_pretrained(
                 weights_from, config=config, **_library_arguments(options)
             )
     except OSError as error:
         raise ConfigError(
-            f"--model_name_or_path {weights_from} has no weights that can be read: check the name "
-            f"and the network, or name a local folder with weights ({one_line(error)})."
+            f"--model_name_or_path {weights_from} has no readable weights: check the name and the "
+            f"network, or name a local folder with weights ({one_line(error)})."
         ) from error
     except RuntimeError as error:
         raise ConfigError(
             f"The weights of {weights_from} do not fit the {config.model_type} configuration: "
-            f"leave out what changes its sizes, or start from scratch ({one_line(error)})."
+            f"leave out options that change its sizes, or start from scratch ({one_line(error)})."
         ) from error
     except (ValueError, ImportError, TypeError) as error:
         raise _refusal(options, config, error) from error
@@ -212,7 +212,7 @@ def _pad_vocabulary(model: PreTrainedModel, multiple: int, *, seed: int) -> None
     if padded == rows:
         return
     _resize_vocabulary(model, padded, seed=seed)
-    # The configuration describes the export, which cuts the padding off.
+    # The configuration describes the export, which removes the padding.
     model.config.get_text_config().vocab_size = rows
     head = model.get_output_embeddings()
     with torch.no_grad():
@@ -222,7 +222,7 @@ def _pad_vocabulary(model: PreTrainedModel, multiple: int, *, seed: int) -> None
 
 
 def biases(model: PreTrainedModel) -> list[torch.nn.Parameter]:
-    """Return the parameters that `no_bias` holds at zero."""
+    """Return the parameters that `no_bias` keeps at zero."""
     return [p for name, p in model.named_parameters() if name.endswith("bias")]
 
 

@@ -14,16 +14,16 @@ from torch.utils._triton import has_triton
 from llm.models.sizes import find_blocks
 
 _RECOMPILE_LIMIT = 64
-"""Graphs of one function: one for each shape of a batch, mode and kind of block.
+"""Graphs of one function: one per batch shape, mode and kind of block.
 
-Beyond PyTorch's limit of 8 the function would run uncompiled, with a warning."""
+With PyTorch's limit of 8, further graphs would run uncompiled, with a warning."""
 
 
 def compiles_by_default(device: torch.device) -> bool:
     """Return whether models are compiled on a device unless the options say otherwise.
 
-    Triton needs a C compiler for the code that launches its kernels, which images of containers
-    often lack.
+    Triton needs a C compiler for the code that launches its kernels, and container images often
+    lack one.
     """
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     return device.type == "cuda" and compiler is not None and has_triton()
@@ -32,14 +32,14 @@ def compiles_by_default(device: torch.device) -> bool:
 def compile_blocks(model: nn.Module) -> None:
     """Compile the blocks of a model, in place, when they first run.
 
-    One graph serves all blocks that are alike. Each shape of a batch has its own: otherwise the
-    second shape would get a graph for all sizes, which is slower, and training would keep it if an
-    evaluation with another batch size came first. What runs between them stays eager, as FSDP's
-    collectives, pipeline stages and the lookup of a tied embedding do. A block that cannot be
-    compiled runs uncompiled, with torch's warning.
+    Equal blocks share one graph. Each batch shape has a separate graph: otherwise the second shape
+    would get a slower graph for all sizes, and training would keep it if an evaluation with another
+    batch size came first. Code between blocks stays eager: FSDP's collectives, pipeline stages and
+    the lookup of a tied embedding. A block that cannot be compiled runs uncompiled, with torch's
+    warning.
 
     Args:
-        model: Not sharded yet: FSDP's hooks then run around the graphs.
+        model: A model that is not sharded yet, so that FSDP's hooks run around the graphs.
     """
     torch._dynamo.config.suppress_errors = True
     _allow_recompilations()
@@ -49,7 +49,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 @functools.cache
 def compile_for_fixed_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the compiled function, with a graph for each shape that it meets."""
+    """Return the compiled function, with a separate graph for each input shape."""
     _allow_recompilations()
     return torch.compile(function, dynamic=False)
 

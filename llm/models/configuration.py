@@ -1,4 +1,4 @@
-"""The configuration of a Hugging Face causal language model, and where its weights come from."""
+"""Load the configuration of a Hugging Face causal language model, and locate its weights."""
 
 import ast
 import difflib
@@ -37,23 +37,22 @@ _SIZE_NAMES = (
     "num_key_value_heads",
 )
 _MOST_LAYERS = 1000
-"""The deepest model that was trained so far (Wang et al. 2022); each layer takes time to build."""
+"""The deepest model trained so far (Wang et al. 2022); each layer takes time to build."""
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def load_config(options: ModelOptions) -> PreTrainedConfig:
     """Load the configuration of the causal language model that the options describe.
 
-    `config_name` overrides `model_name_or_path`, and a name overrides `model_type`; a size without
-    either is a GPT-2. `config_overrides` come last.
+    `config_name` overrides `model_name_or_path`, and either overrides `model_type`; a size alone
+    gives a GPT-2. `config_overrides` are applied last.
 
     Args:
         options: The model's name, type or size, and changes to it.
 
     Raises:
         ConfigError: No model is named, the name cannot be read, the model is not a causal language
-            model, an override names no field or has a value of another type, or a size is
-            impossible.
+            model, an override has an unknown field or a wrong type, or a size is impossible.
     """
     name = options.config_name or options.model_name_or_path
     model_type = options.model_type
@@ -65,7 +64,7 @@ def load_config(options: ModelOptions) -> PreTrainedConfig:
     elif model_type is not None:
         if model_type not in CONFIG_MAPPING:
             near = _nearest(model_type, CONFIG_MAPPING.keys())
-            raise ConfigError(f"--model_type {model_type} is no known architecture; {near}.")
+            raise ConfigError(f"--model_type {model_type} is not a known architecture; {near}.")
         config = CONFIG_MAPPING[model_type]()
     elif is_shaped:
         stated = {"model_type": "gpt2", **gpt2_fields(options.model_size)}
@@ -75,7 +74,7 @@ def load_config(options: ModelOptions) -> PreTrainedConfig:
             "No model is named: set --model_name_or_path, --config_name, --model_type or "
             "--model_size."
         )
-    # A new object from the changed fields: the constructor derives other fields from them.
+    # Create a new object: the constructor derives other fields from the changed ones.
     if is_shaped:
         stated = {**stated, **shape_changes(options, config.to_dict())}
         config = type(config).from_dict(stated)
@@ -84,15 +83,15 @@ def load_config(options: ModelOptions) -> PreTrainedConfig:
     auto_map = getattr(config, "auto_map", None) or {}
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in auto_map:
         raise ConfigError(
-            f"{name or model_type} is a {config.model_type} model, which is no causal language "
-            "model: name one that predicts the next token, such as gpt2 or llama."
+            f"{name or model_type} is a {config.model_type} model, not a causal language model: "
+            "name one that predicts the next token, such as gpt2 or llama."
         )
     _check_sizes(config)
     return config
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """Return the longest context that the model has positions for; None without a limit."""
+    """Return the model's maximum number of positions; None without a limit."""
     text_config = config.get_text_config()
     for name in _POSITION_NAMES:
         value = getattr(text_config, name, None)
@@ -113,7 +112,7 @@ def find_weights(options: ModelOptions) -> str | None:
 
 
 def has_weights(model_name_or_path: str) -> bool:
-    """Return whether a folder holds trained weights; a Hub name counts as one that does."""
+    """Return whether a folder contains trained weights; for a Hub name, return True."""
     folder = Path(model_name_or_path)
     if not folder.exists():
         return True
@@ -143,15 +142,15 @@ def _named_config(options: ModelOptions, name: str) -> PreTrainedConfig:
                 f"{option} {name} cannot be read as a model's configuration: {one_line(error)}."
             ) from error
         raise ConfigError(
-            f"{option} {name} is no local folder, and the Hugging Face Hub does not hand it out "
+            f"{option} {name} is not a local folder, and the Hugging Face Hub does not provide it "
             "or cannot be reached: check the name and the network, or name a local folder."
         ) from error
 
 
 def _check_sizes(config: PreTrainedConfig) -> None:
-    """Refuse sizes that fail in the library only later, when the model is built or runs."""
+    """Refuse sizes that would fail later in the library, when the model is built or runs."""
     text = config.get_text_config()
-    values = text.to_dict()  # not attributes, which raise where layers may differ
+    values = text.to_dict()  # not attributes, which raise if layers may differ
     stated = {name: values.get(text.attribute_map.get(name, name)) for name in _SIZE_NAMES}
     sizes = {name: size for name, size in stated.items() if isinstance(size, int)}
     remedy = "change config.json or --config_overrides."
@@ -168,7 +167,7 @@ def _check_sizes(config: PreTrainedConfig) -> None:
         )
     heads = sizes.get("num_attention_heads", 1)
     key_heads = sizes.get("num_key_value_heads", heads)
-    # Latent attention computes keys and values for every head, whatever the configuration says.
+    # Latent attention computes keys and values for every head, regardless of the configuration.
     if heads % key_heads and "kv_lora_rank" not in values:
         raise ConfigError(
             f"The {config.model_type} model has num_attention_heads={heads} and "
@@ -178,7 +177,7 @@ def _check_sizes(config: PreTrainedConfig) -> None:
 
 
 def _override(config: PreTrainedConfig, *, stated: dict[str, Any], text: str) -> PreTrainedConfig:
-    """Return a configuration from the stated fields and the changes in `config_overrides`."""
+    """Return a configuration from `stated` fields, changed by `config_overrides`."""
     changes: dict[str, Any] = {}
     for item in text.split(","):
         field, equals, value = (part.strip() for part in item.partition("="))

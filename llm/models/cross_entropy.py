@@ -1,12 +1,12 @@
-"""Cross-entropy of the output head's logits, a chunk of tokens at a time.
+"""Cross-entropy of the output head's logits, one chunk of tokens at a time.
 
-The gradients of a chunk are computed along with its logits, so that nothing is kept for the
-backward pass or computed twice. Cut Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009) and Liger
-Kernel (Hsu et al. 2024, arXiv:2410.10989) fuse the head with the cross-entropy in this way.
+The gradients of a chunk are computed together with its logits, so nothing is kept for the backward
+pass or computed twice. Cut Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009) and Liger Kernel
+(Hsu et al. 2024, arXiv:2410.10989) fuse the head and the cross-entropy in this way.
 
 If the rows of the head are sharded over ranks, no rank has the logits of the whole vocabulary. The
-ranks then all-reduce the largest logit and the sum of the exponentials of each token (Shoeybi et
-al. 2019, arXiv:1909.08053, section 3).
+ranks then all-reduce each token's largest logit and sum of exponentials (Shoeybi et al. 2019,
+arXiv:1909.08053, section 3).
 
 The z-loss keeps the logits from drifting: it is the square of each token's log-sum-exp of logits,
 times a small coefficient (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
@@ -46,24 +46,24 @@ def chunked_cross_entropy(
     """Return the sums of the cross-entropies and of the z-losses of `hidden @ weight.T + bias`.
 
     Args:
-        hidden: [tokens, width]; the same on all ranks of a sharded head.
+        hidden: [tokens, width]; equal on all ranks of a sharded head.
         weight: [columns, width], one column of logits per token of the vocabulary. A DTensor is
-            sharded by its rows over one mesh axis, all ranks of which return the same sum.
+            sharded by rows over one mesh axis, and all ranks of the axis return the same sum.
         bias: [columns], sharded like the weight, or None.
         labels: [tokens], int64; -100 for no loss.
-        vocab_size: Columns of the vocabulary; the others are padding.
+        vocab_size: Number of columns that are tokens; the others are padding.
         rows: Tokens of a chunk.
-        align: Number of which the columns of the matrix products are a multiple. The weight is
-            copied into a larger matrix where they are not; gradients have the weight's shape.
-        tied: The input embedding, if it has the same weight; takes the gradient of the weight.
-        buffer: [rows, columns]: memory for the logits of a chunk; not together with `align`.
-        compiled: Compile what is computed from the logits of a chunk; not of a sharded head.
-        token_losses: Fp32 [tokens], which receives the terms of the sum.
+        align: The columns of the matrix products become a multiple of this number: if needed, the
+            weight is copied into a larger matrix. Gradients have the weight's shape.
+        tied: The input embedding, if it has the same weight; receives the gradient of the weight.
+        buffer: [rows, columns], memory for the logits of a chunk; cannot be combined with `align`.
+        compiled: Compile the computations on the logits of a chunk; not for a sharded head.
+        token_losses: Fp32 [tokens]; receives the terms of the sum.
         z_loss: Coefficient of the z-loss.
 
     Returns:
-        Two fp32 scalars; the second is None without z-loss. The gradient of the first is that of
-        both together, and the second has none: so the logits need no second backward pass.
+        Two fp32 scalars; the second is None without z-loss. The first has the gradient of their
+        sum, and the second has none, so the logits need no second backward pass.
     """
     shard, whole = None, weight
     if isinstance(weight, DTensor):
@@ -84,10 +84,10 @@ def chunked_cross_entropy(
 
 @dataclass(frozen=True)
 class _Shard:
-    """The rows of the output head that this rank holds.
+    """The output head's rows on this rank.
 
     Attributes:
-        group: The ranks that together hold all rows.
+        group: The ranks that share the rows.
         first: Index of this rank's first row.
     """
 
@@ -96,7 +96,7 @@ class _Shard:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of cross-entropies, whose forward pass computes the gradients too."""
+    """Sum of cross-entropies; the forward pass also computes the gradients."""
 
     @staticmethod
     def forward(
@@ -116,9 +116,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         token_losses: Tensor | None,
         z_loss: float,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the sums; the arguments are those of `chunked_cross_entropy`."""
+        """Return the sums; takes the arguments of `chunked_cross_entropy`."""
         wanted = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
-        # Gradients are summed over chunks in fp32: in bf16 each addition would round.
+        # Sum the gradients of chunks in fp32: in bf16 each addition would round.
         grad_hidden = torch.empty_like(hidden, dtype=torch.float32) if wanted[0] else None
         losses = token_losses
         if losses is None:
@@ -151,7 +151,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if grad_bias is not None:
                     grad_bias += (grad_logits.float() * keep.float()).sum(dim=0)
         if shard is not None:
-            # Each rank has the losses of its own labels, and the gradient through its own rows.
+            # Each rank has the losses of labels in its rows, and the gradient through its rows.
             dist.all_reduce(losses, group=shard.group)
             if grad_hidden is not None:
                 dist.all_reduce(grad_hidden, group=shard.group)
@@ -165,7 +165,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.dtype = hidden.dtype
         if squares is None:
             return losses.sum(), None
-        z_sum = z_loss * squares.sum()  # on a sharded head each rank has that of all tokens
+        z_sum = z_loss * squares.sum()  # equal on all ranks of a sharded head
         ctx.mark_non_differentiable(z_sum)
         return losses.sum(), z_sum
 
@@ -179,14 +179,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             hidden = hidden.to(ctx.dtype)
         # Autograd casts the gradients of weight and bias to their `grad_dtype`, float32 by default.
         if ctx.tied is not None:
-            # The backward pass of the lookup adds its rows to it and returns the sum.
+            # The lookup's backward pass adds its rows and returns the sum.
             ctx.tied.head_gradient, weight = weight, None
         return hidden, weight, bias, *[None] * 11
 
 
 @torch.no_grad()
 def _product_matrix(weight: Tensor, align: int) -> Tensor:
-    """Return the weight in the precision of its products, with rows up to a multiple of `align`."""
+    """Return the weight in the products' precision, its rows padded to a multiple of `align`."""
     device_type = weight.device.type
     autocasts = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if autocasts else weight.dtype
@@ -194,7 +194,7 @@ def _product_matrix(weight: Tensor, align: int) -> Tensor:
 
 
 def _padded(tensor: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in a dtype, with zeros at the end of its first dimension up to a size."""
+    """Return the tensor in a dtype, with the first dimension padded with zeros to a size."""
     if len(tensor) == size:
         return tensor.to(dtype)
     padded = tensor.new_zeros((size, *tensor.shape[1:]), dtype=dtype)
@@ -220,23 +220,23 @@ def _softmax(
     with_gradient: bool,
     z_loss: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the losses of a chunk, and their gradient by the logits; may overwrite the logits.
+    """Return the losses of a chunk and their gradient by the logits; may overwrite the logits.
 
     When compiled, it only reads the logits and writes the gradient. It compares column numbers,
-    since a write to some columns would make Inductor store the whole matrix and read it again.
+    because after a write to some columns Inductor would store the whole matrix and read it again.
 
     Args:
         logits: [rows, columns], in the precision of the products.
-        labels: [rows], int64; -100 for no loss, whose row of the gradient is the plain softmax.
+        labels: [rows], int64; -100 for no loss. The gradient of such rows is the plain softmax.
         own_columns: Columns of this rank's part of the vocabulary; the others are padding.
         shard: The part, if the head is sharded.
         with_gradient: Whether to compute the gradient.
         z_loss: Coefficient of the z-loss.
 
     Returns:
-        Fp32 [rows], without those of labels in the columns of other ranks; fp32 [rows], the squared
-        log-sum-exp of the logits of all ranks, 0 without a label, or None without z-loss; and
-        [rows, columns], in the precision of the logits, or None.
+        The losses, fp32 [rows], 0 for labels in other ranks' columns; the squared log-sum-exp over
+        all ranks' logits, fp32 [rows], 0 without a label, or None without z-loss; and the gradient,
+        [rows, columns] in the precision of the logits, or None.
     """
     columns = None
     if torch.compiler.is_compiling():
@@ -245,7 +245,7 @@ def _softmax(
     else:
         logits[:, own_columns:] = -torch.inf  # probability 0
     targets = labels if shard is None else labels - shard.first
-    # A label in the columns of another rank adds its loss there.
+    # The rank with the label's column adds its loss.
     mine = (labels != IGNORED) & (targets >= 0) & (targets < own_columns)
     targets = targets.clamp(0, logits.shape[1] - 1).unsqueeze(1)
     at_target = logits.gather(1, targets) if z_loss else None  # before it is overwritten
@@ -261,9 +261,9 @@ def _softmax(
         return losses, squares, None
     probs = log_probs.exp_()
     if log_sums is not None and z_loss:
-        # In fp32: half precision has no number between 1 and 1 + 2 z_loss log_sums.
+        # In fp32: half precision cannot represent 1 + 2 z_loss log_sums.
         probs *= 1.0 + 2.0 * z_loss * log_sums
-    # Softmax minus one-hot. The products with it zero the rows without a label: they are narrower.
+    # Softmax minus one-hot. Rows without a label are zeroed in the products, which are narrower.
     one = mine.float().unsqueeze(1)
     if columns is None:
         probs.scatter_add_(1, targets, -one)
@@ -273,14 +273,14 @@ def _softmax(
 
 
 def _log_softmax(logits: Tensor, shard: _Shard | None) -> tuple[Tensor, Tensor | None]:
-    """Return [rows, columns] in fp32, over the columns of all ranks; overwrites fp32 logits.
+    """Return the softmax over all ranks' columns, fp32 [rows, columns]; overwrites fp32 logits.
 
     Returns:
-        Also the log-sum-exp, [rows, 1], of a sharded head; None of another.
+        Also the log-sum-exp, [rows, 1], of a sharded head; else None.
     """
     if shard is not None:
         logits = logits.float()
-        # Log-sum-exp: without the largest logit of all ranks subtracted, exp would overflow.
+        # Log-sum-exp: subtract the largest logit of all ranks, or exp would overflow.
         largest = logits.amax(dim=1, keepdim=True)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
         total = (logits - largest).exp().sum(dim=1, keepdim=True)
@@ -288,13 +288,13 @@ def _log_softmax(logits: Tensor, shard: _Shard | None) -> tuple[Tensor, Tensor |
         log_sums = largest + total.log()
         return logits.sub_(log_sums), log_sums
     if logits.dtype == torch.float32:
-        # In place, since the kernels read a row before they write it.
+        # In place is safe: the kernels read a row before they write it.
         return torch.log_softmax(logits, dim=-1, out=logits), None
     return torch.log_softmax(logits, dim=-1, dtype=torch.float32), None
 
 
 def _add_product(total: Tensor, grad_logits: Tensor, chunk: Tensor) -> None:
-    """Add grad_logits.T @ chunk to the fp32 total, [columns, width], and accumulate in fp32.
+    """Add grad_logits.T @ chunk to the fp32 total [columns, width], accumulating in fp32.
 
     The row of a frequent token sums over many tokens, before any loss scale: fp16 would overflow.
     """

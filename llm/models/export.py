@@ -46,19 +46,18 @@ def export_model(
 ) -> None:
     """Write weights, configuration and tokenizer so that `from_pretrained(folder)` loads them.
 
-    The weights are written bit for bit (or rounded to `dtype`), without the padding of the
-    vocabulary. Everything is written to a temporary folder first and then moved file by file, the
-    weights last.
+    The weights are written bit for bit (or rounded to `dtype`), without vocabulary padding. All
+    files are written to a temporary folder first and then moved one by one, the weights last.
 
     Args:
         config: The model's configuration (`model.config`); not changed.
-        state_dict: Every weight by its name in the model, in fp32, in host memory.
-        folder: The folder to write; other files in it are left alone.
+        state_dict: Weights by name, fp32, in host memory.
+        folder: The folder to write; other files in it do not change.
         tokenizer: The tokenizer that the model was trained with.
-        generation_config: Defaults of `generate`; derived from `config` if not given.
+        generation_config: Defaults of `generate`; by default derived from `config`.
         trust_remote_code: Whether to run the Python code of the model's repository.
-        dtype: Precision of the written weights, which the written configuration names.
-        transforms: What extensions have changed in the model, which the weights take over.
+        dtype: Precision of the written weights, recorded in the written configuration.
+        transforms: Changes by extensions; they are merged into the weights.
 
     Raises:
         OSError: A file cannot be written.
@@ -103,15 +102,15 @@ def _check_tokenizer(
     *,
     trust_remote_code: bool,
 ) -> None:
-    """Warn if transformers takes the exported tokenizer for another one.
+    """Warn if transformers loads the exported tokenizer as another class.
 
-    It may choose the class by the model's type, whatever the class that the tokenizer names.
+    It may choose the class by the model's type, even if the tokenizer names another class.
     """
     options = TokenizerOptions(tokenizer_name=str(folder))
     try:
         loaded = load_tokenizer(options, trust_remote_code=trust_remote_code)
     except ConfigError as error:
-        logger.warning(f"The export is written, but its tokenizer cannot be read: {error}")
+        logger.warning(f"The export was written, but its tokenizer cannot be read: {error}")
         return
     if fingerprint(loaded) != fingerprint(tokenizer):
         logger.warning(
@@ -122,7 +121,7 @@ def _check_tokenizer(
 
 
 def _cut(tensor: Tensor, shape: torch.Size) -> Tensor:
-    """Drop the rows that pad the vocabulary, if the tensor has some."""
+    """Drop the vocabulary's padding rows, if the tensor has any."""
     if tensor.dim() and tensor.shape[0] > shape[0] and tensor.shape[1:] == shape[1:]:
         return tensor[: shape[0]]
     return tensor
@@ -139,10 +138,10 @@ def _move_into_place(staging: Path, folder: Path) -> None:
     umask = os.umask(0)
     os.umask(umask)
     for file in files:
-        # safetensors makes files that only the owner can read; the umask should decide.
+        # safetensors creates files that only the owner can read; the umask should decide.
         file.chmod(0o666 & ~umask)
         with file.open("rb") as handle:
-            os.fsync(handle.fileno())  # before the rename, for a power cut
+            os.fsync(handle.fileno())  # sync before the rename, in case of a power cut
         target = folder / file.relative_to(staging)
         target.parent.mkdir(exist_ok=True)
         os.replace(file, target)

@@ -1,12 +1,12 @@
-"""Weights for a model on the meta device: initial ones keyed by name, or dummy ones for checks.
+"""Weights for a model on the meta device: initial weights keyed by name, or dummies for checks.
 
-Every module is initialized by its own Hugging Face code, in the library's order. Only the source
-of the random numbers changes: the generator is seeded from (seed, name) before each write to a
-named parameter. The initial value of a parameter therefore does not depend on the layers, ranks or
-stages before it, and any rank can draw it alone.
+Hugging Face's code initializes every module, in the library's order. Only the random numbers
+change: the generator is seeded from (seed, name) before each write to a named parameter. A
+parameter's initial value therefore does not depend on other layers, ranks or stages, and any rank
+can draw it alone.
 
-Dummy weights take next to no memory. They are for checks that do not depend on the weights: whether
-its stages together compute the same as the whole, whether documents stay apart.
+Dummy weights take almost no memory. They serve checks that do not depend on the weights, such as
+whether pipeline stages compute the same as the whole model, or whether documents stay apart.
 """
 
 import copy
@@ -26,7 +26,7 @@ from llm.runtime.rng import seed_torch
 
 
 def key(seed: int, name: str) -> int:
-    """Return a seed for the generator that depends only on the run's seed and a name."""
+    """Derive a generator seed from the run's seed and a name."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -38,7 +38,7 @@ def keyed_generator(seed: int, name: str, device: torch.device) -> Iterator[None
     Args:
         seed: The run's seed.
         name: Purpose of the draws.
-        device: Where the draws happen.
+        device: Device of the generator.
     """
     devices = [] if device.type in ("cpu", "meta") else [device]
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
@@ -54,11 +54,11 @@ def materialize(model: PreTrainedModel, *, seed: int, device: torch.device) -> N
     Args:
         model: A model on the meta device; changed in place.
         seed: The run's seed.
-        device: Where the parameters and buffers will live.
+        device: Device of the parameters and buffers.
     """
     model.to_empty(device=device)
     for name in model.all_tied_weights_keys:
-        # As when loading: transformers skips what will be tied to another weight.
+        # As when loading, transformers skips weights that will be tied to another one.
         model.get_parameter(name)._is_hf_initialized = True
     draws = KeyedDraws(model, seed)
     draws.run(device)
@@ -71,8 +71,8 @@ def materialize(model: PreTrainedModel, *, seed: int, device: torch.device) -> N
 class KeyedDraws(TorchFunctionMode):
     """Seeds the generator from the name of a parameter before anything writes to the parameter.
 
-    For draws that fill no parameter directly (Mamba computes a bias from `torch.rand`), the name
-    of each module seeds the generator before the module is initialized.
+    Some draws do not fill a parameter directly (Mamba computes a bias from `torch.rand`), so each
+    module's name seeds the generator before the module is initialized.
 
     Args:
         model: The model to initialize.
@@ -80,13 +80,13 @@ class KeyedDraws(TorchFunctionMode):
 
     Attributes:
         names: All parameters and buffers.
-        written: Those that were written to.
+        written: Names that were written to.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         super().__init__()
         tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-        # Not by address: tensors on the meta device have none.
+        # Compared by identity, because tensors on the meta device have no address.
         self._name_of = {tensor.untyped_storage()._cdata: name for name, tensor in tensors}
         self._model = model
         self._seed = seed
@@ -97,7 +97,7 @@ class KeyedDraws(TorchFunctionMode):
         """Run the model's own initialization.
 
         Args:
-            device: Where the draws happen.
+            device: Device of the generator.
         """
         names = {module: name for name, module in self._model.named_modules()}
         owners = [m for m in self._model.modules() if isinstance(m, PreTrainedModel)]
@@ -107,7 +107,7 @@ class KeyedDraws(TorchFunctionMode):
             init_weights(module)
 
         for owner in owners:
-            # An attribute of the object hides the method of the class.
+            # An attribute of the object hides the class's method.
             vars(owner)["_init_weights"] = functools.partial(seeded, owner._init_weights)
         try:
             with keyed_generator(self._seed, "model", device), self:
@@ -117,7 +117,7 @@ class KeyedDraws(TorchFunctionMode):
                 del vars(owner)["_init_weights"]
 
     def name_of(self, tensor: Any) -> str | None:
-        """Return the parameter or buffer that a tensor is, or is a view of."""
+        """Return the name of the parameter or buffer that a tensor is, or is a view of."""
         if not isinstance(tensor, torch.Tensor):
             return None
         return self._name_of.get(tensor.untyped_storage()._cdata)
@@ -125,14 +125,14 @@ class KeyedDraws(TorchFunctionMode):
     def seed_draw(self, name: str, target: torch.Tensor) -> None:
         """Seed the generator for a write to a parameter, or to a slice of it."""
         self.written.add(name)
-        # Two slices of one parameter must not get the same numbers.
+        # Two slices of a parameter must not get the same numbers.
         seed_torch(key(self._seed, f"{name}/{target.storage_offset()}"))
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # The functions of torch.nn.init arrive here too, with the tensor by keyword.
+        # Functions of torch.nn.init arrive here too, with the tensor as a keyword argument.
         target: Any = kwargs.get("tensor", args[0] if args else None)
         name = self.name_of(target)
         if name is not None and writes_in_place(func):
@@ -141,15 +141,15 @@ class KeyedDraws(TorchFunctionMode):
 
 
 def writes_in_place(func: Any) -> bool:
-    """Return whether a function's name says that it works in place: `normal_`, `copy_` ..."""
+    """Return whether a function works in place, judged by its name: `normal_`, `copy_` ..."""
     name = getattr(func, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
 
 
 def _copy_constructed(model: PreTrainedModel, names: set[str], *, seed: int) -> None:
-    """Copy what `_init_weights` leaves to the constructor from an ordinary model on the host.
+    """Copy values that `_init_weights` does not set from an ordinary model on the host.
 
-    The draws of the constructor are one stream, keyed by the seed alone.
+    The constructor draws from one stream, keyed by the seed alone.
     """
     host = torch.device("cpu")
     with keyed_generator(seed, "constructor", host), host:
@@ -161,7 +161,7 @@ def _copy_constructed(model: PreTrainedModel, names: set[str], *, seed: int) -> 
 
 
 def without_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy a model to the meta device: it keeps sizes and names, and takes no memory."""
+    """Copy a model to the meta device; the copy keeps sizes and names but takes no memory."""
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     bare: dict[int, Any] = {}
     for _, tensor in tensors:
@@ -169,7 +169,7 @@ def without_weights(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(tensor, nn.Parameter):
             meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
         bare[id(tensor)] = meta
-    # Pre-seeded memo entries are reused, which keeps tied weights tied.
+    # deepcopy reuses these memo entries, which keeps tied weights tied.
     return copy.deepcopy(model, bare)
 
 
@@ -177,9 +177,10 @@ def without_weights(model: PreTrainedModel) -> PreTrainedModel:
 def dummy_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Give the meta tensors of a model dummy values inside the context; restore them afterwards.
 
-    Entry (i, j) of a matrix is number i + j of one row of random numbers, which takes the memory
-    of its two sides only. A stack of matrices, such as the experts of a layer, repeats one
-    contiguous matrix, as kernels for stacks ask for; layers share it. All ranks draw the same.
+    Entry (i, j) of a matrix is number i + j of one row of random numbers, so a matrix needs only
+    the memory of its two sides. A stack of matrices, such as a layer's experts, repeats one
+    contiguous matrix, because kernels for stacks need this; layers share it. All ranks draw the
+    same numbers.
 
     Args:
         model: A model, or a module that contains one; tied parameters stay tied.
@@ -206,7 +207,7 @@ def dummy_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class _DummyValues:
-    """Random numbers at a scale that lets a signal pass through many layers."""
+    """Random numbers scaled so that a signal passes through many layers."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -215,7 +216,7 @@ class _DummyValues:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return values for a parameter or buffer."""
-        if not tensor.is_floating_point():  # a mask that hides nothing, or indices of 0
+        if not tensor.is_floating_point():  # an all-true mask, or zero indices
             return tensor.new_full(tensor.shape, tensor.dtype == torch.bool, device=self._device)
         if not isinstance(tensor, nn.Parameter):  # rotary frequencies, for instance
             row = torch.rand(sum(tensor.shape) + 1, generator=self._generator)
@@ -233,7 +234,7 @@ class _DummyValues:
         return torch.randn(length, generator=self._generator)
 
     def _spread(self, row: Tensor, tensor: Tensor) -> Tensor:
-        # On the device first: moving a view would make it contiguous.
+        # Move to the device first: moving a view would make it contiguous.
         row = row.to(self._device, tensor.dtype)
         return row.as_strided(tensor.shape, (1,) * tensor.ndim)
 

@@ -1,4 +1,4 @@
-"""The language-model loss, summed over tokens, without the full logits where the head allows it."""
+"""The language-model loss, summed over tokens, without full logits if the head allows it."""
 
 import logging
 from typing import Any
@@ -19,33 +19,33 @@ from llm.runtime.labels import IGNORED
 
 _CPU_CHUNK_BYTES = 32 * 2**20
 _CPU_MIN_ROWS = 64
-# Products of 5,248 tokens with GPT-2's vocabulary. Each chunk reads and writes the gradient of the
-# head, in fp32, so few large ones are faster. Logits and gradients in half precision take as many
-# bytes together, and where the softmax is not compiled, its fp32 probabilities as many again.
+# 5,248 tokens with GPT-2's vocabulary. Each chunk reads and writes the head's fp32 gradient, so few
+# large chunks are faster. Logits and gradients in half precision together take the same number of
+# bytes; without a compiled softmax, its fp32 probabilities take them once more.
 _MAX_CHUNK_BYTES = 2**30
 _MEMORY_SHARE = 64  # 1 GiB of 64 GiB; smaller devices get smaller chunks
-_CHUNK_BYTES = 512 * 2**20  # where the memory is unknown
+_CHUNK_BYTES = 512 * 2**20  # if the memory is unknown
 _TILE = 128
-"""Rows and columns of the tiles that an accelerator's matrix products are made of."""
+"""Rows and columns of the tiles in an accelerator's matrix products."""
 
 logger = logging.getLogger("llm.models")
 
 
 class LanguageModelLoss(nn.Module):
-    """A causal language model and its loss in one module, which data parallelism can wrap.
+    """A causal language model and its loss in one module, so that data parallelism can wrap it.
 
     Args:
         model: A Hugging Face causal language model; not changed.
-        vocab_size: Number of tokens; rows of the output head beyond it are padding and left out of
-            the softmax. The size in the model's configuration unless given.
-        chunked: Whether to compute the loss in chunks, for which the logits must be exactly
-            `head(hidden states)`. By `has_plain_head` unless given.
-        chunk_bytes: Memory for the fp32 logits of one chunk. By device unless given.
-        aligned: Whether matrix products have the sizes that are fast on an accelerator: multiples
-            of 128, in chunks of equal length. On all devices but a CPU unless given.
-        compiled: Whether to compile what is computed from the logits of a chunk.
-        num_sources: Number of sources, if the losses are summed by source.
-        z_loss: Coefficient of the z-loss, which is part of the objective in training mode.
+        vocab_size: Number of tokens; further rows of the output head are padding, excluded from the
+            softmax. By default the size in the model's configuration.
+        chunked: Whether to compute the loss in chunks. The logits must then be exactly `head(hidden
+            states)`. By default `has_plain_head` decides.
+        chunk_bytes: Memory for the fp32 logits of one chunk; by default it depends on the device.
+        aligned: Whether matrix products have fast sizes for an accelerator: multiples of 128, in
+            chunks of equal length. By default on all devices but a CPU.
+        compiled: Whether to compile the computations on the logits of a chunk.
+        num_sources: Number of sources for per-source sums; 0 without.
+        z_loss: Coefficient of the z-loss, part of the objective in training mode.
 
     Attributes:
         chunked: Whether the loss is computed in chunks.
@@ -68,7 +68,7 @@ class LanguageModelLoss(nn.Module):
         text_config = model.config.get_text_config()
         self.model = model
         self.vocab_size: int = text_config.vocab_size if vocab_size is None else vocab_size
-        # The balancing loss of the router comes with the full logits only.
+        # The router's balancing loss is only available with the full logits.
         self._router = bool(getattr(text_config, "output_router_logits", False))
         self._router_coefficient = float(getattr(text_config, "router_aux_loss_coef", 0.0))
         if chunked is None:
@@ -94,20 +94,20 @@ class LanguageModelLoss(nn.Module):
 
         Args:
             input_ids: [batch, length], int64.
-            labels: [batch, length], int64: the token that follows each input, -100 for none.
+            labels: [batch, length], int64: the token after each input; -100 for no loss.
             positions: [batch, length], int64; None counts from 0 in each row.
-            documents: [batch, length], int64: number of the document of each token; there is no
-                attention between documents. None: every token attends to all before it.
+            documents: [batch, length], int64: number of each token's document; tokens do not attend
+                to other documents. None: every token attends to all earlier ones.
             sources: [batch], int64: number of the source of each sample.
 
         Returns:
             Two fp32 scalars: the objective to differentiate, and the sum of the token losses for
-            the log (detached). They differ by the z-loss, and in a mixture-of-experts model by its
-            balancing loss, which is added once per token. With sources, the second is
-            [2, num_sources] in fp64, as of `sum_by_source`.
+                the log (detached). They differ by the z-loss and, in a mixture-of-experts model, by
+                the balancing loss, which is added once per token. With sources, the second is [2,
+                num_sources] in fp64, from `sum_by_source`.
         """
         losses = None if sources is None else labels.new_empty(labels.numel(), dtype=torch.float32)
-        # Two paths: a new term of the loss belongs here and in `_ChunkedCrossEntropy`.
+        # Two paths: add new loss terms here and in `_ChunkedCrossEntropy`.
         if self.head_loss is not None:
             loss_sum, z_sum = self._chunked_loss(
                 self.head_loss, input_ids, labels, positions, documents, losses
@@ -134,7 +134,7 @@ class LanguageModelLoss(nn.Module):
     def _for_log(
         self, loss_sum: Tensor, losses: Tensor | None, labels: Tensor, sources: Tensor | None
     ) -> Tensor:
-        """Return the sum for the log, by source if sources are given."""
+        """Return the sum for the log, or per-source sums."""
         if losses is None or sources is None:
             return loss_sum.detach()
         return sum_by_source(losses, labels, sources, num_sources=self.num_sources)
@@ -159,13 +159,13 @@ class LanguageModelLoss(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the likeliest next token at each position, and how likely the label is.
+        """Return the likeliest next token at each position, and the label's log-probability.
 
-        The arguments are those of the loss.
+        Takes the same arguments as `forward`.
 
         Returns:
             The likeliest tokens, int64 [batch, length]; and the log-probabilities of the labels in
-            nats, fp32 [batch, length], 0 where there is no label.
+            nats, fp32 [batch, length], 0 without a label.
         """
         if self.head_loss is not None:
             hidden = hidden_states(self.model, input_ids, positions, documents).flatten(0, 1)
@@ -193,7 +193,7 @@ class LanguageModelLoss(nn.Module):
             tied.begin()
         hidden = hidden_states(self.model, input_ids, positions, documents).flatten(0, 1)
         if tied is not None and tied.lookups != 1:
-            tied = None  # exactly one lookup must complete the gradient of the head
+            tied = None  # exactly one lookup must complete the head's gradient
         rows = self._chunk_rows(hidden, head_loss.columns)
         sums: tuple[Tensor, Tensor | None] = head_loss(
             hidden,
@@ -226,7 +226,7 @@ class LanguageModelLoss(nn.Module):
 
 
 class HeadLoss(nn.Module):
-    """The output head and the loss from it: a module, so that FSDP can gather the head for it.
+    """The output head and its loss, in one module so that FSDP can gather the head for it.
 
     Args:
         head: The output head.
@@ -242,13 +242,13 @@ class HeadLoss(nn.Module):
 
     @property
     def columns(self) -> int:
-        """Number of columns of the logits, padding included."""
+        """Number of columns of the logits, including padding."""
         return int(self.head.weight.shape[0])
 
     def forward(
         self, hidden: Tensor, labels: Tensor, *, rows: int, align: int, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what `chunked_cross_entropy` returns for the head; the arguments are its own."""
+        """Call `chunked_cross_entropy` for the head, with the same arguments and results."""
         weight, bias = self.head.weight, self.head.bias
         buffer = self._logits_buffer(hidden, rows, weight) if align == 1 else None
         return chunked_cross_entropy(
@@ -272,11 +272,11 @@ class HeadLoss(nn.Module):
         return best, losses
 
     def _logits_buffer(self, hidden: Tensor, rows: int, weight: Tensor) -> Tensor | None:
-        """Return [rows, columns] of memory for the logits of a chunk; on a CPU only.
+        """Return memory for the logits of a chunk, [rows, columns]; only on a CPU.
 
         It is kept from step to step: malloc would return a block of this size to the kernel, which
-        clears it every time, or leave holes between the activations. A GPU's allocator does
-        neither.
+        clears it every time, or leave holes between the activations. A GPU's allocator does not
+        have these problems.
         """
         compiling = torch.compiler.is_compiling()
         sharded = isinstance(weight, DTensor)
@@ -302,7 +302,7 @@ def accelerator_chunk_bytes(memory: int | None) -> int:
     """Return the memory for the fp32 logits of one chunk on an accelerator.
 
     Args:
-        memory: Bytes of the device; None if they are unknown.
+        memory: Bytes of the device; None if unknown.
     """
     if memory is None:
         return _CHUNK_BYTES
@@ -310,14 +310,14 @@ def accelerator_chunk_bytes(memory: int | None) -> int:
 
 
 def aligned_rows(tokens: int, columns: int, chunk_bytes: int) -> int:
-    """Return the tokens of a chunk: a multiple of 128, such that all chunks are equally long.
+    """Return the tokens of a chunk: a multiple of 128 that makes all chunks equally long.
 
-    The last one is shorter where their number times 128 does not divide the tokens.
+    The last chunk is shorter if the number of chunks times 128 does not divide the tokens.
 
     Args:
         tokens: Tokens of a micro-batch.
         columns: Columns of the logits.
-        chunk_bytes: Memory for the fp32 logits of one chunk, unless 128 tokens take more.
+        chunk_bytes: Memory for the fp32 logits of one chunk; exceeded if 128 tokens need more.
     """
     columns = -(-columns // _TILE) * _TILE
     most = max(1, chunk_bytes // (4 * columns * _TILE))
@@ -328,11 +328,11 @@ def aligned_rows(tokens: int, columns: int, chunk_bytes: int) -> int:
 
 @torch.no_grad()
 def has_plain_head(model: PreTrainedModel) -> bool:
-    """Return whether the logits of a model are its output head applied to its last hidden states.
+    """Return whether a model's logits are just the output head of its last hidden states.
 
     Some families scale or cap their logits, and their configurations have no common field for it.
-    The operations that the model runs are therefore compared. It runs without its blocks, which
-    make no difference here: some need weights to run, others a precision.
+    So the operations that the model runs are compared. It runs without its blocks, which do not
+    matter here: some need real weights, others a precision.
 
     Args:
         model: A causal language model, on the meta device or with weights; not changed.
@@ -348,18 +348,18 @@ def has_plain_head(model: PreTrainedModel) -> bool:
             run_model(model, input_ids, None, None)
         with _Operations() as pieces:
             head(hidden_states(model, input_ids, None, None))
-    except Exception:  # code of any model may fail in any way without its blocks
+    except Exception:  # without its blocks, a model's code may raise anything
         logger.info(f"The loss of {type(model).__name__} is computed from the full logits.")
         return False
     finally:
         blocks._modules = modules
-        torch.clear_autocast_cache()  # PyTorch 2.10 would reuse these casts, without a gradient
+        torch.clear_autocast_cache()  # PyTorch 2.10 would reuse these casts without a gradient
     same: bool = whole.names == pieces.names
     return same
 
 
 class _Operations(TorchDispatchMode):
-    """Lists the operations that run inside the context, in order."""
+    """Records the operations that run inside the context, in order."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -376,6 +376,6 @@ class _Operations(TorchDispatchMode):
 def hidden_states(
     model: PreTrainedModel, input_ids: Tensor, positions: Tensor | None, documents: Tensor | None
 ) -> Tensor:
-    """Return [batch, length, width], the input of the output head; arguments as for `run_model`."""
+    """Return the input of the output head, [batch, length, width]; arguments as for `run_model`."""
     hidden: Tensor = run_model(model.base_model, input_ids, positions, documents)[0]
     return hidden

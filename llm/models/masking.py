@@ -1,8 +1,8 @@
 """Causal masks of windows: over the whole window, or within each document only.
 
-transformers detects several documents in one row by jumps in the position ids. `run_model` tells it
+transformers detects several documents in one row by jumps in the position ids. `run_model` passes
 the documents instead: this needs no synchronization with the device, and keeps positions and
-attention independent of each other.
+attention independent.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, masking_utils
 from llm.errors import ConfigError
 from llm.runtime.float32 import full_float32
 
-_LENGTH = 4  # of each of the two documents of the check; every model has as many positions
+_LENGTH = 4  # per document in the check; every model has enough positions for two
 _NEGLIGIBLE = 1e-3
 """Largest rounding error, relative to the effect of one document on the next without a mask."""
 
@@ -31,11 +31,11 @@ _answer = _Answer()
 
 
 def disable_packing_detection() -> None:
-    """Let transformers take the documents of a window from `run_model`, and none without them.
+    """Let transformers take the documents of a window from `run_model`.
 
-    Without an attention mask it looks for jumps in the position ids and reads the result back
-    from the device: a synchronization for each micro-batch and, under torch.compile, a mask in
-    place of the causal kernel.
+    By default, without an attention mask, it searches for jumps in the position ids and reads the
+    result from the device. This costs a synchronization per micro-batch and, under torch.compile, a
+    mask instead of the causal kernel.
     """
     if hasattr(masking_utils, "find_packed_sequence_indices"):
         masking_utils.find_packed_sequence_indices = lambda position_ids: _answer.documents
@@ -48,15 +48,15 @@ def run_model(
     documents: Tensor | None,
     **kwargs: Any,
 ) -> Any:
-    """Run a model's forward over windows without padding, which need no attention mask.
+    """Run a model's forward pass on windows without padding, so without an attention mask.
 
     Args:
         model: A causal language model, or its trunk.
         input_ids: [batch, length], int64.
-        positions: [batch, length], int64; None: the model's own.
-        documents: [batch, length], int64: number of the document of each token; there is no
-            attention between documents. None: every token attends to all before it.
-        **kwargs: More arguments of the forward.
+        positions: [batch, length], int64; None: the model's default.
+        documents: [batch, length], int64: number of each token's document; tokens do not attend to
+            other documents. None: every token attends to all earlier ones.
+        **kwargs: Further arguments of the forward pass.
     """
     if positions is not None:
         kwargs["position_ids"] = positions
@@ -68,7 +68,7 @@ def run_model(
 
 
 def documents_of_forward() -> Tensor | None:
-    """Return the documents that `run_model` was given for the current forward pass."""
+    """Return the documents that `run_model` received for the current forward pass."""
     return _answer.documents
 
 
@@ -86,7 +86,7 @@ def _answering(documents: Tensor) -> Iterator[None]:
 def check_documents_apart(model: PreTrainedModel, *, positions: bool, attention: bool) -> None:
     """Refuse a model that cannot keep the documents of a window apart.
 
-    The check compares the logits of windows of two documents, in evaluation mode.
+    The check compares logits of windows with two documents, in evaluation mode.
 
     Args:
         model: A causal language model with weights; its mode is restored.
@@ -94,7 +94,7 @@ def check_documents_apart(model: PreTrainedModel, *, positions: bool, attention:
         attention: Whether attention stays within each document.
 
     Raises:
-        ConfigError: The model, or its attention kernel, ignores one of the two.
+        ConfigError: The model or its attention kernel ignores one of the two.
     """
     kernel = str(getattr(model.config.get_text_config(), "_attn_implementation", None))
     name = f"{model.config.model_type} with the attention kernel {kernel}"
@@ -109,14 +109,13 @@ def check_documents_apart(model: PreTrainedModel, *, positions: bool, attention:
         logits = _logits_function(model)
         if attention and not _keeps_attention_apart(logits):
             raise ConfigError(
-                f"--reset_attention_mask cannot keep documents apart in {name}: the text of one "
-                "document would reach the next one; leave it out, or choose another "
-                "architecture."
+                f"--reset_attention_mask cannot keep documents apart in {name}: a document would "
+                "see the text of the previous one; leave it out, or choose another architecture."
             )
         if positions and not _uses_positions(logits, together=attention):
             raise ConfigError(
-                f"--reset_position_ids has no effect on {name}, which does not take positions "
-                "from outside; leave it out."
+                f"--reset_position_ids has no effect on {name}, which ignores position ids; leave "
+                "it out."
             )
     finally:
         model.train(training)
@@ -124,7 +123,7 @@ def check_documents_apart(model: PreTrainedModel, *, positions: bool, attention:
 
 @torch.no_grad()
 def keeps_documents_apart(model: PreTrainedModel) -> bool:
-    """Return whether no document of a window reaches the next one by attention.
+    """Return whether attention never reaches another document of a window.
 
     Args:
         model: A causal language model with weights; its mode is restored.
@@ -143,7 +142,7 @@ _Logits = Callable[[list[str], bool, bool], Tensor]
 def _logits_function(model: PreTrainedModel) -> _Logits:
     """Return a function that computes the last document's logits.
 
-    It takes the names of the documents, and whether positions and attention keep them apart.
+    Its arguments: names of the documents, and whether positions and attention keep them apart.
     """
     generator = torch.Generator().manual_seed(0)
     size = model.config.get_text_config().vocab_size
@@ -165,21 +164,20 @@ def _logits_function(model: PreTrainedModel) -> _Logits:
 
 
 def _keeps_attention_apart(logits: _Logits) -> bool:
-    """Return whether a document's logits are the same after any other document."""
+    """Return whether a document's logits do not depend on the previous document."""
     apart = _distance(logits(["A", "C"], False, True), logits(["B", "C"], False, True))
     mixed = _distance(logits(["A", "C"], False, False), logits(["B", "C"], False, False))
     return apart <= _NEGLIGIBLE * mixed
 
 
 def _uses_positions(logits: _Logits, *, together: bool) -> bool:
-    """Return whether the model uses the positions that it is given.
+    """Return whether the model uses the position ids.
 
-    With attention kept apart as well (`together`), a document must have the logits that it has
-    alone.
+    If attention is kept apart as well (`together`), a document must have the same logits as alone.
     """
     try:
         changed = not torch.equal(logits(["A", "C"], True, False), logits(["A", "C"], False, False))
-    except TypeError:  # the forward takes no position_ids
+    except TypeError:  # forward does not take position_ids
         return False
     if not changed or not together:
         return changed

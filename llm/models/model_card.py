@@ -1,4 +1,4 @@
-"""The model card of an exported model: metadata that the Hub reads, and a page for people."""
+"""The model card of an exported model: metadata for the Hub, and a page for people."""
 
 import math
 import re
@@ -27,17 +27,17 @@ class Card:
     Attributes:
         name: The model's name.
         rows: The table about the training, in order.
-        license: Identifier of the license, as the Hub has it; None if nobody has chosen one.
+        license: The Hub's identifier of the license; None if no license was chosen.
         languages: Codes of the languages of the text.
-        dataset: The data set by its name on the Hub; None if the data are from elsewhere. A folder
-            is left out of the metadata.
-        base_model: Where pretrained weights are from, a name on the Hub or a path, which is left
-            out of the metadata; None if they were random.
+        dataset: Name of the data set on the Hub; None if the data are from elsewhere. A folder is
+            left out of the metadata.
+        base_model: Source of pretrained weights, a name on the Hub or a path (left out of the
+            metadata); None for random weights.
         validation: The validation data in words.
-        results: Results on the validation data by name. Those that are not finite are left out.
+        results: Results on the validation data by name; infinite ones and NaN are left out.
         task_results: Results of tasks by task and metric, such as {"cloze": {"acc": 0.4}}.
         command: The command that trains the model again.
-        options: The options in that command's `config.toml`, as TOML; "" if they do not suffice.
+        options: Contents of the command's `config.toml`, as TOML; "" if it is not sufficient.
         software: The versions of the programs, and the number of ranks.
     """
 
@@ -56,7 +56,7 @@ class Card:
 
 
 def write_model_card(folder: Path, card: Card) -> None:
-    """Write README.md, the card of the model in a folder."""
+    """Write the model card, README.md, into a folder."""
     rows = "".join(f"| {name} | {_cell(value)} |\n" for name, value in card.rows.items())
     license_line = "" if card.license else "\nNo license has been chosen for this model.\n"
     reproduce = (
@@ -76,7 +76,7 @@ def write_model_card(folder: Path, card: Card) -> None:
 
 def _metadata(card: Card) -> str:
     """Return the card's metadata as YAML."""
-    from huggingface_hub import ModelCardData  # takes long to import
+    from huggingface_hub import ModelCardData  # slow to import
 
     results = _eval_results(card)
     dataset = _on_hub(card.dataset)
@@ -96,7 +96,7 @@ def _metadata(card: Card) -> str:
 
 
 def _eval_results(card: Card) -> "list[EvalResult]":
-    """Return the finite results as the Hub's model index has them."""
+    """Return the finite results in the format of the Hub's model index."""
     from huggingface_hub import EvalResult
 
     dataset = _on_hub(card.dataset)
@@ -127,7 +127,7 @@ def _eval_results(card: Card) -> "list[EvalResult]":
 
 
 def _on_hub(name: str | None) -> str | None:
-    """Return a name if it can be one on the Hub, and is not a file or folder here."""
+    """Return a name if it can be a Hub name and is not a local file or folder."""
     if name is None or not _HUB_NAME.fullmatch(name) or Path(name).exists():
         return None
     return name

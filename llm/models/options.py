@@ -11,12 +11,12 @@ Recomputation = Literal["none", "full", "selective"]
 
 @option_group("Model", resume="fixed")
 class ModelOptions:
-    """The architecture of the model and its loss, and how it computes."""
+    """The architecture of the model, its loss, and its speed."""
 
     model_name_or_path: str | None = option(
         None,
-        "Hub name or local folder that gives the model's configuration, tokenizer and weights. "
-        "A folder without weights is trained from scratch.",
+        "Hub name or local folder with the model's configuration, tokenizer and weights. Without "
+        "weights, the model is trained from scratch.",
         path=True,
     )
     config_name: str | None = option(
@@ -50,14 +50,15 @@ class ModelOptions:
         | None
     ) = option(
         None,
-        "Layers, width and heads of a GPT-2- or Llama-shaped model by name, trained from scratch: "
-        "the four sizes of GPT-2 and the eight of Narayanan et al. 2021. Without a model's name "
-        "it is a GPT-2 with their vocabulary and positions (51,200 and 2,048 from 1.7B on).",
+        "Named size (layers, width, heads) of a GPT-2- or Llama-shaped model, trained from "
+        "scratch: the four sizes of GPT-2 and eight sizes of Narayanan et al. 2021. Without a "
+        "model's name it is a GPT-2 with the vocabulary and positions of that paper (51,200 and "
+        "2,048 from 1.7B on).",
     )
     num_layers: int | None = option(
         None,
         "Layers of a GPT-2- or Llama-shaped model, trained from scratch. Without a model's name it "
-        "is a GPT-2, and hidden_size and num_attention_heads are needed too.",
+        "is a GPT-2 and also needs hidden_size and num_attention_heads.",
         at_least=1,
     )
     hidden_size: int | None = option(
@@ -70,9 +71,9 @@ class ModelOptions:
     )
     from_scratch: bool = option(
         False,
-        "Take only configuration and tokenizer from model_name_or_path, and train from random "
-        "weights, which are drawn on the device. The alias is llm-pytorch's name; it does not load "
-        "pretrained weights with less memory.",
+        "Take only configuration and tokenizer from model_name_or_path, and draw random weights on "
+        "the device. The alias is llm-pytorch's name; it does not load pretrained weights with "
+        "less memory.",
         aliases=("low_cpu_mem_usage",),
     )
     attention_implementation: str | None = option(
@@ -83,19 +84,19 @@ class ModelOptions:
     )
     pad_vocab_to_multiple_of: int | None = option(
         None,
-        "Pad the vocabulary of the embedding to a multiple of this, for speed. The padding takes "
-        "no part in the loss and is cut off on export.",
+        "Pad the vocabulary of the embedding to a multiple of this, for speed. The padding does "
+        "not affect the loss and is removed on export.",
         at_least=1,
         at_most=1_000_000,
     )
     z_loss: float = option(
         0.0,
         "Coefficient of the z-loss, the squared log-sum-exp of each token's logits, which keeps "
-        "them from drifting (PaLM: 1e-4). It is logged apart from the loss, and evaluation is "
-        "without it.",
+        "them from drifting (PaLM: 1e-4). It is logged separately and not part of the validation "
+        "loss.",
         at_least=0,
     )
-    no_bias: bool = option(False, "Hold all biases at zero.")
+    no_bias: bool = option(False, "Keep all biases at zero.")
     trust_remote_code: bool = option(
         False,
         "Run model, tokenizer or data set code that comes with a Hub repository.",
@@ -103,8 +104,8 @@ class ModelOptions:
     )
     activation_checkpointing: Recomputation = option(
         "none",
-        "Activations that are recomputed in the backward pass, to save memory: none; all of a "
-        "block (full); or all but its matrix products and attention (selective).",
+        "Activations to recompute in the backward pass, to save memory: none; all of a block "
+        "(full); or all except matrix products and attention (selective).",
         group=SPEED,
         resume="free",
     )
@@ -117,14 +118,14 @@ class ModelOptions:
     )
     fused_gelu: bool = option(
         True,
-        "Compute the tanh forms of GELU (gelu_new, gelu_fast) in one kernel; the same function.",
+        "Compute the tanh forms of GELU (gelu_new, gelu_fast) in one kernel; results are the same.",
         group=SPEED,
         resume="logged",
     )
     chunked_loss: bool = option(
         True,
-        "Compute the loss a few hundred tokens at a time, where the model's output head allows it; "
-        "the full logits are never built.",
+        "Compute the loss in chunks of tokens, without building the full logits, if the model's "
+        "output head allows it.",
         group=SPEED,
         resume="logged",
     )
@@ -137,7 +138,7 @@ class ModelOptions:
 
 
 def model_problems(options: ModelOptions) -> list[str]:
-    """Return what cannot work together, one sentence each."""
+    """Return faults of the model options, one sentence each."""
     problems = []
     named = options.model_name_or_path or options.config_name or options.model_type
     if not named and not shape_options(options):
@@ -146,8 +147,8 @@ def model_problems(options: ModelOptions) -> list[str]:
         )
     elif options.model_name_or_path is not None and options.model_type is not None:
         problems.append(
-            "--model_type starts from an architecture's defaults and --model_name_or_path from a "
-            "model; give one of them."
+            "--model_type uses an architecture's defaults and --model_name_or_path a model; give "
+            "one of them."
         )
     changed = [name for name in SHAPE[1:] if getattr(options, name) is not None]
     if options.model_size is not None and changed:

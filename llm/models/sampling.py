@@ -26,9 +26,9 @@ def sample_text(
         model: A causal language model; its mode is restored.
         tokenizer: The tokenizer that it was trained with.
         prompt: The beginning of the text; may be empty.
-        max_new_tokens: Largest number of tokens to add; fewer if the model has no more positions.
+        max_new_tokens: Maximum number of tokens to add; fewer if the model has no more positions.
         seed: Keys the draws: the same seed gives the same text.
-        generation: More arguments of `generate`, such as temperature, top_p or a streamer.
+        generation: Further arguments of `generate`, such as temperature, top_p or a streamer.
 
     Returns:
         The prompt and its continuation.
@@ -42,7 +42,7 @@ def sample_text(
         start = [end if end is not None else 0]
     limit = max_positions(model.config)
     if limit is not None:
-        # A long prompt is cut on the left, to no less than half of the positions.
+        # A long prompt is cut on the left, to half of the positions or more.
         start = start[-max(1, limit // 2, limit - max_new_tokens) :]
         max_new_tokens = min(max_new_tokens, limit - len(start))
     new = continue_tokens(
@@ -62,27 +62,27 @@ def continue_tokens(
     seed: int,
     **generation: Any,
 ) -> list[int]:
-    """Return the model's continuation of some tokens.
+    """Generate a continuation of tokens.
 
     Args:
         model: A causal language model; its mode is restored.
         tokenizer: The tokenizer that it was trained with.
-        start: At least one token, and so few that the new ones have positions too.
-        max_new_tokens: Largest number of tokens to add.
+        start: At least one token; the model must have positions for these and the new tokens.
+        max_new_tokens: Maximum number of tokens to add.
         seed: Keys the draws.
-        generation: More arguments of `generate`.
+        generation: Further arguments of `generate`.
 
     Raises:
         DivergedError: The model's logits are not finite.
     """
     end = tokenizer.eos_token_id
     input_ids = torch.tensor([start], device=model.device)
-    # Rows of the head without a token, such as padding, must not be drawn.
+    # Never draw rows of the head that are not tokens, such as padding.
     unused = list(range(len(tokenizer), model.get_input_embeddings().weight.shape[0]))
     training = model.training
     model.eval()
     try:
-        # A compiled model would be compiled again as the text grows.
+        # A compiled model would recompile as the text grows.
         eager = torch.compiler.set_stance("force_eager")
         with eager, keyed_generator(seed, "sample", model.device):
             output = model.generate(
@@ -102,8 +102,8 @@ def continue_tokens(
 
 
 def _check_logits(model: PreTrainedModel, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Return the logits if a token can be drawn from them."""
-    # -inf may exclude a token; NaN and inf show in the maximum.
+    """Return the logits if a token can be drawn from them, else raise."""
+    # -inf may exclude a token; NaN and inf are visible in the maximum.
     if bool(logits.amax(dim=-1).isfinite().all()):
         return logits
     finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())

@@ -1,6 +1,6 @@
 """Sizes of models: presets by name, parameters, FLOPs per token, and the blocks that repeat.
 
-The presets and Megatron's three numbers (layers, width, heads) apply to GPT-2- and Llama-shaped
+The presets and Megatron's three numbers (layers, width, heads) are for GPT-2- and Llama-shaped
 models.
 """
 
@@ -16,7 +16,7 @@ from llm.models.options import ModelOptions
 
 
 class ModelSize(NamedTuple):
-    """The shape of a GPT; vocabulary and positions are used where no model is named as well."""
+    """The shape of a GPT; vocabulary and positions only apply if no model is named."""
 
     num_layers: int
     hidden_size: int
@@ -49,28 +49,28 @@ _MULTIPLE = 128  # the width of a gated MLP is a multiple of this
 
 
 def shape_changes(options: ModelOptions, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a Hugging Face configuration that the shape options change.
+    """Return the Hugging Face configuration fields that the shape options change.
 
-    Vocabulary and positions stay. The ratios of MLP width to hidden size and of query heads to
-    key-value heads are kept: the MLP of GPT-2 is four times as wide as the hidden states, Llama 2's
-    is 11008 / 4096 times as wide (rounded up to a multiple of 128).
+    Vocabulary and positions stay, as do the ratios of MLP width to hidden size and of query heads
+    to key-value heads: GPT-2's MLP is four times as wide as the hidden states, Llama 2's 11008 /
+    4096 times (rounded up to a multiple of 128).
 
     Args:
         options: A size by name, numbers, or both; a number overrides the size.
         fields: The configuration, as its `to_dict` returns it.
 
     Returns:
-        Values by the names that the architecture has for these fields.
+        Values by the architecture's names of these fields.
 
     Raises:
         ConfigError: The size does not exist, the architecture has another shape, or the numbers do
-            not divide one another.
+            not divide each other.
     """
     kind = str(fields["model_type"])
     if kind not in SHAPED:
         raise ConfigError(
             f"--model_size, --num_layers, --hidden_size and --num_attention_heads are for "
-            f"{', '.join(SHAPED)}, and this model is {kind}; set its own fields with "
+            f"{', '.join(SHAPED)}, and this model is {kind}; set its fields with "
             "--config_overrides."
         )
     names = ("n_layer", "n_embd", "n_head")
@@ -99,7 +99,7 @@ def shape_changes(options: ModelOptions, fields: Mapping[str, Any]) -> dict[str,
     if fields.get("head_dim") is not None and (new[1], new[2]) != (old[1], old[2]):
         changes["head_dim"] = new[1] // new[2]
     if fields.get("layer_types") is not None and new[0] != old[0]:
-        changes["layer_types"] = None  # transformers fills in one for each layer
+        changes["layer_types"] = None  # transformers fills in one per layer
     return changes
 
 
@@ -115,7 +115,7 @@ def find_size(name: str) -> ModelSize:
 
 
 def gpt2_fields(model_size: str | None) -> dict[str, int]:
-    """Return vocabulary and positions of a GPT-2 that is given by its size only."""
+    """Return vocabulary and positions of a GPT-2 that is named only by its size."""
     size = SIZES["124M"] if model_size is None else find_size(model_size)
     return {"vocab_size": size.vocab_size, "n_positions": size.max_positions}
 
@@ -134,7 +134,8 @@ def _key_value_heads(fields: Mapping[str, Any], old: int, new: int) -> int:
 def find_blocks(model: nn.Module) -> nn.ModuleList:
     """Return the transformer blocks of a model, in order.
 
-    They are the list of modules with the most parameters; of two lists alike, the longer one.
+    The blocks are the list of modules with the most parameters, or the longer list if two are
+    equal.
 
     Raises:
         ValueError: The model has no list of modules.
@@ -147,7 +148,7 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
 
 
 def parameter_counts(model: PreTrainedModel) -> dict[str, int]:
-    """Count parameters by kind, tied ones once.
+    """Count parameters by kind; tied parameters count once.
 
     Returns:
         "total" = "embedding" (tokens, positions, untied output head) + "other", and
@@ -169,12 +170,12 @@ def parameter_counts(model: PreTrainedModel) -> dict[str, int]:
 
 
 def flops_per_token(model: PreTrainedModel, *, block_size: int) -> float:
-    """Return the floating-point operations of forward and backward for one token.
+    """Return the floating-point operations per token, forward and backward.
 
-    Six for each weight of a matrix product (PaLM, Chowdhery et al. 2022, arXiv:2204.02311,
-    appendix B): an embedding that is looked up does not count, the output head does. Attention adds
-    the products with keys and values, counted as if they were not causal. In a mixture of experts
-    only the experts that a token is routed to count.
+    Each weight in a matrix product counts six (PaLM, Chowdhery et al. 2022, arXiv:2204.02311,
+    appendix B): the output head counts, embedding lookups do not. Attention adds the products with
+    keys and values, counted as if they were not causal. In a mixture of experts, only the experts
+    used per token count.
 
     Args:
         model: The model; a tied output head counts once.
@@ -188,7 +189,7 @@ def flops_per_token(model: PreTrainedModel, *, block_size: int) -> float:
             continue
         matrices = [p for p in module.parameters(recurse=False) if p.ndim >= 2]
         experts = getattr(module, "num_experts", None)
-        # The experts of a layer are stacked in tensors of three dimensions.
+        # A layer's experts are stacked in three-dimensional tensors.
         is_stack = any(p.ndim == 3 for p in matrices)
         used = float(chosen) / float(experts) if experts and chosen and is_stack else 1.0
         weights += used * sum(p.numel() for p in matrices)

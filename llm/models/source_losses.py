@@ -1,4 +1,4 @@
-"""Sums of token losses by the source of their samples."""
+"""Per-source sums of token losses."""
 
 import torch
 from torch import Tensor
@@ -7,8 +7,8 @@ from llm.runtime.labels import IGNORED
 
 
 def empty_sums(num_sources: int, device: torch.device) -> Tensor:
-    """Return zeros for the sums of some sources: losses and numbers of labels, [2, num_sources]."""
-    # Of float32 losses, sums in float64 (MPS has none) are all but exact in any order.
+    """Return zeros for per-source losses and numbers of labels, [2, num_sources]."""
+    # In float64 (not available on MPS), sums of float32 losses are nearly exact in any order.
     dtype = torch.float32 if device.type == "mps" else torch.float64
     return torch.zeros(2, num_sources, dtype=dtype, device=device)
 
@@ -26,12 +26,12 @@ def sum_by_source(
         num_sources: Number of sources.
 
     Returns:
-        [2, num_sources], as `empty_sums`.
+        [2, num_sources], like `empty_sums`.
     """
     zeros = empty_sums(num_sources, labels.device)
     losses = token_losses.view_as(labels).to(zeros.dtype).sum(1)
     counts = (labels != IGNORED).to(zeros.dtype).sum(1)
-    # [batch, num_sources]. A scatter would add in an order that varies on a GPU.
+    # [batch, num_sources]. On a GPU, a scatter would add in varying order.
     mine = sources.unsqueeze(1) == torch.arange(num_sources, device=labels.device)
-    # Selected, not multiplied: a loss that is not finite stays with its own source.
+    # Select instead of multiplying, so that an infinite loss or NaN stays with its source.
     return torch.stack([torch.where(mine, s.unsqueeze(1), 0.0).sum(0) for s in (losses, counts)])

@@ -1,4 +1,4 @@
-"""Changes to a model that an extension makes from outside."""
+"""Changes that an extension makes to a model from outside."""
 
 from collections.abc import Mapping
 
@@ -7,13 +7,13 @@ from transformers import PreTrainedConfig
 
 
 class Transform:
-    """A change to a model, its initial weights, and its learning rates; by itself it does nothing.
+    """A change to a model, its initial weights, and its learning rates; does nothing by default.
 
-    The model's configuration stays that of the model that is exported.
+    The model's configuration does not change: it describes the exported model.
     """
 
     def initial(self, model: nn.Module) -> None:
-        """Change the weights that were just drawn, or this rank's shards of them, in place."""
+        """Change freshly drawn weights, or this rank's shards of them, in place."""
 
     def modules(self, model: nn.Module) -> None:
         """Change modules in place; the model may be on the meta device."""

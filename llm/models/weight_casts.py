@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class _Copies:
-    """The copies that were made since `cast_weights_once` began, by weight; None outside it."""
+    """The copies made since `cast_weights_once` began, by weight; None outside it."""
 
     held: dict[Tensor, Tensor] | None = None
 
@@ -18,18 +18,18 @@ _copies = _Copies()
 
 @contextlib.contextmanager
 def cast_weights_once(device: torch.device) -> Iterator[None]:
-    """Let forward passes under autocast share their copies of the weights, which must not change.
+    """Let forward passes under autocast share copies of the weights. The weights must not change.
 
-    Gradients stay the same bit for bit: the node of a cast saves no tensors, so it serves several
-    backward passes, and each adds its own gradient to the weight's in float32.
+    Gradients stay the same bit for bit: a cast's autograd node saves no tensors, so it can serve
+    several backward passes, and each adds its gradient to the weight's in float32.
 
     Args:
         device: The device of the weights.
     """
     _copies.held = {}
     try:
-        # Autocast keeps its copies until the outermost of its contexts ends: this one, which has
-        # no other effect.
+        # Autocast keeps its copies until the outermost context ends, which is this one; it has no
+        # other effect.
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
@@ -37,7 +37,7 @@ def cast_weights_once(device: torch.device) -> Iterator[None]:
 
 
 def copy_once(weight: Tensor, copy: Callable[[], Tensor]) -> Tensor:
-    """Return what `copy` returns for a weight; inside `cast_weights_once` it is called once."""
+    """Return `copy` of a weight; inside `cast_weights_once` it is called once per weight."""
     if _copies.held is None or torch.compiler.is_compiling():
         return copy()
     if weight not in _copies.held:

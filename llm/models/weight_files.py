@@ -1,4 +1,4 @@
-"""A pretrained model's safetensors files; each rank can read its own shards from them."""
+"""A pretrained model's safetensors files, so that each rank can read just its shards."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ class WeightFile:
 
     Attributes:
         path: Its path.
-        key_of: The key in it of each weight that it holds, by the weight's name in the model.
+        key_of: Maps names of weights in the model to keys in the file.
     """
 
     path: str
@@ -27,21 +27,21 @@ class WeightFile:
 
     @contextmanager
     def open(self) -> Iterator[Any]:
-        """Open the file, which maps it into memory until the context ends."""
+        """Map the file into memory until the context ends."""
         with safe_open(self.path, framework="pt") as opened:
             yield opened
 
 
 def find_weight_files(model: PreTrainedModel, weights_from: str) -> list[WeightFile] | None:
-    """Return files that hold the weights of a model one by one, as the model has them.
+    """Return the files of a model's weights, if they store each weight as in the model.
 
     Args:
-        model: On any device. Its vocabulary may have rows of padding, which the files lack.
+        model: On any device. Its vocabulary may have padding rows that the files lack.
         weights_from: A Hub name or a folder.
 
     Returns:
-        None if transformers has to load the whole model: from files of another format, under other
-        names or shapes, with weights that it converts or that the files lack.
+        None if transformers must load the whole model: from another format, under other names or
+            shapes, or with weights that it converts or that the files lack.
     """
     convert = any(isinstance(c, WeightConverter) for c in get_model_conversion_mapping(model))
     if convert or model.is_custom_code() or hasattr(model.config, "quantization_config"):
@@ -66,7 +66,7 @@ def find_weight_files(model: PreTrainedModel, weights_from: str) -> list[WeightF
                 key_of[name] = key
                 found.add(name)
         files.append(WeightFile(path=path, key_of=key_of))
-    # Of two tied weights transformers decides which one counts, or that they are not tied.
+    # For two tied weights, transformers decides which one counts, or that they are not tied.
     complete = found == tensors.keys() - tied.keys()
     return files if complete else None
 
@@ -78,7 +78,7 @@ def _fits(own: Any, saved: list[int], model: PreTrainedModel) -> bool:
 
 
 def _safetensors_of(weights_from: str) -> list[str]:
-    """Return the paths of the files, after a download if they are on the Hub."""
+    """Return the paths of the files; downloads them if they are on the Hub."""
     found: dict[str, Any] = {
         name: cached_file(weights_from, name, _raise_exceptions_for_missing_entries=False)
         for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)

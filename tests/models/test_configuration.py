@@ -69,7 +69,7 @@ def test_what_follows_from_an_overridden_field_follows() -> None:
     [
         ({}, ["--model_name_or_path", "--config_name", "--model_type"]),
         ({"model_type": "gtp2"}, ["gtp2", "gpt2"]),
-        ({"model_type": "t5"}, ["t5", "no causal language model"]),
+        ({"model_type": "t5"}, ["t5", "not a causal language model"]),
         ({"model_type": "gpt2", "config_overrides": "n_layers=4"}, ["n_layers", "n_layer"]),
         ({"model_type": "gpt2", "config_overrides": "n_layer=4.5"}, ["a whole number"]),
         ({"model_type": "gpt2", "config_overrides": "resid_pdrop=x"}, ["a number"]),

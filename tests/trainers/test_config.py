@@ -195,7 +195,7 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
             ["--optimizer soap does not go with --kfac", "--nesterov is for --kfac_method ekfac"],
         ),
         ({"nesterov": True}, ["--nesterov needs --optimizer soap or --kfac"]),
-        ({"model_type": "gpt2"}, ["--model_type starts from", "--model_name_or_path"]),
+        ({"model_type": "gpt2"}, ["--model_type uses", "--model_name_or_path"]),
         ({"data_path": ("a",)}, ["--dataset_name and --data_path are different sources of data"]),
         (
             {**TOKENS, "train_data_path": ("a",)},

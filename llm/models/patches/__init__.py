@@ -1,1 +1,1 @@
-"""Changes to a model from outside that do not change its results."""
+"""Changes to a model from outside that keep its results."""

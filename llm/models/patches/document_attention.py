@@ -1,9 +1,9 @@
-"""Attention within documents on accelerators, without a dense mask for each layer.
+"""Attention within documents on accelerators, without a dense mask per layer.
 
-transformers gives PyTorch's attention a boolean mask of all pairs of tokens. On a GPU each layer
-makes an additive mask of it and keeps that for the backward pass. FlexAttention (Dong et al. 2024,
-arXiv:2412.05496) takes a mask of blocks of tokens instead and skips the blocks of other documents.
-Where it does not run, all layers share one additive mask.
+transformers passes PyTorch's attention a boolean mask of all pairs of tokens. On a GPU each layer
+turns it into an additive mask and keeps this for the backward pass. FlexAttention (Dong et al.
+2024, arXiv:2412.05496) takes a mask of token blocks instead and skips the blocks of other
+documents. If it does not work, all layers share one additive mask.
 """
 
 import functools
@@ -34,9 +34,9 @@ logger = logging.getLogger("llm.models")
 
 
 def use_document_attention(model: PreTrainedModel, *, flex: bool) -> None:
-    """Let the layers of a model share the mask that keeps documents apart.
+    """Let the layers of a model share one mask that keeps documents apart.
 
-    A model that does not train so keeps its attention.
+    If a model cannot be trained this way, its attention does not change.
 
     Args:
         model: A causal language model with weights, on an accelerator; its weights, its mode, and
@@ -57,7 +57,7 @@ def use_document_attention(model: PreTrainedModel, *, flex: bool) -> None:
             if keeps_documents_apart(model):
                 logger.info(f"Documents are kept apart by {words}.")
                 return
-        except Exception as error:  # code of any model, or a compiler, may fail in any way
+        except Exception as error:  # a model's code, or a compiler, may raise anything
             logger.info(f"Documents are not kept apart by {words}: {one_line(error)}.")
     model.set_attn_implementation("sdpa")
 
@@ -82,7 +82,7 @@ def _mask(
     device: torch.device,
     **kwargs: Any,
 ) -> BlockMask | Tensor | None:
-    """Return the mask of a forward pass, which transformers asks for once and gives to all layers.
+    """Return the mask of a forward pass; transformers requests it once and passes it to all layers.
 
     It takes the arguments of transformers' `sdpa_mask`.
     """
@@ -122,11 +122,11 @@ def _attend(
         return dense
     if dropout > 0:
         raise ValueError("FlexAttention has no dropout.")
-    # Norms make queries and keys of another type than values; the kernel takes one type.
+    # Norms may give queries and keys another dtype than values, but the kernel needs one dtype.
     dtype = kernel_dtype(query.dtype, query.device)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     heads = query.shape[1]
-    grouped = heads & (heads - 1) == 0  # its kernel shares key-value heads among powers of two
+    grouped = heads & (heads - 1) == 0  # enable_gqa needs a power of two of heads
     if not grouped:
         key, value = (repeat_kv(tensor, heads // tensor.shape[1]) for tensor in (key, value))
     attended = _compiled(flex_attention)(
@@ -136,12 +136,12 @@ def _attend(
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function as torch.compile makes it, or itself inside of a compiled model."""
+    """Return a compiled function, or the function itself inside a compiled model."""
     return function if torch.compiler.is_compiling() else compile_for_fixed_shapes(function)
 
 
 def kernel_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the type that attention computes in, inside autocast or outside of it."""
+    """Return the dtype of the attention's computations, inside or outside of autocast."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return dtype

@@ -11,10 +11,10 @@ _LIBRARY = torch.library.Library("aten", "IMPL")  # its kernels are registered w
 
 @functools.cache
 def autocast_grouped_products() -> None:
-    """Let autocast cast the operands of `torch.nn.functional.grouped_mm`, as it does for `mm`.
+    """Let autocast cast the operands of `torch.nn.functional.grouped_mm`, as for `mm`.
 
-    PyTorch has no such rule (pytorch/pytorch#174763): the weights of experts are float32, and
-    transformers casts their inputs to that.
+    PyTorch lacks this rule (pytorch/pytorch#174763): the experts' weights are float32, and
+    transformers casts their inputs to float32.
     """
     for device_type in ("cpu", "cuda", "xpu"):
         key = f"Autocast{device_type.upper()}"

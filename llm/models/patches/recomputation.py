@@ -1,7 +1,8 @@
 """Activation checkpointing: the backward pass recomputes activations to save memory.
 
-Full: all of a block (Chen et al. 2016, arXiv:1604.06174). Selective: all but the results of matrix
-products and attention, which take most of the time (Korthikanti et al. 2022, arXiv:2205.05198).
+Full recomputes all of a block (Chen et al. 2016, arXiv:1604.06174). Selective recomputes all but
+the matrix products and attention, which take most of the time (Korthikanti et al. 2022,
+arXiv:2205.05198).
 """
 
 import functools
@@ -24,10 +25,9 @@ _KEPT = {
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_fused_attention_overrideable",
 }
-"""Operations with results that selective recomputation keeps.
+"""Selective recomputation keeps the results of these operations.
 
-bmm is not one of them: it computes the scores of eager attention, which take memory quadratic in
-the length.
+bmm is not included: it computes the scores of eager attention, with memory quadratic in the length.
 """
 
 
@@ -49,7 +49,7 @@ def recompute_activations(model: PreTrainedModel, which: Recomputation) -> None:
             f"--activation_checkpointing {which} is not offered by {model.config.model_type}: "
             "leave it out."
         )
-    # Newer versions of transformers have a new name for it.
+    # Newer versions of transformers renamed it.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     options: dict[str, Any] = {"use_reentrant": False}
     if which == "selective":
@@ -62,8 +62,8 @@ def _policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     if isinstance(func, torch._ops.OpOverload) and func._schema.name in _KEPT:
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.name == "dropout_p" and value > 0:
-                # If its result were kept, the recomputation would skip its draws, and the next
-                # dropout would get other random numbers than in the forward pass.
+                # If its result were kept, the recomputation would skip its random numbers, and the
+                # next dropout would draw different ones than in the forward pass.
                 return CheckpointPolicy.MUST_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 
 class TiedEmbedding(nn.Embedding):
-    """An embedding with a backward pass that adds to the gradient that the loss has left here.
+    """An embedding that adds its gradient to the head's gradient, which the loss stores here.
 
     Attributes:
         lookups: Number of lookups with a gradient since `begin`.
@@ -55,16 +55,16 @@ class _Lookup(torch.autograd.Function):
         ids = ids.flatten()
         if embedding.padding_idx is not None:
             rows = rows * (ids != embedding.padding_idx).unsqueeze(1)
-        # On a GPU it adds the rows of a frequent token in parallel, in any order, unless
-        # deterministic kernels are asked for; index_put_ adds them serially.
+        # On a GPU it adds the rows of a frequent token in parallel, in any order (unless you
+        # request deterministic kernels); index_put_ adds them serially.
         return total.index_add_(0, ids, rows), None, None
 
 
 def tie_gradients(model: PreTrainedModel) -> None:
     """Accumulate the gradients of head and lookup in one tensor, if the head is the embedding.
 
-    The class of the embedding is changed in place: parameters, names and hooks stay. An embedding
-    that does more than look up is not changed.
+    The embedding's class changes in place: parameters, names and hooks stay. An embedding that does
+    more than a lookup is not changed.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     plain = type(embedding) is nn.Embedding and embedding.max_norm is None
