@@ -23,14 +23,14 @@ from llm.runtime.world import world_from_environment
 CPU_BUCKET_MB = 25
 """Gradients of an all-reduce, in MiB; torch's default."""
 GPU_BUCKET_MB = 100
-"""The same on accelerators, whose links reach their bandwidth with large messages only."""
+"""The same on accelerators. Their links need large messages to reach full bandwidth."""
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 logger = logging.getLogger("llm.parallel")
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse to train on the CPU of a machine whose NVIDIA GPUs PyTorch does not see.
+    """Refuse to train on the CPU if PyTorch does not see the machine's NVIDIA GPUs.
 
     Raises:
         ParallelError: Says what to install, and how to ask for the CPU.
@@ -48,14 +48,14 @@ def check_device(device: torch.device) -> None:
 
 
 def default_precision(device: torch.device) -> dict[str, Any]:
-    """Return the options of the precision, by name, that a device has unless they are given."""
+    """Return a device's default precision options, by name."""
     on_cuda = device.type == "cuda"
     half = on_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     return {"mixed_precision": "bf16" if half else "no", "tf32": on_cuda}
 
 
 def set_float32_precision(options: PrecisionOptions, device: torch.device) -> None:
-    """Set in which precision a GPU multiplies float32 matrices.
+    """Set the precision of float32 matrix products on a GPU.
 
     The newer setting, `torch.backends.cuda.matmul.fp32_precision`, is not used: the compiler of
     torch 2.13 reads the older one, which raises once the newer one has been set alone.
@@ -65,7 +65,7 @@ def set_float32_precision(options: PrecisionOptions, device: torch.device) -> No
 
 
 def check_precision(options: PrecisionOptions, device: torch.device) -> None:
-    """Refuse a precision that the device cannot compute in.
+    """Refuse a precision that the device does not support.
 
     Raises:
         ParallelError: Names the precision, the device and an alternative.
@@ -80,7 +80,7 @@ def check_precision(options: PrecisionOptions, device: torch.device) -> None:
             )
         if not is_torchao_available():
             raise ParallelError(
-                "--mixed_precision fp8 needs a library that has its kernels: pip install torchao."
+                "--mixed_precision fp8 needs a library with its kernels: pip install torchao."
             )
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     if precision in ("bf16", "fp16") and not has_half_products(device, dtype):
@@ -89,7 +89,8 @@ def check_precision(options: PrecisionOptions, device: torch.device) -> None:
             f"--mixed_precision {precision} takes many times as long as {faster} on this CPU, "
             f"which has no instructions for {precision} matrix products; use {faster}."
         )
-    # PyTorch counts GPUs that emulate it, such as V100 and T4, many times slower than fp16.
+    # PyTorch counts GPUs that emulate it, such as V100 and T4; they are many times slower than with
+    # fp16.
     if (
         precision == "bf16"
         and device.type == "cuda"
@@ -101,7 +102,7 @@ def check_precision(options: PrecisionOptions, device: torch.device) -> None:
 
 
 def convert_to_fp8(model: nn.Module) -> None:
-    """Let the linear layers of a model multiply in float8, but for the first and the last.
+    """Let the linear layers of a model multiply in float8, except the first and the last one.
 
     Accelerate converts a model in its `prepare` only, which would shard and wrap it too. Weights
     stay float32 and keep their names.
@@ -115,26 +116,26 @@ def convert_to_fp8(model: nn.Module) -> None:
     from torchao.float8 import Float8LinearConfig
 
     before = {type(module) for module in model.modules()}
-    # Padded, since the float8 product takes multiples of 16 only, of tokens too.
-    # No filter: the default one of Accelerate before 1.15 fails on every model.
+    # Padded, because the float8 product needs multiples of 16, also for tokens. No filter: the
+    # default filter of Accelerate before 1.15 fails on every model.
     convert_model_to_fp8_ao(
         model, config=Float8LinearConfig(pad_inner_dim=True), module_filter_func=None
     )
     converted = sum(type(module) not in before for module in model.modules())
     if not converted:
         raise ParallelError(
-            "--mixed_precision fp8 changes linear layers whose sizes are multiples of 16, and this "
-            "model has none (GPT-2's are of another type); use bf16."
+            "--mixed_precision fp8 changes linear layers with sizes that are multiples of 16, and "
+            "this model has none (GPT-2's have another type); use bf16."
         )
     logger.info(f"{converted} linear layers multiply in float8, the rest in bf16.")
 
 
 def form_default_group(device: torch.device, *, timeout: timedelta) -> None:
-    """Form the group of all ranks, unless there is one already, or one rank; all ranks call it.
+    """Form the group of all ranks, unless it exists or there is one rank; all ranks call it.
 
-    Accelerate's own would have NCCL only, whose default time-out is ten minutes, and would leave
-    it to the first `barrier` to guess the device of each rank. Gloo carries values on the host:
-    each of its groups of all ranks costs a process one file descriptor for every rank.
+    Accelerate would form a group with NCCL only and its default time-out of ten minutes, and the
+    first `barrier` would guess the device of each rank. Gloo carries values on the host: each gloo
+    group of all ranks costs a process one file descriptor per rank.
     """
     if dist.is_initialized() or world_from_environment().world_size == 1:
         return
@@ -158,7 +159,7 @@ def ddp_settings(device: torch.device, options: PrecisionOptions) -> Distributed
 class _InBf16(DistributedDataParallelKwargs):  # type: ignore[misc]
     """Lets DistributedDataParallel all-reduce in bf16.
 
-    PyTorch's own hook for that refuses CPUs, and divides by the number of ranks after it rounded.
+    PyTorch's hook for this refuses CPUs, and divides by the number of ranks after rounding.
     """
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
@@ -184,9 +185,9 @@ def _all_reduce_in_bf16(
 def order_buckets(loss: nn.Module, device: torch.device) -> None:
     """Let DistributedDataParallel order its buckets of gradients now, by a backward pass.
 
-    It does so after its first backward pass, in the order in which gradients arrive. An all-reduce
-    of more than two ranks adds them in an order that depends on their place in a bucket, so that
-    the first step of a resumed run would have other bits than in the run that it resumes.
+    By default it does so after its first backward pass, in the order of arriving gradients. An
+    all-reduce of more than two ranks adds gradients in an order that depends on their place in a
+    bucket, so the first step of a resumed run would differ in the last bits from the original run.
 
     Args:
         loss: As for training; nothing happens unless it is a DistributedDataParallel of more than
@@ -208,10 +209,10 @@ def make_accelerator(
     """Form the process groups; every rank must call it.
 
     Args:
-        options: The precision, which the accelerator holds from here on.
+        options: The precision; the accelerator stores it.
         device: Of this process.
-        timeout: Seconds that a step may take; 0: no limit. Collectives time out later than that,
-            so that the watchdog names a hung rank first.
+        timeout: Seconds that a step may take; 0: no limit. Collectives time out later, so that the
+            watchdog names a hung rank first.
     """
     patience = timedelta(seconds=3 * timeout, minutes=30) if timeout else timedelta(days=365)
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # of groups made later
@@ -219,8 +220,8 @@ def make_accelerator(
     form_default_group(device, timeout=patience)
     set_float32_precision(options, device)
     on_cpu = device.type == "cpu"
-    # By default DistributedDataParallel is given the local rank as its device, which is wrong
-    # where the job's launcher shows each task its own GPU only. Batches are on the device already.
+    # By default DistributedDataParallel gets the local rank as its device. This is wrong if the
+    # launcher shows each task just one GPU. Batches are already on the device.
     os.environ.setdefault("ACCELERATE_BYPASS_DEVICE_MAP", "true")
     fp16_on_cpu = on_cpu and options.mixed_precision == "fp16"
     accelerator = Accelerator(

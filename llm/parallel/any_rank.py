@@ -1,7 +1,7 @@
-"""Flags that any rank may set, and that all ranks see at the same call, without an all-reduce.
+"""Flags that any rank may set and all ranks see at the same call, without an all-reduce.
 
-An all-reduce in each step would make every rank wait for all others, over as many messages in
-sequence as there are ranks: on a slow network it would take longer than the step.
+With an all-reduce per step, every rank would wait for all others, and messages would pass through
+all ranks in sequence: on a slow network this would take longer than the step.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ import torch.distributed as dist
 class FlagReducer:
     """Spreads flags in rounds, as a dissemination barrier does (Hensgen, Finkel and Manber 1988).
 
-    In round k of log2(ranks), a rank sends the flags that it knows of to the rank 2^k further, and
-    receives flags from the rank 2^k before: after the last round all ranks know of all flags. Each
-    call is a round, so that a message has the time of a step to arrive.
+    In round k of log2(ranks), a rank sends all flags that it knows to the rank 2^k further, and
+    receives flags from the rank 2^k before. After the last round all ranks know all flags. Each
+    call is one round, so a message has the time of a step to arrive.
 
     Attributes:
-        delay: The most calls between a flag and its answer.
+        delay: Maximum calls between a flag and its answer.
 
     Args:
         rank: Rank of this process.
@@ -38,7 +38,7 @@ class FlagReducer:
         self._in_flight: list[Any] = []
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Return which flags any rank had set when the exchange began that ends with this call.
+        """Return the flags of all ranks at the beginning of the exchange that ends with this call.
 
         Args:
             flags: The same number at each call; every rank must call it.
@@ -55,7 +55,8 @@ class FlagReducer:
         if self._round == self._rounds:
             if self._known is not None:
                 answer = [value > 0 for value in self._known.tolist()]
-            # A flag set during an exchange waits for the next: all ranks have to see it at once.
+            # A flag set during an exchange waits for the next one: all ranks must see it at the
+            # same time.
             self._known, self._next, self._round = self._next, None, 0
         assert self._known is not None
         distance = 2**self._round

@@ -22,26 +22,26 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class AcceleratedStrategy:
-    """Spreads a model and its training step over devices; the base class of all layouts.
+    """Base strategy: single device or DDP. Other layouts derive from it.
 
-    Here every rank holds the whole model. A layout is a subclass that overrides the private steps
-    of `prepare` and `forward_backward`. The rest of the package calls the public methods. Returned
-    tensors stay on the device, so that a step never waits for it.
+    Every rank holds the whole model. Other layouts override the private steps of `prepare` and
+    `forward_backward`; the rest of the package calls the public methods. Returned tensors stay on
+    the device, so a step never waits for it.
 
     Args:
         accelerator: The processes, devices and precision, from `make_accelerator`.
 
     Attributes:
-        device: Where this process computes.
+        device: Device of this process.
         rank: Rank of this process.
         world_size: Number of ranks.
-        data_rank: Which of the `data_ranks` equal slices of a global batch this rank computes.
-        data_ranks: Number of slices of a global batch.
+        data_rank: Number of this rank's slice of a global batch.
+        data_ranks: Number of equal slices of a global batch.
         rng_rank: Seed offset for dropout; ranks that process the same tokens share it.
         second_order: K-FAC, if the run has it; set when the optimizer is made.
-        answer_delay: The most calls of `any_rank` between a flag and its answer.
-        parameters: The trained parameters of the model; DTensors where they are sharded.
-        local_parameters: What the optimizer updates: `parameters`, or this rank's shards of them.
+        answer_delay: Maximum calls of `any_rank` between a flag and its answer.
+        parameters: The trained parameters of the model; DTensors if sharded.
+        local_parameters: Tensors that the optimizer updates: `parameters`, or this rank's shards.
     """
 
     second_order: KFAC | None = None
@@ -60,11 +60,11 @@ class AcceleratedStrategy:
         self._pending_flags: tuple[Any, Tensor] | None = None
 
     def prepare(self, loss: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        """Take over the model, inside its loss, and make its optimizer.
+        """Prepare the model, inside its loss, and create its optimizer.
 
         Args:
             loss: Returns the objective and the sum of token losses; its `model` is the model.
-            make_optimizer: Called after the model was sharded, so that moments are sharded too.
+            make_optimizer: Called after sharding, so that moments are sharded too.
         """
         self.loss: Any = loss
         self.model: Any = loss.get_submodule("model")
@@ -86,7 +86,7 @@ class AcceleratedStrategy:
         """Replace the optimizer's parameters by this rank's local tensors."""
 
     def _wrap(self) -> nn.Module:
-        """Return the loss in Accelerate's autocast; its evaluation mode leaves DDP out."""
+        """Return the loss in Accelerate's autocast; evaluation mode bypasses DDP."""
         with warnings.catch_warnings():
             # Accelerate passes broadcast_buffers by its older name.
             warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
@@ -108,12 +108,12 @@ class AcceleratedStrategy:
             num_tokens: Tokens with a label over all ranks; the loss is divided by it once.
 
         Returns:
-            The sum of this rank's token losses: a float32 scalar, or by source as of the loss.
+            The sum of this rank's token losses: a float32 scalar, or per-source sums.
         """
         if not self.wrapped.training:
             self.wrapped.train()
         self.optimizer.zero_grad(set_to_none=True)
-        for parameter in self.parameters:  # not the optimizer's, where they are sharded
+        for parameter in self.parameters:  # not the optimizer's tensors, which may be shards
             parameter.grad = None
         # The all-reduce takes the mean over ranks, but the step's loss is a sum over them.
         token_weight = self._gradient_ranks / num_tokens
@@ -126,11 +126,11 @@ class AcceleratedStrategy:
 
     @property
     def _gradient_ranks(self) -> int:
-        """Number of ranks whose mean gradient is that of a step."""
+        """Number of ranks that average their gradients."""
         return self.world_size
 
     def _local_batch(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Return what this rank computes of each sample."""
+        """Return this rank's part of each sample."""
         return micro_batch
 
     def _accumulate_gradients(
@@ -154,7 +154,7 @@ class AcceleratedStrategy:
         return kfac.capture_stats(token_weight=token_weight, loss_scale=self.loss_scale())
 
     def _weight_casts(self, micro_batches: int) -> contextlib.AbstractContextManager[None]:
-        """Cast the weights once a step; for one micro-batch the copies would only stay longer."""
+        """Cast the weights once per step; with one micro-batch, copies would only live longer."""
         halves = self._fp16_on_cpu or self.accelerator.mixed_precision != "no"
         several = halves and micro_batches > 1
         return cast_weights_once(self.device) if several else contextlib.nullcontext()
@@ -177,14 +177,14 @@ class AcceleratedStrategy:
         return objective if self.scaler is None else self.scaler.scale(objective)
 
     def _reduce_gradients(self) -> None:
-        """Finish what `backward` left to do and set the gradients of `local_parameters`."""
+        """Complete the backward pass and set the gradients of `local_parameters`."""
 
     def optimizer_step(self, max_grad_norm: float) -> tuple[Tensor, Tensor]:
         """Clip the gradient (0: no clipping) and update the weights, or skip the step.
 
         Returns:
             The gradient's norm before clipping, and 1.0 if it was not finite and the step skipped,
-            else 0.0. Both are equal on all ranks, except where ranks have weights of their own.
+            else 0.0. Both are equal on all ranks that share weights.
         """
         norm = self._gradient_norm()
         if max_grad_norm > 0:
@@ -213,10 +213,10 @@ class AcceleratedStrategy:
             torch.nn.utils.clip_grads_with_norm_(self.local_parameters, max_grad_norm, norm)
 
     def averaged(self) -> contextlib.AbstractContextManager[Tensor | None]:
-        """Return a context in which the model has the weights to evaluate; every rank enters it.
+        """Give the model the weights to evaluate inside the context; every rank enters it.
 
-        Where ranks have weights of their own, these are the mean, and the context gives their root
-        mean squared distance from it, relative to its norm. Elsewhere it gives None.
+        If ranks have separate weights, this is their mean, and the context yields the RMS distance
+        from the mean, relative to its norm. Otherwise it yields None.
         """
         return contextlib.nullcontext()
 
@@ -238,7 +238,7 @@ class AcceleratedStrategy:
         return likeliest, log_probs
 
     def loss_scale(self) -> Tensor:
-        """Return the factor by which the loss is scaled (1 without fp16)."""
+        """Return the loss scale (1 without fp16)."""
         # scale() multiplies on the device, where get_scale() would wait for it.
         return self._scale(torch.ones((), device=self.device))
 
@@ -251,7 +251,7 @@ class AcceleratedStrategy:
         return self.accelerator.gather(values)  # type: ignore[no-any-return]
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Return which flags any rank has set now or up to `answer_delay` calls ago.
+        """Return the flags that any rank has set now or up to `answer_delay` calls ago.
 
         Every rank must call it. The answer is the same on all ranks, and comes once: gloo
         all-reduces the flags during the next step, and the next call returns the result.
@@ -273,8 +273,9 @@ class AcceleratedStrategy:
         self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
-        """End the trackers and leave the process groups."""
-        # Gloo's threads then drop their last tensors, before a group's end waits with the GIL held.
+        """Finish the trackers and leave the process groups."""
+        # Gloo's threads must drop their last tensors first: destroying a group waits with the GIL
+        # held.
         self.barrier()
         self.accelerator.end_training()
 
@@ -311,7 +312,7 @@ class AcceleratedStrategy:
             self.scaler.load_state_dict(state["scaler"])
 
     def owner_ranks(self, path: str) -> Sequence[int]:
-        """Return the ranks that hold a tensor of a checkpoint: one of them writes it.
+        """Return the ranks that hold a checkpoint's tensor; one of them writes it.
 
         Args:
             path: Its path in the checkpoint.
@@ -324,7 +325,7 @@ class AcceleratedStrategy:
         return range(self.world_size) if owner is None else [owner]
 
     def copied_first(self) -> set[str]:
-        """Return the paths in a checkpoint of what a save copies before the next step begins.
+        """Return the checkpoint paths that a save copies before the next step begins.
 
         Only the optimizer changes the rest; a forward pass may change the model's buffers.
         """

@@ -1,4 +1,4 @@
-"""Tensors in flat buffers; each buffer is sent as one message."""
+"""Pack tensors into flat buffers; each buffer is sent as one message."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 BUCKET_BYTES = 64 * 2**20
-"""About the size of a message, so that slow links are used well; a larger tensor is sent alone."""
+"""Approximate message size, for good use of slow links; a larger tensor is sent alone."""
 
 
 class Bucket:
-    """Tensors of one type on one device, with a flat buffer that has room for all of them.
+    """Tensors of one dtype and device, with a flat buffer for all of them.
 
     Groups of tensors come from `bucket_groups`.
 
@@ -45,7 +45,7 @@ def bucket_groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Group tensors for buckets of `BUCKET_BYTES`, by type and device, in their order.
 
     Args:
-        tensors: In the same order on all ranks, so that their buckets are the same.
+        tensors: In the same order on all ranks, so that the buckets agree.
     """
     groups: list[list[Tensor]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

@@ -34,8 +34,8 @@ KERNEL = "context_parallel"
 """The registered name of the functions."""
 
 _MASKED_DEVICES = ("cpu",)
-"""Devices without a kernel for queries that are the last of the keys. There all layers share one
-explicit mask, where each layer would otherwise keep its own."""
+"""Devices without a kernel for queries at the end of the keys. There all layers share one explicit
+mask; otherwise each layer would keep a separate one."""
 
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """Arguments of some models' attention that PyTorch's kernels do not have."""
@@ -135,7 +135,7 @@ class _ShardedAttention:
         dtype: torch.dtype,
         **unused: Any,
     ) -> Tensor | None:
-        """Return the additive mask of this rank's queries, or None where causal chunks suffice."""
+        """Return the additive mask of this rank's queries, or None if causal chunks suffice."""
         shard = self._shard
         documents = documents_of_forward()
         plain = mask_function is causal_mask_function and allow_is_causal_skip
@@ -163,12 +163,13 @@ class _ShardedAttention:
     ) -> tuple[Tensor, None]:
         """Gather keys and values, and attend with each of this rank's two chunks."""
         shard = self._shard
-        # Cast before the all-gather: autocast casts in the kernel, after twice the bytes are sent.
+        # Cast before the all-gather: autocast would cast in the kernel, after sending twice the
+        # bytes.
         dtype = kernel_dtype(query.dtype, query.device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         both = shard.gather(torch.cat([key, value], dim=-1), 2)  # one all-gather for both
         key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
-        # Kernels for half precision share key-value heads, if there is no mask.
+        # Without a mask, half-precision kernels share key-value heads.
         enable_gqa = attention_mask is None and dtype != torch.float32
         if not enable_gqa:
             key, value = _for_all_heads(query, key), _for_all_heads(query, value)
@@ -194,7 +195,7 @@ def divide_attention(model: PreTrainedModel, shard: SequenceShard) -> None:
     Args:
         model: A causal language model that `check_divisible` accepts. All ranks that share a
             sequence must call its forward together.
-        shard: What this rank holds.
+        shard: This rank's chunks.
     """
     # transformers would index this rank's documents by positions in the whole sequence.
     if hasattr(masking_utils, "find_packed_sequence_indices"):
@@ -271,7 +272,7 @@ def _simulate_ranks(model: PreTrainedModel, shards: Tensor) -> None:
 
     def mask(*, mask_function: Callable[..., Tensor], **unused: Any) -> Tensor:
         keys = torch.arange(shards.numel(), device=shards.device)
-        earlier = keys <= shards[:, None, :, None]  # whatever the model's own mask allows
+        earlier = keys <= shards[:, None, :, None]  # regardless of the model's mask
         return _visible(mask_function, shards, keys) & earlier
 
     def attend(

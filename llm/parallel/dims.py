@@ -1,4 +1,4 @@
-"""The sizes of each kind of parallelism, and where each rank stands among them."""
+"""The sizes of each kind of parallelism, and each rank's position in them."""
 
 import itertools
 import math
@@ -68,7 +68,7 @@ class ParallelDims:
         return self.data_rank(rank) * self.context + self.coordinates(rank)["context"]
 
     def groups(self, *axes: Axis) -> list[list[int]]:
-        """Return the groups of ranks that differ on these axes only; each rank is in one group."""
+        """Return the groups of ranks that differ only on these axes; each rank is in one group."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank, position in enumerate(itertools.product(*map(range, self.sizes))):
             key = tuple(at for axis, at in zip(AXES, position, strict=True) if axis not in axes)
@@ -82,7 +82,7 @@ class ParallelDims:
 
 
 def parallel_dims(options: ParallelOptions, world_size: int) -> ParallelDims:
-    """Return the dims of a run; the ranks that its options leave over replicate.
+    """Return the dims of a run; remaining ranks become replicas.
 
     Raises:
         ConfigError: The sizes do not divide the number of ranks.
@@ -97,8 +97,8 @@ def parallel_dims(options: ParallelOptions, world_size: int) -> ParallelDims:
     if world_size % product:
         asked = " x ".join(f"--{name} {size}" for name, size in given.items() if size > 1)
         raise ConfigError(
-            f"{asked} is {product} ranks, which do not divide the {world_size} that there are; "
-            f"take a multiple of {product}, or make a size smaller."
+            f"{asked} is {product} ranks, which do not divide the {world_size} that there are; use "
+            f"a multiple of {product}, or make a size smaller."
         )
     return ParallelDims(
         pipeline=options.pipeline_parallel_size,

@@ -1,10 +1,9 @@
 """Weights, gradients and optimizer state sharded over ranks (ZeRO stage 3, HSDP).
 
 PyTorch's `fully_shard` all-gathers a block's weights before they are used and reduce-scatters its
-gradients. The optimizer of each rank updates its local shards, which are plain tensors, so that
-any elementwise optimizer works; for those that need whole matrices there is
-`llm.parallel.matrices`. See Rajbhandari et al. 2020, arXiv:1910.02054, and Zhao et al. 2023,
-arXiv:2304.11277.
+gradients. Each rank's optimizer updates its local shards. These are plain tensors, so any
+elementwise optimizer works; optimizers of whole matrices use `llm.parallel.matrices`. See
+Rajbhandari et al. 2020, arXiv:1910.02054, and Zhao et al. 2023, arXiv:2304.11277.
 """
 
 import contextlib
@@ -49,15 +48,15 @@ class ShardedStrategy(AcceleratedStrategy):
     Args:
         accelerator: The processes, devices and precision.
         dims: How many ranks each kind of parallelism has.
-        unsharded_gradients: Whether to reduce-scatter the gradients of a step's last micro-batch
-            only, in which those of all of them are.
-        init_weights: Allocates and initializes this rank's shards of a model that was built on
-            the meta device; None where the model has weights.
+        unsharded_gradients: Whether to accumulate unsharded gradients and reduce-scatter them only
+            in a step's last micro-batch.
+        init_weights: Allocates and initializes this rank's shards of a model on the meta device;
+            None if the model has weights.
 
     Attributes:
         dims: The same.
-        mesh: The process groups over which weights are sharded or replicated.
-        matrices: Who updates which matrix, for optimizers that need whole ones.
+        mesh: The process groups that shard or replicate weights.
+        matrices: Owners of whole matrices, for optimizers that need these.
     """
 
     _uses_ddp = False
@@ -87,10 +86,10 @@ class ShardedStrategy(AcceleratedStrategy):
         self._embedding: FSDPModule | None = None
         self._head: FSDPModule | None = None
         coordinates = dims.coordinates(self.rank)
-        # Ranks that differ on these axes only have the same sums: one of them counts.
+        # Ranks that differ only on these axes have the same sums, so one of them counts.
         self._adds_to_sums = coordinates["tensor"] == 0 and coordinates["pipeline"] == 0
         if self.scaler is not None:
-            # An overflow in one rank's shard has to lower the scale on all ranks.
+            # An overflow in one rank's shard must lower the scale on all ranks.
             self.scaler = ShardedGradScaler(self.device.type)
 
     def _shard(self) -> None:
@@ -103,17 +102,17 @@ class ShardedStrategy(AcceleratedStrategy):
             register_fsdp_forward_method(self.loss, "predictions")
             self._shard_ends(*ends)
             _prefetch(self.loss, *ends[:1], *blocks, *ends[1:])
-        # The head's group is that of its loss, which is not inside the model.
+        # The head belongs to the group of its loss, which is not inside the model.
         self._materialize([self.loss, *([] if self._head is None else [self._head])])
 
     def _divide_layers(self) -> None:
-        """Apply tensor parallelism, which comes before FSDP: that shards what is left."""
+        """Apply tensor parallelism before FSDP, which shards the results."""
         if self.dims.tensor > 1:
             divide_layers(self.model, self.mesh["tensor"])
 
     @property
     def _fsdp_mesh(self) -> DeviceMesh:
-        """The ranks whose gradients are averaged: those with other shards, and their replicas."""
+        """The ranks that average gradients: all shards and their replicas."""
         if self.dims.replicate > 1:
             return self.mesh["replicate", "shard"]
         return self.mesh["shard"]
@@ -129,26 +128,26 @@ class ShardedStrategy(AcceleratedStrategy):
     ) -> None:
         """Shard each block as one group, and everything else as the group of the root.
 
-        In bf16 runs a block is all-gathered in bf16, and its gradients are summed in float32, since
-        in bf16 each addition would round. The gains of norms, which autocast leaves in float32, are
-        in the root's group: an all-gather of its own for the few norms of each block would take as
-        long as that of the block's matrices.
+        In bf16 runs a block is all-gathered in bf16, and its gradients are summed in float32
+        because in bf16 each addition would round. Autocast leaves the gains of norms in float32, so
+        they are in the root's group: a separate all-gather for the few norms of each block would
+        take as long as the all-gather of the block's matrices.
 
         Args:
-            root: The module whose forward runs the blocks.
+            root: The module that runs the blocks in its forward.
             blocks: The transformer blocks in it.
             mesh: The ranks.
-            ends: Modules in it that are sharded later, as groups of their own.
+            ends: Modules in it that are sharded later, as separate groups.
             options: Further arguments of `fully_shard`.
         """
         half = self._gathers_in_bf16
         policy = _IN_BF16 if half else MixedPrecisionPolicy()
-        # The root comes first: it does not look for norms inside blocks that are sharded.
+        # The root comes first, so that it does not look for norms inside sharded blocks.
         inside = {parameter for module in (*blocks, *ends) for parameter in module.parameters()}
         norms = {parameter for block in blocks for parameter in _norm_weights(block) if half}
         fully_shard(root, mesh=mesh, ignored_params=inside - norms, **options)
         for block in blocks:
-            norms = _norm_weights(block) if half else set()  # sharded: other tensors than before
+            norms = _norm_weights(block) if half else set()  # sharding has replaced the tensors
             fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=norms, **options)
 
     @property
@@ -158,18 +157,18 @@ class ShardedStrategy(AcceleratedStrategy):
     def _shard_ends(
         self, embedding: nn.Module | None = None, head: nn.Module | None = None
     ) -> None:
-        """Shard embedding and head as groups of their own, so that blocks do not wait for the head.
+        """Shard embedding and head as separate groups, so that blocks do not wait for the head.
 
-        The embedding is gathered in float32, since its rows begin the residual stream. The loss
-        takes the head in bf16 in bf16 runs, and so it travels in bf16 then. Its gradient, which
-        the loss sums up in float32, stays float32.
+        The embedding is gathered in float32 because its rows begin the residual stream. In bf16
+        runs the loss uses the head in bf16, so it is gathered in bf16. Its gradient stays float32
+        because the loss sums it in float32.
         """
         if embedding is None or head is None:
             return
         mesh = self._fsdp_mesh
         self._embedding = fully_shard(embedding, mesh=mesh)
         self._embedding.set_unshard_in_backward(False)  # the gradient of a lookup needs no rows
-        # A DTensor's gradient passes through a view, which would round it.
+        # The gradient of a DTensor passes through a view, which would round it.
         half = self._gathers_in_bf16 and self.dims.tensor == 1
         policy = _IN_BF16 if half else MixedPrecisionPolicy()
         # Its backward pass follows its forward pass at once.
@@ -183,13 +182,13 @@ class ShardedStrategy(AcceleratedStrategy):
         """Allocate and initialize a model on the meta device.
 
         Args:
-            roots: The outermost modules of which this rank holds shards.
+            roots: The outermost modules with shards on this rank.
         """
         if self._init_weights is None:
             return
         self._init_weights(self.model)
-        # At the first unshard of a root, FSDP copies weights that were allocated after the sharding
-        # to storage padded to one size. That has to happen before the optimizer takes the tensors.
+        # At the first unshard of a root, FSDP copies weights that were allocated after sharding to
+        # storage padded to one size. This must happen before the optimizer takes the tensors.
         for root in roots:
             if isinstance(root, FSDPModule):
                 root.unshard()
@@ -206,7 +205,7 @@ class ShardedStrategy(AcceleratedStrategy):
                 moments = state[parameter].items()
                 optimizer.state[local] = {key: local_tensor(moment) for key, moment in moments}
                 local_of[parameter] = local
-        # The number of the rank that keeps the whole state of a matrix, by the model's parameter.
+        # The rank that keeps the whole state of a matrix, by parameter.
         self._state_owners: dict[Tensor, int | None] = {
             p: unit.owner for unit in units_of(optimizer) for p in unit.parameters
         }
@@ -228,16 +227,16 @@ class ShardedStrategy(AcceleratedStrategy):
         return self.dims.data_ranks * self.dims.context
 
     def _weight_casts(self, micro_batches: int) -> contextlib.AbstractContextManager[None]:
-        """Keep no copies of gathered weights, which are freed after each block."""
+        """Keep no copies, because gathered weights are freed after each block."""
         return contextlib.nullcontext()
 
     def _gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """All-reduce over replicas in the last micro-batch only.
 
-        The reduce-scatter over shards runs in every micro-batch, unless there is memory for an
-        unsharded gradient to accumulate into. The weights outside the blocks stay gathered
-        until the last micro-batch, so that they travel once in a step. In the last one the
-        embedding is freed after its lookup, and the head after its backward pass.
+        The reduce-scatter over shards runs in every micro-batch, unless unsharded gradients may
+        accumulate. Weights outside the blocks stay gathered until the last micro-batch, so they are
+        sent once per step. In the last micro-batch, the embedding is freed after its lookup and the
+        head after its backward pass.
         """
         if isinstance(self.loss, FSDPModule):
             self.loss.set_requires_all_reduce(last)
@@ -263,17 +262,17 @@ class ShardedStrategy(AcceleratedStrategy):
         for parameter, local in zip(self.parameters, self.local_parameters, strict=True):
             gradient = parameter.grad
             if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-                # Where a weight is replicated, its gradient may be a sum that is still pending.
+                # The gradient of a replicated weight may be a pending sum.
                 gradient = gradient.redistribute(placements=parameter.placements)
                 parameter.grad = gradient
             local.grad = None if gradient is None else local_tensor(gradient)
 
     def _norm_parameters(self) -> list[Tensor]:
-        """Return the parameters whose gradients this rank adds to the norm."""
+        """Return the parameters with gradients that this rank adds to the norm."""
         return self.parameters
 
     def _gradient_norm(self) -> Tensor:
-        """Return the norm of the whole gradient, in which each shard counts once."""
+        """Return the norm of the whole gradient; each shard counts once."""
         by_axes: dict[tuple[str, ...], list[Tensor]] = {}
         for parameter in self._norm_parameters():
             if parameter.grad is not None:
@@ -311,7 +310,7 @@ class ShardedStrategy(AcceleratedStrategy):
         return states
 
     def owner_ranks(self, path: str) -> Sequence[int]:
-        """Return the ranks that hold a tensor of a checkpoint: one of them writes it."""
+        """Return the ranks that hold a checkpoint's tensor; one of them writes it."""
         ranks, owner = self._stage_ranks(path), None
         kind, _, name = path.rpartition("/")[0].rpartition("/")
         if kind == "kfac/factors" and self.second_order is not None:
@@ -321,7 +320,7 @@ class ShardedStrategy(AcceleratedStrategy):
         return ranks if owner is None else ranks[owner :: self.matrices.size]
 
     def _stage_ranks(self, path: str) -> Sequence[int]:
-        """Return the ranks of the stages to which a tensor of a checkpoint belongs."""
+        """Return the ranks of the stages with a checkpoint's tensor."""
         return range(self.world_size)
 
     def state_dict(self) -> dict[str, Any]:
@@ -334,7 +333,7 @@ class ShardedStrategy(AcceleratedStrategy):
         reshard(self.wrapped)
         whole = {}
         for name, tensor in self.model.state_dict().items():
-            gathered = full_tensor(tensor)  # on all ranks, since it is an all-gather
+            gathered = full_tensor(tensor)  # on all ranks, because it is an all-gather
             if self.rank == 0:
                 whole[name] = gathered.detach().cpu()
         return whole
@@ -359,22 +358,22 @@ def _untied_ends(loss: LanguageModelLoss) -> list[nn.Module]:
 
 
 def _prefetch(*modules: Any) -> None:
-    """Let each module gather the next one's weights before it computes.
+    """Let each module gather the next module's weights before it computes.
 
-    In backward passes PyTorch does so, in the reverse order, without being told.
+    In backward passes PyTorch does this by default, in reverse order.
     """
     for module, following in itertools.pairwise(modules):
         module.set_modules_to_forward_prefetch([following])
 
 
 def _keep_float32_gradients(module: nn.Module, _: Any) -> None:
-    """Let the gathered weights of a module accept gradients that are wider than they are."""
+    """Let the gathered weights of a module accept gradients of a wider dtype."""
     for parameter in module.parameters():
         parameter.grad_dtype = torch.float32
 
 
 def reshard(root: nn.Module) -> None:
-    """Free the unsharded weights that an evaluation leaves: the parameters are the shards."""
+    """Free unsharded weights left by an evaluation, so that the parameters are the shards."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -396,7 +395,7 @@ def as_dtensor(local: Tensor, *, like: Tensor) -> Tensor:
     """Return a local tensor, such as a moment, as the shard of a whole one, in the same memory.
 
     Args:
-        local: Of the shape of the parameter's shard; a scalar is returned as it is.
+        local: A tensor in the shape of the parameter's shard; a scalar is returned unchanged.
         like: The parameter.
     """
     if not isinstance(like, DTensor) or local.ndim == 0:
@@ -412,7 +411,7 @@ def as_dtensor(local: Tensor, *, like: Tensor) -> Tensor:
 
 
 def _sharded_axes(parameter: Tensor) -> tuple[str, ...]:
-    """Return the axes of the mesh along which ranks hold different shards of a parameter."""
+    """Return the mesh axes that shard a parameter."""
     if not isinstance(parameter, DTensor):
         return ()
     names = parameter.device_mesh.mesh_dim_names or ()

@@ -1,9 +1,9 @@
-"""Whole matrices where weights are sharded: gradients go to their owners, and updates come back.
+"""Ownership of whole matrices under sharding: gradients go to owners, updates come back.
 
-Muon, SOAP and K-FAC need whole matrices. Each matrix has one owner among the ranks that hold shards
-of it, which alone keeps the optimizer's state of it. In a step it gets the shards of the gradient,
-computes the update, and sends each rank its shard of that. The collectives of one bucket of
-matrices travel while the owners compute those of another.
+Muon, SOAP and K-FAC need whole matrices. Each matrix has one owner among the ranks with its shards,
+and only the owner keeps its optimizer state. In a step the owner receives the shards of the
+gradient, computes the update, and sends each rank its shard of the update. The collectives of one
+bucket of matrices run while the owners compute another bucket.
 """
 
 import itertools
@@ -30,14 +30,14 @@ from llm.optim.whole import (
 )
 
 BUCKET = 1 << 24
-"""Elements of the gradients that an owner gets together, at least, unless there are no more."""
+"""Minimum elements of the gradients that an owner gets together, unless fewer are left."""
 
 _AXES = ("tensor", "shard")
-"""In the order in which they divide a weight: FSDP shards what tensor parallelism leaves."""
+"""In the order of dividing a weight: FSDP shards the result of tensor parallelism."""
 
 
 class ShardedMatrices(WholeMatrices):
-    """Each unit is updated by one of the ranks that hold its shards; replicas do the same.
+    """One of the ranks with a unit's shards updates it; replicas do the same.
 
     Args:
         mesh: With the axes pipeline, replicate, shard and tensor.
@@ -73,7 +73,7 @@ class ShardedMatrices(WholeMatrices):
         self._locals: Mapping[Tensor, nn.Parameter] = {}
 
     def assign(self, units: Sequence[Unit]) -> None:
-        """Give each unit that has none an owner, the costliest first to the one with least."""
+        """Assign owners to new units: the costliest first, to the rank with the least work."""
         for unit in sorted(units, key=lambda unit: -unit.cost):
             self._dims[unit] = [_sharded_dims(parameter) for parameter in unit.parameters]
             if unit.owner is None:
@@ -110,7 +110,7 @@ class ShardedMatrices(WholeMatrices):
         Args:
             units: The units; the same on all ranks, in the same order.
             compute: Called by the owner, with whole gradients.
-            dtype: Type of the updates, in which they are sent.
+            dtype: Dtype of the updates in messages.
         """
         if self._group is None:
             yield from super().updates(units, compute, dtype=dtype)
@@ -134,7 +134,7 @@ class ShardedMatrices(WholeMatrices):
         yield scatter()
 
     def _gather(self, bucket: Sequence[Unit]) -> Callable[[], dict[Unit, list[Tensor]]]:
-        """Send gradients to their owners; return what waits for those of this rank's units."""
+        """Send gradients to their owners; return a function that waits for this rank's units."""
         sent: list[list[Tensor]] = [[] for _ in range(self.size)]
         for unit in bucket:
             assert unit.owner is not None
@@ -160,7 +160,7 @@ class ShardedMatrices(WholeMatrices):
     def _scatter(
         self, bucket: Sequence[Unit], updates: Mapping[Unit, list[Tensor]], dtype: torch.dtype
     ) -> Callable[[], Updates]:
-        """Send shards of updates from their owners; return what waits for those of this rank."""
+        """Send shards of updates from their owners; return a function that waits for them."""
         # They were computed in another order, and shapes do not tell two of them apart.
         own = {unit: updates[unit] for unit in bucket if unit in updates}
         sent = [self._pieces(own, rank) for rank in range(self.size)]
@@ -184,13 +184,13 @@ class ShardedMatrices(WholeMatrices):
         dtype: torch.dtype,
         like: Tensor,
     ) -> Callable[[], list[list[Tensor]]]:
-        """Send tensors to each rank; return what waits for those of the given shapes from each.
+        """Send tensors to each rank; return a function that waits for the tensors from each.
 
         Args:
-            sent: By the rank that gets them.
-            received: Shapes, by the rank that they come from.
+            sent: Tensors by receiving rank.
+            received: Shapes by sending rank.
             dtype: Type of the tensors that are sent.
-            like: Has the device and the type of what is returned.
+            like: Defines the device and dtype of the results.
         """
         out_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         in_sizes = [sum(shape.numel() for shape in shapes) for shapes in received]
@@ -236,7 +236,7 @@ class ShardedMatrices(WholeMatrices):
 
 
 def _shaped(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Return views of a flat tensor in some shapes, one after the other."""
+    """Return consecutive views of a flat tensor in the given shapes."""
     parts = flat.split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -253,7 +253,7 @@ def _sharded_dims(parameter: Tensor) -> dict[str, int]:
 def _buckets(units: Sequence[Unit]) -> list[list[Unit]]:
     """Divide units, ordered by their shapes, into runs of `BUCKET` elements of an owner.
 
-    So all owners have work in a bucket, and units that are alike are in one.
+    So all owners have work in a bucket, and equal units are in the same bucket.
     """
     buckets, loads = list[list[Unit]](), Counter[int | None]()
     for unit in sorted(units, key=lambda unit: unit.shapes):

@@ -16,24 +16,23 @@ class PrecisionOptions:
 
     mixed_precision: Literal["no", "fp8", "fp16", "bf16"] | None = option(
         None,
-        "Arithmetic of forward and backward; weights stay float32. By default bf16 on CUDA GPUs "
-        "that have it, no elsewhere.",
+        "Precision of forward and backward; weights stay float32. By default bf16 on CUDA GPUs "
+        "that support it, else no.",
         resume="fixed",
     )
     deterministic: bool = option(
         False,
-        "Use deterministic kernels only, which are slower: the same run has the same bits on GPUs "
-        "too.",
+        "Use only deterministic kernels, so that runs are bit-identical on GPUs too; slower.",
     )
     tf32: bool | None = option(
         None,
-        "Whether float32 matrix products round their inputs to TF32. By default on CUDA GPUs, "
-        "without effect elsewhere.",
+        "Let float32 matrix products round their inputs to TF32. On by default on CUDA GPUs; no "
+        "effect elsewhere.",
     )
     all_reduce_dtype: Literal["fp32", "bf16"] = option(
         "fp32",
-        "Precision in which ranks that hold whole weights send their gradients to one another; "
-        "bf16 halves the traffic, and rounds the gradients and the sums on the way.",
+        "Precision of gradients in messages between ranks that hold whole weights. bf16 halves the "
+        "traffic, but rounds gradients and partial sums.",
     )
 
 
@@ -43,8 +42,8 @@ class ParallelOptions:
 
     data_parallel_shard_size: int = option(
         1,
-        "Ranks that each hold a part of every weight, gradient and moment; the remaining ranks "
-        "hold copies.",
+        "Number of ranks that share every weight, gradient and moment; the remaining ranks hold "
+        "copies.",
         at_least=1,
     )
     unsharded_gradients: bool = option(
@@ -55,18 +54,18 @@ class ParallelOptions:
     )
     tensor_parallel_size: int = option(
         1,
-        "Ranks that compute every layer together, each some of its heads and columns; keep them on "
-        "one node.",
+        "Number of ranks that share the heads and columns of every layer; keep them on one node.",
         at_least=1,
     )
     context_parallel_size: int = option(
         1,
-        "Ranks that each hold a part of every sample; block_size is a multiple of twice as many.",
+        "Number of ranks that share every sample; block_size must be a multiple of twice this "
+        "number.",
         at_least=1,
     )
     pipeline_parallel_size: int = option(
         1,
-        "Ranks that each hold some of the layers; micro-batches are pipelined, so "
+        "Number of ranks that share the layers; micro-batches are pipelined, so "
         "gradient_accumulation_steps should be several times larger.",
         at_least=1,
     )
@@ -79,7 +78,7 @@ class ParallelOptions:
     )
     virtual_stages: int = option(
         1,
-        "Stages of each rank, for interleaved-1f1b.",
+        "Stages per rank, for interleaved-1f1b.",
         requires=("pipeline_parallel_size",),
         at_least=1,
         resume="free",
@@ -103,7 +102,8 @@ class DecentralizedOptions:
     )
     gossip_order: Literal["overlap", "blocking"] = option(
         "overlap",
-        "Whether weights travel while the next gradient is computed, or each step waits for them.",
+        "Whether weights are exchanged while the next gradient is computed, or each step waits for "
+        "them.",
         requires=("data_parallel=gossip",),
     )
     gossip_group: Literal["world", "nodes"] = option(
@@ -118,7 +118,7 @@ class DecentralizedOptions:
         at_least=1,
     )
     outer_learning_rate: float = option(
-        0.7, "Rate of diloco's common step.", requires=("data_parallel=diloco",), above=0
+        0.7, "Learning rate of diloco's common step.", requires=("data_parallel=diloco",), above=0
     )
     outer_momentum: float = option(
         0.9,
@@ -130,7 +130,7 @@ class DecentralizedOptions:
 
     @property
     def several_models(self) -> str | None:
-        """The option by which ranks have weights of their own; None if they train one model."""
+        """The option that gives ranks separate weights; None if they train one model."""
         mode = self.data_parallel
         return None if mode == "allreduce" else f"--data_parallel {mode}"
 
@@ -146,8 +146,8 @@ def parallel_problems(options: ParallelOptions) -> list[str]:
         )
     if options.unsharded_gradients and options.pipeline_parallel_size > 1:
         problems.append(
-            "--unsharded_gradients changes nothing with --pipeline_parallel_size, with which "
-            "gradients are reduce-scattered once per step already; leave it out."
+            "--unsharded_gradients changes nothing with --pipeline_parallel_size, because "
+            "gradients are then reduce-scattered once per step already; leave it out."
         )
     problems += [
         f"--{one} does not go with --{other}; leave one of them out."
@@ -161,7 +161,7 @@ _TOGETHER = (
     {"data_parallel_shard_size", "tensor_parallel_size", "pipeline_parallel_size"},
     {"data_parallel_shard_size", "tensor_parallel_size", "context_parallel_size"},
 )
-"""Options that may divide one model together."""
+"""Options that can be combined to divide one model."""
 
 
 def sizes_above_one(options: ParallelOptions) -> list[str]:

@@ -1,11 +1,11 @@
 """Initial or pretrained weights for a sharded model; each rank keeps its shards.
 
-transformers' own initialization runs on a second model, the recipe, on the meta device. Each write
-to one of its parameters goes to a whole tensor on the device instead, and this rank's shard is
-kept. So the weights have the same bits as from `init.materialize` on every layout, and no rank ever
-holds a whole model.
+transformers initializes a second model, the recipe, on the meta device. Each write to one of its
+parameters goes to a whole tensor on the device instead, and this rank keeps its shard. So the
+weights are bit-identical to `init.materialize` on every layout, and no rank ever holds a whole
+model.
 
-Of pretrained weights each rank reads its shards from safetensors, one file at a time.
+Each rank reads its shards of pretrained weights from safetensors, one file at a time.
 """
 
 import copy
@@ -53,8 +53,8 @@ def fill_model(
         options: As for `build_model`.
         model: Changed in place.
         seed: As for `build_model`.
-        device: Where the shards will be.
-        files: Of pretrained weights, all of them; empty to initialize the model.
+        device: Device of the shards.
+        files: All files of the pretrained weights; empty to initialize the model.
         transforms: As for `build_model`.
     """
     model_class, config = type(model), model.config
@@ -99,7 +99,7 @@ def init_shards(
         make_recipe: Returns an unsharded model of the same configuration on the meta device.
         seed: The run's seed.
         device: Where parameters and buffers will be.
-        loaded: Names of weights that keep their allocated content.
+        loaded: Names of weights that keep their allocated contents.
     """
     _allocate(model, device)
     recipe = make_recipe()
@@ -125,7 +125,7 @@ def init_shards(
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Leave the meta device; tied parameters stay tied, which `to_empty` does not see to."""
+    """Leave the meta device; keeps tied parameters tied, unlike `to_empty`."""
     names: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -137,14 +137,14 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, tied ones under each of their names."""
+    """Return parameters and buffers by name; tied ones appear under each name."""
     parameters = model.named_parameters(remove_duplicate=False)
     buffers = model.named_buffers(remove_duplicate=False)
     return {name: tensor.detach() for name, tensor in [*parameters, *buffers]}
 
 
 class _NeedsWholeModelError(Exception):
-    """Why an initialization cannot run one parameter at a time."""
+    """An initialization cannot run one parameter at a time."""
 
 
 class ShardedDraws(KeyedDraws):
@@ -158,7 +158,7 @@ class ShardedDraws(KeyedDraws):
         recipe: An unsharded model on the meta device; its initialization runs.
         model: Gets the weights.
         seed: The run's seed.
-        loaded: Names of weights that the model is not given.
+        loaded: Names of weights that the model does not receive.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class ShardedDraws(KeyedDraws):
         self._held: tuple[str, Tensor] | None = None
 
     def run(self, device: torch.device) -> None:
-        """Initialize the model; raises `_NeedsWholeModelError` where that needs a whole one."""
+        """Initialize the model; raises `_NeedsWholeModelError` if this needs a whole model."""
         self._device = device
         try:
             super().run(device)

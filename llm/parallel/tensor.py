@@ -20,7 +20,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from llm.parallel.tensor_plans import tensor_plan
 
-_FUSED = 3  # query, key and value lie side by side in GPT-2's columns
+_FUSED = 3  # GPT-2's columns are query, key and value side by side
 _COLUMN_STYLES = ("colwise", "conv1d_heads")
 _ROW_STYLES = ("rowwise", "conv1d_rowwise")
 
@@ -29,12 +29,12 @@ def divide_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Keep the shard of each layer that this rank computes; every rank of the mesh must call it.
 
     Args:
-        model: A causal language model that `check_tensor_parallel` accepts, the same on all ranks,
-            on any device; changed in place.
+        model: A causal language model that `check_tensor_parallel` accepts, equal on all ranks, on
+            any device; changed in place.
         mesh: The ranks that compute each layer together, one axis.
 
     Raises:
-        ConfigError: The model's plan leaves out a weight that has to be sharded too.
+        ConfigError: The model's plan leaves out a weight that must be sharded too.
     """
     plan = tensor_plan(model)
     for name, style in plan.styles.items():
@@ -162,12 +162,12 @@ def _all_reduce(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 class TensorParallelRNG:
     """Draws random numbers that differ between ranks while they compute their own heads.
 
-    Tensor-parallel ranks share a seed, since activations that all of them hold need one dropout
-    mask. The attention probabilities of a rank's heads need separate masks. These follow from the
-    state of the shared generator alone, so that recomputed activations get the same masks.
+    Tensor-parallel ranks share a seed because replicated activations need one dropout mask. The
+    attention probabilities of a rank's heads need separate masks. These depend only on the state of
+    the shared generator, so recomputed activations get the same masks.
 
     Args:
-        device: Where the random numbers are drawn; an accelerator with its index.
+        device: Device of the generator; an accelerator with its index.
         rank: Rank of this process among those that compute each layer together.
     """
 
@@ -178,7 +178,7 @@ class TensorParallelRNG:
         self._shared_state: Tensor | None = None
 
     def begin_after(self, module: nn.Module) -> None:
-        """Use the rank's own numbers after the forward of this module."""
+        """Use rank-specific numbers after the forward pass of this module."""
         module.register_forward_hook(lambda module, *_: self._begin() if module.training else None)
 
     def end_before(self, module: nn.Module) -> None:

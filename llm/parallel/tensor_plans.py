@@ -30,7 +30,7 @@ STYLES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
-    """Which modules of a model are sharded, and how.
+    """The sharded modules of a model, and their styles.
 
     Attributes:
         styles: Style by the module's name; `*` stands for the number of a layer.
@@ -99,8 +99,8 @@ def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
     kind = config.model_type
     if kind not in _OURS and not _has_plan(type(text_config)):
         raise ConfigError(
-            f"--tensor_parallel_size {size} needs a plan of how to divide {kind}, and there is "
-            f"none; divide its weights with --data_parallel_shard_size {size}, or choose one of "
+            f"--tensor_parallel_size {size} needs a plan of how to divide {kind}, and none exists; "
+            f"divide its weights with --data_parallel_shard_size {size}, or choose one of "
             f"{', '.join(planned_model_types())}."
         )
     for name in ("num_attention_heads", "num_key_value_heads"):

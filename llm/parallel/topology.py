@@ -36,20 +36,22 @@ _EXACT = 1e-9
 
 @option_group("Topology")
 class TopologyOptions:
-    """Which topology to show, for how many ranks."""
+    """The topology to show, and the number of ranks."""
 
-    topology: Topology = option("exp", "Which ranks average in each round.")
-    ranks: int = option(8, "Ranks that average with one another.", at_least=1, at_most=1024)
+    topology: Topology = option("exp", "Topology of the groups that average in each round.")
+    ranks: int = option(
+        8, "Number of ranks that average with each other.", at_least=1, at_most=1024
+    )
     ranks_per_node: int | None = option(
-        None, "Ranks on each node; all of them unless given.", at_least=1
+        None, "Ranks per node; by default all ranks are on one node.", at_least=1
     )
     gossip_group: Literal["world", "nodes"] = option(
         "world", "Replicas that average: ranks, or nodes with exactly averaged gradients."
     )
     parameters: str = option(
         "",
-        "Parameters of the model, as in 124M or 7B; traffic is then shown in bytes of float32 "
-        "weights, not in sizes of the model.",
+        "Number of parameters of the model, such as 124M or 7B; traffic is then shown in bytes of "
+        "float32 weights, otherwise in model sizes.",
     )
     plot: str = option(
         "",
@@ -66,7 +68,8 @@ def main(argv: Sequence[str]) -> int:
         TopologyOptions,
         argv,
         prog="python -m llm.parallel.topology",
-        description="Show which ranks average, how fast they converge, and what links carry.",
+        description="Show the groups of ranks that average, how fast they converge, and the "
+        "traffic on links.",
     )
     lines = _report(options)
     sys.stdout.write("\n".join(lines) + "\n")
@@ -112,7 +115,7 @@ def _agreement(rounds: list[Round]) -> list[str]:
         contracts = f"contraction: 0; all are equal after {period}"
     else:
         contracts = (
-            f"contraction: {factor:.6g} in {period}, {factor ** (1 / len(rounds)):.6g} a round"
+            f"contraction: {factor:.6g} in {period}, {factor ** (1 / len(rounds)):.6g} per round"
         )
     steps = max(200, min(4 * len(rounds), 1000))
     settled = consensus_distance(rounds, steps=steps, noise=1.0, dimensions=16)[-100:].mean()
@@ -171,7 +174,7 @@ def _size(text: str) -> float | None:
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
-        raise ConfigError(f"--parameters expects a number as in 124M or 7B, not '{text}'.")
+        raise ConfigError(f"--parameters expects a number such as 124M or 7B, not '{text}'.")
     return number * factor * _BYTES_PER_PARAMETER
 
 

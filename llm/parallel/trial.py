@@ -1,4 +1,4 @@
-"""A forward and backward pass that change nothing, to see whether they fit into memory."""
+"""A forward and backward pass without an update, to see whether they fit into memory."""
 
 from collections.abc import Sequence
 

@@ -60,7 +60,7 @@ def test_nodes_that_average_send_each_weight_once_over_the_network(capsys):
         ("--topology exp --ranks 6", "takes a power of two of ranks"),
         ("--topology star", "--topology expects one of complete, exp, ring, alternating-exp-ring"),
         ("--ranks 0", "--ranks must be at least 1, not 0"),
-        ("--parameters many", "--parameters expects a number as in 124M or 7B, not 'many'"),
+        ("--parameters many", "--parameters expects a number such as 124M or 7B, not 'many'"),
         ("--plot rounds.jpg", "--plot rounds.jpg must end with .png or .svg"),
     ],
 )

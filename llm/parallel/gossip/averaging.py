@@ -38,8 +38,8 @@ class GossipAverager:
     node follows: weights cross the network between nodes once. If the replica's weights are
     sharded, each rank exchanges its shard.
 
-    Buckets take memory for one more copy of the weights, and where pairs average for another one
-    of the incoming weights.
+    Buckets take memory for one more copy of the weights; pairs also need a copy of the incoming
+    weights.
 
     Attributes:
         round: Number of rounds begun.
@@ -50,7 +50,7 @@ class GossipAverager:
         rounds: The groups of replicas that average, round by round.
         rank: Rank of this process.
         ranks_per_replica: Number of consecutive ranks that train one replica.
-        sharded: Whether each of these holds a shard of the weights, and not all of them.
+        sharded: Whether each of these ranks holds only a shard of the weights.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class GossipAverager:
     def _make_groups(self, replicas: int) -> None:
         """Make process groups; every rank must take part in making each of them.
 
-        They are separate from the gradients' groups, so that no message queues behind another's.
+        They are separate from the gradients' groups, so that messages do not wait for each other.
         """
         each = self._ranks_per_replica
         self._pairs = dist.new_group()
-        # The first operation of a group has to include all of its ranks: NCCL connects them then.
+        # The first operation of a group must include all of its ranks: NCCL connects them then.
         dist.all_reduce(torch.zeros(1, device=self._buckets[0].flat.device), group=self._pairs)
         self._larger: dict[tuple[int, ...], Any] = {}
         for group in {group: None for groups in self._rounds for group in groups}:
@@ -169,7 +169,7 @@ class GossipAverager:
         """Continue from loaded weights; every rank must call it.
 
         Args:
-            state: What `state_dict` returned; round 0 for weights that are equal on all ranks.
+            state: Result of `state_dict`; round 0 if weights are equal on all ranks.
         """
         self.settle()
         self._in_flight = None

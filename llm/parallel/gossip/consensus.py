@@ -14,13 +14,13 @@ class Consensus:
     """Weights that differ between replicas, and their mean.
 
     Attributes:
-        distance: The distance of replicas from the mean when it was last computed: the root of the
-            mean squared norm of the difference, divided by the norm of the mean; a float64 scalar.
+        distance: RMS distance of replicas from the mean when it was last computed, divided by the
+            norm of the mean; a float64 scalar.
 
     Args:
         tensors: The weights that this rank holds, in the same order on all ranks.
         world_size: Number of ranks.
-        shards: Number of consecutive ranks over which one replica's weights are sharded.
+        shards: Number of consecutive ranks that share one replica's weights.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, world_size: int, shards: int = 1) -> None:
@@ -60,7 +60,7 @@ class Consensus:
     def _average(self, tensors: Sequence[Tensor], own: Sequence[Tensor]) -> None:
         """Overwrite tensors with their mean over all replicas, and set `distance`.
 
-        Besides these two copies of the weights there is one bucket at a time.
+        Apart from these two copies of the weights, one bucket is in memory at a time.
 
         Args:
             tensors: This replica's weights.
@@ -92,14 +92,13 @@ def read_mean(
     *,
     replicas: int,
 ) -> None:
-    """Overwrite tensors with the mean of those that several replicas have saved.
+    """Overwrite tensors with the mean of several saved replicas.
 
     The sum is float64 on the host and rounded once, so that saving and loading keep the mean.
 
     Args:
-        tensors: What to overwrite, by name.
-        read: Called with the number of a replica and host tensors by name, which it overwrites
-            with those that the replica has saved.
+        tensors: Tensors to overwrite, by name.
+        read: Overwrites host tensors (by name) with the saved tensors of a replica (by number).
         replicas: Number of replicas saved.
     """
     saved = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}

@@ -1,8 +1,8 @@
-"""Decentralized data parallelism: replicas with weights of their own, in place of one all-reduce.
+"""Decentralized data parallelism: replicas with separate weights instead of one all-reduce.
 
 The weights are averaged by gossip (`llm.parallel.gossip.averaging`) or DiLoCo
-(`llm.parallel.gossip.diloco`). Each replica clips by the norm of its own gradient, and skips its
-step alone if that is not finite.
+(`llm.parallel.gossip.diloco`). Each replica clips by the norm of its local gradient, and skips a
+step alone if this norm is not finite.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ _REPLICA = "replica_"
 
 
 class DecentralizedStrategy(AcceleratedStrategy):
-    """Every rank, or every node, trains a replica with weights of its own.
+    """Every rank, or every node, trains a replica with separate weights.
 
     Args:
         options: How replicas are averaged.
         accelerator: The processes, devices and precision.
         rounds: For gossip, the groups of replicas that average, round by round.
-        ranks_per_replica: Number of consecutive ranks that train one replica, whose gradients
-            DistributedDataParallel averages.
+        ranks_per_replica: Number of consecutive ranks that train one replica;
+            DistributedDataParallel averages their gradients.
 
     Attributes:
         replica: Number of the replica that this rank trains.
@@ -76,7 +76,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
             self.answer_delay = self._flags.delay
 
     def prepare(self, loss: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        """Take over the model, make its optimizer, and what averages the replicas."""
+        """Prepare the model, its optimizer, and the averaging of replicas."""
         super().prepare(loss, make_optimizer)
         if self.world_size > 1 and not self._is_sharded:
             for tensor in model_tensors(self.model).values():
@@ -129,13 +129,13 @@ class DecentralizedStrategy(AcceleratedStrategy):
         return norm, skipped
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Return which flags any rank has set, without an all-reduce, which would wait for all."""
+        """Return flags set on any rank, without an all-reduce, which would wait for all ranks."""
         return list(flags) if self.world_size == 1 else self._flags.any_rank(flags)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Tensor | None]:
         """Give the model the mean of all replicas' weights inside the context."""
-        # Messages in flight end first: two communicators of NCCL at once may deadlock.
+        # Finish messages in flight first: two NCCL communicators at once may deadlock.
         self._averaging.settle()
         with self._consensus.averaged():
             yield self._consensus.distance
@@ -165,7 +165,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
         return dict(zip(self._trained(), self._consensus.mean(), strict=True))
 
     def _common_state(self) -> dict[str, Any]:
-        """Return the state that replicas have in common; `model` is still this replica's own."""
+        """Return the common state of replicas; `model` still has this replica's weights."""
         return {"model": model_tensors(self.model), "averaging": self._averaging.state_dict()}
 
     def _scaler_tensors(self) -> dict[str, Tensor]:
@@ -187,7 +187,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
         key = replica_key(self.replica)
         if key not in state:
             raise ParallelError(f"The saved state has no replica {self.replica}.")
-        # Only rank 0 saves empty dicts, so that a replica's may be missing.
+        # Only rank 0 saves empty dicts, so a replica's dict may be missing.
         live, saved = super().state_dict(), {"optimizer": {}, "scaler": {}, **state[key]}
         check_same_parameters("model", live["model"], state["model"])
         check_same_parameters("optimizer", live["optimizer"], saved["optimizer"])
@@ -213,11 +213,10 @@ class DecentralizedStrategy(AcceleratedStrategy):
     def load_averaged(self, read: Callable[[Mapping[str, Tensor]], None], *, replicas: int) -> None:
         """Load the state of another number of replicas: the means of weights and moments.
 
-        The mean weights are those that were saved and evaluated; the loss scale is that of the
-        first replica.
+        The mean weights were saved and evaluated; the loss scale comes from the first replica.
 
         Args:
-            read: Overwrites tensors by their path in what `state_dict` returns.
+            read: Overwrites tensors, by their path in the result of `state_dict`.
             replicas: Number of replicas saved.
         """
         live = super().state_dict()

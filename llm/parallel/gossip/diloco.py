@@ -1,9 +1,9 @@
 """DiLoCo: replicas train alone for many steps, then take one common step by their mean change.
 
-Douillard et al. 2023, arXiv:2311.08105: every H inner steps, the difference between the weights at
-which all replicas started and the mean of those that they reached is the gradient of an outer SGD
-with Nesterov momentum, and all continue from its result. The moments of the inner optimizer are
-not averaged.
+Douillard et al. 2023, arXiv:2311.08105: every H inner steps, an outer SGD with Nesterov momentum
+takes the difference between the common starting weights and the mean of the replicas as its
+gradient, and all replicas continue from its result. The moments of the inner optimizer are not
+averaged.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,8 @@ class OuterOptimizer:
         self._options = options
         self._tensors = dict(tensors)
         self._world_size = world_size
-        # Inner steps since the last outer one; a tensor, since checkpoints average and save those.
+        # Inner steps since the last outer step; a tensor, because checkpoints average and save
+        # tensors.
         self._inner_steps = torch.zeros((), dtype=torch.int64)
         self._start = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self._velocity = {name: torch.zeros_like(t) for name, t in self._start.items()}

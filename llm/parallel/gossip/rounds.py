@@ -26,15 +26,15 @@ Matrix = npt.NDArray[np.float64]
 
 
 def check_topology(topology: str, *, ranks: int, ranks_per_node: int) -> None:
-    """Refuse a number of ranks that a topology does not allow.
+    """Refuse a number of ranks that a topology does not support.
 
     Args:
         topology: One of `TOPOLOGIES`.
-        ranks: Number of ranks that average with one another.
+        ranks: Number of ranks that average with each other.
         ranks_per_node: Number of consecutive ranks on each node.
 
     Raises:
-        ConfigError: With the sizes that the topology allows.
+        ConfigError: Names the sizes that the topology allows.
     """
     if topology not in TOPOLOGIES:
         raise ConfigError(f"--topology {topology} is none of {', '.join(TOPOLOGIES)}.")
@@ -63,7 +63,7 @@ def make_rounds(topology: str, *, ranks: int, ranks_per_node: int = 1) -> list[R
     - complete: all ranks in one group. All are equal after one round.
     - exp: pairs of j and j xor 2^i, for a power of two of ranks. All are equal after log2 n rounds.
     - ring: pairs with the next rank, then with the previous one, in two rounds; an odd number of
-      ranks takes n rounds, in each of which another rank is idle.
+      ranks takes n rounds, and each round leaves another rank idle.
     - alternating-exp-ring: nodes form pairs as ranks do in exp. In one round half of the pairs
       average over both nodes and the others inside each node, in the next round the other way
       round, so that the network between nodes is used evenly. All are equal after 2 log2 nodes
@@ -71,7 +71,7 @@ def make_rounds(topology: str, *, ranks: int, ranks_per_node: int = 1) -> list[R
 
     Args:
         topology: One of `TOPOLOGIES`.
-        ranks: Number of ranks that average with one another.
+        ranks: Number of ranks that average with each other.
         ranks_per_node: Number of consecutive ranks on each node.
 
     Raises:
@@ -262,7 +262,7 @@ def busiest_links(
     """Return the most bytes on a link inside a node, on one between nodes, and out of a node.
 
     Args:
-        links: What `link_bytes` returned.
+        links: Result of `link_bytes`.
         ranks_per_node: Number of consecutive ranks on each node.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Pipeline parallelism: layers are assigned to stages, which the micro-batches pass in turn.
+"""Pipeline parallelism: layers are assigned to stages, and micro-batches are pipelined.
 
-The micro-batches of gradient accumulation are those of the pipeline. Replicas and shards are formed
-inside a stage: a rank holds weights of its own stages only.
+The pipeline uses the micro-batches of gradient accumulation. Replicas and shards are formed inside
+a stage: a rank holds only the weights of its stages.
 """
 
 import logging
@@ -41,11 +41,11 @@ class PipelineStrategy(ShardedStrategy):
         options: The schedule, and the stages of each rank (`virtual_stages`).
         accelerator: The processes, devices and precision.
         dims: How many ranks each kind of parallelism has.
-        init_weights: As for `ShardedStrategy`; it is given the model with this rank's stages only.
+        init_weights: As for `ShardedStrategy`; it receives the model with only this rank's stages.
 
     Attributes:
         num_stages: Stages of the whole pipeline.
-        stage_numbers: Those of this rank.
+        stage_numbers: The stages of this rank.
     """
 
     def __init__(
@@ -66,7 +66,8 @@ class PipelineStrategy(ShardedStrategy):
         # Ranks of the first and the last stage that hold the same shards, for tied weights.
         ends = [[group[0], group[-1]] for group in dims.groups("pipeline")]
         self._ends, _ = dist.new_subgroups_by_enumeration(ends)
-        # Hidden states can exceed the range of fp16, in which autocast does not keep them either.
+        # Hidden states can exceed the range of fp16, and autocast does not keep them in fp16
+        # either.
         in_bf16 = accelerator.mixed_precision in ("bf16", "fp8")
         self._sent_dtype = torch.bfloat16 if in_bf16 else torch.float32
         self._token_weight = 1.0
@@ -79,12 +80,12 @@ class PipelineStrategy(ShardedStrategy):
         tied = {named[name] for name in self._cut.tied}
         both = zip(self.parameters, self.local_parameters, strict=True)
         self._tied = [local for parameter, local in both if parameter in tied]
-        # A weight that the first and the last stage both hold counts once in the norm.
+        # A weight on both the first and the last stage counts once in the norm.
         elsewhere = tied if self._stage_rank else set()
         self._counted = [p for p in self.parameters if p not in elsewhere]
 
     def _shard(self) -> None:
-        # In this order: stages are found in the plain model, whose layers are then divided.
+        # In this order: stages are found in the plain model; then its layers are divided.
         modules = find_pipeline_modules(self.model)
         blocks = find_blocks(self.model)
         self._divide_layers()
@@ -124,13 +125,13 @@ class PipelineStrategy(ShardedStrategy):
         self._loss_sums = []
         self.loss_scale()  # creates the scale on all stages: only the last one scales its loss
         if self._stage_rank:
-            # Stages draw dropout masks of their own; all ranks of a slice share the step's seed.
+            # Each stage draws separate dropout masks; all ranks of a slice share the step's seed.
             seed_torch((torch.initial_seed() + self._stage_rank) % 2**63)
         shape = len(micro_batches), *micro_batches[0].input_ids.shape
         if self._schedule is None or self._schedule[0] != shape:
             self._schedule = shape, self._make_schedule(*shape)
         arguments = [_arguments(micro_batch) for micro_batch in micro_batches]
-        # The schedule splits them into micro-batches again.
+        # The schedule splits them again.
         joined = {name: torch.cat([each[name] for each in arguments]) for name in arguments[0]}
         received = [joined["input_ids"]] if self._stage_rank == 0 else []
         schedule = self._schedule[1]
@@ -139,7 +140,7 @@ class PipelineStrategy(ShardedStrategy):
         return self._sum_of_losses(self._loss_sums, self._no_loss)
 
     def _make_schedule(self, micro_batches: int, rows: int, length: int) -> Any:
-        # With shapes given, the stages need no forward of their own to find them out.
+        # Given the shapes, the stages do not need an extra forward pass to find them.
         ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
         shape, dtype = (rows, length, self._cut.width), self._sent_dtype
         hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
@@ -169,7 +170,7 @@ class PipelineStrategy(ShardedStrategy):
         )
 
     def _objective(self, output: tuple[Tensor, Tensor], _: Tensor) -> Tensor:
-        """Return what the last stage differentiates for a micro-batch."""
+        """Return the last stage's objective for a micro-batch."""
         objective, loss_sum = output
         self._loss_sums.append(loss_sum.detach())
         return self._scale(objective * self._token_weight)
@@ -247,14 +248,14 @@ class PipelineStrategy(ShardedStrategy):
                 else:
                     work = dist.isend(output, group=self._pipeline, group_dst=following)
                     sent.append((work, output))
-        # The outputs are kept alive until their messages have left.
+        # Keep the outputs alive until their messages have been sent.
         for work, _ in sent:
             if work is not None:
                 work.wait()
         return outputs
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, of which this rank takes the names of its stages."""
+        """Load the result of `state_dict`; this rank takes the names of its stages."""
         own = self.state_dict()
         selected = {
             key: {name: state[key][name] for name in own[key] if name in state[key]}
@@ -263,7 +264,7 @@ class PipelineStrategy(ShardedStrategy):
         super().load_state_dict({**state, **selected})
 
     def _stage_ranks(self, path: str) -> Sequence[int]:
-        """Return the ranks of this rank's stage; those of the first one for a tied weight.
+        """Return the ranks of this rank's stage, or of the first stage for a tied weight.
 
         This holds for every part of a checkpoint, so a new part needs no entry here. If several
         stages hold the same tensor, torch.distributed.checkpoint writes one copy.
@@ -282,12 +283,12 @@ class PipelineStrategy(ShardedStrategy):
                 sender.setdefault(name, rank)
         whole = {}
         for name, tensor in self.model.state_dict().items():
-            gathered = full_tensor(tensor)  # on all ranks, since it is an all-gather
+            gathered = full_tensor(tensor)  # on all ranks, because it is an all-gather
             if self.rank == 0:
                 whole[name] = gathered.detach().cpu()
             elif self.rank == sender[name]:
                 dist.send(gathered.detach().cpu().contiguous(), 0)
-        # In the senders' order, stage by stage: messages of one rank arrive as they were sent.
+        # In the senders' order, stage by stage: messages of one rank arrive in order.
         for name, rank in sender.items():
             if self.rank == 0 and rank > 0:
                 shape, dtype = listed[rank][name]

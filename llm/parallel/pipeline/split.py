@@ -1,4 +1,4 @@
-"""Which modules of a model hold its parameters, in order, and how they are assigned to stages."""
+"""Find the modules that hold a model's parameters, in order, and assign them to stages."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from llm.models.masking import run_model
 from llm.models.sizes import find_blocks
 
 _LOOKUP_COST = 0.1
-"""Cost of a weight that is looked up, relative to one in a matrix product."""
+"""Cost of a weight in a lookup, relative to one in a matrix product."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PipelineModules:
         return [*before, *self.layers[layers.start : layers.stop], *after]
 
     def assign_layers(self, num_stages: int) -> list[range]:
-        """Return the layers of each stage, such that the slowest stage is as fast as possible.
+        """Return the layers of each stage so that the slowest stage is as fast as possible.
 
         The cost of a module is its number of weights; a lookup costs next to nothing.
         """
@@ -108,10 +108,12 @@ def find_pipeline_modules(model: PreTrainedModel) -> PipelineModules:
         if module not in inside and any(True for _ in module.parameters(recurse=False))
     ]
     if any(True for owner in owners for _ in owner.children()):
-        raise cannot_cut(model, "it has parameters beside its layers that no module has alone")
+        raise cannot_cut(
+            model, "it has parameters outside of its layers that are not in a separate module"
+        )
     calls, lengths = _trace(model, [*owners, *layers])
     if [module for module in calls if module in set(layers)] != layers:
-        raise cannot_cut(model, "it does not use its layers one after the other")
+        raise cannot_cut(model, "it does not use its layers in sequence")
     first, last = calls.index(layers[0]), calls.index(layers[-1])
     after = {module for module in calls[last:] if module not in inside}
     before = [module for module in owners if module not in after]
@@ -158,7 +160,7 @@ def sample_tokens(model: PreTrainedModel) -> torch.Tensor:
 
 
 def cannot_cut(model: PreTrainedModel, reason: str) -> ConfigError:
-    """Return the error for a model that cannot be cut into stages."""
+    """Return the error for a model that cannot be divided into stages."""
     return ConfigError(
         f"--pipeline_parallel_size cannot cut {model.config.model_type} into stages "
         f"({reason.rstrip('.')}); divide it with --data_parallel_shard_size."

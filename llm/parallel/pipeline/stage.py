@@ -1,9 +1,9 @@
 """The stages of a model for pipeline parallelism, without a change to its code or its names.
 
 A stage is the whole Hugging Face model, with placeholders for the modules of other stages.
-Placeholders before the stage's own layers return the hidden states that were received; the one
-right after them keeps the hidden states to send. So the model computes masks and positions by
-itself on every stage, and a parameter has the name that it has in the whole model.
+Placeholders before the stage's layers return the received hidden states; the one right after them
+keeps the hidden states to send. So every stage computes masks and positions with the model's code,
+and parameters have the same names as in the whole model.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class _StagePlaceholder(nn.Module):
     Args:
         original: The module. Its plain attributes are copied: models read some of their layers.
         io: Of the stage.
-        place: Whether it comes before the stage's own layers, right after them, or later.
+        place: Whether it comes before the stage's layers, right after them, or later.
         length: Length of the tuple that it returns; 0 for a bare tensor.
     """
 
@@ -145,7 +145,7 @@ class Cut:
 
     Attributes:
         stages: This rank's stages, from the first to the last.
-        model: The model with placeholders for all that this rank does not hold: names and weights.
+        model: The model with placeholders for other ranks' modules: names and weights.
         tied: Names in `model` of parameters that the first and the last stage both hold.
         width: Width of the hidden states between two stages.
         layers: The layers of each stage of the pipeline.
@@ -204,10 +204,10 @@ def cut_model(
 @torch.no_grad()
 @full_float32()
 def check_cut(model: PreTrainedModel, num_stages: int) -> None:
-    """Refuse a model if its stages together do not compute the same as the whole model.
+    """Refuse a model if its stages do not compute the same as the whole model.
 
     The test runs the stages on a few tokens, from the last to the first, after a forward of other
-    tokens: the result is wrong if layers pass anything to one another besides their outputs.
+    tokens: the result is wrong if layers pass each other anything except their outputs.
 
     Args:
         model: A causal language model with weights, which may be dummies; its mode is restored.
@@ -237,7 +237,7 @@ def check_cut(model: PreTrainedModel, num_stages: int) -> None:
         for number in reversed(range(num_stages)):
             alone = stages[number](passed[number], input_ids=input_ids, labels=input_ids)
             if not _alike(alone, passed[number + 1]):
-                raise ValueError("its layers tell one another more than their outputs")
+                raise ValueError("its layers pass each other more than their outputs")
     except Exception as error:
         raise cannot_cut(model, one_line(error)) from error
     finally:
@@ -281,7 +281,7 @@ def _make_stage(
 def _absent(of_stages: Sequence[_Placeholders]) -> _Placeholders:
     """Return a placeholder for each module that no stage of a rank holds.
 
-    Of several stages' placeholders it is one with a (tied) parameter, if there is one.
+    If several stages have a placeholder, prefer one with a (tied) parameter.
     """
     absent: _Placeholders = {}
     for module in of_stages[0]:
