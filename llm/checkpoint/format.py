@@ -172,7 +172,7 @@ class Checkpoint:
         """Return why the checkpoint is not valid, or None.
 
         Args:
-            read: Files whose checksums are compared, too, not only names and sizes.
+            read: Files to compare by checksum, too, not only by name and size.
         """
         # torch.distributed.checkpoint reads every file of tensors in the folder.
         foreign = {path.name for path in self.path.glob(f"*{_TENSORS}")} - self.files.keys()

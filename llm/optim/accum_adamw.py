@@ -1,10 +1,10 @@
 """AdamW for replicas with small batches: its moments advance once per block of steps.
 
-If ranks average weights instead of gradients, the moments of each rank come from its own small
-batches: the second moment includes the noise of a single rank, which an all-reduce would have
-averaged away, and so the steps are too short. AccumAdamW advances its moments only once in K steps,
-from the mean of their gradients, which has the noise of a batch K times as large; every step still
-uses its own gradient. The optimizer of the same name in Decent-DP (Wang et al.) had the idea.
+If ranks average weights instead of gradients, each rank computes moments from small local batches:
+the second moment includes the noise of a single rank, which an all-reduce would average away, so
+the steps are too short. AccumAdamW advances its moments only once in K steps, by the mean of the K
+gradients, with the noise of a batch K times as large; every step still uses the present gradient.
+The idea is from the optimizer of the same name in Decent-DP (Wang et al.).
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ class AccumAdamW(torch.optim.Optimizer):
 
     K = 1 is AdamW. Like torch's fused optimizers, `step` reads the attribute `found_inf`, a float
     tensor on the device: if it is 1, weights and state do not change. The position in the block is
-    on the device too, so that nothing waits for it.
+    also on the device, so nothing waits for it.
 
     The state is three times the size of the parameters: both moments, and `grad_mean`, the sum of
     the block's gradients so far, divided by K.
@@ -60,14 +60,14 @@ class AccumAdamW(torch.optim.Optimizer):
         super().__init__(params, {**defaults, "accum_steps": accum_steps})
         for group in self.param_groups:
             for p in group["params"]:
-                # Created here and not in the first step, so that a checkpoint can be loaded.
+                # Created here instead of in the first step, so that a checkpoint can be loaded.
                 self.state[p] = {**adamw_state(p), "grad_mean": torch.zeros_like(p)}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient.
 
-        Where `found_inf` is 1, gradients are set to zero, and nothing else changes.
+        If `found_inf` is 1, gradients are set to zero, and nothing else changes.
 
         Args:
             closure: Not supported.
@@ -97,12 +97,12 @@ class AccumAdamW(torch.optim.Optimizer):
             keep = keep - self.found_inf.to(keep)
             skipping = keep == 0
             for grad in grads:
-                # Not multiplied by 0, since infinity times 0 is NaN.
+                # Not multiplied by 0, because infinity times 0 is NaN.
                 grad.masked_fill_(skipping, 0.0)
         torch._foreach_add_(steps, [keep] * len(steps))
         torch._foreach_add_(means, grads, alpha=1 / block)
 
-        # [number of parameters], since some parameters may have had fewer gradients.
+        # [number of parameters], because some parameters may have had fewer gradients.
         counts = torch.stack(steps).to(keep.dtype)
         begun = torch.ceil(counts / block).clamp(min=1)
         root_correction = (1 - beta2**begun).sqrt()
@@ -120,7 +120,7 @@ class AccumAdamW(torch.optim.Optimizer):
         torch._foreach_addcdiv_(params, present, roots, -1.0)
 
         ended = (counts % block == 0) * keep
-        moved = ended.to(params[0].dtype)  # 1 for parameters with a block that ends with this step.
+        moved = ended.to(params[0].dtype)  # 1 for parameters with a block ending at this step.
         torch._foreach_lerp_(averages, means, (moved * (1 - beta1)).unbind())
         torch._foreach_lerp_(
             squares, torch._foreach_mul(means, means), (moved * (1 - beta2)).unbind()

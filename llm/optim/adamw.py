@@ -1,4 +1,4 @@
-"""torch's fused AdamW, and its state and step for the optimizers that are variants of it."""
+"""torch's fused AdamW, with its state and step for variants of it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,9 @@ def make_adamw(options: OptimizerOptions, model: torch.nn.Module) -> torch.optim
     The fused kernel also skips a step by a flag on the device (`found_inf`), so
     that a non-finite gradient needs no synchronization.
 
-    Its state is created here, where torch creates it in the first step: a checkpoint can be loaded
-    into it, and the moments do not fragment the memory that the activations of the first step leave
-    free for the next step.
+    torch creates the state in the first step; here it is created at once. A checkpoint can then be
+    loaded into it, and the moments do not fragment the memory that the first step's activations
+    leave for the next step.
     """
     groups = parameter_groups(options, model)
     optimizer = torch.optim.AdamW(groups, **adamw_settings(options), fused=True)
@@ -31,7 +31,7 @@ def make_adamw(options: OptimizerOptions, model: torch.nn.Module) -> torch.optim
 
 
 def adamw_settings(options: OptimizerOptions) -> dict[str, Any]:
-    """Return lr, betas and eps, the arguments of every variant of AdamW."""
+    """Return lr, betas and eps, the common arguments of AdamW's variants."""
     beta1, beta2 = options.betas
     return {"lr": options.learning_rate, "betas": (beta1, beta2), "eps": options.eps}
 
@@ -39,7 +39,7 @@ def adamw_settings(options: OptimizerOptions) -> dict[str, Any]:
 def adamw_state(parameter: Tensor) -> dict[str, Tensor]:
     """Return AdamW's state of a parameter before its first step."""
     return {
-        # In float32, and on the device, where a skipped step does not count.
+        # In float32 on the device: a skipped step does not count.
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
         "exp_avg": torch.zeros_like(parameter),
         "exp_avg_sq": torch.zeros_like(parameter),
@@ -56,7 +56,7 @@ def adamw_step(
 
     Args:
         group: lr, betas, eps and weight_decay.
-        parameters: Tensors with their gradient in `grad`, or None there.
+        parameters: Tensors; `grad` holds the gradient or None.
         state: By tensor, as `adamw_state` returns it.
         found_inf: 1.0 where the step is skipped; read on the device.
     """
@@ -90,11 +90,11 @@ def nesterov_step(
 ) -> Tensor:
     """Update AdamW's moments; return its step with Nesterov's momentum (Dozat 2016, NAdam).
 
-    The first moment is taken one gradient further than the one that is kept.
+    The first moment in the step is one gradient ahead of the stored one.
 
     Args:
-        group: lr, betas and eps; weight decay is the caller's.
-        gradient: Of one tensor.
+        group: lr, betas and eps; the caller applies weight decay.
+        gradient: Gradient of one tensor.
         state: As `adamw_state` returns it.
         found_inf: 1.0 where the step is skipped, and zeros are returned; read on the device.
     """
@@ -111,11 +111,11 @@ def nesterov_step(
 
 
 def kept_gradient(gradient: Tensor, found_inf: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the gradient and 1.0, or zeros and 0.0 where the step is skipped."""
+    """Return the gradient and 1.0, or zeros and 0.0 if the step is skipped."""
     keep = torch.ones((), dtype=torch.float32, device=gradient.device)
     if found_inf is not None:
         keep = keep - found_inf
-        # Not multiplied by 0, since infinity times 0 is NaN.
+        # Not multiplied by 0, because infinity times 0 is NaN.
         gradient = torch.where(keep > 0, gradient, torch.zeros_like(gradient))
     return gradient, keep
 

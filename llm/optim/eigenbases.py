@@ -9,8 +9,8 @@ from torch import Tensor
 from llm.runtime.float32 import full_float32, may_use_tf32, product_of_three
 
 Blocks = list[Tensor] | None
-"""The blocks of a block-diagonal matrix, [n, n] each, or of a stack of such matrices, with the
-dimensions of the stack in front; None is the identity."""
+"""The [n, n] blocks of a block-diagonal matrix, or of a stack of matrices with the stack's
+dimensions in front; None is the identity."""
 
 
 class Solution(NamedTuple):
@@ -19,7 +19,7 @@ class Solution(NamedTuple):
     Attributes:
         basis: [n, n]: eigenvectors in columns.
         values: [n]: eigenvalues, never negative.
-        fallback: A float32 scalar, the method that succeeded: 0 the first one, 1 jitter,
+        fallback: A float32 scalar, the method that succeeded: 0 the plain decomposition, 1 jitter,
             2 float64, 3 the previous basis, 4 the identity.
         order: [n]: with `power_iteration`, the index of each new column in the previous basis.
     """
@@ -34,8 +34,8 @@ class Solution(NamedTuple):
 def eigenbasis(matrix: Tensor, previous: Tensor | None = None) -> Solution:
     """Decompose a symmetric matrix, with fallbacks; the largest eigenvalue comes first.
 
-    If it fails, it is tried with some weight on the diagonal, then in float64; then the previous
-    basis is kept, or the identity. It reads the result, so the host waits for the device.
+    If it fails, it is retried with some weight on the diagonal, then in float64; after that the
+    previous basis is kept, or the identity. The host reads the result and waits for the device.
 
     Args:
         matrix: [n, n], fp32.
@@ -58,8 +58,9 @@ def eigenbasis(matrix: Tensor, previous: Tensor | None = None) -> Solution:
 def power_iteration(matrix: Tensor, basis: Tensor) -> Solution:
     """Take one step of orthogonal iteration, as in SOAP (Vyas et al. 2024, arXiv:2409.11321).
 
-    It is cheaper than a decomposition, and nothing waits for the device. The columns are sorted by
-    their Rayleigh quotients, largest first; the values are the quotients of the previous basis.
+    It is cheaper than a decomposition, and the host does not wait for the device. The columns are
+    sorted by their Rayleigh quotients, largest first; the values are the quotients of the previous
+    basis.
 
     Args:
         matrix: [..., n, n], symmetric, fp32.
@@ -76,16 +77,16 @@ def power_iteration(matrix: Tensor, basis: Tensor) -> Solution:
     unsorted = torch.arange(basis.shape[-1], device=basis.device)
     order = torch.where(finite.unsqueeze(-1), order, unsorted)
     vectors = torch.where(finite[..., None, None], vectors, basis)
-    # Fallback 3 where the previous basis is kept: computed on the device, without waiting.
+    # Fallback 3 means that the previous basis is kept; computed on the device, without waiting.
     return Solution(vectors, values, 3.0 * (~finite), order)
 
 
 def rotate(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:
-    """Return left^T @ matrix @ right for block-diagonal left and right, as exact as in float32.
+    """Return left^T @ matrix @ right for block-diagonal left and right, with float32 accuracy.
 
-    Optimizers divide entries of the result by their own size: they would enlarge the error of TF32
-    to a full step. So where the device has TF32 and may use it, a product is that of three; else it
-    is in full float32.
+    Optimizers divide each entry of the result by its size, so they would enlarge TF32's error to a
+    full step. If the device may use TF32, each product is computed from three TF32 products;
+    otherwise in full float32.
 
     Args:
         matrix: [..., rows, columns].
@@ -101,15 +102,15 @@ def rotate(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:
 
 
 def rotate_back(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:
-    """Return left @ matrix @ right^T, which undoes `rotate`, in the precision that is set."""
+    """Undo `rotate`: return left @ matrix @ right^T, in the current precision."""
     left, right = (blocks and [block.mT for block in blocks] for blocks in (left, right))
     turned = _times_blocks(matrix, right, torch.matmul, dim=-1)
     return _times_blocks(turned, left, torch.matmul, dim=-2)
 
 
 def _attempts(matrix: Tensor) -> list[Tensor]:
-    """Return the matrix, the same with some weight on the diagonal, and that in float64."""
-    # Exactly symmetric, since eigh reads one triangle only.
+    """Return the matrix, the matrix with some weight on the diagonal, and the latter in float64."""
+    # Exactly symmetric, because eigh reads only one triangle.
     matrix = (matrix + matrix.T) / 2
     if not _is_finite(matrix):
         return []
@@ -134,7 +135,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _solution(basis: Tensor, values: Tensor, fallback: int) -> Solution:
-    # Filled on the device, since the copy of a tensor from the host would wait.
+    # Filled on the device, because a copy from the host would wait.
     return Solution(basis, values, torch.full((), float(fallback), device=basis.device))
 
 
@@ -149,6 +150,6 @@ def _times_blocks(
     product, widths = torch.empty_like(matrix), [block.shape[-1] for block in blocks]
     slices = zip(matrix.split(widths, dim), blocks, product.split(widths, dim), strict=True)
     for values, block, out in slices:
-        # Written in place, which saves the concatenation of the products.
+        # Written in place, to save the concatenation of the products.
         multiply(*((values, block) if dim == -1 else (block.mT, values)), out=out)
     return product

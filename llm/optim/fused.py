@@ -14,9 +14,9 @@ class Fusion:
 
     Attributes:
         sizes: Outputs of each matrix in a group, by the matrix's name. A weight that is a single
-            matrix, or a stack of them, has one, without a name.
-        groups: Number of consecutive groups; each has a share of every matrix. 1 where each matrix
-            is in one piece, the number of heads where heads have theirs side by side.
+            matrix, or a stack of matrices, has one entry, without a name.
+        groups: Number of consecutive groups; each has a share of every matrix. 1 if each matrix is
+            in one piece; the number of heads if each head's matrices are side by side.
         dim: The weight's dimension of outputs: 0, or 1 in Hugging Face's Conv1D.
     """
 
@@ -28,7 +28,7 @@ class Fusion:
         """Return the matrices in a tensor with the outputs; views if there is only one group.
 
         Args:
-            tensor: The weight or a tensor of its shape, or one with the outputs elsewhere.
+            tensor: The weight, a tensor of its shape, or one with the outputs in another dimension.
             dim: The dimension of outputs, from 0; by default the weight's.
         """
         if len(self.sizes) == 1:
@@ -55,7 +55,7 @@ class Fusion:
 
 
 def fusion_of(weight: nn.Parameter, fusions: Mapping[nn.Parameter, Fusion]) -> Fusion:
-    """Return how a weight divides into matrices; one that is not fused is its only matrix."""
+    """Return how a weight divides into matrices; a weight that is not fused is one matrix."""
     return fusions.get(weight, Fusion(sizes={"": weight.shape[0]}))
 
 
@@ -80,7 +80,7 @@ def matrix_state(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
 
 
 def fused_weights(model: nn.Module) -> dict[nn.Parameter, Fusion]:
-    """Return the fused weights of a model, which optimizers divide into matrices.
+    """Return the fused weights of a model, for optimizers to divide into matrices.
 
     The architectures of transformers in `_KINDS` are known.
     """
@@ -115,7 +115,7 @@ def _fusions(config: Any) -> dict[str, tuple[int, dict[str, int]]]:
         return {"Wqkv": (1, _qkv(width, width))}
     if kind == "gpt_bigcode":
         return {"c_attn": multi_query if config.multi_query else by_head}
-    if kind == "codegen":  # laid out for four cores of a TPU
+    if kind == "codegen":  # a layout for four cores of a TPU
         return {"qkv_proj": (4, dict.fromkeys(("query", "value", "key"), width // 4))}
     if kind == "falcon" and config.new_decoder_architecture:
         groups = config.num_kv_heads

@@ -9,11 +9,11 @@ from llm.optim.options import OptimizerOptions, embedding_rate_factor
 
 
 def decays(name: str, parameter: torch.nn.Parameter) -> bool:
-    """Return whether weight decay applies to a parameter: to matrices, embeddings included.
+    """Return whether weight decay applies to a parameter: to matrices, including embeddings.
 
-    A matrix is a `weight` of two or more dimensions, or a stack of matrices such as
-    fused experts. Gains and biases are not, and neither are parameters that only look
-    like one: Mamba's state matrix `A_log`, a stack of experts' biases.
+    A matrix is a `weight` of two or more dimensions, or a stack of matrices such as fused experts.
+    Gains and biases do not count, and neither do parameters that only look like matrices: Mamba's
+    state matrix `A_log`, a stack of experts' biases.
 
     Args:
         name: The parameter's name in the model.
@@ -27,12 +27,12 @@ def decays(name: str, parameter: torch.nn.Parameter) -> bool:
 def parameter_groups(options: OptimizerOptions, model: torch.nn.Module) -> list[dict[str, Any]]:
     """Split the trained parameters of a model by weight decay and by learning rate.
 
-    A tied parameter is counted once; an empty group is left out. Embeddings, output head, gains and
-    biases may have a separate rate: a fixed multiple, `rate_factor`, of the schedule's.
+    A tied parameter counts once; empty groups are left out. Embeddings, output head, gains and
+    biases may have a separate rate: the schedule's rate times a fixed `rate_factor`.
 
     Args:
         options: The weight decay and both rates.
-        model: The model, or the stages of it that this rank has.
+        model: The model, or this rank's stages.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decayed = {p for name, p in trained.items() if decays(name, p)}
@@ -60,7 +60,7 @@ def split_groups(
     Args:
         groups: Parameter groups; not changed.
         chosen: Parameters of any group.
-        inside: Settings of the chosen ones; None leaves them out.
+        inside: Settings of the chosen parameters; None leaves them out.
         outside: Settings of the others; None leaves them out.
     """
     split = [
@@ -77,10 +77,10 @@ def scale_learning_rates(
     model: torch.nn.Module,
     factor_of: Callable[[str, int, bool], float],
 ) -> None:
-    """Give parameters the learning rate of the schedule times a factor, which their groups keep.
+    """Multiply parameters' learning rates by a factor, stored in their groups.
 
-    Weight decay takes the same fraction of a weight in each step whatever the factor is: the
-    group's is divided by it, since AdamW and Muon multiply it by the learning rate.
+    Weight decay takes the same fraction of a weight in each step, regardless of the factor: the
+    group's decay is divided by it, because AdamW and Muon multiply the decay by the learning rate.
 
     Args:
         optimizer: Its groups are split by factor, in place; at factor 1 they do not change.
@@ -98,7 +98,7 @@ def scale_learning_rates(
             by_factor.setdefault(factor, []).append(place)
         for factor, places in by_factor.items():
             changed = {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor}
-            # BF16AdamW has a key for each parameter besides.
+            # BF16AdamW also has a key for each parameter.
             lists = {key: group[key] for key in ("params", "keys") if key in group}
             own = {key: [values[place] for place in places] for key, values in lists.items()}
             changed["rate_factor"] = factor * group.get("rate_factor", 1.0)
@@ -107,7 +107,7 @@ def scale_learning_rates(
 
 
 def output_head(model: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the layer that gives the logits, if the model is one of transformers and has one."""
+    """Return the layer that computes the logits, if a transformers model has one."""
     get_head = getattr(model, "get_output_embeddings", None)
     head: torch.nn.Module | None = get_head() if callable(get_head) else None
     return head
@@ -121,7 +121,7 @@ def embeddings_and_head(model: torch.nn.Module) -> set[torch.nn.Parameter]:
 
 
 def inner_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the trained matrices and stacks of matrices but embeddings and the output head."""
+    """Return the trained matrices and stacks, except embeddings and the output head."""
     outside = embeddings_and_head(model)
     named = model.named_parameters()
     return [p for name, p in named if p.requires_grad and decays(name, p) and p not in outside]

@@ -1,4 +1,4 @@
-"""Chooses a run's optimizer; `llm.optim.kfac.make_kfac` does so with K-FAC."""
+"""Creates a run's optimizer; with K-FAC, `llm.optim.kfac.make_kfac` creates it."""
 
 from collections.abc import Sequence
 
@@ -24,15 +24,15 @@ def make_optimizer(
     """Make the optimizer of a run without K-FAC.
 
     Args:
-        options: Which optimizer, and its settings.
+        options: The optimizer and its settings.
         model: The model to train.
         accum_steps: Steps between two updates of AccumAdamW's moments; None for another optimizer.
-        whole: Who updates which matrix, for optimizers that need whole ones; by default every rank
+        whole: Owners of matrices, for optimizers that need whole ones; by default every rank
             updates all.
-        order: For SOAP, what `basis_order` returns for a model that is divided over ranks.
+        order: For SOAP, the result of `basis_order` if the model is divided over ranks.
 
     Raises:
-        ConfigError: The model has nothing that the optimizer trains.
+        ConfigError: The model has no parameter for the optimizer.
     """
     match options.optimizer:
         case "sgd":

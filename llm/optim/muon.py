@@ -27,9 +27,9 @@ from llm.runtime.float32 import has_half_products
 class MuonAndAdamW(MatrixOptimizer):
     """Muon (Jordan et al. 2024) for some matrices, torch's fused AdamW for the rest.
 
-    A step of Muon is the gradient's momentum made orthogonal, with Nesterov's look-ahead, as that
-    of torch's Muon. Its length is scaled as in Liu et al. 2025 (arXiv:2502.16982), so that it takes
-    AdamW's learning rate and weight decay.
+    A step of Muon is the orthogonalized momentum with Nesterov's look-ahead, as in torch's Muon.
+    Its length is scaled as in Liu et al. 2025 (arXiv:2502.16982), so that AdamW's learning rate and
+    weight decay apply.
 
     Args:
         groups: Parameter groups with their weight decay.
@@ -39,7 +39,7 @@ class MuonAndAdamW(MatrixOptimizer):
         betas: Decay of AdamW's first and second moments.
         eps: Added to the root of AdamW's second moment.
         fusions: How fused weights divide into matrices.
-        whole: Who computes which update; by default every rank all of them.
+        whole: Owners of matrices; by default every rank computes all updates.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class MuonAndAdamW(MatrixOptimizer):
         ]
         self._whole = whole or WholeMatrices()
         self._whole.assign(self.units)
-        # Created here and not in the first step, so that a checkpoint can be loaded before it.
+        # Created here instead of in the first step, so that a checkpoint can be loaded.
         for unit in self.units:
             p = unit.weight
             self.state[p] = {}
-            if self._whole.owns(unit):  # of the whole shape, also where the weight is sharded
+            if self._whole.owns(unit):  # of the whole shape, even if the weight is sharded
                 zeros = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
                 self.state[p]["momentum_buffer"] = zeros
         self._lay_state_together(batches([u for u in self.units if self._whole.owns(u)]))
@@ -101,10 +101,10 @@ class MuonAndAdamW(MatrixOptimizer):
             self._add_updates(updates, factor_of)
 
     def _directions(self, units: Sequence[Unit], gradients: Tensor, momentum: float) -> Tensor:
-        """Update the momentum of units; return what their steps are multiples of.
+        """Update the momentum of units; return their unscaled steps.
 
         Args:
-            units: Units that are alike.
+            units: Equal units.
             gradients: [units, ...].
             momentum: Of all.
         """
@@ -114,7 +114,7 @@ class MuonAndAdamW(MatrixOptimizer):
             ahead = gradients.lerp(updated, momentum)
             self._overwrite(buffer, updated)
         if self.found_inf is not None:
-            ahead = ahead.masked_fill(self.found_inf > 0, 0.0)  # whose direction is zero
+            ahead = ahead.masked_fill(self.found_inf > 0, 0.0)  # their direction is zero
         fusion, lengths = units[0].fusion, _lengths(units[0])
         parts = fusion.split(ahead, fusion.dim + 1)
         first, *_ = lengths.values()
@@ -132,8 +132,8 @@ def _lengths(unit: Unit) -> dict[str, float]:
 
 
 def orthogonalized_all(stacks: Sequence[Tensor]) -> list[Tensor]:
-    """Return what `orthogonalized` does for stacks of matrices, those of equal shape as one."""
-    if not batch_cost(stacks[0].device):  # a CPU, which is faster with one after another
+    """Orthogonalize stacks of matrices; stacks of equal shape are computed as one."""
+    if not batch_cost(stacks[0].device):  # on a CPU, one at a time is faster
         return [orthogonalized(stack) for stack in stacks]
     found: dict[int, Tensor] = {}
     for shape in dict.fromkeys(stack.shape for stack in stacks):
@@ -146,8 +146,8 @@ def orthogonalized_all(stacks: Sequence[Tensor]) -> list[Tensor]:
 def orthogonalized(matrices: Tensor) -> Tensor:
     """Return U V^T of matrices U S V^T, roughly, in bf16: the singular values are 0.7 to 1.2.
 
-    By five steps of the quintic Newton-Schulz iteration of Jordan et al. 2024, as in torch's Muon,
-    but in float32 where the device is slow in bf16.
+    Runs five steps of the quintic Newton-Schulz iteration of Jordan et al. 2024, as in torch's
+    Muon, but in float32 if the device is slow in bf16.
 
     Args:
         matrices: [number, rows, columns].

@@ -18,27 +18,26 @@ class OptimizerOptions(KFACOptions):
 
     optimizer: Literal["adamw", "accumadamw", "muon", "soap", "sgd"] | None = option(
         None,
-        "AdamW; AccumAdamW, which updates its moments once in moment_update_steps steps; torch's "
-        "Muon for the matrices inside the model, with AdamW for the rest; SOAP, AdamW in the "
-        "eigenbasis of Shampoo's factors; or gradient descent with momentum. By default "
-        "accumadamw for gossip, else adamw. With ekfac: optimizer for uncovered layers (adamw or "
-        "soap).",
+        "AdamW; AccumAdamW, which updates its moments every moment_update_steps steps; torch's "
+        "Muon for matrices inside the model, with AdamW for the rest; SOAP, AdamW in the "
+        "eigenbasis of Shampoo's factors; or gradient descent with momentum. By default accumadamw "
+        "for gossip, else adamw. With ekfac: optimizer for uncovered layers (adamw or soap).",
     )
     moment_update_steps: int | None = option(
         None,
-        "Steps between two updates of accumadamw's moments; by default the number of models that "
-        "are trained side by side, 8 at most.",
+        "Steps between two updates of accumadamw's moments; by default the number of replicas with "
+        "separate weights, at most 8.",
         at_least=1,
     )
     embedding_learning_rate: float | None = option(
         None,
-        "Peak learning rate of embeddings, output head and one-dimensional weights; learning_rate "
-        "if not given.",
+        "Peak learning rate of embeddings, output head and one-dimensional weights; by default "
+        "learning_rate.",
         at_least=0,
     )
     momentum: float | None = option(
         None,
-        "Momentum of sgd (0.9 if not given) or of muon (0.95).",
+        "Momentum of sgd (by default 0.9) or muon (0.95).",
         requires=("optimizer=sgd", "optimizer=muon"),
         at_least=0,
         below=1,
@@ -51,7 +50,7 @@ class OptimizerOptions(KFACOptions):
     )
     soap_update_steps: int | None = option(
         None,
-        "Steps between two updates of soap's eigenbases; 10 if not given.",
+        "Steps between two updates of soap's eigenbases; by default 10.",
         requires=("optimizer=soap",),
         at_least=1,
     )
@@ -68,61 +67,61 @@ class OptimizerOptions(KFACOptions):
     ] = option("linear", "Learning-rate schedule.")
     lr_scheduler_kwargs: str | None = option(
         None,
-        "Settings of the schedule, as num_cycles=3 or as JSON: num_cycles of cosine (0.5 if not "
-        "given) and of cosine_with_restarts (1), power of polynomial (1).",
+        "Settings of the schedule, as num_cycles=3 or as JSON: num_cycles of cosine (by default "
+        "0.5) and of cosine_with_restarts (1), power of polynomial (1).",
     )
     num_warmup_steps: int = option(
-        0, "Steps over which the learning rate rises from 0.", at_least=0
+        0, "Warm-up: steps while the learning rate rises from 0.", at_least=0
     )
     num_warmup_samples: int | None = option(
         None,
-        "Samples over which the learning rate rises from 0, in place of num_warmup_steps.",
+        "Warm-up in samples, instead of num_warmup_steps.",
         at_least=0,
     )
     num_warmup_tokens: Tokens | None = option(
         None,
-        "Tokens over which the learning rate rises from 0, in place of num_warmup_steps.",
+        "Warm-up in tokens, instead of num_warmup_steps.",
         at_least=0,
     )
     num_constant_steps: int = option(
         0,
-        "Last steps that stay at min_learning_rate, after the decay of linear and cosine.",
+        "Final steps at min_learning_rate, after the decay of linear and cosine.",
         at_least=0,
     )
     num_decay_steps: int | None = option(
         None,
-        "Steps of the final decay of warmup_stable_decay; by default a tenth of all.",
+        "Steps of the final decay of warmup_stable_decay; by default a tenth of all steps.",
         requires=("lr_scheduler_type=warmup_stable_decay",),
         at_least=1,
     )
     num_decay_tokens: Tokens | None = option(
         None,
-        "Tokens of the final decay of warmup_stable_decay, in place of num_decay_steps.",
+        "Tokens of the final decay of warmup_stable_decay, instead of num_decay_steps.",
         requires=("lr_scheduler_type=warmup_stable_decay",),
         at_least=1,
     )
     lr_batch_scaling: Literal["none", "sqrt"] = option(
         "none",
-        "If global_batch_size grows, multiply the learning rate by the square root of its growth "
+        "If global_batch_size grows, multiply the learning rate by the square root of the growth "
         "(Malladi et al. 2022), or leave it unchanged.",
         requires=("global_batch_size",),
     )
     cooldown_tokens: Tokens | None = option(
         None,
-        "Tokens of a branch, over which its learning rate falls from the parent's stable rate to "
-        "min_learning_rate; in place of the parent's schedule and length.",
+        "Length of a branch in tokens: its learning rate falls from the parent's stable rate to "
+        "min_learning_rate, instead of the parent's schedule and length.",
         requires=("branch_from",),
         at_least=1,
     )
     cooldown_shape: Literal["linear", "sqrt", "cosine"] = option(
         "linear",
-        "How the rate falls in the decay of warmup_stable_decay and in a cooldown: linear, as 1 - "
-        "sqrt(progress), or as half a cosine.",
+        "Shape of the decay of warmup_stable_decay and of a cooldown: linear, 1 - sqrt(progress), "
+        "or half a cosine.",
         requires=("lr_scheduler_type=warmup_stable_decay", "cooldown_tokens"),
     )
     weight_decay: float = option(
         0.0,
-        "Weight decay, on matrices only: decoupled, but with sgd added to the gradient.",
+        "Weight decay, only for matrices; decoupled, except that sgd adds it to the gradient.",
         at_least=0,
     )
     betas: tuple[float, ...] = option(
@@ -130,7 +129,7 @@ class OptimizerOptions(KFACOptions):
     )
     eps: float = option(1e-8, "The epsilon of AdamW and SOAP.", above=0)
     max_grad_norm: float = option(
-        1.0, "Clip the gradient's global norm to this; 0 is off.", at_least=0
+        1.0, "Clip the gradient's global norm to this value; 0 disables clipping.", at_least=0
     )
 
 
@@ -213,6 +212,6 @@ def kfac_problems(options: OptimizerOptions) -> list[str]:
 
 
 def embedding_rate_factor(options: OptimizerOptions) -> float | None:
-    """Return the multiple of the schedule's rate that `embedding_learning_rate` is, if given."""
+    """Return `embedding_learning_rate` as a multiple of the schedule's rate, or None."""
     rate = options.embedding_learning_rate
     return None if rate is None else rate / options.learning_rate

@@ -1,7 +1,7 @@
 """The learning rate as a pure function of the step: a linear warm-up, then one of several shapes.
 
-Schedules of a name that `transformers.get_scheduler` has agree with its schedules;
-`linear` and `cosine` can also end at a minimum and stay there.
+Schedules with a name from `transformers.get_scheduler` agree with its schedules; `linear` and
+`cosine` can also end at a minimum and stay there.
 """
 
 import logging
@@ -35,15 +35,15 @@ def make_schedule(
     decay: float | None = None,
     cooldown_from: int | None = None,
 ) -> Schedule:
-    """Make the schedule that `lr_scheduler_type` names.
+    """Create the schedule of `lr_scheduler_type`.
 
     Args:
         options: Name and phases of the schedule, peak and minimum of the learning rate.
         total_steps: Optimizer steps of the run.
-        warmup: Steps of the warm-up, where the options give it in samples or tokens.
-        decay: Steps of the decay of `warmup_stable_decay`, where they give it in tokens.
-        cooldown_from: Steps done when the rate of a branch begins to fall, in place of the decay
-            that `lr_scheduler_type` names; None without a cooldown.
+        warmup: Steps of the warm-up, if the options set it in samples or tokens.
+        decay: Steps of the decay of `warmup_stable_decay`, if the options set it in tokens.
+        cooldown_from: Steps done when the rate of a branch begins to fall, instead of the decay of
+            `lr_scheduler_type`; None without a cooldown.
 
     Raises:
         ConfigError: Warm-up and the other phases do not fit into `total_steps`.
@@ -110,7 +110,7 @@ def _phases(
     if constant_steps and warmup_steps + constant_steps >= total_steps:
         raise ConfigError(
             f"Warm-up ({warmup_steps:g} steps) and --num_constant_steps ({constant_steps}) "
-            f"leave nothing of the {total_steps} steps to decay in."
+            f"leave nothing of the {total_steps} steps for the decay."
         )
     return kind, warmup_steps, total_steps - constant_steps
 
@@ -168,7 +168,7 @@ _SHAPES: dict[str, Callable[..., float]] = {
     "constant_with_warmup": constant,
     "warmup_stable_decay": stable_then_decay,
 }
-"""By `lr_scheduler_type`, the course between the peak (1) and the minimum (0) after the warm-up."""
+"""Course between the peak (1) and the minimum (0) after the warm-up, by `lr_scheduler_type`."""
 
 
 def is_constant(kind: str | None) -> bool:

@@ -21,7 +21,7 @@ def scheduler_kwargs(text: str | None, *, kind: str) -> dict[str, float]:
         kind: The value of `lr_scheduler_type`.
 
     Raises:
-        ConfigError: It cannot be read, or the schedule has no such setting.
+        ConfigError: The text cannot be read, or the schedule does not have the setting.
     """
     if text is None:
         return {}

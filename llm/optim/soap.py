@@ -1,4 +1,4 @@
-"""SOAP: AdamW in the eigenbasis of Shampoo's factors, which are made of gradients alone."""
+"""SOAP: AdamW in the eigenbasis of Shampoo's factors, computed from gradients alone."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from llm.optim.whole import (
 )
 
 MAX_DIM = 10_000
-"""Width of the widest side that has a basis."""
+"""Maximum width of a side with a basis."""
 UPDATE_STEPS = 10
 """Steps between two updates of a basis, unless the options say otherwise."""
 
@@ -29,32 +29,30 @@ UPDATE_STEPS = 10
 class SOAP(MatrixOptimizer):
     """SOAP (Vyas et al. 2024, arXiv:2409.11321) for matrices, AdamW for all other parameters.
 
-    With L and R the moving averages of g g^T and g^T g of a matrix's gradients g [rows, columns],
-    and QL and QR their eigenvectors, AdamW divides in the basis QL^T g QR. The first moment is kept
-    in the space of the weights, the second one in the basis. Every `update_steps` steps, one
-    iteration of orthogonal iteration lets the bases follow the factors. As in the paper's code, a
-    matrix's first gradient only initializes the factors, and a gradient is rotated into a basis of
-    the gradients before it.
+    L and R are the moving averages of g g^T and g^T g for a matrix's gradients g [rows, columns],
+    and QL and QR their eigenvectors. AdamW divides in the basis QL^T g QR. The first moment is kept
+    in the space of the weights, the second one in the basis. Every `update_steps` steps, one step
+    of orthogonal iteration updates the bases. As in the paper's code, a matrix's first gradient
+    only initializes the factors, and gradients are rotated into a basis of the earlier gradients.
 
-    Differences: decay comes before the step, as in torch, and the updates of the matrices' bases
-    are spread over the interval, so that no step has all the work.
+    Differences from the paper: decay comes before the step, as in torch, and the updates of the
+    bases are spread over the interval, so that no step has all the work.
 
-    Only the decompositions, which are in the first steps, wait for the device.
+    Only the decompositions in the first steps wait for the device.
 
     Args:
         groups: Parameter groups with their weight decay.
-        sides: For each parameter with a basis, which of its two sides have one: 0 for the rows, 1
-            for the columns.
+        sides: For each parameter with a basis, its sides with a basis: 0 for the rows, 1 for the
+            columns.
         lr: Learning rate.
-        betas: Decay of first and second moments; the second one also that of factors.
+        betas: Decay of first and second moments; the second value also applies to the factors.
         eps: Added to the root of the second moment.
-        nesterov: Take the first moment of a step one gradient further than the one that is kept, as
-            NAdam does (Dozat 2016).
+        nesterov: Use a first moment one gradient ahead of the stored one, like NAdam (Dozat 2016).
         update_steps: Steps between two updates of a basis.
         fusions: How fused weights divide into matrices.
-        offsets: The step in the interval at which the bases of each matrix are updated; spread
-            over it by default.
-        whole: Who computes which update; by default every rank all of them.
+        offsets: The step in the interval that updates each matrix's bases; by default spread over
+            the interval.
+        whole: Owners of matrices; by default every rank computes all updates.
     """
 
     def __init__(
@@ -95,7 +93,7 @@ class SOAP(MatrixOptimizer):
         names = [(unit, name) for unit in self.units for name in unit.fusion.sizes]
         offsets = spread_offsets(len(names), update_steps) if offsets is None else offsets
         self._offset_of = dict(zip(names, offsets, strict=True))
-        # Created here and not in the first step, so that a checkpoint can be loaded before it.
+        # Created here instead of in the first step, so that a checkpoint can be loaded.
         for unit in self.units:
             p, shapes = unit.weight, unit.fusion.shapes(unit.shapes[0])
             kept = shapes.items() if self._whole.owns(unit) else ()
@@ -113,7 +111,7 @@ class SOAP(MatrixOptimizer):
         self._step_adamw()
         if not self.units:
             return
-        # Known to the owners alone, and all ranks need it: weights decay from the first basis on.
+        # Only owners know this, and all ranks need it: weights decay from the first basis on.
         keep = self._whole.sum(torch.stack([self._has_basis(unit) for unit in self.units]))
         if self.found_inf is not None:
             keep = keep * (1.0 - self.found_inf)
@@ -141,14 +139,14 @@ class SOAP(MatrixOptimizer):
                 torch._foreach_sub_(weights, [update for _, (update,) in updates])
 
     def _kept_by_decay(self, keep: Tensor) -> dict[Unit, Tensor]:
-        """Return what weight decay multiplies the weight of each unit by.
+        """Return the weight-decay factor of each unit's weight.
 
         Args:
             keep: 1.0 for each unit that decays, else 0.0.
         """
         groups = groups_of(self)
         decays = [groups[u.weight]["lr"] * groups[u.weight]["weight_decay"] for u in self.units]
-        # One product for all of equal decay.
+        # One product for all units with equal decay.
         kept = {decay: (1 - decay * keep).unbind() for decay in dict.fromkeys(decays)}
         return {
             unit: kept[d][i] for i, (unit, d) in enumerate(zip(self.units, decays, strict=True))
@@ -167,13 +165,13 @@ class SOAP(MatrixOptimizer):
         group: dict[str, Any],
         offsets: Sequence[int],
     ) -> Tensor:
-        """Update the state of matrices that are alike; return what is subtracted from them.
+        """Update the state of equal matrices; return the steps to subtract.
 
         Args:
             states: Of each, as `_new_state` returns it.
             gradients: [matrices, rows, columns].
             group: Their parameter group.
-            offsets: The step in the interval at which the bases of each are updated.
+            offsets: The step in the interval that updates each matrix's bases.
         """
         gradients, keep = kept_gradient(gradients, self.found_inf)
         on_device = [{k: v for k, v in state.items() if k != "calls"} for state in states]
@@ -201,7 +199,7 @@ class SOAP(MatrixOptimizer):
 
 
 def spread_offsets(total: int, update_steps: int) -> list[int]:
-    """Return the step in an interval at which the bases of each of some matrices are updated."""
+    """Assign each matrix the step in an interval that updates its bases."""
     return [number * update_steps // total for number in range(total)]
 
 
@@ -225,10 +223,10 @@ def _sides(state: Mapping[str, Tensor]) -> list[int]:
 def _descend(
     state: dict[str, Tensor], gradients: Tensor, group: dict[str, Any], *, keep: Tensor
 ) -> Tensor:
-    """Return AdamW's step in the basis where `keep` is 1, and zeros where it is 0.
+    """Return AdamW's step in the basis, multiplied by `keep`.
 
     Args:
-        state: Of some matrices, stacked.
+        state: Stacked state of several matrices.
         gradients: [matrices, rows, columns].
         group: Their parameter group.
         keep: [matrices].
@@ -251,9 +249,9 @@ def _descend(
 
 
 def _update_bases(states: Sequence[dict[str, Tensor]], keep: Tensor) -> None:
-    """Let the bases of matrices that are alike follow the factors.
+    """Update the bases of equal matrices from the factors.
 
-    The second moments are sorted as the columns of the bases.
+    The second moments are sorted like the columns of the bases.
     """
     for side in _sides(states[0]):
         keys = "exp_avg_sq", "has_basis", f"factor.{side}", f"basis.{side}"
@@ -280,9 +278,9 @@ def make_soap(
 
     Args:
         options: The rate, the betas and the interval between updates.
-        model: The model, or the stages of it that this rank has.
-        whole: Who updates which matrix; by default every rank updates all.
-        order: What `basis_order` returns for the whole model; by default `model` is whole.
+        model: The model, or this rank's stages.
+        whole: Owners of matrices; by default every rank updates all.
+        order: Result of `basis_order` for the whole model; by default `model` is whole.
         without: Parameters that another optimizer trains.
     """
     order = basis_order(options, model) if order is None else order
@@ -303,7 +301,7 @@ def make_soap(
 
 
 def basis_order(options: OptimizerOptions, model: nn.Module) -> list[str]:
-    """Return the name of the parameter of each matrix with a basis, in the model's order."""
+    """Return the parameter names of matrices with a basis, in the model's order."""
     fusions = fused_weights(model)
     found = _with_bases(options, model)
     return [name for name, p, _ in found for _ in fusion_of(p, fusions).sizes]
@@ -312,10 +310,10 @@ def basis_order(options: OptimizerOptions, model: nn.Module) -> list[str]:
 def _with_bases(
     options: OptimizerOptions, model: nn.Module
 ) -> Iterator[tuple[str, nn.Parameter, list[int]]]:
-    """Yield name, parameter and sides of all that has a basis.
+    """Yield name, parameter and sides of all parameters with a basis.
 
-    A side wider than `MAX_DIM` has no basis, and neither has the side of the tokens or positions
-    of an embedding or an output head of any size.
+    Sides wider than `MAX_DIM` have no basis. Embeddings and output heads never have one on the side
+    of tokens or positions.
     """
     fusions, outside = fused_weights(model), embeddings_and_head(model)
     for name, p in model.named_parameters():

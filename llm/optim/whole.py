@@ -1,4 +1,4 @@
-"""Matrices that an optimizer updates as a whole, and which rank does so."""
+"""Ownership of whole matrices in optimizers."""
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -15,15 +15,15 @@ from llm.optim.fused import Fusion
 
 @dataclass(eq=False, kw_only=True)
 class Unit:
-    """Parameters that one rank updates together: a matrix, with K-FAC also its bias.
+    """Parameters that one rank updates together: a matrix, and with K-FAC its bias.
 
     Attributes:
-        parameters: The matrix first. Where weights are sharded, this rank's shards.
+        parameters: The parameters, or this rank's shards; the matrix comes first.
         shapes: Their whole shapes.
         fusion: How the weight divides into matrices.
-        cost: What owners are balanced by: elements of the state, with which the work grows.
+        cost: Number of state elements; owners are balanced by it because work grows with it.
         owner: The rank that keeps the state and computes the update; None if every rank does.
-        kind: What an optimizer tells units of equal shapes apart by.
+        kind: Distinguishes units of equal shapes in an optimizer.
     """
 
     parameters: list[nn.Parameter]
@@ -40,8 +40,8 @@ class Unit:
 
 
 Compute = Callable[[Sequence[Unit], list[Tensor]], list[Tensor]]
-"""From units that are alike, and whole gradients [units, ...] of their first, second, ...
-parameters, to the whole updates, stacked in the same way."""
+"""Computes whole updates of equal units from the whole gradients [units, ...] of their first,
+second, ... parameters, stacked in the same way."""
 
 Updates = list[tuple[Unit, list[Tensor]]]
 """Units with the updates of their parameters, or with this rank's shards of these."""
@@ -55,9 +55,9 @@ class FactorRanks:
         rank: Number of this rank among them.
         size: Number of ranks.
         is_first: Whether this is the first of the ranks that count the same failures.
-        group: Their process group; None for the default one, or one rank.
+        group: Their process group; None for the default group, or one rank.
         num_replicas: Number of such groups that keep the same factors.
-        replicas: This rank and those of the same number in these; None for one.
+        replicas: This rank and the ranks with the same number in these groups; None for one group.
     """
 
     rank: int
@@ -71,10 +71,10 @@ class FactorRanks:
 class WholeMatrices:
     """Every rank holds whole matrices and computes all updates.
 
-    The layouts that shard weights have a subclass of their own, in `llm.parallel.matrices`.
+    Layouts that shard weights use a subclass in `llm.parallel.matrices`.
 
     Attributes:
-        factor_ranks: Where K-FAC sums and keeps its factors; None for the default group.
+        factor_ranks: Ranks that sum and keep K-FAC's factors; None for the default group.
     """
 
     factor_ranks: FactorRanks | None = None
@@ -87,7 +87,7 @@ class WholeMatrices:
         return True
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of values over the ranks that share the units, of which one has each."""
+        """Return the sum of values over the ranks that share the units; one rank has each unit."""
         return values
 
     def total(self, values: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class WholeMatrices:
         return values
 
     def local(self, parameter: Tensor) -> Tensor:
-        """Return what the optimizer updates of a parameter of the model."""
+        """Return the tensor that the optimizer updates for a model parameter."""
         return parameter
 
     def updates(
@@ -106,7 +106,7 @@ class WholeMatrices:
         Args:
             units: The units; the same on all ranks, in the same order.
             compute: Called by the owner.
-            dtype: Type of the updates, where they are sent.
+            dtype: Dtype of updates in messages.
         """
         for alike in batches([unit for unit in units if unit.weight.grad is not None]):
             gradients = [gradients_of(unit.parameters) or [] for unit in alike]
@@ -114,17 +114,17 @@ class WholeMatrices:
 
 
 def batch_cost(device: torch.device) -> float:
-    """Return the cost of units that are updated together, at least, unless no more are alike.
+    """Return the minimum cost of units updated together, unless fewer are equal.
 
-    On a GPU a product of small matrices takes less time than its launch, and does not fill the
-    device; the bound limits the memory. A CPU computes one unit after another: it has no launches
-    to save, stacks leave its caches, and a sum does not depend on which units a rank owns.
+    On a GPU, a product of small matrices takes less time than its launch and does not fill the
+    device; the bound limits the memory. On a CPU units are computed one at a time: there are no
+    launches to save, stacks leave the caches, and sums then do not depend on the owners.
     """
     return 0 if device.type == "cpu" else 1 << 26
 
 
 def batches(units: Sequence[Unit]) -> list[list[Unit]]:
-    """Divide units into batches that are alike and cost about `batch_cost`."""
+    """Divide units into batches of equal units that cost about `batch_cost`."""
     batches, latest = list[list[Unit]](), dict[Hashable, list[Unit]]()
     for unit in units:
         fusion = unit.fusion
@@ -142,14 +142,14 @@ def updates_of(
     compute: Compute,
     dtype: torch.dtype,
 ) -> Updates:
-    """Return the updates of units that are alike, from the gradients of each, in a type."""
+    """Return the updates of equal units from their gradients, in a dtype."""
     stacks = [stacked(its) for its in zip(*gradients, strict=True)]
     updates = zip(*(update.to(dtype).unbind() for update in compute(units, stacks)), strict=True)
     return [(unit, list(its)) for unit, its in zip(units, updates, strict=True)]
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Return tensors as one [number, ...]: a view where they lie one after another in memory."""
+    """Stack tensors to [number, ...]; a view if they are adjacent in memory."""
     first = tensors[0]
     if len(tensors) == 1:
         return first.unsqueeze(0)
@@ -165,7 +165,7 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def lay_together(states: Sequence[dict[str, Tensor]]) -> None:
-    """Move states that are alike into one stack for each key, which `stacked` need not copy."""
+    """Move equal states into one stack per key, so that `stacked` does not copy."""
     for key in states[0] if len(states) > 1 else ():
         stack = torch.stack([state[key] for state in states])
         for state, tensor in zip(states, stack.unbind(), strict=True):
@@ -174,11 +174,11 @@ def lay_together(states: Sequence[dict[str, Tensor]]) -> None:
 
 @contextlib.contextmanager
 def stacked_state(states: Sequence[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yield the states of matrices that are alike as stacks, which may be changed in place."""
+    """Yield the states of equal matrices as stacks, which may be changed in place."""
     stacks = {key: stacked([state[key] for state in states]) for key in states[0]}
     yield stacks
     for key, stack in stacks.items():
-        # Only what is no view was copied.
+        # Write back copies only; views are already updated.
         if stack.untyped_storage()._cdata != states[0][key].untyped_storage()._cdata:
             torch._foreach_copy_([state[key] for state in states], list(stack.unbind()))
 
@@ -189,47 +189,47 @@ def num_elements(unit: Unit) -> int:
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
-    """An optimizer that updates some matrices as a whole, and trains the rest by fused AdamW.
+    """An optimizer that updates some matrices as a whole, and the rest with fused AdamW.
 
-    Like torch's fused optimizers it reads `found_inf` on the device, where it is set: where it is
-    1, weights and state stay as they are.
+    Like torch's fused optimizers, it reads `found_inf` on the device, if set: if it is 1, weights
+    and state do not change.
 
     Attributes:
         units: The matrices.
-        found_inf: 1.0 where the next step is skipped, else 0.0; None: no step is.
+        found_inf: 1.0 to skip the next step, else 0.0; None: no step is skipped.
     """
 
     units: list[Unit]
     found_inf: Tensor | None = None
 
     def _add_adamw_state(self) -> None:
-        """Add the state of all parameters that have none."""
+        """Create the state of all parameters without one."""
         self.state.update({p: adamw_state(p) for p in groups_of(self) if p not in self.state})
 
     def _lay_state_together(self, batches: Sequence[Sequence[Unit]]) -> None:
-        """Make the state of units that are alike adjacent in memory, so that it is a stack."""
+        """Make the states of equal units adjacent in memory, so that they form a stack."""
         for units in batches:
             lay_together([self.state[unit.weight] for unit in units])
 
     def _step_adamw(self) -> None:
-        """Update all parameters that are in no unit."""
+        """Update all parameters outside of units."""
         matrices = {p for unit in self.units for p in unit.parameters}
         for group in self.param_groups:
             others = [p for p in group["params"] if p not in matrices]
             adamw_step(group, others, self.state, self.found_inf)
 
     def _overwrite(self, tensor: Tensor, values: Tensor) -> None:
-        """Copy new values into a state, but where the step is skipped."""
+        """Copy new values into a state, unless the step is skipped."""
         if self.found_inf is not None:
             values = torch.where(self.found_inf > 0, tensor, values)
         tensor.copy_(values)
 
     def _add_updates(self, updates: Updates, factor_of: Callable[[Unit], float]) -> None:
-        """Decay weights and add updates, which are zero where the step is skipped.
+        """Decay weights and add updates; updates are zero if the step is skipped.
 
         Args:
-            updates: Of weights.
-            factor_of: Returns what multiplies a unit's update.
+            updates: Updates of weights.
+            factor_of: Returns the factor on a unit's update.
         """
         alike: dict[tuple[float, float], list[tuple[Tensor, Tensor]]] = {}
         groups = groups_of(self)
@@ -247,7 +247,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
 
 def units_of(optimizer: torch.optim.Optimizer) -> Sequence[Unit]:
-    """Return the units whose state an optimizer keeps whole, at their owners; most have none."""
+    """Return the units with whole state at their owners; empty for most optimizers."""
     return optimizer.units if isinstance(optimizer, MatrixOptimizer) else ()
 
 

@@ -231,7 +231,7 @@ def test_a_run_with_kfac_is_evaluated_and_started_from_without_it(plain):
     [
         ({"kfac_skip_layers": ["transformer"]}, "--kfac found no layer to cover"),
         ({"kfac_skip_layers": ["mlp", "atn"]}, "--kfac_skip_layers 'atn' matches no Linear"),
-        ({"kfac_skip_layers": ["("]}, "--kfac_skip_layers '(' is no regular expression"),
+        ({"kfac_skip_layers": ["("]}, "--kfac_skip_layers '(' is not a regular expression"),
         ({"kfac": False, "kfac_max_dim": 9}, "--kfac_max_dim needs --kfac; give that too"),
     ],
 )

@@ -24,7 +24,7 @@ class AveragingOptions(Extension):
     )
     ema_tokens: Tokens | None = option(
         None,
-        "The same, with a half-life of this many tokens.",
+        "Keep the moving average with a half-life of this many tokens.",
         resume="logged",
         at_least=1,
         at_most=10**15,
@@ -36,7 +36,7 @@ class AveragingOptions(Extension):
     )
     export_ema: bool = option(
         False,
-        "Export the moving average of the weights at the end, in place of the last weights, and "
+        "Export the moving average of the weights at the end, instead of the last weights, and "
         "compute its validation loss.",
         requires=("ema_decay", "ema_tokens"),
     )

@@ -15,17 +15,16 @@ from llm.trainers.gpt.seams import Exported, LoopExtension
 class WeightAverage(LoopExtension):
     """The average of a strategy's weights after each step, in float32, sharded like the weights.
 
-    The weights after a step count `decay` times as much after each later one, or half as much
-    after `half_life` tokens. As in Adam's moments (Kingma & Ba 2015, section 3), the average is
-    divided by the sum of all factors: the initial weights have no part in it, however short the
-    run.
+    The influence of a step's weights decays by `decay` with each later step, or by half every
+    `half_life` tokens. As in Adam's moments (Kingma & Ba 2015, section 3), the average is divided
+    by the sum of all factors, so initial weights have no part in it, even in a short run.
 
     Args:
         strategy: A prepared strategy; its ranks train one model.
         decay: Decay per step; None with a half-life.
-        half_life: Tokens after which the past counts half as much.
-        evaluates: Whether each evaluation has the average too.
-        exports: Whether the average is exported in place of the weights.
+        half_life: Tokens until the influence of weights has halved.
+        evaluates: Whether each evaluation also evaluates the average.
+        exports: Whether the average is exported instead of the weights.
     """
 
     part = "ema"
@@ -49,23 +48,23 @@ class WeightAverage(LoopExtension):
         self._mass = 0.0  # the sum of all factors, times 1 - decay
 
     def begin(self) -> None:
-        """Begin with the present weights, where a checkpoint has no average."""
+        """Begin with the present weights if a checkpoint has no average."""
         torch._foreach_copy_(self._averages, self._weights)
         self._mass = 0.0
 
     def after_update(self, batch: StepBatch) -> None:
-        """Take in the weights after a step."""
+        """Update the average with the weights after a step."""
         decay = self._decay
         if self._half_life is not None:
             decay = 0.5 ** (batch.num_tokens / self._half_life)
         assert decay is not None  # one of the two is given
-        # All numbers are the host's: nothing is read from the device, nor copied to it.
+        # All numbers are on the host: nothing is read from the device or copied to it.
         self._mass = 1 - decay * (1 - self._mass)
         torch._foreach_lerp_(self._averages, self._weights, (1 - decay) / self._mass)
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """Give the model the average in place of its weights inside the context."""
+        """Replace the model's weights by the average inside the context."""
         self._swap()
         try:
             yield

@@ -24,7 +24,7 @@ from llm.optim.groups import parameter_groups
 from llm.optim.options import OptimizerOptions
 
 _SLICE = 2**22
-"""Elements that are updated at once, which takes 64 MiB for float32 moments and random bits."""
+"""Elements updated at once; takes 64 MiB for float32 moments and random bits."""
 
 _CPU_SLICE = 2**18
 """The same on a CPU with caches for 4 MiB."""

@@ -16,7 +16,7 @@ class MomentOptions(Extension):
 
     moment_dtype: Literal["fp32", "bf16"] = option(
         "fp32",
-        "Precision of adamw's moments of matrices; bf16 is rounded stochastically and halves their "
+        "Precision of adamw's moments of matrices; bf16 rounds stochastically and halves their "
         "memory.",
     )
 

@@ -1,1 +1,1 @@
-"""muP: scales by which the best learning rate transfers across widths (`--mup`)."""
+"""muP: scales that let the optimal learning rate transfer across widths (`--mup`)."""

@@ -12,11 +12,11 @@ layers) to the output of each attention and MLP.
 
 The steps of AdamW and Muon do not depend on the scale of a gradient, so a constant factor in the
 forward pass can be moved into the weights in front of it: into their initial values and their
-learning rate. So the factor of the logits is in the last norm's gain, which serves tied and untied
-heads, and completeP's is in the last matrix of each attention and MLP. The model stays the
-library's, and its weights need no change on export. Only the scale of attention cannot be moved,
-since GPT-2's queries share a matrix with keys and values: it is set in the modules, and moved into
-the queries' weights on export.
+learning rate. So the factor of the logits is in the last norm's gain, for tied and untied heads,
+and completeP's factor is in the last matrix of each attention and MLP. The model's code does not
+change, and neither do exported weights. Only the scale of attention cannot be moved, because
+GPT-2's queries share a matrix with keys and values: it is set in the modules, and moved into the
+queries' weights on export.
 """
 
 import math
@@ -99,7 +99,7 @@ class Scales(Transform):
     def exported(
         self, state_dict: Mapping[str, Tensor], config: PreTrainedConfig
     ) -> Mapping[str, Tensor]:
-        """Return weights whose queries have taken over the factor of the attention logits."""
+        """Return weights with the attention factor merged into the queries."""
         return fold_attention(state_dict, config, self.attention)
 
 

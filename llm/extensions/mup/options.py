@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @option_group("muP", resume="fixed", extension=True)
 class MuPOptions(Extension):
-    """muP and the narrow model that its learning rate is from."""
+    """muP, and the narrow base model of its learning rate."""
 
     mup: bool = option(
         False,
@@ -25,7 +25,7 @@ class MuPOptions(Extension):
     )
     mup_base_width: int | None = option(
         None,
-        "Width at which the hyperparameters were tuned; at this width muP changes nothing.",
+        "Width of the model used to tune the hyperparameters; at this width muP changes nothing.",
         requires=("mup",),
         at_least=1,
     )
@@ -48,7 +48,8 @@ class MuPOptions(Extension):
         problems = []
         if self.mup and self.mup_base_width is None:
             problems.append(
-                "--mup needs --mup_base_width, the width at which the learning rate was tuned."
+                "--mup needs --mup_base_width, the width of the model used to tune the learning "
+                "rate."
             )
         allowed = (None, "adamw", "accumadamw", "muon")
         if self.mup and (self.kfac or self.optimizer not in allowed):
@@ -72,7 +73,7 @@ class MuPOptions(Extension):
                 f"--mup scales initial weights, and {inputs.weights_from} has trained ones; add "
                 "--from_scratch to start from initial ones, or leave --mup out."
             )
-        # What resumes or branches keeps every option, which the core checks.
+        # Resumed runs and branches keep every option; the core checks this.
         source = inputs.start if self.eval_only else inputs.init_from
         if source is None:
             return
@@ -82,8 +83,8 @@ class MuPOptions(Extension):
         if saved != own:
             raise ConfigError(
                 f"{named} was trained with --{name} {saved}, which scales attention, and this run "
-                f"has {own}; give the options of muP with which it was trained, or name its "
-                "exported model by --model_name_or_path."
+                f"has {own}; give the same muP options, or name its exported model with "
+                "--model_name_or_path."
             )
 
     def transform(self, model_config: "PreTrainedConfig") -> "Scales | None":
@@ -94,14 +95,14 @@ class MuPOptions(Extension):
 
 
 def scales_of(options: MuPOptions, config: "PreTrainedConfig") -> "Scales":
-    """Return what muP changes in a model.
+    """Return the scales of muP for a model.
 
     Args:
         options: The base model.
         config: The model's configuration.
 
     Raises:
-        ConfigError: muP has no rule for the architecture, or the base model cannot be.
+        ConfigError: muP has no rule for the architecture, or the base model is impossible.
     """
     from llm.extensions.mup.mup_scales import Scales
     from llm.models.sizes import SHAPED, head_width

@@ -1,4 +1,4 @@
-"""Some steps of a run under PyTorch's profiler: a trace to look at, and a short table.
+"""Profile some steps of a run with PyTorch's profiler: writes a trace and a short table.
 
 The trace opens in Perfetto or chrome://tracing.
 """
@@ -111,8 +111,8 @@ def time_by_class(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]:
     """Return the seconds of a profile's operations by class.
 
     Args:
-        events: The profile's events. Their own times leave out the operations that they call.
-        on_gpu: Count the device's time in place of the host's.
+        events: The profile's events. Their self times exclude the operations that they call.
+        on_gpu: Count the device's time instead of the host's.
     """
     busy = dict.fromkeys((*(name for name, _ in _CLASSES), _OTHER), 0.0)
     for event in events:

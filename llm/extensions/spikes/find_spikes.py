@@ -13,7 +13,7 @@ from typing import NamedTuple
 WINDOW = 64
 """Steps that a loss is compared with."""
 _FEWEST = 32
-"""Steps without which nothing is a spike yet."""
+"""Minimum number of earlier steps to find a spike."""
 _THRESHOLD = 6.0
 """A loss with at least this many deviations above the median is a spike."""
 _LEAST_DEVIATION = 0.005
@@ -21,11 +21,11 @@ _LEAST_DEVIATION = 0.005
 
 
 class Spike(NamedTuple):
-    """A loss far above those before it.
+    """A loss far above the previous ones.
 
     Attributes:
-        median: Median of the losses before it.
-        score: Deviations between the two.
+        median: Median of the previous losses.
+        score: Distance from the median, in deviations.
     """
 
     median: float
@@ -48,5 +48,5 @@ def find_spike(loss: float, before: Sequence[float]) -> Spike | None:
 
 
 def remember(loss: float, before: Sequence[float]) -> list[float]:
-    """Return the losses that the next step's is compared with; spikes are among them."""
+    """Return the losses for comparison with the next step; includes spikes."""
     return [*before, loss][-WINDOW:] if math.isfinite(loss) else list(before)

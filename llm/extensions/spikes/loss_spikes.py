@@ -23,9 +23,9 @@ class LossSpikes(LoopExtension):
     Args:
         corpus: Where the samples come from.
         run: Folder of the run, for the command that shows a step's text.
-        action: What to do about a spike, as `on_loss_spike` names it.
-        max_rewinds: Times that the run goes back before it stops.
-        margin: Steps before a spike whose samples are left out with it.
+        action: Reaction to a spike, as in `on_loss_spike`.
+        max_rewinds: Maximum number of rewinds before the run stops.
+        margin: Number of steps before a spike to skip as well.
 
     Attributes:
         losses: Losses of the last steps that were not skipped.
@@ -74,9 +74,9 @@ class LossSpikes(LoopExtension):
         first, stop = loader.samples_of(spikes[0], spikes[-1] + 1)
         message = (
             f"The loss of step {spikes[0] + 1} spiked (--on_loss_spike {self._action}): "
-            f"look at its text by {inspect_command(self._run, spikes[0] + 1)}, and go on from the "
-            f"last checkpoint by --resume_from_checkpoint with --skip_samples {first}:{stop}, a "
-            "lower --learning_rate, or --on_loss_spike warn. What was saved before is untouched."
+            f"look at its text with {inspect_command(self._run, spikes[0] + 1)}, and continue from "
+            f"the last checkpoint with --resume_from_checkpoint and --skip_samples {first}:{stop}, "
+            "a lower --learning_rate, or --on_loss_spike warn. Earlier checkpoints are untouched."
         )
         if self._action == "stop":
             raise DivergedError(message)

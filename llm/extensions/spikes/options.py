@@ -15,19 +15,18 @@ class SpikeOptions(Extension):
 
     on_loss_spike: Literal["warn", "stop", "rewind"] = option(
         "warn",
-        "What to do when the loss of a step lies far above those before it: log the step and its "
-        "sources; stop as well; or go back to the last checkpoint, skip the samples around it, "
-        "and continue.",
+        "Reaction to a loss far above the previous ones: log the step and its sources; stop as "
+        "well; or go back to the last checkpoint, skip the samples around it, and continue.",
     )
     max_rewinds: int = option(
         3,
-        "Times that a run goes back because of loss spikes before it stops.",
+        "Maximum number of rewinds after loss spikes before the run stops.",
         requires=("on_loss_spike=rewind",),
         at_least=1,
     )
 
     def problems(self) -> list[str]:
-        """Return a sentence if a run is to go back to checkpoints and saves none."""
+        """Return a sentence if a run should go back to checkpoints but saves none."""
         saves = self.checkpointing_steps or self.checkpointing_tokens or self.checkpointing_minutes
         if self.on_loss_spike != "rewind" or saves:
             return []
@@ -37,7 +36,7 @@ class SpikeOptions(Extension):
         ]
 
     def in_loop(self, running: "Running") -> LoopExtension | None:
-        """Return what looks for spikes in a training."""
+        """Return the spike detector of a training."""
         if self.eval_only:
             return None
         from llm.extensions.spikes.loss_spikes import LossSpikes

@@ -19,10 +19,10 @@ Method = Literal["ekfac", "eigen"]
 
 
 def is_due(every: int, step: int, phase: float = 0.0) -> bool:
-    """Return whether what happens once in `every` steps happens at this step.
+    """Return whether an update with the interval `every` is due at this step.
 
-    At the start it happens more often, once in each of the windows 0, 1, 2-3, 4-7, 8-15, ...:
-    the first averages are of few tokens, and with fp16 the first steps may all be skipped.
+    At the start it is due more often, once in each of the windows 0, 1, 2-3, 4-7, 8-15, ...: the
+    first averages have few tokens, and with fp16 the first steps may all be skipped.
 
     Args:
         every: Length of an interval, in steps.
@@ -47,19 +47,19 @@ class Curvature:
             power iterations, for eigen all eigenvectors and eigenvalues.
         factor_update_steps: Steps between two updates of the averages.
         inv_update_steps: Steps between two decompositions of a factor.
-        factor_decay: Weight of the past at an update of the averages.
+        factor_decay: Decay of the factors' moving averages, per update.
         max_dim: Wider factors are kept in diagonal blocks.
         spread: Spread the factors' updates over the interval, so that no step has all the work. A
-            compiled model runs uncompiled in steps that record, so it is faster without.
-        ranks: The ranks that share the layers' factors where weights are sharded; one of them then
-            keeps a layer's bases. None where every rank keeps all bases.
+            compiled model runs uncompiled in recording steps, so it is faster without.
+        ranks: The ranks that share the layers' factors if weights are sharded; one of them then
+            keeps a layer's bases. None if every rank keeps all bases.
 
     Attributes:
         coverage: Covered and skipped layers.
         layers: The covered layers.
-        method: As given.
+        method: The decomposition.
         is_replicated: Whether every rank keeps the bases of all layers.
-        steps: Steps completed so far, skipped ones included.
+        steps: Steps completed so far, including skipped ones.
         factors: The factors of all layers; layers may share A.
         exchange: Collective operations between ranks.
     """
@@ -93,7 +93,7 @@ class Curvature:
         self.factors = list(self._factors.values())
 
     def _make_factors(self, max_dim: int, ranks: FactorRanks | None) -> dict[str, Factor]:
-        """Assign the factors to ranks and make the tensors that this rank keeps."""
+        """Assign the factors to ranks and create this rank's tensors."""
         self.is_replicated = ranks is None
         distributed = dist.is_available() and dist.is_initialized()
         if ranks is None:
@@ -153,12 +153,12 @@ class Curvature:
         """Surround one step's forward and backward passes, all micro-batches of it.
 
         Args:
-            token_weight: Factor on the loss of each token in the objective: one over the step's
-                tokens, times the ranks where gradients are averaged over them.
+            token_weight: Factor on each token's loss in the objective: one over the step's tokens,
+                times the number of ranks if gradients are averaged over ranks.
             loss_scale: Factor on the objective before `backward`.
         """
         for factor in self.factors:
-            factor.discard()  # Tokens of a step that was interrupted.
+            factor.discard()  # Drop the tokens of an interrupted step.
         self._recording = [factor for factor in self.factors if self._is_recorded(factor)]
         # Undo the loss scale and token weight in G.
         self._scale = (loss_scale * token_weight) ** -2
@@ -184,12 +184,12 @@ class Curvature:
         """End a step: update the averages with its tokens, and decompose the factors that are due.
 
         Args:
-            found_inf: 1.0 where the step is skipped, which leaves averages and bases as they
-                are; read on the device.
+            found_inf: 1.0 if the step is skipped: averages and bases then do not change; read on
+                the device.
 
         Returns:
-            With ekfac, for each factor with a new basis, by name, the rotation from the old to the
-            new one: the blocks of old^T new.
+            With ekfac, the rotation from the old to the new basis of each updated factor, by name:
+                the blocks of old^T new.
         """
         if not self._captured:
             return {}
@@ -218,7 +218,7 @@ class Curvature:
 
     def _is_recorded(self, factor: Factor) -> bool:
         """Return whether this step's tokens go into a factor's average."""
-        # A factor is recorded at the step that decomposes it, so that its basis is up to date.
+        # Record a factor at the step that decomposes it, so that its basis is up to date.
         offset = int(self._phase(factor) * self._inv_update_steps)
         return (self.steps - offset) % self._factor_update_steps == 0 or self._is_due(factor)
 
@@ -253,14 +253,15 @@ class Curvature:
             factor.averages(), factor.bases, factor.values, strict=True
         ):
             solution = self._solution(average, basis)
-            # Selected on the device, so that the host need not wait for `found_inf`.
+            # Selected on the device, so that the host does not wait for `found_inf`.
             basis.copy_(torch.where(keep, solution.basis, basis))
             values.copy_(torch.where(keep, solution.values, values))
             failed = torch.maximum(failed, (solution.fallback > 0) * keep.float())
         return failed
 
     def _solution(self, average: Tensor, basis: Tensor) -> Solution:
-        # A power iteration needs a basis near the eigenvectors, so the first ones are exact.
+        # A power iteration needs a basis near the eigenvectors, so the first decompositions are
+        # exact.
         if self.method == "eigen" or self.steps < self._inv_update_steps:
             return eigenbasis(average, basis)
         return power_iteration(average, basis)
@@ -270,8 +271,8 @@ class Curvature:
 
         Returns:
             `fallbacks`: failed decompositions so far, on all ranks. `condition`: the largest
-            condition number of a factor that this rank keeps, at most 1e7, which is the limit of
-            fp32. On the host, the times of `UpdateTimes.take`.
+            condition number of a factor on this rank, at most 1e7, the limit of fp32. On the host,
+            the times of `UpdateTimes.take`.
         """
         metrics = {"fallbacks": self.exchange.all_reduce(self._fallbacks), **self._times.take()}
         conditions = [
@@ -298,7 +299,7 @@ class Curvature:
     def state_dict(self) -> dict[str, Any]:
         """Return averages and bases by factor, and the number of steps; all ranks must call it.
 
-        They are the live tensors that this rank keeps. A factor's owner keeps all of it.
+        The tensors are live. A factor's owner keeps all of it.
         """
         return {
             "steps": self.steps,
@@ -310,7 +311,7 @@ class Curvature:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
         self.steps = int(state["steps"])
-        # The saved number is the sum over ranks: one carries it on, so that it counts once.
+        # The saved number is the sum over ranks: only one rank continues it, so it counts once.
         self._fallbacks.copy_(state["fallbacks"]).mul_(self.exchange.is_first)
         for factor in self.factors:
             for key, tensor in factor.tensors().items():

@@ -1,8 +1,8 @@
 """K-FAC's work spread over ranks, after KAISA (Pauloski et al. 2021, arXiv:2107.01739).
 
-Each factor has an owner, the one rank that keeps its average and decomposes it. Where every rank
+Each factor has an owner, the only rank that keeps its average and decomposes it. If every rank
 holds whole weights, owners send the bases to all ranks, which compute all updates (KAISA's
-COMM-OPT). Where weights are sharded, one rank owns the factors of a layer and computes its update
+COMM-OPT). If weights are sharded, one rank owns the factors of a layer and computes its update
 (MEM-OPT).
 """
 
@@ -19,12 +19,12 @@ from llm.optim.whole import FactorRanks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Which rank computes what, and when in an interval.
+    """Assignment of factors to ranks and to steps of the interval.
 
     Attributes:
         owner_of: Rank that averages and decomposes each factor, by the factor's name.
-        phase_of: Position of a factor's decomposition in the interval between two of them, in
-            [0, 1), by the factor's name.
+        phase_of: Position of a factor's decomposition in the update interval, in [0, 1), by the
+            factor's name.
     """
 
     owner_of: Mapping[str, int]
@@ -53,8 +53,8 @@ def assign(
         for factor, cost in _costliest_first(groups[group]):
             owner = owner_of[factor] = owner if together else loads.index(min(loads))
             loads[owner] += cost
-    # The phases spread the factors over an interval by their cost. They do not depend on the
-    # number of ranks, which therefore does not change the course of a run.
+    # The phases spread the factors over an interval by cost. They do not depend on the number of
+    # ranks, so the number of ranks does not affect a run's results.
     every = (everywhere or groups).values()
     costs = {name: cost for factors in every for name, cost in factors.items()}
     phase_of, done, total = {}, 0.0, sum(costs.values())
@@ -65,20 +65,20 @@ def assign(
 
 
 def _costliest_first(costs: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Sort by cost, and by name where costs are equal: every rank must get the same order."""
+    """Sort by cost, then by name: every rank must get the same order."""
     return sorted(costs.items(), key=lambda item: (-item[1], item[0]))
 
 
 class Exchange:
     """Collective operations between the owners of factors and the other ranks.
 
-    Every rank must make one and call its methods in the same order; with one rank nothing is sent.
-    Tensors with the same source and destination are sent as one flat tensor.
+    Every rank must create one and call its methods in the same order; with one rank nothing is
+    sent. Tensors with the same source and destination are sent as one flat tensor.
 
     Args:
-        assignment: Which rank owns what.
+        assignment: Owners of the factors.
         ranks: The ranks of the assignment.
-        broadcasts: Whether bases are sent to all ranks, not where weights are sharded.
+        broadcasts: Whether bases are sent to all ranks; false if weights are sharded.
 
     Attributes:
         is_first: Whether this rank carries on a count that was saved as a sum over ranks.
@@ -92,7 +92,7 @@ class Exchange:
         self.is_first = ranks.is_first
 
     def reduce(self, factors: Sequence[Factor]) -> dict[str, tuple[list[Tensor], Tensor]]:
-        """Sum over ranks what the factors have recorded, each at its owner.
+        """Sum the factors' records over ranks, each at its owner.
 
         Returns:
             Sums and number of tokens of the factors that this rank owns, by name.
@@ -123,7 +123,7 @@ class Exchange:
         """Send bases and eigenvalues from their owners to all ranks, if they are kept there.
 
         Args:
-            factors: Those with new ones at their owners; other ranks receive them in place.
+            factors: Factors with new bases at their owners; other ranks receive them in place.
         """
         for owner, owned in self._by_owner(factors).items() if self._broadcasts else ():
             tensors = [tensor for f in owned for tensor in (*f.bases, *f.values)]

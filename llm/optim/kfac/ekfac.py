@@ -27,29 +27,28 @@ from llm.optim.whole import (
 NOISE = 3e-6
 """Entries of a rotated matrix below this fraction of its root mean square are set to zero.
 
-A rotation in float32 has an error of 3e-7 of the matrix' norm, spread evenly over its entries: a
-tenth of this limit. A limit in terms of the norm would grow with the width, and freeze the flat
-directions that the basis is there to find.
+A float32 rotation has an error of 3e-7 of the matrix' norm, spread evenly over its entries: a tenth
+of this limit. A limit relative to the norm would grow with the width, and freeze the flat
+directions that the basis is meant to find.
 """
 
 
 class EKFAC(MatrixOptimizer):
-    """AdamW whose moments live in the K-FAC eigenbasis; AdamW or SOAP outside covered layers.
+    """AdamW with moments in the K-FAC eigenbasis; AdamW or SOAP outside covered layers.
 
     With A = QA diag(.) QA^T and G = QG diag(.) QG^T, the gradient of a layer becomes
-    QG^T dW QA [rows, columns], in which its entries are nearly uncorrelated, and AdamW divides
-    each by the root of its second moment. This is the rule of SOAP (Vyas et al. 2024,
-    arXiv:2409.11321) in the basis of K-FAC: SOAP's basis is that of Shampoo's factors, which are
-    made of gradients instead of inputs and output gradients. The basis is that of George et al.
-    2018 (arXiv:1806.03884), the moments are not: theirs are means over samples of squared
-    gradients, these are moving averages of the squared gradient of the batch. G and the moments
-    are of the labels in the data (the empirical Fisher), and the power is -1/2 where a natural
-    gradient step has -1. So it needs no damping, and its step has the length of AdamW's; its best
-    learning rate was two to four times AdamW's.
+    QG^T dW QA [rows, columns]. There its entries are nearly uncorrelated, and AdamW divides each by
+    the root of its second moment. This is the rule of SOAP (Vyas et al. 2024, arXiv:2409.11321) in
+    the basis of K-FAC: SOAP takes its basis from Shampoo's factors, computed from gradients instead
+    of inputs and output gradients. The basis is the same as in George et al. 2018
+    (arXiv:1806.03884), the moments differ: they use means over samples of squared gradients, EKFAC
+    moving averages of the squared gradient of the batch. G and the moments use the labels in the
+    data (the empirical Fisher), and the power is -1/2; a natural gradient step has -1. So it needs
+    no damping, and its steps are as long as AdamW's; its best learning rate was two to four times
+    AdamW's.
 
-    Rotations are orthogonal, so the first moment in the basis is that of the weights, rotated when
-    the basis changes. The second moment is carried over as if entries were uncorrelated: by
-    the squares of the rotation.
+    Rotations are orthogonal, so the first moment is rotated exactly when the basis changes. The
+    second moment is transformed as if entries were uncorrelated: by the squares of the rotation.
 
     Args:
         groups: Parameter groups, or parameters; a covered weight may be in any of them.
@@ -58,16 +57,16 @@ class EKFAC(MatrixOptimizer):
         lr: Learning rate.
         betas: Decay of first and second moments.
         eps: Added to the root of the second moment.
-        weight_decay: Decoupled weight decay of groups without a value of their own.
-        nesterov: Take the first moment of a step one gradient further than the one that is kept, as
-            NAdam does (Dozat 2016); in covered layers.
-        others: Makes SOAP for the parameters outside of covered layers, which are in its groups
-            alone; AdamW trains them if not given. Called when the covered layers have their owners,
-            so that ranks which own less of them get more of SOAP's matrices.
+        weight_decay: Default decoupled weight decay of groups.
+        nesterov: In covered layers, use a first moment one gradient ahead of the stored one, like
+            NAdam (Dozat 2016).
+        others: Creates SOAP for the parameters outside of covered layers, which are only in its
+            groups; by default AdamW trains them. Called when the covered layers have owners, so
+            that ranks with fewer of them get more of SOAP's matrices.
         whole: As for `CoveredUnits`.
 
     Attributes:
-        units: The weights of covered layers, and those with a basis of SOAP's.
+        units: The weights of covered layers, and weights with a SOAP basis.
     """
 
     def __init__(
@@ -97,10 +96,10 @@ class EKFAC(MatrixOptimizer):
             for unit in self.units:
                 if unit.weight in own:
                     unit.kind = unit.kind, number
-        # Created here and not in the first step, so that a checkpoint can be loaded before it.
+        # Created here instead of in the first step, so that a checkpoint can be loaded.
         self._owner_of: dict[Tensor, int | None] = {}
         for unit, layers in self._covered.layers.items():
-            # Empty for moments that other ranks keep: a checkpoint has the names of all.
+            # Empty for moments on other ranks: a checkpoint has the names of all.
             kept = self._covered.works_on(unit)
             self.state.update(_new_state(layers) if kept else {p: {} for p in unit.parameters})
             if not curvature.is_replicated:
@@ -118,7 +117,7 @@ class EKFAC(MatrixOptimizer):
     def owner_of(self, parameter: Tensor) -> int | None:
         """Return the one rank that saves the moments of a parameter; None if any rank may.
 
-        It is one rank, not all that keep them: these keep different averages besides, so they
+        It is one rank, not all that keep them: these ranks also keep different averages, so they
         would not agree on a division by load.
         """
         return self._owner_of.get(parameter)
@@ -164,17 +163,17 @@ class EKFAC(MatrixOptimizer):
     def _step_others(self, soap: SOAP) -> None:
         """Update the parameters outside of covered layers by SOAP."""
         covered = {p for unit in self._covered.layers for p in unit.parameters}
-        # Taken anew in each step: a strategy that shards weights has replaced both.
+        # Look these up in each step: a strategy that shards weights has replaced both.
         soap.state = self.state
         soap.param_groups = [g for g in self.param_groups if covered.isdisjoint(g["params"])]
         soap.found_inf = self.found_inf
         soap.step()
 
     def _lay_together(self) -> None:
-        """Make the moments and bases of layers that are alike adjacent, so that they are stacks."""
+        """Make the moments and bases of equal layers adjacent in memory, as stacks."""
         for units in self._covered.batches():
             lay_together([self.state[unit.weight] for unit in units])
-            for unit in units:  # The bias has the first part's step in its state.
+            for unit in units:  # The bias's state has the first part's step.
                 layer = self._covered.layers[unit][0]
                 for parameter in unit.parameters[1:]:
                     self.state[parameter]["step"] = self._state_of(layer)["step"]
@@ -200,10 +199,10 @@ class EKFAC(MatrixOptimizer):
         self._overwrite(second, rotate(second, _squares(left), _squares(right)))
 
     def _update(self, layers: Sequence[Layer], gradients: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return what AdamW in the eigenbasis adds to layers, apart from weight decay.
+        """Return AdamW's updates in the eigenbasis, without weight decay.
 
         Args:
-            layers: Layers that are alike.
+            layers: Equal layers.
             gradients: As `Layer.matrix` returns them, stacked.
             group: Their parameter group, without weight decay.
         """
@@ -213,11 +212,11 @@ class EKFAC(MatrixOptimizer):
         states = [self._state_of(layer) for layer in layers]
         if self._nesterov:
             with stacked_state(states) as joint:
-                # For each matrix one, beside its rows and columns.
+                # One per matrix, broadcast over rows and columns.
                 state = joint | {"step": joint["step"].view(-1, 1, 1)}
                 updates = nesterov_step(group, rotated, state, self.found_inf)
         else:
-            # AdamW on a weight of zero leaves its step there, or zero where the step is skipped.
+            # AdamW applied to a zero weight gives its step, or zero if the step is skipped.
             updates = torch.zeros_like(rotated)
             state_of = dict(zip(updates.unbind(), states, strict=True))
             for update, gradient in zip(state_of, rotated.unbind(), strict=True):
@@ -227,17 +226,17 @@ class EKFAC(MatrixOptimizer):
 
 
 def _joint_bases(factors: Sequence[Factor]) -> list[Tensor]:
-    """Return the bases of factors of equal widths, each block of several as a stack."""
+    """Return the bases of equally wide factors, with corresponding blocks stacked."""
     if len(factors) == 1:
         return factors[0].bases
     return [stacked(blocks) for blocks in zip(*(factor.bases for factor in factors), strict=True)]
 
 
 def _without_noise(rotated: Tensor) -> Tensor:
-    """Set entries that are only rounding error to zero, in place.
+    """Set entries that are only rounding errors to zero, in place.
 
     AdamW would enlarge them to a full step. Layers in front of a LayerNorm or a softmax have
-    directions in which the gradient is zero. Each matrix of a stack has a norm of its own.
+    directions with zero gradient. Each matrix of a stack has a separate norm.
     """
     norm = torch.linalg.vector_norm(rotated, dim=(-2, -1), keepdim=True)
     floor = norm * (NOISE / math.sqrt(rotated.shape[-2] * rotated.shape[-1]))

@@ -22,11 +22,10 @@ _SOLVED = ("qa", "qg", "dgda")
 
 
 class ExternalPreconditioner:
-    """Replaces the gradients of covered layers by those that kfac-pytorch preconditions.
+    """Replaces the gradients of covered layers by gradients preconditioned with kfac-pytorch.
 
     Every rank keeps all factors and decompositions (COMM-OPT): the library cannot resume other
-    layouts. Its clipping waits for the device at each layer and step, and so does the check for
-    overflow.
+    layouts. Its clipping and the check for overflow wait for the device at each layer and step.
 
     Args:
         coverage: The covered layers.
@@ -35,7 +34,7 @@ class ExternalPreconditioner:
         factor_update_steps: Steps between two updates of the averages.
         inv_update_steps: Steps between two decompositions.
         damping: Absolute damping.
-        factor_decay: Weight of the past at an update of the averages.
+        factor_decay: Decay of the factors' moving averages, per update.
         kl_clip: Bound on the update.
 
     Raises:
@@ -92,7 +91,7 @@ class ExternalPreconditioner:
             grad_scaler=lambda: self._loss_scale,
             factor_dtype=torch.float32,
         )
-        # The library's own initial values, created here so that a checkpoint can be loaded.
+        # The library's initial values, created here so that a checkpoint can be loaded.
         a, g = (torch.eye(n, device=module.device) for n in (layer.columns, layer.rows))
         made.a_factor, made.g_factor = a, g
         shapes = {"dgda": torch.ones(layer.rows, layer.columns, device=module.device)}
@@ -110,7 +109,7 @@ class ExternalPreconditioner:
             token_weight: Not used: the library's G belongs to the objective.
             loss_scale: Factor on the objective before `backward`.
         """
-        self._kfac.reset_batch()  # Statistics of a step that was interrupted.
+        self._kfac.reset_batch()  # Drop the statistics of an interrupted step.
         self._loss_scale = loss_scale
         with torch.compiler.set_stance("force_eager"):
             yield
@@ -147,7 +146,7 @@ class ExternalPreconditioner:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return factors and their decompositions, which the library would recompute otherwise."""
+        """Return factors and their decompositions; the library would otherwise recompute them."""
         return {
             "steps": self._kfac.steps,
             "factors": {
@@ -213,7 +212,7 @@ def _library(module: str) -> Any:
     """Import a module of kfac-pytorch.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The library is not installed.
     """
     try:
         return importlib.import_module(f"kfac.{module}")

@@ -14,16 +14,16 @@ from llm.optim.kfac.layers import Layer, read_input
 
 
 class Factor:
-    """A token-weighted moving average of x x^T [size, size], wide ones in diagonal blocks.
+    """A token-weighted moving average of x x^T [size, size]; diagonal blocks if it is wide.
 
-    It is kept as a sum and a count that decay alike, so the average is not biased towards its
-    start, and tokens have equal weight in a step of any size. A step's sum is linear in its tokens:
-    the sums of several ranks add up to the sum of one rank with all tokens.
+    Sum and count decay together, so the average is not biased towards its start, and tokens have
+    equal weight in a step of any size. A step's sum is linear in its tokens: the sums of several
+    ranks add up to the sum of one rank with all tokens.
 
     Args:
         name: Name of the layer, and A or G.
         size: Width of x.
-        max_dim: The widest block.
+        max_dim: Maximum width of a block.
         device: Device of all tensors.
         owned: Whether this rank keeps the average.
         used: Whether this rank keeps the bases.
@@ -31,9 +31,9 @@ class Factor:
     Attributes:
         sums: Decayed sum of x x^T of each block, fp32; empty if not owned.
         count: Decayed number of tokens, an fp32 scalar.
-        bases: For each block, the eigenvectors of its average when it was last decomposed, in
+        bases: For each block, the eigenvectors of its average at the last decomposition, in
             columns; empty if not used.
-        values: For each block, the eigenvalues that belong to the eigenvectors.
+        values: For each block, the eigenvalues of these eigenvectors.
         widths: The blocks' widths.
     """
 
@@ -77,13 +77,13 @@ class Factor:
         self._step_count += finite * len(rows)
 
     def drain(self) -> tuple[list[Tensor], Tensor]:
-        """Return and forget what was recorded: sums of x x^T by block, number of tokens."""
+        """Return and reset the recorded sums of x x^T by block and number of tokens."""
         recorded = self._step_sums or self._zeros(), self._step_count
         self.discard()
         return recorded
 
     def discard(self) -> None:
-        """Forget what was recorded since the last `drain`."""
+        """Discard the records since the last `drain`."""
         if self._step_sums is not None:
             self._step_sums, self._step_count = None, torch.zeros_like(self._step_count)
 
@@ -104,11 +104,11 @@ class Factor:
         Args:
             step_sums: Sums of x x^T by block, of all ranks; see `drain`.
             step_count: Number of tokens.
-            decay: Weight of the past.
+            decay: Decay of the average.
             scale: Factor on x x^T.
             keep: 1, or 0 to leave the average unchanged; a tensor is read on the device.
         """
-        # Without tokens, such as for experts that the router did not choose, the past stays.
+        # Without tokens, for example if the router did not choose an expert, the average stays.
         keep = keep * (step_count > 0)
         old = 1 - (1 - decay) * keep
         for total, step in zip(self.sums, step_sums, strict=True):
@@ -133,20 +133,20 @@ class Factor:
 
 
 def gram(rows: Tensor) -> Tensor:
-    """Return rows^T @ rows, exactly symmetric; little more than half of a wide one is computed.
+    """Return rows^T @ rows, exactly symmetric; computes little more than half of a wide product.
 
     Args:
         rows: [tokens, size].
     """
     size = rows.shape[1]
     product = rows.new_empty(size, size)
-    # Four bands from the diagonal on, mirrored; a single product is as fast if it is small.
+    # Four bands from the diagonal on, mirrored; for a small matrix, a single product is as fast.
     band = size if size <= 256 else -(-size // 4)
     for start in range(0, size, band):
         stop = start + band
         product[start:stop, start:] = rows[:, start:stop].T @ rows[:, start:]
         product[stop:, start:stop] = product[start:stop, stop:].T
-        # The kernels of some processors round the entry (i, j) unlike (j, i).
+        # On some processors, kernels round the entries (i, j) and (j, i) differently.
         square = product[start:stop, start:stop]
         square.copy_(square.tril() + square.tril(-1).T)
     return product
@@ -155,8 +155,8 @@ def gram(rows: Tensor) -> Tensor:
 def block_widths(size: int, max_dim: int) -> list[int]:
     """Return the widths, equal up to one, of the fewest diagonal blocks of at most `max_dim`.
 
-    One more is allowed: the column of ones next to the inputs of a layer with a bias does not make
-    another block.
+    A width of max_dim + 1 is allowed, so that the column of ones for a bias does not cause another
+    block.
     """
     num_blocks = max(1, -(-(size - 1) // max_dim))
     return [size // num_blocks + (i < size % num_blocks) for i in range(num_blocks)]
@@ -165,9 +165,9 @@ def block_widths(size: int, max_dim: int) -> list[int]:
 class UpdateTimes:
     """Host time of the updates since the last report.
 
-    Nothing waits for the device to measure. On a CPU this is the time that updates take. On a GPU
-    it is the time to launch them, and to wait for the decompositions that the host reads. It is not
-    saved: a resumed run measures again.
+    Measuring does not wait for the device. On a CPU this is the time of the updates. On a GPU it is
+    the time to launch them and to wait for decompositions that the host reads. It is not saved: a
+    resumed run measures again.
     """
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ class UpdateTimes:
         """Add the time of the block to an update.
 
         Args:
-            update: Of averages, or of bases.
+            update: Kind of update: averages or bases.
             ends: Whether the step's update ends with this block, so that it is counted.
         """
         began = time.perf_counter()
@@ -191,7 +191,7 @@ class UpdateTimes:
     def take(self) -> dict[str, Tensor]:
         """Return and reset `factor_update_ms` and `inv_update_ms`, the means over updates.
 
-        A kind of update that did not happen since the last call is left out.
+        Kinds of updates that did not happen since the last call are left out.
         """
         means = {
             f"{update}_update_ms": torch.tensor(1000 * self._seconds[update] / number)
@@ -210,8 +210,8 @@ def record_layers(
 
     All leading dimensions are flattened: each position of each sequence is a separate token
     ("expand" of Eschenhagen et al. 2023, arXiv:2311.00636). Positions with an ignored label count
-    too: they add their input to A, but little to G, since they have no loss. Sums and counts do not
-    depend on how a step's tokens are split into micro-batches or over ranks.
+    too: they add their input to A, but little to G, because they have no loss. Sums and counts do
+    not depend on how a step's tokens are split into micro-batches or over ranks.
 
     Args:
         layers: Each layer with the factor A of its inputs and the factor G of its output gradients,
@@ -229,7 +229,7 @@ def record_layers(
                 contexts.callback(handle.remove)
         for module, hooks in stacks.items():
             contexts.enter_context(_hooked_experts(module, hooks))
-        # The graphs of a compiled model have no place for hooks, so it runs uncompiled.
+        # Compiled graphs do not support these hooks, so the model runs uncompiled.
         contexts.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
@@ -241,7 +241,7 @@ def _make_hook(
 
     @torch.no_grad()
     def record(factor: Factor, values: Tensor, *, with_one: bool) -> None:
-        # Autocast would multiply in bf16 or fp16, which is too coarse for sums over tokens.
+        # Autocast would multiply in bf16 or fp16, too coarse for sums over tokens.
         off = torch.autocast(values.device.type, enabled=False)
         with times.measure("factor", ends=False), off:
             rows = values.detach().flatten(0, -2).float()
@@ -254,7 +254,7 @@ def _make_hook(
         record(outputs, layer.own_outputs(gradient.flatten(0, -2)), with_one=False)
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
-        # During a backward pass, a checkpointed block is recomputed: its tokens were recorded.
+        # A backward pass recomputes checkpointed blocks; their tokens are already recorded.
         if not out.requires_grad or torch._C._current_graph_task_id() != -1:
             return
         if inputs is not None:
@@ -267,7 +267,7 @@ def _make_hook(
 
 @contextlib.contextmanager
 def _hooked_experts(experts: Any, hooks: dict[str, Any]) -> Iterator[None]:
-    """Call hooks after each product with a matrix of a stack, as after a layer's forward.
+    """Call hooks after each product with a matrix of a stack, like after a layer's forward.
 
     Args:
         experts: A module of transformers with stacks of matrices.
@@ -277,10 +277,10 @@ def _hooked_experts(experts: Any, hooks: dict[str, Any]) -> Iterator[None]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         chosen = experts.config._experts_implementation
-        # Only the eager implementation multiplies with each expert's matrix by torch's `linear`.
+        # Only the eager implementation calls torch's `linear` for each expert's matrix.
         experts.config._experts_implementation = "eager"
         try:
-            # By the tensors of this moment: FSDP gathers others for the forward pass.
+            # Look up the present tensors: FSDP gathers new ones for the forward pass.
             stacks = {experts.get_parameter(leaf): hook for leaf, hook in hooks.items()}
             with _LinearHooks(experts, stacks):
                 return original(*args, **kwargs)

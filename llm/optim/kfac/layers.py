@@ -1,4 +1,4 @@
-"""Which layers K-FAC covers: linear layers, except where their statistics would mislead."""
+"""Find the layers that K-FAC covers: linear layers, unless their statistics would mislead."""
 
 import dataclasses
 import re
@@ -17,21 +17,21 @@ from llm.optim.whole import gradients_of
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Layer:
-    """A linear layer whose weight and bias make one matrix [outputs, inputs (+ 1)].
+    """A linear layer; its weight and bias form one matrix [outputs, inputs (+ 1)].
 
-    Or a stack of matrices [experts, outputs, inputs] with two factors in common: those of all
-    tokens, each counted at the experts that it was sent to. So memory does not grow with the
-    number of experts, and an expert with few tokens profits from the others.
+    Or a stack of matrices [experts, outputs, inputs] with two common factors, averaged over the
+    tokens of all experts. So memory does not grow with the number of experts, and an expert with
+    few tokens profits from the others.
 
     Attributes:
-        name: The module's name in the model; of a stack, the parameter's.
+        name: The module's name in the model; for a stack, the parameter's name.
         module: The module.
         leaf: The weight's name in the module.
         transposed: Whether the weight is stored as [inputs, outputs] (Hugging Face's Conv1D).
-        input_name: The layer whose input factor this one uses: the first of those that read the
-            same tensor, such as the queries' of queries, keys and values.
-        fusion: How the weight divides into matrices, of which this layer is one.
-        part: The name of the matrix in the weight; empty for the only one.
+        input_name: The layer that provides the input factor: the first layer that reads the same
+            tensor, such as queries for queries, keys and values.
+        fusion: How the weight divides into matrices; this layer is one of them.
+        part: The name of the matrix in the weight; empty if it is the only one.
     """
 
     name: str
@@ -54,23 +54,23 @@ class Layer:
 
     @property
     def bias(self) -> nn.Parameter | None:
-        """Return the bias, if there is one that is trained."""
+        """Return the trained bias, or None."""
         bias = getattr(self.module, "bias", None)
         return bias if isinstance(bias, nn.Parameter) and bias.requires_grad else None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Return weight and bias, fused ones whole."""
+        """Return weight and bias; fused weights whole."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     @property
     def rows(self) -> int:
-        """Return the width of the outputs, which is that of G."""
+        """Return the width of the outputs and of G."""
         return self.fusion.groups * self.fusion.sizes[self.part]
 
     @property
     def columns(self) -> int:
-        """Return the width of the inputs and one for the bias, which is that of A."""
+        """Return the width of A: the inputs, plus one with a bias."""
         inputs = int(self.weight.shape[-2 if self.transposed else -1])
         return inputs + (self.bias is not None)
 
@@ -79,13 +79,13 @@ class Layer:
         return self.fusion.split(outputs, 1)[self.part]
 
     def matrix(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return the gradient in fp32, the bias' as the last column.
+        """Return the gradient in fp32, with the bias as the last column.
 
         Args:
-            gradients: Of `parameters`; of layers that are alike, stacked in a dimension in front.
+            gradients: Gradients of `parameters`; for equal layers, stacked in a leading dimension.
 
         Returns:
-            [rows, columns], or [experts, rows, columns] for a stack; maybe a view.
+            [rows, columns], or [experts, rows, columns] for a stack; may be a view.
         """
         front = gradients[0].ndim - self.weight.ndim
         weight = self.fusion.split(gradients[0], self.fusion.dim + front)[self.part]
@@ -96,12 +96,12 @@ class Layer:
         return torch.cat([weight, bias.unsqueeze(-1)], dim=-1).float()
 
     def gradient(self) -> Tensor | None:
-        """Return the `matrix` of the gradients that there are; None if the weight has none."""
+        """Return the `matrix` of the present gradients; None if the weight has no gradient."""
         gradients = gradients_of(self.parameters)
         return None if gradients is None else self.matrix(gradients)
 
     def split(self, matrix: Tensor) -> list[Tensor]:
-        """Return views of a matrix as weight and bias store it, in the order of `parameters`."""
+        """Return views of a matrix in the layout of weight and bias, ordered as `parameters`."""
         weight = matrix if self.bias is None else matrix[..., :-1]
         weight = weight.mT if self.transposed else weight
         return [weight] if self.bias is None else [weight, matrix[..., -1]]
@@ -113,11 +113,11 @@ class Coverage:
 
     Attributes:
         layers: The covered layers, in the model's order.
-        skipped: Why a module with parameters of its own is not covered, by module name.
+        skipped: Reasons why modules with parameters are not covered, by module name.
         num_covered: Trained parameters in covered layers.
         num_skipped: Trained parameters outside.
-        factor_sizes: Widths of the factors of the whole model, by factor, by the layer whose input
-            they belong to.
+        factor_sizes: Widths of the whole model's factors, by factor, grouped by the layer of the
+            input.
     """
 
     layers: tuple[Layer, ...]
@@ -127,7 +127,7 @@ class Coverage:
     factor_sizes: dict[str, dict[str, int]]
 
     def within(self, model: nn.Module) -> "Coverage":
-        """Return the coverage of a pipeline stage: the layers whose modules are in the model."""
+        """Return the coverage of a pipeline stage: the layers with modules in `model`."""
         own = set(model.modules())
         layers = tuple(layer for layer in self.layers if layer.module in own)
         return dataclasses.replace(self, layers=layers)
@@ -157,15 +157,15 @@ def find_layers(
 ) -> Coverage:
     """Find the layers that K-FAC covers: Linear, Conv1D, stacks of experts, if trained and untied.
 
-    An output head is left out since its factor would be as large as the vocabulary.
+    An output head is left out because its factor would be as wide as the vocabulary.
 
     Args:
         model: The model, not wrapped.
-        skip_layers: Regular expressions; a layer whose name one of them matches is skipped.
+        skip_layers: Regular expressions; layers with matching names are skipped.
         stacks: Whether to cover stacks of experts.
-        fusions: Fused weights, each matrix of which becomes a layer.
-        sample_forward: Runs the model once on anything, without gradients, to see which layers
-            read the same tensor; those share a factor. None: no layers share one.
+        fusions: Fused weights; each of their matrices becomes a layer.
+        sample_forward: Runs the model once on any input, without gradients, to find layers that
+            read the same tensor and so share a factor. None: no layers share one.
 
     Raises:
         ConfigError: No layer is covered, or a pattern is invalid or matches no layer.
@@ -174,8 +174,8 @@ def find_layers(
     layers = [part for layer in layers for part in _parts(layer, fusions or {})]
     if not layers:
         raise ConfigError(
-            "--kfac found no layer to cover: the model has no trained Linear or Conv1D beside "
-            "its output head that --kfac_skip_layers leaves; train without --kfac."
+            "--kfac found no layer to cover: apart from its output head and the layers of "
+            "--kfac_skip_layers, the model has no trained Linear or Conv1D; train without --kfac."
         )
     if sample_forward is not None:
         shared = _shared_inputs(model, layers, sample_forward)
@@ -214,7 +214,7 @@ def _parts(layer: Layer, fusions: Mapping[nn.Parameter, Fusion]) -> list[Layer]:
 def _divide_modules(
     model: nn.Module, *, skip_layers: Sequence[str], stacks: bool
 ) -> tuple[list[Layer], dict[str, str]]:
-    """Return the covered layers, and why each of the other modules is not covered, by name."""
+    """Return the covered layers, and for other modules the reason why not, by name."""
     patterns = [_compile(pattern) for pattern in skip_layers]
     unmatched = set(skip_layers)
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
@@ -265,7 +265,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise ConfigError(
-            f"--kfac_skip_layers {pattern!r} is no regular expression: {error}."
+            f"--kfac_skip_layers {pattern!r} is not a regular expression: {error}."
         ) from error
 
 
@@ -275,15 +275,15 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _stack_reason(module: nn.Module, *, stacks: bool) -> str | None:
-    """Return why a module that is not linear is not covered; None for stacks of experts."""
+    """Return the reason why a nonlinear module is not covered; None for stacks of experts."""
     dimensions = {p.ndim for p in module.parameters(recurse=False)}
-    # Stacks as those of Mixtral's experts in transformers 5; a convolution's weight only looks so.
+    # Stacks like Mixtral's experts in transformers 5; a convolution's weight only looks like one.
     if 3 not in dimensions or isinstance(module, nn.modules.conv._ConvNd):
         kind = type(module).__name__
         return f"since it is {'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
     if not stacks:
         return "since it is a stack of experts"
-    # Recording needs a module that, if asked, multiplies with each matrix by torch's `linear`.
+    # Recording needs a module that can use torch's `linear` for each matrix.
     described = all(hasattr(module, name) for name in ("config", "is_transposed", "has_bias"))
     if described and dimensions == {3} and not module.is_transposed and not module.has_bias:
         return None
@@ -293,7 +293,7 @@ def _stack_reason(module: nn.Module, *, stacks: bool) -> str | None:
 def _weight_reason(
     module: nn.Module, leaf: str, *, uses: Counter[int], matched: bool
 ) -> str | None:
-    """Return why a weight is not covered, if it is not."""
+    """Return the reason why a weight is not covered, or None."""
     weight = getattr(module, leaf)
     own = [weight] if weight.ndim == 3 else module.parameters(recurse=False)
     if not isinstance(weight, nn.Parameter) or any(uses[id(parameter)] > 1 for parameter in own):
@@ -307,8 +307,8 @@ def _weight_reason(
 def _shared_inputs(
     model: nn.Module, layers: Sequence[Layer], sample_forward: Callable[[nn.Module], Any]
 ) -> dict[str, str]:
-    """Return, for each layer that reads the same tensor as an earlier one, the name of that one."""
-    # References keep the tensors alive, so that no later one has the identity of an earlier one.
+    """Map each layer that reads the same tensor as an earlier layer to this layer's name."""
+    # References keep the tensors alive, so that a later tensor cannot reuse an id.
     seen: list[tuple[Tensor, Layer]] = []
     shared: dict[str, str] = {}
     calls: Counter[str] = Counter()
@@ -318,7 +318,7 @@ def _shared_inputs(
             calls[layer.name] += 1
             value = read_input(args, kwargs)
             for tensor, first in seen:
-                # With a bias, A has one column more than without.
+                # With a bias, A has one more column.
                 if tensor is value and first.columns == layer.columns:
                     shared[layer.name] = first.name
                     return
@@ -335,12 +335,12 @@ def _shared_inputs(
         model.train(training)
         for handle in handles:
             handle.remove()
-    # A layer that runs twice reads two tensors, of which only one would be the shared one.
+    # A layer that runs twice reads two tensors, and only one would be shared.
     return {name: first for name, first in shared.items() if calls[name] == 1 and calls[first] == 1}
 
 
 def read_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the tensor with which a linear layer was called."""
+    """Return the input tensor of a linear layer's call."""
     value = args[0] if args else next(iter(kwargs.values()))
     assert isinstance(value, Tensor)
     return value

@@ -1,4 +1,4 @@
-"""From the options to K-FAC and its optimizer."""
+"""Create K-FAC and its optimizer from the options."""
 
 import contextlib
 import dataclasses
@@ -25,11 +25,11 @@ from llm.optim.whole import WholeMatrices
 
 EKFAC_UPDATE_STEPS = 50
 EKFAC_BLOCK = 2
-"""Width of ekfac's widest blocks, in widths of the model; with narrower ones the loss is higher."""
+"""Width of ekfac's widest blocks, relative to the model's width; narrower blocks raise the loss."""
 UPDATE_STEPS = 10
 """Steps between updates with eigen."""
 EKFAC_STEP_DECAY = 0.99
-"""Weight of the past in ekfac's averages after one step."""
+"""Decay of ekfac's averages per step."""
 DAMPING = 0.001
 KL_CLIP = 0.001
 MAX_DIM = 8192
@@ -37,13 +37,13 @@ MAX_DIM = 8192
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KFAC:
-    """K-FAC and the optimizer of a run, as the strategy and the training loop use them.
+    """K-FAC and the optimizer of a run, for the strategy and the training loop.
 
     Attributes:
         optimizer: The optimizer that takes the steps.
         recorder: Records the tokens of a step.
-        preconditioner: Changes the gradient before the optimizer's step; None with EKFAC, which
-            is the optimizer itself.
+        preconditioner: Changes the gradient before the optimizer's step; None with EKFAC, which is
+            the optimizer.
         settings: The method and its intervals, in a line for the log.
     """
 
@@ -64,7 +64,7 @@ class KFAC:
         return self.recorder.capture_stats(token_weight=token_weight, loss_scale=loss_scale)
 
     def precondition(self, *, learning_rate: float) -> None:
-        """Change the gradients of the covered layers, unless the optimizer does so."""
+        """Change the gradients of the covered layers, unless the optimizer does this."""
         if self.preconditioner is not None:
             self.preconditioner.precondition(learning_rate=learning_rate)
 
@@ -119,8 +119,8 @@ def make_kfac(
         options: K-FAC's and AdamW's.
         model: The model to train.
         torch_compile: Whether the model is compiled; all factors are then due at the same steps.
-        coverage: The coverage of the model before it was divided over ranks; None if it is whole.
-        whole: Who updates which matrix if weights are sharded; None if they are whole.
+        coverage: Coverage of the model before it was divided over ranks; None for a whole model.
+        whole: Owners of matrices if weights are sharded; None if they are whole.
         order: For SOAP with ekfac, as for `make_soap`.
 
     Raises:
@@ -175,7 +175,7 @@ def make_kfac(
 
 
 def covers_stacks(options: KFACOptions) -> bool:
-    """Return whether stacks and fused weights are matrices: for the library, no."""
+    """Return whether stacks and fused weights are divided into matrices; not for the library."""
     return options.kfac_library != "kfac-pytorch"
 
 
@@ -190,9 +190,9 @@ def max_dim(options: KFACOptions, model: PreTrainedModel) -> int:
 
 
 def _sample_forward(model: torch.nn.Module) -> None:
-    """Run the model once on a few tokens, to see which layers read the same tensor."""
+    """Run the model once on a few tokens, to find layers that read the same tensor."""
     device = next(model.parameters()).device
-    with torch.compiler.set_stance("force_eager"):  # its hooks have no place in a graph
+    with torch.compiler.set_stance("force_eager"):  # compiled graphs do not support hooks
         model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=device), use_cache=False)
 
 
@@ -205,7 +205,7 @@ def _settings(options: KFACOptions) -> dict[str, Any]:
     is_ekfac = kfac_method(options) == "ekfac"
     default_steps = EKFAC_UPDATE_STEPS if is_ekfac else UPDATE_STEPS
     factor_update_steps = options.kfac_factor_update_steps or default_steps
-    # So that ekfac forgets as much in a step, however many steps are between two updates.
+    # So ekfac decays equally per step, regardless of the steps between two updates.
     default_decay = EKFAC_STEP_DECAY**factor_update_steps if is_ekfac else 0.95
     return {
         "factor_update_steps": factor_update_steps,

@@ -20,55 +20,55 @@ class KFACOptions:
     )
     kfac_method: Literal["ekfac", "eigen"] | None = _kfac_option(
         None,
-        "ekfac is AdamW in the eigenbasis of the Kronecker factors; eigen changes the gradient "
-        "that AdamW then takes. If not given: ekfac, or eigen with kfac_damping, kfac_kl_clip or "
-        "the library.",
+        "ekfac is AdamW in the eigenbasis of the Kronecker factors; eigen preconditions the "
+        "gradient for AdamW. By default ekfac, or eigen with kfac_damping, kfac_kl_clip or the "
+        "library.",
     )
     kfac_factor_update_steps: int | None = _kfac_option(
         None,
-        "Steps between two updates of the Kronecker factors; if not given 50 for ekfac, else 10.",
+        "Steps between two updates of the Kronecker factors; by default 50 for ekfac, else 10.",
         at_least=1,
     )
     kfac_inv_update_steps: int | None = _kfac_option(
         None,
-        "Steps between two updates of a factor's eigenbasis; if not given 50 for ekfac, else 10.",
+        "Steps between two updates of a factor's eigenbasis; by default 50 for ekfac, else 10.",
         at_least=1,
     )
     kfac_factor_decay: float | None = _kfac_option(
         None,
-        "Decay of the factors' moving averages; if not given 0.99 for each step since the last "
-        "one for ekfac, else 0.95.",
+        "Decay of the factors' moving averages per update; by default 0.99 per step since the last "
+        "update for ekfac, else 0.95.",
         above=0,
         below=1,
     )
     kfac_damping: float | None = _kfac_option(
         None,
-        "Added to the curvature, relative to its mean; 0.001 if not given. Absolute with "
-        "the library.",
+        "Damping added to the curvature, relative to its mean; by default 0.001. Absolute with the "
+        "library.",
         above=0,
         at_most=1e30,
     )
     kfac_kl_clip: float | None = _kfac_option(
         None,
-        "Bound on the update's length in the metric of the curvature; 0.001 if not given.",
+        "Bound on the update's length in the metric of the curvature; by default 0.001.",
         above=0,
     )
     kfac_skip_layers: tuple[str, ...] = _kfac_option(
-        (), "Regular expressions of layer names that are not covered."
+        (), "Regular expressions for names of layers to skip."
     )
     kfac_max_dim: int | None = _kfac_option(
         None,
-        "Wider factors are kept in diagonal blocks of at most this width; if not given, twice the "
-        "model's width with ekfac and 8192 with eigen.",
+        "Maximum width of a factor; wider ones are split into diagonal blocks. By default twice "
+        "the model's width with ekfac and 8192 with eigen.",
         at_least=1,
     )
     kfac_library: Literal["native", "kfac-pytorch"] | None = _kfac_option(
-        None, "Implementation: native if not given, or kfac-pytorch, which must be installed."
+        None, "Implementation: native (the default), or kfac-pytorch, which must be installed."
     )
 
 
 def kfac_method(options: KFACOptions) -> Literal["ekfac", "eigen"]:
-    """Return the method of K-FAC that is given, or that other options select."""
+    """Return the K-FAC method that is set, or selected by other options."""
     if options.kfac_method is not None:
         return options.kfac_method
     return "eigen" if preconditioner_options(options) else "ekfac"

@@ -17,10 +17,10 @@ from llm.optim.whole import WholeMatrices, stacked
 class Preconditioner:
     """Replaces the gradient dW [rows, columns] of each covered layer by (G + ..)^-1 dW (A + ..)^-1.
 
-    One damping is added to each product of eigenvalues (George et al. 2018, arXiv:1806.03884). It
-    is relative: to the mean eigenvalue of A times that of G, so that it means the same for all
-    layers, losses and widths. Each layer's result gets the norm of its gradient, for an optimizer
-    such as AdamW that has a step length of its own.
+    The damping is added to each product of eigenvalues (George et al. 2018, arXiv:1806.03884). It
+    is relative to the product of the mean eigenvalues of A and G, so it means the same for all
+    layers, losses and widths. Each layer's result is scaled to the norm of its gradient, for
+    optimizers such as AdamW that set the step length.
 
     Args:
         curvature: The covered layers' factors, with the method eigen.
@@ -32,8 +32,8 @@ class Preconditioner:
         whole: As for `CoveredUnits`.
 
     Attributes:
-        curvature: As given.
-        kl_scale: The factor by which the bound shortened the last update, a scalar of at most 1.
+        curvature: The factors.
+        kl_scale: Factor on the last update due to the bound, a scalar of at most 1.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Preconditioner:
     def precondition(self, *, learning_rate: float) -> None:
         """Replace the gradients of the covered layers; all ranks must call it.
 
-        It is called between the backward passes and the clipping of the gradient, which must be
-        averaged over ranks and unscaled. Only decompositions wait for the device.
+        Call it between the backward passes and gradient clipping. The gradient must be averaged
+        over ranks and unscaled. Only decompositions wait for the device.
 
         Args:
             learning_rate: Learning rate of this step, for the bound on the update.
@@ -82,7 +82,7 @@ class Preconditioner:
         return stacked([*map(self._result, layers, gradients.unbind())])
 
     def _result(self, layer: Layer, gradient: Tensor) -> Tensor:
-        """Return what the gradient of a layer is replaced by."""
+        """Return the preconditioned gradient of a layer."""
         inputs, outputs = self.curvature.factors_of(layer)
         result = rotate(gradient, outputs.bases, inputs.bases)
         damping = self._damping * inputs.mean_eigenvalue() * outputs.mean_eigenvalue()
@@ -106,9 +106,9 @@ class Preconditioner:
         return scale.clamp(max=1.0)
 
     def metrics(self) -> dict[str, Tensor]:
-        """Return those of the curvature, the damping, and the fraction of steps that were clipped.
+        """Return the curvature's metrics, the damping, and the fraction of clipped steps.
 
-        The fraction is of the steps since the last call. All are on the device.
+        The fraction covers the steps since the last call. All values are on the device.
         """
         clipped = self._num_clipped / max(1, self._num_steps)
         self._num_clipped.zero_()

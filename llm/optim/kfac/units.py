@@ -1,4 +1,4 @@
-"""The weights of covered layers as units of whole matrices, and who computes their updates."""
+"""The weights of covered layers as units of whole matrices, and the owners of their updates."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -15,12 +15,12 @@ in a dimension in front, to the updates."""
 
 
 class CoveredUnits:
-    """Each weight with its bias; the layers of one weight, if it is fused, are updated together.
+    """Each weight with its bias; all layers of a fused weight are updated together.
 
     Args:
         curvature: The covered layers' factors.
-        whole: Brings gradients to the ranks that keep a layer's bases, and updates back, where
-            weights are sharded. None where every rank holds whole weights.
+        whole: Sends gradients to the ranks that keep a layer's bases, and updates back, if weights
+            are sharded. None if every rank holds whole weights.
 
     Attributes:
         layers: The layers of each unit.
@@ -41,7 +41,7 @@ class CoveredUnits:
                 cost=sum(_num_elements(curvature, layer) for layer in layers),
                 fusion=layers[0].fusion,
                 owner=curvature.updater_of(layers[0]),
-                # The matrices of a stack of experts are products of their own already.
+                # A stack of experts is already a batch of products.
                 kind=layers[0].name if layers[0].is_stack else None,
             )
             self.layers[unit] = layers
@@ -52,11 +52,11 @@ class CoveredUnits:
         return self._curvature.works_on(self.layers[unit][0])
 
     def batches(self) -> list[list[Unit]]:
-        """Return the units that this rank works on, those that are alike together."""
+        """Return the units of this rank, with equal units together."""
         return batches([unit for unit in self.layers if self.works_on(unit)])
 
     def parts_of(self, units: Sequence[Unit]) -> list[tuple[Layer, ...]]:
-        """Return the layers of units that are alike: for each part, one of each unit."""
+        """Return the layers of equal units: for each part, one layer per unit."""
         return list(zip(*(self.layers[unit] for unit in units), strict=True))
 
     def updates(self, update: Update) -> Iterator[Updates]:

@@ -138,7 +138,7 @@ def test_a_run_that_stops_says_what_to_do_and_keeps_its_checkpoints(once):
 
     assert stopped.codes == [2]
     assert "error: The loss of step 68 spiked (--on_loss_spike stop)" in stopped.output
-    assert "--step 68, and go on" in stopped.output
+    assert "--step 68, and continue" in stopped.output
     assert "--skip_samples 268:272" in stopped.output
     assert stopped.read_json("status.json")["status"] == "failed"
     assert last_hash(stopped).startswith("step 60:")

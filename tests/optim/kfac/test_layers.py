@@ -120,7 +120,7 @@ def test_a_pattern_that_matches_no_layer_is_refused():
 
 
 def test_an_invalid_pattern_is_refused():
-    with pytest.raises(ConfigError, match=r"'\(' is no regular expression"):
+    with pytest.raises(ConfigError, match=r"'\(' is not a regular expression"):
         family("gpt2", skip_layers=["("])
 
 
