@@ -140,7 +140,7 @@ def test_verify_detects_damage_of_unchanged_size_and_exits_with_1(run, capsys):
 def test_a_missing_best_checkpoint_is_reported(run, capsys):
     shutil.rmtree(run / "checkpoints" / "step_00000020")
     assert main([str(run)]) == 0
-    assert "a link to step_00000020, which is not there" in capsys.readouterr().out
+    assert "a link to step_00000020, which does not exist" in capsys.readouterr().out
 
 
 def test_a_run_without_checkpoints_is_no_error(tmp_path, capsys):

@@ -1,6 +1,6 @@
 """Maps samples to tokens, by pure functions of (seed, epoch, position).
 
-There are no shuffled index and no generator state. Arithmetic alone turns a sample number into a
+This needs no shuffled index and no generator state. Arithmetic alone turns a sample number into a
 source of the blend and a position in its token stream. Starting, resuming and changing the number
 of ranks therefore cost nothing, for a thousand tokens as for a trillion.
 """

@@ -87,7 +87,7 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
 def test_a_link_to_nothing_is_refused(tmp_path):
     (tmp_path / "link").symlink_to("nothing")
     for path in (tmp_path / "link", tmp_path / "link" / "run"):
-        with pytest.raises(ConfigError, match="link is a link to nothing, which is not there"):
+        with pytest.raises(ConfigError, match="link is a link to nothing, which does not exist"):
             RunFolder(path).check(resume=False, overwrite=False)
 
 

@@ -48,8 +48,8 @@ def test_preparation_leaves_three_files_and_records_the_text_statistics(tmp_path
     assert sidecar.checksums["bin"] == checksums(prefix.parent / "wiki.bin")
     assert verify(prefix) == []
     assert caplog.messages[-2].startswith(
-        "3 documents, 9 tokens, 6 bytes of text (0.667 a token); 2 empty and 0 skipped documents; "
-        "0:00:0"
+        "3 documents, 9 tokens, 6 bytes of text (0.667 per token); 2 empty and 0 skipped "
+        "documents; 0:00:0"
     )
     assert caplog.messages[-1] == f"wrote {prefix}.bin"
 

@@ -37,7 +37,7 @@ def test_topology_prints_the_rounds_their_contraction_and_the_bytes(capsys):
 
 def test_a_ring_prints_its_contraction_per_period_and_per_round(capsys):
     assert show("--topology ring --ranks 8") == 0
-    assert "contraction: 0.5 in 2 rounds, 0.707107 a round" in capsys.readouterr().out
+    assert "contraction: 0.5 in 2 rounds, 0.707107 per round" in capsys.readouterr().out
 
 
 def test_nodes_that_average_send_each_weight_once_over_the_network(capsys):

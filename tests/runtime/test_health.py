@@ -152,7 +152,7 @@ def test_a_hang_is_reported_if_a_rank_has_not_connected():
 
     assert codes == [EXIT_PEER_LOST, EXIT_PEER_LOST, None]
     failure = ranks.said()[0]
-    assert failure.startswith("every rank that rank 0 hears (2 of 3) hangs: nothing in ")
+    assert failure.startswith("every rank that rank 0 hears (2 of 3) hangs: no progress for ")
 
 
 def stop(health):

@@ -275,7 +275,7 @@ def test_an_input_in_the_run_that_is_overwritten_is_refused(bench, twice, option
     )
 
     assert run.codes == [2]
-    assert f"--{option} {named} lies in --output_dir {twice.folder}" in run.output
+    assert f"--{option} {named} is in --output_dir {twice.folder}" in run.output
     assert (twice.folder / "checkpoints" / "mine.txt").read_bytes() == bench.text.read_bytes()
     assert len(twice.losses) == 3
 

@@ -190,16 +190,20 @@ COOLDOWN = {"cooldown_tokens": "1K"}
 @pytest.mark.parametrize(
     ("source", "options", "said"),
     [
-        ("nowhere", {}, "is no run, which has a config.toml"),
+        ("nowhere", {}, "is not a run: it has no config.toml"),
         ("parent/5", {}, "parent/5 names no checkpoint of"),
-        ("parent/five", {}, "which has those of the steps 2, 4, 6, 8; name one of them."),
+        ("parent/five", {}, "which has the steps 2, 4, 6, 8; name one of them."),
         ("parent/4", {"output_dir": None}, "--branch_from needs --output_dir"),
         ("parent/4", {"seed": 2, "block_size": 16}, "block_size was 32 and is 16; seed was 1 and"),
         ("parent/4", {"global_batch_size": 8}, "global_batch_size was 4 and is 8"),
-        ("parent/4", {"max_train_tokens": "2K"}, "give --max_train_steps in place of it"),
+        ("parent/4", {"max_train_tokens": "2K"}, "give --max_train_steps instead"),
         ("parent", {}, "has all 8 steps done: give --cooldown_tokens"),
         ("parent/4", {"cooldown_tokens": 96}, "96 is less than one step of 128 tokens"),
-        ("parent/4", {**COOLDOWN, "max_train_tokens": "2K"}, "and --max_train_tokens another one"),
+        (
+            "parent/4",
+            {**COOLDOWN, "max_train_tokens": "2K"},
+            "and --max_train_tokens sets another one",
+        ),
         ("cosine/2", COOLDOWN, "--lr_scheduler_type cosine has 0.0005"),
         ("cooled/8", COOLDOWN, "is in a cooldown already"),
         (None, COOLDOWN, "--cooldown_tokens needs --branch_from"),
@@ -217,9 +221,9 @@ def test_a_branch_that_cannot_be_is_refused(bench, parent, cooled, source, optio
 def test_a_branch_is_refused_a_folder_that_holds_another_run(bench, parent, cooled):
     for step, name, options, said in (
         (4, "cooled", {}, "cooled holds a run already"),
-        (4, "parent", {}, "lies in --output_dir"),
+        (4, "parent", {}, "is in --output_dir"),
         (4, "parent", {"overwrite_output_dir": True}, "which this run would replace"),
-        (4, "parent", {"resume_from_checkpoint": True}, "is of a run that is no branch"),
+        (4, "parent", {"resume_from_checkpoint": True}, "belongs to a run that is not a branch"),
         (6, "cooled", {"resume_from_checkpoint": True, **COOLDOWN}, "cooldown_tokens was 768"),
         (6, "cooled", {"resume_from_checkpoint": True, "cooldown_tokens": 768,
                        "cooldown_shape": "sqrt"}, "step_00000004, not from --branch_from"),
@@ -235,7 +239,7 @@ def test_a_branch_on_text_that_has_changed_is_refused(bench, parent, tmp_path):
         said = refusal(bench, branch_from=parent.folder / "4", **cache)
     finally:
         bench.text.write_text(text, encoding="utf-8")
-    assert "The training data are no longer those" in said
+    assert "The training data have changed since" in said
     assert "change_on_resume and the option's name." in said  # a branch has a folder of its own
 
 

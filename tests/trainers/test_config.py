@@ -178,7 +178,7 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
         ),
         ({"keep_checkpoints": 3}, ["--checkpointing_steps"]),
         ({"report_to": ("none", "wandb")}, ["none stands alone"]),
-        ({"change_on_resume": ("sed",)}, ["'sed', which is no option"]),
+        ({"change_on_resume": ("sed",)}, ["'sed', which is not an option"]),
         ({"kfac_damping": 0.001}, ["--kfac_damping needs --kfac; give that too, or leave it out."]),
         ({"kfac_skip_layers": ("attn",)}, ["--kfac_skip_layers needs --kfac"]),
         ({"kfac_max_dim": 64}, ["--kfac_max_dim needs --kfac"]),

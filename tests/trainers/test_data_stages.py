@@ -77,7 +77,7 @@ def test_stages_are_logged_with_their_borders_and_shares(staged):
         "data stage 2 from sample 62: code 50.00%, math 50.00%",
         "data stage 3 from sample 109: web 80.00%, math 20.00%",
         r"training data web: 90 documents, [\d,]+ tokens",
-        r"source web will serve 88 samples \(55.00%\), [\d.]+ epochs of its own",
+        r"source web will serve 88 samples \(55.00%\), [\d.]+ epochs of its data",
         r"source code served 39 samples \(24.38%\)",
     ):
         assert re.search(line, staged.output), line

@@ -131,7 +131,7 @@ def test_a_resumed_run_refuses_other_settings_all_in_one_sentence(plain):
         "fixed", **options, **changes, ranks=2, per_device_train_batch_size=2
     )
     assert (
-        "The run goes on with other settings: mixed_precision was 'no' and is 'bf16'; "
+        "The run continues with other settings: mixed_precision was 'no' and is 'bf16'; "
         "attention_implementation was None and is 'eager'; "
         "per_device_train_batch_size was 4 and is 2; max_eval_steps was None and is 1; "
         "number of ranks was 1 and is 2."
@@ -151,7 +151,7 @@ def test_a_finished_run_that_is_resumed_ends_at_once_with_the_same_results(plain
 
 def test_resume_without_a_checkpoint_starts_from_scratch_with_a_message(plain):
     run = plain.train_well("fresh", max_train_steps=2, resume_from_checkpoint=True)
-    assert "the run starts afresh" in run.output
+    assert "the run starts from the beginning" in run.output
     assert len(run.losses) == 2
 
 
@@ -256,4 +256,4 @@ def test_other_data_under_the_same_name_are_refused_on_resume(plain, tmp_path):
     again = plain.train("changed", resume_from_checkpoint=True, **options)
 
     assert again.codes == [2]
-    assert "The training data are no longer those" in again.output
+    assert "The training data have changed since" in again.output

@@ -85,7 +85,7 @@ def test_samples_that_were_trained_on_cannot_be_left_out_any_more(bench):
 
     assert run.codes == [2]
     assert "error: --skip_samples 23:25 names samples below 24, which" in run.output
-    assert "go on from an earlier checkpoint" in run.output
+    assert "resume from an earlier checkpoint" in run.output
     assert sorted(path.name for path in run.folder.rglob("*")) == before
 
 

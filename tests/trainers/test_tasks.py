@@ -254,7 +254,7 @@ def refusal(*files: Path, **sizes: int) -> str:
 
 @needs_library
 def test_files_that_are_no_tasks_are_named(tmp_path):
-    assert "--eval_tasks hellaswag is no file" in refusal(Path("hellaswag"))
+    assert "--eval_tasks hellaswag is not a file" in refusal(Path("hellaswag"))
     file = tmp_path / "file.yaml"
     for text, word in (
         ("- a", "YAML dict"),

@@ -59,8 +59,8 @@ def test_a_blend_trains_and_logs_the_samples_of_each_source(blended):
         r"training data wiki_text_document \(70\.00%\): 180 documents, [\d,]+ tokens, \d+ windows",
         r"training data code_text_document \(30\.00%\): 54 documents",
         r"validation data code_text_document \(30\.00%\): 6 documents",
-        r"source wiki_text_document will serve 112 samples \(70\.00%\), [\d.]+ epochs of its own",
-        r"source code_text_document served 48 samples \(30\.00%\), [\d.]+ epochs of its own",
+        r"source wiki_text_document will serve 112 samples \(70\.00%\), [\d.]+ epochs of its data",
+        r"source code_text_document served 48 samples \(30\.00%\), [\d.]+ epochs of its data",
     ):
         assert re.search(line, blended.output), line
 

@@ -256,4 +256,4 @@ def test_data_in_another_order_between_equal_ends_are_refused(bench, capsys):
         "ordered-run", checkpointing_steps=1, resume_from_checkpoint=True, **options
     )
     assert again.codes == [2]
-    assert "The training data are no longer those" in again.output
+    assert "The training data have changed since" in again.output

@@ -112,7 +112,7 @@ class Exchange:
         return own
 
     def all_reduce(self, count: Tensor) -> Tensor:
-        """Return the sum over all ranks, replicas once: the tensor itself with one rank."""
+        """Return the sum over all ranks, counting replicas once."""
         if self._is_alone:
             return count
         total = count.clone()

@@ -1,4 +1,4 @@
-"""What the model that trains answers to the requests of tasks, in any layout."""
+"""Answers task requests with the model in training, in any layout."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,11 +15,11 @@ from llm.runtime.labels import IGNORED
 
 
 class Scored(NamedTuple):
-    """A text whose end is scored.
+    """A text with an end to score.
 
     Attributes:
         tokens: Its last tokens, at most one more than the model has positions.
-        num_scored: Number of tokens at its end whose log-probabilities are summed.
+        num_scored: Number of tokens at its end; their log-probabilities are summed.
     """
 
     tokens: list[int]
@@ -30,9 +30,9 @@ class Prompt(NamedTuple):
     """A text that the model continues.
 
     Attributes:
-        tokens: Its last tokens, which leave positions for the new ones.
-        max_new_tokens: Largest number of tokens to add.
-        generation: More arguments of `generate`.
+        tokens: Its last tokens; they leave positions for the new ones.
+        max_new_tokens: Maximum number of tokens to add.
+        generation: Further arguments of `generate`.
     """
 
     tokens: list[int]
@@ -50,14 +50,15 @@ def score(
 ) -> list[tuple[float, bool]]:
     """Return the log-probability of each text's end, and whether its tokens are the likeliest.
 
-    The texts are sorted by length and dealt to the slices of the data in batches. All ranks have
-    equally many, filled up by the last text, since sharded weights are gathered in every forward.
+    The texts are sorted by length and distributed over the data slices in batches. All ranks get
+    the same number of batches, padded with the last text, because every forward pass gathers
+    sharded weights.
 
     Args:
         strategy: The prepared model; every rank calls this with the same texts.
         texts: The texts.
-        batch_size: Texts of a batch.
-        multiple: Number of which the tokens of a batch's rows are made a multiple.
+        batch_size: Texts per batch.
+        multiple: The length of a batch's rows is padded to a multiple of this number.
         on_batch: Called after each batch.
     """
     if not texts:
@@ -80,7 +81,7 @@ def score(
 
 
 def _micro_batch(texts: Sequence[Scored], multiple: int, device: torch.device) -> MicroBatch:
-    """Return texts as inputs and labels, filled up at the right, which no token attends to."""
+    """Return texts as inputs and labels, padded on the right, where no token attends."""
     length = max(len(text.tokens) for text in texts) - 1
     input_ids = torch.zeros(len(texts), length + -length % multiple, dtype=torch.int64)
     labels = torch.full_like(input_ids, IGNORED)
@@ -100,7 +101,7 @@ def generate(
     seed: int,
     on_batch: Callable[[], None],
 ) -> list[str]:
-    """Return the continuations of texts, of which each rank writes a share.
+    """Return the continuations of texts; each rank generates a share.
 
     Args:
         strategy: The prepared model; every rank calls this with the same prompts.

@@ -1,9 +1,9 @@
 """The search for the largest micro-batch that fits (`--per_device_train_batch_size auto`).
 
-It begins with the figure of `python -m llm.plan`. Where every rank holds the whole model, each then
-tries a forward and backward pass, halves the batch as long as its memory is full, and all ranks
-agree on the smallest. Ranks that share a model take the plan's figure: a rank whose memory is full
-would leave the others waiting in a collective.
+It begins with the result of `python -m llm.plan`. If every rank holds the whole model, each rank
+tries a forward and backward pass, and halves the batch until it fits into memory; all ranks then
+take the smallest batch. Ranks that share a model take the plan's result: a rank that runs out of
+memory would leave the others waiting in a collective.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from llm.trainers.gpt.out_of_memory import is_out_of_memory
 from llm.trainers.gpt.run_setup import TrainSetup
 
 _HOST_SHARE = 0.8
-"""Of the host's memory; libraries, the text and the page cache take the rest."""
+"""Usable fraction of the host's memory; libraries, the text and the page cache take the rest."""
 
 logger = logging.getLogger("llm")
 
@@ -46,15 +46,15 @@ def find_batch_size(
 
     Args:
         config: The options, with a micro-batch of one sample.
-        setup: What was read for them.
+        setup: The setup for these options.
         strategy: The prepared model; neither its weights nor its optimizer change.
         world: Rank and world size of this process.
 
     Raises:
-        ConfigError: On all ranks, why the run cannot be planned.
+        ConfigError: The run cannot be planned; raised on all ranks.
     """
     if setup.branch_from is not None and config.global_batch_size is None:
-        # A branch keeps its parent's global batch, which the micro-batch has to divide.
+        # A branch keeps its parent's global batch, and the micro-batch must divide it.
         batch = setup.plan.batch_schedule(setup.block_size)
         config = dataclasses.replace(config, global_batch_size=batch, gradient_accumulation_steps=1)
     answer = on_rank0(lambda: ask_plan(config, world, strategy.device))
@@ -99,16 +99,16 @@ def _fits(size: int, config: CoreConfig, setup: TrainSetup, strategy: Accelerate
             raise
     else:
         return True
-    gc.collect()  # after the `except`, whose traceback holds the tensors of the step
+    gc.collect()  # after the `except`: its traceback holds the tensors of the step
     if strategy.device.type != "cpu":
         torch.accelerator.memory.empty_cache()
     return False
 
 
 def ask_plan(config: CoreConfig, world: World, device: torch.device) -> int | str:
-    """Return the micro-batch that `python -m llm.plan` finds to fit, or why it cannot plan.
+    """Return the micro-batch that fits according to `python -m llm.plan`, or its error.
 
-    A process of its own plans: it forms process groups, and this one has some already.
+    A subprocess plans, because planning forms process groups and this process already has some.
     """
     ranks, per_node = world.world_size, ranks_per_node(os.environ, world.world_size)
     per_node = per_node if ranks % per_node == 0 else ranks

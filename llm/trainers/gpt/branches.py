@@ -1,4 +1,4 @@
-"""Branches: runs of their own that go on from a checkpoint of another run, and what they keep."""
+"""Branches: separate runs that continue from a checkpoint of another run."""
 
 import dataclasses
 import os
@@ -19,12 +19,12 @@ from llm.trainers.gpt.resume import (
 )
 
 _OF_COOLDOWN = ("cooldown_tokens", "cooldown_shape", "min_learning_rate")
-"""Fixed options that a branch with a cooldown may change, since they begin to count with it."""
+"""Fixed options that a branch with a cooldown may change, because they first apply in it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Branch:
-    """Where a branch left its parent; its checkpoints record this as `branch`.
+    """The point where a branch left its parent; its checkpoints record this as `branch`.
 
     Attributes:
         parent: The parent's checkpoint, an absolute path.
@@ -42,11 +42,11 @@ def find_parent(config: CoreConfig, resume_from: Checkpoint | None) -> Checkpoin
 
     Args:
         config: The options.
-        resume_from: The checkpoint that the run resumes from, in place of its parent's.
+        resume_from: The checkpoint that the run resumes from, instead of its parent's.
 
     Raises:
-        CheckpointError: There is none, it is damaged, a fixed option differs from the parent's, or
-            the run that is resumed is not this branch.
+        CheckpointError: The checkpoint is missing or damaged, a fixed option differs from the
+            parent's, or the resumed run is not this branch.
     """
     if config.branch_from is None:
         return None
@@ -70,23 +70,23 @@ def _check_same_parent(named: str, resume_from: Checkpoint) -> None:
     recorded = resume_from.metadata.get("branch")
     if recorded is None:
         raise CheckpointError(
-            f"--branch_from {named} starts a branch in a folder of its own, and "
-            f"{resume_from.path} is of a run that is no branch; name another --output_dir."
+            f"--branch_from {named} starts a branch in a separate folder, but {resume_from.path} "
+            "belongs to a run that is not a branch; name another --output_dir."
         )
     parent = Path(recorded["parent"])
     run = parent.parent.parent
     names = {parent, run, run / str(recorded["step"]), run / BEST}
     if Path(os.path.realpath(named)) not in names:
         raise CheckpointError(
-            f"{resume_from.path} is of a branch from {parent}, not from --branch_from {named}; "
-            "name another --output_dir for another branch."
+            f"{resume_from.path} belongs to a branch from {parent}, not from --branch_from "
+            f"{named}; name another --output_dir for another branch."
         )
 
 
 def branch_of(
     config: CoreConfig, resume_from: Checkpoint | None, parent: Checkpoint | None
 ) -> Branch | None:
-    """Return what a branch records of itself; None for a run that is none.
+    """Return the record of a branch; None if the run is not a branch.
 
     Args:
         config: The options.

@@ -1,4 +1,4 @@
-"""The model card of a run: what its options and results say about the exported model."""
+"""The model card of a run, from its options and results."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -26,12 +26,12 @@ def make_card(
     """Return the card of a model that a run has trained.
 
     Args:
-        config: The run's options, as its `config.toml` records them.
+        config: The run's options, as recorded in its `config.toml`.
         name: The model's name.
         rows: Rows of the table about the training.
         results: Results on the validation data by name.
         task_results: Results of lm-eval tasks by task and metric.
-        initial_weights: Where the weights of step 0 are from, such as `from gpt2`.
+        initial_weights: Source of the weights at step 0, such as `from gpt2`.
         ranks: Ranks of the run.
     """
     software = f"llm-trainers {__version__}, torch {torch.__version__}"
@@ -58,8 +58,8 @@ def make_card(
 def _options_to_repeat(config: CoreConfig, name: str) -> str:
     """Return the options that train the model again, as TOML; "" for a branch, without its parent.
 
-    They have the values of the preset and do not name it: it would also set options that have their
-    default in the run.
+    They include the preset's values instead of its name: the preset would also set options that
+    have their default in the run.
     """
     if config.branch_from is not None:
         return ""
@@ -69,7 +69,7 @@ def _options_to_repeat(config: CoreConfig, name: str) -> str:
 
 
 def describe_data(config: CoreConfig) -> str:
-    """Return the training data as the options name them."""
+    """Return the training data as named by the options."""
     data = config.dataset_name or config.train_file
     if data is None:
         blends = [stage.data_path for stage in config.data_stage]

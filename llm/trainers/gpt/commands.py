@@ -1,4 +1,4 @@
-"""Command lines that a run prints for its user to paste."""
+"""Command lines that a run prints for you to paste."""
 
 import os
 import shlex
@@ -53,7 +53,7 @@ def start_command(world_size: int, *words: str) -> str:
 
 
 def python_command() -> str:
-    """Return how the user would start this Python again."""
+    """Return the command that starts this Python again."""
     if shutil.which("python") == sys.executable:
         return "python"
     near = os.path.relpath(sys.executable)

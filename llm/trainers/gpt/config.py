@@ -1,8 +1,8 @@
-"""The options of the trainer's core: the sum of those of every room.
+"""The options of the trainer's core, combined from all packages.
 
 Code of the core takes [CoreConfig][llm.trainers.gpt.config.CoreConfig], so that the type checker
-refuses a read of an extension's option. `llm/trainers/gpt/extensions.py` adds those. Rules that tie
-options of several rooms together are in `llm/trainers/gpt/rules.py`.
+refuses a read of an extension's option. `llm/trainers/gpt/extensions.py` adds those. Rules about
+options of several packages are in `llm/trainers/gpt/rules.py`.
 """
 
 from dataclasses import dataclass
@@ -22,39 +22,40 @@ from llm.tokenizers.options import TokenizerOptions
 
 @option_group("Evaluation")
 class EvaluationOptions:
-    """When and how a run is evaluated."""
+    """Evaluation: when and how."""
 
     eval_steps: int | None = option(
         None,
-        "Steps between two evaluations; by default one at the end of each epoch. The end of "
-        "training is always evaluated.",
+        "Steps between two evaluations; by default the end of each epoch. The end of training is "
+        "always evaluated.",
         at_least=1,
     )
     eval_tokens: Tokens | None = option(
         None,
-        "Evaluate after each step that completes so many tokens, in place of eval_steps.",
+        "Tokens between two evaluations, instead of eval_steps.",
         at_least=1,
     )
     max_eval_steps: int | None = option(
         None,
-        "Most batches of an evaluation, over all devices; by default the whole validation split.",
+        "Maximum batches of an evaluation, over all devices; by default the whole validation "
+        "split.",
         resume="logged",
         at_least=1,
     )
     eval_metrics: tuple[str, ...] = option(
         (),
-        "More metrics of the validation split: accuracy (of the next token), or names that "
-        "evaluate.load knows.",
+        "Further metrics of the validation split: accuracy (of the next token), or names for "
+        "evaluate.load.",
     )
     eval_tasks: tuple[str, ...] = option(
         (),
-        "Tasks of lm-eval to run on the model: YAML files, with data in local files. Needs the "
-        "extra tasks.",
+        "lm-eval tasks to run on the model: YAML files, with data in local files. Needs the extra "
+        "tasks.",
         path=True,
     )
     eval_tasks_steps: int | None = option(
         None,
-        "Steps between two runs of eval_tasks. The end of training always has one.",
+        "Steps between two runs of eval_tasks. They always run at the end of training.",
         at_least=1,
         requires=("eval_tasks",),
     )
@@ -71,7 +72,7 @@ class RunOptions:
 
     preset: str | None = option(
         None,
-        "Options to start from, which config and command line override. pretrain: learning rate, "
+        "Options to start from; config and command line override them. pretrain: learning rate, "
         "warm-up, decay, betas and weight decay for training from random weights.",
     )
     seed: int | None = option(
@@ -82,21 +83,21 @@ class RunOptions:
     )
     exit_after: float | None = option(
         None,
-        "Minutes after which the run saves a checkpoint and ends with exit code 75 (1 under "
-        "torchrun), as at a signal.",
+        "Minutes until the run saves a checkpoint and ends with exit code 75 (1 under torchrun), "
+        "as after a signal.",
         one_shot=True,
         above=0,
     )
     max_skipped_steps: int = option(
         30,
-        "Steps in a row that may be skipped because loss or gradient is not finite before "
-        "training stops.",
+        "Maximum number of consecutive steps skipped because loss or gradient is not finite, "
+        "before training stops.",
         at_least=1,
     )
     timeout: float = option(
         600.0,
-        "Seconds for a step, or a batch of an evaluation, after which a rank counts as hung: the "
-        "log names it and all ranks end. The first step, a checkpoint and the export may take "
+        "Seconds that a step, or a batch of an evaluation, may take before a rank counts as hung: "
+        "the log names it and all ranks end. The first step, a checkpoint and the export may take "
         "three times as long. 0 disables the timeout.",
         at_least=0,
         at_most=604_800,
@@ -106,8 +107,8 @@ class RunOptions:
     )
     sample_steps: int | None = option(
         None,
-        "Steps between samples that the model writes into log and TensorBoard while it trains; "
-        "they continue sample_prompt, if it is given.",
+        "Steps between text samples in log and TensorBoard during training; they continue "
+        "sample_prompt, if set.",
         at_least=1,
     )
     export_dtype: Literal["fp32", "bf16", "fp16"] = option(
@@ -116,7 +117,8 @@ class RunOptions:
     )
     model_license: str | None = option(
         None,
-        "License of the trained model for its card, as the Hub names it: apache-2.0, mit, other.",
+        "License of the trained model for its card, by the Hub's identifier: apache-2.0, mit, "
+        "other.",
     )
     model_languages: tuple[str, ...] = option(
         (), "Languages of the text for the model's card, as codes such as en de."
@@ -129,7 +131,7 @@ class RunOptions:
     )
     hub_model_id: str | None = option(
         None,
-        "Repository to push to, as OWNER/NAME; named after output_dir unless given.",
+        "Repository to push to, as OWNER/NAME; by default named after output_dir.",
         requires=("push_to_hub",),
         one_shot=True,
     )
@@ -153,7 +155,7 @@ class CoreConfig(
 ):
     """Options of the core: of every package, and of the run as a whole."""
 
-    # The options of most runs, which `--help` lists in this order within their groups.
+    # The options of most runs; `--help` lists them in this order within their groups.
     COMMON: ClassVar[tuple[str, ...]] = (
         *("model_name_or_path", "model_size", "config_overrides", "tokenizer_name"),
         *("dataset_name", "train_file", "validation_file", "data_path", "block_size"),

@@ -30,7 +30,7 @@ def evaluate(config: CoreConfig, world: World) -> None:
     """Evaluate a model or a run's checkpoint, and write `eval_results.json`; every rank calls it.
 
     Raises:
-        LLMError: In one sentence, what is wrong with an option, the data or a checkpoint.
+        LLMError: An option, the data or a checkpoint cannot be used.
     """
     setup = on_all_ranks(lambda: read_evaluation(config, world))
     config = dataclasses.replace(config, **setup.by_device)
@@ -42,7 +42,7 @@ def evaluate(config: CoreConfig, world: World) -> None:
     log_start(config, setup, strategy, model)
     load_weights(setup.resume_from, strategy)
     evaluate_model = make_evaluate(config, setup, strategy)
-    assert evaluate_model is not None  # read_evaluation asks for validation data
+    assert evaluate_model is not None  # read_evaluation requires validation data
     results = evaluate_model()
     running = Running(setup=setup, strategy=strategy, model=model, keep_alive=lambda: None)
     for extension in loop_extensions(config, running):

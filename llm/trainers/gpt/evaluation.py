@@ -16,9 +16,9 @@ from llm.runtime.labels import IGNORED
 
 
 class NextTokenAccuracy:
-    """Share of positions with the right token as the most likely next one.
+    """Fraction of positions with the right token as the likeliest next one.
 
-    It has the two methods of a metric of the evaluate library that an evaluation calls.
+    It has the two methods of an evaluate-library metric that an evaluation calls.
     """
 
     def __init__(self) -> None:
@@ -52,10 +52,10 @@ def load_metrics(names: Sequence[str]) -> dict[str, Any]:
         import evaluate
 
         try:
-            # keep_in_memory: no cache files, which several runs would have to share.
+            # keep_in_memory avoids cache files, which several runs would share.
             metrics[name] = evaluate.load(name, keep_in_memory=True)
-        except Exception as error:  # whatever the metric's own module raises
-            # Without a network the library says that the Hub does not have the metric.
+        except Exception as error:  # a metric's module may raise anything
+            # Without a network, the library reports that the Hub does not have the metric.
             missing = isinstance(error, FileNotFoundError)
             reason = "it is not a local folder, and the Hub does not have it or cannot be reached"
             raise ConfigError(
@@ -70,10 +70,10 @@ class ValidationSource:
     """One source of a validation split.
 
     Attributes:
-        name: For the names of its results.
+        name: Used in the names of its results.
         weight: Weight of its loss in the mean; the weights of all sources sum to 1.
-        batches: The batches of this rank; all ranks have the same number of them.
-        bytes_per_token: Mean UTF-8 bytes of a token's text; None where the text is unknown.
+        batches: The batches of this rank; all ranks have the same number.
+        bytes_per_token: Mean UTF-8 bytes per token; None if the text is unknown.
     """
 
     name: str
@@ -89,7 +89,7 @@ def evaluate_sources(
     metrics: dict[str, Any],
     on_batch: Callable[[], None] | None = None,
 ) -> dict[str, float]:
-    """Evaluate each source by itself; every rank calls it.
+    """Evaluate each source separately; every rank calls it.
 
     Args:
         strategy: The prepared model.
@@ -99,8 +99,8 @@ def evaluate_sources(
 
     Returns:
         The results of `evaluate_source`, averaged over the sources by weight; perplexity and bits
-        per byte are computed from the mean loss. Several sources have also `loss/NAME` each. If
-        ranks have separate weights, their mean is evaluated, and `consensus_distance` is the
+        per byte are computed from the mean loss. With several sources, each also has `loss/NAME`.
+        If ranks have separate weights, their mean is evaluated, and `consensus_distance` is the
         distance of the ranks from it.
     """
     with strategy.averaged() as distance:
@@ -121,11 +121,11 @@ def evaluate_source(
     metrics: dict[str, Any],
     on_batch: Callable[[], None] | None,
 ) -> dict[str, float]:
-    """Evaluate on all ranks; every token counts once, whatever the batches and ranks.
+    """Evaluate on all ranks; every token counts once, regardless of batches and ranks.
 
     Returns:
-        `loss` (nats per token), `perplexity`, `bits_per_byte` where the bytes are known, and the
-        values of the metrics, the same on all ranks.
+        `loss` (nats per token), `perplexity`, `bits_per_byte` if the bytes are known, and the
+        values of the metrics; equal on all ranks.
     """
     # Sums in float64 (MPS has none) do not depend on the order of the batches.
     dtype = torch.float32 if strategy.device.type == "mps" else torch.float64
@@ -168,7 +168,7 @@ def _perplexity(loss: float) -> float:
 def _mean(
     sources: Sequence[ValidationSource], by_source: Sequence[dict[str, float]]
 ) -> dict[str, float]:
-    """Return the means by weight of the sources' results, and the loss of each by name."""
+    """Return the weighted means of the sources' results, and the loss of each by name."""
     results: dict[str, float] = {
         name: sum(s.weight * values[name] for s, values in zip(sources, by_source, strict=True))
         for name, value in by_source[0].items()
@@ -185,10 +185,10 @@ def _mean(
 
 
 def divide_batches(max_batches: int, weights: Sequence[float]) -> list[int]:
-    """Return the number of batches of each source, by the largest remainder, at least one each.
+    """Return the number of batches of each source (at least one), by the largest remainder.
 
     Args:
-        max_batches: Batches of all sources together.
+        max_batches: Total batches of all sources.
         weights: Weights of the sources, which sum to 1.
     """
     exact = [weight * max_batches for weight in weights]

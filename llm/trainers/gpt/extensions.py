@@ -1,7 +1,7 @@
-"""All options of the trainer: the core's, and those of the extensions that are listed here.
+"""All options of the trainer: the core's, and options of the extensions listed here.
 
 To delete an extension, remove its folder, its import and its line in the list. The command line,
-the TOML file and the configuration page of the documentation are all made from `GPTConfig`.
+the TOML file and the configuration page are all generated from `GPTConfig`.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ class GPTConfig(
     SpikeOptions,
     CoreConfig,
 ):
-    """Options of `python -m llm.trainers.gpt`: those of the core and of each extension."""
+    """Options of `python -m llm.trainers.gpt`: the core's and each extension's."""
 
     @property
     def listed(self) -> Sequence[type[Extension]]:
-        """The extensions, in the order in which the core calls them."""
+        """The extensions, in calling order."""
         return [base for base in GPTConfig.__bases__ if issubclass(base, Extension)]

@@ -1,7 +1,7 @@
-"""What a run reads before it starts: folder, checkpoint, tokenizer, data, arithmetic.
+"""Reads a run's inputs before it starts: folder, checkpoint, tokenizer, data, arithmetic.
 
-All of it runs before process groups form, so that bad input is refused by one sentence. An error of
-one rank ends all of them. Only the data cache is written.
+All of it runs before process groups form, so that bad input is refused with one sentence. An error
+on one rank ends all ranks. Only the data cache is written.
 """
 
 import dataclasses
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from llm.trainers.gpt.tasks import Tasks
 
 _NEED_VALIDATION = ("eval_steps", "eval_tokens", "eval_metrics", "save_top_k")
-"""Options of a training that ask for evaluations."""
+"""Training options that require validation data."""
 
 
 def read_training(
     config: CoreConfig, world: World, *, config_file: Path | None = None
 ) -> TrainSetup:
-    """Read everything that a run needs, and refuse what cannot work.
+    """Read all inputs of a run, and refuse inputs that cannot work.
 
     Args:
         config: The options.
@@ -87,7 +87,7 @@ def read_training(
     )
     branch = branch_of(config, resume_from, branch_from)
     plan, skipped, schedule = plan_training(config, setup, samples, branch)
-    if config.in_memory and world.local_rank == 0:  # last, since this reads the whole corpus
+    if config.in_memory and world.local_rank == 0:  # last, because this reads the whole corpus
         hold_in_memory((*setup.corpus.train, *setup.corpus.validation))
     return TrainSetup(
         **vars(setup),
@@ -101,7 +101,7 @@ def read_training(
 
 
 def read_evaluation(config: CoreConfig, world: World) -> RunSetup:
-    """Read everything that an evaluation needs, and refuse what cannot work.
+    """Read all inputs of an evaluation, and refuse inputs that cannot work.
 
     Raises:
         LLMError: In one sentence, what is wrong with an option or with the data.
@@ -123,7 +123,7 @@ def read_evaluation(config: CoreConfig, world: World) -> RunSetup:
 
 
 def _open_run(config: CoreConfig, world: World) -> RunFolder:
-    """Return the run's folder, after the checks that read nothing."""
+    """Run the checks that do not read data; return the run's folder."""
     check_device(device_of(world))
     _check_trackers(config)
     return RunFolder(Path(config.output_dir or _default_output_dir(config)))
@@ -136,7 +136,7 @@ def _read(
     resume_from: Checkpoint | None,
     branch_from: Checkpoint | None,
 ) -> RunSetup:
-    # In the order of what they cost: wrong options are refused before text is tokenized.
+    # In order of cost: wrong options are refused before text is tokenized.
     start = resume_from or branch_from
     replicas = plan_replicas(config, world.world_size, start)
     device = device_of(world)
@@ -191,7 +191,7 @@ def _read(
 def _initial_weights(
     start: Checkpoint | None, init_from: Checkpoint | None, weights_from: str | None, *, seed: int
 ) -> str:
-    """Return where the weights of step 0 are from, for the log and the model card."""
+    """Describe the source of the weights at step 0, for the log and the model card."""
     if start is not None:
         return str(start.metadata["initial_weights"])
     if init_from is not None:
@@ -209,7 +209,7 @@ def _load_tasks(
     if not config.eval_tasks:
         return None
     try:
-        from llm.trainers.gpt.tasks import Tasks  # an extra, which takes seconds to import
+        from llm.trainers.gpt.tasks import Tasks  # an extra that takes seconds to import
     except ImportError as error:
         raise ConfigError(
             f"--eval_tasks needs the package {error.name}: pip install 'llm-trainers[tasks]'."
@@ -228,10 +228,10 @@ def _nothing_to_evaluate_on(*options: str) -> str:
 def choose_layout(
     config: CoreConfig, model_config: PreTrainedConfig, world_size: int
 ) -> ParallelDims:
-    """Return how the ranks divide the model and its data.
+    """Return the division of the model and its data over ranks.
 
     Raises:
-        ConfigError: They cannot be divided so.
+        ConfigError: The ranks cannot be divided this way.
     """
     layout = parallel_dims(config, world_size)
     check_tensor_parallel(model_config, layout.tensor)
@@ -246,7 +246,7 @@ def _check_trackers(config: CoreConfig) -> None:
     for name in config.report_to:
         if name != "none" and name not in LOGGER_TYPE_TO_CLASS:
             raise ConfigError(
-                f"--report_to {name} is no tracker; there are "
+                f"--report_to {name} is not a tracker; choose from "
                 f"{', '.join(sorted(LOGGER_TYPE_TO_CLASS))} and none."
             )
         if name != "none" and name not in available:
@@ -265,7 +265,7 @@ def _default_output_dir(config: CoreConfig) -> str:
     else:
         words = training_paths(config) or config.valid_data_path
         prefixes = [Path(word).name for word in words if isinstance(word, str)]
-        # A prefix may contain dots: only the suffix of a flat file is removed.
+        # A prefix may contain dots: remove only the suffix of a flat file.
         data = prefixes[0].removesuffix(".bin") if prefixes else "data"
         if len(prefixes) > 1:
             data += f"+{len(prefixes) - 1}"

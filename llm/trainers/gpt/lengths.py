@@ -27,7 +27,7 @@ from llm.trainers.gpt.run_setup import RunSetup
 def budget_parameters(
     config: CoreConfig, model_config: PreTrainedConfig, *, vocab_size: int
 ) -> int | None:
-    """Return the parameters of the model, tied ones once, if its budget depends on them."""
+    """Return the number of parameters (tied ones once) if the budget depends on it."""
     if config.tokens_per_parameter is None:
         return None
     model = build_model(
@@ -43,12 +43,12 @@ def budget_parameters(
 
 
 def saved_batch(config: CoreConfig, setup: RunSetup) -> int | str | None:
-    """Return the global batch of the checkpoint that a run starts from, if it keeps that.
+    """Return the global batch of the checkpoint that a run starts from, if it keeps the batch.
 
-    The order of samples depends on it: on another number of ranks, accumulation changes.
+    The order of samples depends on it. With another number of ranks, accumulation changes.
 
     Raises:
-        CheckpointError: The options have another one.
+        CheckpointError: The options set another batch.
     """
     if setup.start is None or "global_batch_size" in config.change_on_resume:
         return None
@@ -68,7 +68,7 @@ def saved_batch(config: CoreConfig, setup: RunSetup) -> int | str | None:
 def plan_learning_rates(
     config: CoreConfig, plan: BatchPlan, *, block_size: int, cooldown_from: int | None = None
 ) -> Schedule:
-    """Make the schedule; the options may give its phases in samples or tokens.
+    """Create the schedule; the options may set its phases in samples or tokens.
 
     With `lr_batch_scaling` sqrt it grows with the square root of the global batch, which keeps the
     noise of adaptive optimizers the same (Malladi et al. 2022, arXiv:2205.10287).
@@ -113,7 +113,8 @@ def add_cooldown(
         block_size: Tokens of a sample.
 
     Raises:
-        ConfigError: The parent's rate is not stable there, or the cooldown is shorter than a step.
+        ConfigError: The parent's learning rate is not stable at this step, or the cooldown is
+            shorter than a step.
     """
     schedule = plan_learning_rates(config, plan, block_size=block_size)
     if branch is None or branch.cooldown_from is None or config.cooldown_tokens is None:
@@ -141,10 +142,10 @@ def add_cooldown(
 def plan_training(
     config: CoreConfig, setup: RunSetup, samples: Samples, branch: Branch | None
 ) -> tuple[BatchPlan, SkippedSamples, Schedule]:
-    """Return the batches, the samples to leave out and the learning rates.
+    """Return the batch plan, the samples to skip and the schedule.
 
     Raises:
-        LLMError: The options make no such run of this data and this start.
+        LLMError: The options do not fit the data or the start.
     """
     plan = plan_batches(
         config,
@@ -168,6 +169,6 @@ def plan_training(
             config.pipeline_schedule, ranks=setup.layout.pipeline, micro_batches=micro_batches
         )
     skipped = choose_skipped(config, setup.start, plan)
-    _, passed = skipped.span((0, plan.total_samples))  # skipped samples are used up as well
+    _, passed = skipped.span((0, plan.total_samples))  # skipped samples count as used
     check_epochs(config, setup.corpus.train, samples, num_samples=passed)
     return plan, skipped, schedule

@@ -1,4 +1,4 @@
-"""The training loop. The page to read first."""
+"""The training loop. Read this file first."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from llm.trainers.gpt.seams import Exported, LoopExtension
 from llm.trainers.gpt.skipped_steps import report_skipped
 
 Every = int | Tokens | Literal["epoch"] | None
-"""How often something happens: steps, tokens (as `Tokens`), at the end of each epoch, or never."""
+"""An interval: steps, tokens (as `Tokens`), the end of each epoch, or never."""
 
 
 class Trainer:
@@ -33,21 +33,20 @@ class Trainer:
         config: The options.
         setup: The run's folder, seed, samples, batch plan and schedule.
         strategy: Forward, backward and optimizer step, on any layout.
-        health: Receives a heartbeat after each step and before what takes long.
+        health: Receives a heartbeat after each step and before long operations.
         tracker: Reports metrics.
         evaluate: Evaluates on all ranks; None without validation data.
         evaluate_tasks: Runs `eval_tasks` on all ranks; None without tasks.
-        sample: Logs a sample of the model after a step, or without a step at the end; all ranks
-            call it.
+        sample: Logs a text sample after a step, or without a step at the end; all ranks call it.
         copies: Files of the model and the tokenizer for every checkpoint, on rank 0.
-        extensions: What else takes part, in the order in which it is called.
+        extensions: Extensions that take part, in calling order.
 
     Attributes:
         state: Counters of the run, which a checkpoint restores through `parts`.
-        loader: What each step is trained on.
-        metadata: What every checkpoint records of the run.
-        results: The last evaluation of this start.
-        task_results: The last results of tasks of this start, by task and metric.
+        loader: The samples of each step.
+        metadata: Information about the run in every checkpoint.
+        results: The last evaluation in this start.
+        task_results: The last results of tasks in this start, by task and metric.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class Trainer:
 
     @property
     def parts(self) -> dict[str, Stateful]:
-        """Everything that a checkpoint holds, by name."""
+        """The parts of a checkpoint, by name."""
         parts: dict[str, Stateful] = {
             "strategy": self.strategy,
             "train": self.state,
@@ -119,20 +118,20 @@ class Trainer:
 
     @property
     def exported(self) -> Exported | None:
-        """What is exported in place of the last weights; None if these are."""
+        """The export that replaces the last weights; None to export these."""
         return next((each.exported for each in self.extensions if each.exported), None)
 
     def fit(self) -> Literal["finished", "preempted"]:
-        """Train to the last step, or until a request to stop; then everything is saved."""
+        """Train to the last step or a request to stop, then save everything."""
         state = self.state
         self.tracker.start(step=state.step, tokens=state.tokens, seconds=state.seconds)
         self.last_eval_mark = state.step, state.seconds
         if state.step:
             self.evaluate_on_resume()
         if self.config.z_loss:
-            self.strategy.pop_z_loss()  # forget the pass by which DDP has ordered its buckets
+            self.strategy.pop_z_loss()  # discard the pass that ordered DDP's buckets
         waiting_since = time.perf_counter()
-        # Closed also if a step raises, which ends the thread that reads ahead.
+        # Also closed if a step raises, to end the thread that reads ahead.
         with closing(self.loader.steps(state.step)) as batches:
             for batch in batches:
                 self.tracker.waited_for_data(time.perf_counter() - waiting_since)
@@ -151,7 +150,7 @@ class Trainer:
         return "finished" if state.step == self.plan.total_steps else "preempted"
 
     def evaluate_on_resume(self) -> None:
-        """Make the evaluations of the checkpoint's step, if the stop that saved it left no time."""
+        """Evaluate at the checkpoint's step if the previous start stopped before it could."""
         self.report_steps()  # raises again if too many steps before the checkpoint were skipped
         state = self.state
         due = self.is_due(self.eval_every, or_last=True)
@@ -166,22 +165,22 @@ class Trainer:
         """Take one optimizer step.
 
         Nothing here reads from the device: the host queues the kernels of a step while the device
-        still computes the one before.
+        still computes the previous one.
         """
         strategy, step = self.strategy, self.state.step
-        # Dropout depends on (seed, step, rank) alone, so a resumed step draws the same masks.
+        # Dropout depends only on (seed, step, rank), so a resumed step draws the same masks.
         seed_step(seed=self.seed, step=step, rank=strategy.rng_rank)
         learning_rate = self.schedule(step)
         strategy.set_learning_rate(learning_rate)
-        # The loss is the sum over tokens divided by the tokens of the whole step, on all ranks:
-        # neither micro-batches nor ranks nor a short last window change the mean.
+        # The loss is the sum over tokens divided by the tokens of the whole step on all ranks, so
+        # micro-batches, ranks and a short last window do not change the mean.
         loss_sum = strategy.forward_backward(batch.micro_batches, num_tokens=batch.num_tokens)
         self.saver.before_update()
         if strategy.second_order is not None:
-            # K-FAC, before clipping: the norm is that of the preconditioned gradient.
+            # K-FAC comes before clipping, so the norm is the preconditioned gradient's.
             strategy.second_order.precondition(learning_rate=learning_rate)
-        # Skipped on all ranks if the gradient of any is not finite. Norm and flag stay on the
-        # device: reading them here would wait for the whole step.
+        # All ranks skip the step if any gradient is not finite. Norm and flag stay on the device:
+        # reading them here would wait for the whole step.
         grad_norm, skipped = strategy.optimizer_step(self.config.max_grad_norm)
         for extension in self.extensions:
             extension.after_update(batch)
@@ -197,7 +196,7 @@ class Trainer:
         self.tracker.step_done(self.state.step)
 
     def after_step(self) -> Literal["training", "preempted"]:
-        """Log, evaluate and save what is due after a step, and act on a request to stop."""
+        """Log, evaluate and save if due after a step, and act on a request to stop."""
         config, step = self.config, self.state.step
         last = step == self.plan.total_steps
         self.health.heartbeat(step=step, phase="step")
@@ -206,7 +205,7 @@ class Trainer:
             self.log()
         saving = stop or overdue or (last and self.saves_checkpoints)
         saving = saving or self.is_due(self.save_every, or_last=False)
-        # A signal may leave seconds only: its evaluation is made when the run resumes.
+        # There may be only seconds left; evaluate after resuming.
         evaluating = self.is_due(self.eval_every, or_last=True) and not stop
         self.state.seconds = self.tracker.seconds()
         with self.tracker.paused():
@@ -221,7 +220,7 @@ class Trainer:
                 self.sample(step)
             if saving:
                 self.health.heartbeat(step=step, phase="save")
-                # All-reduced before the state is copied, so that any number of ranks can resume.
+                # All-reduce before the state is copied, so that any number of ranks can resume.
                 self.meter.all_reduce(self.strategy.reduce_sum)
                 self.report_steps()  # a resumed run does not report the saved steps again
                 self.save_timer.restart()
@@ -232,8 +231,8 @@ class Trainer:
 
     def check_requests(self) -> tuple[bool, bool]:
         """Return whether to stop and whether the save timer is due, the same on all ranks."""
-        # A signal may reach one rank only, and clocks differ, so all ranks act on the same answer
-        # of an all-reduce. It arrives some calls later, since waiting for it would stall the step.
+        # A signal may reach only one rank, and clocks differ, so all ranks act on the same answer.
+        # It arrives some calls later, because waiting for it would stall the step.
         asked = [self.interruption.reason is not None, self.save_timer.is_due()]
         stop, overdue = self.strategy.any_rank(asked)
         step = self.state.step
@@ -242,7 +241,7 @@ class Trainer:
         return stop and step < self.plan.total_steps, overdue
 
     def is_due(self, every: Every, *, or_last: bool) -> bool:
-        """Return whether what happens `every` so often is due after this step."""
+        """Return whether the interval `every` ends after this step."""
         step = self.state.step
         if or_last and step == self.plan.total_steps:
             return True
@@ -255,7 +254,7 @@ class Trainer:
     def log(self) -> None:
         """Report the logging interval that ends with this step."""
         self.meter.all_reduce(self.strategy.reduce_sum)
-        values = self.meter.read()  # the one point at which the host waits for the device
+        values = self.meter.read()  # only here does the host wait for the device
         self.train_loss = values["loss"]
         state = self.state
         self.report_steps()
@@ -272,7 +271,7 @@ class Trainer:
         )
 
     def report_steps(self) -> None:
-        """Log skipped steps, and let extensions look at the loss of each step.
+        """Log skipped steps, and pass the loss of each step to extensions.
 
         Raises:
             DivergedError: Too many steps in a row were skipped, or an extension gives up.
@@ -284,7 +283,7 @@ class Trainer:
             for extension in self.extensions:
                 extension.after_steps(steps, self.loader)
         except DivergedError:
-            self.saver.finish()  # a save under way is sound, and may be the one to resume from
+            self.saver.finish()  # a running save is valid, and may be the checkpoint to resume from
             raise
 
     def run_evaluation(self) -> float:
@@ -301,7 +300,7 @@ class Trainer:
         return loss
 
     def tasks_are_due(self) -> bool:
-        """Return whether there are tasks to run after this step."""
+        """Return whether tasks are due after this step."""
         due = self.is_due(self.config.eval_tasks_steps, or_last=True)
         return self.evaluate_tasks is not None and due
 
@@ -314,7 +313,7 @@ class Trainer:
         self.state.tasks_at = self.state.step
 
     def evaluate_weights(self) -> dict[str, float]:
-        """Return the results of an evaluation, and what extensions add to them."""
+        """Return the results of an evaluation, including extensions' results."""
         assert self.evaluate is not None
         results = self.evaluate()
         last = self.state.step == self.plan.total_steps

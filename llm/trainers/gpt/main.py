@@ -3,8 +3,9 @@
 Exit codes: 0 finished, 1 an unforeseen error, 2 an option or input that cannot work, or a device
 without the memory for the run, 75 stopped by a signal, --exit_after or the death of its launcher,
 with everything saved (run the same command again), 76 another rank has died or hangs. A signal
-before training begins, when there is nothing to save yet, and a second one seconds after the first
-end the process at once: 128 plus its number, as a shell counts it.
+before training begins, when there is nothing to save yet, ends the process at once, and so does a
+second one some seconds after the first: the exit code is then 128 plus the signal's number, as in a
+shell.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ from llm.trainers.gpt.rules import check
 from llm.trainers.gpt.trained_model import inherited_options
 
 GRACE_SECONDS = 3.0
-"""Grace period in which the failing rank can print its error before the launcher kills the job."""
+"""Grace period for the failing rank to print its error before the launcher kills the job."""
 
 logger = logging.getLogger("llm")
 
@@ -46,14 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         world = world_from_environment()
     except ParallelError as error:
-        set_up_logging(rank=0)  # no rank is known, so each process logs the error
+        set_up_logging(rank=0)  # the rank is unknown, so each process logs the error
         logger.error(f"error: {error}")
         return 2
     set_up_logging(rank=world.rank)
     watch_launcher()
     if argv is None:
-        with contextlib.suppress(OSError, RuntimeError):  # no stderr, or one without a file
-            faulthandler.enable()  # a bus error, as of a disk that fails, shows where it happened
+        with contextlib.suppress(OSError, RuntimeError):  # stderr is missing or has no file
+            faulthandler.enable()  # show the place of a bus error, for example from a failing disk
     try:
         words = sys.argv[1:] if argv is None else argv
         config = parse_args(words)
@@ -84,13 +85,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.error(f"error: {where} cannot be written ({error.strerror}); free some space.")
         return 2
     except Exception:
-        # Into the run's log as well as onto the console.
+        # Log it to the run's log and to the console.
         logger.exception("The run failed.")
         return 1
 
 
 def parse_args(argv: Sequence[str]) -> GPTConfig:
-    """Read the options and check them against one another.
+    """Read the options and check them against each other.
 
     Raises:
         ConfigError: An option is unknown, malformed, or does not fit the others.
@@ -115,12 +116,12 @@ def _refuse(error: LLMError, world: World) -> None:
     """Log an error once: on rank 0, or on the only rank that raised it."""
     if world.is_main or error.found_here:
         logger.error(f"error: {error}")
-    # A launcher kills all ranks as soon as one has ended: the one that logs is first.
+    # A launcher kills all ranks as soon as one ends: the logging rank must be first.
     if is_shared(error):
         leave_together(GRACE_SECONDS)
     elif world.world_size > 1 and not (world.is_main or error.found_here):
         time.sleep(GRACE_SECONDS)
-        logger.error(f"error: {error}")  # still alive, so no other rank has failed with this error
+        logger.error(f"error: {error}")  # still alive, so no other rank failed with this error
 
 
 def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
@@ -136,7 +137,7 @@ def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     limit_spin_wait()
     expand_segments()
     quiet_libraries()
-    # Imported here, so that --help and a wrong option need no torch.
+    # Imported here so that --help and wrong options do not need torch.
     from llm.trainers.gpt.evaluate import evaluate
     from llm.trainers.gpt.out_of_memory import explain_out_of_memory
     from llm.trainers.gpt.train import train

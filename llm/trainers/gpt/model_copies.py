@@ -1,7 +1,7 @@
 """The model's configuration and the tokenizer of a run, and their copies in each checkpoint.
 
-The options name both by a path, and the files there can change or disappear. A resume or a branch
-compares them with the copies in the checkpoint that it starts from.
+The options name both by path, and the files can change or disappear. A resumed run or a branch
+compares them with the copies in its checkpoint.
 """
 
 import copy
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from llm.trainers.gpt.run_setup import RunSetup
 
 _COMPARED = {"model_type", "tie_word_embeddings"}
-"""Fields that are compared even if a model's class does not declare them."""
+"""Fields to compare even if a model's class does not declare them."""
 
 _NOT_COMPARED = {"use_cache", *inspect.signature(PreTrainedConfig).parameters} - _COMPARED
-"""Fields that a model's class may declare and that do not change the model in training."""
+"""Fields that a model's class may declare but that do not change training."""
 
 logger = logging.getLogger("llm")
 
 
 def copy_model(setup: "RunSetup", model: PreTrainedModel) -> dict[str, bytes]:
-    """Return the files that a checkpoint keeps of the model and the tokenizer, by their path in it.
+    """Return a checkpoint's files of the model and the tokenizer, by path in the checkpoint.
 
     Args:
         setup: The run's model configuration, as its options describe it, and its tokenizer.
-        model: The model, which may bring its own Python code.
+        model: The model, possibly with custom Python code.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, MODEL_FOLDER)
@@ -54,9 +54,9 @@ def copy_model(setup: "RunSetup", model: PreTrainedModel) -> dict[str, bytes]:
         for custom in (config, model):
             if custom.is_custom_code():
                 custom_object_save(custom, folder, config=config)
-        # With every field: a later version of the library may have other defaults.
+        # Write every field: a later version of the library may have other defaults.
         config.to_json_file(folder / "config.json", use_diff=False)
-        # The generation settings belong to the pretrained weights that the run started from.
+        # The generation settings belong to the run's pretrained weights.
         if setup.weights_from is not None or generation_settings(setup.start) is not None:
             model.generation_config.save_pretrained(folder)
         setup.tokenizer.save_pretrained(Path(name, TOKENIZER_FOLDER))
@@ -100,7 +100,7 @@ def read_model_config(config: CoreConfig, start: Checkpoint | None) -> PreTraine
 
 
 def log_other_model(config: CoreConfig, init_from: Checkpoint, current: PreTrainedConfig) -> None:
-    """Log how the configuration of a new run differs from the run that its weights come from."""
+    """Log how a new run's configuration differs from the run that provides its weights."""
     changed = _changes(config, init_from, current)
     if changed:
         logger.info(
@@ -110,7 +110,7 @@ def log_other_model(config: CoreConfig, init_from: Checkpoint, current: PreTrain
 
 
 def check_same_model(config: CoreConfig, checkpoints: Sequence[Checkpoint]) -> None:
-    """Refuse to average checkpoints between which the model's configuration has changed.
+    """Refuse to average checkpoints if the model's configuration changed between them.
 
     Args:
         config: The run's options.
@@ -134,11 +134,11 @@ def check_same_model(config: CoreConfig, checkpoints: Sequence[Checkpoint]) -> N
 def _changes(config: CoreConfig, checkpoint: Checkpoint, current: PreTrainedConfig) -> list[str]:
     """Return a clause for each field that differs from the copy in a checkpoint."""
     saved = load_config(with_copies(config, checkpoint))
-    # Made from all fields, as the copy is: some classes then derive other values.
+    # Built from all fields, like the copy: some classes then derive other values.
     now = type(current).from_dict(current.to_dict())
-    # A field of one side only is of another version of the library, or one that nothing reads.
+    # A field on only one side comes from another version of the library, or is never read.
     changed = differences(_fields(saved), _fields(now))
-    # The Python code that the model brings, if it comes from a folder.
+    # The model's Python code, if it comes from a folder.
     folder = config.config_name or config.model_name_or_path
     for path in sorted((checkpoint.path / MODEL_FOLDER).glob("*.py")):
         other = Path(folder or "", path.name)
@@ -156,7 +156,7 @@ def read_tokenizer(config: CoreConfig, start: Checkpoint | None) -> PreTrainedTo
             its copy is returned.
 
     Raises:
-        CheckpointError: It gives other ids than when the checkpoint was written.
+        CheckpointError: It does not give the same ids as when the checkpoint was written.
         ConfigError: It cannot be loaded.
     """
     if start is None:
@@ -172,7 +172,7 @@ def read_tokenizer(config: CoreConfig, start: Checkpoint | None) -> PreTrainedTo
         return tokenizer_of(with_copies(config, start))
     tokenizer = tokenizer_of(config)
     ids = fingerprint(tokenizer)
-    # Another version of the library may compute another fingerprint of the same tokenizer.
+    # Another version of the library may compute another fingerprint for the same tokenizer.
     changed = ids != start.metadata["tokenizer"] and ids != fingerprint(
         tokenizer_of(with_copies(config, start))
     )
@@ -193,12 +193,12 @@ def _allowed(config: CoreConfig, names: tuple[str, ...]) -> bool:
 
 
 def _fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the fields that change a model, by name; `a.b` is field b of the inner object a."""
+    """Return the fields that affect a model, by name; `a.b` is field b of the inner object a."""
     bases = [base for base in type(config).__mro__ if issubclass(base, PreTrainedConfig)]
     declared = {name for base in bases for name in inspect.signature(base).parameters}
     fields: dict[str, Any] = {}
     for name, value in json.loads(config.to_json_string(use_diff=False)).items():
-        inner = vars(config).get(name)  # attributes raise where layers may differ
+        inner = vars(config).get(name)  # attributes raise if layers may differ
         if name not in _COMPARED | (declared - _NOT_COMPARED):
             continue
         if isinstance(inner, PreTrainedConfig):

@@ -1,4 +1,4 @@
-"""An error for a device without the memory that a run needs: one sentence with the remedies."""
+"""The error for a device with too little memory: one sentence with remedies."""
 
 import contextlib
 import os
@@ -13,10 +13,10 @@ from llm.trainers.gpt.config import CoreConfig
 
 @contextlib.contextmanager
 def explain_out_of_memory(config: CoreConfig, world: World) -> Iterator[None]:
-    """Replace an error of an allocation on the device by a sentence that names what helps.
+    """Replace a device's allocation error by a sentence with remedies.
 
     Raises:
-        DeviceMemoryError: In place of an error that says "out of memory".
+        DeviceMemoryError: Replaces an error that says "out of memory".
     """
     try:
         yield
@@ -38,19 +38,19 @@ def _sentence(config: CoreConfig, world: World) -> str:
     size = "" if total is None else f" of its {total / GIB:.1f} GiB"
     per_node = ranks_per_node(os.environ, world.world_size)
     sentence = f"Out of memory on {device}{size} (rank {world.rank}): {_remedies(config)}."
-    if config.data_parallel != "allreduce":  # which the plan refuses
+    if config.data_parallel != "allreduce":  # the plan refuses it
         return sentence
     words = [f"--nodes {-(-world.world_size // per_node)}", f"--gpus_per_node {per_node}"]
     if total is not None:
         words.append(f"--memory_gib {total / GIB:.1f}")
     return (
         f"{sentence} `python -m llm.plan` with the options of this run and {' '.join(words)} shows "
-        "what the memory is for, and with --search the layouts that fit."
+        "how the memory is used, and with --search the layouts that fit."
     )
 
 
 def _remedies(config: CoreConfig) -> str:
-    """Return the options that lower the memory and are not used to the full yet."""
+    """Return the options that can still lower the memory."""
     remedies = []
     size = device_batch_size(config)
     if size > 1 and not config.eval_only:

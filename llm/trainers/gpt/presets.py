@@ -16,15 +16,15 @@ from llm.trainers.gpt.extensions import GPTConfig
 _FOLDER = Path(__file__).parent / "presets"
 
 _IN_PLACE_OF = {"num_warmup_steps": ("num_warmup_samples", "num_warmup_tokens")}
-"""Options that say the same in another unit, by the option that a preset sets."""
+"""Equivalent options in other units, by the option that a preset sets."""
 
 
 def preset_options(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that the preset sets.
+    """Return the options set by the preset.
 
     Args:
-        values: The options that are given, by name. If they are complete, as in the `config.toml`
-            of a run, the preset adds nothing: the run is resumed with the values that it recorded.
+        values: The given options, by name. If they are complete, as in the `config.toml` of a run,
+            the preset adds nothing: a resumed run keeps its recorded values.
 
     Raises:
         ConfigError: The preset does not exist, or the run is a branch.
@@ -34,7 +34,7 @@ def preset_options(values: dict[str, Any]) -> dict[str, Any]:
         return {}
     if values.get("branch_from") is not None:
         raise ConfigError(
-            f"--preset {name} does not go with --branch_from, which takes over the options of its "
+            f"--preset {name} does not go with --branch_from, which takes the options of its "
             "parent; leave the preset out."
         )
     return {
@@ -57,7 +57,7 @@ def read_preset(name: str) -> dict[str, Any]:
 
 
 def values_of_preset(config: CoreConfig) -> dict[str, Any]:
-    """Return the options of a run's preset, without those that have another value in the run."""
+    """Return the options of a run's preset that the run does not override."""
     assert config.preset is not None
     preset = read_preset(config.preset)
     return {name: value for name, value in preset.items() if getattr(config, name) == value}

@@ -1,4 +1,4 @@
-"""Numbers of ranks that layout, topology and global batch allow."""
+"""Checks the number of ranks against layout, topology and global batch."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,11 +20,11 @@ def check_ranks(config: CoreConfig, *, ranks: int, ranks_per_node: int) -> None:
         ranks_per_node: Number of consecutive ranks on each node.
 
     Raises:
-        ConfigError: The ranks cannot be divided so; the message is the trainer's.
+        ConfigError: The ranks cannot be divided this way; the message is the trainer's.
     """
     layout = parallel_dims(config, ranks)
     divide_ranks(config, ranks=ranks, ranks_per_node=ranks_per_node)
-    # Without the length, which needs the model and the data.
+    # Without the length, because it needs the model and the data.
     batch: Any = dict.fromkeys(LENGTHS)
     plan_batches(
         replace(config, **batch), num_windows=1, world_size=layout.data_ranks, block_size=1
@@ -34,7 +34,7 @@ def check_ranks(config: CoreConfig, *, ranks: int, ranks_per_node: int) -> None:
 def divide_ranks(
     config: CoreConfig, *, ranks: int, ranks_per_node: int
 ) -> tuple[int, int, list[Round]]:
-    """Divide the ranks into replicas of the model that train side by side.
+    """Divide the ranks into replicas of the model.
 
     Args:
         config: The options.
@@ -45,7 +45,7 @@ def divide_ranks(
         (number of replicas, ranks of each, rounds of gossip).
 
     Raises:
-        ConfigError: The topology does not allow that number; with those that it allows.
+        ConfigError: The topology does not allow this number; the message names allowed ones.
     """
     if config.eval_only or config.data_parallel == "allreduce":
         return 1, ranks, []

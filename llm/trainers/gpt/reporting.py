@@ -1,4 +1,4 @@
-"""What a run reports: the first and last lines of its log, its trackers, samples of the model."""
+"""A run's reports: the first and last lines of its log, its trackers, samples of the model."""
 
 import dataclasses
 import logging
@@ -95,7 +95,7 @@ def log_start(
 
 
 def _log_options(config: CoreConfig, setup: RunSetup) -> None:
-    """Log what the preset sets, or that the default learning rate is not for random weights."""
+    """Log the preset's options, or that the default learning rate is not for random weights."""
     starts_from_weights = setup.start or setup.init_from or setup.weights_from
     if config.preset is not None:
         kept = [f"{name} {shown(value)}" for name, value in values_of_preset(config).items()]
@@ -103,14 +103,14 @@ def _log_options(config: CoreConfig, setup: RunSetup) -> None:
     elif not starts_from_weights and "learning_rate" not in given(config):
         logger.info(
             "advice: the default --learning_rate is for fine-tuning; random weights learn faster "
-            "with --preset pretrain, or with a rate of your own."
+            "with --preset pretrain, or if you set a higher rate."
         )
 
 
 def _log_model(
     config: CoreConfig, setup: RunSetup, strategy: AcceleratedStrategy, model: PreTrainedModel
 ) -> None:
-    """Log the size of the model, of each rank's part of it, and where its weights are from."""
+    """Log the size of the model and of each rank's part, and the source of its weights."""
     counts = parameter_counts(model)
     logger.info(
         f"model: {setup.model_config.model_type}, {counts['total']:,} parameters "
@@ -131,7 +131,7 @@ def _log_model(
 
 
 def _log_length(config: CoreConfig, setup: TrainSetup, model: PreTrainedModel) -> None:
-    """Log the batches, the length and, of a budget in tokens, the operations that it takes."""
+    """Log the batches, the length and, for a budget in tokens, the operations."""
     plan = setup.plan
     for phase in plan.phases:
         if phase.first_step >= plan.total_steps:
@@ -165,7 +165,7 @@ def _log_length(config: CoreConfig, setup: TrainSetup, model: PreTrainedModel) -
 
 
 def _order(config: CoreConfig, setup: TrainSetup) -> dict[str, object]:
-    """Return what decides which samples a rank has in each step."""
+    """Return the settings that determine a rank's samples in each step."""
     return {
         "seed": setup.seed,
         "block_size": setup.block_size,
@@ -187,7 +187,7 @@ def _log_data(name: str, sources: Sequence[CorpusSource], setup: RunSetup) -> No
             windows = _num_windows(source, setup)
         which = f" {source.name} ({source.weight:.2%})" if len(sources) > 1 else ""
         if name == "training" and setup.corpus.stages:
-            which = f" {source.name}"  # its weights follow, stage by stage
+            which = f" {source.name}"  # the weights of each stage follow
         num_documents = source.stream.num_documents
         documents = f"{counted(num_documents, 'document')}, " if num_documents else ""
         logger.info(
@@ -203,7 +203,7 @@ def _num_windows(source: CorpusSource, setup: RunSetup) -> int:
 
 
 def _log_replicas(config: CoreConfig, setup: TrainSetup) -> None:
-    """Log how the replicas of gossip or DiLoCo train and what they exchange."""
+    """Log how the replicas of gossip or DiLoCo train and communicate."""
     replicas = setup.replicas
     steps = replicas.accum_steps
     optimizer = config.optimizer or ("adamw" if steps is None else "accumadamw")
@@ -247,15 +247,15 @@ def _log_sources(setup: TrainSetup, num_samples: int, verb: str) -> None:
         if windows:
             logger.info(
                 f"source {source.name} {verb} {samples:,} samples ({samples / num_samples:.2%}), "
-                f"{samples / windows:.4g} epochs of its own"
+                f"{samples / windows:.4g} epochs of its data"
             )
 
 
 def connect_trackers(config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> None:
-    """Open the trackers of `report_to` but for TensorBoard.
+    """Open the trackers of `report_to`, except TensorBoard.
 
     Raises:
-        ConfigError: With the reason of a tracker's library that refuses the run.
+        ConfigError: A tracker's library refuses the run; gives its reason.
     """
     accelerator = strategy.accelerator
     names = [name for name in config.report_to if name not in ("none", "tensorboard")]
@@ -265,7 +265,7 @@ def connect_trackers(config: CoreConfig, setup: TrainSetup, strategy: Accelerate
     try:
         if names:
             accelerator.init_trackers(project, init_kwargs={"wandb": arguments})
-    except Exception as error:  # of the tracker's library, such as a missing login
+    except Exception as error:  # an error of the tracker's library, such as a missing login
         raise ConfigError(
             f"--report_to {' '.join(config.report_to)}: {one_line(error)}. Fix that, or leave the "
             "tracker out."
@@ -279,8 +279,8 @@ def open_tensorboard(config: CoreConfig, setup: TrainSetup, strategy: Accelerate
     if "tensorboard" not in config.report_to:
         return
     step = setup.start.step if setup.start else 0
-    # TensorBoard drops the points of an earlier start from this step on, so that no step shows
-    # twice. The points of the checkpoint's own step were written before it was saved.
+    # TensorBoard drops the points of an earlier start from this step on, so no step appears twice.
+    # The points of the checkpoint's step were written before it was saved.
     board = TensorBoardTracker("tensorboard", setup.run.path, purge_step=step + 1)
     board.start()
     board.writer.add_text("config", f"```\n{to_toml(config)}\n```", step)
@@ -291,7 +291,7 @@ def open_tensorboard(config: CoreConfig, setup: TrainSetup, strategy: Accelerate
 def make_tracker(
     config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy, model: PreTrainedModel
 ) -> Tracker:
-    """Return the tracker of the run, which reports to the trackers that are open by then."""
+    """Return the run's Tracker; it reports to the trackers that are open by then."""
 
     def find_peak_flops() -> float:
         if config.device_peak_tflops is not None:
@@ -319,7 +319,7 @@ def _write_hyperparameters(writer: Any, config: CoreConfig) -> None:
         for name, value in dataclasses.asdict(config).items()
         if value not in (None, ())
     }
-    # The table reads the curves of these names; the zeros are never shown.
+    # The table reads the curves with these names; the zeros are never shown.
     for summary in hparams(values, {"eval/loss": 0.0, "train/loss": 0.0}):
         writer.file_writer.add_summary(summary)
 
@@ -336,9 +336,9 @@ def log_sample(
     Args:
         config: The options.
         setup: The run.
-        strategy: The prepared model, whose weights are averaged where the ranks' differ.
+        strategy: The prepared model; different weights of ranks are averaged.
         model: The whole model; rank 0 generates.
-        step: Steps done, while training goes on; None at the end.
+        step: Steps done during training; None at the end.
     """
     with strategy.averaged():
         if strategy.rank != 0:
@@ -353,7 +353,7 @@ def log_sample(
                     seed=setup.seed,
                 )
         except DivergedError as error:
-            logger.warning(f"There is no sample. {error}")
+            logger.warning(f"No sample was written. {error}")
             return
     if step is None:
         logger.info(f"a sample that the model wrote:\n\n{text}\n")
@@ -372,7 +372,7 @@ def log_end(
     *,
     exported: Exported | None,
 ) -> None:
-    """Log the last validation loss, where the files lie, and the commands that use them."""
+    """Log the last validation loss, the paths of the files, and commands that use them."""
     _log_sources(setup, state.samples, "served")
     folder = setup.run.path
     prefix, of_exported = "", ""
@@ -401,11 +401,11 @@ def log_end(
     logger.info(f"again with other settings: {again} --output_dir NEW")
     trust = ["--trust_remote_code"] if config.trust_remote_code else []
     onward = start_command(world_size, *trust, "--model_name_or_path", str(folder))
-    logger.info(f"go on from this model: {onward} --train_file FILE")
+    logger.info(f"to continue from this model: {onward} --train_file FILE")
 
 
 def forget_points(strategy: AcceleratedStrategy, *, after: int) -> None:
-    """Let TensorBoard drop the points after a step, as where a resumed run begins."""
+    """Let TensorBoard drop the points after a step, for example when a run resumes."""
     for tracker in strategy.accelerator.trackers:
         if tracker.name == "tensorboard":
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog

@@ -1,4 +1,4 @@
-"""Training that goes back to a checkpoint, without some samples, if an extension asks for it."""
+"""Restarts training from a checkpoint without some samples, if an extension requests it."""
 
 import logging
 from dataclasses import replace
@@ -21,21 +21,21 @@ logger = logging.getLogger("llm")
 def fit(
     config: CoreConfig, setup: TrainSetup, trainer: Trainer
 ) -> tuple[Literal["finished", "preempted"], TrainSetup]:
-    """Train to the last step or a request to stop, and restart from a checkpoint where asked to.
+    """Train to the last step or a request to stop; restart from a checkpoint on request.
 
     Returns:
-        How training ended, and the setup with the samples that were left out in the end.
+        How training ended, and the setup with all skipped samples.
 
     Raises:
-        RestartError: The run is asked to go back, and has no checkpoint yet.
+        RestartError: The run should go back but has no checkpoint yet.
     """
     while True:
         try:
             return trainer.fit(), setup
         except RestartError as asked:
             trainer.health.heartbeat(step=trainer.state.step, phase="start")
-            # Until the first one is saved, a resumed run goes back to where it came from.
-            # None is saved after a spike.
+            # Until this start saves a checkpoint, it goes back to the one it resumed from. After a
+            # spike, none is saved.
             checkpoint = newest_valid(setup.run.checkpoints, together=True) or setup.start
             if checkpoint is None:
                 raise
@@ -49,14 +49,14 @@ def _restart(
     checkpoint: Checkpoint,
     asked: RestartError,
 ) -> TrainSetup:
-    """Load a checkpoint, and leave out samples from there on.
+    """Load a checkpoint, and skip samples from there on.
 
     Args:
         config: The options.
-        setup: The run as it was.
-        trainer: The trainer, which every rank sets back.
-        checkpoint: Where to go on.
-        asked: Says from which step on samples are left out, and why.
+        setup: The run's present setup.
+        trainer: The trainer, reset on every rank.
+        checkpoint: The checkpoint to continue from.
+        asked: The request: first step to skip, and the reason.
     """
     left_out = trainer.loader.samples_of(max(checkpoint.step, asked.first), trainer.state.step)
     skipped = trainer.loader.skipped.skip([left_out])

@@ -31,7 +31,7 @@ def write_results(
     config: CoreConfig, setup: TrainSetup, trainer: Trainer, model: PreTrainedModel
 ) -> None:
     """Export the model and write its card and `all_results.json`; every rank calls it."""
-    # A collective where ranks hold shards: all of them gather, rank 0 writes.
+    # If ranks hold shards, this is a collective: all ranks gather, rank 0 writes.
     state_dict = trainer.strategy.full_state_dict()
     if trainer.strategy.rank != 0:
         return
@@ -51,7 +51,7 @@ def write_results(
 
 
 def collect_results(trainer: Trainer) -> dict[str, float | None]:
-    """Return the results of the run by their names in `all_results.json`."""
+    """Return the results of the run under their names in `all_results.json`."""
     evaluation = {
         ("perplexity" if name == "perplexity" else f"eval_{name}"): value
         for name, value in trainer.results.items()
@@ -98,8 +98,8 @@ def open_repository(config: CoreConfig, folder: Path) -> str | None:
     """Create the repository to push to, before training; rank 0 calls it.
 
     Args:
-        config: Says whether to push, and where to.
-        folder: The run's folder; the repository has its name unless the options name it.
+        config: Contains `push_to_hub` and `hub_model_id`.
+        folder: The run's folder; its name is the default name of the repository.
 
     Returns:
         The repository's full name; None without `push_to_hub`.
@@ -119,7 +119,7 @@ def open_repository(config: CoreConfig, folder: Path) -> str | None:
     name = config.hub_model_id or folder.resolve().name
     try:
         url = huggingface_hub.HfApi().create_repo(name, private=True, exist_ok=True)
-    except Exception as error:  # of the network, the Hub or the name: the library has many
+    except Exception as error:  # the library raises many types: network, Hub, name
         raise ConfigError(
             f"--push_to_hub cannot open the repository {name}: {one_line(error)}. Check "
             "--hub_model_id, the token's rights and the network, or train without --push_to_hub "
@@ -129,7 +129,7 @@ def open_repository(config: CoreConfig, folder: Path) -> str | None:
 
 
 def push(folder: Path, repository: str) -> None:
-    """Upload an exported model; a failure is logged, since the model is safe in its folder."""
+    """Upload an exported model; a failure is only logged: the model is safe in its folder."""
     import huggingface_hub
 
     names = [
@@ -146,7 +146,7 @@ def push(folder: Path, repository: str) -> None:
         )
     except Exception as error:
         logger.error(
-            f"The model was not pushed to {repository}: {one_line(error)}. It lies in {folder}; "
+            f"The model was not pushed to {repository}: {one_line(error)}. It is in {folder}; "
             f"`{_upload_command(repository, folder)}` tries again."
         )
         return

@@ -1,4 +1,4 @@
-"""Where a run starts from: its own checkpoint, weights, or a seed; what a resume must keep."""
+"""Find the start of a run: a checkpoint, weights, or a seed; check what a resume must keep."""
 
 import dataclasses
 import json
@@ -26,13 +26,13 @@ from llm.trainers.gpt.config import CoreConfig
 
 NOT_INPUTS = ("output_dir", "data_cache_dir")
 BY_DEVICE = ("mixed_precision", "tf32", "torch_compile")
-"""Options whose default depends on the device."""
+"""Options with a default that depends on the device."""
 
 logger = logging.getLogger("llm")
 
 
 def find_resume(config: CoreConfig, run: RunFolder) -> Checkpoint | None:
-    """Return the checkpoint that `resume_from_checkpoint` asks for; None if there is none yet.
+    """Return the checkpoint of `resume_from_checkpoint`; None if none exists yet.
 
     Args:
         config: The options.
@@ -49,8 +49,8 @@ def find_resume(config: CoreConfig, run: RunFolder) -> Checkpoint | None:
         path = Path(config.resume_from_checkpoint)
         if not (path / MANIFEST).exists():
             raise CheckpointError(
-                f"--resume_from_checkpoint {path} is no checkpoint: it has no {MANIFEST}; name a "
-                "folder such as RUN/checkpoints/step_00001000, or no path for the newest one of "
+                f"--resume_from_checkpoint {path} is not a checkpoint: it has no {MANIFEST}; name "
+                "a folder such as RUN/checkpoints/step_00001000, or no path for the newest one of "
                 "--output_dir."
             )
         checkpoint = read_valid(path, together=True)
@@ -66,7 +66,9 @@ def find_resume(config: CoreConfig, run: RunFolder) -> Checkpoint | None:
                     "would replace them; name a sound one, or start in another --output_dir."
                 )
             run.check_unfinished()
-            logger.info(f"No checkpoint in {run.checkpoints} yet: the run starts afresh.")
+            logger.info(
+                f"No checkpoint in {run.checkpoints} yet: the run starts from the beginning."
+            )
             return None
         checkpoint = newest
     check_known(config, checkpoint)
@@ -76,7 +78,7 @@ def find_resume(config: CoreConfig, run: RunFolder) -> Checkpoint | None:
     allowed = (*named_changes(config), *lengthened(config, checkpoint))
     fixed = fixed_options(config, like=saved)
     check_unchanged(saved, fixed, allowed=allowed)
-    # What an older checkpoint does not name was no option yet, so it has not changed.
+    # If an older checkpoint lacks an option, the option did not exist yet, so it has not changed.
     changed = differences(_state_options(fixed | saved), _state_options(fixed))
     if changed:
         raise CheckpointError(
@@ -88,7 +90,7 @@ def find_resume(config: CoreConfig, run: RunFolder) -> Checkpoint | None:
 
 
 def _state_options(fixed: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that say what an optimizer keeps, with the default optimizer's name."""
+    """Return the options that determine an optimizer's state, with the default optimizer's name."""
     own = {name: fixed[name] for name in ("kfac", "kfac_max_dim") if name in fixed}
     default = "accumadamw" if fixed.get("data_parallel") == "gossip" else "adamw"
     return own | {"optimizer": fixed.get("optimizer") or default}
@@ -98,7 +100,7 @@ def check_known(config: CoreConfig, checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint with fixed options that this installation does not have.
 
     Raises:
-        CheckpointError: It names them; without them the run would silently train another model.
+        CheckpointError: Names the options; without them the run would silently train another model.
     """
     known = {field.name for field in options.fields(type(config))}
     unknown = saved_options(config, checkpoint, "fixed").keys() - known
@@ -123,7 +125,7 @@ def check_folder(
         config_file: The TOML file of `--config`.
 
     Raises:
-        ConfigError: The folder is taken, or the run would replace an input that lies in it.
+        ConfigError: The folder is taken, or the run would replace an input inside it.
     """
     own = {Path(os.path.realpath(run.path)), Path(os.path.realpath(run.checkpoints))}
     if resume_from is not None and not own.isdisjoint(resume_from.path.resolve().parents):
@@ -138,10 +140,10 @@ def check_folder(
             sources = [str(Path(text).parent)]  # RUN/STEP
         if any(run.endangers(Path(source)) for source in sources if os.path.exists(source)):
             raise ConfigError(
-                f"--{name} {text} lies in --output_dir {run.path}, which this run would replace; "
+                f"--{name} {text} is in --output_dir {run.path}, which this run would replace; "
                 "name another --output_dir, or move it."
             )
-    # A checkpoint of another run does not resume the run that this folder holds.
+    # A checkpoint of another run does not resume the run in this folder.
     resume = config.resume_from_checkpoint is True
     run.check(resume=resume, overwrite=config.overwrite_output_dir)
 
@@ -154,7 +156,7 @@ def check_same_data(
     Args:
         config: The options.
         checkpoint: The checkpoint that the run starts from.
-        digest: What `digest_of` returns for the training data.
+        digest: Result of `digest_of` for the training data.
         is_branch: Whether the start begins a branch.
 
     Raises:
@@ -169,14 +171,14 @@ def check_same_data(
     elif changed:
         where = "" if is_branch else ", or start in another --output_dir"
         raise CheckpointError(
-            f"The training data are no longer those with which {checkpoint.path} was reached, "
-            "although the options that name them are the same; restore them, or allow the change "
-            f"with --change_on_resume and the option's name{where}."
+            f"The training data have changed since {checkpoint.path} was saved, although the "
+            "options that name them are the same; restore the data, or allow the change with "
+            f"--change_on_resume and the option's name{where}."
         )
 
 
 def lengthened(config: CoreConfig, checkpoint: Checkpoint) -> list[str]:
-    """Return the options of length that may grow because the learning rates so far stay."""
+    """Return the length options that may grow, because past learning rates do not change."""
     saved = checkpoint.metadata["fixed"]
     kind = saved.get("lr_scheduler_type")
     if kind == "warmup_stable_decay":
@@ -196,14 +198,14 @@ def lengthened(config: CoreConfig, checkpoint: Checkpoint) -> list[str]:
 
 
 def find_start(named: str, *, option: str) -> Checkpoint:
-    """Return a checkpoint of another run: its newest valid one, or that of a step.
+    """Return a checkpoint of another run: the newest valid one, or a given step.
 
     Args:
         named: RUN, RUN/STEP, RUN/best, or the checkpoint's own folder.
         option: The option that names it, for messages.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: The checkpoint is missing or damaged.
     """
     path = Path(named)
     if (path / MANIFEST).exists():
@@ -221,7 +223,7 @@ def find_start(named: str, *, option: str) -> Checkpoint:
             if not (chosen / MANIFEST).exists():
                 steps = ", ".join(str(step_of(path)) for path in checkpoint_folders(folder))
                 raise CheckpointError(
-                    f"--{option} {path} names no checkpoint of {run}, which has those of the steps "
+                    f"--{option} {path} names no checkpoint of {run}, which has the steps "
                     f"{steps or '(none)'}; name one of them."
                 )
             return read_valid(chosen, together=True)
@@ -232,12 +234,11 @@ def find_start(named: str, *, option: str) -> Checkpoint:
 
 
 def fixed_options(config: CoreConfig, *, like: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the options that a resumed run must keep, as JSON has them.
+    """Return the options that a resumed run must keep, as JSON values.
 
     Args:
         config: The options.
-        like: Fixed options of a checkpoint, which have the seed and the precision if the options
-            do not.
+        like: Fixed options of a checkpoint; provide seed and precision if the options do not.
     """
     fixed = _options(config, resume="fixed")
     for name in ("seed", *BY_DEVICE):
@@ -247,7 +248,7 @@ def fixed_options(config: CoreConfig, *, like: dict[str, Any] | None = None) -> 
 
 
 def logged_options(config: CoreConfig) -> dict[str, Any]:
-    """Return the options that a resumed run may change, and logs, as JSON has them."""
+    """Return the options that a resumed run may change and logs, as JSON values."""
     return _options(config, resume="logged")
 
 
@@ -266,7 +267,7 @@ def _as_json(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def recorded_options(config: CoreConfig) -> dict[str, dict[str, Any]]:
-    """Return what a checkpoint records of the options: extensions' only where they are given."""
+    """Return the options for a checkpoint's record, without extension options at their default."""
     left_out = {
         field.name
         for field in options.fields(type(config))
@@ -282,7 +283,7 @@ def recorded_options(config: CoreConfig) -> dict[str, dict[str, Any]]:
 def saved_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
     """Return the fixed or the logged options of a checkpoint.
 
-    Those of extensions that it does not record have their default.
+    Extension options that it does not record have their default.
     """
     defaults = {
         field.name: field.default
@@ -294,13 +295,13 @@ def saved_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> dict
 
 
 def named_changes(config: CoreConfig) -> list[str]:
-    """Return the options of `change_on_resume`, which may have aliases, by their names."""
+    """Return the options in `change_on_resume`, with aliases resolved."""
     names = options.names_by_alias(type(config))
     return [names.get(name, name) for name in config.change_on_resume]
 
 
 def log_changes(config: CoreConfig, checkpoint: Checkpoint, *, ranks: int) -> None:
-    """Log the settings that affect the numbers and differ from those of the checkpoint."""
+    """Log settings that affect the numbers and differ from the checkpoint."""
     fixed, logged = (saved_options(config, checkpoint, kind) for kind in ("fixed", "logged"))
     changed = [
         *differences(fixed, fixed_options(config, like=fixed)),
@@ -308,12 +309,12 @@ def log_changes(config: CoreConfig, checkpoint: Checkpoint, *, ranks: int) -> No
         *differences({"number of ranks": checkpoint.world_size}, {"number of ranks": ranks}),
     ]
     if changed:
-        logger.info(f"The run goes on with other settings: {'; '.join(changed)}.")
+        logger.info(f"The run continues with other settings: {'; '.join(changed)}.")
     names = lengthened(config, checkpoint)
     longer = [name for name in names if getattr(config, name) > fixed[name]]
     if longer and config.cooldown_tokens is not None and checkpoint.metadata.get("branch"):
         logger.warning(
-            f"--{longer[0]} does not make the run longer: its length is that of the cooldown, "
+            f"--{longer[0]} does not make the run longer: the cooldown sets its length, "
             f"--cooldown_tokens {config.cooldown_tokens:,}."
         )
 
@@ -321,7 +322,7 @@ def log_changes(config: CoreConfig, checkpoint: Checkpoint, *, ranks: int) -> No
 def choose_by_device(
     config: CoreConfig, resume_from: Checkpoint | None, device: torch.device
 ) -> dict[str, Any]:
-    """Return the options `BY_DEVICE`: as given, as in the checkpoint, or as the device has them."""
+    """Return the options in `BY_DEVICE`: as set, from the checkpoint, or the device's defaults."""
     values = {**default_precision(device), "torch_compile": compiles_by_default(device)}
     if resume_from is not None and not config.eval_only:
         fixed, logged = (saved_options(config, resume_from, kind) for kind in ("fixed", "logged"))
@@ -331,7 +332,7 @@ def choose_by_device(
 
 
 def keep_batch_size(config: CoreConfig, resume_from: Checkpoint | None) -> CoreConfig:
-    """Return the options with the micro-batch of the checkpoint in place of `auto`."""
+    """Return the options with the checkpoint's micro-batch instead of `auto`."""
     if resume_from is None or config.per_device_train_batch_size != "auto":
         return config
     name = "per_device_train_batch_size"
@@ -340,7 +341,7 @@ def keep_batch_size(config: CoreConfig, resume_from: Checkpoint | None) -> CoreC
 
 
 def choose_seed(config: CoreConfig, resume_from: Checkpoint | None) -> int:
-    """Return the seed of the options, of the checkpoint, or a new one."""
+    """Return the seed from the options or the checkpoint, or a new one."""
     if config.seed is not None:
         return config.seed
     if resume_from is not None:
@@ -351,11 +352,11 @@ def choose_seed(config: CoreConfig, resume_from: Checkpoint | None) -> int:
 def choose_skipped(
     config: CoreConfig, resume_from: Checkpoint | None, plan: BatchPlan
 ) -> SkippedSamples:
-    """Return the samples to leave out: those of the options and of the checkpoint.
+    """Return the samples to skip, from the options and the checkpoint.
 
     Raises:
-        ConfigError: The options name samples that the checkpoint has been trained on, or passed
-            by: every later sample would move to another step.
+        ConfigError: The options name samples that the checkpoint has trained on or skipped: every
+            later sample would move to another step.
     """
     given = skipped_ranges(config.skip_samples)
     if resume_from is None:
@@ -367,7 +368,7 @@ def choose_skipped(
     if skipped.before(reached) != saved.before(reached):
         raise ConfigError(
             f"--skip_samples {config.skip_samples} names samples below {reached:,}, which "
-            f"{resume_from.path} has been trained on or has passed; name later ones, or go on from "
-            "an earlier checkpoint with --resume_from_checkpoint PATH."
+            f"{resume_from.path} has been trained on or has passed; name later ones, or resume "
+            "from an earlier checkpoint with --resume_from_checkpoint PATH."
         )
     return skipped

@@ -1,8 +1,8 @@
-"""Combinations of options of several rooms that cannot work.
+"""Refuses combinations of options from several packages that cannot work.
 
-An option that needs another declares it (`requires`); rules within a room are in the room's
-`options.py`. All rules run before torch is imported, so that a command that cannot work is refused
-at once.
+An option that needs another one declares it (`requires`); rules within a package are in its
+`options.py`. All rules run before torch is imported, so a command that cannot work is refused at
+once.
 """
 
 import re
@@ -21,8 +21,8 @@ from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.presets import values_of_preset
 from llm.trainers.gpt.seams import extensions_of
 
-# A rule names the optimizers that go with an option, so that it refuses an optimizer added later
-# until somebody has checked the combination. The same holds for sizes and precisions.
+# A rule names the optimizers that an option allows. It therefore refuses an optimizer that is added
+# later, until somebody has checked the combination. The same holds for sizes and precisions.
 _ELEMENTWISE = (None, "adamw", "accumadamw", "sgd")
 _WITH_MATRICES = (*_ELEMENTWISE, "muon", "soap")
 
@@ -31,7 +31,7 @@ def check(config: CoreConfig) -> None:
     """Refuse combinations of options that cannot work.
 
     Raises:
-        ConfigError: All problems in one message, a sentence each.
+        ConfigError: One message with a sentence for each problem.
     """
     problems = [
         *data_problems(config),
@@ -48,7 +48,7 @@ def check(config: CoreConfig) -> None:
 
 
 def _from_preset(config: CoreConfig, problems: str) -> list[str]:
-    """Return a sentence about the options in the problems that the preset sets, not the user."""
+    """Return a sentence about options in the problems that come from the preset, not the user."""
     names = [] if config.preset is None else values_of_preset(config)
     named = [f"--{name}" for name in names if re.search(rf"--{name}\b", problems)]
     if not named:
@@ -90,8 +90,7 @@ def _source_problems(config: CoreConfig) -> list[str]:
             )
     if (config.tokenizer_name or config.vocab_file or config.model_name_or_path) is None:
         problems.append(
-            "There is no tokenizer: name one with --tokenizer_name, or with --vocab_file and "
-            "--merges_file."
+            "No tokenizer is named: give --tokenizer_name, or --vocab_file and --merges_file."
         )
     return problems
 
@@ -120,7 +119,7 @@ def _run_problems(config: CoreConfig) -> list[str]:
     known = {field.name for field in fields(type(config))} | names_by_alias(type(config)).keys()
     for name in config.change_on_resume:
         if name not in known:
-            problems.append(f"--change_on_resume names '{name}', which is no option.")
+            problems.append(f"--change_on_resume names '{name}', which is not an option.")
     return problems
 
 
@@ -141,15 +140,14 @@ def _optimizer_problems(config: CoreConfig) -> list[str]:
         )
     elif config.kfac and kind not in (None, "adamw", "soap"):
         problems.append(
-            f"--optimizer {kind} does not go with --kfac, beside which only adamw, or with its "
-            "method ekfac soap, trains the other weights; leave one of them out."
+            f"--optimizer {kind} does not go with --kfac: adamw trains the other weights, or soap "
+            "with the method ekfac; leave one of them out."
         )
     if config.data_parallel != "allreduce" and kind not in (*_ELEMENTWISE, "muon"):
         state = "bases" if kind == "soap" else "a state"
         problems.append(
-            f"--optimizer {kind} has {state} that cannot be averaged over ranks with weights of "
-            f"their own, as --data_parallel {config.data_parallel} has them; choose another "
-            "optimizer."
+            f"--optimizer {kind} has {state} that cannot be averaged over ranks with separate "
+            f"weights, as with --data_parallel {config.data_parallel}; choose another optimizer."
         )
     return problems
 

@@ -36,16 +36,16 @@ class RunSetup:
         by_device: Values of the options with a default that depends on the device, by name.
         tokenizer: The tokenizer.
         model_config: The model's Hugging Face configuration.
-        weights_from: Where pretrained weights come from, or None to start from scratch.
-        initial_weights: Where the weights of step 0 are from, also in a resumed run or a branch:
-            such as `from gpt2`, or `random, seed 1`.
+        weights_from: Source of pretrained weights, or None to start from scratch.
+        initial_weights: Source of the weights at step 0, also in a resumed run or a branch: such as
+            `from gpt2`, or `random, seed 1`.
         block_size: Tokens of a sample.
         corpus: Training and validation tokens.
-        ends: How to keep the documents of a sample apart; None lets attention cross them.
+        ends: How to keep the documents of a sample apart; None ignores document boundaries.
         metrics: Metrics of the evaluate library by name.
-        tasks: What `eval_tasks` names; None without it.
+        tasks: The tasks of `eval_tasks`, or None.
         layout: How the ranks divide one model and its data.
-        replicas: The models that train side by side.
+        replicas: The replicas with separate weights.
     """
 
     run: RunFolder
@@ -68,7 +68,7 @@ class RunSetup:
 
     @property
     def start(self) -> Checkpoint | None:
-        """The checkpoint that training resumes from, the run's own or its parent's."""
+        """The checkpoint that training resumes from: the run's, or its parent's."""
         return self.resume_from or self.branch_from
 
 
@@ -81,7 +81,7 @@ class TrainSetup(RunSetup):
         data_digest: Digests of the training tokens, from `data_digest.digest_of`.
         samples: The training samples.
         plan: Batch arithmetic.
-        skipped: The samples that are left out.
+        skipped: The samples to skip.
         schedule: Learning rate by step.
     """
 
@@ -94,13 +94,13 @@ class TrainSetup(RunSetup):
 
 
 def resolve(config: CoreConfig, setup: TrainSetup) -> CoreConfig:
-    """Return the options as `config.toml` records them, including the choices of the setup."""
+    """Return the options for `config.toml`, including the setup's choices."""
     return dataclasses.replace(
         config,
         seed=setup.seed,
         output_dir=str(setup.run.path),
         skip_samples=str(setup.skipped) or None,
-        # RUN alone would be a later checkpoint if the branch is started again before its first.
+        # RUN alone could be a later checkpoint if the branch starts again before its first save.
         branch_from=setup.branch.parent if setup.branch else None,
         per_device_train_batch_size=setup.plan.micro_batch_size,
         **setup.by_device,
@@ -108,7 +108,7 @@ def resolve(config: CoreConfig, setup: TrainSetup) -> CoreConfig:
 
 
 def checkpoint_metadata(config: CoreConfig, setup: TrainSetup) -> dict[str, Any]:
-    """Return what every checkpoint records of the run."""
+    """Return the information about the run in every checkpoint."""
     batch = config.global_batch_size  # with the user's units, for messages
     if batch is None and setup.start is not None and not config.change_on_resume:
         batch = setup.start.metadata.get("batch_option")

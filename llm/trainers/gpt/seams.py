@@ -1,4 +1,4 @@
-"""What an extension can add to the trainer: options with rules, inputs, a part in the loop.
+"""The interface of extensions: options with rules, inputs, a part in the loop.
 
 An extension is a folder of `llm/extensions/` with an `options.py`, which declares a subclass of
 [Extension][llm.trainers.gpt.seams.Extension]; `llm/trainers/gpt/extensions.py` lists it. The core
@@ -26,13 +26,13 @@ if TYPE_CHECKING:  # options are read and checked before torch is imported
 
 @dataclass(frozen=True)
 class Inputs:
-    """What has been read of a run before its data, and before process groups form.
+    """The inputs of a run that are read before its data, and before process groups form.
 
     Attributes:
         start: The checkpoint that the run resumes, branches from, or evaluates.
-        init_from: The checkpoint whose weights the run starts from.
+        init_from: The checkpoint that provides the run's weights.
         model_config: The model's configuration.
-        weights_from: The Hub name or folder whose pretrained weights the run starts from.
+        weights_from: The Hub name or folder of the pretrained weights.
     """
 
     start: "Checkpoint | None"
@@ -46,10 +46,10 @@ class Running:
     """A prepared run or evaluation.
 
     Attributes:
-        setup: What has been read of it.
+        setup: Its inputs.
         strategy: The model and its optimizer, on any layout.
-        model: The model as the log describes it.
-        keep_alive: Call it at least once every `timeout` seconds in what takes long.
+        model: The model for the log's description.
+        keep_alive: Call this at least once every `timeout` seconds during long operations.
     """
 
     setup: "RunSetup"
@@ -60,12 +60,12 @@ class Running:
 
 @dataclass(frozen=True)
 class Exported:
-    """What is exported in place of the last weights.
+    """An export that replaces the last weights.
 
     Attributes:
         prefix: Prefix of its evaluation results, such as `ema_`.
-        words: What it is, for the log.
-        card: What the model card says of the weights.
+        words: Description for the log.
+        card: Description of the weights for the model card.
     """
 
     prefix: str
@@ -78,8 +78,8 @@ class LoopExtension:
 
     Attributes:
         part: Its name in checkpoints; None if it keeps no state.
-        words: What its state is, for the log.
-        exported: What `exporting` puts into the model; None if that changes nothing.
+        words: Description of its state, for the log.
+        exported: Description of the weights of `exporting`; None if it changes nothing.
     """
 
     part: ClassVar[str | None] = None
@@ -87,17 +87,17 @@ class LoopExtension:
     exported: Exported | None = None
 
     def before_step(self, step: int) -> None:
-        """Act before a training step.
+        """Called before a training step.
 
         Args:
             step: Steps done.
         """
 
     def after_update(self, batch: "StepBatch") -> None:
-        """Act after each optimizer step, without reading from the device."""
+        """Called after each optimizer step; must not read from the device."""
 
     def after_step(self, step: int) -> None:
-        """Act after a training step, before anything is logged; its time counts as training.
+        """Called after a training step, before logging; its time counts as training.
 
         Args:
             step: Steps done.
@@ -106,22 +106,22 @@ class LoopExtension:
     def after_steps(
         self, steps: "Sequence[tuple[int, bool, float]]", loader: "TrainLoader"
     ) -> None:
-        """Look at steps whose losses have been read from the device, with those of other ranks.
+        """Called with the losses of steps over all ranks, once read from the device.
 
         Args:
             steps: For each step its number, whether it was skipped, and its mean loss.
-            loader: What the steps were trained on.
+            loader: The samples of the steps.
 
         Raises:
-            DivergedError: Training must not go on.
+            DivergedError: Training must stop.
             RestartError: Training must go back to a checkpoint.
         """
 
     def between_steps(self) -> None:
-        """Act between two steps, in time that does not count as training."""
+        """Called between two steps; its time does not count as training."""
 
     def close(self) -> None:
-        """Act after the last step of this start."""
+        """Called after the last step of this start."""
 
     def evaluated(
         self, evaluate: Callable[[], dict[str, float]], *, last: bool
@@ -129,29 +129,29 @@ class LoopExtension:
         """Return further results of an evaluation.
 
         Args:
-            evaluate: Evaluates the model as it is.
+            evaluate: Evaluates the model with its present weights.
             last: Whether this is the evaluation at the end of training.
         """
         return {}
 
     def exporting(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the model has the weights to export."""
+        """Return a context that gives the model the weights to export."""
         return contextlib.nullcontext()
 
     def begin(self) -> None:
-        """Begin afresh where a checkpoint does not have the part."""
+        """Initialize the part if a checkpoint does not have it."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: plain values, and tensors by the names of the model's parameters."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state; live tensors have been read into already."""
+        """Load the state; live tensors have already been overwritten."""
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Extension(CoreConfig):
-    """The options of an extension, and what it does with them; it imports its code where used."""
+    """The options of an extension, and its methods; it imports its code where needed."""
 
     @property
     def listed(self) -> "Sequence[type[Extension]]":
@@ -163,22 +163,22 @@ class Extension(CoreConfig):
         return []
 
     def needs_validation(self) -> list[str]:
-        """Return its options that ask for evaluations, as far as they are given."""
+        """Return its given options that ask for evaluations."""
         return []
 
     def read(self, inputs: Inputs) -> None:
-        """Check what has been read.
+        """Check the inputs.
 
         Raises:
-            LLMError: In one sentence, what is wrong with it.
+            LLMError: The extension cannot work with these inputs.
         """
 
     def transform(self, model_config: "PreTrainedConfig") -> "Transform | None":
-        """Return what it changes in the model from outside; None without such a change."""
+        """Return its change to the model, or None."""
         return None
 
     def make_optimizer(self, model: "nn.Module", *, seed: int) -> "Optimizer | None":
-        """Return the optimizer of a model; None if the core makes it.
+        """Return the optimizer of a model; None if the core creates it.
 
         Args:
             model: The model, or this rank's shards of it.
@@ -191,7 +191,7 @@ class Extension(CoreConfig):
         return None
 
     def bytes_per_parameter(self) -> float:
-        """Return the device memory that it takes for each trained parameter."""
+        """Return the device memory that it needs for each trained parameter."""
         return 0.0
 
 
@@ -209,13 +209,13 @@ def loop_extensions(config: CoreConfig, running: Running) -> list[LoopExtension]
 
 
 def transforms_of(config: CoreConfig, model_config: "PreTrainedConfig") -> "list[Transform]":
-    """Return what all extensions change in a model."""
+    """Return the changes of all extensions to a model."""
     found = (each.transform(options, model_config) for each, options in extensions_of(config))
     return [transform for transform in found if transform is not None]
 
 
 def optimizer_of(config: CoreConfig, model: "nn.Module", *, seed: int) -> "Optimizer | None":
-    """Return the optimizer that an extension makes; None if the core makes it."""
+    """Return the optimizer of an extension; None if the core creates it."""
     made = (
         each.make_optimizer(options, model, seed=seed) for each, options in extensions_of(config)
     )

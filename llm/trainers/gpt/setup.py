@@ -1,4 +1,4 @@
-"""The objects of a run, built from its configuration and from what `inputs` has read."""
+"""Builds the objects of a run from its configuration and the result of `inputs`."""
 
 import logging
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def make_model(config: CoreConfig, setup: RunSetup, world: World) -> PreTrainedM
         tensor_parallel_size=config.tensor_parallel_size,
         transforms=transforms_of(config, setup.model_config),
     )
-    # Ranks that hold shards draw or read them once the model is sharded.
+    # Ranks draw or read their shards once the model is sharded.
     model = build(device=device if setup.layout.is_replicated else torch.device("meta"))
     source = setup.weights_from
     on_meta = model.device.type == "meta"
@@ -79,17 +79,17 @@ def make_model(config: CoreConfig, setup: RunSetup, world: World) -> PreTrainedM
 
 
 def described(setup: RunSetup, model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model that the log and the model card describe, before it is divided.
+    """Return the model for the log and the model card, before it is divided.
 
-    With pipeline stages it is a copy without weights, since each stage keeps its own layers only.
+    With pipeline stages it is a copy without weights, because each stage keeps only its layers.
     """
     return without_weights(model) if setup.layout.pipeline > 1 else model
 
 
 def _check_use(config: CoreConfig, setup: RunSetup, model: PreTrainedModel) -> None:
-    """Refuse a model whose results the options would change."""
+    """Refuse a model if the options would change its results."""
     ends, layout = setup.ends, setup.layout
-    # Context parallelism has an attention of its own.
+    # Context parallelism uses a different attention.
     if ends is not None and ends.attention and layout.context == 1 and model.device.type != "cpu":
         flex = config.attention_implementation is None and model.device.type == "cuda"
         use_document_attention(model, flex=flex)
@@ -131,7 +131,7 @@ def make_strategy(
 
     whole, coverage, order = None, None, None
     if isinstance(strategy, ShardedStrategy):
-        # What depends on the whole model, before it is divided.
+        # Values that depend on the whole model, computed before it is divided.
         whole = strategy.matrices
         if config.kfac and not config.eval_only:
             with dummy_weights(model, strategy.device), strategy.autocast():
@@ -140,7 +140,7 @@ def make_strategy(
             order = basis_order(config, model)
 
     def optimizer_factory(model: Any) -> torch.optim.Optimizer:
-        # An evaluation takes the weights only.
+        # An evaluation only needs the weights.
         if config.kfac and not config.eval_only:
             with strategy.autocast():  # it runs the model once, and some kernels refuse float32
                 kfac = make_kfac(
@@ -169,7 +169,7 @@ def check_same_start(setup: RunSetup) -> None:
     """Refuse to train if ranks have read different checkpoints, seeds or data.
 
     Raises:
-        ParallelError: On all ranks, with what two of them have read.
+        ParallelError: Names the inputs of two ranks; raised on all ranks.
     """
     start = setup.start or setup.init_from
     own = {
@@ -178,16 +178,16 @@ def check_same_start(setup: RunSetup) -> None:
     }
     if isinstance(setup, TrainSetup):
         own["windows"] = setup.samples.num_windows
-        # A sidecar may be on some nodes only.
+        # A sidecar may exist on only some nodes.
         own["data"] = f"{setup.data_digest['ends']}-{setup.data_digest['places']}"
     starts = gather(own)
     for rank, other in enumerate(starts):
         if other != starts[0]:
             raise ParallelError(
                 f"Rank 0 starts from {starts[0]}, but rank {rank} from {other}: a folder is not "
-                "the same on all nodes, or shows an older state there; start again, and if that "
-                "does not help, move --output_dir and the data to a file system that all nodes "
-                "share."
+                "the same on all nodes, or its contents are out of date there; start again, and if "
+                "this does not help, move --output_dir and the data to a file system that all "
+                "nodes share."
             )
 
 
@@ -195,7 +195,7 @@ def load_weights(checkpoint: Checkpoint | None, strategy: AcceleratedStrategy) -
     """Load the weights of a checkpoint, if there is one, without its optimizer.
 
     Raises:
-        CheckpointError: The checkpoint is of another model.
+        CheckpointError: The checkpoint belongs to another model.
     """
     if checkpoint is not None:
         load_state(checkpoint, {"strategy": _Weights(strategy)})
@@ -270,10 +270,10 @@ def make_evaluate_tasks(
 
 
 def load_start(setup: TrainSetup, trainer: Trainer) -> None:
-    """Load the checkpoint from which training goes on, if there is one, into the trainer.
+    """Load the checkpoint to continue from, if any, into the trainer.
 
     Raises:
-        CheckpointError: The checkpoint is of another model or optimizer.
+        CheckpointError: The checkpoint belongs to another model or optimizer.
     """
     if setup.start is None:
         return
@@ -291,7 +291,7 @@ def load_start(setup: TrainSetup, trainer: Trainer) -> None:
 
 
 def leave_later_steps(config: CoreConfig, setup: TrainSetup, trainer: Trainer) -> None:
-    """Log the step of the start, and set later checkpoints of the run aside."""
+    """Log the first step, and set later checkpoints of the run aside."""
     if setup.start is None:
         return
     step = trainer.state.step
@@ -303,7 +303,7 @@ def leave_later_steps(config: CoreConfig, setup: TrainSetup, trainer: Trainer) -
         )
     else:
         if trainer.strategy.rank == 0:
-            # Else the next resume would take a later checkpoint, which this run has abandoned.
+            # Otherwise the next resume would take a later, abandoned checkpoint.
             mark_superseded(setup.run.checkpoints, after=step)
         logger.info(
             f"Resumed from {setup.start.path} at step {step}.",
@@ -311,4 +311,4 @@ def leave_later_steps(config: CoreConfig, setup: TrainSetup, trainer: Trainer) -
         )
     log_changes(config, setup.start, ranks=trainer.strategy.world_size)
     if step == setup.plan.total_steps:
-        logger.info(f"All {step:,} steps are done already: nothing is left to train.")
+        logger.info(f"All {step:,} steps are already done: nothing is left to train.")

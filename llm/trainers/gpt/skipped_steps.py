@@ -1,4 +1,4 @@
-"""Report the steps that were skipped, and give up if there are too many in a row."""
+"""Report skipped steps, and stop if there are too many in a row."""
 
 import logging
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ def report_skipped(
         steps: The result of `Meter.pop_steps`.
         state: Counters of the run, which count the skipped steps in a row.
         loader: The samples of the steps.
-        most: Training stops after this many skipped steps in a row.
+        most: Maximum number of consecutive skipped steps before training stops.
         run: Folder of the run, for the command that shows a step's text.
 
     Raises:
@@ -38,9 +38,9 @@ def report_skipped(
             _report(step, loader, run)
     if state.skipped_in_a_row >= most:
         raise DivergedError(
-            f"The last {state.skipped_in_a_row} steps were skipped since loss or gradient "
-            "was not finite (--max_skipped_steps); go on from an earlier checkpoint with a "
-            "lower --learning_rate or other data. What was saved before is untouched."
+            f"The last {state.skipped_in_a_row} steps were skipped because loss or gradient was "
+            "not finite (--max_skipped_steps); resume from an earlier checkpoint with a lower "
+            "--learning_rate or other data. Earlier checkpoints are untouched."
         )
 
 

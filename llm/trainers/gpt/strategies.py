@@ -1,4 +1,4 @@
-"""Which strategy trains a run, and how many replicas of the model there are."""
+"""Choose the strategy of a run, and the number of replicas of the model."""
 
 import logging
 import os
@@ -35,10 +35,10 @@ logger = logging.getLogger("llm")
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """Copies of the model that train side by side, each with its own weights and optimizer.
+    """Copies of the model that train in parallel, each with separate weights and optimizer.
 
     Attributes:
-        number: Number of replicas; 1 where all ranks train one model.
+        number: Number of replicas; 1 if all ranks train one model.
         ranks_each: Number of consecutive ranks that train one of them.
         rounds: The groups of replicas that average in each round of gossip; empty without gossip.
         accum_steps: Steps of a block of AccumAdamW; None for AdamW.
@@ -50,7 +50,7 @@ class Replicas:
     accum_steps: int | None
 
     def metadata(self) -> dict[str, int | None]:
-        """Return what a checkpoint records of them, for the run that resumes from it."""
+        """Return the record of the replicas in a checkpoint."""
         return {"replicas": self.number, "accum_steps": self.accum_steps}
 
 
@@ -58,7 +58,7 @@ def plan_replicas(config: CoreConfig, world_size: int, resume_from: Checkpoint |
     """Divide the ranks into replicas.
 
     Raises:
-        ConfigError: The topology does not allow that number; with those that it allows.
+        ConfigError: The topology does not allow this number; the message names allowed ones.
     """
     number, ranks_each, rounds = divide_ranks(
         config, ranks=world_size, ranks_per_node=ranks_per_node(os.environ, world_size)
@@ -75,7 +75,7 @@ def _accum_steps(config: CoreConfig, replicas: int, resume_from: Checkpoint | No
     if config.moment_update_steps is not None:
         return config.moment_update_steps
     if resume_from is not None and "accum_steps" in resume_from.metadata:
-        # The optimizer counts steps within a block, whatever the number of replicas is now.
+        # The optimizer counts steps within a block, regardless of the present number of replicas.
         saved: int | None = resume_from.metadata["accum_steps"]
         return saved
     steps = min(MOST_ACCUM_STEPS, replicas)
@@ -96,17 +96,17 @@ def choose_strategy(
     seed: int,
     transforms: Sequence[Transform],
 ) -> AcceleratedStrategy:
-    """Return the strategy of a run, which is given the model by its `prepare`.
+    """Return the strategy of a run; its `prepare` receives the model.
 
     Args:
         config: The options.
-        replicas: The models that train side by side; an evaluation has one.
+        replicas: The replicas; an evaluation has one.
         dims: How the ranks divide one model.
         accelerator: The processes, devices and precision.
-        model: On the meta device if each rank is to draw or read the weights of its shards.
-        weights_from: Where pretrained weights come from, or None.
+        model: The model; on the meta device if each rank draws or reads its shards.
+        weights_from: Source of pretrained weights, or None.
         seed: The run's seed.
-        transforms: What extensions change in the model.
+        transforms: Changes of extensions to the model.
     """
     init_weights = None
     if model.device.type == "meta":
@@ -126,7 +126,7 @@ def choose_strategy(
         )
     if decentralized:
         if replicas.number == 1:
-            # DiLoCo's outer step averages with nobody: one replica trains as without it.
+            # With one replica, DiLoCo's outer step averages nothing: it trains as without it.
             config = replace(config, inner_steps=sys.maxsize)
         return DecentralizedStrategy(
             config, accelerator, rounds=replicas.rounds, ranks_per_replica=replicas.ranks_each
@@ -144,18 +144,18 @@ def choose_strategy(
 
 
 def load_checkpoint(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
-    """Load a checkpoint, which another number of replicas may have saved.
+    """Load a checkpoint, possibly saved with another number of replicas.
 
     Raises:
-        CheckpointError: It is that of another model or optimizer, or of another data_parallel.
+        CheckpointError: It belongs to another model, optimizer or data_parallel.
     """
     strategy = parts["strategy"]
     saved = int(checkpoint.metadata.get("replicas", 1))
     mode = checkpoint.metadata["fixed"].get("data_parallel", "allreduce")
     if isinstance(strategy, DecentralizedStrategy) != (mode != "allreduce"):
         raise CheckpointError(
-            f"{checkpoint.path} was written with --data_parallel {mode}, whose optimizer cannot be "
-            "taken over; start another run from its weights with --init_from."
+            f"{checkpoint.path} was written with --data_parallel {mode}, and its optimizer state "
+            "cannot be converted; start another run from its weights with --init_from."
         )
     if not isinstance(strategy, DecentralizedStrategy) or saved == strategy.num_replicas:
         load_state(checkpoint, parts)

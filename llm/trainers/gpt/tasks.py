@@ -1,7 +1,7 @@
 """Tasks of EleutherAI's lm-evaluation-harness on the model that trains (`--eval_tasks`).
 
-lm-eval makes requests of a task's data and results of their answers; the answers come from the
-strategy, in any layout. The module needs the extra `tasks`, and is imported if a run has tasks.
+lm-eval turns a task's data into requests and the answers into results; the strategy computes the
+answers, in any layout. The module needs the extra `tasks`, and is imported if a run has tasks.
 """
 
 import logging
@@ -59,7 +59,7 @@ class Tasks:
         layout: ParallelDims,
     ) -> None:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        lm_eval_task.tqdm = partial(tqdm, disable=True)  # there is no option for it
+        lm_eval_task.tqdm = partial(tqdm, disable=True)  # no option can change this
         if tokenizer.eos_token_id is None:
             raise ConfigError(
                 "--eval_tasks needs a tokenizer with an end-of-text token, which begins every text."
@@ -77,24 +77,24 @@ class Tasks:
                     raise ConfigError(f"--eval_tasks names the task {name} twice.")
                 if task.get_config("output_type") == "generate_until" and not layout.is_replicated:
                     raise ConfigError(
-                        f"--eval_tasks {file}: the task {name} generates text, for which each rank "
-                        f"must hold the whole model, and they divide it ({layout.describe()}); "
-                        "leave it out."
+                        f"--eval_tasks {file}: the task {name} generates text, so each rank must "
+                        f"hold the whole model, but they divide it ({layout.describe()}); leave it "
+                        "out."
                     )
             try:
-                # All requests are made and all results computed once, from answers of no model.
+                # Create all requests and compute all results once, with dummy answers.
                 found = self._evaluate(
                     loaded,
                     score=lambda texts: [(-1.0, False)] * len(texts),
                     generate=lambda prompts: [""] * len(prompts),
                 )
-            except Exception as error:  # of templates, metrics and users' functions, of any kind
+            except Exception as error:  # templates, metrics and users' functions may raise anything
                 reason = one_line(error)
                 raise ConfigError(
                     f"--eval_tasks {file} does not fit the model or its data: {reason}."
                 ) from error
             for name, task in loaded["tasks"].items():
-                if not found.get(name):  # lm-eval leaves out metrics that it does not know
+                if not found.get(name):  # lm-eval skips unknown metrics
                     metrics = [
                         str(each.get("metric")) for each in task.get_config("metric_list") or ()
                     ]
@@ -120,7 +120,7 @@ class Tasks:
             strategy: The prepared model.
             model: The model, which generates text in layouts with all of it on each rank.
             batch_size: Texts that a rank scores at once.
-            seed: Keys what is drawn for tasks that sample.
+            seed: Keys the draws of tasks that sample.
             on_batch: Called after each batch.
 
         Returns:
@@ -133,7 +133,7 @@ class Tasks:
         continue_texts = partial(
             generate, strategy, model, tokenizer=self._tokenizer, seed=seed, on_batch=on_batch
         )
-        # Compiled blocks would be compiled again for every length.
+        # Compiled blocks would recompile for every length.
         with strategy.averaged(), torch.compiler.set_stance("force_eager"):
             return self._evaluate(self._loaded, score=score_texts, generate=continue_texts)
 
@@ -151,12 +151,12 @@ class Tasks:
 def _load(file: str) -> dict[str, Any]:
     """Load the tasks of a YAML file, and their data."""
     if not Path(file).is_file():
-        raise ConfigError(f"--eval_tasks {file} is no file; name the YAML file of a task.")
+        raise ConfigError(f"--eval_tasks {file} is not a file; name the YAML file of a task.")
     bars = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
         loaded: dict[str, Any] = TaskManager(include_defaults=False).load([file])
-    except Exception as error:  # of YAML, lm-eval and datasets, of dozens of kinds
+    except Exception as error:  # YAML, lm-eval and datasets raise dozens of types
         reason = one_line(error)
         if isinstance(error, AttributeError | KeyError | TypeError):  # about lm-eval's variables
             reason = "a key that it needs is missing, or has a value of the wrong kind"
@@ -180,7 +180,7 @@ def _values(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 class _Answers(TemplateLM):  # type: ignore[misc]
-    """The model that lm-eval asks: it turns requests into tokens as lm-eval's class `HFLM` does."""
+    """The model for lm-eval; it turns requests into tokens like lm-eval's class `HFLM`."""
 
     def __init__(
         self,

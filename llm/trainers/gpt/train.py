@@ -69,10 +69,10 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
 
     Raises:
         PeerLostError: Another rank has died or hangs.
-        LLMError: In one sentence, what is wrong with an option, the data or a checkpoint.
+        LLMError: An option, the data or a checkpoint cannot be used.
     """
     began = time.perf_counter()
-    # Everything is read before process groups form: bad input is refused by one sentence.
+    # Read everything before process groups form: bad input is refused with one sentence.
     setup = on_all_ranks(lambda: read_training(config, world, config_file=config_file))
     searches = config.per_device_train_batch_size == "auto" and setup.resume_from is None
     config = resolve(config, setup)
@@ -90,11 +90,11 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
             config, setup = find_batch_size(config, setup, strategy, world)
         with watched(config, setup, strategy, world) as health:
             trainer = make_trainer(config, setup, strategy, model, health)
-            # From here on a signal saves and stops; before, it ended the process at once.
+            # From here on a signal saves and stops; earlier it ends the process at once.
             trainer.interruption.watch()
             load_start(setup, trainer)
             on_all_ranks(lambda: connect_trackers(config, setup, strategy))
-            # No rank refuses anything below.
+            # From here on, no rank refuses the run.
             on_all_ranks(lambda: open_folder(config, setup, strategy))
             log_start(config, setup, strategy, model)
             leave_later_steps(config, setup, trainer)
@@ -145,7 +145,7 @@ def make_trainer(
 
 
 def open_folder(config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> None:
-    """Begin to write to the run's folder: the log so far, `status.json`, TensorBoard's files."""
+    """Open the run's folder: write the log so far, `status.json`, TensorBoard's files."""
     run = setup.run
     run.is_open = True
     if strategy.rank == 0:
@@ -163,14 +163,14 @@ def watched(
     """Watch the other ranks, and write `status.json` if an error ends the run in its open folder.
 
     Raises:
-        PeerLostError: In place of an error that the loss of another rank has caused.
-        DeviceMemoryError: In place of an error that says that the device's memory is full.
+        PeerLostError: Replaces an error caused by the loss of another rank.
+        DeviceMemoryError: Replaces an error about full device memory.
     """
     run = setup.run
     reported = False
 
     def report(failure: str) -> None:
-        # A rank that waits to be ended may see rank 0 end first, with the same error.
+        # A rank that waits for its end may see rank 0 end first, with the same error.
         if run.is_open and strategy.rank == health.reporter and not reported:
             run.say("failed", reason=failure)
 
@@ -183,20 +183,20 @@ def watched(
         stacks=run.stacks,
     )
     try:
-        with explain_out_of_memory(config, world):  # within, since it goes into `status.json`
+        with explain_out_of_memory(config, world):  # inside, because it goes into `status.json`
             yield health
         health.close()
     except BaseException as error:
         if is_shared(error):
-            health.close()  # a rank that ends now is not lost
-        # A lost rank makes a collective fail on all others; the watchdog names it a moment later.
+            health.close()  # ranks that end now are not lost
+        # A lost rank makes a collective fail on all others; the watchdog names it shortly after.
         foreseen = isinstance(error, LLMError | KeyboardInterrupt | SystemExit)
         foreseen = foreseen and not isinstance(error, PeerLostError)
         failure = health.wait_for_failure(0.0 if foreseen else PEER_SECONDS)
         health.stop()
         if failure is not None:
             raise PeerLostError(failure, reported=True) from error
-        with contextlib.suppress(OSError):  # the disk may be the reason of the error
+        with contextlib.suppress(OSError):  # the disk may have caused the error
             report(f"{type(error).__name__}: {error}")
         reported = True
         raise
@@ -207,7 +207,7 @@ def log_preempted(config: CoreConfig, setup: TrainSetup, trainer: Trainer) -> No
     step = trainer.state.step
     reason = trainer.interruption.reason or "a request to another rank"
     logger.info(
-        f"Stopped by {reason} after step {step}, which is saved. To go on: "
+        f"Stopped by {reason} after step {step}, which is saved. To continue: "
         f"{resume_command(config, setup.run, trainer.strategy.world_size)}"
     )
     if trainer.strategy.rank == 0:
@@ -218,7 +218,7 @@ def log_preempted(config: CoreConfig, setup: TrainSetup, trainer: Trainer) -> No
 def finish(config: CoreConfig, setup: TrainSetup, trainer: Trainer, model: PreTrainedModel) -> None:
     """Export the model and its results, and log the last lines; every rank calls it."""
     if not trainer.results and trainer.evaluate is not None:
-        # The run was finished before it was resumed, so this start has not evaluated.
+        # The run was already finished when it was resumed, so this start has not evaluated.
         trainer.results = trainer.evaluate_weights()
     if not trainer.task_results and trainer.evaluate_tasks is not None:
         trainer.task_results = trainer.evaluate_tasks()

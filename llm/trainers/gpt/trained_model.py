@@ -55,14 +55,14 @@ def read_config(run: Path) -> GPTConfig:
 
 
 def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that a branch takes over from the run of `branch_from`.
+    """Return the options that a branch inherits from the run of `branch_from`.
 
     Args:
-        values: The options that are given, by name. If they are complete, as in the `config.toml`
-            of the branch itself, nothing is taken over.
+        values: The given options, by name. If they are complete, as in the branch's `config.toml`,
+            nothing is inherited.
 
     Raises:
-        ConfigError: There is no such run, or a branch with a cooldown is given a length besides.
+        ConfigError: The run does not exist, or a branch with a cooldown also has a length.
     """
     parent = values.get("branch_from")
     if parent is None or is_complete(values):
@@ -70,15 +70,15 @@ def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
     lengths = [f"--{name}" for name in LENGTHS if name in values]
     if "cooldown_tokens" in values and lengths:
         raise ConfigError(
-            f"--cooldown_tokens is the length of a branch, and {lengths[0]} another one; give one "
-            "of them."
+            f"--cooldown_tokens sets the length of a branch, and {lengths[0]} sets another one; "
+            "give one of them."
         )
     path = Path(os.path.realpath(parent))
     # RUN, RUN/STEP or RUN/checkpoints/step_STEP
     runs = [run for run in (path, *path.parents[:2]) if (run / "config.toml").is_file()]
     if not runs:
         raise ConfigError(
-            f"--branch_from {parent} is no run, which has a config.toml; name a run's folder or "
+            f"--branch_from {parent} is not a run: it has no config.toml; name a run's folder or "
             "RUN/STEP."
         )
     own = ("output_dir", "branch_from")
@@ -86,8 +86,8 @@ def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
     recorded_length = next((f"--{name}" for name in LENGTHS if name in taken), None)
     if lengths and recorded_length not in (None, *lengths):
         raise ConfigError(
-            f"{lengths[0]} is not the form in which --branch_from {parent} has its length; give "
-            f"{recorded_length} in place of it."
+            f"{lengths[0]} is not how --branch_from {parent} states its length; give "
+            f"{recorded_length} instead."
         )
     return {name: value for name, value in taken.items() if name not in own}
 
@@ -117,7 +117,7 @@ def tokenizer_of(config: CoreConfig) -> "PreTrainedTokenizerBase":
 
 
 def generation_settings(checkpoint: Checkpoint | None) -> "GenerationConfig | None":
-    """Return the generation settings of the pretrained weights that a run started from.
+    """Return the generation settings of a run's pretrained weights.
 
     Args:
         checkpoint: One of the run's checkpoints.
@@ -141,12 +141,12 @@ def follow_best(folder: Path) -> tuple[Path | None, str]:
         return None, "no link (--save_top_k keeps one)"
     target = link.readlink()
     if not link.exists():
-        return None, f"a link to {target}, which is not there"
+        return None, f"a link to {target}, which does not exist"
     return folder / target, str(target)
 
 
 def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
-    """Return the checkpoint of a step, after its checksums were verified.
+    """Return the checkpoint of a step, with verified checksums.
 
     Args:
         folder: The run's `checkpoints` folder.
@@ -154,8 +154,8 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
         option: The option that names the step, for messages.
 
     Raises:
-        CheckpointError: It is damaged, or there is none.
-        ConfigError: There is none of that step.
+        CheckpointError: It is damaged or missing.
+        ConfigError: No checkpoint has this step.
     """
     if step == "latest":
         listed = checkpoint_folders(folder)
@@ -181,14 +181,14 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
 
 
 def read_while_training(folder: Path, read: Callable[[], _Read]) -> _Read:
-    """Return what `read` reads from checkpoints, and call it again if training removes one of them.
+    """Call `read` to read checkpoints; call it again if training removes one meanwhile.
 
     Args:
         folder: The run's `checkpoints` folder.
         read: Chooses and reads checkpoints.
 
     Raises:
-        CheckpointError: Training removes them faster than they are read.
+        CheckpointError: Training removes checkpoints faster than they are read.
     """
     for tries_left in reversed(range(_TRIES)):
         listed = checkpoint_folders(folder)
@@ -213,13 +213,14 @@ def load_trained(
     Args:
         config: The run's configuration.
         chosen: One of its checkpoints.
-        part: The part of the checkpoint that has the weights, if not the model itself.
+        part: The part of the checkpoint with the weights, if not the model.
 
     Returns:
         The model, in fp32 on the CPU, with the vocabulary padded as in training; the tokenizer.
 
     Raises:
-        LLMError: The model or the tokenizer cannot be loaded, or the checkpoint is of another one.
+        LLMError: The model or the tokenizer cannot be loaded, or the checkpoint belongs to another
+            one.
     """
     model, tokenizer = build_untrained(config, chosen, device="cpu")
     if part is None:
@@ -237,7 +238,7 @@ def build_untrained(
     Args:
         config: The run's configuration.
         chosen: One of its checkpoints, which has copies of the model's configuration and tokenizer.
-        device: Where to build the model.
+        device: Device of the model.
 
     Raises:
         LLMError: The model or the tokenizer cannot be loaded.
@@ -283,7 +284,7 @@ def export_trained(
 
     Args:
         config: The run's configuration.
-        model: The model, whose weights are not read.
+        model: The model; its weights are not used.
         tokenizer: The run's tokenizer.
         state_dict: The weights, on the host.
         folder: The folder, which may hold a run.

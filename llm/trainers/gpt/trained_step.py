@@ -1,4 +1,4 @@
-"""Which samples a step of a run was trained on, from the run's folder alone."""
+"""Find the samples of a training step from the run's folder alone."""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 _OPTIONS = ("seed", "block_size", "per_device_train_batch_size")
-"""Options that a resume may have changed since (`--change_on_resume`)."""
+"""Options that a later resume may have changed (`--change_on_resume`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +43,11 @@ class TrainedStep:
 
     Attributes:
         total_steps: Steps of the run.
-        data_ranks: Ranks among which the step's samples were divided.
+        data_ranks: Number of ranks that shared the step's samples.
         samples: Their numbers, int64 [num_samples].
         sources: The source of each, a place in `corpus`, int64 [num_samples].
         starts: Position of each one's first token in its source's stream, int64 [num_samples].
-        num_tokens: Tokens of a sample, the last label included.
+        num_tokens: Tokens of a sample, including the last label.
         corpus: The sources of the training split.
         tokenizer: The run's tokenizer.
     """
@@ -63,21 +63,21 @@ class TrainedStep:
 
 
 def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None) -> TrainedStep:
-    """Find the samples of a step, without reading more than parts of the token files.
+    """Find the samples of a step; reads only parts of the token files.
 
     Args:
         run: Folder of a run, finished or not.
         step: Number of the step, counted from 1.
-        rank: The data-parallel rank whose samples to return; None for those of all.
-        data_ranks: Number of data-parallel ranks; None for that of the start that trained the step.
+        rank: Return only this data-parallel rank's samples; None for all ranks.
+        data_ranks: Number of data-parallel ranks; None for the number when the step was trained.
 
     Raises:
-        LLMError: There is no such run, step or rank, or the data have gone or changed.
+        LLMError: The run, step or rank does not exist, or the data are missing or have changed.
     """
     config = read_config(run)
     order = _recorded_order(RunFolder(run), step, config)
     changed: dict[str, Any] = {name: order[name] for name in _OPTIONS}
-    # In place of a length by other options, or by a cooldown.
+    # Replaces other length options, and a cooldown.
     changed |= dict.fromkeys(LENGTHS) | {"max_train_samples": order["total_samples"]}
     config = replace(config, **changed)
     checkpoints = RunFolder(run).checkpoints
@@ -132,7 +132,7 @@ def _positions(plan: BatchPlan, step: int, rank: int | None) -> NDArray[np.int64
     """Return the positions of a step, or of a rank in it.
 
     Raises:
-        ConfigError: There is no such step or rank.
+        ConfigError: The step or rank does not exist.
     """
     if step > plan.total_steps:
         raise ConfigError(f"--step {step} is beyond the run, which has {plan.total_steps:,} steps.")
@@ -148,7 +148,7 @@ def _positions(plan: BatchPlan, step: int, rank: int | None) -> NDArray[np.int64
 
 
 def _recorded_order(run: RunFolder, step: int, config: CoreConfig) -> dict[str, Any]:
-    """Return what the last start that trained the step has logged of the order of its samples.
+    """Return the sample order logged by the last start that trained the step.
 
     Args:
         run: The run's folder.
@@ -162,7 +162,7 @@ def _recorded_order(run: RunFolder, step: int, config: CoreConfig) -> dict[str, 
     order = next((each for each in starts[::-1] if each["step"] < step), None)
     if order is None:
         raise DataError(
-            f"{run.events} records no start of the run, which says how its samples are ordered; "
+            f"{run.events} records no start of the run, so the order of its samples is unknown; "
             "copy the file back."
         )
     # The last start may have made the run longer.
@@ -170,7 +170,7 @@ def _recorded_order(run: RunFolder, step: int, config: CoreConfig) -> dict[str, 
 
 
 def _starts(run: RunFolder, config: CoreConfig) -> list[dict[str, Any]]:
-    """Return what the starts of a run have logged, a branch's after those of its parent."""
+    """Return the logged starts of a run; a parent's starts come before its branch's."""
     starts: list[dict[str, Any]] = []
     if config.branch_from is not None:
         parent = Path(config.branch_from).parents[1]  # of RUN/checkpoints/step_N

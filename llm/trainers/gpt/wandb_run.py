@@ -1,4 +1,4 @@
-"""The run of Weights & Biases that belongs to a run's folder, and which a resume continues."""
+"""The Weights & Biases run of a run's folder; a resumed run continues it."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ def wandb_arguments(config: CoreConfig, run: RunFolder) -> tuple[str, dict[str, 
         return config.project_name or DEFAULT_PROJECT, {}
     former: dict[str, str] = {}
     if not config.overwrite_output_dir:
-        with contextlib.suppress(OSError, ValueError):  # there is none, or a kill has cut it short
+        with contextlib.suppress(OSError, ValueError):  # missing, or cut short by a kill
             former = json.loads(run.wandb.read_text(encoding="utf-8"))
     default = former.get("project") or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
     project = config.project_name or default
@@ -38,7 +38,7 @@ def remember_wandb(run: RunFolder, trackers: Sequence[Any]) -> None:
 
     Args:
         run: The run's folder.
-        trackers: Accelerate's trackers that are open.
+        trackers: Accelerate's open trackers.
     """
     for tracker in trackers:
         if tracker.name == "wandb":
