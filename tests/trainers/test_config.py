@@ -177,7 +177,7 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
             ["needs --checkpointing_steps, --checkpointing_tokens or --checkpointing_minutes;"],
         ),
         ({"keep_checkpoints": 3}, ["--checkpointing_steps"]),
-        ({"report_to": ("none", "wandb")}, ["none stands alone"]),
+        ({"report_to": ("none", "wandb")}, ["none cannot be combined"]),
         ({"change_on_resume": ("sed",)}, ["'sed', which is not an option"]),
         ({"kfac_damping": 0.001}, ["--kfac_damping needs --kfac; give that too, or leave it out."]),
         ({"kfac_skip_layers": ("attn",)}, ["--kfac_skip_layers needs --kfac"]),
