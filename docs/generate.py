@@ -14,7 +14,7 @@ from pathlib import Path
 from llm.checkpoints import CheckpointsOptions
 from llm.config.options import to_markdown
 from llm.data.inspect import InspectOptions
-from llm.data.prepare import PrepareConfig
+from llm.data.preparation.options import PrepareConfig
 from llm.data.train_tokenizer import TrainTokenizerOptions
 from llm.fetch import FetchOptions
 from llm.generate import GenerateOptions

@@ -21,14 +21,14 @@ from llm.checkpoints import CheckpointsOptions
 from llm.config.command_line import parse
 from llm.config.options import fields
 from llm.data.inspect import InspectOptions
-from llm.data.prepare import PrepareConfig
-from llm.data.prepare import check as check_prepare
+from llm.data.preparation.options import PrepareConfig
+from llm.data.preparation.options import check as check_prepare
 from llm.data.train_tokenizer import TrainTokenizerOptions, check_options
 from llm.errors import ConfigError
 from llm.fetch import FetchOptions
 from llm.generate import GenerateOptions
 from llm.jobs.__main__ import main as write_job
-from llm.jobs.options import JobOptions
+from llm.jobs.options import JobOptions, PreparationJobOptions
 from llm.parallel.topology import TopologyOptions
 from llm.plan.options import PlanOptions
 from llm.preflight import PreflightOptions
@@ -209,6 +209,9 @@ def test_every_other_command_that_a_page_shows_parses(page):
                     words.index("--config") : words.index("--config") + 2
                 ]  # a file of the trainer's options
             if program == "checkpoints" and words[:1] == ["average"]:
+                del words[:1]
+            if program == "jobs" and words[:1] == ["prepare"]:
+                options = PreparationJobOptions
                 del words[:1]
             if positional and words and not words[0].startswith("-"):
                 words = [f"--{positional}", *words]  # whose name can be left out

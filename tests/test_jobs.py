@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(
     path
     for path in [*EXAMPLES.glob("*/*.sh"), *EXAMPLES.glob("*/*.pbs")]
-    if path.stem != "prepare_data"
+    if not path.stem.startswith("prepare_")
 )
 MY_DATA = 'model_name_or_path = "gpt2"\ntrain_file = "a.txt"\n'
 TRAINER = ["--model_name_or_path", "gpt2", "--train_file", "a b.txt", "--output_dir", "runs/a"]
@@ -529,3 +529,58 @@ def test_the_requested_number_of_cores_is_bound(capsys):
     script = write(capsys, *asked, "--time", "1:00:00")
     assert "--cpu-bind depth --depth 16" in script
     assert "OMP_NUM_THREADS=16" in script
+
+
+PREPARE = ["--input", "text/*.jsonl", "--tokenizer_name", "gpt2", "--output_prefix", "data/web"]
+
+
+def write_preparation(capsys, *argv: str, options: list[str] = PREPARE) -> str:
+    return write(capsys, "prepare", *argv, trainer=options)
+
+
+def test_a_preparation_starts_once_on_each_node_of_slurm(capsys):
+    script = write_preparation(capsys, "slurm", "--nodes", "10", "--time", "2:00:00")
+
+    found = directives(script)
+    assert (found["nodes"], found["ntasks-per-node"], found["time"]) == ("10", "1", "02:00:00")
+    assert options_of(script) == PREPARE
+    assert 'srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1' in script
+    assert "# Made by: python -m llm.jobs prepare slurm --nodes 10 --time 2:00:00 --" in script
+
+
+def test_a_preparation_starts_once_on_each_node_of_polaris(capsys):
+    script = write_preparation(capsys, "--site", "polaris", "--nodes", "10", "--time", "2:00:00")
+
+    assert "\n#PBS -q debug-scaling\n" not in script  # which allows an hour
+    assert "\n#PBS -q prod\n#PBS -l select=10:system=polaris\n" in script
+    assert '-n "${#HOSTS[@]}" --ppn 1\n    --cpu-bind none\n' in script
+    assert options_of(script) == PREPARE
+
+
+@pytest.mark.parametrize(
+    ("argv", "options", "fault"),
+    [
+        (["slurm"], [], "The options of llm.data.prepare are missing: write them after --."),
+        (["slurm"], PREPARE[2:], "Name the text with either --input or --dataset_name."),
+        (["slurm"], [*PREPARE, "--executor", "dask"], "--executor dask does not go into this"),
+        (["slurm"], [*PREPARE, "--rank", "0", "--world_size", "2"], "--rank does not go into this"),
+        (["pbs", "--nodes", "2"], [*PREPARE, "--overwrite"], "--overwrite goes with one process"),
+        (["pbs", "--site", "frontier"], PREPARE, "--site frontier knows slurm, not pbs; write"),
+        (["slurm", "--nodes", "0"], PREPARE, "--nodes"),
+    ],
+)
+def test_a_preparation_that_cannot_work_is_one_sentence(capsys, argv, options, fault):
+    (line,) = refuse(capsys, "prepare", *argv, trainer=options).splitlines()
+    assert fault in line
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+def test_shellcheck_finds_nothing_in_the_script_of_a_preparation(capsys, tmp_path, scheduler):
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    script = tmp_path / "job.sh"
+    script.write_text(write_preparation(capsys, scheduler, "--nodes", "2"))
+
+    done = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True)
+
+    assert done.stdout == ""

@@ -1,164 +1,28 @@
 """`python -m llm.data.prepare`: text to token files, ahead of training."""
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from llm.config.command_line import parse
-from llm.config.options import lacking, option, option_group
 from llm.config.program import program
+from llm.data.preparation.options import PrepareConfig, check
 from llm.errors import ConfigError
 from llm.runtime.logging import set_up_logging
 
 if TYPE_CHECKING:
     from llm.data.preparation.output_files import Output
+    from llm.data.preparation.shares import Share
+    from llm.data.preparation.tokenize_shards import Cluster
     from llm.data.text.sources import Source
 
-TOKENIZER = "Tokenizer"
-OUTPUT = "Output"
-RUNNING = "Running"
 
-
-@option_group("Input")
-class PrepareConfig:
-    """Options of `python -m llm.data.prepare`."""
-
-    input: tuple[str, ...] = option(
-        (),
-        "Files, quoted patterns and folders with jsonl, json, csv, parquet or txt files; all but "
-        "parquet may be compressed as gz, xz, zst or bz2.",
-        path=True,
-    )
-    text_column: str | None = option(
-        None,
-        "JSON key or column that holds the text; by default `text`.",
-        aliases=("json_key", "json_keys"),
-    )
-    text_unit: Literal["line", "paragraph", "file"] = option(
-        "file", "Unit of a txt file that is one document; blank lines separate paragraphs."
-    )
-    dataset_name: str | None = option(
-        None, "Data set on the Hub or a local folder, instead of input.", path=True
-    )
-    dataset_config_name: str | None = option(
-        None, "Configuration (subset) of the data set.", requires=("dataset_name",)
-    )
-    dataset_split: str = option("train", "Split of the data set.")
-    streaming: bool = option(
-        False,
-        "Read the data set over the network without keeping a copy.",
-        requires=("dataset_name",),
-    )
-    trust_remote_code: bool = option(
-        False, "Run tokenizer or data set code that comes with a Hub repository."
-    )
-    on_error: Literal["stop", "skip"] = option(
-        "stop", "Stop at an unusable record, or skip and count it."
-    )
-
-    tokenizer_name: str | None = option(
-        None,
-        "Hub name, folder, tokenizer.json or SentencePiece .model of the tokenizer.",
-        group=TOKENIZER,
-        path=True,
-    )
-    vocab_file: str | None = option(
-        None,
-        "GPT-2 style vocab.json; goes with merges_file.",
-        group=TOKENIZER,
-        path=True,
-        requires=("merges_file",),
-    )
-    merges_file: str | None = option(
-        None,
-        "GPT-2 style merges.txt; goes with vocab_file.",
-        group=TOKENIZER,
-        path=True,
-        aliases=("merge_file",),
-        requires=("vocab_file",),
-    )
-    use_slow_tokenizer: bool = option(
-        False, "Use the tokenizer's Python implementation, if it has one.", group=TOKENIZER
-    )
-    append_eos: bool = option(
-        True,
-        "End every document with the tokenizer's end-of-text token.",
-        group=TOKENIZER,
-        aliases=("append_eod",),
-    )
-    allow_special_tokens: bool = option(
-        False,
-        "Encode the name of a special token in a text, such as <|endoftext|>, as this token; by "
-        "default it is encoded as text.",
-        group=TOKENIZER,
-    )
-
-    output_prefix: str | None = option(
-        None,
-        "Path of the output: PREFIX_text_document.bin and .idx (the middle is the JSON key), or "
-        "the folder PREFIX in nanoGPT's format.",
-        group=OUTPUT,
-        path=True,
-    )
-    format: Literal["megatron", "nanogpt"] = option(
-        "megatron",
-        "A .bin/.idx pair for Megatron-LM, NeMo and this trainer, or train.bin and val.bin as in "
-        "nanoGPT.",
-        group=OUTPUT,
-    )
-    output_per_input: bool = option(
-        False, "Write one pair of files per input file, with its name after PREFIX.", group=OUTPUT
-    )
-    shuffle: Literal["none", "documents"] = option(
-        "none", "Shuffle the documents by the seed.", group=OUTPUT
-    )
-    seed: int = option(0, "Seed of the shuffling.", group=OUTPUT, at_least=0)
-    validation_split_percentage: float = option(
-        0.05,
-        "Percentage of the documents, from the first one, that go to nanoGPT's val.bin; 0 writes "
-        "none.",
-        group=OUTPUT,
-        at_least=0,
-        below=100,
-    )
-    overwrite: bool = option(False, "Replace files that exist.", group=OUTPUT)
-
-    workers: int | None = option(
-        None, "Cores to use; by default, and at most, all cores.", group=RUNNING, at_least=1
-    )
-    log_seconds: float = option(
-        10.0, "Seconds between two lines on the progress.", group=RUNNING, above=0
-    )
-
-
-def check(config: PrepareConfig) -> None:
-    """Refuse combinations of options that cannot work.
-
-    Raises:
-        ConfigError: One message with a sentence for each fault.
-    """
-    problems = []
-    if bool(config.input) == (config.dataset_name is not None):
-        problems.append("Name the text with either --input or --dataset_name.")
-    if config.text_column == "":
-        problems.append("--text_column is empty; name the JSON key or column with the text.")
-    if not config.output_prefix:
-        problems.append("Say where to write to with --output_prefix.")
-    if (config.tokenizer_name is None) == (config.vocab_file is None):
-        problems.append(
-            "Name the tokenizer with either --tokenizer_name or --vocab_file and --merges_file."
-        )
-    if config.output_per_input and (config.format == "nanogpt" or config.dataset_name):
-        problems.append("--output_per_input goes with --input and --format megatron only.")
-    problems += lacking(config)
-    if problems:
-        raise ConfigError(" ".join(problems))
-
-
-def prepare(config: PrepareConfig) -> None:
-    """Write the token files.
+def prepare(config: PrepareConfig, share: "Share") -> None:
+    """Write the token files, or a rank's share of them.
 
     Raises:
         LLMError: An option or the data is wrong.
@@ -175,6 +39,11 @@ def prepare(config: PrepareConfig) -> None:
     from llm.tokenizers.load_tokenizer import end_token
     from llm.tokenizers.options import TokenizerOptions
 
+    if config.overwrite and share.world_size > 1:
+        raise ConfigError(
+            "--overwrite goes with one process only, since a rank may start when the others have "
+            "finished; remove the files that exist."
+        )
     outputs = _outputs(config)
     inputs = [file for sources, _ in outputs for source in sources for file in source.files]
     named = (config.tokenizer_name, config.vocab_file, config.merges_file)
@@ -202,12 +71,21 @@ def prepare(config: PrepareConfig) -> None:
         allow_special_tokens=config.allow_special_tokens,
         on_error=config.on_error,
     )
-    prepare_files(
-        outputs,
-        encoding=encoding,
-        workers=bounded_workers(config.workers),
-        log_seconds=config.log_seconds,
-    )
+    with ExitStack() as stack:
+        workers: int | Cluster
+        if config.executor == "dask":
+            from llm.data.preparation.dask_cluster import connect
+
+            workers = stack.enter_context(connect(config.scheduler_file))
+        else:
+            workers = bounded_workers(config.workers)
+        prepare_files(
+            outputs,
+            encoding=encoding,
+            workers=workers,
+            log_seconds=config.log_seconds,
+            share=share,
+        )
 
 
 def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
@@ -280,7 +158,16 @@ def main(argv: Sequence[str]) -> int:
         description="Turn text into token files, on all cores.",
     )
     check(config)
-    prepare(config)
+    from llm.data.preparation.shares import find_share  # here, since --help loads no library
+
+    share = find_share(config.rank, config.world_size, os.environ)
+    if config.executor == "dask" and share.world_size > 1:
+        raise ConfigError(
+            f"--executor dask goes with one process, and this is {share}; start it once, or give "
+            "--executor processes."
+        )
+    set_up_logging(rank=share.rank, others=logging.INFO)
+    prepare(config, share)
     return 0
 
 

@@ -2,23 +2,28 @@
 
 The trainer's options follow `--` and are checked when the script is written. The script fills the
 template `slurm.sh` or `pbs.sh` with the options and the settings in `sites.toml`.
+`python -m llm.jobs prepare slurm ...` writes one that prepares token files.
 """
 
-import re
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-
-import jinja2
 
 from llm.config.command_line import parse
 from llm.config.program import program
 from llm.errors import ConfigError
 from llm.jobs.options import JobOptions
+from llm.jobs.preparation_job import preparation_job
+from llm.jobs.scripts import (
+    check_job,
+    load_template,
+    quoted_rows,
+    read_minutes,
+    without_output,
+    write_script,
+)
 from llm.jobs.sites import SITES, choose_queue
-from llm.runtime.files import write_whole
 from llm.trainers.gpt.main import parse_args
 from llm.trainers.gpt.ranks import check_ranks
 
@@ -38,22 +43,22 @@ _ENVIRONMENT_VARIABLES = {
 @program
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
+    if argv[:1] == ["prepare"]:
+        return preparation_job(argv)
     words = list(argv)
     cut = words.index("--") if "--" in words else len(words)
     options = parse(
         JobOptions,
         words[:cut],
         prog="python -m llm.jobs",
-        description="Write a job script; the trainer's options follow after --.",
+        description="Write a job script; the trainer's options follow after --. With the word "
+        "prepare first, it prepares token files: python -m llm.jobs prepare --help.",
         positional="scheduler",
         usage="SCHEDULER [--OPTION VALUE ...] -- TRAINER OPTIONS",
         example="slurm --nodes 8 --requeue --output job.sh -- --config run.toml",
     )
     text = job_script(options, command=words[:cut], trainer=words[cut + 1 :])
-    if options.output is None:
-        sys.stdout.write(text)
-    else:
-        _write(Path(options.output), text)
+    write_script(options.output, text)
     return 0
 
 
@@ -98,7 +103,7 @@ def job_script(options: JobOptions, *, command: Sequence[str], trainer: Sequence
         check_ranks(
             parse_args([*trainer, *words]), ranks=job.nodes * per_node, ranks_per_node=per_node
         )
-    return _template(f"{job.scheduler}.sh").render(
+    return load_template(f"{job.scheduler}.sh").render(
         job=replace(job, queue=queue),
         site=site,
         torchrun=job.launcher == "torchrun",
@@ -107,70 +112,19 @@ def job_script(options: JobOptions, *, command: Sequence[str], trainer: Sequence
         values=values,
         exit_after=exit_after,
         trainer=_rows(trainer, without=swept),
-        made_by=shlex.join(_without_output(command)),
+        made_by=shlex.join(without_output(command)),
     )
-
-
-def _template(name: str) -> jinja2.Template:
-    """Load the template of a job script from the folder of this file."""
-    templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-        comment_start_string="{##",  # ${#ARRAY[@]} is a length in bash
-    )
-    templates.filters["quote"] = shlex.quote
-    return templates.get_template(name)
-
-
-def read_minutes(time: str) -> int:
-    """Return the minutes of a time limit such as 6:00:00, 1-12:00:00 or 90 (minutes).
-
-    Raises:
-        ConfigError: The text is not a time limit, or is ambiguous like 6:00: some schedulers read
-            it as hours and minutes, others as minutes and seconds.
-    """
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):\d\d|(\d+)", time)
-    if match is None:
-        raise ConfigError(f"--time {time} is not a time limit; write it as 6:00:00 or 1-12:00:00.")
-    days, hours, minutes, plain = (int(number or 0) for number in match.groups())
-    total = plain + 1440 * days + 60 * hours + minutes
-    if total == 0:
-        raise ConfigError(f"--time {time} leaves no minute to train; write it as 6:00:00.")
-    return total
 
 
 def _check(job: JobOptions) -> None:
-    """Refuse options that the site or the scheduler does not have, or that break the script."""
-    for name, value in vars(job).items():
-        if value == "":
-            raise ConfigError(f"--{name} is empty; give it a value, or leave it out.")
-        if isinstance(value, str) and not value.isprintable():
-            raise ConfigError(
-                f"--{name} {value!a} contains a line break or another unprintable character; "
-                "remove it."
-            )
-    offered = SITES[job.site].schedulers
-    if job.scheduler not in offered:
-        raise ConfigError(
-            f"--site {job.site} knows {' and '.join(offered)}, not {job.scheduler}; write "
-            f"python -m llm.jobs {offered[0]}."
-        )
+    """Refuse options that the scheduler does not have, or that break the script."""
+    check_job(job)
     for name in ("requeue", "sweep", "container"):
         if job.scheduler == "pbs" and getattr(job, name):
             instead = "; --chain continues in the next job" if name == "requeue" else ""
             raise ConfigError(f"--{name} is for slurm, not for pbs{instead}.")
     if job.scheduler == "slurm" and job.chain:
         raise ConfigError("--chain is for pbs; on slurm --requeue does it without a second job.")
-    for name in ("name", "account", "queue"):
-        value = getattr(job, name)
-        if value is not None and re.fullmatch(r"[\w.:,@+-]+", value) is None:
-            raise ConfigError(
-                f"--{name} '{value}' contains a blank or another character that a directive cannot "
-                "have; use letters, digits and _.:,@+-."
-            )
     if job.requeue and job.sweep:
         raise ConfigError("--requeue and --sweep do not go together; leave one of them out.")
 
@@ -216,11 +170,7 @@ def _rows(trainer: Sequence[str], *, without: str) -> list[str]:
         trainer: The arguments.
         without: The option that an array varies, which the script adds; "" without an array.
     """
-    rows: list[list[str]] = []
-    for word in trainer:
-        if word.startswith("--") or not rows:
-            rows.append([])
-        rows[-1].append(shlex.quote(word))
+    rows = quoted_rows(trainer)
     for row in rows:
         variable = _ENVIRONMENT_VARIABLES.get(_option_of(row[0]))
         if variable is not None and len(row) == 2:
@@ -230,24 +180,6 @@ def _rows(trainer: Sequence[str], *, without: str) -> list[str]:
 
 def _option_of(word: str) -> str:
     return word.partition("=")[0].lstrip("-").replace("-", "_")
-
-
-def _without_output(command: Sequence[str]) -> list[str]:
-    kept = [word for word in command if not word.startswith("--output=")]
-    if "--output" in kept:
-        place = kept.index("--output")
-        del kept[place : place + 2]
-    return kept
-
-
-def _write(path: Path, text: str) -> None:
-    if path.exists():
-        raise ConfigError(f"--output {path} already exists; remove it, or name another file.")
-    try:
-        write_whole(path, text)
-        path.chmod(0o755)
-    except OSError as error:
-        raise ConfigError(f"--output {path} cannot be written: {error.strerror}.") from error
 
 
 if __name__ == "__main__":

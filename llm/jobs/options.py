@@ -6,8 +6,8 @@ from llm.config.options import option, option_group
 
 
 @option_group("Job")
-class JobOptions:
-    """The job and its resources."""
+class SchedulerOptions:
+    """The job, as every scheduler knows it."""
 
     scheduler: Literal["slurm", "pbs"] | None = option(
         None, "Scheduler of the job; you can leave out the option's name. By default the site's."
@@ -16,12 +16,6 @@ class JobOptions:
         "generic", "Site that determines the script's directives and queues."
     )
     nodes: int = option(1, "Number of nodes.", at_least=1)
-    gpus_per_node: int | None = option(
-        None, "Ranks per node; by default the site's number, or 4.", at_least=1
-    )
-    cpus_per_gpu: int | None = option(
-        None, "Cores per rank; by default the site's number, or 8.", at_least=1
-    )
     time: str = option("6:00:00", "Time limit, as 6:00:00 or 1-12:00:00.")
     account: str = option("__ALLOCATION__", "Account, project or allocation.")
     queue: str | None = option(
@@ -29,11 +23,31 @@ class JobOptions:
         "Queue, partition or QOS; by default the site's first one that accepts a job of this size.",
         aliases=("partition", "qos"),
     )
-    name: str = option("pretrain", "Name of the job.")
     venv: str | None = option(
         None,
         "Folder of the virtual environment; by default the active one when you call sbatch, or "
         "venv.",
+    )
+    output: str | None = option(None, "File to write; by default standard output.", path=True)
+
+
+@option_group("Job")
+class PreparationJobOptions(SchedulerOptions):
+    """A job that prepares token files: `python -m llm.jobs prepare`."""
+
+    name: str = option("prepare", "Name of the job.")
+
+
+@option_group("Job")
+class JobOptions(SchedulerOptions):
+    """A training job and its resources."""
+
+    name: str = option("pretrain", "Name of the job.")
+    gpus_per_node: int | None = option(
+        None, "Ranks per node; by default the site's number, or 4.", at_least=1
+    )
+    cpus_per_gpu: int | None = option(
+        None, "Cores per rank; by default the site's number, or 8.", at_least=1
     )
     container: str | None = option(
         None, "Container image to run in instead, through Slurm's pyxis."
@@ -52,4 +66,3 @@ class JobOptions:
     sweep: str | None = option(
         None, "OPTION=A,B,C: a job array with one job per value of a trainer option (Slurm)."
     )
-    output: str | None = option(None, "File to write; by default standard output.", path=True)

@@ -78,12 +78,13 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def try_lock(descriptor: int, *, seconds: float = 0.0) -> bool:
+def try_lock(descriptor: int, *, seconds: float = 0.0, shared: bool = False) -> bool:
     """Lock an open file for this process; the kernel releases it when the process ends.
 
     Args:
         descriptor: File descriptor.
         seconds: How long to wait while another process holds the lock.
+        shared: Whether others may hold it too, if theirs is shared as well.
 
     Returns:
         Whether the file system supports locks.
@@ -95,7 +96,8 @@ def try_lock(descriptor: int, *, seconds: float = 0.0) -> bool:
     deadline = time.monotonic() + seconds
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 raise

@@ -33,17 +33,21 @@ class _ConsoleHandler(logging.Handler):
         sys.stdout.flush()
 
 
-def set_up_logging(*, rank: int) -> None:
+def set_up_logging(*, rank: int, others: int = logging.WARNING) -> None:
     """Send the package's log to the console: everything from rank 0, warnings from all ranks.
 
     Lines are kept in memory too, until `log_to_file` knows the folder of the run.
+
+    Args:
+        rank: This process.
+        others: The least level of the lines from other ranks than 0.
     """
     logging.raiseExceptions = False  # a full disk must not cause tracebacks from the log
     logger = logging.getLogger("llm")
     console = _ConsoleHandler()
     prefix = "" if rank == 0 else f"[rank {rank}] "
     console.setFormatter(logging.Formatter(prefix + "%(message)s"))
-    console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    console.setLevel(logging.INFO if rank == 0 else others)
     waiting = logging.handlers.MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1)
     logger.handlers = [console, waiting]
     logger.setLevel(logging.INFO)

@@ -1,5 +1,6 @@
 """Job scripts at toy size, and what becomes of them in a scheduler."""
 
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llm.jobs.__main__ import main as write_job
 from tests.support.training import Bench, Run
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +24,27 @@ IN_QUEUE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
 
 # What an example is given for its OPTIONS; those that depend on the script's variables stay.
 TOY = {"max_train_steps": 300, "checkpointing_steps": 100, "logging_steps": 1}
+
+
+# `llm.data.prepare` with small shards; rank 1 is killed after three of them, once.
+DYING_PREPARATION = """
+import os, signal, sys, time
+from pathlib import Path
+from llm.data.preparation import prepare_files, tokenize_shards
+from llm.data.prepare import main
+prepare_files.SHARD_BYTES = 200
+write_shard = tokenize_shards.write_shard
+written = []
+def dying(*how, **options):
+    rank = os.environ.get("SLURM_PROCID", os.environ.get("PMI_RANK"))
+    if rank == "1" and len(written) == 3 and not Path("{output}.killed").exists():
+        Path("{output}.killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    written.append(how)
+    return write_shard(*how, **options)
+tokenize_shards.write_shard = dying
+sys.exit(main([*sys.argv[1:], "--workers", "1"]))
+"""
 
 
 def missing(*programs: str) -> list[str]:
@@ -71,6 +94,38 @@ class Submission:
         }.items():
             text = text.replace(f"__{name}__", str(value))
         return self._write(Path(example).name, text)
+
+    def preparation_on_nodes(self, scheduler: str, *, output: str) -> Path:
+        """Write a script for two nodes, on which rank 1 kills itself in the first job."""
+        lines = [json.dumps({"text": f"document {number}"}) + "\n" for number in range(400)]
+        (self.folder / "b.jsonl").write_text("".join(lines))
+        (self.folder / "prepare.py").write_text(DYING_PREPARATION.format(output=output))
+        script = self.folder / f"{output}.sh"
+        job = ("prepare", scheduler, "--nodes", 2, "--time", 10, "--account", "science")
+        made = ("--queue", "debug", "--output", script, "--", *self.preparation(output))
+        assert write_job([str(word) for word in (*job, *made)]) == 0
+        text = script.read_text()
+        script.write_text(text.replace("python -m llm.data.prepare", "python prepare.py"))
+        return script
+
+    def preparation(self, output: str) -> list[str]:
+        """Options of `llm.data.prepare` that write an output in `data`."""
+        tokenizer = str(EXAMPLES / "tokenizer")
+        options = ["--input", "b.jsonl", "--tokenizer_name", tokenizer]
+        return [*options, "--output_prefix", f"data/{output}"]
+
+    def check_prepared(self, output: str) -> None:
+        """Compare the files with those of one process."""
+        options = [*self.preparation("alone"), "--workers", "1"]
+        command = [sys.executable, "-m", "llm.data.prepare", *options]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run(command, cwd=self.folder, env=environment, check=True, timeout=240)
+        for kind in ("bin", "idx"):
+            made, alone = (
+                self.folder / f"data/{name}_text_document.{kind}" for name in (output, "alone")
+            )
+            assert made.read_bytes() == alone.read_bytes()
+        assert not (self.folder / f"data/{output}_text_document.parts").exists()
 
     def _write(self, name: str, text: str) -> Path:
         for placeholder, value in {

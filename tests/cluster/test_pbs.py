@@ -62,3 +62,16 @@ def test_data_preparation(submission, pbs_hosts):
     done = run_pbs(script, hosts=pbs_hosts[:1], job="7007.polaris-pbs-01", ranks=1)
     assert done.returncode == 0, done.stdout
     assert (submission.folder / "data/pbs_text_document.bin").stat().st_size > 0
+
+
+def test_data_preparation_on_two_nodes_finishes_after_a_rank_was_killed(submission, pbs_hosts):
+    script = submission.preparation_on_nodes("pbs", output="hosts")
+    done = run_pbs(script, hosts=pbs_hosts, job="7008.polaris-pbs-01", ranks=1)
+    assert done.returncode != 0, done.stdout
+    assert not (submission.folder / "data/hosts_text_document.bin").exists()
+
+    done = run_pbs(script, hosts=pbs_hosts, job="7009.polaris-pbs-01", ranks=1)
+
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("joins the shards\n") == 1
+    submission.check_prepared("hosts")

@@ -166,6 +166,33 @@ def test_data_preparation(slurm, submission):
     assert (submission.folder / "data/slurm_text_document.bin").stat().st_size > 0
 
 
+def test_data_preparation_on_two_nodes_finishes_after_a_rank_was_killed(slurm, submission):
+    script = submission.preparation_on_nodes("slurm", output="nodes")
+    job = slurm.submit(script)
+    assert slurm.wait(job) == "FAILED", log(submission, job)
+    # The other rank has finished its share.
+    assert (submission.folder / "data/nodes_text_document.parts/rank-0-of-2").exists()
+    assert not (submission.folder / "data/nodes_text_document.bin").exists()
+
+    job = slurm.submit(script)
+
+    assert slurm.wait(job) == "COMPLETED", log(submission, job)
+    assert "rank 1 of 2 joins the shards" in log(submission, job)
+    submission.check_prepared("nodes")
+
+
+def test_data_preparation_with_dask(slurm, submission):
+    pytest.importorskip("distributed", reason="pip install 'llm-trainers[dask]'")
+    submission.preparation_on_nodes("slurm", output="dask")  # makes the text
+    script = submission.folder / "prepare_dask.sh"
+    text = submission.example("slurm/prepare_dask.sh").read_text()
+    script.write_text(text.replace("__ALLOCATION__", "science").replace("__QUEUE__", "debug"))
+    few = ("--time=10", "--export=ALL,WORKERS=1")
+    job = slurm.submit(script, *few, then=submission.preparation("dask"))
+    assert slurm.wait(job) == "COMPLETED", log(submission, job)
+    submission.check_prepared("dask")
+
+
 def test_a_script_that_is_not_filled_in_says_so(slurm, submission):
     script = submission.folder / "empty.sh"
     text = submission.example("slurm/single_node.sh").read_text()

@@ -9,7 +9,7 @@ from llm.config import other_trainers
 from llm.config.command_line import parse
 from llm.config.options import fields
 from llm.config.toml import read_toml
-from llm.data.prepare import PrepareConfig
+from llm.data.preparation.options import PrepareConfig
 from llm.data.train_tokenizer import TrainTokenizerOptions
 from llm.errors import ConfigError
 from llm.fetch import FetchOptions

@@ -161,8 +161,9 @@ def test_a_text_longer_than_the_index_can_store_is_refused(tmp_path, monkeypatch
         write(ListSource(["ab", "abcd"]), tmp_path / "0")
 
 
-def test_a_failed_write_raises(tmp_path):
-    (tmp_path / "0.ids").symlink_to("/dev/full")
+def test_a_failed_write_raises(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "working_stem", lambda stem: stem.with_name("working"))
+    (tmp_path / "working.ids").symlink_to("/dev/full")
 
     with pytest.raises(OSError, match="No space left") as error:
         write(ListSource(["ab"]), tmp_path / "0")

@@ -4,6 +4,7 @@ import multiprocessing
 import numpy as np
 import pytest
 
+from llm.data.preparation import shards
 from llm.data.preparation.encoder import Encoding, OtherIds, make_encoder
 from llm.data.preparation.shards import read_array
 from llm.data.preparation.tokenize_shards import tokenize_shards
@@ -142,10 +143,11 @@ def test_a_wrong_encoder_is_remembered_after_a_restart(tmp_path, wrong_encoder):
     assert wrong_encoder == [True, False, False]
 
 
-def test_a_full_disk_leaves_finished_shards_and_no_others(tmp_path):
+def test_a_full_disk_leaves_finished_shards_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "working_stem", lambda stem: stem.with_name(f".{stem.name}"))
     parts = tmp_path / "parts"
     parts.mkdir()
-    (parts / "000001.rows").symlink_to("/dev/full")
+    (parts / ".000001.rows").symlink_to("/dev/full")
 
     with pytest.raises(OSError, match="No space left on device"):
         tokens_of([ListSource(["a"]), ListSource(["b"])], parts)

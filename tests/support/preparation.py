@@ -11,6 +11,7 @@ from llm.data.formats.megatron import TokenFile
 from llm.data.preparation.encoder import Encoding
 from llm.data.preparation.output_files import Output
 from llm.data.preparation.prepare_files import prepare_files
+from llm.data.preparation.shares import Share
 from llm.data.text.blocks import BadRecordPolicy
 from llm.errors import DataError
 from tests.support.corpora import ListSource, byte_tokenizer
@@ -45,16 +46,26 @@ def prepare(
     *,
     workers: int = 1,
     encoding: dict[str, Any] | None = None,
+    share: Share = Share(),  # noqa: B008
     **output: Any,
 ) -> None:
-    """Prepares one output with the tokenizer of bytes."""
-    prepare_all([(sources, Output(prefix=prefix, **output))], workers=workers, **(encoding or {}))
+    """Prepares one output, or a rank's share of it, with the tokenizer of bytes."""
+    jobs = [(sources, Output(prefix=prefix, **output))]
+    prepare_all(jobs, workers=workers, share=share, **(encoding or {}))
 
 
-def prepare_all(jobs: list[tuple[list[Any], Output]], *, workers: int = 1, **encoding: Any) -> None:
+def prepare_all(
+    jobs: list[tuple[list[Any], Output]],
+    *,
+    workers: int = 1,
+    share: Share = Share(),  # noqa: B008
+    **encoding: Any,
+) -> None:
     """Prepares several outputs with the tokenizer of bytes."""
     settings = {"tokenizer": byte_tokenizer(), "end_token": 0, "dtype": UINT16, **encoding}
-    prepare_files(jobs, encoding=Encoding(**settings), workers=workers, log_seconds=10.0)
+    prepare_files(
+        jobs, encoding=Encoding(**settings), workers=workers, log_seconds=10.0, share=share
+    )
 
 
 def ids(text: str) -> list[int]:

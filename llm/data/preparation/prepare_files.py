@@ -4,6 +4,8 @@ PREFIX.parts/plan.json     input and options; if they change, work starts again
 PREFIX.parts.lock          held by the program that prepares
 PREFIX.parts/000000.ids .. the shards that are done
 PREFIX.parts/out.*         the result, before it is renamed
+
+Several ranks can work in one folder; `shares` describes how they agree.
 """
 
 import errno
@@ -13,8 +15,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from llm.data.formats.megatron import beside
 from llm.data.formats.sidecar import damage, read_sidecar
@@ -26,7 +29,15 @@ from llm.data.preparation.output_files import (
     publish,
 )
 from llm.data.preparation.shards import ShardStats
-from llm.data.preparation.tokenize_shards import Totals, tokenize_shards
+from llm.data.preparation.shares import (
+    JoinClaim,
+    Share,
+    is_marked,
+    mark_done,
+    ranks_done,
+    share_plan,
+)
+from llm.data.preparation.tokenize_shards import Cluster, Totals, tokenize_shards
 from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.sources import Source, check_unchanged
 from llm.data.text_identity import SHARD_BYTES, Recipe, recipe, recipe_digest
@@ -34,8 +45,11 @@ from llm.errors import ConfigError, DataError, LLMError
 from llm.runtime.counts import counted
 from llm.runtime.files import try_lock, write_whole
 
-_OWN_NAMES = re.compile(r"\d{6,}\.|out\.|\.out\.|\.?plan\.|reference-encoder$")
+_OWN_NAMES = re.compile(
+    r"\.?\d{6,}[.-]|out\.|\.out\.|\.?plan\.|reference-encoder$|rank-\d+-of-\d+$|join-\d+$"
+)
 _NAMES_BEFORE_PLAN = re.compile(r"\.plan\.")
+_ALL = Share()
 
 log = logging.getLogger("llm.data")
 
@@ -44,22 +58,25 @@ def prepare_files(
     jobs: list[tuple[list[Source], Output]],
     *,
     encoding: Encoding,
-    workers: int,
+    workers: int | Cluster,
     log_seconds: float = 10.0,
+    share: Share = _ALL,
 ) -> None:
     """Make the token files of several outputs, resuming a stopped run.
 
     Args:
         jobs: The texts of each output; workers take them chunk by chunk.
         encoding: How texts become ids.
-        workers: Cores to use.
+        workers: Cores to use, or a cluster.
         log_seconds: Seconds between two lines on the progress.
+        share: This rank's part of the work. Of several ranks, the last to finish joins the shards.
 
     Raises:
         DataError: A text is broken or empty or changes while it is read, or an output exists or
             cannot be written.
     """
     todo = []
+    num_chunks = 0
     for texts, output in jobs:
         sources = [chunk for text in texts for chunk in text.split(SHARD_BYTES)]
         if not output.overwrite and _is_done(
@@ -68,10 +85,15 @@ def prepare_files(
             log.info(f"{output.names[0]}.bin already exists, made with the same options")
         else:
             former_validation(output)  # refused now, rather than after the work
-            todo.append((sources, output))
-    for sources, output in todo:
+            todo.append((sources, output, share.numbers(len(sources), first=num_chunks)))
+        num_chunks += len(sources)
+    for sources, output, numbers in todo:
+        work = _Work(sources, output, encoding, workers, log_seconds)
         try:
-            _prepare_file(sources, output, encoding, workers, log_seconds)
+            if share.world_size == 1:
+                work.do_all()
+            else:
+                work.do_share(share, numbers)
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             remedy = (
@@ -85,56 +107,140 @@ def prepare_files(
             ) from error
 
 
-def _prepare_file(
-    sources: list[Source],
-    output: Output,
-    encoding: Encoding,
-    workers: int,
-    log_seconds: float,
-) -> None:
-    began = time.monotonic()
-    folder = output.folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    made_of = _recipe(sources, output, encoding)
-    names = list(dict.fromkeys(source.name for source in sources))
-    with _locked(output):
-        done = _begin(output, made_of, len(sources))
-        try:
-            stems, stats = tokenize_shards(
-                sources,
-                folder,
-                encoding=encoding,
-                workers=workers,
-                report=progress_log(log_seconds),
-            )
+class _Work:
+    """One output: its shards, and the files that are made of them."""
+
+    def __init__(
+        self,
+        sources: list[Source],
+        output: Output,
+        encoding: Encoding,
+        workers: int | Cluster,
+        log_seconds: float,
+    ) -> None:
+        self._sources = sources
+        self._output = output
+        self._folder = output.folder
+        self._encoding = encoding
+        self._workers = workers
+        self._log_seconds = log_seconds
+        self._recipe = _recipe(sources, output, encoding)
+        self._digest = recipe_digest(self._recipe)
+        self._began = time.monotonic()
+
+    def do_all(self) -> None:
+        """Write all shards, and join them."""
+        self._folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(self._output):
+            done = _begin(self._output, self._recipe, len(self._sources))
             try:
-                check_unchanged(sources)
-                _check_shards(sources, stats, output, encoding)
-            except LLMError:  # the same command would fail on these shards again
-                shutil.rmtree(folder)
+                self._join(is_resumed=done > 0)
+            except BaseException:
+                if not self._log_kept():
+                    shutil.rmtree(self._folder, ignore_errors=True)
                 raise
-            assemble_output(
-                stems,
-                stats,
-                output,
-                encoding=encoding,
-                sources=names,
-                digest=recipe_digest(made_of),
+
+    def do_share(self, share: Share, numbers: Sequence[int]) -> None:
+        """Write the shards of a rank; the last of the ranks joins all.
+
+        Args:
+            share: The rank.
+            numbers: Its shards.
+        """
+        folder = self._folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(self._output, shared=True):
+            _check_own_names(self._output)
+            share_plan(folder, self._recipe)
+            if not is_marked(folder, share):
+                if _is_done(self._output, self._digest):  # since this rank looked
+                    shutil.rmtree(folder)
+                    return
+                try:
+                    self._write_shards(numbers)
+                    check_unchanged([self._sources[number] for number in numbers])
+                except BaseException:
+                    self._log_kept()
+                    raise
+                mark_done(folder, share)
+            done = ranks_done(folder, share)
+            log.info(
+                f"{share} has written its {counted(len(numbers), 'shard')}; {done} of "
+                f"{share.world_size} ranks have, and the last one joins all shards"
             )
-            publish(output)
+            if done == share.world_size:
+                self._join_once(share)
+
+    def _join_once(self, share: Share) -> None:
+        """Join the shards, unless another rank does."""
+        claim = JoinClaim(self._folder)
+        try:
+            if claim.acquire():
+                log.info(f"{share} joins the shards")
+                self._join(claim=claim)
+                beside(self._folder, ".lock").unlink(missing_ok=True)
+                return
         except BaseException:
-            if kept := len(list(folder.glob("[0-9]*.json"))):
-                log.info(
-                    f"{kept:,} of {len(sources):,} shards are kept in {folder}: the same command "
-                    "resumes from them"
-                )
-            else:
-                shutil.rmtree(folder, ignore_errors=True)
+            self._log_kept()
             raise
-        shutil.rmtree(folder, ignore_errors=True)  # the result is whole even if this fails
-    _log_summary(stats, seconds=time.monotonic() - began, resumed=done > 0)
-    for prefix in output.names:
-        log.info(f"wrote {prefix}.bin")
+        finally:
+            claim.release()
+        if not _is_done(self._output, self._digest):
+            raise DataError(
+                f"Another rank could not join the shards in {self._folder}, and removed them; its "
+                "own message says why."
+            )
+        log.info("another rank has joined the shards")
+
+    def _write_shards(
+        self, numbers: Sequence[int] | None = None
+    ) -> tuple[list[Path], list[ShardStats]]:
+        return tokenize_shards(
+            self._sources,
+            self._folder,
+            encoding=self._encoding,
+            workers=self._workers,
+            report=progress_log(self._log_seconds),
+            numbers=numbers,
+        )
+
+    def _join(self, *, is_resumed: bool = False, claim: JoinClaim | None = None) -> None:
+        """Write the shards that are missing, and make the output of all."""
+        stems, stats = self._write_shards()
+        try:
+            check_unchanged(self._sources)
+            _check_shards(self._sources, stats, self._output, self._encoding)
+        except LLMError:  # the same command would fail on these shards again
+            shutil.rmtree(self._folder)
+            raise
+        assemble_output(
+            stems,
+            stats,
+            self._output,
+            encoding=self._encoding,
+            sources=list(dict.fromkeys(source.name for source in self._sources)),
+            digest=self._digest,
+        )
+        if claim is not None and not claim.is_held():
+            raise DataError(
+                f"Another rank joins the shards in {self._folder}, since this one did not answer "
+                "for a while."
+            )
+        publish(self._output)
+        shutil.rmtree(self._folder, ignore_errors=True)  # the result is whole even if this fails
+        _log_summary(stats, seconds=time.monotonic() - self._began, resumed=is_resumed)
+        for prefix in self._output.names:
+            log.info(f"wrote {prefix}.bin")
+
+    def _log_kept(self) -> int:
+        """Log how many shards are kept; return their number."""
+        kept = len(list(self._folder.glob("[0-9]*.json")))
+        if kept:
+            log.info(
+                f"{kept:,} of {len(self._sources):,} shards are kept in {self._folder}: the same "
+                "command resumes from them"
+            )
+        return kept
 
 
 def _check_shards(
@@ -201,22 +307,22 @@ def _is_done(output: Output, digest: str) -> bool:
 
 
 @contextmanager
-def _locked(output: Output) -> Iterator[None]:
-    """Make the folder of the shards, and hold its lock."""
+def _locked(output: Output, *, shared: bool = False) -> Iterator[None]:
+    """Make the folder of the shards, and hold its lock, which ranks share."""
     folder = output.folder
     # Next to the folder: any file system can then remove the folder while it is locked.
     lock = beside(folder, ".lock")
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            locked = try_lock(descriptor, seconds=output.lock_seconds)
+            locked = try_lock(descriptor, seconds=output.lock_seconds, shared=shared)
         except BlockingIOError as error:
             os.close(descriptor)
             raise DataError(
                 f"Another program is writing to {folder}; wait for it, or choose another "
                 f"{output.option}."
             ) from error
-        if not locked:
+        if not locked and not shared:
             log.warning(
                 f"{lock} cannot be locked on this file system: start no second program that writes "
                 f"{output.prefix}"
@@ -230,25 +336,35 @@ def _locked(output: Output) -> Iterator[None]:
         folder.mkdir(exist_ok=True)
         yield
     finally:
-        lock.unlink(missing_ok=True)  # before it is released, so that nobody else holds it
+        if not shared:
+            lock.unlink(missing_ok=True)  # before it is released, so that nobody else holds it
         os.close(descriptor)
 
 
-def _begin(output: Output, made_of: Recipe, num_shards: int) -> int:
-    """Prepare the folder for a recipe; return how many shards are done."""
-    folder = output.folder
-    has_plan = (folder / "plan.json").exists()
-    for path in folder.iterdir():
+def _check_own_names(output: Output) -> None:
+    """Refuse a folder of shards with other files, which would be removed with it."""
+    paths = list(output.folder.iterdir())
+    # After the listing: other ranks write the plan before any shard.
+    has_plan = (output.folder / "plan.json").exists()
+    for path in paths:
         if not (_OWN_NAMES if has_plan else _NAMES_BEFORE_PLAN).match(path.name):
             raise DataError(
                 f"{path} is in a folder for unfinished work but does not belong to it; move it "
                 f"away, or choose another {output.option}."
             )
+
+
+def _begin(output: Output, made_of: Recipe, num_shards: int) -> int:
+    """Prepare the folder for a recipe; return how many shards are done."""
+    folder = output.folder
+    _check_own_names(output)
     try:
         earlier = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         earlier = None
     if earlier == made_of:
+        for path in folder.glob(".[0-9]*"):  # which a kill has left
+            path.unlink()
         done = len(list(folder.glob("[0-9]*.json")))
         log.info(f"resuming in {folder}: {done:,} of {num_shards:,} shards are done")
         return done

@@ -3,9 +3,10 @@
     STEM.ids     token ids, one text after the other
     STEM.rows    tokens of each text, int32
     STEM.bytes   UTF-8 bytes of each text, uint32
-    STEM.json    counts and checksums, written last: without it the shard does not exist
+    STEM.json    counts and checksums, renamed last: without it the shard does not exist
 
-A text without tokens is dropped and counted.
+Each file is written under a temporary name and renamed, so two workers at the same shard, of which
+one was given up as lost, do not disturb each other. A text without tokens is dropped and counted.
 """
 
 import dataclasses
@@ -14,18 +15,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from llm.data.preparation.encoder import Encoder, Encoding
+from llm.data.preparation.encoder import Encoder, Encoding, OtherIds, ReferenceEncoder
 from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.sources import Source
 from llm.errors import DataError
 from llm.runtime.files import checksum
 
 _FILES = (".ids", ".rows", ".bytes")
+_NO_FAST_ENCODER = "reference-encoder"  # an empty file: the fast encoder gave other ids
 _MOST_TOKENS = 2**31 - 1  # per text, a limit of the index format
 
 
@@ -41,6 +44,7 @@ class ShardStats:
         tokens: Tokens, including end tokens.
         text_bytes: UTF-8 bytes of the texts.
         largest_token: The largest id; 0 without tokens.
+        fast: Whether another encoder than the reference made the ids.
         checksums: The xxh3_128 of each of the three files.
     """
 
@@ -51,6 +55,7 @@ class ShardStats:
     tokens: int = 0
     text_bytes: int = 0
     largest_token: int = 0
+    fast: bool = True
     checksums: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -66,7 +71,7 @@ def write_shard(
     encoder: Encoder,
     *,
     report: Callable[[ShardStats], None],
-) -> None:
+) -> ShardStats:
     """Encode a source and write it to the disk; an error leaves no shard.
 
     Args:
@@ -76,14 +81,19 @@ def write_shard(
         encoder: An encoder for this encoding.
         report: Called after every batch with the contents of the shard so far.
 
+    Returns:
+        The content of the shard.
+
     Raises:
         DataError: The source cannot be read, or a text is too long.
-        OtherIds: The encoder cannot be trusted.
+        OtherIds: The encoder cannot be trusted, here or for another worker.
         OSError: The file system refused a write.
     """
     faults = BadRecordPolicy(encoding.on_error)
+    temporary = working_stem(stem)
+    fast = not isinstance(encoder, ReferenceEncoder)
     try:
-        writer = _ShardWriter(source, stem)
+        writer = _ShardWriter(source, temporary)
         try:
             for texts in source.batches(faults):
                 # The pieces of one document share one end token.
@@ -93,14 +103,33 @@ def write_shard(
                 writer.end_document(encoding.end)
         finally:
             writer.close()
-        stats = dataclasses.replace(writer.stats, skipped=faults.skipped)
+        stats = dataclasses.replace(writer.stats, skipped=faults.skipped, fast=fast)
+        if fast and needs_reference(stem.parent):
+            raise OtherIds("another worker found wrong ids")
         # Not synced, for speed: a restart compares every byte with the checksums.
-        temporary = stem.with_suffix(".json.tmp")
-        temporary.write_text(json.dumps(dataclasses.asdict(stats)), encoding="utf-8")
-        temporary.replace(stem.with_suffix(".json"))
+        counts = json.dumps(dataclasses.asdict(stats))
+        temporary.with_suffix(".json").write_text(counts, encoding="utf-8")
+        for suffix in (*_FILES, ".json"):
+            temporary.with_suffix(suffix).replace(stem.with_suffix(suffix))
+        return stats
     except BaseException:
-        remove_shard(stem)
+        remove_shard(temporary)
         raise
+
+
+def working_stem(stem: Path) -> Path:
+    """Return a path without suffix, next to a shard's, that no other process uses."""
+    return stem.with_name(f".{stem.name}-{uuid4().hex}")
+
+
+def needs_reference(folder: Path) -> bool:
+    """Return whether the fast encoder gave other ids than the reference in a folder of shards."""
+    return (folder / _NO_FAST_ENCODER).exists()
+
+
+def require_reference(folder: Path) -> None:
+    """Make the shards of the fast encoder in a folder invalid, for all processes."""
+    (folder / _NO_FAST_ENCODER).touch()
 
 
 class _ShardWriter:
@@ -158,7 +187,7 @@ class _ShardWriter:
 
 
 def read_shard(stem: Path, *, verify: bool) -> ShardStats | None:
-    """Return the contents of a shard; None if it is unfinished or has changed.
+    """Return the contents of a shard; None if it is unfinished, has changed, or is invalid.
 
     Args:
         stem: The path of its files without their suffix.
@@ -171,7 +200,7 @@ def read_shard(stem: Path, *, verify: bool) -> ShardStats | None:
                 return None
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return stats
+    return None if stats.fast and needs_reference(stem.parent) else stats
 
 
 def read_array(stem: Path, suffix: str, dtype: str | np.dtype[Any]) -> NDArray[Any]:

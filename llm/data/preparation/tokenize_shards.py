@@ -7,25 +7,61 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from llm.data.preparation.encoder import Encoder, Encoding, OtherIds, make_encoder
-from llm.data.preparation.shards import ShardStats, read_shard, remove_shard, write_shard
+from llm.data.preparation.shards import (
+    ShardStats,
+    needs_reference,
+    read_shard,
+    require_reference,
+    write_shard,
+)
 from llm.data.text.sources import Source
 from llm.errors import DataError
 
-_NO_FAST_ENCODER = "reference-encoder"  # an empty file: the fast encoder gave other ids
 _REPORT_SECONDS = 1.0
 
 _work: Callable[[int], object]  # a worker inherits it from the process that forked it
 
+Shard = tuple[Source, Path]
+"""A text, and the path of its shard without suffix."""
+
 log = logging.getLogger("llm.data")
+
+
+class Cluster(Protocol):
+    """Workers outside of this machine that encode shards."""
+
+    def encode(
+        self,
+        shards: list[Shard],
+        encoding: Encoding,
+        *,
+        fast: bool,
+        take: Callable[[tuple[int, ShardStats]], None],
+        report: Callable[[], None],
+    ) -> None:
+        """Write shards.
+
+        Args:
+            shards: The shards.
+            encoding: How texts become ids.
+            fast: Whether to try the fast encoder.
+            take: Called with the number of each finished shard, and what it holds.
+            report: Called about once a second.
+
+        Raises:
+            DataError: The cluster has failed.
+            Exception: The first that a worker raised.
+        """
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,8 +92,9 @@ def tokenize_shards(
     folder: Path,
     *,
     encoding: Encoding,
-    workers: int,
+    workers: int | Cluster,
     report: Callable[[Totals], None] = lambda _: None,
+    numbers: Sequence[int] | None = None,
 ) -> tuple[list[Path], list[ShardStats]]:
     """Encode each source as a shard, unless the folder has it already.
 
@@ -67,30 +104,28 @@ def tokenize_shards(
         sources: The texts; at least one.
         folder: Folder of the shards.
         encoding: How texts become ids.
-        workers: Cores to use, as processes; with few sources, also as threads of each process.
+        workers: Cores to use, as processes; with few sources, also as threads of each process. Or
+            a cluster.
         report: Called with the progress, once a second or more often.
+        numbers: Of which sources, counted from 0; None for all.
 
     Returns:
-        The paths of the shards without their suffix, and their contents.
+        The paths of these shards without their suffix, and their contents.
 
     Raises:
         DataError: A source cannot be read, or a worker was killed.
         OSError: The file system refused a write.
     """
-    stems = [folder / f"{number:06d}" for number in range(len(sources))]
-    shards = list(zip(sources, stems, strict=True))
-    mark = folder / _NO_FAST_ENCODER
+    numbers = range(len(sources)) if numbers is None else numbers
+    stems = [folder / f"{number:06d}" for number in numbers]
+    shards = [(sources[number], stem) for number, stem in zip(numbers, stems, strict=True)]
     try:
-        _encode(shards, encoding, workers, report, fast=not mark.exists())
+        _encode(shards, encoding, workers, report, fast=not needs_reference(folder))
     except OtherIds as error:
         log.warning(
             f"{error}; encoding everything again with the tokenizers library, which is slower"
         )
-        # Remove the shards before the mark: a kill in between must not leave wrong shards that
-        # count.
-        for stem in stems:
-            remove_shard(stem)
-        mark.touch()
+        require_reference(folder)
         _encode(shards, encoding, workers, report, fast=False)
     stats: list[ShardStats] = []
     for stem in stems:
@@ -101,61 +136,97 @@ def tokenize_shards(
     return stems, stats
 
 
-def _encode(
-    shards: list[tuple[Source, Path]],
-    encoding: Encoding,
-    workers: int,
-    report: Callable[[Totals], None],
-    *,
-    fast: bool,
-) -> None:
-    """Write the missing shards, in forked processes if there are several workers."""
-    missing = [shard for shard in shards if read_shard(shard[1], verify=True) is None]
-    if not missing:
-        return
-    processes = min(workers, len(missing)) if workers > 1 else 0
-    threads = workers // max(1, processes)
-    # Made before the fork, so that all processes use one copy in memory.
-    encoder = make_encoder(encoding, threads=threads, fast=fast)
-    if any(source.one_document for source, _ in missing):
-        _warn_of_lines(encoder)
-    sizes = [source.num_bytes for source, _ in missing]
-    num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
-    # For each missing shard: texts, tokens, bytes of text, bytes read and whether it is done.
-    # Forked processes share an anonymous map.
-    counts = np.frombuffer(mmap.mmap(-1, len(missing) * 5 * 8), np.int64).reshape(-1, 5)
+class _Progress:
+    """Progress of the missing shards, counted by several processes."""
 
-    def report_totals() -> None:
-        texts, tokens, text_bytes, consumed, done = counts.sum(axis=0).tolist()
-        report(
+    def __init__(
+        self, sources: list[Source], num_shards: int, report: Callable[[Totals], None]
+    ) -> None:
+        sizes = [source.num_bytes for source in sources]
+        self._num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
+        self._num_shards, self._sources, self._report = num_shards, sources, report
+        # For each missing shard: texts, tokens, bytes of text, bytes read and whether it is done.
+        # Forked processes share an anonymous map.
+        self._counts = np.frombuffer(mmap.mmap(-1, len(sources) * 5 * 8), np.int64).reshape(-1, 5)
+
+    def note(self, number: int, stats: ShardStats) -> None:
+        """Note what a shard in work holds so far."""
+        consumed = self._sources[number].consumed
+        self._counts[number, :4] = stats.texts, stats.tokens, stats.text_bytes, consumed
+
+    def note_done(self, number: int) -> None:
+        """Note that a shard is done."""
+        self._counts[number, 3:] = self._sources[number].num_bytes or 0, 1
+
+    def report(self) -> None:
+        """Report the sums over all shards."""
+        texts, tokens, text_bytes, consumed, done = self._counts.sum(axis=0).tolist()
+        self._report(
             Totals(
                 texts=texts,
                 tokens=tokens,
                 text_bytes=text_bytes,
                 consumed=consumed,
-                num_bytes=num_bytes,
-                shards_done=len(shards) - len(missing) + done,
-                num_shards=len(shards),
+                num_bytes=self._num_bytes,
+                shards_done=self._num_shards - len(self._sources) + done,
+                num_shards=self._num_shards,
             )
         )
+
+
+def _encode(
+    shards: list[Shard],
+    encoding: Encoding,
+    workers: int | Cluster,
+    report: Callable[[Totals], None],
+    *,
+    fast: bool,
+) -> None:
+    """Write the missing shards, in forked processes if there are several workers, or on a cluster.
+
+    Raises:
+        OtherIds: The fast encoder is wrong, also if another rank has found it.
+    """
+    missing = [shard for shard in shards if read_shard(shard[1], verify=True) is None]
+    if not missing:
+        return
+    sources = [source for source, _ in missing]
+    progress = _Progress(sources, len(shards), report)
+    cores = workers if isinstance(workers, int) else 1
+    processes = min(cores, len(missing)) if cores > 1 else 0
+    threads = cores // max(1, processes)
+    # Made before the fork, so that all processes use one copy in memory.
+    encoder = make_encoder(encoding, threads=threads, fast=fast)
+    if any(source.one_document for source in sources):
+        _warn_of_lines(encoder)
 
     def work(number: int) -> None:
         source, stem = missing[number]
 
         def note(stats: ShardStats) -> None:
-            counts[number, :4] = stats.texts, stats.tokens, stats.text_bytes, source.consumed
+            progress.note(number, stats)
             if not processes:
-                report_totals()
+                progress.report()
 
         write_shard(source, stem, encoding, encoder, report=note)
-        counts[number, 3:] = source.num_bytes or 0, 1
+        progress.note_done(number)
 
-    if processes:
-        run_in_processes(work, range(len(missing)), processes=processes, report=report_totals)
-        return
-    for number in range(len(missing)):
-        work(number)
-        report_totals()
+    def take(result: tuple[int, ShardStats]) -> None:
+        number, stats = result
+        progress.note(number, stats)
+        progress.note_done(number)
+
+    numbers = range(len(missing))
+    if not isinstance(workers, int):
+        workers.encode(missing, encoding, fast=fast, take=take, report=progress.report)
+    elif processes:
+        run_in_processes(work, numbers, processes=processes, report=progress.report)
+    else:
+        for number in numbers:
+            work(number)
+            progress.report()
+    if fast and needs_reference(missing[0][1].parent):
+        raise OtherIds("another rank found wrong ids")
 
 
 def _warn_of_lines(encoder: Encoder) -> None:
@@ -168,6 +239,30 @@ def _warn_of_lines(encoder: Encoder) -> None:
             "of a text, usually by adding a space in front; to encode whole documents, give them "
             "as JSON Lines"
         )
+
+
+def finish_tasks(
+    futures: Iterable[Future[Any]],
+    *,
+    report: Callable[[], None],
+    take: Callable[[Any], None] = lambda _: None,
+) -> None:
+    """Wait for all tasks of an executor.
+
+    Args:
+        futures: The tasks.
+        report: Called about once a second, and at the end.
+        take: Called with each result.
+
+    Raises:
+        Exception: The first of a task.
+    """
+    pending = set(futures)
+    while pending:
+        done, pending = wait(pending, _REPORT_SECONDS, FIRST_EXCEPTION)
+        for future in done:
+            take(future.result())
+        report()
 
 
 def run_in_processes(
@@ -200,12 +295,7 @@ def run_in_processes(
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        pending = {pool.submit(_call, task) for task in tasks}
-        while pending:
-            done, pending = wait(pending, _REPORT_SECONDS, FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-            report()
+        finish_tasks([pool.submit(_call, task) for task in tasks], report=report)
     except BrokenProcessPool as error:
         raise DataError(
             "A worker was killed, perhaps because the memory ran out; start again with fewer "

@@ -1,0 +1,144 @@
+"""Shards written by the workers of a running Dask cluster: `--executor dask`.
+
+Workers need this package, and the folders of the texts and of the output under the same paths. Dask
+gives the shard of a lost worker to another one.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from llm.data.preparation.encoder import Encoder, Encoding, make_encoder
+from llm.data.preparation.shards import ShardStats, write_shard
+from llm.data.preparation.tokenize_shards import Shard, finish_tasks
+from llm.data.text.sources import Source
+from llm.errors import ConfigError, DataError, one_line
+
+_CONNECT_SECONDS = 30
+_WORKER_SECONDS = 60
+_INSTALL = "pip install 'llm-trainers[dask]'"
+
+_made = threading.local()  # the encoder of a worker's thread, and what it was made for
+
+log = logging.getLogger("llm.data")
+
+
+class DaskCluster:
+    """The workers of a running Dask cluster.
+
+    Args:
+        client: A `distributed.Client`.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def encode(
+        self,
+        shards: list[Shard],
+        encoding: Encoding,
+        *,
+        fast: bool,
+        take: Callable[[tuple[int, ShardStats]], None],
+        report: Callable[[], None],
+    ) -> None:
+        """Write shards; see `tokenize_shards.Cluster`."""
+        import cloudpickle
+        from distributed import KilledWorker
+
+        # Results of equal calls are not reused: an earlier client's files may be gone.
+        executor = self._client.get_executor(pure=False)
+        # A task, which Dask repeats if all workers that have its result are lost.
+        shared = self._client.submit(cloudpickle.loads, cloudpickle.dumps(encoding), pure=False)
+        folder = os.getcwd()  # as paths of the sources may be relative
+        futures = [
+            executor.submit(_encode_shard, number, source, stem, shared, fast, folder)
+            for number, (source, stem) in enumerate(shards)
+        ]
+        try:
+            finish_tasks(futures, report=report, take=take)
+        except CancelledError as error:
+            raise DataError(
+                "The Dask scheduler has gone, perhaps by the end of its job; start it and give the "
+                "same command again."
+            ) from error
+        except KilledWorker as error:
+            raise DataError(
+                f"Dask gave a shard up ({one_line(error)}); the workers may need more memory."
+            ) from error
+        finally:
+            executor.shutdown(wait=False)
+
+
+@contextmanager
+def connect(scheduler_file: str | None) -> Iterator[DaskCluster]:
+    """Connect to a running scheduler.
+
+    Args:
+        scheduler_file: The file that `dask scheduler --scheduler-file` has written; None takes the
+            address in `DASK_SCHEDULER_ADDRESS`.
+
+    Raises:
+        ConfigError: Dask is not installed, or the scheduler is not named or not reached, or has no
+            workers.
+    """
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise ConfigError(f"--executor dask needs Dask: {_INSTALL}") from error
+    address = os.environ.get("DASK_SCHEDULER_ADDRESS")
+    if scheduler_file is None and not address:
+        raise ConfigError(
+            "--executor dask finds no scheduler; export DASK_SCHEDULER_ADDRESS, or give "
+            "--scheduler_file."
+        )
+    if scheduler_file is not None and not Path(scheduler_file).is_file():
+        raise ConfigError(f"--scheduler_file {scheduler_file} does not exist; start the scheduler.")
+    # What fails becomes a sentence here; the library would write tracebacks, too.
+    for name in ("asyncio", *logging.root.manager.loggerDict):  # each sets its level
+        if name.partition(".")[0] in ("asyncio", "distributed", "tornado"):
+            logging.getLogger(name).disabled = True
+    place = f"--scheduler_file {scheduler_file}" if scheduler_file else f"{address}"
+    how = {"scheduler_file": scheduler_file} if scheduler_file else {"address": address}
+    try:
+        client = Client(**how, timeout=_CONNECT_SECONDS, set_as_default=False)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"The Dask scheduler at {place} does not answer ({one_line(error)}); check that it "
+            "runs, and that this node reaches it."
+        ) from error
+    try:
+        client.wait_for_workers(1, timeout=_WORKER_SECONDS)
+        log.info(f"Dask: {len(client.nthreads())} workers at {place}")
+        yield DaskCluster(client)
+    except TimeoutError as error:
+        raise ConfigError(
+            f"The Dask scheduler at {place} has had no worker for {_WORKER_SECONDS} s; start "
+            "workers, and give the same command again."
+        ) from error
+    finally:
+        client.close(timeout=5)
+
+
+def _encode_shard(
+    number: int, source: Source, stem: Path, encoding: Encoding, fast: bool, folder: str
+) -> tuple[int, ShardStats]:
+    """Write a shard; called on a worker."""
+    if os.getcwd() != folder:
+        os.chdir(folder)
+    encoder = _encoder(encoding, fast)
+    return number, write_shard(source, stem, encoding, encoder, report=lambda _: None)
+
+
+def _encoder(encoding: Encoding, fast: bool) -> Encoder:
+    if getattr(_made, "of", None) != (id(encoding), fast):
+        _made.encoder = make_encoder(encoding, threads=1, fast=fast)
+        _made.encoding = encoding  # keeps its id
+        _made.of = (id(encoding), fast)
+    encoder: Encoder = _made.encoder
+    return encoder

@@ -1,0 +1,178 @@
+"""Options of `python -m llm.data.prepare`."""
+
+from typing import Literal
+
+from llm.config.options import lacking, option, option_group
+from llm.errors import ConfigError
+
+TOKENIZER = "Tokenizer"
+OUTPUT = "Output"
+RUNNING = "Running"
+
+
+@option_group("Input")
+class PrepareConfig:
+    """Options of `python -m llm.data.prepare`."""
+
+    input: tuple[str, ...] = option(
+        (),
+        "Files, quoted patterns and folders with jsonl, json, csv, parquet or txt files; all but "
+        "parquet may be compressed as gz, xz, zst or bz2.",
+        path=True,
+    )
+    text_column: str | None = option(
+        None,
+        "JSON key or column that holds the text; by default `text`.",
+        aliases=("json_key", "json_keys"),
+    )
+    text_unit: Literal["line", "paragraph", "file"] = option(
+        "file", "Unit of a txt file that is one document; blank lines separate paragraphs."
+    )
+    dataset_name: str | None = option(
+        None, "Data set on the Hub or a local folder, instead of input.", path=True
+    )
+    dataset_config_name: str | None = option(
+        None, "Configuration (subset) of the data set.", requires=("dataset_name",)
+    )
+    dataset_split: str = option("train", "Split of the data set.")
+    streaming: bool = option(
+        False,
+        "Read the data set over the network without keeping a copy.",
+        requires=("dataset_name",),
+    )
+    trust_remote_code: bool = option(
+        False, "Run tokenizer or data set code that comes with a Hub repository."
+    )
+    on_error: Literal["stop", "skip"] = option(
+        "stop", "Stop at an unusable record, or skip and count it."
+    )
+
+    tokenizer_name: str | None = option(
+        None,
+        "Hub name, folder, tokenizer.json or SentencePiece .model of the tokenizer.",
+        group=TOKENIZER,
+        path=True,
+    )
+    vocab_file: str | None = option(
+        None,
+        "GPT-2 style vocab.json; goes with merges_file.",
+        group=TOKENIZER,
+        path=True,
+        requires=("merges_file",),
+    )
+    merges_file: str | None = option(
+        None,
+        "GPT-2 style merges.txt; goes with vocab_file.",
+        group=TOKENIZER,
+        path=True,
+        aliases=("merge_file",),
+        requires=("vocab_file",),
+    )
+    use_slow_tokenizer: bool = option(
+        False, "Use the tokenizer's Python implementation, if it has one.", group=TOKENIZER
+    )
+    append_eos: bool = option(
+        True,
+        "End every document with the tokenizer's end-of-text token.",
+        group=TOKENIZER,
+        aliases=("append_eod",),
+    )
+    allow_special_tokens: bool = option(
+        False,
+        "Encode the name of a special token in a text, such as <|endoftext|>, as this token; by "
+        "default it is encoded as text.",
+        group=TOKENIZER,
+    )
+
+    output_prefix: str | None = option(
+        None,
+        "Path of the output: PREFIX_text_document.bin and .idx (the middle is the JSON key), or "
+        "the folder PREFIX in nanoGPT's format.",
+        group=OUTPUT,
+        path=True,
+    )
+    format: Literal["megatron", "nanogpt"] = option(
+        "megatron",
+        "A .bin/.idx pair for Megatron-LM, NeMo and this trainer, or train.bin and val.bin as in "
+        "nanoGPT.",
+        group=OUTPUT,
+    )
+    output_per_input: bool = option(
+        False, "Write one pair of files per input file, with its name after PREFIX.", group=OUTPUT
+    )
+    shuffle: Literal["none", "documents"] = option(
+        "none", "Shuffle the documents by the seed.", group=OUTPUT
+    )
+    seed: int = option(0, "Seed of the shuffling.", group=OUTPUT, at_least=0)
+    validation_split_percentage: float = option(
+        0.05,
+        "Percentage of the documents, from the first one, that go to nanoGPT's val.bin; 0 writes "
+        "none.",
+        group=OUTPUT,
+        at_least=0,
+        below=100,
+    )
+    overwrite: bool = option(False, "Replace files that exist.", group=OUTPUT)
+
+    workers: int | None = option(
+        None, "Cores to use; by default, and at most, all cores.", group=RUNNING, at_least=1
+    )
+    executor: Literal["processes", "dask"] = option(
+        "processes",
+        "Processes of this node, or the workers of a running Dask cluster, which "
+        "DASK_SCHEDULER_ADDRESS or scheduler_file names.",
+        group=RUNNING,
+    )
+    scheduler_file: str | None = option(
+        None,
+        "File of `dask scheduler --scheduler-file`.",
+        group=RUNNING,
+        path=True,
+        requires=("executor=dask",),
+    )
+    rank: int | None = option(
+        None,
+        "Number of this process, counted from 0, if the same command is started several times; by "
+        "default from srun, mpiexec, torchrun or a Slurm job array.",
+        group=RUNNING,
+        at_least=0,
+        requires=("world_size",),
+    )
+    world_size: int | None = option(
+        None,
+        "Number of processes with the same command.",
+        group=RUNNING,
+        at_least=1,
+        requires=("rank",),
+    )
+    log_seconds: float = option(
+        10.0, "Seconds between two lines on the progress.", group=RUNNING, above=0
+    )
+
+
+def check(config: PrepareConfig) -> None:
+    """Refuse combinations of options that cannot work.
+
+    Raises:
+        ConfigError: One message with a sentence for each fault.
+    """
+    problems = []
+    if bool(config.input) == (config.dataset_name is not None):
+        problems.append("Name the text with either --input or --dataset_name.")
+    if config.text_column == "":
+        problems.append("--text_column is empty; name the JSON key or column with the text.")
+    if not config.output_prefix:
+        problems.append("Say where to write to with --output_prefix.")
+    if (config.tokenizer_name is None) == (config.vocab_file is None):
+        problems.append(
+            "Name the tokenizer with either --tokenizer_name or --vocab_file and --merges_file."
+        )
+    if config.output_per_input and (config.format == "nanogpt" or config.dataset_name):
+        problems.append("--output_per_input goes with --input and --format megatron only.")
+    if config.executor == "dask" and (config.workers or config.rank is not None):
+        problems.append(
+            "--executor dask goes without --workers and --rank: the cluster has its own workers."
+        )
+    problems += lacking(config)
+    if problems:
+        raise ConfigError(" ".join(problems))

@@ -1,0 +1,244 @@
+"""Several ranks at one output: each writes its share of the shards, and one of them joins them.
+
+Ranks have no connection. They share the folder of the shards, on a file system with atomic renames
+and exclusive creation of files, which needs no locks:
+
+    plan.json       written by the first rank; a rank with another recipe is refused
+    rank-3-of-10    rank 3 has written its shards, and its node has written them through
+    join-1          the rank that joins the shards touches it; join-2 replaces a rank that has died
+
+A shard costs each rank the same few operations on files for any number of ranks and shards.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from llm.data.text_identity import Recipe
+from llm.errors import ConfigError, DataError
+from llm.runtime.world import world_from_environment
+
+_BEAT_SECONDS = 2.0  # between two signs of life of the rank that joins
+_DEAD_SECONDS = 60.0  # without one; caches of network file systems hide it for a while
+_POLL_SECONDS = 0.5
+_NAMES = {
+    "sources": "input",
+    "tokenizer_fingerprint": "tokenizer",
+    "end_token": "--append_eos",
+    "dtype": "--format",
+    "shuffle_seed": "--shuffle or --seed",
+    "validation_percentage": "--validation_split_percentage",
+    "part_bytes": "size of shards",
+}
+
+log = logging.getLogger("llm.data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The part of the shards that a rank writes: every `world_size`-th one.
+
+    Attributes:
+        rank: The number of this process, counted from 0.
+        world_size: The number of processes.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    def numbers(self, num_shards: int, *, first: int = 0) -> Sequence[int]:
+        """Return which shards of an output this rank writes.
+
+        Args:
+            num_shards: Shards of the output.
+            first: Shards of all outputs before it, so that small outputs have different ranks.
+        """
+        return range((self.rank - first) % self.world_size, num_shards, self.world_size)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world_size}"
+
+
+def find_share(rank: int | None, world_size: int | None, environ: Mapping[str, str]) -> Share:
+    """Return the share of this process.
+
+    Args:
+        rank: The user's choice; None looks at the variables of srun, mpiexec, torchrun, and
+            Slurm's job arrays.
+        world_size: As for `rank`; both or none.
+        environ: The variables of an array.
+
+    Raises:
+        ConfigError: The rank does not exist, or the variables of an array do not tell it.
+        ParallelError: The variables of a launcher do not tell it.
+    """
+    if rank is not None and world_size is not None:
+        if rank >= world_size:
+            raise ConfigError(
+                f"--rank {rank} does not exist with --world_size {world_size}; ranks count from 0 "
+                f"to {world_size - 1}."
+            )
+        return Share(rank=rank, world_size=world_size)
+    world = world_from_environment()
+    array = _array_share(environ)
+    if world.world_size == 1:
+        return array
+    if array.world_size > 1:
+        raise ConfigError(
+            f"This is rank {world.rank} of {world.world_size} in task {array.rank} of "
+            f"{array.world_size} of a job array; start one process for each task, or give --rank "
+            "and --world_size."
+        )
+    return Share(rank=world.rank, world_size=world.world_size)
+
+
+def _array_share(environ: Mapping[str, str]) -> Share:
+    """Return the share of a task of a Slurm job array; PBS does not tell its size."""
+    prefix = "SLURM_ARRAY_TASK_"
+    names = ("ID", "COUNT", "MIN", "MAX", "STEP")
+    values = [environ.get(prefix + name, "1" if name == "STEP" else "") for name in names]
+    if not all(re.fullmatch(r"[0-9]{1,9}", value) for value in values):
+        return Share()
+    task, count, least, most, step = map(int, values)
+    if most - least != (count - 1) * step:
+        raise ConfigError(
+            f"The job array has {count} tasks with numbers from {least} to {most}, which do not "
+            f"tell the rank of task {task}; submit --array=0-{count - 1}, or give --rank and "
+            "--world_size."
+        )
+    return Share(rank=(task - least) // step, world_size=count)
+
+
+def share_plan(folder: Path, made_of: Recipe) -> None:
+    """Write the plan of a folder of shards, or compare it with the other ranks' plan.
+
+    Raises:
+        DataError: The ranks have different plans.
+    """
+    plan = folder / "plan.json"
+    if not plan.exists():
+        temporary = folder / f".plan.{uuid4().hex}"
+        temporary.write_text(json.dumps(made_of), encoding="utf-8")
+        try:
+            os.link(temporary, plan)  # fails if another rank has been faster
+            temporary.unlink()
+        except FileExistsError:
+            temporary.unlink()
+        except OSError:  # a file system without links
+            temporary.replace(plan)
+    try:
+        earlier = json.loads(plan.read_text(encoding="utf-8"))
+    except ValueError:
+        earlier = {}
+    if earlier == made_of:
+        return
+    if earlier.get("format") != made_of["format"]:
+        raise DataError(
+            f"{folder} holds shards of another version of this program; finish them with it, or "
+            "remove the folder."
+        )
+    changed = [_NAMES.get(key, f"--{key}") for key in made_of if earlier.get(key) != made_of[key]]
+    raise DataError(
+        f"{folder} was begun with another {' and '.join(changed)}; give all ranks the same command "
+        "and the same files, or remove the folder if no rank is at work."
+    )
+
+
+def mark_done(folder: Path, share: Share) -> None:
+    """Note that a rank has written its shards, once they are on the disk."""
+    os.sync()  # a crash of this node can lose nothing of the shards now
+    _marker(folder, share.rank, share).touch()
+
+
+def is_marked(folder: Path, share: Share) -> bool:
+    """Return whether a rank has written its shards, now or in an earlier job."""
+    return _marker(folder, share.rank, share).exists()
+
+
+def ranks_done(folder: Path, share: Share) -> int:
+    """Return how many of the ranks have written their shards."""
+    return sum(_marker(folder, rank, share).exists() for rank in range(share.world_size))
+
+
+def _marker(folder: Path, rank: int, share: Share) -> Path:
+    return folder / f"rank-{rank}-of-{share.world_size}"
+
+
+class JoinClaim:
+    """The right to join the shards, which one living rank has.
+
+    Args:
+        folder: The folder of the shards.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._number = 0
+        self._released = threading.Event()
+
+    def acquire(self) -> bool:
+        """Wait until this rank may join the shards, or another one has finished.
+
+        Returns:
+            Whether this rank may join them.
+        """
+        seen: tuple[int, int] | None = None
+        since = 0.0
+        while (self._folder / "plan.json").exists():
+            newest = self._newest()
+            # Two readings of one clock: the clocks of nodes differ.
+            beat = newest, _last_change(self._path(newest))
+            if beat != seen:
+                if newest and seen is None:
+                    log.info("another rank joins the shards; waiting until it is done or has died")
+                seen, since = beat, time.monotonic()
+            if newest == 0 or time.monotonic() - since > _DEAD_SECONDS:
+                try:
+                    self._path(newest + 1).touch(exist_ok=False)
+                except (FileExistsError, FileNotFoundError):  # another rank was faster, or is done
+                    continue
+                self._number = newest + 1
+                threading.Thread(target=self._beat, daemon=True).start()
+                return True
+            time.sleep(_POLL_SECONDS)
+        return False
+
+    def is_held(self) -> bool:
+        """Return whether no other rank has replaced this one, as it does one that was stopped."""
+        return not self._path(self._number + 1).exists()
+
+    def release(self) -> None:
+        """Let another rank join the shards, at once if this one has failed."""
+        self._released.set()
+        if self._number:
+            self._path(self._number).unlink(missing_ok=True)
+
+    def _newest(self) -> int:
+        number = 0
+        while self._path(number + 1).exists():
+            number += 1
+        return number
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"join-{number}"
+
+    def _beat(self) -> None:
+        while not self._released.wait(_BEAT_SECONDS):
+            with contextlib.suppress(OSError):
+                os.utime(self._path(self._number))
+
+
+def _last_change(path: Path) -> int:
+    try:
+        with path.open("rb") as file:  # opening makes network file systems look again
+            return os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        return 0

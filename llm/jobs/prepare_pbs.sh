@@ -1,0 +1,65 @@
+#!/bin/bash
+{% set cores = "ncpus=%d" | format(site.gpus_per_node * site.cpus_per_gpu) %}
+# Prepare token files on {{ job.nodes }} node{{ "s" if job.nodes > 1 }} through PBS, with one process per node on all of its cores.
+# Submit it with qsub, whose options override the directives below:
+#
+#     qsub -A ALLOCATION -q QUEUE SCRIPT
+#
+# A job that reaches its time limit or loses a node keeps all shards that are done. Submit the same
+# script again, and it does what is missing.
+#
+# Made by: python -m llm.jobs {{ made_by }} -- OPTIONS
+#
+#PBS -N {{ job.name }}
+#PBS -A {{ job.account }}
+#PBS -q {{ job.queue }}
+#PBS -l select={{ job.nodes }}:{{ "system=" ~ site.system if site.system else cores }}
+#PBS -l walltime={{ walltime }}
+{% if job.queue == "preemptable" %}
+#PBS -r y
+{% endif %}
+#PBS -l place=scatter
+{% if site.filesystems %}
+#PBS -l filesystems={{ site.filesystems }}
+{% endif %}
+{% for directive in site.directives %}
+#PBS {{ directive }}
+{% endfor %}
+#PBS -j oe
+
+{% if job.venv %}
+# The virtual environment of the llm package.
+VENV={{ job.venv | quote }}
+{% else %}
+# The virtual environment of the llm package: by default `venv` in the folder of qsub.
+VENV=${VENV:-venv}
+{% endif %}
+OPTIONS=(
+{% for row in options %}
+    {{ row }}
+{% endfor %}
+)
+
+cd "${PBS_O_WORKDIR:-.}" || exit 2
+{{ site.set_up }}
+# Only now, as modules and conda use unset variables.
+set -euo pipefail
+if [[ ! -r "$VENV/bin/activate" ]]; then
+    echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
+    exit 2
+fi
+# shellcheck disable=SC1091
+source "$VENV/bin/activate"
+
+# PBS may list a host several times.
+mapfile -t HOSTS < <(awk '!seen[$0]++' "$PBS_NODEFILE")
+LAUNCH=(
+    mpiexec --hostfile "$PBS_NODEFILE" -n "${#HOSTS[@]}" --ppn 1
+{% if site.pals %}
+    --cpu-bind none
+{% endif %}
+    python -m llm.data.prepare
+)
+echo "$(date): job $PBS_JOBID on ${HOSTS[*]}"
+echo "Running: ${LAUNCH[*]} ${OPTIONS[*]}"
+"${LAUNCH[@]}" "${OPTIONS[@]}"
