@@ -52,7 +52,7 @@ def test_weights_of_another_size_are_refused(trained_gptj: tuple[PreTrainedModel
 def test_a_folder_without_weights_is_refused_as_a_source_of_weights(tmp_path: Path) -> None:
     tiny_config("gpt2").save_pretrained(tmp_path)
 
-    with pytest.raises(ConfigError, match="no weights"):
+    with pytest.raises(ConfigError, match="no readable weights"):
         tiny_model(tiny_config("gpt2"), weights_from=str(tmp_path))
 
 

@@ -192,7 +192,7 @@ def test_phases_longer_than_the_run(bench):
 
 
 def test_a_damaged_checkpoint_that_was_named(bench, tmp_path):
-    words = ["--resume_from_checkpoint", "no checkpoint", "manifest.json"]
+    words = ["--resume_from_checkpoint", "not a checkpoint", "manifest.json"]
     assert_refused(bench, resume_from_checkpoint=tmp_path, words=words)
 
 
