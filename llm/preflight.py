@@ -229,7 +229,7 @@ def _communicate_in_time(options: PreflightOptions, world: World, board: Board) 
             board.say("times", communicate(options, world, board))
             board.say("stage", "done")
             board.say("done", True)
-        except Exception as error:  # rank 0 reports whatever a library raises
+        except Exception as error:  # rank 0 reports any error of a library
             first = str(error).strip().partition("\n")[0]
             board.say("failed", f"{type(error).__name__}: {first}")
             board.post("failure", "")

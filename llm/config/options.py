@@ -252,7 +252,7 @@ def unknown_option(name: str, names: list[str], *, dashes: str) -> str:
     here = counterpart(name, names, dashes=dashes)
     if here is not None:
         return f"{dashes}{name} {here}."
-    positive = name.removeprefix("no_")  # a file has `x = false` in place of `--no_x`
+    positive = name.removeprefix("no_")  # a file has `x = false` instead of `--no_x`
     close = difflib.get_close_matches(name, names, n=1, cutoff=_LIKENESS)
     close = [positive] if positive in names else close
     hint = f"; did you mean {close[0]}?" if close else "."
@@ -300,7 +300,7 @@ def given(config: Any) -> dict[str, Any]:
 
 
 def lacking(config: Any) -> list[str]:
-    """Return a sentence for each option that is given without an option that it requires."""
+    """Return a sentence for each given option that lacks a required one."""
     values = given(config)
     problems = []
     for field in fields(type(config)):

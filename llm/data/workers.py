@@ -14,7 +14,7 @@ def num_cores() -> int:
 
 
 def bounded_workers(wanted: int | None, *, most: int | None = None) -> int:
-    """Return the number of workers that a user asked for, but no more than are useful.
+    """Return the requested number of workers, limited to a useful number.
 
     Args:
         wanted: The number asked for; None takes all that are useful.

@@ -111,7 +111,7 @@ def _conv1d_heads(module: Any, mesh: DeviceMesh) -> None:
 
 
 def _replicated_with_grad_allreduce(module: nn.Module, mesh: DeviceMesh) -> None:
-    """All-reduce the gradient of a layer that each rank applies to its own heads.
+    """All-reduce the gradient of a layer that each rank applies to its heads.
 
     The style of this name in transformers all-reduces the accumulated gradient in each backward,
     so that it counts earlier micro-batches several times.

@@ -156,7 +156,7 @@ def _library_styles(model: PreTrainedModel) -> dict[str, str]:
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     names = {module: name for name, module in model.named_modules()}
-    # A tied head and its embedding have to be sharded alike.
+    # A tied head and its embedding must be sharded in the same way.
     if head is not None and names[head] in styles and isinstance(embedding, nn.Embedding):
         styles[names[embedding]] = "embedding_rowwise"
     return styles

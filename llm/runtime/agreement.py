@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE = 3600.0
-"""Seconds that ranks wait for one another before process groups form."""
+"""Seconds that ranks wait for each other before process groups form."""
 _POLL_SECONDS = 0.005, 0.5  # at first, and at most
 _LOST = (
     "A rank that this one waits for has ended or does not respond: look for its error above, and "

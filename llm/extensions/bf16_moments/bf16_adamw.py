@@ -30,7 +30,7 @@ _CPU_SLICE = 2**18
 """The same on a CPU with caches for 4 MiB."""
 
 _ELEMENT, _UPDATE = 0x9E3779B1, 0x85EBCA77
-"""Strides of elements and updates in a cycle of 2**32 numbers; odd, so as to reach all of them."""
+"""Strides of elements and updates in a cycle of 2**32 numbers; odd, to reach all of them."""
 
 _MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))
 """Shifts and factors of the hash lowbias32 (C. Wellons 2018)."""

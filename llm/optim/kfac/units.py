@@ -10,8 +10,8 @@ from llm.optim.kfac.layers import Layer
 from llm.optim.whole import Unit, Updates, WholeMatrices, batches, gradients_of
 
 Update = Callable[[Sequence[Layer], Tensor], Tensor]
-"""From layers that are alike and their gradients, as `Layer.matrix` returns them, with the layers
-in a dimension in front, to the updates."""
+"""Computes the updates of equal layers from their gradients, in the form of `Layer.matrix`, stacked
+in a leading dimension."""
 
 
 class CoveredUnits:
