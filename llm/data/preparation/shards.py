@@ -5,8 +5,8 @@
     STEM.bytes   UTF-8 bytes of each text, uint32
     STEM.json    counts and checksums, renamed last: without it the shard does not exist
 
-Each file is written under a temporary name and renamed, so two workers at the same shard, of which
-one was given up as lost, do not disturb each other. A text without tokens is dropped and counted.
+Each file is written under a temporary name and renamed, so a worker that was given up as lost does
+not disturb its replacement at the same shard. A text without tokens is dropped and counted.
 """
 
 import dataclasses

@@ -107,7 +107,7 @@ def tokenize_shards(
         workers: Cores to use, as processes; with few sources, also as threads of each process. Or
             a cluster.
         report: Called with the progress, once a second or more often.
-        numbers: Of which sources, counted from 0; None for all.
+        numbers: Numbers of the sources, counted from 0; None for all.
 
     Returns:
         The paths of these shards without their suffix, and their contents.
