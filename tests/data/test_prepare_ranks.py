@@ -28,6 +28,7 @@ from tests.support.preparation import (
     names,
     pair,
     prepare,
+    prepare_all,
 )
 
 FORK = multiprocessing.get_context("fork")
@@ -72,6 +73,25 @@ def test_small_outputs_have_different_ranks(tmp_path):
 
     assert list(share.numbers(7)) == [1, 4]
     assert [list(share.numbers(1, first=first)) for first in range(4)] == [[], [0], [], []]
+
+
+def test_each_rank_begins_with_another_output(tmp_path):
+    def begun(rank):
+        ReadSource.reads.clear()
+        jobs = [
+            ([ReadSource([name], name=name)] * 3, Output(prefix=tmp_path / name)) for name in "abc"
+        ]
+        prepare_all(jobs, share=Share(rank=rank, world_size=3))
+        return ReadSource.reads
+
+    assert [list(begun(rank)) for rank in range(3)] == [
+        ["a", "b", "c"],
+        ["b", "c", "a"],
+        ["c", "a", "b"],
+    ]
+    assert names(tmp_path) == sorted(
+        f"{a}.{kind}" for a in "abc" for kind in ("bin", "idx", "json")
+    )
 
 
 def test_ranks_that_finish_together_join_the_shards_once(tmp_path):

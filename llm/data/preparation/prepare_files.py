@@ -87,7 +87,10 @@ def prepare_files(
             former_validation(output)  # refused now, rather than after the work
             todo.append((sources, output, share.numbers(len(sources), first=num_chunks)))
         num_chunks += len(sources)
-    for sources, output, numbers in todo:
+    # Each rank begins with another output: otherwise the slowest would be last everywhere, and join
+    # the shards of all outputs.
+    begin = len(todo) * share.rank // share.world_size
+    for sources, output, numbers in todo[begin:] + todo[:begin]:
         work = _Work(sources, output, encoding, workers, log_seconds)
         try:
             if share.world_size == 1:
