@@ -8,21 +8,22 @@ changed files.
 import argparse
 import contextlib
 import dataclasses
-import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from llm.config.command_line import parse
-from llm.config.options import given, option, option_group
+from llm.config.options import fields, given, option, option_group
 from llm.config.program import program
 from llm.config.toml import read_toml, values_as_toml
 from llm.errors import ConfigError, LLMError, one_line
 from llm.runtime.files import write_whole
 from llm.runtime.logging import quiet_libraries, set_up_logging
 from llm.trainers.gpt.extensions import GPTConfig
+from llm.trainers.gpt.seams import extensions_of
 
 # Files at the top of a model's repository. Weights are read as safetensors if possible.
 _SETTINGS = (".jinja", ".json", ".model", ".py", ".tiktoken", ".txt")
@@ -33,8 +34,8 @@ logger = logging.getLogger("llm")
 
 
 @option_group("Fetch")
-class FetchOptions:
-    """The folder, and the trainer's options that may name something on the Hub."""
+class CoreFetchOptions:
+    """The folder, and the core's options that may name something on the Hub."""
 
     folder: str | None = option(
         None, "Folder to write to; you can leave out the option's name.", path=True
@@ -60,15 +61,21 @@ class FetchOptions:
     eval_metrics: tuple[str, ...] = option(
         (), "Metrics of the evaluate library.", aliases=("metrics",)
     )
-    eval_tasks: tuple[str, ...] = option(
-        (),
-        "Tasks: YAML files of lm-eval, or names of tasks that come with it.",
-        path=True,
-        aliases=("tasks",),
-    )
     trust_remote_code: bool = option(
         False, "Run the Python code that comes with a model or a data set."
     )
+
+
+_ADDED = [
+    extension.fetch_options
+    for extension, _ in extensions_of(GPTConfig())
+    if extension.fetch_options is not None
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FetchOptions(CoreFetchOptions, *_ADDED):  # type: ignore[misc]
+    """The options of this program, with those of extensions."""
 
 
 @program
@@ -112,7 +119,7 @@ def fetch(config: GPTConfig, folder: Path) -> GPTConfig:
     Args:
         config: The trainer's options.
         folder: An absolute path. Repositories go into `models/`, `datasets/` and `metrics/` by
-            name, and a file per task with data on the Hub into `tasks/`.
+            name.
 
     Returns:
         The options with local paths instead of names.
@@ -139,13 +146,14 @@ def fetch(config: GPTConfig, folder: Path) -> GPTConfig:
     metrics = tuple(_fetch_metric(name, folder) for name in config.eval_metrics)
     if metrics != config.eval_metrics:
         changes["eval_metrics"] = metrics
-    tasks = tuple(_fetch_task(name, folder) for name in config.eval_tasks)
-    if tasks != config.eval_tasks:
-        changes["eval_tasks"] = tasks
+    for extension, options in extensions_of(config):
+        found = extension.fetch(options, folder, partial(_fetch_dataset, folder=folder))
+        changes |= {name: path for name, path in found.items() if path != getattr(config, name)}
     if not changes:
+        added = "".join(f"--{field.name}, " for each in _ADDED for field in fields(each))
         raise ConfigError(
             "There is nothing to fetch: the options name nothing on the Hub. Give "
-            "--model_name_or_path, --dataset_name, --eval_metrics, --eval_tasks, or --config."
+            f"--model_name_or_path, --dataset_name, --eval_metrics, {added}or --config."
         )
     return dataclasses.replace(config, **changes)
 
@@ -280,73 +288,6 @@ def _fetch_metric(name: str, folder: Path) -> str:
         code = [file for file in files if file.endswith(".py")]
         _download(repository, target, files=code, kind="space", revision=revision)
     return str(target)
-
-
-def _fetch_task(name: str, folder: Path) -> str:
-    """Download the data of a task; return a YAML file that reads local data."""
-    path = _find_task(name)
-    settings = _task_settings(path)
-    if "group" in settings or "class" in settings or not isinstance(settings.get("task"), str):
-        raise ConfigError(f"--eval_tasks {name} is not a single task; name its tasks by YAML file.")
-    files = (settings.get("dataset_kwargs") or {}).get("data_files")
-    if "://" in str(files):
-        raise ConfigError(
-            f"--eval_tasks {name} reads {files}: download the file and use its path in your YAML "
-            "file."
-        )
-    dataset = settings.get("dataset_path")
-    if files is not None or not _is_on_hub(dataset):
-        return str(path)
-    local = {
-        "include": str(path),
-        "dataset_path": _fetch_dataset("eval_tasks", dataset, settings.get("dataset_name"), folder),
-    }
-    written = folder / "tasks" / f"{settings['task']}.yaml"
-    written.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(written, json.dumps(local, indent=2) + "\n")  # JSON is valid YAML
-    return str(written)
-
-
-def _find_task(name: str) -> Path:
-    """Return the absolute path of a YAML file, or of a task that comes with lm-eval."""
-    if Path(name).is_file():
-        return Path(name).absolute()
-    try:
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise ConfigError(
-            f"--eval_tasks {name} is not a file; the tasks of lm-eval need pip install "
-            "'llm-trainers[tasks]'."
-        ) from error
-    entry = TaskManager().task_index.get(name)
-    if entry is None:
-        raise ConfigError(
-            f"--eval_tasks {name} is neither a YAML file nor a task that comes with lm-eval; "
-            "`lm_eval ls tasks` lists those."
-        )
-    if entry.yaml_path is None:
-        raise ConfigError(f"--eval_tasks {name} is a group of tasks; name its tasks one by one.")
-    return Path(entry.yaml_path)
-
-
-def _task_settings(path: Path) -> dict[str, Any]:
-    """Return the settings of a task's file, merged over the files that it includes."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Skips the functions that a task names instead of importing them."""
-
-    Loader.add_constructor("!function", lambda loader, node: None)
-    try:
-        settings: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
-        if not isinstance(settings, dict):
-            raise ConfigError(f"--eval_tasks {path} is not the YAML file of a task.")
-        included = settings.pop("include", [])
-        for name in [included] if isinstance(included, str) else included:
-            settings = _task_settings(path.parent / name) | settings
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"--eval_tasks {path} cannot be read: {one_line(error)}.") from error
-    return settings
 
 
 if __name__ == "__main__":

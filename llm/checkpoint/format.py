@@ -67,7 +67,7 @@ class TrainState:
         seconds: Training time over all starts of the run.
         best_loss: Lowest validation loss so far.
         evaluated_at: Step of the last evaluation.
-        tasks_at: Step of the last run of `eval_tasks`.
+        ran_at: Last step after which each periodic work of extensions was done, by its name.
         skipped_in_a_row: Number of consecutive steps that were just skipped.
     """
 
@@ -77,7 +77,7 @@ class TrainState:
     seconds: float = 0.0
     best_loss: float | None = None
     evaluated_at: int = 0
-    tasks_at: int = 0
+    ran_at: dict[str, int] = dataclasses.field(default_factory=dict)
     skipped_in_a_row: int = 0
 
     def advance(self, *, samples: int, tokens: int) -> None:
@@ -87,13 +87,18 @@ class TrainState:
         self.tokens += tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters by name."""
-        return dataclasses.asdict(self)
+        """Return the counters by name; `ran_at` as NAME_at."""
+        counters = dataclasses.asdict(self)
+        ran_at = counters.pop("ran_at")
+        return counters | {f"{name}_at": step for name, step in ran_at.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counters."""
+        rest = dict(state)
         for field in dataclasses.fields(self):
-            setattr(self, field.name, state[field.name])
+            if field.name != "ran_at":
+                setattr(self, field.name, rest.pop(field.name))
+        self.ran_at = {name.removesuffix("_at"): step for name, step in rest.items()}
 
 
 def model_tensors(model: "torch.nn.Module") -> dict[str, "torch.Tensor"]:

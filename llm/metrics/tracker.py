@@ -158,7 +158,7 @@ class Tracker:
         self._started, self._data_wait = now, 0.0
         self._interval_step, self._interval_tokens = step, tokens
         with self.paused():  # a slow disk does not count as a slow step
-            self._write(record, step=step)
+            self.write(record, step=step)
             logger.info(
                 self._megatron_line(record, step=step, global_batch_size=global_batch_size),
                 extra=short_form(step_line(record, step=step, total_steps=self._total_steps)),
@@ -212,20 +212,12 @@ class Tracker:
             step: Steps done.
             training: Statistics of the preceding training, for the console.
         """
-        self._write({f"eval_{name}": value for name, value in results.items()}, step=step)
+        self.write({f"eval_{name}": value for name, value in results.items()}, step=step)
         words = [f"{name}: {value:.6g}" for name, value in results.items()]
         line = " | ".join([f"validation at step {step}", *words, *training])
         logger.info(line, extra=event("evaluation", step=step, loss=results["loss"]))
 
-    def log_tasks(self, results: Mapping[str, Mapping[str, float]], *, step: int) -> None:
-        """Report the results of tasks, by task and metric."""
-        self._write(task_values(results), step=step)
-        for task, metrics in results.items():
-            words = [f"{name}: {value:.6g}" for name, value in metrics.items()]
-            line = " | ".join([f"task {task} at step {step}", *words])
-            logger.info(line, extra=event("task", step=step, task=task, **metrics))
-
-    def _write(self, record: Mapping[str, float], *, step: int) -> None:
+    def write(self, record: Mapping[str, float], *, step: int) -> None:
         """Send the numbers of an event to the trackers, and as one line to metrics.jsonl."""
         # An earlier start may have been killed after it wrote this evaluation's line and points.
         if step == self._started_at and not self._written.isdisjoint(record):

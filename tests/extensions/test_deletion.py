@@ -1,6 +1,7 @@
 """Every extension can be deleted, and another one added: a folder, and two lines in the list."""
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from tests.support.package import PACKAGE, ROOT
 from tests.support.training import Bench, Run
 
 EXTENSIONS = sorted(path.parent.name for path in PACKAGE.glob("extensions/*/__init__.py"))
+CLOZE = ROOT / "examples" / "tasks" / "shakespeare_cloze.yaml"
 MADE_WITH = {
     "averaging": ({"ema_decay": 0.9}, 0, "also holds ema, which this run does not continue"),
     "bf16_moments": ({"moment_dtype": "bf16"}, 2, "was trained with --moment_dtype"),
@@ -25,6 +27,7 @@ MADE_WITH = {
         0,
         "also holds spikes, which this run does not continue",
     ),
+    "tasks": ({"eval_tasks": CLOZE}, 0, ""),
 }
 """Options of a run that uses the extension; exit code and log of a resume without them."""
 LIVES = """
@@ -125,6 +128,8 @@ def test_no_file_imports_a_deleted_extension(name, tmp_path):
 @pytest.mark.parametrize("name", EXTENSIONS)
 def test_runs_go_on_without_an_extension_that_they_do_not_use(name, bench, plain, tmp_path):
     options, code, said = MADE_WITH[name]
+    if name == "tasks" and importlib.util.find_spec("lm_eval") is None:
+        pytest.skip("needs the extra tasks (lm_eval)")
     bench.train_well(f"with-{name}", max_train_steps=1, **SHORT, **options)
     package = copy_of_package(tmp_path)
     delete(name, package)

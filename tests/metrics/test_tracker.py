@@ -316,17 +316,16 @@ def test_an_evaluation_is_reported_once_however_often_it_is_made(tmp_path, repor
     assert seen == [(3, {"eval/loss": 7.0}), (4, {"eval/loss": 1.25})][reported != OLDER :]
 
 
-def test_tasks_are_reported_once_beside_the_evaluation_of_their_step(tmp_path):
+def test_values_are_written_once_beside_the_evaluation_of_their_step(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in [*OLDER, EVALUATION]))
-    seen = []
+    seen, values = [], {"task_cloze/acc": 0.5, "task_plays/bits": 2.0}
     for _ in range(2):  # the first start was killed before its checkpoint
         tracker = make_tracker(path, seen)
         tracker.start(step=3, tokens=0, seconds=0.0)
-        tracker.log_tasks({"cloze": {"acc": 0.5}, "plays": {"bits": 2.0}}, step=3)
+        tracker.write(values, step=3)
         tracker.close()
 
-    values = {"task_cloze/acc": 0.5, "task_plays/bits": 2.0}
     assert lines_of(path) == [*OLDER, EVALUATION, {"step": 3} | values]
     assert seen == [(3, {"task/cloze/acc": 0.5, "task/plays/bits": 2.0})]
 

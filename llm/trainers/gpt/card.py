@@ -30,7 +30,7 @@ def make_card(
         name: The model's name.
         rows: Rows of the table about the training.
         results: Results on the validation data by name.
-        task_results: Results of lm-eval tasks by task and metric.
+        task_results: Results of tasks by task and metric.
         initial_weights: Source of the weights at step 0, such as `from gpt2`.
         ranks: Ranks of the run.
     """

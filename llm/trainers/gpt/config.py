@@ -47,18 +47,6 @@ class EvaluationOptions:
         "Further metrics of the validation split: accuracy (of the next token), or names for "
         "evaluate.load.",
     )
-    eval_tasks: tuple[str, ...] = option(
-        (),
-        "lm-eval tasks to run on the model: YAML files, with data in local files. Needs the extra "
-        "tasks.",
-        path=True,
-    )
-    eval_tasks_steps: int | None = option(
-        None,
-        "Steps between two runs of eval_tasks. They always run at the end of training.",
-        at_least=1,
-        requires=("eval_tasks",),
-    )
     eval_only: bool = option(
         False,
         "Evaluate the model (or the checkpoint of resume_from_checkpoint) and stop.",

@@ -18,7 +18,6 @@ from llm.trainers.gpt.setup import (
     described,
     load_weights,
     make_evaluate,
-    make_evaluate_tasks,
     make_model,
     make_strategy,
 )
@@ -45,13 +44,13 @@ def evaluate(config: CoreConfig, world: World) -> None:
     assert evaluate_model is not None  # read_evaluation requires validation data
     results = evaluate_model()
     running = Running(setup=setup, strategy=strategy, model=model, keep_alive=lambda: None)
-    for extension in loop_extensions(config, running):
+    extensions = loop_extensions(config, running)
+    for extension in extensions:
         if setup.resume_from is not None and extension.part is not None:
             load_state(setup.resume_from, {extension.part: extension})
         results |= extension.evaluated(evaluate_model, last=False)
-    evaluate_tasks = make_evaluate_tasks(config, setup, strategy, model)
-    if evaluate_tasks is not None:
-        results |= task_values(evaluate_tasks())
+    for extension in extensions:
+        results |= task_values(extension.task_results())
     logger.info(" | ".join(f"{name}: {value:.6g}" for name, value in results.items()))
     if strategy.rank == 0:
         setup.run.path.mkdir(parents=True, exist_ok=True)

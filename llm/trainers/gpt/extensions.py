@@ -12,6 +12,7 @@ from llm.extensions.bf16_moments.options import MomentOptions
 from llm.extensions.mup.options import MuPOptions
 from llm.extensions.profiler.options import ProfilerOptions
 from llm.extensions.spikes.options import SpikeOptions
+from llm.extensions.tasks.options import TasksOptions
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.seams import Extension
 
@@ -23,6 +24,7 @@ class GPTConfig(
     MuPOptions,
     ProfilerOptions,
     SpikeOptions,
+    TasksOptions,
     CoreConfig,
 ):
     """Options of `python -m llm.trainers.gpt`: the core's and each extension's."""

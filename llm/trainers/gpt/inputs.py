@@ -6,10 +6,9 @@ on one rank ends all ranks. Only the data cache is written.
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import RunFolder
@@ -43,9 +42,6 @@ from llm.trainers.gpt.resume import (
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
 from llm.trainers.gpt.seams import Inputs, extensions_of
 from llm.trainers.gpt.strategies import plan_replicas
-
-if TYPE_CHECKING:
-    from llm.trainers.gpt.tasks import Tasks
 
 _NEED_VALIDATION = ("eval_steps", "eval_tokens", "eval_metrics", "save_top_k")
 """Training options that require validation data."""
@@ -147,7 +143,6 @@ def _read(
     layout = choose_layout(config, model_config, world.world_size)
     block_size = choose_block_size(config, model_config)
     tokenizer = read_tokenizer(config, start)
-    tasks = _load_tasks(config, tokenizer, model_config, layout)
     ends = document_ends(config, eos_token_id=tokenizer.eos_token_id)
     init_from = None
     if start is None and config.init_from is not None:
@@ -157,10 +152,14 @@ def _read(
     weights_from = None if start or init_from else find_weights(config)
     seed = choose_seed(config, start)
     inputs = Inputs(
-        start=start, init_from=init_from, model_config=model_config, weights_from=weights_from
+        start=start,
+        init_from=init_from,
+        model_config=model_config,
+        weights_from=weights_from,
+        tokenizer=tokenizer,
+        layout=layout,
     )
-    for extension, options in extensions_of(config):
-        extension.read(options, inputs)
+    read_by = {each: each.read(options, inputs) for each, options in extensions_of(config)}
     return RunSetup(
         run=run,
         resume_from=resume_from,
@@ -182,7 +181,7 @@ def _read(
         ),
         ends=ends,
         metrics=metrics,
-        tasks=tasks,
+        read_by=read_by,
         layout=layout,
         replicas=replicas,
     )
@@ -198,23 +197,6 @@ def _initial_weights(
         path = init_from.path
         return f"from {path.parent / path.readlink() if path.is_symlink() else path}"
     return f"random, seed {seed}" if weights_from is None else f"from {weights_from}"
-
-
-def _load_tasks(
-    config: CoreConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    model_config: PreTrainedConfig,
-    layout: ParallelDims,
-) -> "Tasks | None":
-    if not config.eval_tasks:
-        return None
-    try:
-        from llm.trainers.gpt.tasks import Tasks  # an extra that takes seconds to import
-    except ImportError as error:
-        raise ConfigError(
-            f"--eval_tasks needs the package {error.name}: pip install 'llm-trainers[tasks]'."
-        ) from error
-    return Tasks(config.eval_tasks, tokenizer, model_config, layout)
 
 
 def _nothing_to_evaluate_on(*options: str) -> str:

@@ -19,7 +19,7 @@ from llm.runtime.rng import seed_step
 from llm.runtime.signals import Interruption, SaveTimer
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.run_setup import TrainSetup, checkpoint_metadata
-from llm.trainers.gpt.seams import Exported, LoopExtension
+from llm.trainers.gpt.seams import Exported, LoopExtension, Periodic
 from llm.trainers.gpt.skipped_steps import report_skipped
 
 Every = int | Tokens | Literal["epoch"] | None
@@ -36,7 +36,6 @@ class Trainer:
         health: Receives a heartbeat after each step and before long operations.
         tracker: Reports metrics.
         evaluate: Evaluates on all ranks; None without validation data.
-        evaluate_tasks: Runs `eval_tasks` on all ranks; None without tasks.
         sample: Logs a text sample after a step, or without a step at the end; all ranks call it.
         copies: Files of the model and the tokenizer for every checkpoint, on rank 0.
         extensions: Extensions that take part, in calling order.
@@ -46,7 +45,6 @@ class Trainer:
         loader: The samples of each step.
         metadata: Information about the run in every checkpoint.
         results: The last evaluation in this start.
-        task_results: The last results of tasks in this start, by task and metric.
     """
 
     def __init__(
@@ -58,7 +56,6 @@ class Trainer:
         health: Health,
         tracker: Tracker,
         evaluate: Callable[[], dict[str, float]] | None,
-        evaluate_tasks: Callable[[], dict[str, dict[str, float]]] | None,
         sample: Callable[[int | None], None],
         copies: Mapping[str, bytes],
         extensions: Sequence[LoopExtension],
@@ -70,8 +67,7 @@ class Trainer:
         self.loader = _loader(config, setup, strategy)
         self.corpus, self.folder = setup.corpus, str(setup.run.path)
         self.health, self.tracker = health, tracker
-        self.evaluate, self.evaluate_tasks = evaluate, evaluate_tasks
-        self.sample = sample
+        self.evaluate, self.sample = evaluate, sample
         self.extensions = extensions
         self.state = TrainState()
         names = [source.name for source in self.corpus.train] if config.log_source_losses else []
@@ -100,7 +96,6 @@ class Trainer:
         self.saved_at: int | None = None
         self.eval_every: Every = config.eval_tokens or config.eval_steps or "epoch"
         self.results: dict[str, float] = {}
-        self.task_results: dict[str, dict[str, float]] = {}
         self.train_loss: float | None = None
         self.last_eval_mark = (0, 0.0)
 
@@ -157,8 +152,9 @@ class Trainer:
         with self.tracker.paused():
             if self.evaluate and due and state.evaluated_at != state.step:
                 self.run_evaluation()
-            if self.tasks_are_due() and state.tasks_at != state.step:
-                self.run_tasks()
+            for periodic in self.periodic_due():
+                if state.ran_at.get(periodic.name) != state.step:
+                    self.run_periodic(periodic)
         self.health.heartbeat(step=state.step, phase="start")
 
     def train_step(self, batch: StepBatch) -> None:
@@ -214,8 +210,8 @@ class Trainer:
             loss = None
             if self.evaluate and (evaluating or (saving and config.save_top_k)):
                 loss = self.run_evaluation()
-            if self.tasks_are_due() and not stop:
-                self.run_tasks()
+            for periodic in () if stop else self.periodic_due():
+                self.run_periodic(periodic)
             if self.is_due(config.sample_steps, or_last=False):
                 self.sample(step)
             if saving:
@@ -299,18 +295,16 @@ class Trainer:
         self.state.best_loss = loss if best is None else min(best, loss)
         return loss
 
-    def tasks_are_due(self) -> bool:
-        """Return whether tasks are due after this step."""
-        due = self.is_due(self.config.eval_tasks_steps, or_last=True)
-        return self.evaluate_tasks is not None and due
+    def periodic_due(self) -> list[Periodic]:
+        """Return the work of extensions that is due after this step."""
+        asked = [each.periodic for each in self.extensions if each.periodic is not None]
+        return [periodic for periodic in asked if self.is_due(periodic.every, or_last=True)]
 
-    def run_tasks(self) -> None:
-        """Run the tasks on the model, and report their results."""
-        assert self.evaluate_tasks is not None
+    def run_periodic(self, periodic: Periodic) -> None:
+        """Do the work of an extension, and report its values."""
         self.health.heartbeat(step=self.state.step, phase="evaluation")
-        self.task_results = self.evaluate_tasks()
-        self.tracker.log_tasks(self.task_results, step=self.state.step)
-        self.state.tasks_at = self.state.step
+        self.tracker.write(periodic.run(self.state.step), step=self.state.step)
+        self.state.ran_at[periodic.name] = self.state.step
 
     def evaluate_weights(self) -> dict[str, float]:
         """Return the results of an evaluation, including extensions' results."""

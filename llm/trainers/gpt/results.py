@@ -5,6 +5,7 @@ import logging
 import math
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -28,21 +29,25 @@ logger = logging.getLogger("llm")
 
 
 def write_results(
-    config: CoreConfig, setup: TrainSetup, trainer: Trainer, model: PreTrainedModel
+    config: CoreConfig,
+    setup: TrainSetup,
+    trainer: Trainer,
+    model: PreTrainedModel,
+    task_results: Mapping[str, Mapping[str, float]],
 ) -> None:
     """Export the model and write its card and `all_results.json`; every rank calls it."""
     # If ranks hold shards, this is a collective: all ranks gather, rank 0 writes.
     state_dict = trainer.strategy.full_state_dict()
     if trainer.strategy.rank != 0:
         return
-    results = collect_results(trainer)
+    results = collect_results(trainer, task_results)
     folder = setup.run.path
     card = make_card(
         config,
         name=folder.name,
         rows=_rows(config, setup, results, model, trainer.exported),
         results=trainer.results,
-        task_results=trainer.task_results,
+        task_results=task_results,
         initial_weights=setup.initial_weights,
         ranks=setup.layout.world_size,
     )
@@ -50,13 +55,15 @@ def write_results(
     write_whole(folder / "all_results.json", json.dumps(results, indent=1) + "\n")
 
 
-def collect_results(trainer: Trainer) -> dict[str, float | None]:
+def collect_results(
+    trainer: Trainer, task_results: Mapping[str, Mapping[str, float]]
+) -> dict[str, float | None]:
     """Return the results of the run under their names in `all_results.json`."""
     evaluation = {
         ("perplexity" if name == "perplexity" else f"eval_{name}"): value
         for name, value in trainer.results.items()
     }
-    evaluation |= task_values(trainer.task_results)
+    evaluation |= task_values(task_results)
     state = trainer.state
     if state.best_loss is not None:
         evaluation["best_eval_loss"] = state.best_loss

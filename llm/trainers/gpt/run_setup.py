@@ -1,7 +1,7 @@
 """Inputs of a run, read before it starts."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -18,9 +18,6 @@ from llm.trainers.gpt.branches import Branch
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.resume import recorded_options
 from llm.trainers.gpt.strategies import Replicas
-
-if TYPE_CHECKING:
-    from llm.trainers.gpt.tasks import Tasks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +40,7 @@ class RunSetup:
         corpus: Training and validation tokens.
         ends: How to keep the documents of a sample apart; None ignores document boundaries.
         metrics: Metrics of the evaluate library by name.
-        tasks: The tasks of `eval_tasks`, or None.
+        read_by: The objects that extensions have read, by their class of options.
         layout: How the ranks divide one model and its data.
         replicas: The replicas with separate weights.
     """
@@ -62,7 +59,7 @@ class RunSetup:
     corpus: Corpus
     ends: DocumentEnds | None
     metrics: dict[str, Any]
-    tasks: "Tasks | None"
+    read_by: dict[type, Any]
     layout: ParallelDims
     replicas: Replicas
 

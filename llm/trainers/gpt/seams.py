@@ -8,6 +8,7 @@ calls extensions in the order of that list.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llm.trainers.gpt.config import CoreConfig
@@ -15,13 +16,17 @@ from llm.trainers.gpt.config import CoreConfig
 if TYPE_CHECKING:  # options are read and checked before torch is imported
     from torch import nn
     from torch.optim import Optimizer
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from llm.checkpoint.format import Checkpoint
     from llm.data.loader import StepBatch, TrainLoader
     from llm.models.transforms import Transform
     from llm.parallel.base import AcceleratedStrategy
+    from llm.parallel.dims import ParallelDims
     from llm.trainers.gpt.run_setup import RunSetup
+
+
+FetchDataset = Callable[[str, str, str | None], str]
 
 
 @dataclass(frozen=True)
@@ -33,12 +38,16 @@ class Inputs:
         init_from: The checkpoint that provides the run's weights.
         model_config: The model's configuration.
         weights_from: The Hub name or folder of the pretrained weights.
+        tokenizer: The tokenizer.
+        layout: How the ranks divide one model and its data.
     """
 
     start: "Checkpoint | None"
     init_from: "Checkpoint | None"
     model_config: "PreTrainedConfig"
     weights_from: str | None
+    tokenizer: "PreTrainedTokenizerBase"
+    layout: "ParallelDims"
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,24 @@ class Exported:
     card: str
 
 
+@dataclass(frozen=True)
+class Periodic:
+    """The work of an extension every few steps, and after the last step.
+
+    A resume catches up on work that was due at the checkpoint's step, if the stop left no time.
+
+    Attributes:
+        name: Tells it from those of other extensions, in checkpoints too.
+        every: Steps between two calls; None for one after the last step.
+        run: Takes the number of steps done, and returns values for `metrics.jsonl` and the trackers
+            by name. Its time does not count as training.
+    """
+
+    name: str
+    every: int | None
+    run: Callable[[int], dict[str, float]]
+
+
 class LoopExtension:
     """Takes part in training or in an evaluation; every rank calls every method.
 
@@ -80,11 +107,13 @@ class LoopExtension:
         part: Its name in checkpoints; None if it keeps no state.
         words: Description of its state, for the log.
         exported: Description of the weights of `exporting`; None if it changes nothing.
+        periodic: Its work every few steps; None without any.
     """
 
     part: ClassVar[str | None] = None
     words: ClassVar[str] = ""
     exported: Exported | None = None
+    periodic: Periodic | None = None
 
     def before_step(self, step: int) -> None:
         """Called before a training step.
@@ -134,6 +163,13 @@ class LoopExtension:
         """
         return {}
 
+    def task_results(self) -> dict[str, dict[str, float]]:
+        """Return results of the trained model by task and metric, for its card.
+
+        Called at the end of training, and of an evaluation without training.
+        """
+        return {}
+
     def exporting(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that gives the model the weights to export."""
         return contextlib.nullcontext()
@@ -151,7 +187,13 @@ class LoopExtension:
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Extension(CoreConfig):
-    """The options of an extension, and its methods; it imports its code where needed."""
+    """The options of an extension, and its methods; it imports its code where needed.
+
+    Attributes:
+        fetch_options: Options that `python -m llm.fetch` takes too.
+    """
+
+    fetch_options: ClassVar[type | None] = None
 
     @property
     def listed(self) -> "Sequence[type[Extension]]":
@@ -166,8 +208,8 @@ class Extension(CoreConfig):
         """Return its given options that ask for evaluations."""
         return []
 
-    def read(self, inputs: Inputs) -> None:
-        """Check the inputs.
+    def read(self, inputs: Inputs) -> Any:
+        """Check the inputs, and read further ones; `RunSetup.read_by` keeps the result.
 
         Raises:
             LLMError: The extension cannot work with these inputs.
@@ -193,6 +235,19 @@ class Extension(CoreConfig):
     def bytes_per_parameter(self) -> float:
         """Return the device memory that it needs for each trained parameter."""
         return 0.0
+
+    def fetch(self, folder: Path, fetch_dataset: FetchDataset) -> dict[str, Any]:
+        """Download inputs on the Hub into a folder, for `python -m llm.fetch`.
+
+        Args:
+            folder: An absolute path.
+            fetch_dataset: Called with the name of the option, and the name and configuration of a
+                data set; downloads it and returns its folder.
+
+        Returns:
+            The options with local paths instead of names.
+        """
+        return {}
 
 
 def extensions_of(config: CoreConfig) -> Iterator[tuple[type[Extension], Extension]]:

@@ -248,27 +248,6 @@ def make_evaluate(
     return partial(evaluate_sources, strategy, sources, metrics=setup.metrics, on_batch=on_batch)
 
 
-def make_evaluate_tasks(
-    config: CoreConfig,
-    setup: RunSetup,
-    strategy: AcceleratedStrategy,
-    model: PreTrainedModel,
-    *,
-    on_batch: Callable[[], None] | None = None,
-) -> Callable[[], dict[str, dict[str, float]]] | None:
-    """Return a function that runs `eval_tasks` on all ranks, or None without tasks."""
-    if setup.tasks is None:
-        return None
-    return partial(
-        setup.tasks.run,
-        strategy,
-        model,
-        batch_size=config.per_device_eval_batch_size,
-        seed=setup.seed,
-        on_batch=on_batch,
-    )
-
-
 def load_start(setup: TrainSetup, trainer: Trainer) -> None:
     """Load the checkpoint to continue from, if any, into the trainer.
 

@@ -44,7 +44,6 @@ from llm.trainers.gpt.setup import (
     load_start,
     load_weights,
     make_evaluate,
-    make_evaluate_tasks,
     make_model,
     make_strategy,
 )
@@ -134,7 +133,6 @@ def make_trainer(
         health=health,
         tracker=make_tracker(config, setup, strategy, model),
         evaluate=make_evaluate(config, setup, strategy, on_batch=on_batch),
-        evaluate_tasks=make_evaluate_tasks(config, setup, strategy, model, on_batch=on_batch),
         sample=partial(log_sample, config, setup, strategy, model),
         copies=copies,
         extensions=loop_extensions(
@@ -220,12 +218,13 @@ def finish(config: CoreConfig, setup: TrainSetup, trainer: Trainer, model: PreTr
     if not trainer.results and trainer.evaluate is not None:
         # The run was already finished when it was resumed, so this start has not evaluated.
         trainer.results = trainer.evaluate_weights()
-    if not trainer.task_results and trainer.evaluate_tasks is not None:
-        trainer.task_results = trainer.evaluate_tasks()
+    task_results: dict[str, dict[str, float]] = {}
+    for extension in trainer.extensions:
+        task_results |= extension.task_results()
     with contextlib.ExitStack() as exported:
         for extension in trainer.extensions:
             exported.enter_context(extension.exporting())
-        write_results(config, setup, trainer, model)
+        write_results(config, setup, trainer, model, task_results)
         if config.sample_prompt is not None and setup.layout.is_replicated:
             trainer.sample(None)
         elif config.sample_prompt is not None:

@@ -1,6 +1,7 @@
 """muP's factors, the weights that they give, and a training with the multipliers in the forward."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -203,8 +204,7 @@ def test_other_families_are_refused_by_name(family):
 def test_a_base_model_that_cannot_be_and_trained_weights_are_refused(
     changes, weights_from, sentence
 ):
-    inputs = Inputs(
-        start=None, init_from=None, model_config=tiny_config("gpt2"), weights_from=weights_from
-    )
+    given = {"model_config": tiny_config("gpt2"), "weights_from": weights_from}
+    inputs = Inputs(**dict.fromkeys(field.name for field in dataclasses.fields(Inputs)) | given)
     with pytest.raises(ConfigError, match=sentence):
         MuPOptions.read(GPTConfig(mup=True, **changes), inputs)

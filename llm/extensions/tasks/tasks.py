@@ -29,9 +29,9 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llm.errors import ConfigError, one_line
+from llm.extensions.tasks.answers import Prompt, Scored, generate, score
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.dims import ParallelDims
-from llm.trainers.gpt.answers import Prompt, Scored, generate, score
 
 Score = Callable[[Sequence[Scored]], list[tuple[float, bool]]]
 Generate = Callable[[Sequence[Prompt]], list[str]]
@@ -112,7 +112,7 @@ class Tasks:
         *,
         batch_size: int,
         seed: int,
-        on_batch: Callable[[], None] | None,
+        on_batch: Callable[[], None],
     ) -> dict[str, dict[str, float]]:
         """Run the tasks on the model; every rank calls it.
 
@@ -126,7 +126,6 @@ class Tasks:
         Returns:
             The values of the metrics by task or group, the same on all ranks.
         """
-        on_batch = on_batch or (lambda: None)
         score_texts = partial(
             score, strategy, batch_size=batch_size, multiple=self._multiple, on_batch=on_batch
         )

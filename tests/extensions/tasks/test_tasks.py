@@ -1,5 +1,6 @@
 """Tasks of lm-eval on the model that trains: its own results, in every layout, and no trace."""
 
+import dataclasses
 import importlib
 import json
 import math
@@ -12,9 +13,10 @@ import pytest
 import yaml
 
 from llm.errors import ConfigError
+from llm.extensions.tasks.options import TasksOptions
 from llm.parallel.dims import ParallelDims
-from llm.trainers.gpt import inputs
 from llm.trainers.gpt.extensions import GPTConfig
+from llm.trainers.gpt.seams import Inputs
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 from tests.support.recovery import weights_hash, without_times
@@ -22,7 +24,7 @@ from tests.support.refusals import assert_refused
 from tests.support.tokenizers import tiny_tokenizer
 from tests.support.training import WORDS, Bench, Run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CLOZE = ROOT / "examples/tasks/shakespeare_cloze.yaml"
 
 needs_library = pytest.mark.skipif(
@@ -244,7 +246,7 @@ def test_an_evaluation_without_training_runs_tasks_too(bench, trained, tasks):
 
 def refusal(*files: Path, **sizes: int) -> str:
     """The sentence by which tasks are refused, of the tiny model on so many ranks."""
-    from llm.trainers.gpt.tasks import Tasks
+    from llm.extensions.tasks.tasks import Tasks
 
     config, layout = tiny_config("gpt2"), ParallelDims(**sizes)
     with pytest.raises(ConfigError) as caught:
@@ -310,10 +312,11 @@ def test_tasks_at_steps_without_tasks(bench):
 
 def test_tasks_without_the_library_print_its_pip_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "llm.trainers.gpt.tasks", raising=False)
+    monkeypatch.delitem(sys.modules, "llm.extensions.tasks.tasks", raising=False)
     config = GPTConfig(eval_tasks=("task.yaml",))
+    inputs = Inputs(**dict.fromkeys(field.name for field in dataclasses.fields(Inputs)))
     with pytest.raises(ConfigError, match=r"pip install 'llm-trainers\[tasks\]'"):
-        inputs._load_tasks(config, None, None, None)
+        TasksOptions.read(config, inputs)
 
 
 def modules_of_a_run(argv: list[str]) -> bool:

@@ -1,0 +1,85 @@
+"""Tasks with data on the Hub, for a machine without a network."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from llm.errors import ConfigError, one_line
+from llm.runtime.files import write_whole
+from llm.trainers.gpt.seams import FetchDataset
+
+
+def fetch_task(name: str, folder: Path, fetch_dataset: FetchDataset) -> str:
+    """Download the data of a task; return a YAML file that reads local data.
+
+    Args:
+        name: A YAML file, or the name of a task that comes with lm-eval.
+        folder: Where to write to; a file for each task with data on the Hub goes into `tasks/`.
+        fetch_dataset: Downloads a data set.
+
+    Raises:
+        ConfigError: It is not a single task, or its data are neither local nor on the Hub.
+    """
+    path = _find_task(name)
+    settings = _task_settings(path)
+    if "group" in settings or "class" in settings or not isinstance(settings.get("task"), str):
+        raise ConfigError(f"--eval_tasks {name} is not a single task; name its tasks by YAML file.")
+    files = (settings.get("dataset_kwargs") or {}).get("data_files")
+    if "://" in str(files):
+        raise ConfigError(
+            f"--eval_tasks {name} reads {files}: download the file and use its path in your YAML "
+            "file."
+        )
+    dataset = settings.get("dataset_path")
+    if files is not None or dataset is None or Path(dataset).exists():
+        return str(path)
+    local = {
+        "include": str(path),
+        "dataset_path": fetch_dataset("eval_tasks", dataset, settings.get("dataset_name")),
+    }
+    written = folder / "tasks" / f"{settings['task']}.yaml"
+    written.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(written, json.dumps(local, indent=2) + "\n")  # JSON is valid YAML
+    return str(written)
+
+
+def _find_task(name: str) -> Path:
+    """Return the absolute path of a YAML file, or of a task that comes with lm-eval."""
+    if Path(name).is_file():
+        return Path(name).absolute()
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ConfigError(
+            f"--eval_tasks {name} is not a file; the tasks of lm-eval need pip install "
+            "'llm-trainers[tasks]'."
+        ) from error
+    entry = TaskManager().task_index.get(name)
+    if entry is None:
+        raise ConfigError(
+            f"--eval_tasks {name} is neither a YAML file nor a task that comes with lm-eval; "
+            "`lm_eval ls tasks` lists those."
+        )
+    if entry.yaml_path is None:
+        raise ConfigError(f"--eval_tasks {name} is a group of tasks; name its tasks one by one.")
+    return Path(entry.yaml_path)
+
+
+def _task_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of a task's file, merged over the files that it includes."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Skips the functions that a task names instead of importing them."""
+
+    Loader.add_constructor("!function", lambda loader, node: None)
+    try:
+        settings: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
+        if not isinstance(settings, dict):
+            raise ConfigError(f"--eval_tasks {path} is not the YAML file of a task.")
+        included = settings.pop("include", [])
+        for name in [included] if isinstance(included, str) else included:
+            settings = _task_settings(path.parent / name) | settings
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"--eval_tasks {path} cannot be read: {one_line(error)}.") from error
+    return settings

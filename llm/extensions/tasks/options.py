@@ -1,0 +1,81 @@
+"""Options of the tasks of lm-eval, for training and for `python -m llm.fetch`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from llm.config.options import option, option_group
+from llm.errors import ConfigError
+from llm.trainers.gpt.seams import Extension, FetchDataset, LoopExtension
+
+if TYPE_CHECKING:
+    from llm.extensions.tasks.tasks import Tasks
+    from llm.trainers.gpt.seams import Inputs, Running
+
+
+@option_group("Fetch")
+class FetchTasksOptions:
+    """What `python -m llm.fetch` takes of the tasks."""
+
+    eval_tasks: tuple[str, ...] = option(
+        (),
+        "Tasks: YAML files of lm-eval, or names of tasks that come with it.",
+        path=True,
+        aliases=("tasks",),
+    )
+
+
+@option_group("Tasks of lm-eval", extension=True)
+class TasksOptions(Extension):
+    """The tasks, and when they run."""
+
+    fetch_options: ClassVar[type] = FetchTasksOptions
+
+    eval_tasks: tuple[str, ...] = option(
+        (),
+        "lm-eval tasks to run on the model: YAML files, with data in local files. Needs the extra "
+        "tasks.",
+        path=True,
+    )
+    eval_tasks_steps: int | None = option(
+        None,
+        "Steps between two runs of eval_tasks. They always run at the end of training.",
+        at_least=1,
+        requires=("eval_tasks",),
+    )
+
+    def read(self, inputs: "Inputs") -> "Tasks | None":
+        """Return the tasks with their data; None without tasks.
+
+        Raises:
+            ConfigError: lm-eval is missing, or as for `Tasks`.
+        """
+        if not self.eval_tasks:
+            return None
+        try:
+            from llm.extensions.tasks.tasks import Tasks  # an extra; its import takes seconds
+        except ImportError as error:
+            raise ConfigError(
+                f"--eval_tasks needs the package {error.name}: pip install 'llm-trainers[tasks]'."
+            ) from error
+        return Tasks(self.eval_tasks, inputs.tokenizer, inputs.model_config, inputs.layout)
+
+    def in_loop(self, running: "Running") -> LoopExtension | None:
+        """Return what runs the tasks; None without tasks."""
+        tasks = running.setup.read_by[TasksOptions]
+        if tasks is None:
+            return None
+        from llm.extensions.tasks.task_runs import TaskRuns
+
+        return TaskRuns(
+            tasks,
+            running,
+            every=self.eval_tasks_steps,
+            batch_size=self.per_device_eval_batch_size,
+        )
+
+    def fetch(self, folder: Path, fetch_dataset: FetchDataset) -> dict[str, Any]:
+        """Return the YAML files of the tasks, after their data were downloaded."""
+        from llm.extensions.tasks.fetch_tasks import fetch_task
+
+        tasks = (fetch_task(name, folder, fetch_dataset) for name in self.eval_tasks)
+        return {"eval_tasks": tuple(tasks)}

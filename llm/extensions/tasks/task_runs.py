@@ -1,0 +1,52 @@
+"""When tasks run during training and in an evaluation, and what is logged of them."""
+
+import logging
+
+from llm.extensions.tasks.tasks import Tasks
+from llm.metrics.tracker import task_values
+from llm.runtime.logging import event
+from llm.trainers.gpt.seams import LoopExtension, Periodic, Running
+
+logger = logging.getLogger("llm")
+
+
+class TaskRuns(LoopExtension):
+    """Runs tasks on the model.
+
+    Args:
+        tasks: The tasks.
+        running: The model, and what was read for the run.
+        every: Steps between two runs; None for one at the end of training.
+        batch_size: Texts that a rank scores at once.
+    """
+
+    def __init__(
+        self, tasks: Tasks, running: Running, *, every: int | None, batch_size: int
+    ) -> None:
+        self._tasks, self._running, self._batch_size = tasks, running, batch_size
+        self._results: dict[str, dict[str, float]] | None = None
+        self.periodic = Periodic("tasks", every, self._report)
+
+    def _report(self, step: int) -> dict[str, float]:
+        """Run the tasks after a step, and log their results."""
+        self._results = self._run()
+        for task, metrics in self._results.items():
+            words = [f"{name}: {value:.6g}" for name, value in metrics.items()]
+            line = " | ".join([f"task {task} at step {step}", *words])
+            logger.info(line, extra=event("task", step=step, task=task, **metrics))
+        return task_values(self._results)
+
+    def task_results(self) -> dict[str, dict[str, float]]:
+        """Return the results of the last run, which may be this one."""
+        if self._results is None:  # an evaluation, or a resume of a run that was finished
+            self._results = self._run()
+        return self._results
+
+    def _run(self) -> dict[str, dict[str, float]]:
+        return self._tasks.run(
+            self._running.strategy,
+            self._running.model,
+            batch_size=self._batch_size,
+            seed=self._running.setup.seed,
+            on_batch=self._running.keep_alive,
+        )
