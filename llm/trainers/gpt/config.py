@@ -155,3 +155,8 @@ class CoreConfig(
         *("eval_steps", "data_parallel_shard_size", "tensor_parallel_size"),
         "pipeline_parallel_size",
     )
+
+    @property
+    def finds_batch_size(self) -> bool:
+        """Whether an extension finds the micro-batch of `per_device_train_batch_size auto`."""
+        return False

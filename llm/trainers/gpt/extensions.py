@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llm.extensions.averaging.options import AveragingOptions
+from llm.extensions.batch_size.options import BatchSizeOptions
 from llm.extensions.bf16_moments.options import MomentOptions
 from llm.extensions.mup.options import MuPOptions
 from llm.extensions.profiler.options import ProfilerOptions
@@ -20,6 +21,7 @@ from llm.trainers.gpt.seams import Extension
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(
     AveragingOptions,
+    BatchSizeOptions,
     MomentOptions,
     MuPOptions,
     ProfilerOptions,

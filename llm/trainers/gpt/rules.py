@@ -104,10 +104,10 @@ def _run_problems(config: CoreConfig) -> list[str]:
         )
     if config.eval_steps is not None and config.eval_tokens is not None:
         problems.append("--eval_steps and --eval_tokens exclude each other; give one of them.")
-    if config.per_device_train_batch_size == "auto" and config.data_parallel != "allreduce":
+    if config.per_device_train_batch_size == "auto" and not config.finds_batch_size:
         problems.append(
-            f"--per_device_train_batch_size auto cannot plan --data_parallel {config.data_parallel}"
-            "; give a number."
+            "--per_device_train_batch_size auto needs an extension that finds the batch size, and "
+            "none is installed; give a number."
         )
     if config.push_to_hub and config.eval_only:
         problems.append("--push_to_hub has nothing to push with --eval_only.")

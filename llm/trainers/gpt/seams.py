@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # options are read and checked before torch is imported
     from llm.models.transforms import Transform
     from llm.parallel.base import AcceleratedStrategy
     from llm.parallel.dims import ParallelDims
-    from llm.trainers.gpt.run_setup import RunSetup
+    from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
 
 
 FetchDataset = Callable[[str, str, str | None], str]
@@ -227,6 +227,20 @@ class Extension(CoreConfig):
             seed: The run's seed.
         """
         return None
+
+    def adjust(
+        self, config: CoreConfig, setup: "TrainSetup", strategy: "AcceleratedStrategy"
+    ) -> "tuple[CoreConfig, TrainSetup]":
+        """Return options and setup of a training for the model as it is on the device.
+
+        Called on the options as they were given; every rank must return the same.
+
+        Args:
+            config: The options, with the choices of the setup.
+            setup: What was read for them.
+            strategy: The prepared model; neither its weights nor its optimizer may change.
+        """
+        return config, setup
 
     def in_loop(self, running: Running) -> LoopExtension | None:
         """Return its part in training or evaluation; None if the options do not ask for it."""

@@ -18,7 +18,6 @@ from llm.runtime.health import Health
 from llm.runtime.logging import EventHandler, log_to_file
 from llm.runtime.signals import EXIT_PREEMPTED
 from llm.runtime.world import World
-from llm.trainers.gpt.auto_batch import find_batch_size
 from llm.trainers.gpt.commands import generate_command, resume_command
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.inputs import read_training
@@ -36,7 +35,7 @@ from llm.trainers.gpt.reporting import (
 from llm.trainers.gpt.restart import fit
 from llm.trainers.gpt.results import open_repository, push, write_results
 from llm.trainers.gpt.run_setup import TrainSetup, resolve
-from llm.trainers.gpt.seams import Running, loop_extensions
+from llm.trainers.gpt.seams import Running, extensions_of, loop_extensions
 from llm.trainers.gpt.setup import (
     check_same_start,
     described,
@@ -73,8 +72,7 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
     began = time.perf_counter()
     # Read everything before process groups form: bad input is refused with one sentence.
     setup = on_all_ranks(lambda: read_training(config, world, config_file=config_file))
-    searches = config.per_device_train_batch_size == "auto" and setup.resume_from is None
-    config = resolve(config, setup)
+    given, config = config, resolve(config, setup)
     model = on_all_ranks(lambda: make_model(config, setup, world))
     with setup.run.lock() if world.is_main else contextlib.nullcontext():
         repository = on_all_ranks(
@@ -85,8 +83,8 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
         model = whole  # drops the last reference to the layers of other stages
         check_same_start(setup)
         load_weights(setup.init_from, strategy)
-        if searches:
-            config, setup = find_batch_size(config, setup, strategy, world)
+        for extension, options in extensions_of(given):
+            config, setup = extension.adjust(options, config, setup, strategy)
         with watched(config, setup, strategy, world) as health:
             trainer = make_trainer(config, setup, strategy, model, health)
             # From here on a signal saves and stops; earlier it ends the process at once.

@@ -11,13 +11,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from llm.errors import ConfigError
+from llm.extensions.batch_size import find_batch_size
+from llm.extensions.batch_size.trial import trial_step
 from llm.models.loss import LanguageModelLoss
 from llm.optim.kfac.make_kfac import make_kfac
 from llm.optim.make import make_optimizer
-from llm.parallel.trial import trial_step
 from llm.plan.__main__ import main as plan
-from llm.runtime.world import World
-from llm.trainers.gpt import auto_batch
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from tests.support.data_parallel import share
@@ -34,7 +33,7 @@ AUTO = {
     "global_batch_size": 24,
     "eval_steps": 2,
 }
-TRIAL = "llm.trainers.gpt.auto_batch:trial_step"
+TRIAL = "llm.extensions.batch_size.find_batch_size:trial_step"
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +74,7 @@ def test_a_branch_takes_a_divisor_of_the_parents_global_batch(bench):
 
 def ask(bench: Bench, **options: object) -> int | str:
     command = bench.command("asked", **{"per_device_train_batch_size": "auto", **options})
-    world = World(rank=0, local_rank=0, world_size=2)
-    return auto_batch.ask_plan(parse_args(command), world, torch.device("cpu"))
+    return find_batch_size.ask_plan(parse_args(command), 2, torch.device("cpu"))
 
 
 def plan_here(words: list[str], **_: object) -> SimpleNamespace:
@@ -90,7 +88,7 @@ def test_half_the_memory_is_half_the_batch(bench, monkeypatch):
     monkeypatch.setattr(subprocess, "run", plan_here)
     figures = []
     for mib in (128, 64):
-        monkeypatch.setattr(auto_batch, "host_memory", lambda mib=mib: mib * 2**20)
+        monkeypatch.setattr(find_batch_size, "host_memory", lambda mib=mib: mib * 2**20)
         figures.append(ask(bench, block_size=64))
     assert figures[0] == 2 * figures[1]
     assert 4 <= figures[1] <= 256

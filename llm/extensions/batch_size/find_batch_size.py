@@ -23,11 +23,11 @@ from llm.config.toml import to_toml
 from llm.data.batch_plan import micro_batch_sizes
 from llm.data.loader import TrainLoader
 from llm.errors import ConfigError
+from llm.extensions.batch_size.trial import trial_step
 from llm.metrics.hardware import GIB, device_memory, host_memory
 from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.trial import trial_step
 from llm.runtime.agreement import gather, on_rank0
-from llm.runtime.world import World, ranks_per_node
+from llm.runtime.world import ranks_per_node
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.lengths import plan_training
 from llm.trainers.gpt.out_of_memory import is_out_of_memory
@@ -40,7 +40,7 @@ logger = logging.getLogger("llm")
 
 
 def find_batch_size(
-    config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy, world: World
+    config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy
 ) -> tuple[CoreConfig, TrainSetup]:
     """Return options and setup with the largest micro-batch that fits; every rank calls it.
 
@@ -48,7 +48,6 @@ def find_batch_size(
         config: The options, with a micro-batch of one sample.
         setup: The setup for these options.
         strategy: The prepared model; neither its weights nor its optimizer change.
-        world: Rank and world size of this process.
 
     Raises:
         ConfigError: The run cannot be planned; raised on all ranks.
@@ -57,7 +56,7 @@ def find_batch_size(
         # A branch keeps its parent's global batch, and the micro-batch must divide it.
         batch = setup.plan.batch_schedule(setup.block_size)
         config = dataclasses.replace(config, global_batch_size=batch, gradient_accumulation_steps=1)
-    answer = on_rank0(lambda: ask_plan(config, world, strategy.device))
+    answer = on_rank0(lambda: ask_plan(config, strategy.world_size, strategy.device))
     if not isinstance(answer, int):
         raise ConfigError(f"--per_device_train_batch_size auto cannot be planned: {answer}")
     plan = setup.plan
@@ -105,12 +104,12 @@ def _fits(size: int, config: CoreConfig, setup: TrainSetup, strategy: Accelerate
     return False
 
 
-def ask_plan(config: CoreConfig, world: World, device: torch.device) -> int | str:
+def ask_plan(config: CoreConfig, ranks: int, device: torch.device) -> int | str:
     """Return the micro-batch that fits according to `python -m llm.plan`, or its error.
 
     A subprocess plans, because planning forms process groups and this process already has some.
     """
-    ranks, per_node = world.world_size, ranks_per_node(os.environ, world.world_size)
+    per_node = ranks_per_node(os.environ, ranks)
     per_node = per_node if ranks % per_node == 0 else ranks
     on_host = device.type == "cpu"
     memory: float | None = host_memory() if on_host else device_memory(device)
