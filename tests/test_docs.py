@@ -25,6 +25,7 @@ from llm.data.preparation.options import PrepareConfig
 from llm.data.preparation.options import check as check_prepare
 from llm.data.train_tokenizer import TrainTokenizerOptions, check_options
 from llm.errors import ConfigError
+from llm.extensions.mup.coordinate_check import CheckOptions
 from llm.fetch import FetchOptions
 from llm.generate import GenerateOptions
 from llm.jobs.__main__ import main as write_job
@@ -56,6 +57,7 @@ PROGRAMS = (
 )
 OTHER_PROGRAMS = {
     "checkpoints": (CheckpointsOptions, "run"),
+    "extensions.mup.coordinate_check": (CheckOptions, None),
     "fetch": (FetchOptions, "folder"),
     "generate": (GenerateOptions, "run"),
     "parallel.topology": (TopologyOptions, None),
@@ -123,8 +125,9 @@ def data_commands(page: Path) -> list[tuple[str, list[str]]]:
 def commands_of(page: Path) -> list[tuple[str, list[str]]]:
     """The programs of the package that a page starts, and the words that it gives to them."""
     lines = [line.strip() for block in blocks(page) for line in block.splitlines()]
-    starts = r"^(?:torchrun .*|srun |\S*python )-m llm\.((?:parallel\.)?\w+)(?: (.*))?$"
-    found = [re.match(starts, line) for line in lines]
+    starts = r"^(?:torchrun .*|srun |\S*python )-m llm"
+    program = r"\.((?:parallel\.|extensions\.\w+\.)?\w+)(?: (.*))?$"
+    found = [re.match(starts + program, line) for line in lines]
     commands = [(match[1], match[2] or "") for match in found if match]
     # A file that is read from or written to by the shell is none of the program's words.
     return [

@@ -48,13 +48,10 @@ def _plan(options: PlanOptions) -> tuple[list[str], bool]:
     quiet_libraries()
     from llm.plan import render
     from llm.plan.batch_size import largest_batch
-    from llm.plan.coordinate_check import coordinate_check
     from llm.plan.estimate import estimate, search
     from llm.plan.job import Job
     from llm.plan.remedy import find_remedy
 
-    if options.coordinate_check:
-        return coordinate_check(options), True
     if options.plot is not None:
         render.check_plot(options.plot)
     if options.per_device_train_batch_size == "auto":

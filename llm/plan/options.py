@@ -58,18 +58,6 @@ class PlanOptions(GPTConfig):
     plot: str | None = option(
         None, "Plot the memory by kind into this PNG, PDF or SVG file.", path=True
     )
-    coordinate_check: bool = option(
-        False,
-        "Instead of planning, train models of several widths for some steps, with and without mup, "
-        "and plot the sizes of their activations into coordinate_check.png, or the file in plot.",
-        requires=("mup",),
-    )
-    widths: tuple[int, ...] = option(
-        (),
-        "Widths of the coordinate check; by default 1, 2, 4 and 8 times mup_base_width.",
-        at_least=1,
-        requires=("coordinate_check",),
-    )
 
 
 def check(options: PlanOptions) -> None:

@@ -22,7 +22,13 @@ FLOORS = [
     },
 ]
 # Programs that lie in the folder of their subject stand on the top floor like the others.
-PROGRAMS = {"data.inspect", "data.prepare", "data.train_tokenizer", "parallel.topology"}
+PROGRAMS = {
+    "data.inspect",
+    "data.prepare",
+    "data.train_tokenizer",
+    "parallel.topology",
+    "extensions.mup.coordinate_check",
+}
 
 
 def name_of(path: Path) -> str:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from llm.plan.__main__ import main
-from llm.plan.coordinate_check import activation_sizes
-from llm.plan.options import PlanOptions
+from llm.extensions.mup.coordinate_check import activation_sizes, main
+from llm.plan.__main__ import main as plan
+from llm.trainers.gpt.extensions import GPTConfig
 
 SMALL = [
     *("--mup", "--mup_base_width", "32", "--num_attention_heads", "2", "--hidden_size", "32"),
@@ -36,7 +36,7 @@ def powers(printed: str) -> dict[str, dict[str, float]]:
 )
 def test_with_mup_no_activation_grows_with_the_width(model, optimizer, tmp_path, capsys):
     picture = tmp_path / "check.png"
-    arguments = [*SMALL, "--model_type", model, "--optimizer", optimizer, "--coordinate_check"]
+    arguments = [*SMALL, "--model_type", model, "--optimizer", optimizer]
     assert main([*arguments, "--plot", str(picture)]) == 0
     found = powers(capsys.readouterr().out)
     assert found["without --mup"]["logits"] > 0.4
@@ -47,27 +47,27 @@ def test_with_mup_no_activation_grows_with_the_width(model, optimizer, tmp_path,
 def test_at_the_base_width_activations_are_those_without_mup():
     shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
     small = {**shape, "config_overrides": "vocab_size=256", "learning_rate": 0.01}
-    plain = activation_sizes(PlanOptions(**small))
-    assert activation_sizes(PlanOptions(**small, mup=True, mup_base_width=32)) == plain
+    plain = activation_sizes(GPTConfig(**small))
+    assert activation_sizes(GPTConfig(**small, mup=True, mup_base_width=32)) == plain
     assert len(plain["logits"]) == 5
     assert plain["logits"][4] > plain["logits"][0]
 
 
 def test_the_picture_lies_in_the_working_folder_unless_it_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main([*SMALL, "--coordinate_check", "--widths", "32", "64"]) == 0
+    assert main([*SMALL, "--widths", "32", "64"]) == 0
     assert Path("coordinate_check.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--model_size", "124M", "--coordinate_check"], "--coordinate_check needs --mup"),
-        ([*SMALL, "--widths", "32", "64"], "--widths needs --coordinate_check"),
-        ([*SMALL, "--coordinate_check", "--widths", "64"], "--widths takes two or more widths"),
-        ([*SMALL, "--coordinate_check", "--widths", "32", "40"], "width 40 cannot be divided"),
-        ([*SMALL, "--coordinate_check", "--plot", "x.jpg"], "must end in .png, .pdf or .svg"),
-        ([*SMALL, "--coordinate_check", "--model_type", "opt"], "this model is opt"),
+        (["--model_size", "124M"], "The coordinate check is of --mup; give it, and"),
+        (["--model_size", "124M", "--mup"], "--mup needs --mup_base_width"),
+        ([*SMALL, "--widths", "64"], "--widths takes two or more widths"),
+        ([*SMALL, "--widths", "32", "40"], "width 40 cannot be divided"),
+        ([*SMALL, "--plot", "x.jpg"], "must end in .png, .pdf or .svg"),
+        ([*SMALL, "--model_type", "opt"], "this model is opt"),
     ],
 )
 def test_what_cannot_be_checked_is_refused_in_a_sentence(arguments, complaint, capsys):
@@ -75,3 +75,8 @@ def test_what_cannot_be_checked_is_refused_in_a_sentence(arguments, complaint, c
     said = capsys.readouterr().err
     assert complaint in said
     assert said.count("\n") == 1
+
+
+def test_the_plan_names_the_program_that_checks(capsys):
+    assert plan([*SMALL, "--coordinate_check"]) == 2
+    assert "python -m llm.extensions.mup.coordinate_check" in capsys.readouterr().err

@@ -1,5 +1,9 @@
 """The coordinate check of muP: the size of activations in the first steps, by width.
 
+`python -m llm.extensions.mup.coordinate_check --model_type gpt2 --mup --mup_base_width 64`
+
+Exit codes: 0 on success; 2 if an option cannot work, or the picture cannot be written.
+
 After Yang et al. 2022, arXiv:2203.03466, appendix D.1: with muP, the entries of an activation are
 equally large in wide and narrow models at every step. Only the logits of an untrained model become
 smaller.
@@ -7,25 +11,24 @@ smaller.
 
 import dataclasses
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-
-from llm.config.options import given
+from llm.config.command_line import parse
+from llm.config.options import option, option_group
+from llm.config.program import program
 from llm.errors import ConfigError
-from llm.models.build import build_model
-from llm.models.configuration import load_config, max_positions
-from llm.models.loss import LanguageModelLoss
-from llm.models.sizes import find_blocks, head_width
-from llm.optim.groups import scale_learning_rates
-from llm.optim.make import make_optimizer
-from llm.plan import render
-from llm.plan.options import PlanOptions
+from llm.trainers.gpt.extensions import GPTConfig
+from llm.trainers.gpt.presets import preset_options
+from llm.trainers.gpt.rules import check_planned
 from llm.trainers.gpt.seams import optimizer_of, transforms_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
 
 _STEPS = 4
 _SAMPLES = 4
@@ -35,7 +38,60 @@ Sizes = Mapping[int, Mapping[str, Sequence[float]]]
 """Mean absolute value before each step and after the last one, by width and kind of activation."""
 
 
-def coordinate_check(options: PlanOptions) -> list[str]:
+@option_group("Coordinate check")
+class CheckOptions(GPTConfig):
+    """The model to check: any option of the trainer, and the widths."""
+
+    COMMON: ClassVar[tuple[str, ...]] = (
+        *("widths", "plot", "mup", "mup_base_width", "mup_base_num_layers", "mup_base_head_dim"),
+        *("model_name_or_path", "model_size", "config_overrides", "optimizer", "learning_rate"),
+    )
+
+    widths: tuple[int, ...] = option(
+        (), "Widths of the models; by default 1, 2, 4 and 8 times mup_base_width.", at_least=1
+    )
+    plot: str = option("coordinate_check.png", "PNG, PDF or SVG file for the picture.", path=True)
+
+
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    options = parse(
+        CheckOptions,
+        argv,
+        prog="python -m llm.extensions.mup.coordinate_check",
+        description="Train models of several widths for some steps, with and without --mup, and "
+        "plot the sizes of their activations.",
+        inherit=preset_options,
+    )
+    problems = check_planned(options)
+    if not options.mup:
+        problems.append("The coordinate check is of --mup; give it, and --mup_base_width.")
+    if problems:
+        raise ConfigError(" ".join(problems))
+    _check_plot(options.plot)
+    from llm.runtime.cpu import limit_spin_wait
+    from llm.runtime.logging import quiet_libraries
+
+    limit_spin_wait()
+    quiet_libraries()
+    sys.stdout.write("\n".join(coordinate_check(options)) + "\n")
+    return 0
+
+
+def _check_plot(path: str) -> None:
+    if Path(path).suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise ConfigError(f"--plot {path} must end in .png, .pdf or .svg.")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "The picture needs matplotlib: pip install matplotlib, which comes with the extra "
+            "`report`."
+        ) from error
+
+
+def coordinate_check(options: CheckOptions) -> list[str]:
     """Train models of several widths with and without muP, and plot the sizes of activations.
 
     Returns:
@@ -44,9 +100,8 @@ def coordinate_check(options: PlanOptions) -> list[str]:
     Raises:
         ConfigError: A width does not fit the model, or the picture cannot be written.
     """
-    path = options.plot or "coordinate_check.png"
-    render.check_plot(path)
-    base = given(options)["mup_base_width"]  # --coordinate_check needs it
+    base = options.mup_base_width
+    assert base is not None  # --mup needs it
     widths = options.widths or tuple(factor * base for factor in (1, 2, 4, 8))
     if len(widths) < 2 or sorted(set(widths)) != [*widths]:
         raise ConfigError("--widths takes two or more widths in ascending order.")
@@ -54,15 +109,18 @@ def coordinate_check(options: PlanOptions) -> list[str]:
         title: {width: activation_sizes(_resized(options, width, mup=mup)) for width in widths}
         for title, mup in (("without --mup", False), ("with --mup", True))
     }
-    _draw(found, path)
-    return [*_table(found), f"drawn in {path}"]
+    _draw(found, options.plot)
+    return [*_table(found), f"drawn in {options.plot}"]
 
 
-def _resized(options: PlanOptions, width: int, *, mup: bool) -> PlanOptions:
+def _resized(options: CheckOptions, width: int, *, mup: bool) -> CheckOptions:
     """Return the options for another width, with everything else unchanged."""
+    from llm.models.configuration import load_config
+    from llm.models.sizes import head_width
+
     text_config = load_config(options).get_text_config()
     heads = text_config.num_attention_heads
-    if "mup_base_head_dim" not in given(options):  # the number of heads grows, not their width
+    if options.mup_base_head_dim is None:  # the number of heads grows, not their width
         head_dim = head_width(text_config)
         heads, rest = divmod(width, head_dim)
         if rest or not heads:
@@ -70,18 +128,17 @@ def _resized(options: PlanOptions, width: int, *, mup: bool) -> PlanOptions:
                 f"A model of width {width} cannot be divided into heads of {head_dim}; give other "
                 "--widths, or fewer --num_attention_heads."
             )
-    switch: dict[str, Any] = {"mup": mup}
     return dataclasses.replace(
         options,
         hidden_size=width,
         num_attention_heads=heads,
-        **switch,
+        mup=mup,
         attention_implementation=None,
         activation_checkpointing="none",
     )
 
 
-def activation_sizes(options: PlanOptions) -> dict[str, list[float]]:
+def activation_sizes(options: GPTConfig) -> dict[str, list[float]]:
     """Train a model from scratch on one batch of random tokens; return the sizes of activations.
 
     Args:
@@ -90,6 +147,14 @@ def activation_sizes(options: PlanOptions) -> dict[str, list[float]]:
     Returns:
         Mean absolute value before each step and after the last one, by kind of activation.
     """
+    import torch
+
+    from llm.models.build import build_model
+    from llm.models.configuration import load_config, max_positions
+    from llm.models.loss import LanguageModelLoss
+    from llm.optim.groups import scale_learning_rates
+    from llm.optim.make import make_optimizer
+
     config = load_config(options)
     vocab_size = config.get_text_config().vocab_size
     transforms = transforms_of(options, config)
@@ -122,8 +187,10 @@ def activation_sizes(options: PlanOptions) -> dict[str, list[float]]:
     return dict(sizes)
 
 
-def _observed(model: PreTrainedModel) -> dict[str, nn.Module]:
+def _observed(model: "PreTrainedModel") -> "dict[str, nn.Module]":
     """Return the modules to plot: first and last module, attention and MLP of the last block."""
+    from llm.models.sizes import find_blocks
+
     branches = {
         name: module
         for name, module in find_blocks(model)[-1].named_children()
@@ -133,8 +200,8 @@ def _observed(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {"embedding": ends[0], **branches, "logits": ends[1]}
 
 
-def _recorder(sizes: list[float]) -> Callable[[nn.Module, Any, Any], None]:
-    def record(module: nn.Module, inputs: Any, output: Any) -> None:
+def _recorder(sizes: list[float]) -> "Callable[[nn.Module, Any, Any], None]":
+    def record(module: "nn.Module", inputs: Any, output: Any) -> None:
         activation: Tensor = output[0] if isinstance(output, tuple) else output
         sizes.append(activation.detach().abs().mean().item())
 
@@ -185,3 +252,7 @@ def _draw(found: Mapping[str, Sizes], path: str) -> None:
         figure.savefig(path, dpi=120)
     except OSError as error:
         raise ConfigError(f"--plot {path} cannot be written: {error.strerror}.") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
