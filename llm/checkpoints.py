@@ -30,6 +30,8 @@ from llm.config.program import program
 from llm.errors import CheckpointError, ConfigError
 from llm.runtime.files import write_whole
 from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.extensions import GPTConfig
+from llm.trainers.gpt.seams import extensions_of
 from llm.trainers.gpt.trained_model import (
     build_untrained,
     choose_checkpoint,
@@ -49,7 +51,7 @@ _COLUMNS = "{:>10}  {:>15}  {:>9}  {:<16}  {:>5}  {}"
 
 
 @option_group("Checkpoints")
-class CheckpointsOptions:
+class CoreCheckpointsOptions:
     """The run, and the action on its checkpoints."""
 
     run: str = option(
@@ -68,11 +70,6 @@ class CheckpointsOptions:
         "number, latest or best.",
         path=True,
     )
-    ema: bool = option(
-        False,
-        "Export the moving average of the weights, kept with --ema_decay or --ema_tokens.",
-        requires=("export",),
-    )
     last: int = option(
         5,
         "average RUN: number of newest checkpoints to average.",
@@ -89,6 +86,18 @@ class CheckpointsOptions:
         "Precision of the exported weights; by default the run's.",
         requires=("export", "output"),
     )
+
+
+_SAVED = [
+    extension.saved_weights
+    for extension, _ in extensions_of(GPTConfig())
+    if extension.saved_weights is not None
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointsOptions(CoreCheckpointsOptions, *(each.options for each in _SAVED)):  # type: ignore[misc]
+    """The options of this program, with those of extensions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -260,22 +269,20 @@ def _export(run: Path, folder: Path, options: CheckpointsOptions) -> str:
     step, target = options.export[0], Path(options.export[1])
     _check_empty(target, f"--export {step}")
     config = _in_dtype(read_config(run), options)
+    asked = next((each for each in _SAVED if getattr(options, each.part)), None)
     _prepare_libraries()
 
     def read() -> tuple[Checkpoint, "PreTrainedModel", "PreTrainedTokenizerBase"]:
         chosen = choose_checkpoint(folder, step, option="--export")
-        if options.ema and "ema" not in parts_of(chosen):
-            raise CheckpointError(
-                f"{chosen.path} has no moving average; train with --ema_decay or --ema_tokens to "
-                "keep one."
-            )
-        return chosen, *load_trained(config, chosen, part="ema" if options.ema else None)
+        if asked is not None and asked.part not in parts_of(chosen):
+            raise CheckpointError(f"{chosen.path} has no {asked.words}.")
+        return chosen, *load_trained(config, chosen, part=asked.part if asked else None)
 
     chosen, model, tokenizer = read_while_training(folder, read)
     known: dict[str, object] = {"steps": chosen.step}
-    loss = None if options.ema else chosen.metadata.get("eval_loss")
-    if options.ema:
-        known["weights"] = "their exponential moving average"
+    loss = None if asked else chosen.metadata.get("eval_loss")
+    if asked is not None:
+        known["weights"] = asked.card
     elif loss is not None:
         known["eval loss"] = loss
     card = _card(run, config, chosen, known, results={} if loss is None else {"loss": loss})

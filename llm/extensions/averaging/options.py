@@ -1,19 +1,37 @@
 """Options of the moving average of the weights."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from llm.config.options import option, option_group
 from llm.config.tokens import Tokens
 from llm.errors import ConfigError
-from llm.trainers.gpt.seams import Extension, LoopExtension
+from llm.trainers.gpt.seams import Extension, LoopExtension, SavedWeights
 
 if TYPE_CHECKING:
     from llm.trainers.gpt.seams import Inputs, Running
 
 
+@option_group("Checkpoints")
+class ExportAverageOptions:
+    """What `python -m llm.checkpoints` takes of the average."""
+
+    ema: bool = option(
+        False,
+        "Export the moving average of the weights, kept with --ema_decay or --ema_tokens.",
+        requires=("export",),
+    )
+
+
 @option_group("Moving average of the weights", extension=True)
 class AveragingOptions(Extension):
     """The moving average of the weights, and whether it is evaluated and exported."""
+
+    saved_weights: ClassVar[SavedWeights] = SavedWeights(
+        part="ema",
+        options=ExportAverageOptions,
+        words="moving average; train with --ema_decay or --ema_tokens to keep one",
+        card="their exponential moving average",
+    )
 
     ema_decay: float | None = option(
         None,

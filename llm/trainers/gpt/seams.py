@@ -83,6 +83,23 @@ class Exported:
 
 
 @dataclass(frozen=True)
+class SavedWeights:
+    """Weights in a part of checkpoints, which `python -m llm.checkpoints --export` can export.
+
+    Attributes:
+        part: Name of the part, and of the switch that asks for it.
+        options: The class of options that declares the switch.
+        words: What the weights are, and which option saves them.
+        card: What the model card says of the weights.
+    """
+
+    part: str
+    options: type
+    words: str
+    card: str
+
+
+@dataclass(frozen=True)
 class Periodic:
     """The work of an extension every few steps, and after the last step.
 
@@ -191,9 +208,11 @@ class Extension(CoreConfig):
 
     Attributes:
         fetch_options: Options that `python -m llm.fetch` takes too.
+        saved_weights: Further weights in checkpoints.
     """
 
     fetch_options: ClassVar[type | None] = None
+    saved_weights: ClassVar[SavedWeights | None] = None
 
     @property
     def listed(self) -> "Sequence[type[Extension]]":
