@@ -613,3 +613,18 @@ def test_a_line_of_the_log_is_timed(tmp_path):
     source = "import time; time.sleep(0.5); print('step 1', flush=True); time.sleep(0.5)"
     usage = run(replace(program(tmp_path, source), milestone="^step 1"))
     assert 0.5 <= usage.reported["milestone_seconds"] < usage.wall_seconds - 0.4
+
+
+@pytest.mark.benchmarks
+def test_the_benchmark_of_large_corpora_runs_at_toy_size(tmp_path):
+    pytest.importorskip("distributed", reason="pip install 'llm-trainers[dask]'")
+    tokenizer = str(ROOT / "examples" / "tokenizer")
+    size = ("--megabytes", "1", "--shards", "20", "--workers", "2", "--repeats", "1")
+    command = [sys.executable, "-m", "benchmarks.large_corpus", "--tokenizer_name", tokenizer]
+
+    done = subprocess.run([*command, *size], cwd=ROOT, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    assert "The files are the same byte for byte." in done.stdout
+    assert "| a shard's overhead with Dask: at most 10 ms |" in done.stdout
+    assert "| memory of a worker for four times the text: at most 1.1x |" in done.stdout

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from llm.data.preparation.encoder import Encoder, Encoding, make_encoder
-from llm.data.preparation.shards import ShardStats, write_shard
+from llm.data.preparation.shards import ShardStats, read_shard, write_shard
 from llm.data.preparation.tokenize_shards import Shard, finish_tasks
-from llm.data.text.sources import Source
 from llm.errors import ConfigError, DataError, one_line
 
 _CONNECT_SECONDS = 30
 _WORKER_SECONDS = 60
+_TASKS_PER_WORKER = 32  # at least, where there are so many shards: a task costs Dask some ms
 _INSTALL = "pip install 'llm-trainers[dask]'"
 
 _made = threading.local()  # the encoder of a worker's thread, and what it was made for
@@ -56,12 +56,20 @@ class DaskCluster:
         # A task, which Dask repeats if all workers that have its result are lost.
         shared = self._client.submit(cloudpickle.loads, cloudpickle.dumps(encoding), pure=False)
         folder = os.getcwd()  # as paths of the sources may be relative
+        numbered = list(enumerate(shards))
+        workers = max(1, len(self._client.nthreads()))
+        size = max(1, len(numbered) // (workers * _TASKS_PER_WORKER))
         futures = [
-            executor.submit(_encode_shard, number, source, stem, shared, fast, folder)
-            for number, (source, stem) in enumerate(shards)
+            executor.submit(_encode_shards, numbered[first : first + size], shared, fast, folder)
+            for first in range(0, len(numbered), size)
         ]
+
+        def take_all(results: list[tuple[int, ShardStats]]) -> None:
+            for result in results:
+                take(result)
+
         try:
-            finish_tasks(futures, report=report, take=take)
+            finish_tasks(futures, report=report, take=take_all)
         except CancelledError as error:
             raise DataError(
                 "The Dask scheduler has gone, perhaps by the end of its job; start it and give the "
@@ -125,14 +133,20 @@ def connect(scheduler_file: str | None) -> Iterator[DaskCluster]:
         client.close(timeout=5)
 
 
-def _encode_shard(
-    number: int, source: Source, stem: Path, encoding: Encoding, fast: bool, folder: str
-) -> tuple[int, ShardStats]:
-    """Write a shard; called on a worker."""
+def _encode_shards(
+    shards: list[tuple[int, Shard]], encoding: Encoding, fast: bool, folder: str
+) -> list[tuple[int, ShardStats]]:
+    """Write some shards, unless a lost worker has written them; called on a worker."""
     if os.getcwd() != folder:
         os.chdir(folder)
-    encoder = _encoder(encoding, fast)
-    return number, write_shard(source, stem, encoding, encoder, report=lambda _: None)
+    results = []
+    for number, (source, stem) in shards:
+        stats = read_shard(stem, verify=True)
+        if stats is None:
+            encoder = _encoder(encoding, fast)
+            stats = write_shard(source, stem, encoding, encoder, report=lambda _: None)
+        results.append((number, stats))
+    return results
 
 
 def _encoder(encoding: Encoding, fast: bool) -> Encoder:

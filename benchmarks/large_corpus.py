@@ -1,0 +1,248 @@
+"""Measure what preparation on many nodes costs: the join, each shard, each way to run it.
+
+python -m benchmarks.large_corpus --tokenizer_name FOLDER --megabytes 200
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.corpus import cut, make_corpus
+from benchmarks.measure import Case, Usage, interleave, median
+from benchmarks.report import (
+    ReportOptions,
+    Section,
+    at_most,
+    machine,
+    program_table,
+    render,
+    run_benchmark,
+    spread,
+    table,
+)
+from llm.config.options import option
+
+# SHARD_BYTES or 0, workers of Dask or 0, and the words of llm.data.prepare.
+_SCRIPT = """
+import json, os, resource, sys, time
+import llm.data.workers
+from llm.data.preparation import prepare_files
+from llm.data.prepare import main
+times = {}
+def timed(name):
+    inner = getattr(prepare_files, name)
+    def call(*how, **options):
+        before = time.perf_counter()
+        try:
+            return inner(*how, **options)
+        finally:
+            times[name] = time.perf_counter() - before
+    setattr(prepare_files, name, call)
+if __name__ == "__main__":
+    shard_bytes, workers = map(int, sys.argv[1:3])
+    timed("tokenize_shards")
+    timed("assemble_output")
+    llm.data.workers.num_cores = lambda: 64  # as many processes as asked for
+    prepare_files.SHARD_BYTES = shard_bytes or prepare_files.SHARD_BYTES
+    if workers:
+        from distributed import LocalCluster
+        cluster = LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=None)
+        os.environ["DASK_SCHEDULER_ADDRESS"] = cluster.scheduler_address
+    code = main(sys.argv[3:])
+    if workers:
+        cluster.close()
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e6
+    print(json.dumps({**times, "worker_megabytes": peak}))
+    sys.exit(code)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargeCorpusOptions(ReportOptions):
+    """Options of the benchmark."""
+
+    tokenizer_name: str = option("gpt2", "The tokenizer.", group="Input")
+    megabytes: float = option(200.0, "MB of JSONL to prepare.", group="Input", above=0)
+    shards: int = option(10_000, "Shards of one line each.", group="Input", at_least=10)
+    workers: int = option(4, "Processes, and workers of Dask.", group="Run", at_least=1)
+    repeats: int = option(3, "Runs of each program, interleaved.", group="Run", at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Program:
+    """Cases of `llm.data.prepare`."""
+
+    options: LargeCorpusOptions
+    folder: Path
+
+    def processes(self, name: str, corpus: Path, *, workers: int, shard_bytes: int = 0) -> Case:
+        """Return a case on processes; it reports the times of its phases."""
+        words = [*self._words(corpus), "--workers", str(workers)]
+        return self._case(name, [str(shard_bytes), "0", *words])
+
+    def dask(self, name: str, corpus: Path, *, workers: int, shard_bytes: int = 0) -> Case:
+        """Return a case on a cluster of this machine, with the same report."""
+        words = [*self._words(corpus), "--executor", "dask"]
+        return self._case(name, [str(shard_bytes), str(workers), *words])
+
+    def _words(self, corpus: Path) -> list[str]:
+        tokenizer = self.options.tokenizer_name
+        if os.path.exists(tokenizer):  # the cases run in other folders
+            tokenizer = os.path.abspath(tokenizer)
+        words = ["--input", str(corpus), "--tokenizer_name", tokenizer]
+        return [*words, "--output_prefix", "out"]
+
+    def _case(self, name: str, words: Sequence[str]) -> Case:
+        script = self.folder / "prepare.py"
+        script.write_text(_SCRIPT)
+        root = str(Path(__file__).parent.parent)
+        folder = self.folder / "".join(c if c.isalnum() else "_" for c in name)
+        return Case(
+            name=name,
+            command=[sys.executable, str(script), *words],
+            folder=folder,
+            environment={"PYTHONPATH": root},
+        )
+
+
+def _join_section(usage: Usage, folder: Path, megabytes: float) -> Section:
+    """What joining the shards costs beside encoding them."""
+    prefix = folder / "out_text_document"
+    written = sum(Path(f"{prefix}.{kind}").stat().st_size for kind in ("bin", "idx")) / 1e6
+    tokens = Path(f"{prefix}.bin").stat().st_size / 1e6
+    encode, join = (usage.reported[name] for name in ("tokenize_shards", "assemble_output"))
+    gigabytes = megabytes / 1e3
+    share = join / (join + encode)
+    rows = [
+        (
+            "encode on 1 core",
+            f"{encode:.2f}",
+            f"{encode / gigabytes:.1f}",
+            f"{megabytes:,.0f}",
+            f"{tokens:,.0f}",
+        ),
+        (
+            "join",
+            f"{join:.2f}",
+            f"{join / gigabytes:.2f}",
+            f"{tokens + written:,.0f}",
+            f"{written:,.0f}",
+        ),
+    ]
+    header = ("Phase", "s", "s per GB of text", "MB read", "MB written")
+    lines = table(header, rows)
+    lines += [
+        "",
+        f"The join takes {share:.1%} of the time with one core. It reads the shards, writes the "
+        "result, and reads it for the checksums. Encoding is divided by the number of cores; the "
+        "join runs on one core of one node.",
+    ]
+    return Section(title=f"Join, {megabytes:,.0f} MB of text", lines=lines, goals=[])
+
+
+def _ways_section(program: _Program, corpus: Path) -> tuple[Section, Usage, Path]:
+    """Processes and Dask on the same text."""
+    count = program.options.workers
+    ours, one = f"--workers {count}", "--workers 1"
+    dask = f"--executor dask, {count} workers"
+    cases = [
+        program.processes(one, corpus, workers=1),
+        program.processes(ours, corpus, workers=count),
+        program.dask(dask, corpus, workers=count),
+    ]
+    results = interleave(cases, program.options.repeats)
+
+    def cells(name: str, runs: Sequence[Usage]) -> Sequence[str]:
+        figures = ("tokenize_shards", "assemble_output", "wall_seconds", "cpu_seconds")
+        return [spread(runs, figure) for figure in figures]
+
+    lines = program_table(("Way", "encode s", "join s", "wall s", "CPU s"), results, cells)
+    same = all(
+        (cases[0].folder / f"out_text_document.{kind}").read_bytes()
+        == (case.folder / f"out_text_document.{kind}").read_bytes()
+        for case in cases[1:]
+        for kind in ("bin", "idx")
+    )
+    lines += ["", f"The files {'are the same byte for byte' if same else 'DIFFER'}."]
+    goals = []
+    if results[ours] and results[dask]:
+        ratio = median(results[dask], "tokenize_shards") / median(results[ours], "tokenize_shards")
+        goals.append(at_most(f"encoding with Dask over --workers {count}", ratio, 1.05, "x"))
+    best = min(results[one], key=lambda usage: usage.reported["tokenize_shards"])
+    return Section(title="Processes and Dask", lines=lines, goals=goals), best, cases[0].folder
+
+
+def _shards_section(program: _Program, folder: Path) -> Section:
+    """What a shard costs, by ten thousand shards of a line and by one shard of all lines."""
+    count = program.options.shards
+    line = '{"text": "a short line"}\n'
+    corpus = folder / "lines.jsonl"
+    corpus.write_text(line * count)
+    cases = [
+        program.processes("one shard", corpus, workers=1),
+        program.processes(f"{count:,} shards", corpus, workers=1, shard_bytes=len(line)),
+        program.dask("Dask, one shard", corpus, workers=1),
+        program.dask(f"Dask, {count:,} shards", corpus, workers=1, shard_bytes=len(line)),
+    ]
+    results = interleave(cases, 1)
+    lines = program_table(
+        ("Case", "encode s", "join s", "CPU s"),
+        results,
+        lambda _, runs: [
+            spread(runs, figure) for figure in ("tokenize_shards", "assemble_output", "cpu_seconds")
+        ],
+    )
+    goals = []
+    for few, many, what in ((cases[0], cases[1], "a process"), (cases[2], cases[3], "Dask")):
+        if results[few.name] and results[many.name]:
+            seconds = median(results[many.name], "wall_seconds")
+            seconds -= median(results[few.name], "wall_seconds")
+            goals.append(
+                at_most(f"a shard's overhead with {what}", 1e3 * seconds / count, 10, " ms")
+            )
+    return Section(title=f"Overhead of {count:,} shards", lines=lines, goals=goals)
+
+
+def _memory_section(program: _Program, corpus: Path, folder: Path) -> Section:
+    """The peak memory of a worker for a text, and for a quarter of it."""
+    small = folder / "small.jsonl"
+    cut(corpus, small, program.options.megabytes / 4)
+    cases = [
+        program.processes("a quarter of the text", small, workers=2, shard_bytes=1 << 23),
+        program.processes("the text", corpus, workers=2, shard_bytes=1 << 23),
+    ]
+    results = interleave(cases, 1)
+    lines = program_table(
+        ("Case", "peak MB of a worker"),
+        results,
+        lambda _, runs: (spread(runs, "worker_megabytes", 0),),
+    )
+    goals = []
+    if all(results.values()):
+        few, many = (median(results[case.name], "worker_megabytes") for case in cases)
+        goals.append(at_most("memory of a worker for four times the text", many / few, 1.1, "x"))
+    return Section(title="Memory of a worker, shards of 8 MiB", lines=lines, goals=goals)
+
+
+def measure(options: LargeCorpusOptions, folder: Path) -> str:
+    """Measure everything; return the report."""
+    whole, corpus = folder / "whole.jsonl", folder / "corpus.jsonl"
+    make_corpus(whole, int(options.megabytes))
+    text = cut(whole, corpus, options.megabytes)
+    whole.unlink()
+    program = _Program(options=options, folder=folder)
+    ways, one, made = _ways_section(program, corpus)
+    sections = [
+        ways,
+        _join_section(one, made, text.megabytes),
+        _shards_section(program, folder),
+        _memory_section(program, corpus, folder),
+    ]
+    facts = [f"Input: {text}", *machine(["numpy", "gigatoken", "tokenizers", "distributed"])]
+    return render("Preparation of a large corpus", facts, sections)
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark("large_corpus", __doc__ or "", LargeCorpusOptions, measure))
