@@ -132,7 +132,7 @@ def test_the_bytes_survive_the_death_of_client_worker_and_scheduler(tmp_path, cl
     [
         ([], {}, "--executor dask finds no scheduler; export DASK_SCHEDULER_ADDRESS, or give"),
         (ON_CLUSTER, {}, "--scheduler_file scheduler.json does not exist; start the scheduler."),
-        ([], {"DASK_SCHEDULER_ADDRESS": "tcp://127.0.0.1:9"}, "at tcp://127.0.0.1:9 does not ans"),
+        ([], {"DASK_SCHEDULER_ADDRESS": "tcp://127.0.0.1:9"}, "tcp://127.0.0.1:9 does not answer"),
         (["--workers", "2"], {}, "--executor dask goes without --workers and --rank: the cluster"),
         ([], {"RANK": "1", "WORLD_SIZE": "2"}, "goes with one process, and this is rank 1 of 2;"),
     ],
