@@ -21,7 +21,7 @@ help:
 	@echo "make test-layouts     train whole runs in every layout that fits 4 processes"
 	@echo "make test-benchmarks  run every benchmark at toy size"
 	@echo "make test-faults      kill, stop and starve training runs, and compare their results"
-	@echo "make test-cluster     run the job scripts in Slurm and under mpiexec"
+	@echo "make test-cluster     run the job scripts in Slurm and under mpiexec, and train on two hosts"
 	@echo "make test-gpu         run the tests that compare a CUDA GPU with a CPU"
 	@echo "make test-peers       run the tests against Megatron-LM's own reader and writer"
 	@echo "make test-floor       run the tests with the lowest versions of all libraries"
