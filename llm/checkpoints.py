@@ -97,7 +97,7 @@ _SAVED = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointsOptions(CoreCheckpointsOptions, *(each.options for each in _SAVED)):  # type: ignore[misc]
-    """The options of this program, with those of extensions."""
+    """The options of this program, including extensions' options."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

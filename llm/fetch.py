@@ -75,7 +75,7 @@ _ADDED = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FetchOptions(CoreFetchOptions, *_ADDED):  # type: ignore[misc]
-    """The options of this program, with those of extensions."""
+    """The options of this program, including extensions' options."""
 
 
 @program

@@ -20,7 +20,7 @@ from llm.errors import ConfigError, DataError, one_line
 
 _CONNECT_SECONDS = 30
 _WORKER_SECONDS = 60
-_TASKS_PER_WORKER = 32  # at least, where there are so many shards: a task costs Dask some ms
+_TASKS_PER_WORKER = 32  # at least, with enough shards: a task costs Dask some ms
 _INSTALL = "pip install 'llm-trainers[dask]'"
 
 _made = threading.local()  # the encoder of a worker's thread, and what it was made for

@@ -1,4 +1,4 @@
-"""What the core's option `per_device_train_batch_size auto` asks for; there are no others."""
+"""Implements the core's option `per_device_train_batch_size auto`; adds no options."""
 
 from typing import TYPE_CHECKING
 

@@ -89,8 +89,8 @@ class SavedWeights:
     Attributes:
         part: Name of the part, and of the switch that asks for it.
         options: The class of options that declares the switch.
-        words: What the weights are, and which option saves them.
-        card: What the model card says of the weights.
+        words: Description of the weights, and the option that saves them.
+        card: Description of the weights for the model card.
     """
 
     part: str
@@ -106,7 +106,7 @@ class Periodic:
     A resume catches up on work that was due at the checkpoint's step, if the stop left no time.
 
     Attributes:
-        name: Tells it from those of other extensions, in checkpoints too.
+        name: Unique name among extensions, also used in checkpoints.
         every: Steps between two calls; None for one after the last step.
         run: Takes the number of steps done, and returns values for `metrics.jsonl` and the trackers
             by name. Its time does not count as training.
@@ -250,13 +250,13 @@ class Extension(CoreConfig):
     def adjust(
         self, config: CoreConfig, setup: "TrainSetup", strategy: "AcceleratedStrategy"
     ) -> "tuple[CoreConfig, TrainSetup]":
-        """Return options and setup of a training for the model as it is on the device.
+        """Adjust options and setup of a training to the prepared model on the device.
 
-        Called on the options as they were given; every rank must return the same.
+        `self` has the original options. Every rank must return the same.
 
         Args:
             config: The options, with the choices of the setup.
-            setup: What was read for them.
+            setup: The setup for these options.
             strategy: The prepared model; neither its weights nor its optimizer may change.
         """
         return config, setup
