@@ -14,7 +14,8 @@ from benchmarks.delayed_link import DelayedNetwork, why_not
 from benchmarks.measure import say
 from benchmarks.report import Goal, Section, table
 from llm.errors import LLMError
-from llm.parallel.gossip.rounds import link_bytes, make_rounds
+from llm.extensions.decentralized.convergence import link_bytes
+from llm.extensions.decentralized.rounds import make_rounds
 
 ROOT = Path(__file__).parent.parent
 _ALLOWED = 1.1

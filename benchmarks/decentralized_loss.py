@@ -18,15 +18,16 @@ from torch.func import functional_call, grad, vmap
 from benchmarks.characters import BETAS, WEIGHT_DECAY, Text, make_model, validation_loss
 from benchmarks.measure import say
 from benchmarks.report import Section, table
+from llm.extensions.decentralized.accum_adamw import AccumAdamW
+from llm.extensions.decentralized.convergence import mixing_matrix
+from llm.extensions.decentralized.diloco import OuterOptimizer
+from llm.extensions.decentralized.modes import DiLoCo
+from llm.extensions.decentralized.rounds import TOPOLOGIES, make_rounds
 from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
-from llm.optim.accum_adamw import AccumAdamW
 from llm.optim.groups import decays
 from llm.optim.options import OptimizerOptions
 from llm.optim.schedule import make_schedule
-from llm.parallel.gossip.diloco import OuterOptimizer
-from llm.parallel.gossip.rounds import TOPOLOGIES, make_rounds, mixing_matrix
-from llm.parallel.options import DecentralizedOptions
 
 _MOST_EXTENSIONS = 3
 MAX_GRAD_NORM = 1.0
@@ -215,9 +216,8 @@ class _Outer:
         self._replicas = replicas
         self._sync_every = sync_every
         self._mean = replicas.mean()
-        self._optimizer = OuterOptimizer(
-            DecentralizedOptions(inner_steps=1), self._mean, world_size=1
-        )
+        settings = DiLoCo(inner_steps=1, outer_learning_rate=0.7, outer_momentum=0.9)
+        self._optimizer = OuterOptimizer(settings, self._mean, world_size=1)
         self._optimizer.before_step()
 
     def after_step(self, step: int) -> None:

@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import Goal, Section, table
-from llm.parallel.gossip.rounds import (
-    Round,
+from llm.extensions.decentralized.convergence import (
     busiest_links,
     consensus_distance,
     contraction,
     link_bytes,
-    make_rounds,
     mixing_matrix,
 )
+from llm.extensions.decentralized.rounds import Round, make_rounds
 
 TOPOLOGIES = ("complete", "exp", "ring", "alternating-exp-ring")
 _DIMENSIONS = 8

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from llm.data.loader import MicroBatch
-from llm.optim.accum_adamw import make_accum_adamw
+from llm.extensions.decentralized.accum_adamw import make_accum_adamw
+from llm.extensions.decentralized.decentralized import DecentralizedStrategy
+from llm.extensions.decentralized.modes import DiLoCo, Gossip
+from llm.extensions.decentralized.rounds import make_rounds
 from llm.optim.adamw import make_adamw
 from llm.optim.options import OptimizerOptions
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.gossip.decentralized import DecentralizedStrategy
-from llm.parallel.gossip.rounds import make_rounds
-from llm.parallel.options import DecentralizedOptions, PrecisionOptions
+from llm.parallel.options import PrecisionOptions
 
 
 class _Compute(torch.autograd.Function):
@@ -71,12 +72,13 @@ def make_strategy(options: dict[str, Any]) -> AcceleratedStrategy:
     if mode == "allreduce":
         strategy = AcceleratedStrategy(accelerator)
     elif mode == "diloco":
-        diloco = DecentralizedOptions(data_parallel="diloco", sync_every=options["sync_every"])
+        diloco = DiLoCo(
+            inner_steps=options["sync_every"], outer_learning_rate=0.7, outer_momentum=0.9
+        )
         strategy = DecentralizedStrategy(diloco, accelerator)
     else:
         rounds = make_rounds(mode, ranks=ranks, ranks_per_node=options["ranks_per_node"])
-        gossip = DecentralizedOptions(data_parallel="gossip")
-        strategy = DecentralizedStrategy(gossip, accelerator, rounds=rounds)
+        strategy = DecentralizedStrategy(Gossip(rounds=rounds), accelerator)
     if mode in ("allreduce", "diloco"):
         strategy.prepare(loss, lambda model: make_adamw(adamw, model))
     else:

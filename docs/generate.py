@@ -16,10 +16,10 @@ from llm.config.options import to_markdown
 from llm.data.inspect import InspectOptions
 from llm.data.preparation.options import PrepareConfig
 from llm.data.train_tokenizer import TrainTokenizerOptions
+from llm.extensions.decentralized.topology import TopologyOptions
 from llm.fetch import FetchOptions
 from llm.generate import GenerateOptions
 from llm.jobs.options import JobOptions
-from llm.parallel.topology import TopologyOptions
 from llm.preflight import PreflightOptions
 from llm.report.__main__ import ReportOptions
 from llm.trainers.gpt.extensions import GPTConfig

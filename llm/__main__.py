@@ -4,24 +4,11 @@ import difflib
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from llm import __version__
-from llm.config.program import COMMAND, program
+from llm.config.program import COMMAND, Program, program
 from llm.errors import ConfigError
-
-
-class Program(NamedTuple):
-    """A program of the command.
-
-    Attributes:
-        target: The module, and the function that runs the program.
-        purpose: A phrase for `--help`, such as "pretrain a model".
-    """
-
-    target: str
-    purpose: str
-
+from llm.trainers.gpt.extensions import GPTConfig
 
 PROGRAMS = {
     "quickstart": Program("llm.quickstart:main", "train a small GPT on the text that ships"),
@@ -36,8 +23,15 @@ PROGRAMS = {
     "checkpoints": Program("llm.checkpoints:main", "list, verify, export, average checkpoints"),
     "generate": Program("llm.generate:main", "generate text with a trained model"),
     "report": Program("llm.report.__main__:main", "show runs as an HTML page of curves"),
-    "topology": Program("llm.parallel.topology:main", "show the properties of a gossip topology"),
 }
+
+
+def all_programs() -> dict[str, Program]:
+    """Return the programs above and those of the extensions, by name."""
+    found = dict(PROGRAMS)
+    for extension in GPTConfig().listed:
+        found |= extension.programs
+    return found
 
 
 @program
@@ -50,19 +44,20 @@ def main(argv: Sequence[str]) -> int:
     if name == "--version":
         sys.stdout.write(f"llm-trainers {__version__}\n")
         return 0
-    if name not in PROGRAMS:
-        close = difflib.get_close_matches(name, PROGRAMS, n=1, cutoff=0.5)
+    programs = all_programs()
+    if name not in programs:
+        close = difflib.get_close_matches(name, programs, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}?" if close else f"{COMMAND} --help lists them."
         raise ConfigError(f"{COMMAND} has no program named '{name}'; {hint}")
     # The program reads its arguments itself, as if you had started it directly.
     sys.argv = [f"{COMMAND} {name}", *argv[1:]]
-    module, _, function = PROGRAMS[name].target.partition(":")
+    module, _, function = programs[name].target.partition(":")
     code: int = getattr(importlib.import_module(module), function)()
     return code
 
 
 def _help() -> str:
-    rows = [f"  {name:<13}{program.purpose}\n" for name, program in PROGRAMS.items()]
+    rows = [f"  {name:<13}{program.purpose}\n" for name, program in all_programs().items()]
     return (
         f"usage: {COMMAND} PROGRAM [--OPTION VALUE ...]\n\n"
         f"programs:\n{''.join(rows)}\n"

@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
-from llm.__main__ import PROGRAMS, main
+from llm.__main__ import all_programs, main
 from tests.support.package import MODULES, name_of
+
+PROGRAMS = all_programs()
 
 
 @pytest.fixture(autouse=True)

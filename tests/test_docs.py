@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from llm.__main__ import PROGRAMS as COMMAND_PROGRAMS
+from llm.__main__ import all_programs
 from llm.checkpoints import CheckpointsOptions
 from llm.config.command_line import parse
 from llm.config.options import fields
@@ -25,12 +25,12 @@ from llm.data.preparation.options import PrepareConfig
 from llm.data.preparation.options import check as check_prepare
 from llm.data.train_tokenizer import TrainTokenizerOptions, check_options
 from llm.errors import ConfigError
+from llm.extensions.decentralized.topology import TopologyOptions
 from llm.extensions.mup.coordinate_check import CheckOptions
 from llm.fetch import FetchOptions
 from llm.generate import GenerateOptions
 from llm.jobs.__main__ import main as write_job
 from llm.jobs.options import JobOptions, PreparationJobOptions
-from llm.parallel.topology import TopologyOptions
 from llm.plan.options import PlanOptions
 from llm.preflight import PreflightOptions
 from llm.report.__main__ import ReportOptions
@@ -55,12 +55,13 @@ PROGRAMS = (
     FetchOptions,
     TopologyOptions,
 )
+COMMAND_PROGRAMS = all_programs()
 OTHER_PROGRAMS = {
     "checkpoints": (CheckpointsOptions, "run"),
     "extensions.mup.coordinate_check": (CheckOptions, None),
     "fetch": (FetchOptions, "folder"),
     "generate": (GenerateOptions, "run"),
-    "parallel.topology": (TopologyOptions, None),
+    "extensions.decentralized.topology": (TopologyOptions, None),
     "plan": (PlanOptions, None),
     "preflight": (PreflightOptions, None),
     "report": (ReportOptions, "runs"),
@@ -126,7 +127,7 @@ def commands_of(page: Path) -> list[tuple[str, list[str]]]:
     """The programs of the package that a page starts, and the words that it gives to them."""
     lines = [line.strip() for block in blocks(page) for line in block.splitlines()]
     starts = r"^(?:torchrun .*|srun |\S*python )-m llm"
-    program = r"\.((?:parallel\.|extensions\.\w+\.)?\w+)(?: (.*))?$"
+    program = r"\.((?:extensions\.\w+\.)?\w+)(?: (.*))?$"
     found = [re.match(starts + program, line) for line in lines]
     commands = [(match[1], match[2] or "") for match in found if match]
     # A file that is read from or written to by the shell is none of the program's words.

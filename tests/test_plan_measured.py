@@ -24,7 +24,7 @@ from llm.parallel.fsdp import ShardedStrategy
 from llm.plan.estimate import estimate
 from llm.plan.job import Job
 from llm.plan.options import PlanOptions
-from llm.trainers.gpt.inputs import choose_layout
+from llm.trainers.gpt.inputs import choose_dims
 from tests.support.ranks import run_ranks, values
 
 MODEL = (
@@ -73,7 +73,7 @@ def make_strategy(options: PlanOptions, accelerator: Any) -> AcceleratedStrategy
         vocab_size=1,
         tensor_parallel_size=options.tensor_parallel_size,
     )
-    layout = choose_layout(options, config, options.nodes * options.gpus_per_node)
+    layout = choose_dims(options, config, options.nodes * options.gpus_per_node)
     strategy: Any = AcceleratedStrategy(accelerator)
     whole, coverage = None, None
     if not layout.is_replicated:

@@ -5,12 +5,24 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from llm.errors import LLMError, one_line
 
 COMMAND = "llm-trainers"
 """The command that starts every program by its name."""
+
+
+class Program(NamedTuple):
+    """A program of the command.
+
+    Attributes:
+        target: The module, and the function that runs the program.
+        purpose: A phrase for `--help`, such as "pretrain a model".
+    """
+
+    target: str
+    purpose: str
 
 
 class Main(Protocol):

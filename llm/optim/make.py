@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from llm.optim.accum_adamw import make_accum_adamw
+from llm.errors import ConfigError
 from llm.optim.adamw import make_adamw
 from llm.optim.groups import parameter_groups
 from llm.optim.muon import make_muon
@@ -17,7 +17,6 @@ def make_optimizer(
     options: OptimizerOptions,
     model: torch.nn.Module,
     *,
-    accum_steps: int | None = None,
     whole: WholeMatrices | None = None,
     order: Sequence[str] | None = None,
 ) -> torch.optim.Optimizer:
@@ -26,7 +25,6 @@ def make_optimizer(
     Args:
         options: The optimizer and its settings.
         model: The model to train.
-        accum_steps: Steps between two updates of AccumAdamW's moments; None for another optimizer.
         whole: Owners of matrices, for optimizers that need whole ones; by default every rank
             updates all.
         order: For SOAP, the result of `basis_order` if the model is divided over ranks.
@@ -41,10 +39,10 @@ def make_optimizer(
             return make_soap(options, model, whole=whole, order=order)
         case "muon":
             return make_muon(options, model, whole)
-        case "adamw" | "accumadamw" | None:
-            if accum_steps is not None:
-                return make_accum_adamw(options, model, accum_steps=accum_steps)
+        case "adamw" | None:
             return make_adamw(options, model)
+        case "accumadamw":
+            raise ConfigError("--optimizer accumadamw needs an extension that is not installed.")
 
 
 def make_sgd(options: OptimizerOptions, model: torch.nn.Module) -> torch.optim.SGD:

@@ -23,12 +23,6 @@ class OptimizerOptions(KFACOptions):
         "eigenbasis of Shampoo's factors; or gradient descent with momentum. By default accumadamw "
         "for gossip, else adamw. With ekfac: optimizer for uncovered layers (adamw or soap).",
     )
-    moment_update_steps: int | None = option(
-        None,
-        "Steps between two updates of accumadamw's moments; by default the number of replicas with "
-        "separate weights, at most 8.",
-        at_least=1,
-    )
     embedding_learning_rate: float | None = option(
         None,
         "Peak learning rate of embeddings, output head and one-dimensional weights; by default "

@@ -1,4 +1,4 @@
-"""Options of the layout: precision, sharding of one model, and decentralized training."""
+"""Options of the layout: precision, and the division of one model over ranks."""
 
 import itertools
 from typing import Literal
@@ -6,8 +6,6 @@ from typing import Literal
 from llm.config.options import fields, option, option_group
 
 PARALLELISM = "Parallelism"
-
-Topology = Literal["complete", "exp", "ring", "alternating-exp-ring"]
 
 
 @option_group("Speed and memory", resume="logged")
@@ -83,56 +81,6 @@ class ParallelOptions:
         at_least=1,
         resume="free",
     )
-
-
-@option_group("Decentralized training", resume="fixed")
-class DecentralizedOptions:
-    """Replicas that average their weights, by gossip or DiLoCo."""
-
-    data_parallel: Literal["allreduce", "gossip", "diloco"] = option(
-        "allreduce",
-        "How ranks train one model: with the mean gradient of all ranks (allreduce); or with "
-        "separate weights, averaged with a few ranks in each step (gossip) or with all ranks "
-        "every inner_steps steps (diloco).",
-    )
-    topology: Topology = option(
-        "ring",
-        "Ranks that average in each step of gossip; `python -m llm.parallel.topology` shows them.",
-        requires=("data_parallel=gossip",),
-    )
-    gossip_order: Literal["overlap", "blocking"] = option(
-        "overlap",
-        "Whether weights are exchanged while the next gradient is computed, or each step waits for "
-        "them.",
-        requires=("data_parallel=gossip",),
-    )
-    gossip_group: Literal["world", "nodes"] = option(
-        "world",
-        "Replicas of gossip: each rank, or each node, if its ranks share their gradients.",
-        requires=("data_parallel=gossip",),
-    )
-    inner_steps: int = option(
-        500,
-        "Steps that ranks train alone between two common steps of diloco.",
-        requires=("data_parallel=diloco",),
-        at_least=1,
-    )
-    outer_learning_rate: float = option(
-        0.7, "Learning rate of diloco's common step.", requires=("data_parallel=diloco",), above=0
-    )
-    outer_momentum: float = option(
-        0.9,
-        "Nesterov momentum of diloco's common step.",
-        requires=("data_parallel=diloco",),
-        at_least=0,
-        below=1,
-    )
-
-    @property
-    def several_models(self) -> str | None:
-        """The option that gives ranks separate weights; None if they train one model."""
-        mode = self.data_parallel
-        return None if mode == "allreduce" else f"--data_parallel {mode}"
 
 
 def parallel_problems(options: ParallelOptions) -> list[str]:

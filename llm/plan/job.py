@@ -27,7 +27,7 @@ from llm.parallel.pipeline.stage import check_depth
 from llm.plan.options import PlanOptions
 from llm.plan.rank_model import ParamCounts, count_parameters, optimizer_memory, split_model
 from llm.plan.trace import Trace, trace
-from llm.trainers.gpt.inputs import choose_block_size, choose_layout
+from llm.trainers.gpt.inputs import choose_block_size, choose_dims
 from llm.trainers.gpt.seams import transforms_of
 
 USABLE = 0.95
@@ -118,7 +118,7 @@ class Job:
         self.options = options
         self._config = load_config(options)
         self.length = choose_block_size(options, self._config)
-        self.layout = choose_layout(options, self._config, options.nodes * options.gpus_per_node)
+        self.layout = choose_dims(options, self._config, options.nodes * options.gpus_per_node)
         self.device = _device(options)
         self._memory = int(self.device.gib * GIB)
         self.usable = self._memory if options.device == "cpu" else int(USABLE * self._memory)

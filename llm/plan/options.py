@@ -6,6 +6,7 @@ from llm.config.options import option, option_group
 from llm.errors import ConfigError
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.rules import check_planned
+from llm.trainers.gpt.seams import extensions_of
 
 
 @option_group("Plan")
@@ -67,11 +68,8 @@ def check(options: PlanOptions) -> None:
         ConfigError: One message with a sentence for each fault.
     """
     problems = check_planned(options)
-    if options.data_parallel != "allreduce":
-        problems.append(
-            f"--data_parallel {options.data_parallel} cannot be planned yet; leave it out, and add "
-            "one more copy of the weights for gossip, two for diloco."
-        )
+    for extension, given in extensions_of(options):
+        problems += extension.plan_problems(given)
     if options.kfac and options.kfac_library not in (None, "native"):
         problems.append(f"--kfac_library {options.kfac_library} cannot be planned; leave it out.")
     if options.links and len(options.links) != 2:

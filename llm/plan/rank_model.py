@@ -166,11 +166,9 @@ def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerM
     """
     kept = sum(each.bytes_per_parameter(given) for each, given in extensions_of(options))
     if not options.kfac:
-        uses_blocks = options.optimizer == "accumadamw"
-        accum_steps = (options.moment_update_steps or 1) if uses_blocks else None
         optimizer = optimizer_of(options, model, seed=0)
         if optimizer is None:
-            optimizer = make_optimizer(options, model, accum_steps=accum_steps)
+            optimizer = make_optimizer(options, model)
         matrices = bool(units_of(optimizer))
         per_element = _per_element(optimizer, model) + kept
         return OptimizerMemory(per_element=per_element, matrices=matrices)

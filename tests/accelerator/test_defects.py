@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from llm.checkpoint.save import Saver
 from llm.checkpoint.snapshot import HostCopies
+from llm.extensions.decentralized.any_rank import FlagReducer
+from llm.extensions.decentralized.averaging import GossipAverager
+from llm.extensions.decentralized.decentralized import DecentralizedStrategy
 from llm.models import build, loss
-from llm.parallel.any_rank import FlagReducer
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.fsdp import ShardedStrategy
-from llm.parallel.gossip.averaging import GossipAverager
-from llm.parallel.gossip.decentralized import DecentralizedStrategy
 from tests.support.made_up_device import NAME, SideStream
 from tests.support.made_up_run import Case, run
 from tests.support.ranks import Outcome, run_ranks, values
@@ -127,7 +127,7 @@ def average_without_a_wait() -> None:
 def test_gossip_that_does_not_wait_for_its_messages_is_noticed():
     uses = notes_with(average_without_a_wait, GOSSIP)["update"].in_flight
     lines = {use.partition(" at ")[2].partition(":")[0] for use in uses}
-    assert lines == {"parallel/buckets.py", "parallel/gossip/averaging.py"}
+    assert lines == {"parallel/buckets.py", "extensions/decentralized/averaging.py"}
     # The first use of what a partner has sent, and the next message in a buffer that is in flight.
     assert uses[0].startswith("aten::_foreach_add_.List at ")
     assert "aten::_foreach_copy_" in {use.partition(" at ")[0] for use in uses}

@@ -21,6 +21,7 @@ MADE_WITH = {
     "averaging": ({"ema_decay": 0.9}, 0, "also holds ema, which this run does not continue"),
     "batch_size": ({"per_device_train_batch_size": "auto"}, 0, ""),
     "bf16_moments": ({"moment_dtype": "bf16"}, 2, "was trained with --moment_dtype"),
+    "decentralized": ({"data_parallel": "gossip"}, 2, "was trained with --data_parallel"),
     "mup": ({"mup": True, "mup_base_width": 16}, 2, "was trained with --mup and --mup_base_width"),
     "profiler": ({"profile": "0:1"}, 0, ""),
     "spikes": (

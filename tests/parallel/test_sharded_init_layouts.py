@@ -1,20 +1,21 @@
 """Ranks that hold some layers, or a part of each, draw what they hold and nothing else."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from llm.models.loss import LanguageModelLoss
+from llm.parallel.sharded_init import fill_model
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.strategies import Replicas, choose_strategy
+from llm.trainers.gpt.layouts import Pipelined, Sharded
 from tests.support.layouts import cpu_accelerator, dims_of, make_optimizer
 from tests.support.models import tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
 from tests.support.sharded_start import CHANGES, large_config, make_sgd, memory
 
 META = torch.device("meta")
-ONE = Replicas(number=1, ranks_each=1, rounds=(), accum_steps=None)
 FAMILIES = {
     "gpt2": {},
     "gpt_neo": {},
@@ -30,8 +31,10 @@ def start(config, sizes: dict[str, int], make_optimizer=make_optimizer, **option
     """A strategy of the layout whose model has started on the meta device."""
     model = tiny_model(config, device=META, **options)
     run = GPTConfig(no_bias=options.get("no_bias", False))
-    start = {"weights_from": None, "seed": 1, "transforms": ()}
-    strategy = choose_strategy(run, ONE, dims_of(**sizes), cpu_accelerator(), model, **start)
+    accelerator, dims = cpu_accelerator(), dims_of(**sizes)
+    init_weights = partial(fill_model, run, seed=1, device=accelerator.device)
+    layout = Pipelined() if dims.pipeline > 1 else Sharded()
+    strategy = layout.make(run, dims, accelerator, init_weights=init_weights)
     strategy.prepare(LanguageModelLoss(model), make_optimizer)
     return strategy
 

@@ -7,15 +7,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from llm.data.loader import MicroBatch
-from llm.optim.accum_adamw import make_accum_adamw
+from llm.extensions.decentralized.accum_adamw import make_accum_adamw
+from llm.extensions.decentralized.convergence import mixing_matrix
+from llm.extensions.decentralized.decentralized import DecentralizedStrategy
+from llm.extensions.decentralized.modes import DiLoCo, Gossip
+from llm.extensions.decentralized.rounds import make_rounds
 from llm.optim.adamw import make_adamw
 from llm.optim.groups import parameter_groups
 from llm.optim.options import OptimizerOptions
 from llm.parallel import buckets
 from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.gossip.decentralized import DecentralizedStrategy
-from llm.parallel.gossip.rounds import make_rounds, mixing_matrix
-from llm.parallel.options import DecentralizedOptions
 from tests.support.layouts import cpu_accelerator
 
 VOCAB, WIDTH, LENGTH, BATCH = 11, 4, 5, 24
@@ -101,12 +102,10 @@ def make_strategy(case: Case, mixed_precision: str = "no") -> DecentralizedStrat
         ranks=accelerator.num_processes // each,
         ranks_per_node=1 if case.nodes else case.ranks_per_node,
     )
-    options = DecentralizedOptions(
-        data_parallel="gossip" if case.sync_every is None else "diloco",
-        gossip_order="overlap" if case.overlap else "blocking",
-        inner_steps=case.sync_every or 500,
-    )
-    strategy = DecentralizedStrategy(options, accelerator, rounds=rounds, ranks_per_replica=each)
+    averaging: Gossip | DiLoCo = Gossip(rounds=rounds, overlap=case.overlap)
+    if case.sync_every is not None:
+        averaging = DiLoCo(inner_steps=case.sync_every, outer_learning_rate=0.7, outer_momentum=0.9)
+    strategy = DecentralizedStrategy(averaging, accelerator, ranks_per_replica=each)
     loss = Loss(unused=case.unused)
     strategy.prepare(loss, lambda model: make_optimizer(case.optimizer, model))
     return strategy

@@ -31,7 +31,7 @@ from llm.parallel.dims import parallel_dims
 from llm.runtime.world import World
 from llm.trainers.gpt import setup
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.strategies import plan_replicas
+from llm.trainers.gpt.ranks import choose_layout
 from tests.support import made_up_device
 from tests.support.models import VOCAB_SIZE, tiny_config
 from tests.support.strict_mode import Notes, Strict
@@ -123,8 +123,13 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
         start=None,
         block_size=case.shape[1],
         ends=None,
-        layout=parallel_dims(config, case.world_size),
-        replicas=plan_replicas(config, case.world_size, None),
+        dims=parallel_dims(config, case.world_size),
+        layout=choose_layout(
+            config,
+            ranks=case.world_size,
+            ranks_per_node=min(RANKS_PER_NODE, case.world_size),
+            start=None,
+        ),
     )
     world = World(rank=case.rank, local_rank=0, world_size=case.world_size)
     model = setup.make_model(config, inputs, world)

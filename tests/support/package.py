@@ -26,7 +26,6 @@ PROGRAMS = {
     "data.inspect",
     "data.prepare",
     "data.train_tokenizer",
-    "parallel.topology",
     "extensions.mup.coordinate_check",
 }
 

@@ -63,7 +63,7 @@ def find_batch_size(
     most = max(1, min(answer, plan.num_windows // plan.world_size))
     sizes = micro_batch_sizes(config, world_size=plan.world_size)
     size = max(size for size in sizes if size <= most)
-    if setup.layout.is_replicated:
+    if setup.dims.is_replicated:
         while size > 1 and not _fits(size, config, setup, strategy):
             size = max(smaller for smaller in sizes if smaller <= size // 2)
         size = min(gather(size))

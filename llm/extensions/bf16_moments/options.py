@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from llm.trainers.gpt.layouts import Layout
+
 
 @option_group("Moments in bf16", resume="fixed", extension=True)
 class MomentOptions(Extension):
@@ -32,7 +34,9 @@ class MomentOptions(Extension):
             f"ranks, not for {' and '.join(others)}; leave one of them out."
         ]
 
-    def make_optimizer(self, model: "nn.Module", *, seed: int) -> "Optimizer | None":
+    def make_optimizer(
+        self, model: "nn.Module", *, seed: int, layout: "Layout | None"
+    ) -> "Optimizer | None":
         """Return AdamW with bf16 moments; None for float32 ones."""
         if self.moment_dtype == "fp32":
             return None

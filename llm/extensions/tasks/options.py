@@ -57,7 +57,7 @@ class TasksOptions(Extension):
             raise ConfigError(
                 f"--eval_tasks needs the package {error.name}: pip install 'llm-trainers[tasks]'."
             ) from error
-        return Tasks(self.eval_tasks, inputs.tokenizer, inputs.model_config, inputs.layout)
+        return Tasks(self.eval_tasks, inputs.tokenizer, inputs.model_config, inputs.dims)
 
     def in_loop(self, running: "Running") -> LoopExtension | None:
         """Return what runs the tasks; None without tasks."""

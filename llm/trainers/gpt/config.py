@@ -16,7 +16,7 @@ from llm.metrics.options import LoggingOptions
 from llm.models.options import ModelOptions
 from llm.optim.kfac.options import KFACOptions
 from llm.optim.options import OptimizerOptions
-from llm.parallel.options import DecentralizedOptions, ParallelOptions, PrecisionOptions
+from llm.parallel.options import ParallelOptions, PrecisionOptions
 from llm.tokenizers.options import TokenizerOptions
 
 
@@ -135,7 +135,6 @@ class CoreConfig(
     OptimizerOptions,
     KFACOptions,
     ParallelOptions,
-    DecentralizedOptions,
     CheckpointOptions,
     EvaluationOptions,
     LoggingOptions,
@@ -160,3 +159,13 @@ class CoreConfig(
     def finds_batch_size(self) -> bool:
         """Whether an extension finds the micro-batch of `per_device_train_batch_size auto`."""
         return False
+
+    @property
+    def several_models(self) -> str | None:
+        """The option that gives ranks separate weights; None if they train one model."""
+        return None
+
+    @property
+    def default_optimizer(self) -> str:
+        """The optimizer of a run that names none."""
+        return "adamw"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from llm.extensions.averaging.options import AveragingOptions
 from llm.extensions.batch_size.options import BatchSizeOptions
 from llm.extensions.bf16_moments.options import MomentOptions
+from llm.extensions.decentralized.options import DecentralizedOptions
 from llm.extensions.mup.options import MuPOptions
 from llm.extensions.profiler.options import ProfilerOptions
 from llm.extensions.spikes.options import SpikeOptions
@@ -23,6 +24,7 @@ class GPTConfig(
     AveragingOptions,
     BatchSizeOptions,
     MomentOptions,
+    DecentralizedOptions,
     MuPOptions,
     ProfilerOptions,
     SpikeOptions,

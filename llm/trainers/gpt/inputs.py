@@ -5,6 +5,7 @@ on one rank ends all ranks. Only the data cache is written.
 """
 
 import dataclasses
+import os
 from pathlib import Path
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -23,12 +24,13 @@ from llm.parallel.accelerator import check_device, check_precision
 from llm.parallel.dims import ParallelDims, parallel_dims
 from llm.parallel.pipeline.stage import check_depth
 from llm.parallel.tensor_plans import check_tensor_parallel
-from llm.runtime.world import World, device_of
+from llm.runtime.world import World, device_of, ranks_per_node
 from llm.trainers.gpt.branches import branch_of, find_parent
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.evaluation import load_metrics
 from llm.trainers.gpt.lengths import plan_training
 from llm.trainers.gpt.model_copies import log_other_model, read_model_config, read_tokenizer
+from llm.trainers.gpt.ranks import choose_layout
 from llm.trainers.gpt.resume import (
     check_folder,
     check_known,
@@ -41,7 +43,6 @@ from llm.trainers.gpt.resume import (
 )
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
 from llm.trainers.gpt.seams import Inputs, extensions_of
-from llm.trainers.gpt.strategies import plan_replicas
 
 _NEED_VALIDATION = ("eval_steps", "eval_tokens", "eval_metrics", "save_top_k")
 """Training options that require validation data."""
@@ -134,13 +135,14 @@ def _read(
 ) -> RunSetup:
     # In order of cost: wrong options are refused before text is tokenized.
     start = resume_from or branch_from
-    replicas = plan_replicas(config, world.world_size, start)
+    per_node = ranks_per_node(os.environ, world.world_size)
+    layout = choose_layout(config, ranks=world.world_size, ranks_per_node=per_node, start=start)
     device = device_of(world)
     by_device = choose_by_device(config, start, device)
     check_precision(dataclasses.replace(config, **by_device), device)
     metrics = load_metrics(config.eval_metrics)
     model_config = read_model_config(config, start)
-    layout = choose_layout(config, model_config, world.world_size)
+    dims = choose_dims(config, model_config, world.world_size)
     block_size = choose_block_size(config, model_config)
     tokenizer = read_tokenizer(config, start)
     ends = document_ends(config, eos_token_id=tokenizer.eos_token_id)
@@ -157,7 +159,7 @@ def _read(
         model_config=model_config,
         weights_from=weights_from,
         tokenizer=tokenizer,
-        layout=layout,
+        dims=dims,
     )
     read_by = {each: each.read(options, inputs) for each, options in extensions_of(config)}
     return RunSetup(
@@ -182,8 +184,8 @@ def _read(
         ends=ends,
         metrics=metrics,
         read_by=read_by,
+        dims=dims,
         layout=layout,
-        replicas=replicas,
     )
 
 
@@ -207,7 +209,7 @@ def _nothing_to_evaluate_on(*options: str) -> str:
     )
 
 
-def choose_layout(
+def choose_dims(
     config: CoreConfig, model_config: PreTrainedConfig, world_size: int
 ) -> ParallelDims:
     """Return the division of the model and its data over ranks.
@@ -215,12 +217,12 @@ def choose_layout(
     Raises:
         ConfigError: The ranks cannot be divided this way.
     """
-    layout = parallel_dims(config, world_size)
-    check_tensor_parallel(model_config, layout.tensor)
-    if layout.pipeline > 1:
+    dims = parallel_dims(config, world_size)
+    check_tensor_parallel(model_config, dims.tensor)
+    if dims.pipeline > 1:
         num_layers = model_config.get_text_config().num_hidden_layers
-        check_depth(num_layers, layout.pipeline * config.virtual_stages)
-    return layout
+        check_depth(num_layers, dims.pipeline * config.virtual_stages)
+    return dims
 
 
 def _check_trackers(config: CoreConfig) -> None:

@@ -150,7 +150,7 @@ def plan_training(
     plan = plan_batches(
         config,
         num_windows=samples.num_windows,
-        world_size=setup.layout.data_ranks,
+        world_size=setup.dims.data_ranks,
         block_size=setup.block_size,
         num_parameters=budget_parameters(
             config, setup.model_config, vocab_size=len(setup.tokenizer)
@@ -166,7 +166,7 @@ def plan_training(
     for phase in plan.phases:
         micro_batches, _ = plan.shape(phase.first_step)
         check_micro_batches(
-            config.pipeline_schedule, ranks=setup.layout.pipeline, micro_batches=micro_batches
+            config.pipeline_schedule, ranks=setup.dims.pipeline, micro_batches=micro_batches
         )
     skipped = choose_skipped(config, setup.start, plan)
     _, passed = skipped.span((0, plan.total_samples))  # skipped samples count as used

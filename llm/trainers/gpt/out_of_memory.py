@@ -38,7 +38,7 @@ def _sentence(config: CoreConfig, world: World) -> str:
     size = "" if total is None else f" of its {total / GIB:.1f} GiB"
     per_node = ranks_per_node(os.environ, world.world_size)
     sentence = f"Out of memory on {device}{size} (rank {world.rank}): {_remedies(config)}."
-    if config.data_parallel != "allreduce":  # the plan refuses it
+    if config.several_models:  # the plan refuses it
         return sentence
     words = [f"--nodes {-(-world.world_size // per_node)}", f"--gpus_per_node {per_node}"]
     if total is not None:

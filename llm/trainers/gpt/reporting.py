@@ -63,13 +63,14 @@ def log_start(
             logger.info(f"left out: samples {setup.skipped} (--skip_samples)")
         _log_stages(setup)
         _log_sources(setup, setup.plan.total_samples, "will serve")
-        _log_replicas(config, setup)
+        for line in setup.layout.describe():
+            logger.info(line)
     if strategy.second_order is not None:
         for line in strategy.second_order.describe().splitlines():
             logger.info(line)
     switches = {"TF32": config.tf32, "compiled blocks": config.torch_compile}
     faster = "".join(f"{name}, " for name, on in switches.items() if on)
-    layout = f"{setup.layout.describe()}, " if strategy.world_size > 1 else ""
+    layout = f"{setup.dims.describe()}, " if strategy.world_size > 1 else ""
     logger.info(
         f"world: {counted(strategy.world_size, 'rank')}, {layout}{strategy.device.type}, "
         f"mixed precision {config.mixed_precision}, {faster}seed {setup.seed}",
@@ -121,7 +122,7 @@ def _log_model(
         rows = model.config.get_text_config().vocab_size  # without the padding
         padding = -rows % config.pad_vocab_to_multiple_of
         logger.info(f"padded vocabulary: {rows} + {padding} = {rows + padding}")
-    if not setup.layout.is_replicated:
+    if not setup.dims.is_replicated:
         own = sum(parameter.numel() for parameter in strategy.local_parameters)
         sizes = gather(own)
         span = f"{min(sizes):,}" + (f" to {max(sizes):,}" if min(sizes) < max(sizes) else "")
@@ -200,26 +201,6 @@ def _num_windows(source: CorpusSource, setup: RunSetup) -> int:
     """Return the windows of a source of the validation data; the last one may be shorter."""
     tokens = source.stream.num_tokens
     return math.ceil((tokens - 1) / setup.block_size) if source.weight > 0 else 0
-
-
-def _log_replicas(config: CoreConfig, setup: TrainSetup) -> None:
-    """Log how the replicas of gossip or DiLoCo train and communicate."""
-    replicas = setup.replicas
-    steps = replicas.accum_steps
-    optimizer = config.optimizer or ("adamw" if steps is None else "accumadamw")
-    moments = "" if steps is None else f" with moments every {counted(steps, 'step')}"
-    those = f"{counted(replicas.number, 'replica')} x {counted(replicas.ranks_each, 'rank')}"
-    if config.data_parallel == "gossip":
-        logger.info(
-            f"gossip: {those}, averaged in each step ({config.topology}, {config.gossip_order}), "
-            f"optimizer {optimizer}{moments}"
-        )
-    elif config.data_parallel == "diloco":
-        logger.info(
-            f"diloco: {those}, inner optimizer {optimizer}{moments}, an outer step every "
-            f"{counted(config.inner_steps, 'step')} (learning rate {config.outer_learning_rate:g}, "
-            f"momentum {config.outer_momentum:g})"
-        )
 
 
 def _log_stages(setup: TrainSetup) -> None:
@@ -396,7 +377,7 @@ def log_end(
         found = shutil.which("tensorboard") is not None
         board = ["tensorboard"] if found else [python_command(), "-m", "tensorboard.main"]
         logger.info("curves: " + shlex.join([*board, "--logdir", str(folder / "tensorboard")]))
-    world_size = setup.layout.world_size
+    world_size = setup.dims.world_size
     again = start_command(world_size, "--config", str(folder / "config.toml"))
     logger.info(f"again with other settings: {again} --output_dir NEW")
     trust = ["--trust_remote_code"] if config.trust_remote_code else []

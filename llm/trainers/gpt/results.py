@@ -49,7 +49,7 @@ def write_results(
         results=trainer.results,
         task_results=task_results,
         initial_weights=setup.initial_weights,
-        ranks=setup.layout.world_size,
+        ranks=setup.dims.world_size,
     )
     export_trained(config, model, setup.tokenizer, state_dict, folder=folder, card=card)
     write_whole(folder / "all_results.json", json.dumps(results, indent=1) + "\n")

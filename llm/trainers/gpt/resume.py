@@ -79,7 +79,8 @@ def find_resume(config: CoreConfig, run: RunFolder) -> Checkpoint | None:
     fixed = fixed_options(config, like=saved)
     check_unchanged(saved, fixed, allowed=allowed)
     # If an older checkpoint lacks an option, the option did not exist yet, so it has not changed.
-    changed = differences(_state_options(fixed | saved), _state_options(fixed))
+    before = dataclasses.replace(config, **saved)
+    changed = differences(_state_options(before), _state_options(config))
     if changed:
         raise CheckpointError(
             "--change_on_resume cannot allow another state of the optimizer "
@@ -89,11 +90,13 @@ def find_resume(config: CoreConfig, run: RunFolder) -> Checkpoint | None:
     return checkpoint
 
 
-def _state_options(fixed: dict[str, Any]) -> dict[str, Any]:
+def _state_options(config: CoreConfig) -> dict[str, Any]:
     """Return the options that determine an optimizer's state, with the default optimizer's name."""
-    own = {name: fixed[name] for name in ("kfac", "kfac_max_dim") if name in fixed}
-    default = "accumadamw" if fixed.get("data_parallel") == "gossip" else "adamw"
-    return own | {"optimizer": fixed.get("optimizer") or default}
+    return {
+        "kfac": config.kfac,
+        "kfac_max_dim": config.kfac_max_dim,
+        "optimizer": config.optimizer or config.default_optimizer,
+    }
 
 
 def check_known(config: CoreConfig, checkpoint: Checkpoint) -> None:

@@ -67,7 +67,6 @@ def check_planned(config: CoreConfig) -> list[str]:
         *kfac_problems(config),
         *parallel_problems(config),
         *_optimizer_problems(config),
-        *_replica_problems(config),
         *_size_problems(config),
         *_precision_problems(config),
         *(p for each, options in extensions_of(config) for p in each.problems(options)),
@@ -126,11 +125,6 @@ def _run_problems(config: CoreConfig) -> list[str]:
 def _optimizer_problems(config: CoreConfig) -> list[str]:
     kind = config.optimizer
     problems = []
-    uses_blocks = kind == "accumadamw" or (kind is None and config.data_parallel == "gossip")
-    if config.moment_update_steps is not None and not uses_blocks:
-        problems.append(
-            "--moment_update_steps needs --optimizer accumadamw; give that too, or leave it out."
-        )
     if config.kfac and kind == "soap" and kfac_method(config) != "ekfac":
         selecting = [f"--{name}" for name in preconditioner_options(config)]
         source = f" (selected by {' and '.join(selecting)})" if not config.kfac_method else ""
@@ -143,23 +137,6 @@ def _optimizer_problems(config: CoreConfig) -> list[str]:
             f"--optimizer {kind} does not go with --kfac: adamw trains the other weights, or soap "
             "with the method ekfac; leave one of them out."
         )
-    if config.data_parallel != "allreduce" and kind not in (*_ELEMENTWISE, "muon"):
-        state = "bases" if kind == "soap" else "a state"
-        problems.append(
-            f"--optimizer {kind} has {state} that cannot be averaged over ranks with separate "
-            f"weights, as with --data_parallel {config.data_parallel}; choose another optimizer."
-        )
-    return problems
-
-
-def _replica_problems(config: CoreConfig) -> list[str]:
-    mode = config.data_parallel
-    problems = []
-    if config.kfac and mode != "allreduce":
-        problems.append(
-            f"--kfac needs the gradients of all ranks, which --data_parallel {mode} does not "
-            "bring together; leave one of them out."
-        )
     return problems
 
 
@@ -167,27 +144,8 @@ def _size_problems(config: CoreConfig) -> list[str]:
     sizes = sizes_above_one(config)
     if not sizes:
         return []
-    problems = []
-    if config.unsharded_gradients and config.data_parallel != "allreduce":
-        problems.append(
-            f"--unsharded_gradients does not go with --data_parallel {config.data_parallel}; leave "
-            "one of them out."
-        )
-    nodes_gossip = (config.data_parallel, config.gossip_group) == ("gossip", "nodes")
-    for name in sizes if config.data_parallel != "allreduce" else ():
-        if name != "data_parallel_shard_size":
-            problems.append(
-                f"--{name} divides one model over ranks, which --data_parallel "
-                f"{config.data_parallel} does not; leave one of them out."
-            )
-        elif not nodes_gossip:
-            problems.append(
-                f"--{name} goes together with --data_parallel gossip --gossip_group nodes, where "
-                "nodes average and each divides its model, not with --data_parallel "
-                f"{config.data_parallel} of single ranks; leave one of them out."
-            )
     whole_layers = ("data_parallel_shard_size", "context_parallel_size", "pipeline_parallel_size")
-    problems += [
+    problems = [
         f"--kfac needs the inputs and outputs of whole layers, which --{name} divides; leave one "
         "of them out."
         for name in sizes
@@ -198,7 +156,7 @@ def _size_problems(config: CoreConfig) -> list[str]:
             f"--kfac_library {config.kfac_library} needs whole weights on every rank, which "
             f"--{sizes[0]} divides; leave one of them out."
         )
-    divisible = _WITH_MATRICES if config.data_parallel == "allreduce" else _ELEMENTWISE
+    divisible = _ELEMENTWISE if config.several_models else _WITH_MATRICES
     if config.optimizer not in divisible:
         problems.append(
             f"--optimizer {config.optimizer} needs whole weights on every rank of a replica, which "
@@ -242,8 +200,8 @@ def _all_reduce_problems(config: CoreConfig) -> list[str]:
     others = [f"--{name}" for name in sizes_above_one(config)]
     if config.mixed_precision not in (None, "no", "bf16"):
         others.append(f"--mixed_precision {config.mixed_precision}")
-    if config.data_parallel != "allreduce":
-        others.append(f"--data_parallel {config.data_parallel}")
+    if config.several_models:
+        others.append(config.several_models)
     if config.kfac:
         others.append("--kfac")
     return [

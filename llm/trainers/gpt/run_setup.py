@@ -16,8 +16,8 @@ from llm.parallel.dims import ParallelDims
 from llm.tokenizers.load_tokenizer import fingerprint
 from llm.trainers.gpt.branches import Branch
 from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.layouts import Layout
 from llm.trainers.gpt.resume import recorded_options
-from llm.trainers.gpt.strategies import Replicas
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,8 @@ class RunSetup:
         ends: How to keep the documents of a sample apart; None ignores document boundaries.
         metrics: Metrics of the evaluate library by name.
         read_by: The objects that extensions have read, by their class of options.
-        layout: How the ranks divide one model and its data.
-        replicas: The replicas with separate weights.
+        dims: How the ranks divide one model and its data.
+        layout: How the ranks train.
     """
 
     run: RunFolder
@@ -60,8 +60,8 @@ class RunSetup:
     ends: DocumentEnds | None
     metrics: dict[str, Any]
     read_by: dict[type, Any]
-    layout: ParallelDims
-    replicas: Replicas
+    dims: ParallelDims
+    layout: Layout
 
     @property
     def start(self) -> Checkpoint | None:
@@ -118,5 +118,5 @@ def checkpoint_metadata(config: CoreConfig, setup: TrainSetup) -> dict[str, Any]
         "initial_weights": setup.initial_weights,
         "skip_samples": str(setup.skipped),
         "branch": None if setup.branch is None else dataclasses.asdict(setup.branch),
-        **setup.replicas.metadata(),
+        **setup.layout.metadata(),
     }

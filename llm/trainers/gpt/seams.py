@@ -6,11 +6,12 @@ calls extensions in the order of that list.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from llm.config.program import Program
 from llm.trainers.gpt.config import CoreConfig
 
 if TYPE_CHECKING:  # options are read and checked before torch is imported
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # options are read and checked before torch is imported
     from llm.models.transforms import Transform
     from llm.parallel.base import AcceleratedStrategy
     from llm.parallel.dims import ParallelDims
+    from llm.trainers.gpt.layouts import Layout
     from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
 
 
@@ -39,7 +41,7 @@ class Inputs:
         model_config: The model's configuration.
         weights_from: The Hub name or folder of the pretrained weights.
         tokenizer: The tokenizer.
-        layout: How the ranks divide one model and its data.
+        dims: How the ranks divide one model and its data.
     """
 
     start: "Checkpoint | None"
@@ -47,7 +49,7 @@ class Inputs:
     model_config: "PreTrainedConfig"
     weights_from: str | None
     tokenizer: "PreTrainedTokenizerBase"
-    layout: "ParallelDims"
+    dims: "ParallelDims"
 
 
 @dataclass(frozen=True)
@@ -209,10 +211,12 @@ class Extension(CoreConfig):
     Attributes:
         fetch_options: Options that `python -m llm.fetch` takes too.
         saved_weights: Further weights in checkpoints.
+        programs: Its programs, by their names in the command.
     """
 
     fetch_options: ClassVar[type | None] = None
     saved_weights: ClassVar[SavedWeights | None] = None
+    programs: ClassVar[Mapping[str, Program]] = {}
 
     @property
     def listed(self) -> "Sequence[type[Extension]]":
@@ -221,6 +225,10 @@ class Extension(CoreConfig):
 
     def problems(self) -> list[str]:
         """Return a sentence for each combination of its options, or with the core's, that fails."""
+        return []
+
+    def plan_problems(self) -> list[str]:
+        """Return a sentence for each of its options that `llm.plan` cannot plan."""
         return []
 
     def needs_validation(self) -> list[str]:
@@ -234,16 +242,34 @@ class Extension(CoreConfig):
             LLMError: The extension cannot work with these inputs.
         """
 
+    def layout(
+        self, *, ranks: int, ranks_per_node: int, start: "Checkpoint | None"
+    ) -> "Layout | None":
+        """Return the layout that its options ask for; None to leave it to others.
+
+        Args:
+            ranks: Number of all ranks.
+            ranks_per_node: Number of consecutive ranks on each node.
+            start: The checkpoint that the run resumes, branches from, or evaluates.
+
+        Raises:
+            ConfigError: The layout does not allow this number of ranks.
+        """
+        return None
+
     def transform(self, model_config: "PreTrainedConfig") -> "Transform | None":
         """Return its change to the model, or None."""
         return None
 
-    def make_optimizer(self, model: "nn.Module", *, seed: int) -> "Optimizer | None":
+    def make_optimizer(
+        self, model: "nn.Module", *, seed: int, layout: "Layout | None"
+    ) -> "Optimizer | None":
         """Return the optimizer of a model; None if the core creates it.
 
         Args:
             model: The model, or this rank's shards of it.
             seed: The run's seed.
+            layout: The run's layout; None if no run is started.
         """
         return None
 
@@ -302,9 +328,12 @@ def transforms_of(config: CoreConfig, model_config: "PreTrainedConfig") -> "list
     return [transform for transform in found if transform is not None]
 
 
-def optimizer_of(config: CoreConfig, model: "nn.Module", *, seed: int) -> "Optimizer | None":
+def optimizer_of(
+    config: CoreConfig, model: "nn.Module", *, seed: int, layout: "Layout | None" = None
+) -> "Optimizer | None":
     """Return the optimizer of an extension; None if the core creates it."""
     made = (
-        each.make_optimizer(options, model, seed=seed) for each, options in extensions_of(config)
+        each.make_optimizer(options, model, seed=seed, layout=layout)
+        for each, options in extensions_of(config)
     )
     return next((optimizer for optimizer in made if optimizer is not None), None)

@@ -30,6 +30,7 @@ from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context import check_divisible
 from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.pipeline.stage import check_cut
+from llm.parallel.sharded_init import fill_model
 from llm.runtime.agreement import gather
 from llm.runtime.logging import event
 from llm.runtime.world import World, device_of
@@ -39,7 +40,6 @@ from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.resume import log_changes
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
 from llm.trainers.gpt.seams import optimizer_of, transforms_of
-from llm.trainers.gpt.strategies import choose_strategy, load_checkpoint
 from llm.trainers.gpt.trained_model import generation_settings
 
 logger = logging.getLogger("llm")
@@ -65,7 +65,7 @@ def make_model(config: CoreConfig, setup: RunSetup, world: World) -> PreTrainedM
         transforms=transforms_of(config, setup.model_config),
     )
     # Ranks draw or read their shards once the model is sharded.
-    model = build(device=device if setup.layout.is_replicated else torch.device("meta"))
+    model = build(device=device if setup.dims.is_replicated else torch.device("meta"))
     source = setup.weights_from
     on_meta = model.device.type == "meta"
     if source is not None and on_meta and find_weight_files(model, source) is None:
@@ -83,22 +83,22 @@ def described(setup: RunSetup, model: PreTrainedModel) -> PreTrainedModel:
 
     With pipeline stages it is a copy without weights, because each stage keeps only its layers.
     """
-    return without_weights(model) if setup.layout.pipeline > 1 else model
+    return without_weights(model) if setup.dims.pipeline > 1 else model
 
 
 def _check_use(config: CoreConfig, setup: RunSetup, model: PreTrainedModel) -> None:
     """Refuse a model if the options would change its results."""
-    ends, layout = setup.ends, setup.layout
+    ends, dims = setup.ends, setup.dims
     # Context parallelism uses a different attention.
-    if ends is not None and ends.attention and layout.context == 1 and model.device.type != "cpu":
+    if ends is not None and ends.attention and dims.context == 1 and model.device.type != "cpu":
         flex = config.attention_implementation is None and model.device.type == "cuda"
         use_document_attention(model, flex=flex)
     if ends is not None:
         check_documents_apart(model, positions=ends.positions, attention=ends.attention)
-    if layout.context > 1:
-        check_divisible(model, ranks=layout.context, block_size=setup.block_size)
-    if layout.pipeline > 1:
-        check_cut(model, layout.pipeline * config.virtual_stages)
+    if dims.context > 1:
+        check_divisible(model, ranks=dims.context, block_size=setup.block_size)
+    if dims.pipeline > 1:
+        check_cut(model, dims.pipeline * config.virtual_stages)
 
 
 def make_strategy(
@@ -107,16 +107,18 @@ def make_strategy(
     """Form the process groups, and prepare the strategy with the model and its optimizer."""
     accelerator = make_accelerator(config, device=device_of(world), timeout=config.timeout)
     transforms = transforms_of(config, setup.model_config)
-    strategy = choose_strategy(
-        config,
-        setup.replicas,
-        setup.layout,
-        accelerator,
-        model,
-        weights_from=setup.weights_from,
-        seed=setup.seed,
-        transforms=transforms,
-    )
+    init_weights = None
+    if model.device.type == "meta":
+        source = setup.weights_from
+        init_weights = partial(
+            fill_model,
+            config,
+            seed=setup.seed,
+            device=accelerator.device,
+            files=(find_weight_files(model, source) if source else None) or (),
+            transforms=transforms,
+        )
+    strategy = setup.layout.make(config, setup.dims, accelerator, init_weights=init_weights)
     on_cpu = strategy.device.type == "cpu"
     loss = LanguageModelLoss(
         model,
@@ -153,10 +155,9 @@ def make_strategy(
                 )
             strategy.second_order = kfac
             return kfac.optimizer
-        optimizer = optimizer_of(config, model, seed=setup.seed)
+        optimizer = optimizer_of(config, model, seed=setup.seed, layout=setup.layout)
         if optimizer is None:
-            steps = setup.replicas.accum_steps
-            optimizer = make_optimizer(config, model, accum_steps=steps, whole=whole, order=order)
+            optimizer = make_optimizer(config, model, whole=whole, order=order)
         for transform in transforms:
             scale_learning_rates(optimizer, model, transform.rate_factor)
         return optimizer
@@ -258,7 +259,7 @@ def load_start(setup: TrainSetup, trainer: Trainer) -> None:
         return
     parts, saved = trainer.parts, parts_of(setup.start)
     new = {each.part: each for each in trainer.extensions if each.part and each.part not in saved}
-    load_checkpoint(setup.start, {name: part for name, part in parts.items() if name not in new})
+    setup.layout.load(setup.start, {name: part for name, part in parts.items() if name not in new})
     for extension in new.values():
         extension.begin()
         logger.info(f"{setup.start.path} has no {extension.words}: it begins here.")

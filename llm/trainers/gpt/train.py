@@ -223,7 +223,7 @@ def finish(config: CoreConfig, setup: TrainSetup, trainer: Trainer, model: PreTr
         for extension in trainer.extensions:
             exported.enter_context(extension.exporting())
         write_results(config, setup, trainer, model, task_results)
-        if config.sample_prompt is not None and setup.layout.is_replicated:
+        if config.sample_prompt is not None and setup.dims.is_replicated:
             trainer.sample(None)
         elif config.sample_prompt is not None:
             logger.info(

@@ -13,24 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llm.extensions.decentralized.modes import DiLoCo
 from llm.parallel.buckets import Bucket, bucket_groups
-from llm.parallel.options import DecentralizedOptions
 
 
 class OuterOptimizer:
     """Counts inner steps and takes the outer ones; every rank calls it at the same steps.
 
     Args:
-        options: The inner steps (H), and the learning rate and momentum of the outer step; a
-            learning rate of 1 without momentum is a plain mean.
+        settings: The inner steps, and the learning rate and momentum of the outer step.
         tensors: The weights by name, equal on all ranks.
         world_size: Number of ranks.
     """
 
-    def __init__(
-        self, options: DecentralizedOptions, tensors: Mapping[str, Tensor], *, world_size: int
-    ) -> None:
-        self._options = options
+    def __init__(self, settings: DiLoCo, tensors: Mapping[str, Tensor], *, world_size: int) -> None:
+        self._settings = settings
         self._tensors = dict(tensors)
         self._world_size = world_size
         # Inner steps since the last outer step; a tensor, because checkpoints average and save
@@ -50,7 +47,7 @@ class OuterOptimizer:
     def after_step(self) -> None:
         """Count an inner step, and take the outer one if it is due."""
         self._inner_steps += 1
-        if self._inner_steps < self._options.inner_steps:
+        if self._inner_steps < self._settings.inner_steps:
             return
         self._inner_steps.zero_()
         for bucket in self._buckets:
@@ -62,12 +59,12 @@ class OuterOptimizer:
         weights = list(self._tensors.values())
         start = list(self._start.values())
         velocity = list(self._velocity.values())
-        momentum = self._options.outer_momentum
+        momentum = self._settings.outer_momentum
         difference = torch._foreach_sub(start, weights)
         torch._foreach_mul_(velocity, momentum)
         torch._foreach_add_(velocity, difference)
         torch._foreach_add_(difference, velocity, alpha=momentum)
-        torch._foreach_add_(start, difference, alpha=-self._options.outer_learning_rate)
+        torch._foreach_add_(start, difference, alpha=-self._settings.outer_learning_rate)
         torch._foreach_copy_(weights, start)
 
     def settle(self) -> None:

@@ -7,14 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from llm.extensions.decentralized.averaging import GossipAverager
+from llm.extensions.decentralized.convergence import mixing_matrix
+from llm.extensions.decentralized.modes import Gossip
+from llm.extensions.decentralized.rounds import make_rounds
 from llm.parallel import buckets
-from llm.parallel.gossip.averaging import GossipAverager
-from llm.parallel.gossip.rounds import make_rounds, mixing_matrix
-from llm.parallel.options import DecentralizedOptions
 from tests.support.ranks import run_ranks, values
 
-OVERLAP = DecentralizedOptions()
-BLOCKING = DecentralizedOptions(gossip_order="blocking")
 SHAPES = [(5, 3), (7,), (2, 2, 2), ()]
 
 
@@ -40,8 +39,8 @@ def mixed(cases, steps: int, bucket_bytes: int):
     for topology, ranks_per_node, overlap in cases:
         tensors = start(rank)
         rounds = make_rounds(topology, ranks=dist.get_world_size(), ranks_per_node=ranks_per_node)
-        options = OVERLAP if overlap else BLOCKING
-        averager = GossipAverager(options, tensors, rounds=rounds, rank=rank)
+        gossip = Gossip(rounds=rounds, overlap=overlap)
+        averager = GossipAverager(gossip, tensors, rank=rank)
         states = []
         for _ in range(steps):
             averager.before_step()
@@ -88,7 +87,7 @@ def mixed_nodes(topologies):
     for topology in topologies:
         tensors = start(node)
         rounds = make_rounds(topology, ranks=nodes)
-        averager = GossipAverager(OVERLAP, tensors, rounds=rounds, rank=rank, ranks_per_replica=2)
+        averager = GossipAverager(Gossip(rounds=rounds), tensors, rank=rank, ranks_per_replica=2)
         for _ in rounds:
             averager.after_step()
             averager.before_step()
@@ -126,7 +125,7 @@ def types_and_views():
     means = []
     for topology in ("exp", "complete"):
         rounds = make_rounds(topology, ranks=dist.get_world_size())
-        averager = GossipAverager(BLOCKING, tensors, rounds=rounds, rank=rank)
+        averager = GossipAverager(Gossip(rounds=rounds, overlap=False), tensors, rank=rank)
         averager.after_step()
         means.append([(tensor.dtype, tensor.unique().tolist()) for tensor in tensors])
     dist.barrier()
@@ -153,7 +152,7 @@ def resumed():
     runs = []
     for stop in (None, 3):
         tensors = start(rank)
-        averager = GossipAverager(OVERLAP, tensors, rounds=rounds, rank=rank)
+        averager = GossipAverager(Gossip(rounds=rounds), tensors, rank=rank)
         for step in range(6):
             averager.before_step()
             for tensor in tensors:
@@ -163,7 +162,7 @@ def resumed():
                 saved = [tensor.clone() for tensor in tensors], averager.state_dict()
                 averager.settle()
                 tensors = [torch.zeros_like(tensor) for tensor in tensors]
-                averager = GossipAverager(OVERLAP, tensors, rounds=rounds, rank=rank)
+                averager = GossipAverager(Gossip(rounds=rounds), tensors, rank=rank)
                 torch._foreach_copy_(tensors, saved[0])
                 averager.load_state_dict(saved[1])
         averager.settle()
@@ -180,7 +179,7 @@ def seconds_held_up(topology: str) -> tuple[float, float]:
     """How long rank 0 is held up by a step's end and by the next one's, if another rank is late."""
     rank = join()
     rounds = make_rounds(topology, ranks=dist.get_world_size())
-    averager = GossipAverager(OVERLAP, start(rank), rounds=rounds, rank=rank)
+    averager = GossipAverager(Gossip(rounds=rounds), start(rank), rank=rank)
     dist.barrier()
     if rank == 1:
         time.sleep(1)
@@ -201,7 +200,7 @@ def test_an_exchange_is_waited_for_only_before_the_next_step(topology):
 
 def test_one_rank_needs_no_process_group_and_keeps_its_weights():
     tensors = start(0)
-    averager = GossipAverager(OVERLAP, tensors, rounds=make_rounds("exp", ranks=1), rank=0)
+    averager = GossipAverager(Gossip(rounds=make_rounds("exp", ranks=1)), tensors, rank=0)
     for _ in range(3):
         averager.before_step()
         averager.after_step()

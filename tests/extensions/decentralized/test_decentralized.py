@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from llm.data.loader import MicroBatch
+from llm.extensions.decentralized.decentralized import DecentralizedStrategy
+from llm.extensions.decentralized.modes import Gossip
+from llm.extensions.decentralized.rounds import make_rounds
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
 from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.gossip.decentralized import DecentralizedStrategy
-from llm.parallel.gossip.rounds import make_rounds
-from llm.parallel.options import DecentralizedOptions
 from tests.support.decentralized import (
     Case,
     finish,
@@ -233,8 +233,8 @@ def gpt2_steps(kind: str, mixed_precision: str) -> tuple[list[float], torch.Tens
         strategy = AcceleratedStrategy(accelerator)
     else:
         rounds = make_rounds("complete", ranks=accelerator.num_processes)
-        options = DecentralizedOptions(data_parallel="gossip", gossip_order="blocking")
-        strategy = DecentralizedStrategy(options, accelerator, rounds=rounds)
+        gossip = Gossip(rounds=rounds, overlap=False)
+        strategy = DecentralizedStrategy(gossip, accelerator)
     disable_packing_detection()
     model = tiny_model(tiny_config("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     strategy.prepare(

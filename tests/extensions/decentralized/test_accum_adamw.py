@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from llm.optim.accum_adamw import AccumAdamW, make_accum_adamw
+from llm.extensions.decentralized.accum_adamw import AccumAdamW, make_accum_adamw
 from llm.optim.adamw import make_adamw
 from llm.optim.options import OptimizerOptions
 from tests.support.models import tiny_config

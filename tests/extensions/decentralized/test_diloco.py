@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from llm.parallel.gossip.diloco import OuterOptimizer
-from llm.parallel.options import DecentralizedOptions
+from llm.extensions.decentralized.diloco import OuterOptimizer
+from llm.extensions.decentralized.modes import DiLoCo
 from tests.support.decentralized import (
     BATCH,
     Case,
@@ -72,8 +72,8 @@ def test_inner_and_outer_steps_are_those_of_a_simulation(ranks):
 
 def test_an_outer_rate_of_1_without_momentum_takes_the_inner_weights():
     weight = torch.ones(3, dtype=torch.float64)
-    options = DecentralizedOptions(inner_steps=2, outer_learning_rate=1.0, outer_momentum=0.0)
-    outer = OuterOptimizer(options, {"weight": weight}, world_size=1)
+    settings = DiLoCo(inner_steps=2, outer_learning_rate=1.0, outer_momentum=0.0)
+    outer = OuterOptimizer(settings, {"weight": weight}, world_size=1)
     for _ in range(4):
         outer.before_step()
         weight += 0.5
@@ -83,7 +83,8 @@ def test_an_outer_rate_of_1_without_momentum_takes_the_inner_weights():
 
 def test_the_outer_step_starts_from_weights_loaded_after_construction():
     weight = torch.zeros(2)
-    outer = OuterOptimizer(DecentralizedOptions(inner_steps=1), {"weight": weight}, world_size=1)
+    settings = DiLoCo(inner_steps=1, outer_learning_rate=0.7, outer_momentum=0.9)
+    outer = OuterOptimizer(settings, {"weight": weight}, world_size=1)
     weight.fill_(10.0)
     outer.before_step()
     weight -= 1.0

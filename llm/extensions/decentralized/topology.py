@@ -1,6 +1,6 @@
 """Shows the rounds, the convergence and the traffic of a topology of gossip.
 
-`python -m llm.parallel.topology --topology exp --ranks 16 --ranks_per_node 4`
+`python -m llm.extensions.decentralized.topology --topology exp --ranks 16 --ranks_per_node 4`
 
 Exit codes: 0 on success; 2 for an option that cannot work, or a file that cannot be written.
 """
@@ -16,17 +16,14 @@ from llm.config.command_line import parse
 from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.errors import ConfigError
-from llm.parallel.gossip.rounds import (
-    Round,
+from llm.extensions.decentralized.convergence import (
     busiest_links,
-    check_topology,
     consensus_distance,
     contraction,
     link_bytes,
-    make_rounds,
     node_link_bytes,
 )
-from llm.parallel.options import Topology
+from llm.extensions.decentralized.rounds import Round, Topology, check_topology, make_rounds
 
 _SHOWN_ROUNDS = 24
 _SHOWN_GROUPS = 32
@@ -67,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(
         TopologyOptions,
         argv,
-        prog="python -m llm.parallel.topology",
+        prog="python -m llm.extensions.decentralized.topology",
         description="Show the groups of ranks that average, how fast they converge, and the "
         "traffic on links.",
     )

@@ -4,17 +4,15 @@ import numpy as np
 import pytest
 
 from llm.errors import ConfigError
-from llm.parallel.gossip.rounds import (
-    TOPOLOGIES,
+from llm.extensions.decentralized.convergence import (
     average,
     busiest_links,
-    check_topology,
     consensus_distance,
     contraction,
     link_bytes,
-    make_rounds,
     mixing_matrix,
 )
+from llm.extensions.decentralized.rounds import TOPOLOGIES, check_topology, make_rounds
 
 
 def allowed() -> list[tuple[str, int, int]]:

@@ -1,8 +1,7 @@
 """Decentralized data parallelism: replicas with separate weights instead of one all-reduce.
 
-The weights are averaged by gossip (`llm.parallel.gossip.averaging`) or DiLoCo
-(`llm.parallel.gossip.diloco`). Each replica clips by the norm of its local gradient, and skips a
-step alone if this norm is not finite.
+The weights are averaged by gossip (`averaging.py`) or DiLoCo (`diloco.py`). Each replica clips by
+the norm of its local gradient, and skips a step alone if this norm is not finite.
 """
 
 import contextlib
@@ -17,13 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from llm.checkpoint.format import MODEL_TENSORS, check_same_parameters, model_tensors
 from llm.errors import ParallelError
-from llm.parallel.any_rank import FlagReducer
+from llm.extensions.decentralized.any_rank import FlagReducer
+from llm.extensions.decentralized.averaging import GossipAverager
+from llm.extensions.decentralized.consensus import Consensus, read_mean
+from llm.extensions.decentralized.diloco import OuterOptimizer
+from llm.extensions.decentralized.modes import DiLoCo, Gossip
 from llm.parallel.base import AcceleratedStrategy, MakeOptimizer
-from llm.parallel.gossip.averaging import GossipAverager
-from llm.parallel.gossip.consensus import Consensus, read_mean
-from llm.parallel.gossip.diloco import OuterOptimizer
-from llm.parallel.gossip.rounds import Round
-from llm.parallel.options import DecentralizedOptions
 
 _REPLICA = "replica_"
 """Prefix of the state that belongs to one replica; the rest is the same on all ranks."""
@@ -33,9 +31,8 @@ class DecentralizedStrategy(AcceleratedStrategy):
     """Every rank, or every node, trains a replica with separate weights.
 
     Args:
-        options: How replicas are averaged.
+        averaging: How replicas are averaged.
         accelerator: The processes, devices and precision.
-        rounds: For gossip, the groups of replicas that average, round by round.
         ranks_per_replica: Number of consecutive ranks that train one replica;
             DistributedDataParallel averages their gradients.
 
@@ -49,18 +46,15 @@ class DecentralizedStrategy(AcceleratedStrategy):
 
     def __init__(
         self,
-        options: DecentralizedOptions,
+        averaging: Gossip | DiLoCo,
         accelerator: Accelerator,
         *,
-        rounds: Sequence[Round] = (),
         ranks_per_replica: int = 1,
     ) -> None:
         super().__init__(accelerator)
-        self._init_replicas(options, rounds, ranks_per_replica)
+        self._init_replicas(averaging, ranks_per_replica)
 
-    def _init_replicas(
-        self, options: DecentralizedOptions, rounds: Sequence[Round], ranks_per_replica: int
-    ) -> None:
+    def _init_replicas(self, averaging: Gossip | DiLoCo, ranks_per_replica: int) -> None:
         if self.world_size % ranks_per_replica:
             raise ParallelError(
                 f"--gossip_group nodes needs the same number of ranks on every node, and "
@@ -68,7 +62,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
             )
         self.replica = self.rank // ranks_per_replica
         self.num_replicas = self.world_size // ranks_per_replica
-        self._options, self._rounds = options, rounds
+        self._settings = averaging
         self._ranks_per_replica = ranks_per_replica
         self._replicas_differ = False
         if self.world_size > 1:
@@ -90,12 +84,11 @@ class DecentralizedStrategy(AcceleratedStrategy):
         )
 
     def _make_averaging(self, weights: dict[str, Tensor]) -> GossipAverager | OuterOptimizer:
-        if self._options.data_parallel == "diloco":
-            return OuterOptimizer(self._options, weights, world_size=self.num_replicas)
+        if isinstance(self._settings, DiLoCo):
+            return OuterOptimizer(self._settings, weights, world_size=self.num_replicas)
         return GossipAverager(
-            self._options,
+            self._settings,
             list(weights.values()),
-            rounds=self._rounds,
             rank=self.rank,
             ranks_per_replica=self._ranks_per_replica,
             sharded=self._is_sharded,

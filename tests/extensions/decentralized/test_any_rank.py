@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from llm.parallel.any_rank import FlagReducer
+from llm.extensions.decentralized.any_rank import FlagReducer
 from tests.support.ranks import run_ranks, values
 
 CALLS = 24

@@ -1,7 +1,6 @@
 """Gossip and DiLoCo through the trainer: whole runs, kills, other numbers of ranks, bad input."""
 
 import tomllib
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +10,13 @@ from llm.checkpoint.load import newest_valid
 from llm.errors import ConfigError
 from llm.trainers.gpt.main import parse_args
 from tests.support.faults import Fault
+from tests.support.package import ROOT
 from tests.support.recovery import check_same, kill_and_go_on, without_times
 from tests.support.refusals import assert_refused
 from tests.support.token_files import write_flat
 from tests.support.training import Bench, Run
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 RING = {"data_parallel": "gossip"}
 DILOCO = {"data_parallel": "diloco", "inner_steps": 3}
 STEP = "llm.trainers.gpt.loop:Trainer.train_step"

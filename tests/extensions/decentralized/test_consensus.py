@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from llm.extensions.decentralized.consensus import Consensus
 from llm.parallel import buckets
-from llm.parallel.gossip.consensus import Consensus
 from llm.plan.trace import MemoryMeter
 from tests.support.ranks import run_ranks, values
 

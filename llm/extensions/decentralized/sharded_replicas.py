@@ -6,7 +6,7 @@ to be sent.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from accelerate import Accelerator
@@ -16,21 +16,19 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
+from llm.extensions.decentralized.decentralized import DecentralizedStrategy
+from llm.extensions.decentralized.modes import Gossip
 from llm.parallel.dims import ParallelDims
 from llm.parallel.fsdp import ShardedStrategy, as_dtensor, local_tensor, reshard
-from llm.parallel.gossip.decentralized import DecentralizedStrategy
-from llm.parallel.gossip.rounds import Round
-from llm.parallel.options import DecentralizedOptions
 
 
 class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
     """Every node trains one replica; each of its ranks holds a shard.
 
     Args:
-        options: How replicas are averaged.
+        gossip: Which replicas average, and when.
         accelerator: The processes, devices and precision.
         dims: `shard` is the number of ranks of a node, `replicate` the number of nodes.
-        rounds: The groups of replicas that average, round by round.
         init_weights: As for `ShardedStrategy`.
     """
 
@@ -38,15 +36,14 @@ class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
 
     def __init__(
         self,
-        options: DecentralizedOptions,
+        gossip: Gossip,
         accelerator: Accelerator,
         dims: ParallelDims,
         *,
-        rounds: Sequence[Round],
         init_weights: Callable[[PreTrainedModel], None] | None = None,
     ) -> None:
         ShardedStrategy.__init__(self, accelerator, dims, init_weights=init_weights)
-        self._init_replicas(options, rounds, dims.shard)
+        self._init_replicas(gossip, dims.shard)
         self._whole_mesh = self.mesh["replicate", "shard"]
         if self.scaler is not None:
             # Each replica has its own loss scale.

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llm.optim.accum_adamw import AccumAdamW
-from llm.parallel.gossip.averaging import GossipAverager
-from llm.parallel.gossip.rounds import make_rounds
-from llm.parallel.options import DecentralizedOptions
+from llm.extensions.decentralized.accum_adamw import AccumAdamW
+from llm.extensions.decentralized.averaging import GossipAverager
+from llm.extensions.decentralized.modes import Gossip
+from llm.extensions.decentralized.rounds import make_rounds
 from tests.support.decentralized import BATCH, Loss, step_data, trained
 from tests.support.ranks import run_ranks, values
 
@@ -62,7 +62,7 @@ def ours(topology: str) -> torch.Tensor:
             optimizer = AccumAdamW(
                 weights, lr=0.03, betas=(0.9, 0.95), weight_decay=0.0, accum_steps=3
             )
-            averager = GossipAverager(DecentralizedOptions(), weights, rounds=rounds, rank=rank)
+            averager = GossipAverager(Gossip(rounds=rounds), weights, rank=rank)
         optimizer.zero_grad()
         (loss(ids, wanted)[0] / wanted.numel()).backward()
         averager.before_step()

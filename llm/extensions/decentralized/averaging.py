@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llm.extensions.decentralized.modes import Gossip
 from llm.parallel.buckets import Bucket, bucket_groups
-from llm.parallel.gossip.rounds import Round
-from llm.parallel.options import DecentralizedOptions
 from llm.runtime import torch_names
 
 
@@ -45,9 +44,8 @@ class GossipAverager:
         round: Number of rounds begun.
 
     Args:
-        options: Whether an exchange overlaps the next step (`gossip_order`).
+        gossip: Which replicas average, and when.
         tensors: The weights that this rank holds, in the same order on all ranks.
-        rounds: The groups of replicas that average, round by round.
         rank: Rank of this process.
         ranks_per_replica: Number of consecutive ranks that train one replica.
         sharded: Whether each of these ranks holds only a shard of the weights.
@@ -55,22 +53,21 @@ class GossipAverager:
 
     def __init__(
         self,
-        options: DecentralizedOptions,
+        gossip: Gossip,
         tensors: Sequence[Tensor],
         *,
-        rounds: Sequence[Round],
         rank: int,
         ranks_per_replica: int = 1,
         sharded: bool = False,
     ) -> None:
         self.round = 0
-        self._rounds = rounds
+        self._rounds = gossip.rounds
         self._replica, self._slice = divmod(rank, ranks_per_replica)
         self._ranks_per_replica = ranks_per_replica
         self._num_slices = 1 if sharded else ranks_per_replica
-        self._overlap = options.gossip_order == "overlap"
+        self._overlap = gossip.overlap
         self._in_flight: _Exchange | None = None
-        replicas = sum(map(len, rounds[0]))
+        replicas = sum(map(len, gossip.rounds[0]))
         self._buckets: list[Bucket] = []
         if replicas == 1:
             return
@@ -80,7 +77,7 @@ class GossipAverager:
         own = 0 if sharded else self._slice
         self._slices = [bucket.flat.chunk(self._num_slices)[own] for bucket in self._buckets]
         self._incoming: list[Tensor] = []
-        if any(len(group) == 2 for groups in rounds for group in groups):
+        if any(len(group) == 2 for groups in gossip.rounds for group in groups):
             self._incoming = [torch.empty_like(own) for own in self._slices]
         self._make_groups(replicas)
 

@@ -1,0 +1,259 @@
+"""Options of decentralized training, and the layout that they ask for."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from llm.config.options import option, option_group
+from llm.config.program import Program
+from llm.errors import CheckpointError, ConfigError
+from llm.extensions.decentralized.rounds import Round, Topology, check_topology, make_rounds
+from llm.parallel.options import sizes_above_one
+from llm.runtime.counts import counted
+from llm.trainers.gpt.seams import Extension
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from llm.checkpoint.format import Checkpoint
+    from llm.extensions.decentralized.replicas import ReplicaLayout
+    from llm.trainers.gpt.layouts import Layout
+    from llm.trainers.gpt.seams import Inputs
+
+MOST_ACCUM_STEPS = 8
+_ELEMENTWISE = (None, "adamw", "accumadamw", "sgd")
+"""Optimizers that have been tried with replicas, whole or divided over ranks."""
+
+
+@option_group("Decentralized training", resume="fixed", extension=True)
+class DecentralizedOptions(Extension):
+    """Replicas that average their weights, by gossip or DiLoCo."""
+
+    data_parallel: Literal["allreduce", "gossip", "diloco"] = option(
+        "allreduce",
+        "How ranks train one model: with the mean gradient of all ranks (allreduce); or with "
+        "separate weights, averaged with a few ranks in each step (gossip) or with all ranks "
+        "every inner_steps steps (diloco).",
+    )
+    topology: Topology = option(
+        "ring",
+        "Ranks that average in each step of gossip; `llm-trainers topology` shows them.",
+        requires=("data_parallel=gossip",),
+    )
+    gossip_order: Literal["overlap", "blocking"] = option(
+        "overlap",
+        "Whether weights are exchanged while the next gradient is computed, or each step waits for "
+        "them.",
+        requires=("data_parallel=gossip",),
+    )
+    gossip_group: Literal["world", "nodes"] = option(
+        "world",
+        "Replicas of gossip: each rank, or each node, if its ranks share their gradients.",
+        requires=("data_parallel=gossip",),
+    )
+    inner_steps: int = option(
+        500,
+        "Steps that ranks train alone between two common steps of diloco.",
+        requires=("data_parallel=diloco",),
+        at_least=1,
+    )
+    outer_learning_rate: float = option(
+        0.7, "Learning rate of diloco's common step.", requires=("data_parallel=diloco",), above=0
+    )
+    outer_momentum: float = option(
+        0.9,
+        "Nesterov momentum of diloco's common step.",
+        requires=("data_parallel=diloco",),
+        at_least=0,
+        below=1,
+    )
+    moment_update_steps: int | None = option(
+        None,
+        "Steps between two updates of accumadamw's moments; by default the number of replicas with "
+        "separate weights, at most 8.",
+        at_least=1,
+    )
+
+    programs: ClassVar[Mapping[str, Program]] = {
+        "topology": Program(
+            "llm.extensions.decentralized.topology:main",
+            "show the properties of a gossip topology",
+        )
+    }
+
+    @property
+    def several_models(self) -> str | None:
+        """The option that gives ranks separate weights; None if they train one model."""
+        mode = self.data_parallel
+        return None if mode == "allreduce" else f"--data_parallel {mode}"
+
+    @property
+    def default_optimizer(self) -> str:
+        """AccumAdamW for gossip."""
+        return "accumadamw" if self.data_parallel == "gossip" else "adamw"
+
+    def problems(self) -> list[str]:
+        """Return a sentence for each combination that cannot work."""
+        kind, mode = self.optimizer, self.data_parallel
+        problems = []
+        uses_blocks = kind == "accumadamw" or (kind is None and mode == "gossip")
+        if self.moment_update_steps is not None and not uses_blocks:
+            problems.append(
+                "--moment_update_steps needs --optimizer accumadamw; give that too, or leave it "
+                "out."
+            )
+        if mode == "allreduce":
+            return problems
+        if kind not in (*_ELEMENTWISE, "muon"):
+            state = "bases" if kind == "soap" else "a state"
+            problems.append(
+                f"--optimizer {kind} has {state} that cannot be averaged over ranks with separate "
+                f"weights, as with --data_parallel {mode}; choose another optimizer."
+            )
+        if self.kfac:
+            problems.append(
+                f"--kfac needs the gradients of all ranks, which --data_parallel {mode} does not "
+                "bring together; leave one of them out."
+            )
+        return [*problems, *self._size_problems()]
+
+    def _size_problems(self) -> list[str]:
+        """Return a sentence for each size that does not go with replicas."""
+        mode, sizes = self.data_parallel, sizes_above_one(self)
+        problems = []
+        if sizes and self.unsharded_gradients:
+            problems.append(
+                f"--unsharded_gradients does not go with --data_parallel {mode}; leave one of them "
+                "out."
+            )
+        for name in sizes:
+            if name != "data_parallel_shard_size":
+                problems.append(
+                    f"--{name} divides one model over ranks, which --data_parallel {mode} does "
+                    "not; leave one of them out."
+                )
+            elif (mode, self.gossip_group) != ("gossip", "nodes"):
+                problems.append(
+                    f"--{name} goes together with --data_parallel gossip --gossip_group nodes, "
+                    "where nodes average and each divides its model, not with --data_parallel "
+                    f"{mode} of single ranks; leave one of them out."
+                )
+        return problems
+
+    def plan_problems(self) -> list[str]:
+        """Return a sentence if there are several models."""
+        if self.data_parallel == "allreduce":
+            return []
+        return [
+            f"--data_parallel {self.data_parallel} cannot be planned yet; leave it out, and add "
+            "one more copy of the weights for gossip, two for diloco."
+        ]
+
+    def read(self, inputs: "Inputs") -> None:
+        """Refuse to continue a checkpoint of one model with several, or the other way round.
+
+        Raises:
+            CheckpointError: The optimizer state of the checkpoint cannot be converted.
+        """
+        if inputs.start is None or self.eval_only:
+            return
+        mode = inputs.start.metadata["fixed"].get("data_parallel", "allreduce")
+        if (mode == "allreduce") != (self.data_parallel == "allreduce"):
+            raise CheckpointError(
+                f"{inputs.start.path} was written with --data_parallel {mode}, and its optimizer "
+                "state cannot be converted; start another run from its weights with --init_from."
+            )
+
+    def layout(
+        self, *, ranks: int, ranks_per_node: int, start: "Checkpoint | None"
+    ) -> "ReplicaLayout | None":
+        """Return the layout of replicas; None if all ranks train one model.
+
+        Raises:
+            ConfigError: The topology does not allow this number; the message names allowed ones.
+        """
+        if self.data_parallel == "allreduce" or self.eval_only:
+            return None
+        from llm.extensions.decentralized.modes import DiLoCo, Gossip
+        from llm.extensions.decentralized.replicas import ReplicaLayout
+
+        averaging: Gossip | DiLoCo
+        if self.data_parallel == "gossip":
+            number, ranks_each, rounds = self._divide(ranks, ranks_per_node)
+            averaging = Gossip(rounds=rounds, overlap=self.gossip_order == "overlap")
+        else:
+            number, ranks_each = ranks, 1
+            averaging = DiLoCo(
+                # With one replica the outer step averages nothing: it trains as without it.
+                inner_steps=self.inner_steps if number > 1 else sys.maxsize,
+                outer_learning_rate=self.outer_learning_rate,
+                outer_momentum=self.outer_momentum,
+            )
+        steps = self._accum_steps(number, start)
+        return ReplicaLayout(
+            number=number,
+            ranks_each=ranks_each,
+            averaging=averaging,
+            accum_steps=steps,
+            description=self._description(number, ranks_each, steps),
+        )
+
+    def _divide(self, ranks: int, ranks_per_node: int) -> tuple[int, int, Sequence[Round]]:
+        """Return the number of replicas, the ranks of each, and the rounds of gossip."""
+        check_topology("complete", ranks=ranks, ranks_per_node=ranks_per_node)
+        number, each, on_node = ranks, 1, ranks_per_node
+        if self.gossip_group == "nodes":
+            size = self.data_parallel_shard_size
+            if size not in (1, ranks_per_node):
+                raise ConfigError(
+                    "--gossip_group nodes divides a replica over all ranks of a node, and there "
+                    f"are {ranks_per_node} on each, not the {size} of --data_parallel_shard_size."
+                )
+            number, each, on_node = ranks // ranks_per_node, ranks_per_node, 1
+        return number, each, make_rounds(self.topology, ranks=number, ranks_per_node=on_node)
+
+    def _accum_steps(self, replicas: int, start: "Checkpoint | None") -> int | None:
+        """Return the steps of a block of AccumAdamW; None for another optimizer."""
+        if self.moment_update_steps is not None:
+            return self.moment_update_steps
+        if start is not None and "accum_steps" in start.metadata:
+            # The optimizer counts steps within a block, regardless of the number of replicas.
+            saved: int | None = start.metadata["accum_steps"]
+            return saved
+        steps = min(MOST_ACCUM_STEPS, replicas)
+        if self.optimizer is None:
+            # With blocks of one step it would be AdamW, which has a fused kernel.
+            return steps if self.data_parallel == "gossip" and steps > 1 else None
+        return steps if self.optimizer == "accumadamw" else None
+
+    def _description(self, number: int, ranks_each: int, accum_steps: int | None) -> str:
+        optimizer = self.optimizer or ("adamw" if accum_steps is None else "accumadamw")
+        moments = f" with moments every {counted(accum_steps, 'step')}" if accum_steps else ""
+        those = f"{counted(number, 'replica')} x {counted(ranks_each, 'rank')}"
+        if self.data_parallel == "gossip":
+            return (
+                f"gossip: {those}, averaged in each step ({self.topology}, {self.gossip_order}), "
+                f"optimizer {optimizer}{moments}"
+            )
+        return (
+            f"diloco: {those}, inner optimizer {optimizer}{moments}, an outer step every "
+            f"{counted(self.inner_steps, 'step')} (learning rate {self.outer_learning_rate:g}, "
+            f"momentum {self.outer_momentum:g})"
+        )
+
+    def make_optimizer(
+        self, model: "nn.Module", *, seed: int, layout: "Layout | None"
+    ) -> "Optimizer | None":
+        """Return AccumAdamW; None for another optimizer."""
+        from llm.extensions.decentralized.replicas import ReplicaLayout
+
+        if isinstance(layout, ReplicaLayout):
+            steps = layout.accum_steps
+        else:
+            steps = self._accum_steps(1, None)
+        if steps is None:
+            return None
+        from llm.extensions.decentralized.accum_adamw import make_accum_adamw
+
+        return make_accum_adamw(self, model, accum_steps=steps)

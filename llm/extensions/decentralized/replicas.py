@@ -1,0 +1,87 @@
+"""The layout of replicas with separate weights, which gossip or DiLoCo averages."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from llm.extensions.decentralized.modes import DiLoCo, Gossip
+from llm.runtime.counts import counted
+from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.layouts import Layout
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+    from llm.checkpoint.format import Checkpoint, Stateful
+    from llm.parallel.base import AcceleratedStrategy
+    from llm.parallel.dims import ParallelDims
+
+logger = logging.getLogger("llm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaLayout(Layout):
+    """Replicas of the model that train in parallel, each with separate weights and optimizer.
+
+    Attributes:
+        number: Number of replicas.
+        ranks_each: Number of consecutive ranks that train one of them.
+        averaging: How they are averaged.
+        accum_steps: Steps of a block of AccumAdamW; None for another optimizer.
+        description: A line about them for the log.
+    """
+
+    number: int
+    ranks_each: int
+    averaging: Gossip | DiLoCo
+    accum_steps: int | None
+    description: str
+
+    def make(
+        self,
+        config: CoreConfig,
+        dims: "ParallelDims",
+        accelerator: "Accelerator",
+        *,
+        init_weights: "Callable[[PreTrainedModel], None] | None",
+    ) -> "AcceleratedStrategy":
+        """Return the strategy of replicas, which are sharded if their ranks divide a model."""
+        from llm.extensions.decentralized.decentralized import DecentralizedStrategy
+        from llm.extensions.decentralized.sharded_replicas import ShardedReplicas
+
+        if isinstance(self.averaging, Gossip) and not dims.is_replicated:
+            return ShardedReplicas(self.averaging, accelerator, dims, init_weights=init_weights)
+        return DecentralizedStrategy(self.averaging, accelerator, ranks_per_replica=self.ranks_each)
+
+    def load(self, checkpoint: "Checkpoint", parts: "Mapping[str, Stateful]") -> None:
+        """Load a checkpoint, possibly saved with another number of replicas."""
+        from llm.checkpoint.load import load_state, read_tensors
+        from llm.extensions.decentralized.decentralized import DecentralizedStrategy
+
+        saved = int(checkpoint.metadata.get("replicas", 1))
+        if saved == self.number:
+            load_state(checkpoint, parts)
+            return
+        load_state(checkpoint, {name: part for name, part in parts.items() if name != "strategy"})
+        strategy = parts["strategy"]
+        assert isinstance(strategy, DecentralizedStrategy)
+        strategy.load_averaged(
+            lambda tensors: read_tensors(
+                checkpoint, {f"strategy/{path}": tensor for path, tensor in tensors.items()}, of=()
+            ),
+            replicas=saved,
+        )
+        logger.info(
+            f"The checkpoint holds {counted(saved, 'replica')} of the model and this run has "
+            f"{self.number}: they begin with the mean of the weights and moments."
+        )
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the number of replicas, and the steps of AccumAdamW's blocks."""
+        return {"replicas": self.number, "accum_steps": self.accum_steps}
+
+    def describe(self) -> list[str]:
+        """Return a line on how they train and what they exchange."""
+        return [self.description]

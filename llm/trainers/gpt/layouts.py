@@ -1,0 +1,101 @@
+"""Layouts: how the ranks of a run train its model.
+
+`choose_layout` in `llm/trainers/gpt/ranks.py` chooses one before process groups form; layouts of
+extensions come first. Their code is imported when it is used, because the number of ranks is
+checked without torch.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from llm.trainers.gpt.config import CoreConfig
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+    from llm.checkpoint.format import Checkpoint, Stateful
+    from llm.parallel.base import AcceleratedStrategy
+    from llm.parallel.dims import ParallelDims
+
+
+class Layout:
+    """The whole model on every rank; the other layouts are subclasses."""
+
+    def make(
+        self,
+        config: CoreConfig,
+        dims: "ParallelDims",
+        accelerator: "Accelerator",
+        *,
+        init_weights: "Callable[[PreTrainedModel], None] | None",
+    ) -> "AcceleratedStrategy":
+        """Return the strategy of a run, which is given the model by its `prepare`.
+
+        Args:
+            config: The options.
+            dims: How the ranks divide one model.
+            accelerator: The processes, devices and precision.
+            init_weights: Fills a model on the meta device once it is divided; None for a model that
+                has its weights.
+        """
+        from llm.parallel.base import AcceleratedStrategy
+
+        return AcceleratedStrategy(accelerator)
+
+    def load(self, checkpoint: "Checkpoint", parts: "Mapping[str, Stateful]") -> None:
+        """Load a checkpoint into the parts of a run, by their names.
+
+        Raises:
+            CheckpointError: It is of another model or optimizer.
+        """
+        from llm.checkpoint.load import load_state
+
+        load_state(checkpoint, parts)
+
+    def metadata(self) -> dict[str, Any]:
+        """Return what checkpoints record of it, for the run that resumes from them."""
+        return {}
+
+    def describe(self) -> list[str]:
+        """Return lines about it for the log of a training."""
+        return []
+
+
+class Sharded(Layout):
+    """A part of every weight on each rank."""
+
+    def make(
+        self,
+        config: CoreConfig,
+        dims: "ParallelDims",
+        accelerator: "Accelerator",
+        *,
+        init_weights: "Callable[[PreTrainedModel], None] | None",
+    ) -> "AcceleratedStrategy":
+        """Return the strategy of FSDP, tensor and context parallelism."""
+        from llm.parallel.fsdp import ShardedStrategy
+
+        return ShardedStrategy(
+            accelerator,
+            dims,
+            unsharded_gradients=config.unsharded_gradients,
+            init_weights=init_weights,
+        )
+
+
+class Pipelined(Layout):
+    """Some of the layers on each rank, which may be sharded too."""
+
+    def make(
+        self,
+        config: CoreConfig,
+        dims: "ParallelDims",
+        accelerator: "Accelerator",
+        *,
+        init_weights: "Callable[[PreTrainedModel], None] | None",
+    ) -> "AcceleratedStrategy":
+        """Return the strategy of pipeline stages."""
+        from llm.parallel.pipeline.pipelined import PipelineStrategy
+
+        return PipelineStrategy(config, accelerator, dims, init_weights=init_weights)
