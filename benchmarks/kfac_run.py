@@ -27,11 +27,12 @@ from llm.models.build import build_model
 from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
 from llm.optim.groups import parameter_groups
-from llm.optim.kfac.make_kfac import KFAC, make_kfac
-from llm.optim.make import make_optimizer
 from llm.optim.options import OptimizerOptions
+from llm.optim.run_optimizer import RunOptimizer
 from llm.optim.schedule import make_schedule
 from llm.runtime.cpu import restart_with_kept_memory
+from llm.trainers.gpt.extensions import GPTConfig
+from llm.trainers.gpt.seams import recipe_of
 
 WEIGHT_DECAY = 0.1
 _VALIDATION_WINDOWS = 512
@@ -136,7 +137,6 @@ class Stepper:
     """An optimizer, with K-FAC before or around it for some methods."""
 
     def __init__(self, settings: dict[str, Any], model: Any) -> None:
-        self._kfac: KFAC | None = None
         self._loss_scale = torch.ones((), device=settings["device"])
         self.optimizer: torch.optim.Optimizer
         chosen = METHODS[settings["method"]]
@@ -146,7 +146,7 @@ class Stepper:
             intervals = {f"kfac_{name}": settings[name] for name in names}
         if chosen.get("optimizer") == "soap":
             intervals["soap_update_steps"] = settings["soap_update_steps"]
-        options = OptimizerOptions(
+        options = GPTConfig(
             learning_rate=settings["learning_rate"],
             embedding_learning_rate=settings.get("embedding_learning_rate"),
             weight_decay=WEIGHT_DECAY,
@@ -163,22 +163,18 @@ class Stepper:
                 betas=options.betas,
                 precondition_frequency=settings["soap_update_steps"],
             )
-        elif options.kfac:
-            self._kfac = make_kfac(options, model, torch_compile=False)
-            self.optimizer = self._kfac.optimizer
+            self._made = RunOptimizer(self.optimizer)
         else:
-            self.optimizer = make_optimizer(options, model)
+            self._made = recipe_of(options, seed=0).make(model, None)
+            self.optimizer = self._made.optimizer
 
     def capture_stats(self, tokens: int) -> contextlib.AbstractContextManager[None]:
         """Return the context for the passes of a step."""
-        if self._kfac is None:
-            return contextlib.nullcontext()
-        return self._kfac.capture_stats(token_weight=1 / tokens, loss_scale=self._loss_scale)
+        return self._made.recording(token_weight=1 / tokens, loss_scale=lambda: self._loss_scale)
 
     def step(self, model: Any, learning_rate: float) -> None:
         """Precondition, clip and update."""
-        if self._kfac is not None:
-            self._kfac.precondition(learning_rate=learning_rate)
+        self._made.before_clip(learning_rate=learning_rate)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("rate_factor", 1.0)

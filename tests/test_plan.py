@@ -401,18 +401,18 @@ def test_kfac_has_memory_of_its_own() -> None:
     memory = plan_of(kfac=True, gpus_per_node=1).memory
 
     # The two factors of the narrowest kind of layer alone are 65 x 65 and 64 x 64, in fp32.
-    assert memory.kfac > 4 * 2 * 4 * (65**2 + 64**2)
-    assert plan_of(gpus_per_node=1).memory.kfac == 0
+    assert memory.extra["kfac"] > 4 * 2 * 4 * (65**2 + 64**2)
+    assert plan_of(gpus_per_node=1).memory.extra == {"kfac": 0}
 
 
 def test_owners_share_the_state_of_matrices_and_send_updates() -> None:
     whole, shards = (
         plan_of(kfac=True, gpus_per_node=2, data_parallel_shard_size=size) for size in (1, 2)
     )
-    recorded = job_of(kfac=True, gpus_per_node=1).optimizer.kfac_recording
-    everything = job_of(kfac=True, gpus_per_node=1).optimizer.kfac
-    assert shards.memory.kfac == pytest.approx(everything / 2 + recorded, rel=0.3)
-    assert shards.memory.kfac < whole.memory.kfac
+    state = job_of(kfac=True, gpus_per_node=1).optimizer.extra["kfac"]
+    held = shards.memory.extra["kfac"]
+    assert held == pytest.approx(state.whole / 2 + state.recording, rel=0.3)
+    assert held < whole.memory.extra["kfac"]
 
     muon = plan_of(optimizer="muon", gpus_per_node=2, data_parallel_shard_size=2)
     (sent,) = [t for t in muon.transfers if "owners" in t.what]

@@ -16,8 +16,6 @@ from llm.data.loader import MicroBatch
 from llm.models.build import build_model
 from llm.models.configuration import load_config
 from llm.models.loss import LanguageModelLoss
-from llm.optim.kfac.make_kfac import cover_model, make_kfac
-from llm.optim.make import make_optimizer
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.fsdp import ShardedStrategy
@@ -25,6 +23,7 @@ from llm.plan.estimate import estimate
 from llm.plan.job import Job
 from llm.plan.options import PlanOptions
 from llm.trainers.gpt.inputs import choose_dims
+from llm.trainers.gpt.seams import recipe_of
 from tests.support.ranks import run_ranks, values
 
 MODEL = (
@@ -55,8 +54,7 @@ def measure(words: str) -> int:
             strategy.forward_backward(
                 batches, num_tokens=ids.numel() * len(batches) * strategy.data_ranks
             )
-            if strategy.second_order is not None:
-                strategy.second_order.precondition(learning_rate=1e-3)
+            strategy.set_learning_rate(1e-3)
             strategy.optimizer_step(1.0)
     strategy.close()
     return highest(recorded)
@@ -75,22 +73,14 @@ def make_strategy(options: PlanOptions, accelerator: Any) -> AcceleratedStrategy
     )
     layout = choose_dims(options, config, options.nodes * options.gpus_per_node)
     strategy: Any = AcceleratedStrategy(accelerator)
-    whole, coverage = None, None
     if not layout.is_replicated:
         strategy = ShardedStrategy(
             accelerator, layout, unsharded_gradients=options.unsharded_gradients
         )
-        whole, coverage = strategy.matrices, cover_model(options, model) if options.kfac else None
-
-    def optimizer_factory(model: Any) -> torch.optim.Optimizer:
-        if not options.kfac:
-            return make_optimizer(options, model, whole=whole)
-        strategy.second_order = kfac = make_kfac(
-            options, model, torch_compile=False, coverage=coverage, whole=whole
-        )
-        return kfac.optimizer
-
-    strategy.prepare(LanguageModelLoss(model, chunked=options.chunked_loss), optimizer_factory)
+    recipe = recipe_of(options, seed=1)
+    recipe.plan(model)
+    loss = LanguageModelLoss(model, chunked=options.chunked_loss)
+    strategy.prepare(loss, recipe.make)
     return strategy
 
 

@@ -34,6 +34,9 @@ TOKENIZER_FOLDER = "tokenizer"
 MODEL_TENSORS = "strategy/model/"
 """Prefix of the paths of the model's tensors."""
 
+OPTIMIZER_TENSORS = "strategy/optimizer/"
+"""Prefix of the paths of the optimizer's tensors, which go on with the name of a parameter."""
+
 REPLACED = ".replaced"
 """Suffix of a checkpoint while a new one of the same step takes its name."""
 

@@ -14,7 +14,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar
 
 from llm.config.other_trainers import counterpart
@@ -26,9 +26,10 @@ T = TypeVar("T")
 _BELOW = 128
 """Bytes reserved for names below a path, such as checkpoint files in a run's folder."""
 
-Resume = Literal["fixed", "logged", "free"]
-"""Whether a resumed run keeps an option's value (fixed), may change it and logs the change, because
-rounding or evaluation change too (logged), or may change it (free)."""
+Resume = Literal["state", "fixed", "logged", "free"]
+"""Whether a resumed run keeps an option's value, because the saved state depends on it (state) or
+unless the user allows the change (fixed), may change it and logs the change, because rounding or
+evaluation change too (logged), or may change it (free)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,14 @@ class Option:
     one_shot: bool = False
     path: bool = False
     requires: tuple[str, ...] = ()
+    choices: Callable[[type], Iterable[str]] | None = None
+    common: bool = False
     extension: bool = False
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a resumed run must keep the value."""
+        return self.resume in ("state", "fixed")
 
 
 def option(
@@ -63,6 +71,8 @@ def option(
     one_shot: bool = False,
     path: bool = False,
     requires: tuple[str, ...] = (),
+    choices: Callable[[type], Iterable[str]] | None = None,
+    common: bool = False,
 ) -> Any:
     """Declare a field of an option dataclass.
 
@@ -80,6 +90,9 @@ def option(
         path: Whether a string can name a file or folder.
         requires: Options that it depends on, as NAME or NAME=VALUE. Unless one of them is given, or
             has this value, the option is refused.
+        choices: Returns the strings that it allows, from the class with all options; by default
+            its type lists them.
+        common: Whether `--help` shows it, although `COMMON` of the class does not name it.
     """
     described = Option(
         help=help,
@@ -93,6 +106,8 @@ def option(
         one_shot=one_shot,
         path=path,
         requires=requires,
+        choices=choices,
+        common=common,
     )
     return dataclasses.field(default=default, metadata={"option": described})
 
@@ -193,20 +208,19 @@ def fields(cls: type) -> list[Field]:
     declared = {item.name: item for item in dataclasses.fields(cls)}
     names = [name for base in cls.__mro__ for name in inspect.get_annotations(base)]
     items = [declared[name] for name in names if name in declared]
-    found = [
-        _field(item.name, hints[item.name], item.default, item.metadata["option"]) for item in items
-    ]
+    found = [_field(item, hints[item.name], cls) for item in items]
     return sorted(found, key=lambda field: field.option.extension)
 
 
-def _field(name: str, hint: Any, default: Any, described: Option) -> Field:
+def _field(item: dataclasses.Field[Any], hint: Any, cls: type) -> Field:
+    described: Option = item.metadata["option"]
     many = typing.get_origin(hint) is tuple
     if many:
         hint = typing.get_args(hint)[0]
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = typing.get_args(hint) if union else (hint,)
     members: list[type] = []
-    choices: list[str] = []
+    choices = [] if described.choices is None else [*described.choices(cls)]
     for kind in kinds:
         if typing.get_origin(kind) is Literal:
             choices += typing.get_args(kind)
@@ -214,8 +228,8 @@ def _field(name: str, hint: Any, default: Any, described: Option) -> Field:
         elif kind is not type(None):
             members.append(kind)
     return Field(
-        name=name,
-        default=default,
+        name=item.name,
+        default=item.default,
         option=described,
         members=tuple(members),
         choices=tuple(choices),
@@ -225,8 +239,13 @@ def _field(name: str, hint: Any, default: Any, described: Option) -> Field:
 
 
 def common(cls: type) -> tuple[str, ...]:
-    """Return the class variable COMMON, the options that `--help` shows; empty if it shows all."""
-    return getattr(cls, "COMMON", ())
+    """Return the options that `--help` shows; empty if it shows all.
+
+    The class variable COMMON names them, or their declaration says that they are common.
+    """
+    names: tuple[str, ...] = getattr(cls, "COMMON", ())
+    declared = (field.name for field in fields(cls) if field.option.common)
+    return (*names, *declared) if names else ()
 
 
 def names_by_alias(cls: type) -> dict[str, str]:
@@ -336,7 +355,7 @@ def to_markdown(cls: type) -> str:
         needs = [need.replace("=", " ") for need in field.option.requires]
         if needs and not set(needs[0].split()[-1:]) & set(re.findall(r"[\w-]+", text)):
             text += " Needs " + " or ".join(f"`{need}`" for need in needs) + "."
-        if field.option.resume == "fixed":
+        if field.option.is_fixed:
             text += " *Fixed.*"
         if field.option.one_shot:
             text += " *Not recorded.*"

@@ -110,7 +110,7 @@ class Tracker:
         learning_rate: float,
         loss_scale: float,
         global_batch_size: int,
-        kfac: Mapping[str, torch.Tensor],
+        optimizer: Mapping[str, torch.Tensor],
     ) -> None:
         """Report the logging interval that ends with a step.
 
@@ -122,7 +122,7 @@ class Tracker:
             learning_rate: Learning rate of the last step.
             loss_scale: Loss scale of the last step.
             global_batch_size: Samples per step.
-            kfac: K-FAC's metrics by name; empty without it.
+            optimizer: Metrics of the optimizer by name.
         """
         if self._peak_flops is None:
             with self.paused():
@@ -152,7 +152,7 @@ class Tracker:
             record["memory"] = memory
         if "z_loss" in values:
             record["z_loss"] = values["z_loss"]
-        record |= {f"kfac_{name}": float(value) for name, value in kfac.items()}
+        record |= {name: float(value) for name, value in optimizer.items()}
         record |= {name: value for name, value in values.items() if name.startswith("loss/")}
         self._seconds_before += elapsed
         self._started, self._data_wait = now, 0.0

@@ -24,7 +24,7 @@ class Transform:
         Args:
             name: The parameter's name in the whole model.
             ndim: Its number of dimensions.
-            is_muon: Whether Muon trains it, with the step length of `llm.optim.muon`.
+            is_muon: Whether Muon trains it, which has steps of another length.
         """
         return 1.0
 

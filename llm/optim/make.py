@@ -1,48 +1,23 @@
-"""Creates a run's optimizer; with K-FAC, `llm.optim.kfac.make_kfac` creates it."""
-
-from collections.abc import Sequence
+"""The optimizers of the core."""
 
 import torch
 
-from llm.errors import ConfigError
 from llm.optim.adamw import make_adamw
 from llm.optim.groups import parameter_groups
-from llm.optim.muon import make_muon
 from llm.optim.options import OptimizerOptions
-from llm.optim.soap import make_soap
-from llm.optim.whole import WholeMatrices
 
 
-def make_optimizer(
-    options: OptimizerOptions,
-    model: torch.nn.Module,
-    *,
-    whole: WholeMatrices | None = None,
-    order: Sequence[str] | None = None,
-) -> torch.optim.Optimizer:
-    """Make the optimizer of a run without K-FAC.
+def make_optimizer(options: OptimizerOptions, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Make AdamW or SGD.
 
     Args:
-        options: The optimizer and its settings.
+        options: Which optimizer, and its settings.
         model: The model to train.
-        whole: Owners of matrices, for optimizers that need whole ones; by default every rank
-            updates all.
-        order: For SOAP, the result of `basis_order` if the model is divided over ranks.
-
-    Raises:
-        ConfigError: The model has no parameter for the optimizer.
     """
-    match options.optimizer:
-        case "sgd":
-            return make_sgd(options, model)
-        case "soap":
-            return make_soap(options, model, whole=whole, order=order)
-        case "muon":
-            return make_muon(options, model, whole)
-        case "adamw" | None:
-            return make_adamw(options, model)
-        case "accumadamw":
-            raise ConfigError("--optimizer accumadamw needs an extension that is not installed.")
+    if options.optimizer == "sgd":
+        return make_sgd(options, model)
+    assert options.optimizer in (None, "adamw"), "an extension makes all others"
+    return make_adamw(options, model)
 
 
 def make_sgd(options: OptimizerOptions, model: torch.nn.Module) -> torch.optim.SGD:

@@ -1,27 +1,67 @@
-"""Options of the optimizer, K-FAC and the learning rate."""
+"""Options of the optimizer and the learning rate."""
 
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 from llm.config.options import given, option, option_group
 from llm.config.tokens import Tokens
 from llm.errors import ConfigError
-from llm.optim.kfac.options import KFACOptions, kfac_method, preconditioner_options
 from llm.optim.scheduler_kwargs import scheduler_kwargs
 
 _DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "warmup_stable_decay")
 _WARMUPS = ("num_warmup_steps", "num_warmup_samples", "num_warmup_tokens")
 
 
-@option_group("Optimizer and learning rate", resume="fixed")
-class OptimizerOptions(KFACOptions):
-    """The optimizer, with or without K-FAC, and the learning rate of each step."""
+@dataclass(frozen=True, kw_only=True)
+class OptimizerKind:
+    """What has been tried with an optimizer; other combinations are refused.
 
-    optimizer: Literal["adamw", "accumadamw", "muon", "soap", "sgd"] | None = option(
+    Attributes:
+        has_betas: It takes `betas` and `eps`.
+        sharded: It trains weights that ranks divide.
+        averaged: Models with weights of their own can average its state.
+        averaged_shards: The same where ranks divide each model.
+        state: What it keeps, for messages.
+    """
+
+    has_betas: bool = False
+    sharded: bool = False
+    averaged: bool = False
+    averaged_shards: bool = False
+    state: str = "a state"
+
+
+_ELEMENTWISE = OptimizerKind(sharded=True, averaged=True, averaged_shards=True)
+ELEMENTWISE_WITH_BETAS = replace(_ELEMENTWISE, has_betas=True)
+
+
+def optimizer_kinds(cls: type) -> dict[str, OptimizerKind]:
+    """Return the optimizers that a class of options has, by name; those with betas come first."""
+    kinds: dict[str, OptimizerKind] = {}
+    for base in (OptimizerOptions, *cls.__mro__):
+        kinds |= vars(base).get("OPTIMIZERS", {})
+    return dict(sorted(kinds.items(), key=lambda item: not item[1].has_betas))
+
+
+@option_group("Optimizer and learning rate", resume="fixed")
+class OptimizerOptions:
+    """The optimizer and the learning rate of each step."""
+
+    # An extension has a table of its optimizers under the same name.
+    OPTIMIZERS: ClassVar[Mapping[str, OptimizerKind]] = {
+        "adamw": ELEMENTWISE_WITH_BETAS,
+        "sgd": _ELEMENTWISE,
+    }
+
+    optimizer: str | None = option(
         None,
         "AdamW; AccumAdamW, which updates its moments every moment_update_steps steps; torch's "
         "Muon for matrices inside the model, with AdamW for the rest; SOAP, AdamW in the "
         "eigenbasis of Shampoo's factors; or gradient descent with momentum. By default accumadamw "
         "for gossip, else adamw. With ekfac: optimizer for uncovered layers (adamw or soap).",
+        resume="state",
+        choices=optimizer_kinds,
     )
     embedding_learning_rate: float | None = option(
         None,
@@ -35,18 +75,6 @@ class OptimizerOptions(KFACOptions):
         requires=("optimizer=sgd", "optimizer=muon"),
         at_least=0,
         below=1,
-    )
-    nesterov: bool = option(
-        False,
-        "Use Nesterov momentum in soap and ekfac: the first moment of a step is one gradient "
-        "ahead.",
-        requires=("optimizer=soap", "kfac"),
-    )
-    soap_update_steps: int | None = option(
-        None,
-        "Steps between two updates of soap's eigenbases; by default 10.",
-        requires=("optimizer=soap",),
-        at_least=1,
     )
     learning_rate: float = option(5e-5, "Peak learning rate.", at_least=0)
     min_learning_rate: float = option(0.0, "Learning rate at the end of the decay.", at_least=0)
@@ -126,6 +154,16 @@ class OptimizerOptions(KFACOptions):
         1.0, "Clip the gradient's global norm to this value; 0 disables clipping.", at_least=0
     )
 
+    @property
+    def optimizer_kind(self) -> OptimizerKind:
+        """What has been tried with `optimizer`; nothing if no table names it."""
+        return optimizer_kinds(type(self)).get(self.optimizer or "adamw", OptimizerKind())
+
+    @property
+    def besides_optimizer(self) -> str | None:
+        """The option that trains weights besides `optimizer`; None if that trains all of them."""
+        return None
+
 
 def optimizer_problems(options: OptimizerOptions) -> list[str]:
     """Return a sentence for each problem of the optimizer's options."""
@@ -145,10 +183,12 @@ def optimizer_problems(options: OptimizerOptions) -> list[str]:
             f"--embedding_learning_rate {options.embedding_learning_rate:g} follows the schedule "
             "of --learning_rate, which must be above 0."
         )
-    if options.optimizer not in (None, "adamw", "accumadamw", "muon", "soap"):
+    if not options.optimizer_kind.has_betas:
+        kinds = optimizer_kinds(type(options))
+        *most, last = (name for name, kind in kinds.items() if kind.has_betas)
+        allowed = f"{', '.join(most)} and {last}" if most else last
         problems += [
-            f"--{name} is not for --optimizer {options.optimizer}, but for adamw, accumadamw, muon "
-            "and soap; leave it out."
+            f"--{name} is not for --optimizer {options.optimizer}, but for {allowed}; leave it out."
             for name in ("betas", "eps")
             if name in given(options)
         ]
@@ -180,28 +220,6 @@ def schedule_problems(options: OptimizerOptions) -> list[str]:
         scheduler_kwargs(options.lr_scheduler_kwargs, kind=kind)
     except ConfigError as error:
         problems.append(str(error))
-    return problems
-
-
-def kfac_problems(options: OptimizerOptions) -> list[str]:
-    """Return a sentence for each problem of K-FAC's options."""
-    problems = []
-    if options.kfac_method not in (None, "eigen"):
-        problems += [
-            f"--{name} is not for --kfac_method {options.kfac_method}; choose eigen, or "
-            "leave it out."
-            for name in preconditioner_options(options)
-        ]
-    if options.kfac and kfac_method(options) != "ekfac" and options.nesterov:
-        problems.append(
-            "--nesterov is for --kfac_method ekfac; eigen changes AdamW's gradient, so leave "
-            "it out."
-        )
-    if options.kfac_library not in (None, "native") and options.kfac_max_dim is not None:
-        problems.append(
-            "--kfac_max_dim is for --kfac_library native; leave it out with "
-            f"{options.kfac_library}."
-        )
     return problems
 
 

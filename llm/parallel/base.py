@@ -9,16 +9,17 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from llm.checkpoint.format import MODEL_TENSORS, check_same_parameters, model_tensors
 from llm.data.loader import MicroBatch
 from llm.models.weight_casts import cast_weights_once
-from llm.optim.kfac.ekfac import EKFAC
-from llm.optim.kfac.make_kfac import KFAC
+from llm.optim.run_optimizer import RunOptimizer
 from llm.parallel.accelerator import convert_to_fp8, order_buckets
 from llm.runtime.labels import IGNORED
 
-MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+MakeOptimizer = Callable[[nn.Module, DeviceMesh | None], RunOptimizer]
+"""From the model, or this rank's shards of it, and the ranks that divide it."""
 
 
 class AcceleratedStrategy:
@@ -38,13 +39,15 @@ class AcceleratedStrategy:
         data_rank: Number of this rank's slice of a global batch.
         data_ranks: Number of equal slices of a global batch.
         rng_rank: Seed offset for dropout; ranks that process the same tokens share it.
-        second_order: K-FAC, if the run has it; set when the optimizer is made.
+        mesh: The ranks that divide the model; None if every rank has all of it.
+        run_optimizer: The optimizer, and what else it does in a step; `prepare` makes it.
+        optimizer: The optimizer alone.
         answer_delay: Maximum calls of `any_rank` between a flag and its answer.
         parameters: The trained parameters of the model; DTensors if sharded.
         local_parameters: Tensors that the optimizer updates: `parameters`, or this rank's shards.
     """
 
-    second_order: KFAC | None = None
+    mesh: DeviceMesh | None = None
     answer_delay: int = 1
     _uses_ddp = True
 
@@ -58,6 +61,7 @@ class AcceleratedStrategy:
         self.scaler: torch.amp.GradScaler | None = accelerator.scaler
         self._fp16_on_cpu = self.scaler is not None and self.device.type == "cpu"
         self._pending_flags: tuple[Any, Tensor] | None = None
+        self._learning_rate = 0.0
 
     def prepare(self, loss: nn.Module, make_optimizer: MakeOptimizer) -> None:
         """Prepare the model, inside its loss, and create its optimizer.
@@ -71,7 +75,8 @@ class AcceleratedStrategy:
         if self.accelerator.mixed_precision == "fp8":
             convert_to_fp8(self.model)
         self._shard()
-        self.optimizer = make_optimizer(self.model)
+        self.run_optimizer = make_optimizer(self.model, self.mesh)
+        self.optimizer = self.run_optimizer.optimizer
         self.parameters = _optimized(self.optimizer)
         self._localize_optimizer()
         self.local_parameters = _optimized(self.optimizer)
@@ -97,6 +102,7 @@ class AcceleratedStrategy:
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of the next `optimizer_step`."""
+        self._learning_rate = learning_rate
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("rate_factor", 1.0)
 
@@ -138,7 +144,7 @@ class AcceleratedStrategy:
     ) -> Tensor:
         """Run forward and backward of all micro-batches; return the sum of token losses."""
         total = torch.zeros((), device=self.device)
-        with self._capture_stats(token_weight), self._weight_casts(len(micro_batches)):
+        with self._recording(token_weight), self._weight_casts(len(micro_batches)):
             for number, micro_batch in enumerate(micro_batches, start=1):
                 with self._gradient_sync(number == len(micro_batches)):
                     with self.autocast():
@@ -147,11 +153,9 @@ class AcceleratedStrategy:
                 total = total + loss_sum.detach()
         return total
 
-    def _capture_stats(self, token_weight: float) -> contextlib.AbstractContextManager[None]:
-        """Record a step's statistics for K-FAC, if the run has it."""
-        if (kfac := self.second_order) is None:
-            return contextlib.nullcontext()
-        return kfac.capture_stats(token_weight=token_weight, loss_scale=self.loss_scale())
+    def _recording(self, token_weight: float) -> contextlib.AbstractContextManager[None]:
+        """Return the optimizer's context around the passes of a step."""
+        return self.run_optimizer.recording(token_weight=token_weight, loss_scale=self.loss_scale)
 
     def _weight_casts(self, micro_batches: int) -> contextlib.AbstractContextManager[None]:
         """Cast the weights once per step; with one micro-batch, copies would only live longer."""
@@ -186,6 +190,7 @@ class AcceleratedStrategy:
             The gradient's norm before clipping, and 1.0 if it was not finite and the step skipped,
             else 0.0. Both are equal on all ranks that share weights.
         """
+        self.run_optimizer.before_clip(learning_rate=self._learning_rate)
         norm = self._gradient_norm()
         if max_grad_norm > 0:
             self._clip(norm, max_grad_norm)
@@ -317,11 +322,7 @@ class AcceleratedStrategy:
         Args:
             path: Its path in the checkpoint.
         """
-        owner, (kind, _, name) = None, path.rpartition("/")[0].rpartition("/")
-        if kind == "kfac/factors" and self.second_order is not None:
-            owner = self.second_order.owner_of(name)
-        elif kind == "strategy/optimizer" and isinstance(self.optimizer, EKFAC):
-            owner = self.optimizer.owner_of(self.model.get_parameter(name))
+        owner = self.run_optimizer.owner_of(path)
         return range(self.world_size) if owner is None else [owner]
 
     def copied_first(self) -> set[str]:

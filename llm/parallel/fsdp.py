@@ -2,8 +2,8 @@
 
 PyTorch's `fully_shard` all-gathers a block's weights before they are used and reduce-scatters its
 gradients. Each rank's optimizer updates its local shards. These are plain tensors, so any
-elementwise optimizer works; optimizers of whole matrices use `llm.parallel.matrices`. See
-Rajbhandari et al. 2020, arXiv:1910.02054, and Zhao et al. 2023, arXiv:2304.11277.
+elementwise optimizer works. See Rajbhandari et al. 2020, arXiv:1910.02054, and Zhao et al. 2023,
+arXiv:2304.11277.
 """
 
 import contextlib
@@ -27,14 +27,13 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from llm.checkpoint.format import OPTIMIZER_TENSORS
 from llm.data.loader import MicroBatch
 from llm.models.loss import HeadLoss, LanguageModelLoss
 from llm.models.sizes import find_blocks
-from llm.optim.whole import units_of
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context import SequenceShard, divide_attention
 from llm.parallel.dims import ParallelDims
-from llm.parallel.matrices import ShardedMatrices
 from llm.parallel.tensor import divide_layers
 
 _IN_BF16 = MixedPrecisionPolicy(
@@ -56,9 +55,9 @@ class ShardedStrategy(AcceleratedStrategy):
     Attributes:
         dims: The same.
         mesh: The process groups that shard or replicate weights.
-        matrices: Owners of whole matrices, for optimizers that need these.
     """
 
+    mesh: DeviceMesh
     _uses_ddp = False
 
     def __init__(
@@ -79,7 +78,6 @@ class ShardedStrategy(AcceleratedStrategy):
             (dims.pipeline, dims.replicate, dims.shard * dims.context, dims.tensor),
             mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
         )
-        self.matrices = ShardedMatrices(self.mesh)
         self._sequence = SequenceShard(dims, self.rank) if dims.context > 1 else None
         self._unsharded_gradients = unsharded_gradients
         self._init_weights = init_weights
@@ -205,11 +203,7 @@ class ShardedStrategy(AcceleratedStrategy):
                 moments = state[parameter].items()
                 optimizer.state[local] = {key: local_tensor(moment) for key, moment in moments}
                 local_of[parameter] = local
-        # The rank that keeps the whole state of a matrix, by parameter.
-        self._state_owners: dict[Tensor, int | None] = {
-            p: unit.owner for unit in units_of(optimizer) for p in unit.parameters
-        }
-        self.matrices.localize(local_of)
+        self.run_optimizer.localize(local_of)
 
     def _local_batch(self, micro_batch: MicroBatch) -> MicroBatch:
         return micro_batch if self._sequence is None else self._sequence.of(micro_batch)
@@ -300,24 +294,23 @@ class ShardedStrategy(AcceleratedStrategy):
         return chosen.flatten(0, 1)
 
     def _optimizer_state(self) -> dict[Tensor, dict[str, Tensor]]:
+        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         states = {}
         for parameter, local in zip(self.parameters, self.local_parameters, strict=True):
-            state = self.optimizer.state.get(local)
-            if state and self._state_owners.get(parameter) is None:  # else whole, at its owner
-                state = {key: as_dtensor(value, like=parameter) for key, value in state.items()}
+            state = dict(self.optimizer.state.get(local, {}))
+            for key, value in state.items():
+                path = f"{OPTIMIZER_TENSORS}{names[parameter]}/{key}"
+                if self.run_optimizer.owner_of(path) is None:  # else whole, at its owner
+                    state[key] = as_dtensor(value, like=parameter)
             if state:
                 states[parameter] = state
         return states
 
     def owner_ranks(self, path: str) -> Sequence[int]:
         """Return the ranks that hold a checkpoint's tensor; one of them writes it."""
-        ranks, owner = self._stage_ranks(path), None
-        kind, _, name = path.rpartition("/")[0].rpartition("/")
-        if kind == "kfac/factors" and self.second_order is not None:
-            owner = self.second_order.owner_of(name)
-        elif kind == "strategy/optimizer":
-            owner = self._state_owners.get(self.model.get_parameter(name))
-        return ranks if owner is None else ranks[owner :: self.matrices.size]
+        ranks, owner = self._stage_ranks(path), self.run_optimizer.owner_of(path)
+        dividing = self.mesh["shard"].size() * self.mesh["tensor"].size()
+        return ranks if owner is None else ranks[owner::dividing]
 
     def _stage_ranks(self, path: str) -> Sequence[int]:
         """Return the ranks of the stages with a checkpoint's tensor."""

@@ -73,11 +73,11 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
         reductions = 1 if options.unsharded_gradients else micro_batches
         size = (micro_batches * gathers + reductions * sums + once) * (n - 1) / n
         sent.append(_ring("shard", "weights and gradients", size, n, per_node // t))
-    if job.optimizer.matrices and n * t > 1:
+    matrices = job.optimizer.traffic
+    if matrices is not None and n * t > 1:
         # Each rank sends its shards of gradients, and later its updates.
-        elements = layers * block + (others if options.optimizer == "soap" else 0)
-        back = HALF if options.optimizer == "muon" else FP32
-        size = (FP32 + back) * elements / n * (n * t - 1) / (n * t)
+        elements = layers * block + (others if matrices.with_ends else 0)
+        size = matrices.bytes_per_element * elements / n * (n * t - 1) / (n * t)
         axis = "shard" if n > 1 else "tensor"
         ring = _ring(axis, "whole matrices to their owners and back", size, n * t, per_node)
         sent.append(dataclasses.replace(ring, overlapped=False))
@@ -191,16 +191,18 @@ def estimate(job: Job, layout: ParallelDims) -> Estimate:
 
 
 def checkpoint_bytes(job: Job) -> int:
-    """Return the bytes of a checkpoint: weights and optimizer, and K-FAC's state once."""
+    """Return the bytes of a checkpoint: weights and optimizer, and further state once."""
     elements = job.param_counts(1).parameters
-    return int(elements * (FP32 + job.optimizer.per_element)) + job.optimizer.kfac_whole
+    extra = sum(state.divided for state in job.optimizer.extra.values())
+    return int(elements * (FP32 + job.optimizer.per_element)) + extra
 
 
 def search(job: Job) -> list[Estimate]:
     """Estimate all possible layouts: layouts that fit, by speed, then the others, by memory."""
     estimates = []
     for tensor, context in itertools.product(_divisors(job.options.gpus_per_node), (1, 2, 4, 8)):
-        refused = tensor > 1 and job.options.kfac  # the trainer has no such layout
+        # Nobody has tried what an extension adds to the optimizer with divided layers.
+        refused = tensor > 1 and job.options.besides_optimizer is not None
         if tensor * context > job.options.gpus_per_node or refused:
             continue
         with contextlib.suppress(ConfigError):

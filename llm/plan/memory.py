@@ -4,12 +4,10 @@ import dataclasses
 import itertools
 
 from llm.metrics.hardware import GIB
+from llm.optim.run_optimizer import StateMemory
 from llm.parallel.dims import ParallelDims
-from llm.parallel.matrices import BUCKET
 from llm.plan.job import Job
 from llm.plan.rank_model import FP32, num_elements, shard_sizes
-
-KINDS = ("weights", "gradients", "optimizer", "kfac", "activations", "logits", "buffers")
 
 HALF = 2
 """Bytes of a number in half precision."""
@@ -29,7 +27,7 @@ class Memory:
         weights: Weights.
         gradients: Gradients.
         optimizer: Moments of the optimizer.
-        kfac: K-FAC's factors and bases, and its temporary tensors.
+        extra: What extensions keep, and their temporary tensors, by kind.
         activations: Activations, and temporary tensors of the backward pass.
         logits: Temporary tensors of the loss.
         buffers: Buffers of the model; gathered and half-precision copies of weights; messages to
@@ -42,15 +40,28 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
-    kfac: int
+    extra: dict[str, int]
     activations: int
     logits: int
     buffers: int
 
     @property
+    def kinds(self) -> dict[str, int]:
+        """Bytes by kind."""
+        return {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            **self.extra,
+            "activations": self.activations,
+            "logits": self.logits,
+            "buffers": self.buffers,
+        }
+
+    @property
     def total(self) -> int:
         """Bytes of all kinds together."""
-        return sum(getattr(self, kind) for kind in KINDS)
+        return sum(self.kinds.values())
 
 
 def peak_memory(job: Job, layout: ParallelDims) -> Memory:
@@ -217,9 +228,9 @@ class StagePlan:
         buffers = self.param_counts.buffers + (0 if self.job.options.device == "cpu" else CONTEXT)
         if self.sharded:
             ranks = self.layout.shard * self.layout.context * self.layout.tensor
-            if stepping and optimizer.matrices and ranks > 1:
+            if stepping and optimizer.traffic is not None and ranks > 1:
                 # Buckets of gradients and of updates: one is computed while two are sent.
-                buffers += int(6 * FP32 * min(BUCKET, self.own))
+                buffers += int(6 * FP32 * min(optimizer.traffic.bucket, self.own))
             buffers += fresh
             if not stepping:
                 buffers += self._gathered(backward=fresh > 0 or done, with_head=with_head)
@@ -235,21 +246,24 @@ class StagePlan:
             weights=FP32 * self.own,
             gradients=gradients,
             optimizer=int(optimizer.per_element * trained),
-            kfac=self._kfac(stepping=stepping),
+            extra={
+                kind: self._extra(state, stepping=stepping)
+                for kind, state in optimizer.extra.items()
+            },
             activations=int(activations),
             logits=(self.trace.loss_kept if self.is_last else 0) if logits is None else logits,
             buffers=buffers,
         )
 
-    def _kfac(self, *, stepping: bool) -> int:
-        """Return the bytes of K-FAC; only the owner of a sharded layer keeps its state."""
-        optimizer, layout = self.job.optimizer, self.layout
-        passing = optimizer.kfac_step if stepping else optimizer.kfac_recording
+    def _extra(self, state: StateMemory, *, stepping: bool) -> int:
+        """Return the bytes of a further state; only the owner of a sharded layer has its part."""
+        layout = self.layout
+        passing = state.stepping if stepping else state.recording
         if layout.is_replicated:
-            return optimizer.kfac + passing
+            return state.whole + passing
         share = self.layers / len(self.param_counts.blocks)
         owners = layout.shard * layout.context
-        return int(share * (optimizer.kfac_whole / owners + passing))
+        return int(share * (state.divided / owners + passing))
 
     def _gathered(self, *, backward: bool, with_head: bool) -> int:
         """Return the bytes of gathered weights (this layer and the next) and of reduced gradients.

@@ -18,7 +18,7 @@ class PlanOptions(GPTConfig):
         *("search", "top", "json", "plot"),
         *("model_name_or_path", "model_size", "config_overrides", "block_size"),
         *("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size"),
-        *("optimizer", "kfac", "mixed_precision", "activation_checkpointing"),
+        *("optimizer", "mixed_precision", "activation_checkpointing"),
         *("data_parallel_shard_size", "tensor_parallel_size", "pipeline_parallel_size"),
     )
 
@@ -70,8 +70,6 @@ def check(options: PlanOptions) -> None:
     problems = check_planned(options)
     for extension, given in extensions_of(options):
         problems += extension.plan_problems(given)
-    if options.kfac and options.kfac_library not in (None, "native"):
-        problems.append(f"--kfac_library {options.kfac_library} cannot be planned; leave it out.")
     if options.links and len(options.links) != 2:
         problems.append(
             "--links takes two numbers: GB/s in the node and between nodes, such as 450 50."

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,13 +15,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from llm.models.sizes import find_blocks
-from llm.optim.kfac.curvature import Curvature
-from llm.optim.kfac.make_kfac import make_kfac
-from llm.optim.make import make_optimizer
-from llm.optim.whole import units_of
+from llm.optim.run_optimizer import MatrixTraffic, StateMemory
 from llm.parallel.tensor_plans import check_tensor_parallel, tensor_plan
 from llm.plan.options import PlanOptions
-from llm.trainers.gpt.seams import extensions_of, optimizer_of
+from llm.trainers.gpt.seams import extensions_of, recipe_of
 
 FP32 = 4
 """Bytes of a number."""
@@ -140,23 +137,17 @@ def shard_sizes(parameters: Iterable[nn.Parameter], ranks: int) -> tuple[int, in
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerMemory:
-    """Bytes of an optimizer.
+    """Memory and traffic of an optimizer.
 
     Attributes:
         per_element: Bytes of optimizer state for each trained element.
-        kfac: Bytes of K-FAC's factors and bases on a rank with the whole model.
-        kfac_whole: The same over all ranks, each once.
-        matrices: Whether the optimizer needs whole matrices.
-        kfac_recording: Bytes that K-FAC needs in a step that captures statistics.
-        kfac_step: Bytes that K-FAC needs in the optimizer's step.
+        extra: What extensions keep in addition, by kind.
+        traffic: What it sends where ranks divide the weights; None if it sends nothing.
     """
 
     per_element: float
-    kfac: int = 0
-    kfac_whole: int = 0
-    matrices: bool = False
-    kfac_recording: int = 0
-    kfac_step: int = 0
+    extra: Mapping[str, StateMemory]
+    traffic: MatrixTraffic | None
 
 
 def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerMemory:
@@ -165,27 +156,15 @@ def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerM
     State that extensions keep for each parameter counts too.
     """
     kept = sum(each.bytes_per_parameter(given) for each, given in extensions_of(options))
-    if not options.kfac:
-        optimizer = optimizer_of(options, model, seed=0)
-        if optimizer is None:
-            optimizer = make_optimizer(options, model)
-        matrices = bool(units_of(optimizer))
-        per_element = _per_element(optimizer, model) + kept
-        return OptimizerMemory(per_element=per_element, matrices=matrices)
     with fake_ranks(options.nodes * options.gpus_per_node):
-        kfac = make_kfac(options, model, torch_compile=bool(options.torch_compile))
-    curvature = kfac.recorder
-    assert isinstance(curvature, Curvature)  # `check` refuses the library
-    # In a step with all factors due, such as the first.
-    widths = [width for factor in curvature.factors for width in factor.widths]
-    sums = FP32 * sum(width**2 for width in widths)
+        recipe = recipe_of(options, seed=0)
+        recipe.plan(model)
+        made = recipe.make(model, None)
+    kinds = (kind for each, _ in extensions_of(options) for kind in each.MEMORY_KINDS)
     return OptimizerMemory(
-        per_element=_per_element(kfac.optimizer, model) + kept,
-        kfac=curvature.num_bytes(),
-        kfac_whole=2 * sums + FP32 * (sum(widths) + len(curvature.factors)),
-        matrices=True,
-        kfac_recording=sums,
-        kfac_step=sums + FP32 * curvature.coverage.num_covered,
+        per_element=_per_element(made.optimizer, model) + kept,
+        extra={kind: StateMemory() for kind in kinds} | made.memory(),
+        traffic=made.traffic(),
     )
 
 

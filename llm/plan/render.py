@@ -1,6 +1,7 @@
 """An estimate as text, as JSON and as a plot."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from llm.errors import ConfigError
 from llm.metrics.hardware import GIB
 from llm.plan.estimate import Estimate, checkpoint_bytes
 from llm.plan.job import Job
-from llm.plan.memory import KINDS
 from llm.runtime.counts import counted
 
 _COLORS = ("#4477aa", "#66ccee", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#bbbbbb")
@@ -96,7 +96,9 @@ def to_json(
 
 def _estimate_json(plan: Estimate) -> dict[str, Any]:
     values = dataclasses.asdict(plan)
-    values["memory"]["total"] = plan.memory.total
+    memory = plan.memory
+    place = {"moment": memory.moment, "stage": memory.stage, "parameters": memory.parameters}
+    values["memory"] = {**place, **memory.kinds, "total": memory.total}
     return values
 
 
@@ -115,13 +117,12 @@ def _days(job: Job, plan: Estimate) -> float | None:
 def _memory_lines(job: Job, plan: Estimate) -> list[str]:
     memory = plan.memory
     where = f"stage {memory.stage}, " if plan.layout.pipeline > 1 else ""
-    sizes = {kind: getattr(memory, kind) for kind in KINDS}
     return [
         f"memory of the fullest rank ({where}{memory.parameters:,} parameters), "
         f"in the {memory.moment}:",
         *(
             f"  {kind:<12}{_gib(size):>11}{size / memory.total:>7.0%}"
-            for kind, size in sizes.items()
+            for kind, size in memory.kinds.items()
             if size
         ),
         f"  {'total':<12}{_gib(memory.total):>11} of {_gib(job.usable)}",
@@ -212,8 +213,8 @@ def draw(estimates: Sequence[Estimate], *, limit: int, path: str) -> None:
     axes = figure.add_subplot()
     names = [one.layout.describe() for one in estimates]
     ends = [0.0] * len(estimates)
-    for kind, color in zip(KINDS, _COLORS, strict=True):
-        sizes = [getattr(one.memory, kind) / GIB for one in estimates]
+    for kind, color in zip(estimates[0].memory.kinds, itertools.cycle(_COLORS), strict=False):
+        sizes = [one.memory.kinds[kind] / GIB for one in estimates]
         if any(sizes):
             axes.barh(names, sizes, left=ends, color=color, label=kind)
             ends = [end + size for end, size in zip(ends, sizes, strict=True)]

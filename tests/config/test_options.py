@@ -279,3 +279,30 @@ def test_the_usage_names_the_positional_option_and_help_shows_an_example(capsys)
     with pytest.raises(SystemExit):
         parse(Settings, ["--help"], prog="show", description="", usage="WORD -- REST")
     assert capsys.readouterr().out.startswith("usage: show WORD -- REST\n")
+
+
+def test_classes_that_are_put_together_can_each_add_choices(capsys):
+    def shapes(cls: type) -> list[str]:
+        return [shape for base in reversed(cls.__mro__) for shape in vars(base).get("SHAPES", ())]
+
+    @option_group("Core")
+    class Core:
+        SHAPES = ("round", "square")
+        COMMON = ("shape",)
+        shape: str | None = option(None, "Shape.", choices=shapes)
+        size: int = option(1, "Size.")
+
+    @option_group("More")
+    class More(Core):
+        SHAPES = ("flat",)
+        depth: int = option(1, "Depth.", common=True)
+
+    assert parse(More, ["--shape", "flat"], prog="", description="").shape == "flat"
+    assert "Shape. One of `round`, `square`, `flat`." in to_markdown(More)
+    with pytest.raises(ConfigError, match="--shape expects one of round, square, not 'flat'"):
+        parse(Core, ["--shape", "flat"], prog="", description="")
+    with pytest.raises(SystemExit):
+        parse(More, ["--help"], prog="", description="")
+    shown = capsys.readouterr().out
+    assert "--depth" in shown
+    assert "--size" not in shown

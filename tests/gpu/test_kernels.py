@@ -9,8 +9,8 @@ from llm.models.cross_entropy import chunked_cross_entropy
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import run_model
 from llm.models.patches.document_attention import use_document_attention
-from llm.optim.make import make_optimizer
-from llm.optim.options import OptimizerOptions
+from llm.trainers.gpt.extensions import GPTConfig
+from llm.trainers.gpt.seams import recipe_of
 from tests.support.gpu import CPU, DEVICE, gpu, only_on_a_gpu
 from tests.support.models import VOCAB_SIZE, tiny_config, tiny_model
 from tests.support.training import NO_DROPOUT
@@ -115,7 +115,8 @@ def test_copies_to_the_host_are_whole_and_pinned():
 @pytest.mark.parametrize("name", ["adamw", "muon", "soap", "sgd"])
 def test_an_optimizer_skips_its_step_where_a_gradient_overflowed(name):
     model = tiny_model(tiny_config("gpt2"), device=DEVICE)
-    optimizer = make_optimizer(OptimizerOptions(optimizer=name, learning_rate=1e-2), model)
+    options = GPTConfig(optimizer=name, learning_rate=1e-2)
+    optimizer = recipe_of(options, seed=0).make(model, None).optimizer
     for found_inf in (0.0, 0.0, 1.0):  # SOAP makes its first bases in the first step
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
@@ -132,7 +133,8 @@ def test_an_optimizer_skips_its_step_where_a_gradient_overflowed(name):
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
 def test_the_host_waits_for_nothing_in_a_step(name):
     model = tiny_model(tiny_config("gpt2"), device=DEVICE)
-    optimizer = make_optimizer(OptimizerOptions(optimizer=name, learning_rate=1e-2), model)
+    options = GPTConfig(optimizer=name, learning_rate=1e-2)
+    optimizer = recipe_of(options, seed=0).make(model, None).optimizer
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.found_inf = torch.zeros((), device=DEVICE)

@@ -156,7 +156,7 @@ def make_tracker(path, seen, *, peak_flops=1e15):
     )
 
 
-def log(tracker: Tracker, step: int, **kfac: torch.Tensor) -> None:
+def log(tracker: Tracker, step: int, **optimizer: torch.Tensor) -> None:
     tracker.log_training(
         {"loss": math.nan, "grad_norm": 1.0, "skipped_steps": 0.0, "nan_steps": 0.0},
         step=step,
@@ -165,7 +165,7 @@ def log(tracker: Tracker, step: int, **kfac: torch.Tensor) -> None:
         learning_rate=0.1,
         loss_scale=1.0,
         global_batch_size=8,
-        kfac=kfac,
+        optimizer=optimizer,
     )
 
 
@@ -177,7 +177,7 @@ def test_training_and_evaluation_of_a_step_have_a_line_each(tmp_path):
     seen = []
     tracker = make_tracker(tmp_path / "metrics.jsonl", seen)
     tracker.start(step=0, tokens=0, seconds=5.0)
-    log(tracker, 5, condition=torch.tensor(9.0))
+    log(tracker, 5, kfac_condition=torch.tensor(9.0))
     (training,) = lines_of(tmp_path / "metrics.jsonl")  # before it is known of an evaluation
     tracker.log_evaluation({"loss": 2.0, "perplexity": math.inf, "loss/wiki": 3.0}, step=5)
     tracker.close()

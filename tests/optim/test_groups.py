@@ -2,11 +2,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from llm.extensions.matrix_optim.muon import make_muon
 from llm.optim.adamw import make_adamw
 from llm.optim.groups import decays, parameter_groups, scale_learning_rates
-from llm.optim.make import make_optimizer, make_sgd
-from llm.optim.muon import make_muon
+from llm.optim.make import make_sgd
 from llm.optim.options import OptimizerOptions
+from llm.trainers.gpt.extensions import GPTConfig
+from llm.trainers.gpt.seams import recipe_of
 from tests.support.models import FAMILIES, tiny_config
 
 
@@ -154,10 +156,10 @@ def test_muons_groups_have_factors_of_their_own():
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "soap", "sgd"])
 def test_what_is_no_matrix_inside_has_its_own_rate_with_every_optimizer(optimizer):
     model = AutoModelForCausalLM.from_config(tiny_config("gpt2"))
-    options = OptimizerOptions(
+    options = GPTConfig(
         optimizer=optimizer, learning_rate=0.01, embedding_learning_rate=0.08, weight_decay=0.1
     )
-    made = make_optimizer(options, model)
+    made = recipe_of(options, seed=0).make(model, None).optimizer
 
     settings = {
         p: (group["lr"], group.get("rate_factor", 1.0), group["weight_decay"])

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm.errors import ParallelError
 from llm.models.loss import LanguageModelLoss
+from llm.optim.run_optimizer import Recipe
 from llm.parallel.accelerator import (
     check_device,
     check_precision,
@@ -338,7 +339,9 @@ def fp8_layers(family: str) -> list[str]:
     model = tiny_model(tiny_config(family))
     strategy = AcceleratedStrategy(make_accelerator(PrecisionOptions(), device=torch.device("cpu")))
     strategy.accelerator.state._mixed_precision = "fp8"  # refused on a CPU
-    strategy.prepare(LanguageModelLoss(model), lambda model: torch.optim.AdamW(model.parameters()))
+    strategy.prepare(
+        LanguageModelLoss(model), Recipe(lambda model: torch.optim.AdamW(model.parameters())).make
+    )
     return [name for name, module in model.named_modules() if type(module) is Float8Linear]
 
 

@@ -14,6 +14,7 @@ from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
 from llm.models.patches.tied_embedding import tie_gradients
 from llm.models.sizes import find_blocks
+from llm.optim.run_optimizer import Recipe
 from tests.support.layouts import make_optimizer, make_strategy
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
@@ -37,7 +38,7 @@ def train(family: str, sizes: dict[str, int], accumulation: int, unsharded: bool
     disable_packing_detection()
     model = make_model(family)
     strategy = make_strategy(sizes, unsharded_gradients=unsharded)
-    strategy.prepare(LanguageModelLoss(model), make_optimizer)
+    strategy.prepare(LanguageModelLoss(model), Recipe(make_optimizer).make)
     seen = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
@@ -114,7 +115,7 @@ def list_messages(family: str, precision: str, micro_batches: int = 2, unsharded
     """Messages of a step, after another one, and the moments when a block begins between them."""
     disable_packing_detection()
     strategy = make_strategy({"shard": 2}, precision, unsharded_gradients=unsharded)
-    strategy.prepare(LanguageModelLoss(make_model(family)), make_optimizer)
+    strategy.prepare(LanguageModelLoss(make_model(family)), Recipe(make_optimizer).make)
     messages = Messages()
     for block in find_blocks(strategy.model):
         note_begin(block, messages.sent)

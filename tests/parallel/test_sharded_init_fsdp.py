@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
+from llm.optim.run_optimizer import Recipe
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.sharded_init import fill_model
@@ -30,7 +31,7 @@ def start(
     model = tiny_model(config, device=META, **options)
     init_weights = functools.partial(fill_model, ModelOptions(**options), seed=1, device=CPU)
     strategy = ShardedStrategy(accelerator, dims_of(shard=shard), init_weights=init_weights)
-    strategy.prepare(LanguageModelLoss(model), make_optimizer)
+    strategy.prepare(LanguageModelLoss(model), Recipe(make_optimizer).make)
     return strategy
 
 
@@ -76,7 +77,9 @@ def train(shard: int, which: str):
         strategy = start(accelerator, config, shard=shard, **options)
     else:
         strategy = AcceleratedStrategy(accelerator)
-        strategy.prepare(LanguageModelLoss(tiny_model(config, **options)), make_optimizer)
+        strategy.prepare(
+            LanguageModelLoss(tiny_model(config, **options)), Recipe(make_optimizer).make
+        )
     seen = []
     for step in range(3):
         tokens = torch.randint(320, (8, 17), generator=torch.Generator().manual_seed(step))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from llm.models.loss import LanguageModelLoss
+from llm.optim.run_optimizer import Recipe
 from llm.parallel.sharded_init import fill_model
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.layouts import Pipelined, Sharded
@@ -35,7 +36,7 @@ def start(config, sizes: dict[str, int], make_optimizer=make_optimizer, **option
     init_weights = partial(fill_model, run, seed=1, device=accelerator.device)
     layout = Pipelined() if dims.pipeline > 1 else Sharded()
     strategy = layout.make(run, dims, accelerator, init_weights=init_weights)
-    strategy.prepare(LanguageModelLoss(model), make_optimizer)
+    strategy.prepare(LanguageModelLoss(model), Recipe(make_optimizer).make)
     return strategy
 
 

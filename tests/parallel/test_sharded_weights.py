@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
 from llm.models.weight_files import find_weight_files
+from llm.optim.run_optimizer import Recipe
 from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.sharded_init import fill_model
 from tests.support.layouts import cpu_accelerator, dims_of, make_optimizer
@@ -44,7 +45,7 @@ def start(accelerator, config, folder: str, sizes: dict[str, int], optimizer, **
             fill_model, ModelOptions(**options), seed=1, device=CPU, files=files
         ),
     )
-    strategy.prepare(LanguageModelLoss(model), optimizer)
+    strategy.prepare(LanguageModelLoss(model), Recipe(optimizer).make)
     return strategy
 
 

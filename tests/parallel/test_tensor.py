@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
+from llm.optim.run_optimizer import Recipe
 from llm.parallel.tensor import TensorParallelRNG, divide_layers
 from tests.support.layouts import make_optimizer, make_strategy
 from tests.support.models import tiny_config
@@ -49,7 +50,7 @@ def prepare(
     strategy = make_strategy(sizes)
 
     loss = LanguageModelLoss(model, chunked=chunked, aligned=aligned, z_loss=z_loss)
-    strategy.prepare(loss, make_optimizer)
+    strategy.prepare(loss, Recipe(make_optimizer).make)
     return strategy
 
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from llm.extensions.matrix_optim.eigenbases import eigenbasis, power_iteration, rotate, rotate_back
 from llm.models.masking import check_documents_apart
-from llm.optim.eigenbases import eigenbasis, power_iteration, rotate, rotate_back
 from llm.parallel.context import check_divisible
 from llm.parallel.pipeline.stage import check_cut
 from llm.runtime.float32 import full_float32
-from tests.optim.kfac.toy import forward_backward, toy_batch, toy_ekfac, toy_model
+from tests.extensions.kfac.toy import forward_backward, toy_batch, toy_ekfac, toy_model
 from tests.support.models import tiny_config, tiny_model
 
 OPERATIONS = {"mm", "addmm", "bmm", "linalg_eigh", "_linalg_eigh", "geqrf"}

@@ -11,6 +11,7 @@ from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
 from llm.optim.adamw import make_adamw
 from llm.optim.options import OptimizerOptions
+from llm.optim.run_optimizer import Recipe
 from llm.parallel.base import AcceleratedStrategy
 from tests.support import layouts
 from tests.support.models import tiny_config
@@ -44,7 +45,7 @@ def make_strategy(mixed_precision: str = "no", **options: Any) -> AcceleratedStr
     # Ranks that do not know of one another would pass every test here.
     assert strategy.world_size == int(os.environ["WORLD_SIZE"])
     disable_packing_detection()
-    strategy.prepare(LanguageModelLoss(make_model()), make_optimizer)
+    strategy.prepare(LanguageModelLoss(make_model()), Recipe(make_optimizer).make)
     return strategy
 
 

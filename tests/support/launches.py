@@ -27,9 +27,9 @@ def launches_of_updates(case: Case, steps: int) -> list[Counter[str]]:
     with prepared(case) as (strategy, strict, config, _):
         tokens = torch.zeros(case.shape, dtype=torch.long, device=strategy.device)
         batch, counts = MicroBatch(tokens, tokens), []
-        kfac = strategy.second_order
+        kfac = getattr(strategy.run_optimizer, "recorder", None)
         if kfac is not None:
-            kfac.recorder.steps = LATE
+            kfac.steps = LATE
         for state in strategy.optimizer.state.values():
             for key, tensor in state.items():
                 if key.endswith("calls"):
@@ -39,8 +39,6 @@ def launches_of_updates(case: Case, steps: int) -> list[Counter[str]]:
             if step == 0 or kfac is not None:  # else the gradients stay
                 strategy.forward_backward([batch], num_tokens=tokens.numel())
             strict.take_notes()
-            if kfac is not None:
-                kfac.precondition(learning_rate=1e-3)
             strategy.optimizer_step(config.max_grad_norm)
             counts.append(strict.take_notes().launches)
         return counts

@@ -153,11 +153,10 @@ def _train(
     batch = MicroBatch(tokens, tokens)
     num_tokens = MICRO_BATCHES * tokens.numel() * strategy.data_ranks
     meter = Meter(strategy.device, rank=strategy.rank)
-    parts = {"strategy": strategy, "kfac": strategy.second_order}
     saver = Saver(
         CheckpointOptions(),
         Path("checkpoints"),
-        parts={name: part for name, part in parts.items() if part is not None},
+        parts={"strategy": strategy, **strategy.run_optimizer.parts()},
         metadata={},
         rank=strategy.rank,
         world_size=strategy.world_size,
@@ -170,8 +169,6 @@ def _train(
         loss_sum = strategy.forward_backward([batch] * MICRO_BATCHES, num_tokens=num_tokens)
         gradient = strict.take_notes() if step == 2 else Notes()
         saver.before_update()
-        if strategy.second_order is not None:
-            strategy.second_order.precondition(learning_rate=1e-3)
         norm, skipped = strategy.optimizer_step(config.max_grad_norm)
         meter.add(step, loss_sum, num_tokens, grad_norm=norm, skipped=skipped)
         strategy.any_rank([False, False])

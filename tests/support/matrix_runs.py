@@ -10,14 +10,12 @@ from llm.checkpoint.load import load_state, newest_valid
 from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import Saver
 from llm.data.loader import MicroBatch
+from llm.extensions.kfac.make_kfac import KFAC
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
-from llm.optim.kfac.make_kfac import cover_model, make_kfac
-from llm.optim.make import make_optimizer
-from llm.optim.options import OptimizerOptions
-from llm.optim.soap import basis_order
 from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.fsdp import ShardedStrategy
+from llm.trainers.gpt.extensions import GPTConfig
+from llm.trainers.gpt.seams import recipe_of
 from tests.support import layouts
 from tests.support.data_parallel import step_data
 from tests.support.models import tiny_config
@@ -50,7 +48,7 @@ def make_strategy(
     """A strategy with its model and optimizer, as the trainer makes them; DDP without sizes."""
     disable_packing_detection()
     model = make_model() if model is None else model
-    options = OptimizerOptions(
+    options = GPTConfig(
         learning_rate=1e-3,
         embedding_learning_rate=2e-3,
         weight_decay=0.1,
@@ -62,21 +60,9 @@ def make_strategy(
         strategy = AcceleratedStrategy(layouts.cpu_accelerator())
     else:
         strategy = layouts.make_strategy(sizes)
-    whole, coverage, order = None, None, None
-    if isinstance(strategy, ShardedStrategy):
-        whole = strategy.matrices
-        coverage = cover_model(options, model) if options.kfac else None
-        order = basis_order(options, model)
-
-    def make(model: Any) -> torch.optim.Optimizer:
-        if not options.kfac:
-            return make_optimizer(options, model, whole=whole, order=order)
-        strategy.second_order = make_kfac(
-            options, model, torch_compile=False, coverage=coverage, whole=whole, order=order
-        )
-        return strategy.second_order.optimizer
-
-    strategy.prepare(LanguageModelLoss(model), make)
+    recipe = recipe_of(options, seed=0)
+    recipe.plan(model)
+    strategy.prepare(LanguageModelLoss(model), recipe.make)
     return strategy
 
 
@@ -95,8 +81,7 @@ def train(
             micro_batches.append(MicroBatch(inputs[part], labels[part]))
         num_tokens = int((labels != -100).sum())
         loss = strategy.forward_backward(micro_batches, num_tokens=num_tokens)
-        if strategy.second_order is not None:
-            strategy.second_order.precondition(learning_rate=1e-3)
+        strategy.set_learning_rate(1e-3)
         strategy.optimizer_step(clip)
         losses.append(strategy.reduce_sum(loss.clone()).item() / num_tokens)
     return losses
@@ -110,15 +95,14 @@ def whole_weights(strategy: AcceleratedStrategy) -> dict[str, torch.Tensor]:
 def state_bytes(strategy: AcceleratedStrategy) -> int:
     """Bytes of the optimizer's state and of K-FAC's on this rank."""
     parts: list[Any] = [t for s in strategy.optimizer.state.values() for t in s.values()]
-    if strategy.second_order is not None:
-        factors = strategy.second_order.recorder.factors
+    if isinstance(strategy.run_optimizer, KFAC):
+        factors = strategy.run_optimizer.recorder.factors
         parts += [t for factor in factors for t in factor.tensors().values()]
     return sum(t.nbytes for t in {id(t): t for t in parts}.values())
 
 
 def parts_of(strategy: AcceleratedStrategy) -> dict[str, Any]:
-    parts: dict[str, Any] = {"strategy": strategy}
-    return parts | ({"kfac": strategy.second_order} if strategy.second_order else {})
+    return {"strategy": strategy, **strategy.run_optimizer.parts()}
 
 
 def save(strategy: AcceleratedStrategy, folder: Any, step: int) -> None:

@@ -29,6 +29,9 @@ PROGRAMS = {
     "extensions.mup.coordinate_check",
 }
 
+# The extensions that an extension may import: whoever deletes one of these deletes that first.
+USES = {"kfac": ["matrix_optim"]}
+
 
 def name_of(path: Path) -> str:
     """The name of a module without the package's, such as `data.loader`."""

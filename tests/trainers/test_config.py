@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from llm.config.command_line import parse
-from llm.config.options import fields
+from llm.config.options import common, fields
 from llm.config.tokens import Tokens
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
-from llm.optim.kfac.options import kfac_method
+from llm.extensions.kfac.kfac_settings import kfac_method
 from llm.trainers.gpt import resume
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
@@ -390,8 +390,8 @@ def test_help_shows_what_most_runs_set_and_help_all_every_option(capsys):
     names = {field.name for field in fields(GPTConfig)}
     shown, everything = help_of(capsys, "--help"), help_of(capsys, "--help", "all")
     assert names <= flags_of(everything)
-    assert names & flags_of(shown) == set(GPTConfig.COMMON)
-    assert len(GPTConfig.COMMON) == 31
+    assert names & flags_of(shown) == {*common(GPTConfig)}
+    assert len(common(GPTConfig)) == 31
     assert shown.index("--model_name_or_path") < shown.index("--learning_rate")
 
 

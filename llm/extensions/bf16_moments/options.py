@@ -1,14 +1,13 @@
 """Options of bf16 moments."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from llm.config.options import option, option_group
 from llm.trainers.gpt.seams import Extension
 
 if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
-
+    from llm.optim.run_optimizer import Recipe
     from llm.trainers.gpt.layouts import Layout
 
 
@@ -25,7 +24,7 @@ class MomentOptions(Extension):
     def problems(self) -> list[str]:
         """Return a sentence if another optimizer trains the run."""
         others = [] if self.optimizer in (None, "adamw") else [f"--optimizer {self.optimizer}"]
-        others += ["--kfac"] if self.kfac else []
+        others += [self.besides_optimizer] if self.besides_optimizer else []
         others += [self.several_models] if self.several_models else []
         if self.moment_dtype == "fp32" or not others:
             return []
@@ -34,12 +33,11 @@ class MomentOptions(Extension):
             f"ranks, not for {' and '.join(others)}; leave one of them out."
         ]
 
-    def make_optimizer(
-        self, model: "nn.Module", *, seed: int, layout: "Layout | None"
-    ) -> "Optimizer | None":
-        """Return AdamW with bf16 moments; None for float32 ones."""
+    def recipe(self, *, seed: int, layout: "Layout | None") -> "Recipe | None":
+        """Return what makes AdamW with bf16 moments; None for float32 ones."""
         if self.moment_dtype == "fp32":
             return None
         from llm.extensions.bf16_moments.bf16_adamw import make_bf16_adamw
+        from llm.optim.run_optimizer import Recipe
 
-        return make_bf16_adamw(self, model, seed=seed)
+        return Recipe(partial(make_bf16_adamw, self, seed=seed))

@@ -2,28 +2,26 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from llm.config.options import option, option_group
 from llm.config.program import Program
 from llm.errors import CheckpointError, ConfigError
 from llm.extensions.decentralized.rounds import Round, Topology, check_topology, make_rounds
+from llm.optim.options import ELEMENTWISE_WITH_BETAS, OptimizerKind
 from llm.parallel.options import sizes_above_one
 from llm.runtime.counts import counted
 from llm.trainers.gpt.seams import Extension
 
 if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
-
     from llm.checkpoint.format import Checkpoint
     from llm.extensions.decentralized.replicas import ReplicaLayout
+    from llm.optim.run_optimizer import Recipe
     from llm.trainers.gpt.layouts import Layout
     from llm.trainers.gpt.seams import Inputs
 
 MOST_ACCUM_STEPS = 8
-_ELEMENTWISE = (None, "adamw", "accumadamw", "sgd")
-"""Optimizers that have been tried with replicas, whole or divided over ranks."""
 
 
 @option_group("Decentralized training", resume="fixed", extension=True)
@@ -75,6 +73,7 @@ class DecentralizedOptions(Extension):
         at_least=1,
     )
 
+    OPTIMIZERS: ClassVar[Mapping[str, OptimizerKind]] = {"accumadamw": ELEMENTWISE_WITH_BETAS}
     programs: ClassVar[Mapping[str, Program]] = {
         "topology": Program(
             "llm.extensions.decentralized.topology:main",
@@ -105,16 +104,11 @@ class DecentralizedOptions(Extension):
             )
         if mode == "allreduce":
             return problems
-        if kind not in (*_ELEMENTWISE, "muon"):
-            state = "bases" if kind == "soap" else "a state"
+        if not self.optimizer_kind.averaged:
+            state = self.optimizer_kind.state
             problems.append(
                 f"--optimizer {kind} has {state} that cannot be averaged over ranks with separate "
                 f"weights, as with --data_parallel {mode}; choose another optimizer."
-            )
-        if self.kfac:
-            problems.append(
-                f"--kfac needs the gradients of all ranks, which --data_parallel {mode} does not "
-                "bring together; leave one of them out."
             )
         return [*problems, *self._size_problems()]
 
@@ -242,10 +236,8 @@ class DecentralizedOptions(Extension):
             f"momentum {self.outer_momentum:g})"
         )
 
-    def make_optimizer(
-        self, model: "nn.Module", *, seed: int, layout: "Layout | None"
-    ) -> "Optimizer | None":
-        """Return AccumAdamW; None for another optimizer."""
+    def recipe(self, *, seed: int, layout: "Layout | None") -> "Recipe | None":
+        """Return what makes AccumAdamW; None for another optimizer."""
         from llm.extensions.decentralized.replicas import ReplicaLayout
 
         if isinstance(layout, ReplicaLayout):
@@ -255,5 +247,6 @@ class DecentralizedOptions(Extension):
         if steps is None:
             return None
         from llm.extensions.decentralized.accum_adamw import make_accum_adamw
+        from llm.optim.run_optimizer import Recipe
 
-        return make_accum_adamw(self, model, accum_steps=steps)
+        return Recipe(partial(make_accum_adamw, self, accum_steps=steps))

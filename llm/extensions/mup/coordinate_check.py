@@ -24,7 +24,7 @@ from llm.errors import ConfigError
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.presets import preset_options
 from llm.trainers.gpt.rules import check_planned
-from llm.trainers.gpt.seams import optimizer_of, transforms_of
+from llm.trainers.gpt.seams import recipe_of, transforms_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -153,7 +153,6 @@ def activation_sizes(options: GPTConfig) -> dict[str, list[float]]:
     from llm.models.configuration import load_config, max_positions
     from llm.models.loss import LanguageModelLoss
     from llm.optim.groups import scale_learning_rates
-    from llm.optim.make import make_optimizer
 
     config = load_config(options)
     vocab_size = config.get_text_config().vocab_size
@@ -167,7 +166,7 @@ def activation_sizes(options: GPTConfig) -> dict[str, list[float]]:
         vocab_size=vocab_size,
         transforms=transforms,
     ).eval()  # without dropout
-    optimizer = optimizer_of(options, model, seed=0) or make_optimizer(options, model)
+    optimizer = recipe_of(options, seed=0).make(model, None).optimizer
     for transform in transforms:
         scale_learning_rates(optimizer, model, transform.rate_factor)
     loss = LanguageModelLoss(model, chunked=False)  # its logits are an activation of the head

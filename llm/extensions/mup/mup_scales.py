@@ -70,7 +70,7 @@ class Scales(Transform):
         Args:
             name: The parameter's name in the whole model.
             ndim: Its number of dimensions.
-            is_muon: Whether Muon trains it, with the step length of `llm.optim.muon`; else AdamW.
+            is_muon: Whether Muon trains it, with the step length of 0.2 sqrt(n); else AdamW.
         """
         matrix = 1 / (math.sqrt(self.width) if is_muon else self.width)
         return self._factor(name, ndim, matrix=matrix, depth=self.depth)

@@ -52,10 +52,10 @@ class MuPOptions(Extension):
                 "rate."
             )
         allowed = (None, "adamw", "accumadamw", "muon")
-        if self.mup and (self.kfac or self.optimizer not in allowed):
-            other = "kfac" if self.kfac else f"optimizer {self.optimizer}"
+        if self.mup and (self.besides_optimizer or self.optimizer not in allowed):
+            other = self.besides_optimizer or f"--optimizer {self.optimizer}"
             problems.append(
-                f"--mup has learning rates for adamw, accumadamw and muon, and none for --{other}; "
+                f"--mup has learning rates for adamw, accumadamw and muon, and none for {other}; "
                 "leave one of them out."
             )
         return problems

@@ -135,7 +135,7 @@ class PipelineStrategy(ShardedStrategy):
         joined = {name: torch.cat([each[name] for each in arguments]) for name in arguments[0]}
         received = [joined["input_ids"]] if self._stage_rank == 0 else []
         schedule = self._schedule[1]
-        with self._capture_stats(token_weight):
+        with self._recording(token_weight):
             schedule.step(*received, target=joined["labels"], return_outputs=False, **joined)
         return self._sum_of_losses(self._loss_sums, self._no_loss)
 

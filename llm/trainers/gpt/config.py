@@ -14,7 +14,6 @@ from llm.config.tokens import Tokens
 from llm.data.options import BatchOptions, DataOptions
 from llm.metrics.options import LoggingOptions
 from llm.models.options import ModelOptions
-from llm.optim.kfac.options import KFACOptions
 from llm.optim.options import OptimizerOptions
 from llm.parallel.options import ParallelOptions, PrecisionOptions
 from llm.tokenizers.options import TokenizerOptions
@@ -133,7 +132,6 @@ class CoreConfig(
     DataOptions,
     BatchOptions,
     OptimizerOptions,
-    KFACOptions,
     ParallelOptions,
     CheckpointOptions,
     EvaluationOptions,
@@ -149,7 +147,7 @@ class CoreConfig(
         *("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size"),
         *("num_train_epochs", "max_train_steps", "preset"),
         *("optimizer", "learning_rate", "lr_scheduler_type", "num_warmup_steps", "weight_decay"),
-        *("kfac", "mixed_precision", "torch_compile"),
+        *("mixed_precision", "torch_compile"),
         *("output_dir", "overwrite_output_dir", "checkpointing_steps", "resume_from_checkpoint"),
         *("eval_steps", "data_parallel_shard_size", "tensor_parallel_size"),
         "pipeline_parallel_size",

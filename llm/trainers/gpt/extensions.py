@@ -2,6 +2,8 @@
 
 To delete an extension, remove its folder, its import and its line in the list. The command line,
 the TOML file and the configuration page are all generated from `GPTConfig`.
+
+The extension kfac imports matrix_optim: delete kfac first.
 """
 
 from collections.abc import Sequence
@@ -11,6 +13,8 @@ from llm.extensions.averaging.options import AveragingOptions
 from llm.extensions.batch_size.options import BatchSizeOptions
 from llm.extensions.bf16_moments.options import MomentOptions
 from llm.extensions.decentralized.options import DecentralizedOptions
+from llm.extensions.kfac.options import KFACOptions
+from llm.extensions.matrix_optim.options import MatrixOptions
 from llm.extensions.mup.options import MuPOptions
 from llm.extensions.profiler.options import ProfilerOptions
 from llm.extensions.spikes.options import SpikeOptions
@@ -25,6 +29,8 @@ class GPTConfig(
     BatchSizeOptions,
     MomentOptions,
     DecentralizedOptions,
+    KFACOptions,
+    MatrixOptions,
     MuPOptions,
     ProfilerOptions,
     SpikeOptions,

@@ -107,8 +107,7 @@ class Trainer:
             "train": self.state,
             "meter": self.meter,
         }
-        if self.strategy.second_order is not None:
-            parts["kfac"] = self.strategy.second_order
+        parts |= self.strategy.run_optimizer.parts()
         return parts | {each.part: each for each in self.extensions if each.part is not None}
 
     @property
@@ -172,9 +171,6 @@ class Trainer:
         # micro-batches, ranks and a short last window do not change the mean.
         loss_sum = strategy.forward_backward(batch.micro_batches, num_tokens=batch.num_tokens)
         self.saver.before_update()
-        if strategy.second_order is not None:
-            # K-FAC comes before clipping, so the norm is the preconditioned gradient's.
-            strategy.second_order.precondition(learning_rate=learning_rate)
         # All ranks skip the step if any gradient is not finite. Norm and flag stay on the device:
         # reading them here would wait for the whole step.
         grad_norm, skipped = strategy.optimizer_step(self.config.max_grad_norm)
@@ -254,7 +250,6 @@ class Trainer:
         self.train_loss = values["loss"]
         state = self.state
         self.report_steps()
-        second_order = self.strategy.second_order
         self.tracker.log_training(
             values,
             step=state.step,
@@ -263,7 +258,7 @@ class Trainer:
             learning_rate=self.schedule(state.step - 1),
             loss_scale=float(self.strategy.loss_scale()),
             global_batch_size=self.plan.phase(state.step - 1).global_batch_size,
-            kfac={} if second_order is None else second_order.metrics(),
+            optimizer=self.strategy.run_optimizer.metrics(),
         )
 
     def report_steps(self) -> None:

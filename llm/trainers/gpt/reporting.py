@@ -65,9 +65,8 @@ def log_start(
         _log_sources(setup, setup.plan.total_samples, "will serve")
         for line in setup.layout.describe():
             logger.info(line)
-    if strategy.second_order is not None:
-        for line in strategy.second_order.describe().splitlines():
-            logger.info(line)
+    for line in strategy.run_optimizer.describe().splitlines():
+        logger.info(line)
     switches = {"TF32": config.tf32, "compiled blocks": config.torch_compile}
     faster = "".join(f"{name}, " for name, on in switches.items() if on)
     layout = f"{setup.dims.describe()}, " if strategy.world_size > 1 else ""

@@ -92,11 +92,10 @@ def find_resume(config: CoreConfig, run: RunFolder) -> Checkpoint | None:
 
 def _state_options(config: CoreConfig) -> dict[str, Any]:
     """Return the options that determine an optimizer's state, with the default optimizer's name."""
-    return {
-        "kfac": config.kfac,
-        "kfac_max_dim": config.kfac_max_dim,
-        "optimizer": config.optimizer or config.default_optimizer,
-    }
+    declared = options.fields(type(config))
+    names = [field.name for field in declared if field.option.resume == "state"]
+    values = {name: getattr(config, name) for name in names}
+    return values | {"optimizer": config.optimizer or config.default_optimizer}
 
 
 def check_known(config: CoreConfig, checkpoint: Checkpoint) -> None:
@@ -243,7 +242,7 @@ def fixed_options(config: CoreConfig, *, like: dict[str, Any] | None = None) -> 
         config: The options.
         like: Fixed options of a checkpoint; provide seed and precision if the options do not.
     """
-    fixed = _options(config, resume="fixed")
+    fixed = _options(config, kind="fixed")
     for name in ("seed", *BY_DEVICE):
         if like is not None and name in fixed and fixed[name] is None:
             fixed[name] = like.get(name)
@@ -252,16 +251,17 @@ def fixed_options(config: CoreConfig, *, like: dict[str, Any] | None = None) -> 
 
 def logged_options(config: CoreConfig) -> dict[str, Any]:
     """Return the options that a resumed run may change and logs, as JSON values."""
-    return _options(config, resume="logged")
+    return _options(config, kind="logged")
 
 
-def _options(config: CoreConfig, *, resume: str) -> dict[str, Any]:
-    values = {
-        field.name: getattr(config, field.name)
-        for field in options.fields(type(config))
-        if field.option.resume == resume
-    }
-    return _as_json(values)
+def _options(config: CoreConfig, *, kind: str) -> dict[str, Any]:
+    return _as_json({field.name: getattr(config, field.name) for field in _recorded(config, kind)})
+
+
+def _recorded(config: CoreConfig, kind: str) -> list[options.Field]:
+    """Return the options that checkpoints record as fixed or as logged."""
+    kinds = ("state", "fixed") if kind == "fixed" else (kind,)
+    return [field for field in options.fields(type(config)) if field.option.resume in kinds]
 
 
 def _as_json(values: dict[str, Any]) -> dict[str, Any]:
@@ -289,9 +289,7 @@ def saved_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> dict
     Extension options that it does not record have their default.
     """
     defaults = {
-        field.name: field.default
-        for field in options.fields(type(config))
-        if field.option.extension and field.option.resume == kind
+        field.name: field.default for field in _recorded(config, kind) if field.option.extension
     }
     saved: dict[str, Any] = checkpoint.metadata[kind]
     return _as_json(defaults) | saved

@@ -13,18 +13,15 @@ from llm.data.options import SOURCES, batch_problems, data_problems
 from llm.errors import ConfigError
 from llm.metrics.options import logging_problems
 from llm.models.options import model_problems
-from llm.optim.kfac.options import kfac_method, preconditioner_options
-from llm.optim.options import kfac_problems, optimizer_problems, schedule_problems
+from llm.optim.options import optimizer_problems, schedule_problems
 from llm.parallel.options import parallel_problems, sizes_above_one
 from llm.tokenizers.options import tokenizer_problems
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.presets import values_of_preset
 from llm.trainers.gpt.seams import extensions_of
 
-# A rule names the optimizers that an option allows. It therefore refuses an optimizer that is added
-# later, until somebody has checked the combination. The same holds for sizes and precisions.
-_ELEMENTWISE = (None, "adamw", "accumadamw", "sgd")
-_WITH_MATRICES = (*_ELEMENTWISE, "muon", "soap")
+# A rule names the sizes and precisions that an option allows. It therefore refuses one that is
+# added later, until somebody has checked the combination. `OptimizerKind` does so for optimizers.
 
 
 def check(config: CoreConfig) -> None:
@@ -64,9 +61,7 @@ def check_planned(config: CoreConfig) -> list[str]:
         *model_problems(config),
         *batch_problems(config),
         *optimizer_problems(config),
-        *kfac_problems(config),
         *parallel_problems(config),
-        *_optimizer_problems(config),
         *_size_problems(config),
         *_precision_problems(config),
         *(p for each, options in extensions_of(config) for p in each.problems(options)),
@@ -122,42 +117,13 @@ def _run_problems(config: CoreConfig) -> list[str]:
     return problems
 
 
-def _optimizer_problems(config: CoreConfig) -> list[str]:
-    kind = config.optimizer
-    problems = []
-    if config.kfac and kind == "soap" and kfac_method(config) != "ekfac":
-        selecting = [f"--{name}" for name in preconditioner_options(config)]
-        source = f" (selected by {' and '.join(selecting)})" if not config.kfac_method else ""
-        problems.append(
-            f"--optimizer soap does not go with --kfac by the method {kfac_method(config)}{source};"
-            " choose ekfac, or leave --optimizer soap out."
-        )
-    elif config.kfac and kind not in (None, "adamw", "soap"):
-        problems.append(
-            f"--optimizer {kind} does not go with --kfac: adamw trains the other weights, or soap "
-            "with the method ekfac; leave one of them out."
-        )
-    return problems
-
-
 def _size_problems(config: CoreConfig) -> list[str]:
     sizes = sizes_above_one(config)
     if not sizes:
         return []
-    whole_layers = ("data_parallel_shard_size", "context_parallel_size", "pipeline_parallel_size")
-    problems = [
-        f"--kfac needs the inputs and outputs of whole layers, which --{name} divides; leave one "
-        "of them out."
-        for name in sizes
-        if config.kfac and name not in whole_layers
-    ]
-    if config.kfac and config.kfac_library not in (None, "native"):
-        problems.append(
-            f"--kfac_library {config.kfac_library} needs whole weights on every rank, which "
-            f"--{sizes[0]} divides; leave one of them out."
-        )
-    divisible = _ELEMENTWISE if config.several_models else _WITH_MATRICES
-    if config.optimizer not in divisible:
+    kind = config.optimizer_kind
+    problems = []
+    if not (kind.averaged_shards if config.several_models else kind.sharded):
         problems.append(
             f"--optimizer {config.optimizer} needs whole weights on every rank of a replica, which "
             f"--{sizes[0]} divides; take adamw or sgd."
@@ -181,10 +147,6 @@ def _precision_problems(config: CoreConfig) -> list[str]:
     problems = _all_reduce_problems(config)
     if precision in (None, "no", "fp16", "bf16"):
         return problems
-    if config.kfac:
-        problems.append(
-            f"--mixed_precision {precision} has no layers that --kfac covers; use bf16 or no."
-        )
     allowed = ("data_parallel_shard_size", "context_parallel_size") if precision == "fp8" else ()
     problems += [
         f"--mixed_precision {precision} does not go with --{name}; use bf16 or no."
@@ -202,8 +164,8 @@ def _all_reduce_problems(config: CoreConfig) -> list[str]:
         others.append(f"--mixed_precision {config.mixed_precision}")
     if config.several_models:
         others.append(config.several_models)
-    if config.kfac:
-        others.append("--kfac")
+    if config.besides_optimizer is not None:
+        others.append(config.besides_optimizer)
     return [
         f"--all_reduce_dtype {config.all_reduce_dtype} is for the gradients of whole weights in "
         f"float32 or bf16 runs, and does not go with {other}; leave one of them out."

@@ -8,6 +8,7 @@ calls extensions in the order of that list.
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,13 +16,12 @@ from llm.config.program import Program
 from llm.trainers.gpt.config import CoreConfig
 
 if TYPE_CHECKING:  # options are read and checked before torch is imported
-    from torch import nn
-    from torch.optim import Optimizer
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from llm.checkpoint.format import Checkpoint
     from llm.data.loader import StepBatch, TrainLoader
     from llm.models.transforms import Transform
+    from llm.optim.run_optimizer import Recipe
     from llm.parallel.base import AcceleratedStrategy
     from llm.parallel.dims import ParallelDims
     from llm.trainers.gpt.layouts import Layout
@@ -209,11 +209,13 @@ class Extension(CoreConfig):
     """The options of an extension, and its methods; it imports its code where needed.
 
     Attributes:
+        MEMORY_KINDS: Kinds of memory that the plan shows for its optimizer.
         fetch_options: Options that `python -m llm.fetch` takes too.
         saved_weights: Further weights in checkpoints.
         programs: Its programs, by their names in the command.
     """
 
+    MEMORY_KINDS: ClassVar[tuple[str, ...]] = ()
     fetch_options: ClassVar[type | None] = None
     saved_weights: ClassVar[SavedWeights | None] = None
     programs: ClassVar[Mapping[str, Program]] = {}
@@ -261,13 +263,10 @@ class Extension(CoreConfig):
         """Return its change to the model, or None."""
         return None
 
-    def make_optimizer(
-        self, model: "nn.Module", *, seed: int, layout: "Layout | None"
-    ) -> "Optimizer | None":
-        """Return the optimizer of a model; None if the core creates it.
+    def recipe(self, *, seed: int, layout: "Layout | None") -> "Recipe | None":
+        """Return what makes the optimizer; None if the core or another extension makes it.
 
         Args:
-            model: The model, or this rank's shards of it.
             seed: The run's seed.
             layout: The run's layout; None if no run is started.
         """
@@ -328,12 +327,18 @@ def transforms_of(config: CoreConfig, model_config: "PreTrainedConfig") -> "list
     return [transform for transform in found if transform is not None]
 
 
-def optimizer_of(
-    config: CoreConfig, model: "nn.Module", *, seed: int, layout: "Layout | None" = None
-) -> "Optimizer | None":
-    """Return the optimizer of an extension; None if the core creates it."""
-    made = (
-        each.make_optimizer(options, model, seed=seed, layout=layout)
-        for each, options in extensions_of(config)
-    )
-    return next((optimizer for optimizer in made if optimizer is not None), None)
+def recipe_of(config: CoreConfig, *, seed: int, layout: "Layout | None" = None) -> "Recipe":
+    """Return what makes the optimizer of a run.
+
+    Args:
+        config: The options.
+        seed: The run's seed.
+        layout: The run's layout; None if no run is started.
+    """
+    from llm.optim.make import make_optimizer
+    from llm.optim.run_optimizer import Recipe
+
+    given = extensions_of(config)
+    found = (each.recipe(options, seed=seed, layout=layout) for each, options in given)
+    made = next((recipe for recipe in found if recipe is not None), None)
+    return made or Recipe(partial(make_optimizer, config))

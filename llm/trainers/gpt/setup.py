@@ -6,6 +6,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from llm.checkpoint.format import Checkpoint
@@ -22,13 +24,10 @@ from llm.models.masking import check_documents_apart
 from llm.models.patches.document_attention import use_document_attention
 from llm.models.weight_files import find_weight_files
 from llm.optim.groups import scale_learning_rates
-from llm.optim.kfac.make_kfac import cover_model, make_kfac
-from llm.optim.make import make_optimizer
-from llm.optim.soap import basis_order
+from llm.optim.run_optimizer import RunOptimizer
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context import check_divisible
-from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.pipeline.stage import check_cut
 from llm.parallel.sharded_init import fill_model
 from llm.runtime.agreement import gather
@@ -39,7 +38,7 @@ from llm.trainers.gpt.evaluation import ValidationSource, divide_batches, evalua
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.resume import log_changes
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
-from llm.trainers.gpt.seams import optimizer_of, transforms_of
+from llm.trainers.gpt.seams import recipe_of, transforms_of
 from llm.trainers.gpt.trained_model import generation_settings
 
 logger = logging.getLogger("llm")
@@ -131,38 +130,17 @@ def make_strategy(
     if config.torch_compile:
         compile_blocks(model)
 
-    whole, coverage, order = None, None, None
-    if isinstance(strategy, ShardedStrategy):
-        # Values that depend on the whole model, computed before it is divided.
-        whole = strategy.matrices
-        if config.kfac and not config.eval_only:
-            with dummy_weights(model, strategy.device), strategy.autocast():
-                coverage = cover_model(config, model)
-        if config.optimizer == "soap":
-            order = basis_order(config, model)
+    recipe = recipe_of(config, seed=setup.seed, layout=setup.layout)
+    with dummy_weights(model, strategy.device), strategy.autocast():
+        recipe.plan(model)
 
-    def optimizer_factory(model: Any) -> torch.optim.Optimizer:
-        # An evaluation only needs the weights.
-        if config.kfac and not config.eval_only:
-            with strategy.autocast():  # it runs the model once, and some kernels refuse float32
-                kfac = make_kfac(
-                    config,
-                    model,
-                    torch_compile=bool(config.torch_compile),
-                    coverage=coverage,
-                    whole=whole,
-                    order=order,
-                )
-            strategy.second_order = kfac
-            return kfac.optimizer
-        optimizer = optimizer_of(config, model, seed=setup.seed, layout=setup.layout)
-        if optimizer is None:
-            optimizer = make_optimizer(config, model, whole=whole, order=order)
+    def optimizer_of(model: nn.Module, mesh: DeviceMesh | None) -> RunOptimizer:
+        made = recipe.make(model, mesh)
         for transform in transforms:
-            scale_learning_rates(optimizer, model, transform.rate_factor)
-        return optimizer
+            scale_learning_rates(made.optimizer, model, transform.rate_factor)
+        return made
 
-    strategy.prepare(loss, optimizer_factory)
+    strategy.prepare(loss, optimizer_of)
     return strategy
 
 

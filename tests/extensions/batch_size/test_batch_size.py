@@ -14,11 +14,10 @@ from llm.errors import ConfigError
 from llm.extensions.batch_size import find_batch_size
 from llm.extensions.batch_size.trial import trial_step
 from llm.models.loss import LanguageModelLoss
-from llm.optim.kfac.make_kfac import make_kfac
-from llm.optim.make import make_optimizer
 from llm.plan.__main__ import main as plan
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
+from llm.trainers.gpt.seams import recipe_of
 from tests.support.data_parallel import share
 from tests.support.faults import Fault
 from tests.support.layouts import make_strategy
@@ -116,19 +115,12 @@ def changes_of_a_trial(options: GPTConfig) -> list[bool]:
     """Whether weights and states are others after a trial, and after a step."""
     strategy = make_strategy({})
     model = tiny_model(tiny_config("gpt2", **NO_DROPOUT))
-
-    def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-        if not options.kfac:
-            return make_optimizer(options, model)
-        strategy.second_order = make_kfac(options, model, torch_compile=False)
-        return strategy.second_order.optimizer
-
-    strategy.prepare(LanguageModelLoss(model), optimizer)
+    strategy.prepare(LanguageModelLoss(model), recipe_of(options, seed=1).make)
     batches, num_tokens = share(0, strategy, 2)
 
     def tensors() -> list[torch.Tensor]:
-        kfac = {} if strategy.second_order is None else strategy.second_order.state_dict()
-        leaves = tree_leaves([strategy.state_dict(), kfac])
+        parts = {"strategy": strategy, **strategy.run_optimizer.parts()}
+        leaves = tree_leaves([part.state_dict() for part in parts.values()])
         return [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     changes, before = [], tensors()

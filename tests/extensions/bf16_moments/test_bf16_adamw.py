@@ -17,6 +17,7 @@ from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
 from llm.optim.adamw import make_adamw
 from llm.optim.options import OptimizerOptions
+from llm.optim.run_optimizer import Recipe
 from tests.support.device_reads import Reads
 from tests.support.layouts import make_strategy
 from tests.support.models import tiny_config, tiny_model
@@ -173,7 +174,9 @@ def moments_on(sizes: dict[str, int]) -> dict[str, Tensor]:
     changes = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     strategy = make_strategy(sizes)
     model = tiny_model(tiny_config("gpt2", **changes))
-    strategy.prepare(LanguageModelLoss(model), lambda m: make_bf16_adamw(OPTIONS, m, seed=5))
+    strategy.prepare(
+        LanguageModelLoss(model), Recipe(lambda m: make_bf16_adamw(OPTIONS, m, seed=5)).make
+    )
     size = 4 // strategy.data_ranks
     rows = slice(strategy.data_rank * size, (strategy.data_rank + 1) * size)
     for step in range(4):

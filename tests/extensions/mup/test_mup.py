@@ -12,10 +12,8 @@ from llm.extensions.mup.mup_scales import Scales
 from llm.extensions.mup.options import MuPOptions
 from llm.models.sizes import SHAPED, find_blocks
 from llm.optim.groups import scale_learning_rates
-from llm.optim.make import make_optimizer
-from llm.optim.options import OptimizerOptions
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.seams import Inputs
+from llm.trainers.gpt.seams import Inputs, recipe_of
 from tests.support.models import (
     FAMILIES,
     export_to,
@@ -157,9 +155,7 @@ def test_a_model_trains_as_one_with_multipliers_in_the_forward_pass(family, opti
     scales = Scales(width=2, depth=2, starts_by_depth=family == "gpt2")
     folded = scaled_model(tiny_config(family), **HALF).eval().double()
     multiplied = with_multipliers(folded, scales)
-    settings = OptimizerOptions(
-        optimizer=optimizer, learning_rate=1e-2, weight_decay=0.1, eps=1e-300
-    )
+    settings = GPTConfig(optimizer=optimizer, learning_rate=1e-2, weight_decay=0.1, eps=1e-300)
 
     def rate_in_the_papers(name: str, ndim: int, is_muon: bool) -> float:
         inside = ".h." in name or ".layers." in name
@@ -168,7 +164,7 @@ def test_a_model_trains_as_one_with_multipliers_in_the_forward_pass(family, opti
     ids = torch.randint(320, (4, 17), generator=torch.Generator().manual_seed(0))
     losses = []
     for model, factor_of in ((folded, scales.rate_factor), (multiplied, rate_in_the_papers)):
-        stepper = make_optimizer(settings, model)
+        stepper = recipe_of(settings, seed=0).make(model, None).optimizer
         scale_learning_rates(stepper, model, factor_of)
         losses.append([])
         for _ in range(6):

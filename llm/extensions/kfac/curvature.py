@@ -1,0 +1,318 @@
+"""The factors of a model's linear layers and their eigenbases, and when each is updated."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llm.extensions.kfac.distribution import Exchange, assign
+from llm.extensions.kfac.factors import Factor, UpdateTimes, record_layers
+from llm.extensions.kfac.layers import Coverage, Layer
+from llm.extensions.matrix_optim.eigenbases import Solution, eigenbasis, power_iteration
+from llm.extensions.matrix_optim.whole import FactorRanks
+from llm.runtime.float32 import full_float32
+
+Method = Literal["ekfac", "eigen"]
+
+
+def is_due(every: int, step: int, phase: float = 0.0) -> bool:
+    """Return whether an update with the interval `every` is due at this step.
+
+    At the start it is due more often, once in each of the windows 0, 1, 2-3, 4-7, 8-15, ...: the
+    first averages have few tokens, and with fp16 the first steps may all be skipped.
+
+    Args:
+        every: Length of an interval, in steps.
+        step: The step, from 0.
+        phase: Position in the interval, in [0, 1).
+    """
+    window = 1 << max(0, step.bit_length() - 1)
+    if window < every:
+        return step == 0 or step - window == int(phase * window)
+    return step % every == int(phase * every)
+
+
+class Curvature:
+    """Factors of all covered layers, and their eigenbases.
+
+    In each step, `capture_stats` surrounds the forward and backward passes, and `update` is called
+    once after them.
+
+    Args:
+        coverage: The covered layers.
+        method: The decomposition of a factor: for ekfac an eigenbasis that follows the factor by
+            power iterations, for eigen all eigenvectors and eigenvalues.
+        factor_update_steps: Steps between two updates of the averages.
+        inv_update_steps: Steps between two decompositions of a factor.
+        factor_decay: Decay of the factors' moving averages, per update.
+        max_dim: Wider factors are kept in diagonal blocks.
+        spread: Spread the factors' updates over the interval, so that no step has all the work. A
+            compiled model runs uncompiled in recording steps, so it is faster without.
+        ranks: The ranks that share the layers' factors if weights are sharded; one of them then
+            keeps a layer's bases. None if every rank keeps all bases.
+
+    Attributes:
+        coverage: Covered and skipped layers.
+        layers: The covered layers.
+        method: The decomposition.
+        is_replicated: Whether every rank keeps the bases of all layers.
+        steps: Steps completed so far, including skipped ones.
+        factors: The factors of all layers; layers may share A.
+        exchange: Collective operations between ranks.
+    """
+
+    def __init__(
+        self,
+        coverage: Coverage,
+        *,
+        method: Method = "ekfac",
+        factor_update_steps: int = 50,
+        inv_update_steps: int = 50,
+        factor_decay: float = 0.6,
+        max_dim: int = 8192,
+        spread: bool = True,
+        ranks: FactorRanks | None = None,
+    ) -> None:
+        self.coverage = coverage
+        self.layers = coverage.layers
+        self.steps = 0
+        self.method = method
+        self._factor_update_steps = factor_update_steps
+        self._inv_update_steps = inv_update_steps
+        self._factor_decay = factor_decay
+        self._spread = spread
+        self._recording: list[Factor] = []
+        self._scale: Tensor | float = 1.0
+        self._captured = False
+        self._fallbacks = torch.zeros((), device=self.layers[0].weight.device)
+        self._times = UpdateTimes()
+        self._factors = self._make_factors(max_dim, ranks)
+        self.factors = list(self._factors.values())
+
+    def _make_factors(self, max_dim: int, ranks: FactorRanks | None) -> dict[str, Factor]:
+        """Assign the factors to ranks and create this rank's tensors."""
+        self.is_replicated = ranks is None
+        distributed = dist.is_available() and dist.is_initialized()
+        if ranks is None:
+            ranks = FactorRanks(
+                rank=dist.get_rank() if distributed else 0,
+                size=dist.get_world_size() if distributed else 1,
+                is_first=not distributed or dist.get_rank() == 0,
+            )
+        # The decomposition of a block of width w takes about w^3 operations.
+        costs = {
+            group: {name: float(size * min(size, max_dim) ** 2) for name, size in its.items()}
+            for group, its in self.coverage.factor_sizes.items()
+        }
+        # Layers that share A are needed together.
+        own = dict.fromkeys(layer.input_name for layer in self.layers)
+        self._assignment = assign(
+            {group: costs[group] for group in own},
+            world_size=ranks.size,
+            together=not self.is_replicated,
+            everywhere=costs,
+        )
+        self.exchange = Exchange(self._assignment, ranks, broadcasts=self.is_replicated)
+        self._rank = ranks.rank
+        return {
+            name: Factor(
+                name,
+                size=size,
+                max_dim=max_dim,
+                device=self.layers[0].weight.device,
+                owned=self._assignment.owner_of[name] == ranks.rank,
+                used=self.is_replicated or self._assignment.owner_of[name] == ranks.rank,
+            )
+            for group in own
+            for name, size in self.coverage.factor_sizes[group].items()
+        }
+
+    def factors_of(self, layer: Layer) -> tuple[Factor, Factor]:
+        """Return a layer's A and G."""
+        return self._factors[f"{layer.input_name}.A"], self._factors[f"{layer.name}.G"]
+
+    def works_on(self, layer: Layer) -> bool:
+        """Return whether this rank computes a layer's update."""
+        return self.updater_of(layer) in (None, self._rank)
+
+    def owner_of(self, factor: str) -> int | None:
+        """Return the rank that decomposes a factor, by the factor's name; None if there is none."""
+        return self._assignment.owner_of.get(factor)
+
+    def updater_of(self, layer: Layer) -> int | None:
+        """Return the rank that computes a layer's update; None if every rank does."""
+        return None if self.is_replicated else self.owner_of(f"{layer.input_name}.A")
+
+    @contextlib.contextmanager
+    def capture_stats(
+        self, *, token_weight: float = 1.0, loss_scale: Tensor | float = 1.0
+    ) -> Iterator[None]:
+        """Surround one step's forward and backward passes, all micro-batches of it.
+
+        Args:
+            token_weight: Factor on each token's loss in the objective: one over the step's tokens,
+                times the number of ranks if gradients are averaged over ranks.
+            loss_scale: Factor on the objective before `backward`.
+        """
+        for factor in self.factors:
+            factor.discard()  # Drop the tokens of an interrupted step.
+        self._recording = [factor for factor in self.factors if self._is_recorded(factor)]
+        # Undo the loss scale and token weight in G.
+        self._scale = (loss_scale * token_weight) ** -2
+        self._captured = True
+        if not self._recording:
+            yield  # Without hooks, a compiled model runs compiled.
+            return
+        with record_layers(self._recorded_layers(), self._times):
+            yield
+
+    def _recorded_layers(self) -> list[tuple[Layer, Factor | None, Factor | None]]:
+        recorded = []
+        for layer in self.layers:
+            inputs, outputs = (f if f in self._recording else None for f in self.factors_of(layer))
+            if layer.input_name != layer.name:
+                inputs = None  # The first of the layers with this input records it.
+            if inputs is not None or outputs is not None:
+                recorded.append((layer, inputs, outputs))
+        return recorded
+
+    @torch.no_grad()
+    def update(self, found_inf: Tensor | None = None) -> dict[str, list[Tensor]]:
+        """End a step: update the averages with its tokens, and decompose the factors that are due.
+
+        Args:
+            found_inf: 1.0 if the step is skipped: averages and bases then do not change; read on
+                the device.
+
+        Returns:
+            With ekfac, the rotation from the old to the new basis of each updated factor, by name:
+                the blocks of old^T new.
+        """
+        if not self._captured:
+            return {}
+        if self._recording:
+            with self._times.measure("factor"):
+                self._average(found_inf)
+        due = [factor for factor in self.factors if self._is_due(factor)]
+        rotations: dict[str, list[Tensor]] = {}
+        if due:
+            with self._times.measure("inv"):
+                rotations = self._decompose(due, found_inf)
+        self.steps += 1
+        self._captured = False
+        return rotations
+
+    def _average(self, found_inf: Tensor | None) -> None:
+        sums = self.exchange.reduce(self._recording)
+        for factor in self._recording:
+            if factor.owned:
+                factor.commit(
+                    *sums[factor.name],
+                    decay=self._factor_decay,
+                    scale=self._scale if factor.name.endswith(".G") else 1.0,
+                    keep=1.0 if found_inf is None else 1.0 - found_inf,
+                )
+
+    def _is_recorded(self, factor: Factor) -> bool:
+        """Return whether this step's tokens go into a factor's average."""
+        # Record a factor at the step that decomposes it, so that its basis is up to date.
+        offset = int(self._phase(factor) * self._inv_update_steps)
+        return (self.steps - offset) % self._factor_update_steps == 0 or self._is_due(factor)
+
+    def _is_due(self, factor: Factor) -> bool:
+        """Return whether a factor is decomposed at this step."""
+        return is_due(self._inv_update_steps, self.steps, self._phase(factor))
+
+    def _phase(self, factor: Factor) -> float:
+        return self._assignment.phase_of[factor.name] if self._spread else 0.0
+
+    @full_float32()
+    def _decompose(self, due: list[Factor], found_inf: Tensor | None) -> dict[str, list[Tensor]]:
+        before = {}
+        if self.method == "ekfac":
+            before = {factor.name: [basis.clone() for basis in factor.bases] for factor in due}
+        for factor in due:
+            if factor.owned:
+                self._fallbacks += self._solve(factor, found_inf)
+        self.exchange.broadcast_bases(due)
+        return {
+            name: [old.T @ new for old, new in zip(bases, self._factors[name].bases, strict=True)]
+            for name, bases in before.items()
+        }
+
+    def _solve(self, factor: Factor, found_inf: Tensor | None) -> Tensor:
+        """Decompose a factor in place; return 1.0 if any block needed a fallback, else 0.0."""
+        keep = factor.count > 0
+        if found_inf is not None:
+            keep = keep & (found_inf == 0)
+        failed = torch.zeros_like(factor.count)
+        for average, basis, values in zip(
+            factor.averages(), factor.bases, factor.values, strict=True
+        ):
+            solution = self._solution(average, basis)
+            # Selected on the device, so that the host does not wait for `found_inf`.
+            basis.copy_(torch.where(keep, solution.basis, basis))
+            values.copy_(torch.where(keep, solution.values, values))
+            failed = torch.maximum(failed, (solution.fallback > 0) * keep.float())
+        return failed
+
+    def _solution(self, average: Tensor, basis: Tensor) -> Solution:
+        # A power iteration needs a basis near the eigenvectors, so the first decompositions are
+        # exact.
+        if self.method == "eigen" or self.steps < self._inv_update_steps:
+            return eigenbasis(average, basis)
+        return power_iteration(average, basis)
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return numbers for the log, on the device; all ranks must call it.
+
+        Returns:
+            `fallbacks`: failed decompositions so far, on all ranks. `condition`: the largest
+            condition number of a factor on this rank, at most 1e7, the limit of fp32. On the host,
+            the times of `UpdateTimes.take`.
+        """
+        metrics = {"fallbacks": self.exchange.all_reduce(self._fallbacks), **self._times.take()}
+        conditions = [
+            values.max() / values.min().clamp_min(1e-7 * values.max()).clamp_min(1e-30)
+            for factor in self.factors
+            for values in factor.values
+        ]
+        largest = torch.stack(conditions).max() if conditions else torch.ones_like(self._fallbacks)
+        return {**metrics, "condition": largest}
+
+    def num_bytes(self) -> int:
+        """Return the memory of averages, bases and eigenvalues on this rank, in bytes."""
+        return sum(t.nbytes for factor in self.factors for t in factor.tensors().values())
+
+    def describe(self) -> str:
+        """Return a few lines for the log: the coverage, and the memory on this rank."""
+        divided = sum(len(factor.widths) > 1 for factor in self.factors)
+        blocks = f", {divided} of {len(self.factors)} factors in diagonal blocks" if divided else ""
+        return (
+            f"{self.coverage.describe()}\nK-FAC keeps {self.num_bytes() / 2**20:,.1f} MiB of "
+            f"factors and bases on this rank{blocks}."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return averages and bases by factor, and the number of steps; all ranks must call it.
+
+        The tensors are live. A factor's owner keeps all of it.
+        """
+        return {
+            "steps": self.steps,
+            "fallbacks": self.exchange.all_reduce(self._fallbacks),
+            "factors": {factor.name: factor.tensors() for factor in self.factors},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self.steps = int(state["steps"])
+        # The saved number is the sum over ranks: only one rank continues it, so it counts once.
+        self._fallbacks.copy_(state["fallbacks"]).mul_(self.exchange.is_first)
+        for factor in self.factors:
+            for key, tensor in factor.tensors().items():
+                tensor.copy_(state["factors"][factor.name][key])

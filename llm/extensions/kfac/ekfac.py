@@ -1,0 +1,250 @@
+"""EKFAC for language models: AdamW in the eigenbasis of the Kronecker factors."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llm.extensions.kfac.curvature import Curvature
+from llm.extensions.kfac.factors import Factor
+from llm.extensions.kfac.layers import Layer
+from llm.extensions.kfac.units import CoveredUnits
+from llm.extensions.matrix_optim.eigenbases import Blocks, rotate, rotate_back
+from llm.extensions.matrix_optim.fused import joint_state, matrix_state
+from llm.extensions.matrix_optim.soap import SOAP
+from llm.extensions.matrix_optim.whole import (
+    MatrixOptimizer,
+    WholeMatrices,
+    groups_of,
+    lay_together,
+    stacked,
+    stacked_state,
+)
+from llm.optim.adamw import adamw_state, adamw_step, nesterov_step
+
+NOISE = 3e-6
+"""Entries of a rotated matrix below this fraction of its root mean square are set to zero.
+
+A float32 rotation has an error of 3e-7 of the matrix' norm, spread evenly over its entries: a tenth
+of this limit. A limit relative to the norm would grow with the width, and freeze the flat
+directions that the basis is meant to find.
+"""
+
+
+class EKFAC(MatrixOptimizer):
+    """AdamW with moments in the K-FAC eigenbasis; AdamW or SOAP outside covered layers.
+
+    With A = QA diag(.) QA^T and G = QG diag(.) QG^T, the gradient of a layer becomes
+    QG^T dW QA [rows, columns]. There its entries are nearly uncorrelated, and AdamW divides each by
+    the root of its second moment. This is the rule of SOAP (Vyas et al. 2024, arXiv:2409.11321) in
+    the basis of K-FAC: SOAP takes its basis from Shampoo's factors, computed from gradients instead
+    of inputs and output gradients. The basis is the same as in George et al. 2018
+    (arXiv:1806.03884), the moments differ: they use means over samples of squared gradients, EKFAC
+    moving averages of the squared gradient of the batch. G and the moments use the labels in the
+    data (the empirical Fisher), and the power is -1/2; a natural gradient step has -1. So it needs
+    no damping, and its steps are as long as AdamW's; its best learning rate was two to four times
+    AdamW's.
+
+    Rotations are orthogonal, so the first moment is rotated exactly when the basis changes. The
+    second moment is transformed as if entries were uncorrelated: by the squares of the rotation.
+
+    Args:
+        groups: Parameter groups, or parameters; a covered weight may be in any of them.
+        curvature: The covered layers' factors; `capture_stats` must surround each forward and
+            backward.
+        lr: Learning rate.
+        betas: Decay of first and second moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Default decoupled weight decay of groups.
+        nesterov: In covered layers, use a first moment one gradient ahead of the stored one, like
+            NAdam (Dozat 2016).
+        others: Creates SOAP for the parameters outside of covered layers, which are only in its
+            groups; by default AdamW trains them. Called when the covered layers have owners, so
+            that ranks with fewer of them get more of SOAP's matrices.
+        whole: As for `CoveredUnits`.
+
+    Attributes:
+        units: The weights of covered layers, and weights with a SOAP basis.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        curvature: Curvature,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        others: Callable[[], SOAP] | None = None,
+        whole: WholeMatrices | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(groups, defaults)
+        self.curvature = curvature
+        self._nesterov = nesterov
+        self._covered = CoveredUnits(curvature, whole)
+        self.units = list(self._covered.layers)
+        self._unit_of = {
+            layer: unit for unit, layers in self._covered.layers.items() for layer in layers
+        }
+        for number, group in enumerate(self.param_groups):
+            own = set(group["params"])
+            for unit in self.units:
+                if unit.weight in own:
+                    unit.kind = unit.kind, number
+        # Created here instead of in the first step, so that a checkpoint can be loaded.
+        for unit, layers in self._covered.layers.items():
+            # Empty for moments on other ranks: a checkpoint has the names of all.
+            kept = self._covered.works_on(unit)
+            self.state.update(_new_state(layers) if kept else {p: {} for p in unit.parameters})
+        self._lay_together()
+        self._others = others() if others else None
+        if self._others is not None:
+            for group in self._others.param_groups:
+                self.add_param_group(group)
+            self.state.update(self._others.state)
+            self.units += self._others.units
+        self._add_adamw_state()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all weights that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        rotations, groups = self.curvature.update(self.found_inf), groups_of(self)
+        for unit, layers in self._covered.layers.items():
+            for layer in layers if self._covered.works_on(unit) else ():
+                self._rotate_moments(layer, rotations)
+
+        def update(layers: Sequence[Layer], gradients: Tensor) -> Tensor:
+            group = groups[self._unit_of[layers[0]].weight]
+            return self._update(layers, gradients, group | {"weight_decay": 0.0})
+
+        keep = 1.0 if self.found_inf is None else 1.0 - self.found_inf
+        for updates in self._covered.updates(update):
+            pairs = [
+                (parameter, values)
+                for unit, its in updates
+                for parameter, values in zip(unit.parameters, its, strict=True)
+            ]
+            decay: dict[float, list[Tensor]] = {}
+            for parameter, _ in pairs:
+                group = groups[parameter]
+                decay.setdefault(group["lr"] * group["weight_decay"], []).append(parameter)
+            for factor, parameters in decay.items():
+                if factor:
+                    torch._foreach_mul_(parameters, 1 - factor * keep)
+            if pairs:
+                torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
+        if self._others is None:
+            self._step_adamw()
+        else:
+            self._step_others(self._others)
+        return loss
+
+    def _step_others(self, soap: SOAP) -> None:
+        """Update the parameters outside of covered layers by SOAP."""
+        covered = {p for unit in self._covered.layers for p in unit.parameters}
+        # Look these up in each step: a strategy that shards weights has replaced both.
+        soap.state = self.state
+        soap.param_groups = [g for g in self.param_groups if covered.isdisjoint(g["params"])]
+        soap.found_inf = self.found_inf
+        soap.step()
+
+    def _lay_together(self) -> None:
+        """Make the moments and bases of equal layers adjacent in memory, as stacks."""
+        for units in self._covered.batches():
+            lay_together([self.state[unit.weight] for unit in units])
+            for unit in units:  # The bias's state has the first part's step.
+                layer = self._covered.layers[unit][0]
+                for parameter in unit.parameters[1:]:
+                    self.state[parameter]["step"] = self._state_of(layer)["step"]
+            for layers in self._covered.parts_of(units):
+                for factors in zip(*map(self.curvature.factors_of, layers), strict=True):
+                    for number in range(len(factors[0].bases) if len(factors) > 1 else 0):
+                        stack = torch.stack([factor.bases[number] for factor in factors])
+                        for factor, basis in zip(factors, stack.unbind(), strict=True):
+                            factor.bases[number] = basis
+
+    def _state_of(self, layer: Layer) -> dict[str, Tensor]:
+        return matrix_state(self.state[self._unit_of[layer].weight], layer.part)
+
+    def _rotate_moments(self, layer: Layer, rotations: dict[str, list[Tensor]]) -> None:
+        """Express the moments in a basis that has just changed."""
+        inputs, outputs = self.curvature.factors_of(layer)
+        left, right = rotations.get(outputs.name), rotations.get(inputs.name)
+        if left is None and right is None:
+            return
+        state = self._state_of(layer)
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        self._overwrite(first, _without_noise(rotate(first, left, right)))
+        self._overwrite(second, rotate(second, _squares(left), _squares(right)))
+
+    def _update(self, layers: Sequence[Layer], gradients: Tensor, group: dict[str, Any]) -> Tensor:
+        """Return AdamW's updates in the eigenbasis, without weight decay.
+
+        Args:
+            layers: Equal layers.
+            gradients: As `Layer.matrix` returns them, stacked.
+            group: Their parameter group, without weight decay.
+        """
+        inputs, outputs = zip(*map(self.curvature.factors_of, layers), strict=True)
+        left, right = _joint_bases(outputs), _joint_bases(inputs)
+        rotated = _without_noise(rotate(gradients, left, right))
+        states = [self._state_of(layer) for layer in layers]
+        if self._nesterov:
+            with stacked_state(states) as joint:
+                # One per matrix, broadcast over rows and columns.
+                state = joint | {"step": joint["step"].view(-1, 1, 1)}
+                updates = nesterov_step(group, rotated, state, self.found_inf)
+        else:
+            # AdamW applied to a zero weight gives its step, or zero if the step is skipped.
+            updates = torch.zeros_like(rotated)
+            state_of = dict(zip(updates.unbind(), states, strict=True))
+            for update, gradient in zip(state_of, rotated.unbind(), strict=True):
+                update.grad = gradient
+            adamw_step(group, list(state_of), state_of, self.found_inf)
+        return rotate_back(updates, left, right)
+
+
+def _joint_bases(factors: Sequence[Factor]) -> list[Tensor]:
+    """Return the bases of equally wide factors, with corresponding blocks stacked."""
+    if len(factors) == 1:
+        return factors[0].bases
+    return [stacked(blocks) for blocks in zip(*(factor.bases for factor in factors), strict=True)]
+
+
+def _without_noise(rotated: Tensor) -> Tensor:
+    """Set entries that are only rounding errors to zero, in place.
+
+    AdamW would enlarge them to a full step. Layers in front of a LayerNorm or a softmax have
+    directions with zero gradient. Each matrix of a stack has a separate norm.
+    """
+    norm = torch.linalg.vector_norm(rotated, dim=(-2, -1), keepdim=True)
+    floor = norm * (NOISE / math.sqrt(rotated.shape[-2] * rotated.shape[-1]))
+    # Multiplying with ones and zeros is four times as fast on a CPU as filling by a mask.
+    return rotated.mul_(rotated.abs().ge_(floor))
+
+
+def _squares(blocks: Blocks) -> Blocks:
+    return None if blocks is None else [block.square() for block in blocks]
+
+
+def _new_state(layers: Sequence[Layer]) -> dict[Tensor, dict[str, Tensor]]:
+    """Return the state of a weight's layers before the first step, by weight and bias.
+
+    A bias has the last column of the moments.
+    """
+    weight, states = layers[0].weight, {}
+    for layer in layers:
+        shape = (*weight.shape[:-2], layer.rows, layer.columns)
+        dtype = weight.dtype if shape == weight.shape else torch.float32
+        states[layer.part] = adamw_state(torch.empty(shape, dtype=dtype, device=weight.device))
+    state, step = joint_state(states), states[layers[0].part]["step"]
+    return {p: state if p is weight else {"step": step} for p in layers[0].parameters}

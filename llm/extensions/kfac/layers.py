@@ -1,0 +1,346 @@
+"""Find the layers that K-FAC covers: linear layers, unless their statistics would mislead."""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llm.errors import ConfigError
+from llm.extensions.matrix_optim.fused import Fusion
+from llm.extensions.matrix_optim.whole import gradients_of
+from llm.optim.groups import output_head
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Layer:
+    """A linear layer; its weight and bias form one matrix [outputs, inputs (+ 1)].
+
+    Or a stack of matrices [experts, outputs, inputs] with two common factors, averaged over the
+    tokens of all experts. So memory does not grow with the number of experts, and an expert with
+    few tokens profits from the others.
+
+    Attributes:
+        name: The module's name in the model; for a stack, the parameter's name.
+        module: The module.
+        leaf: The weight's name in the module.
+        transposed: Whether the weight is stored as [inputs, outputs] (Hugging Face's Conv1D).
+        input_name: The layer that provides the input factor: the first layer that reads the same
+            tensor, such as queries for queries, keys and values.
+        fusion: How the weight divides into matrices; this layer is one of them.
+        part: The name of the matrix in the weight; empty if it is the only one.
+    """
+
+    name: str
+    module: nn.Module
+    leaf: str
+    transposed: bool
+    input_name: str
+    fusion: Fusion
+    part: str = ""
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """Return the weight as the module stores it."""
+        return self.module.get_parameter(self.leaf)
+
+    @property
+    def is_stack(self) -> bool:
+        """Return whether the layer is a stack of matrices."""
+        return self.weight.ndim == 3
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """Return the trained bias, or None."""
+        bias = getattr(self.module, "bias", None)
+        return bias if isinstance(bias, nn.Parameter) and bias.requires_grad else None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Return weight and bias; fused weights whole."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    @property
+    def rows(self) -> int:
+        """Return the width of the outputs and of G."""
+        return self.fusion.groups * self.fusion.sizes[self.part]
+
+    @property
+    def columns(self) -> int:
+        """Return the width of A: the inputs, plus one with a bias."""
+        inputs = int(self.weight.shape[-2 if self.transposed else -1])
+        return inputs + (self.bias is not None)
+
+    def own_outputs(self, outputs: Tensor) -> Tensor:
+        """Return this matrix's columns of [tokens, outputs] of the module."""
+        return self.fusion.split(outputs, 1)[self.part]
+
+    def matrix(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the gradient in fp32, with the bias as the last column.
+
+        Args:
+            gradients: Gradients of `parameters`; for equal layers, stacked in a leading dimension.
+
+        Returns:
+            [rows, columns], or [experts, rows, columns] for a stack; may be a view.
+        """
+        front = gradients[0].ndim - self.weight.ndim
+        weight = self.fusion.split(gradients[0], self.fusion.dim + front)[self.part]
+        weight = weight.mT if self.transposed else weight
+        if len(gradients) == 1:
+            return weight.float()
+        bias = self.fusion.split(gradients[1], front)[self.part]
+        return torch.cat([weight, bias.unsqueeze(-1)], dim=-1).float()
+
+    def gradient(self) -> Tensor | None:
+        """Return the `matrix` of the present gradients; None if the weight has no gradient."""
+        gradients = gradients_of(self.parameters)
+        return None if gradients is None else self.matrix(gradients)
+
+    def split(self, matrix: Tensor) -> list[Tensor]:
+        """Return views of a matrix in the layout of weight and bias, ordered as `parameters`."""
+        weight = matrix if self.bias is None else matrix[..., :-1]
+        weight = weight.mT if self.transposed else weight
+        return [weight] if self.bias is None else [weight, matrix[..., -1]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """The layers of a model that K-FAC covers.
+
+    Attributes:
+        layers: The covered layers, in the model's order.
+        skipped: Reasons why modules with parameters are not covered, by module name.
+        num_covered: Trained parameters in covered layers.
+        num_skipped: Trained parameters outside.
+        factor_sizes: Widths of the whole model's factors, by factor, grouped by the layer of the
+            input.
+    """
+
+    layers: tuple[Layer, ...]
+    skipped: dict[str, str]
+    num_covered: int
+    num_skipped: int
+    factor_sizes: dict[str, dict[str, int]]
+
+    def within(self, model: nn.Module) -> "Coverage":
+        """Return the coverage of a pipeline stage: the layers with modules in `model`."""
+        own = set(model.modules())
+        layers = tuple(layer for layer in self.layers if layer.module in own)
+        return dataclasses.replace(self, layers=layers)
+
+    def describe(self) -> str:
+        """Return a few lines for the log."""
+        trained = max(1, self.num_covered + self.num_skipped)
+        num_layers = sum(len(factors) - 1 for factors in self.factor_sizes.values())  # but for A
+        lines = [
+            f"K-FAC covers {num_layers} layers with {self.num_covered:,} of {trained:,} "
+            f"parameters ({self.num_covered / trained:.1%})."
+        ]
+        for reason, count in Counter(self.skipped.values()).items():
+            names = [name for name, why in self.skipped.items() if why == reason]
+            shown = ", ".join(names[:3]) + (", ..." if count > 3 else "")
+            lines.append(f"Not covered, {reason}: {shown} ({count} modules).")
+        return "\n".join(lines)
+
+
+def find_layers(
+    model: nn.Module,
+    *,
+    skip_layers: Sequence[str] = (),
+    stacks: bool = True,
+    fusions: Mapping[nn.Parameter, Fusion] | None = None,
+    sample_forward: Callable[[nn.Module], Any] | None = None,
+) -> Coverage:
+    """Find the layers that K-FAC covers: Linear, Conv1D, stacks of experts, if trained and untied.
+
+    An output head is left out because its factor would be as wide as the vocabulary.
+
+    Args:
+        model: The model, not wrapped.
+        skip_layers: Regular expressions; layers with matching names are skipped.
+        stacks: Whether to cover stacks of experts.
+        fusions: Fused weights; each of their matrices becomes a layer.
+        sample_forward: Runs the model once on any input, without gradients, to find layers that
+            read the same tensor and so share a factor. None: no layers share one.
+
+    Raises:
+        ConfigError: No layer is covered, or a pattern is invalid or matches no layer.
+    """
+    layers, skipped = _divide_modules(model, skip_layers=skip_layers, stacks=stacks)
+    layers = [part for layer in layers for part in _parts(layer, fusions or {})]
+    if not layers:
+        raise ConfigError(
+            "--kfac found no layer to cover: apart from its output head and the layers of "
+            "--kfac_skip_layers, the model has no trained Linear or Conv1D; train without --kfac."
+        )
+    if sample_forward is not None:
+        shared = _shared_inputs(model, layers, sample_forward)
+        layers = [
+            dataclasses.replace(layer, input_name=shared.get(layer.name, layer.input_name))
+            for layer in layers
+        ]
+    covered = sum(p.numel() for p in {p for layer in layers for p in layer.parameters})
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    sizes: dict[str, dict[str, int]] = {}
+    for layer in layers:
+        own = {f"{layer.input_name}.A": layer.columns, f"{layer.name}.G": layer.rows}
+        sizes.setdefault(layer.input_name, {}).update(own)
+    return Coverage(
+        layers=tuple(layers),
+        skipped=skipped,
+        num_covered=covered,
+        num_skipped=trained - covered,
+        factor_sizes=sizes,
+    )
+
+
+def _parts(layer: Layer, fusions: Mapping[nn.Parameter, Fusion]) -> list[Layer]:
+    """Return a layer for each matrix of a fused weight; they read the same tensor."""
+    fusion = fusions.get(layer.weight)
+    if fusion is None:
+        return [layer]
+    names = {part: f"{layer.name}.{part}" for part in fusion.sizes}
+    first, *_ = names.values()
+    return [
+        dataclasses.replace(layer, name=name, input_name=first, fusion=fusion, part=part)
+        for part, name in names.items()
+    ]
+
+
+def _divide_modules(
+    model: nn.Module, *, skip_layers: Sequence[str], stacks: bool
+) -> tuple[list[Layer], dict[str, str]]:
+    """Return the covered layers, and for other modules the reason why not, by name."""
+    patterns = [_compile(pattern) for pattern in skip_layers]
+    unmatched = set(skip_layers)
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    head = output_head(model)
+    layers: list[Layer] = []
+    skipped: dict[str, str] = {}
+    for name, module in model.named_modules():
+        own = [leaf for leaf, _ in module.named_parameters(recurse=False)]
+        if not own:
+            continue
+        is_conv1d = _is_conv1d(module)
+        is_linear = is_conv1d or isinstance(module, nn.Linear)
+        reason = None if is_linear else _stack_reason(module, stacks=stacks)
+        if reason is not None:
+            skipped[name] = reason
+            continue
+        for leaf in ["weight"] if is_linear else own:
+            full = name if is_linear else f"{name}.{leaf}"
+            matched = {pattern.pattern for pattern in patterns if pattern.search(full)}
+            unmatched -= matched
+            why = _weight_reason(module, leaf, uses=uses, matched=bool(matched))
+            if module is head:
+                why = "since it is the output head"
+            if why is not None:
+                skipped[full] = why
+                continue
+            outputs = getattr(module, leaf).shape[-1 if is_conv1d else -2]
+            layers.append(
+                Layer(
+                    name=full,
+                    module=module,
+                    leaf=leaf,
+                    transposed=is_conv1d,
+                    input_name=full,
+                    fusion=Fusion(sizes={"": outputs}),
+                )
+            )
+    if unmatched:
+        raise ConfigError(
+            f"--kfac_skip_layers {min(unmatched)!r} matches no Linear or Conv1D layer of this "
+            "model, nor a stack of experts; correct the pattern or leave it out."
+        )
+    return layers, skipped
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"--kfac_skip_layers {pattern!r} is not a regular expression: {error}."
+        ) from error
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is Hugging Face's Conv1D, without importing transformers."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _stack_reason(module: nn.Module, *, stacks: bool) -> str | None:
+    """Return the reason why a nonlinear module is not covered; None for stacks of experts."""
+    dimensions = {p.ndim for p in module.parameters(recurse=False)}
+    # Stacks like Mixtral's experts in transformers 5; a convolution's weight only looks like one.
+    if 3 not in dimensions or isinstance(module, nn.modules.conv._ConvNd):
+        kind = type(module).__name__
+        return f"since it is {'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
+    if not stacks:
+        return "since it is a stack of experts"
+    # Recording needs a module that can use torch's `linear` for each matrix.
+    described = all(hasattr(module, name) for name in ("config", "is_transposed", "has_bias"))
+    if described and dimensions == {3} and not module.is_transposed and not module.has_bias:
+        return None
+    return "since its stack of experts is of another form"
+
+
+def _weight_reason(
+    module: nn.Module, leaf: str, *, uses: Counter[int], matched: bool
+) -> str | None:
+    """Return the reason why a weight is not covered, or None."""
+    weight = getattr(module, leaf)
+    own = [weight] if weight.ndim == 3 else module.parameters(recurse=False)
+    if not isinstance(weight, nn.Parameter) or any(uses[id(parameter)] > 1 for parameter in own):
+        return "since its weight is tied to another's or computed"
+    if not weight.requires_grad:
+        return "since its weight is frozen"
+    return "as --kfac_skip_layers asks" if matched else None
+
+
+@torch.no_grad()
+def _shared_inputs(
+    model: nn.Module, layers: Sequence[Layer], sample_forward: Callable[[nn.Module], Any]
+) -> dict[str, str]:
+    """Map each layer that reads the same tensor as an earlier layer to this layer's name."""
+    # References keep the tensors alive, so that a later tensor cannot reuse an id.
+    seen: list[tuple[Tensor, Layer]] = []
+    shared: dict[str, str] = {}
+    calls: Counter[str] = Counter()
+
+    def watch(layer: Layer) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+            calls[layer.name] += 1
+            value = read_input(args, kwargs)
+            for tensor, first in seen:
+                # With a bias, A has one more column.
+                if tensor is value and first.columns == layer.columns:
+                    shared[layer.name] = first.name
+                    return
+            seen.append((value, layer))
+
+        return layer.module.register_forward_hook(hook, with_kwargs=True)
+
+    handles = [watch(layer) for layer in layers if not layer.is_stack]
+    training = model.training
+    model.eval()
+    try:
+        sample_forward(model)
+    finally:
+        model.train(training)
+        for handle in handles:
+            handle.remove()
+    # A layer that runs twice reads two tensors, and only one would be shared.
+    return {name: first for name, first in shared.items() if calls[name] == 1 and calls[first] == 1}
+
+
+def read_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the input tensor of a linear layer's call."""
+    value = args[0] if args else next(iter(kwargs.values()))
+    assert isinstance(value, Tensor)
+    return value

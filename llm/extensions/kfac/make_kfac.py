@@ -1,0 +1,291 @@
+"""Create K-FAC and its optimizer from the options."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from llm.extensions.kfac.curvature import Curvature
+from llm.extensions.kfac.ekfac import EKFAC
+from llm.extensions.kfac.external import ExternalPreconditioner
+from llm.extensions.kfac.kfac_settings import (
+    KFACSettings,
+    kfac_method,
+    preconditioner_options,
+)
+from llm.extensions.kfac.layers import Coverage, find_layers
+from llm.extensions.kfac.preconditioner import Preconditioner
+from llm.extensions.matrix_optim.fused import fused_weights
+from llm.extensions.matrix_optim.matrices import ShardedMatrices
+from llm.extensions.matrix_optim.matrix_recipe import FP32, MatrixRunOptimizer
+from llm.extensions.matrix_optim.soap import basis_order, make_soap
+from llm.extensions.matrix_optim.whole import WholeMatrices
+from llm.optim.adamw import adamw_settings, make_adamw
+from llm.optim.groups import parameter_groups, split_groups
+from llm.optim.run_optimizer import Recipe, StateMemory
+
+EKFAC_UPDATE_STEPS = 50
+EKFAC_BLOCK = 2
+"""Width of ekfac's widest blocks, relative to the model's width; narrower blocks raise the loss."""
+UPDATE_STEPS = 10
+"""Steps between updates with eigen."""
+EKFAC_STEP_DECAY = 0.99
+"""Decay of ekfac's averages per step."""
+DAMPING = 0.001
+KL_CLIP = 0.001
+MAX_DIM = 8192
+
+
+class KFAC(MatrixRunOptimizer):
+    """K-FAC with the optimizer of a run.
+
+    Args:
+        optimizer: Updates the weights.
+        model: The model, or this rank's stages and shards of it.
+        recorder: Records the tokens of a step.
+        preconditioner: Changes the gradient before the optimizer's step; None with EKFAC, which is
+            the optimizer.
+        settings: The method and its intervals, in a line for the log.
+        whole: Owners of the matrices; None if every rank has whole weights.
+        with_ends: Whether embeddings and output head have bases too.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        *,
+        recorder: Curvature | ExternalPreconditioner,
+        preconditioner: Preconditioner | ExternalPreconditioner | None,
+        settings: str,
+        whole: WholeMatrices | None,
+        with_ends: bool,
+    ) -> None:
+        super().__init__(optimizer, model, whole or WholeMatrices(), with_ends=with_ends)
+        self.recorder = recorder
+        self.preconditioner = preconditioner
+        self._settings = settings
+
+    def recording(
+        self, *, token_weight: float, loss_scale: Callable[[], Tensor]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Surround one step's forward and backward passes, all micro-batches of it."""
+        return self.recorder.capture_stats(token_weight=token_weight, loss_scale=loss_scale())
+
+    def before_clip(self, *, learning_rate: float) -> None:
+        """Change the gradients of the covered layers, unless the optimizer does so.
+
+        The norm by which gradients are clipped is that of the changed ones.
+        """
+        if self.preconditioner is not None:
+            self.preconditioner.precondition(learning_rate=learning_rate)
+
+    def parts(self) -> dict[str, Any]:
+        """Return averages and bases; the moments are in the optimizer's state."""
+        return {"kfac": self.preconditioner or self.recorder}
+
+    def describe(self) -> str:
+        """Return a few lines for the beginning of the log."""
+        return f"{self.recorder.describe()}\n{self._settings}"
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return the condition and the failures of the factors, and what else the method has."""
+        metrics = (self.preconditioner or self.recorder).metrics()
+        return {f"kfac_{name}": value for name, value in metrics.items()}
+
+    def owner_of(self, path: str) -> int | None:
+        """Return the rank that keeps a factor or the state of a matrix; None elsewhere."""
+        kind, _, factor = path.rpartition("/")[0].rpartition("/")
+        if kind == "kfac/factors" and isinstance(self.recorder, Curvature):
+            return self.recorder.owner_of(factor)
+        return super().owner_of(path)
+
+    def memory(self) -> dict[str, StateMemory]:
+        """Return the memory of factors and bases in a step with all of them due, as the first."""
+        curvature = self.recorder
+        assert isinstance(curvature, Curvature)  # the plan refuses the library
+        widths = [width for factor in curvature.factors for width in factor.widths]
+        sums = FP32 * sum(width**2 for width in widths)
+        state = StateMemory(
+            whole=curvature.num_bytes(),
+            divided=2 * sums + FP32 * (sum(widths) + len(curvature.factors)),
+            recording=sums,
+            stepping=sums + FP32 * curvature.coverage.num_covered,
+        )
+        return {"kfac": state}
+
+
+class KFACRecipe(Recipe):
+    """Makes K-FAC and its optimizer.
+
+    Args:
+        options: K-FAC's and the optimizer's.
+    """
+
+    def __init__(self, options: KFACSettings) -> None:
+        self._options = options
+        self._coverage: Coverage | None = None
+        self._order: Sequence[str] | None = None
+
+    def plan(self, model: nn.Module) -> None:
+        """Find the covered layers of the whole model; it runs the model once."""
+        self._coverage = cover_model(self._options, model)
+        if self._options.optimizer == "soap":
+            self._order = basis_order(self._options, model)
+
+    def make(self, model: nn.Module, mesh: DeviceMesh | None) -> KFAC:
+        """Return K-FAC for the layers that this rank has."""
+        return make_kfac(
+            self._options,
+            model,
+            coverage=self._coverage,
+            whole=None if mesh is None else ShardedMatrices(mesh),
+            order=self._order,
+        )
+
+
+def cover_model(options: KFACSettings, model: nn.Module) -> Coverage:
+    """Find the layers of a model that K-FAC covers; it runs the model once.
+
+    Raises:
+        ConfigError: No layer is covered, or a pattern matches none.
+    """
+    return find_layers(
+        model,
+        skip_layers=options.kfac_skip_layers,
+        stacks=covers_stacks(options),
+        fusions=fused_weights(model) if covers_stacks(options) else {},
+        sample_forward=_sample_forward,
+    )
+
+
+def make_kfac(
+    options: KFACSettings,
+    model: nn.Module,
+    *,
+    coverage: Coverage | None = None,
+    whole: WholeMatrices | None = None,
+    order: Sequence[str] | None = None,
+) -> KFAC:
+    """Make K-FAC and its optimizer; process groups must exist.
+
+    Args:
+        options: K-FAC's and AdamW's.
+        model: The model to train.
+        coverage: Coverage of the model before it was divided over ranks; None for a whole model.
+        whole: Owners of matrices if weights are sharded; None if they are whole.
+        order: For SOAP with ekfac, as for `make_soap`.
+
+    Raises:
+        ConfigError: No layer is covered, a pattern matches none, or a library is missing.
+    """
+    coverage = cover_model(options, model) if coverage is None else coverage.within(model)
+    method, settings = kfac_method(options), _settings(options)
+    made = partial(
+        KFAC,
+        model=model,
+        settings=_describe_method(options, settings),
+        whole=whole,
+        with_ends=options.optimizer == "soap",
+    )
+    damping, kl_clip = options.kfac_damping or DAMPING, options.kfac_kl_clip or KL_CLIP
+    if options.kfac_library == "kfac-pytorch":
+        adamw = make_adamw(options, model)
+        external = ExternalPreconditioner(
+            coverage,
+            _parameters(adamw.param_groups),
+            damping=damping,
+            kl_clip=kl_clip,
+            **settings,
+        )
+        return made(adamw, recorder=external, preconditioner=external)
+    curvature = Curvature(
+        coverage,
+        method=method,
+        max_dim=max_dim(options, model),
+        spread=not options.torch_compile,  # else all factors are due at the same steps
+        ranks=None if whole is None else whole.factor_ranks,
+        **settings,
+    )
+    if method == "ekfac":
+        groups, others = parameter_groups(options, model), None
+        covered = {p for layer in curvature.layers for p in layer.parameters}
+        if options.optimizer == "soap" and not covered.issuperset(_parameters(groups)):
+            others = partial(make_soap, options, model, whole=whole, order=order, without=covered)
+            groups = split_groups(groups, covered, {}, None)
+        ekfac = EKFAC(
+            groups,
+            curvature,
+            nesterov=options.nesterov,
+            others=others,
+            whole=whole,
+            **adamw_settings(options),
+        )
+        return made(ekfac, recorder=curvature, preconditioner=None)
+    adamw = make_adamw(options, model)
+    preconditioner = Preconditioner(
+        curvature,
+        _parameters(adamw.param_groups),
+        damping=damping,
+        kl_clip=kl_clip,
+        whole=whole,
+    )
+    return made(adamw, recorder=curvature, preconditioner=preconditioner)
+
+
+def covers_stacks(options: KFACSettings) -> bool:
+    """Return whether stacks and fused weights are divided into matrices; not for the library."""
+    return options.kfac_library != "kfac-pytorch"
+
+
+def max_dim(options: KFACSettings, model: nn.Module) -> int:
+    """Return the width of a factor's widest block; by default twice the model's with ekfac."""
+    if options.kfac_max_dim is not None:
+        return options.kfac_max_dim
+    if kfac_method(options) != "ekfac":
+        return MAX_DIM
+    config: Any = model.config
+    width: int = getattr(config.get_text_config(), "hidden_size", MAX_DIM)
+    return min(EKFAC_BLOCK * width, MAX_DIM)
+
+
+def _sample_forward(model: nn.Module) -> None:
+    """Run the model once on a few tokens, to find layers that read the same tensor."""
+    device = next(model.parameters()).device
+    with torch.compiler.set_stance("force_eager"):  # compiled graphs do not support hooks
+        model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=device), use_cache=False)
+
+
+def _parameters(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
+    return [p for group in groups for p in group["params"]]
+
+
+def _settings(options: KFACSettings) -> dict[str, Any]:
+    """Return the intervals and the decay, with the method's defaults."""
+    is_ekfac = kfac_method(options) == "ekfac"
+    default_steps = EKFAC_UPDATE_STEPS if is_ekfac else UPDATE_STEPS
+    factor_update_steps = options.kfac_factor_update_steps or default_steps
+    # So ekfac decays equally per step, regardless of the steps between two updates.
+    default_decay = EKFAC_STEP_DECAY**factor_update_steps if is_ekfac else 0.95
+    return {
+        "factor_update_steps": factor_update_steps,
+        "inv_update_steps": options.kfac_inv_update_steps or default_steps,
+        "factor_decay": options.kfac_factor_decay or default_decay,
+    }
+
+
+def _describe_method(options: KFACSettings, settings: Mapping[str, Any]) -> str:
+    """Return a line for the log: the method, which options selected it, and its intervals."""
+    asked = [f"--{name}" for name in preconditioner_options(options)]
+    chosen = options.kfac_method is None and asked
+    reason = f", which {' and '.join(asked)} selects (ekfac has no such thing)" if chosen else ""
+    return (
+        f"K-FAC's method is {kfac_method(options)}{reason}; "
+        f"factor_update_steps={settings['factor_update_steps']}, "
+        f"inv_update_steps={settings['inv_update_steps']}"
+        + (f"; {options.optimizer or 'adamw'} trains the rest" if not asked else "")
+    )

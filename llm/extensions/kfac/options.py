@@ -1,0 +1,113 @@
+"""K-FAC among the optimizers of a run, and with what it goes together."""
+
+from typing import TYPE_CHECKING, ClassVar
+
+from llm.config.options import option_group
+from llm.extensions.kfac.kfac_settings import (
+    KFACSettings,
+    kfac_method,
+    preconditioner_options,
+)
+from llm.parallel.options import sizes_above_one
+
+if TYPE_CHECKING:
+    from llm.optim.run_optimizer import Recipe
+    from llm.trainers.gpt.layouts import Layout
+
+_DIVIDED_BY = ("data_parallel_shard_size", "context_parallel_size", "pipeline_parallel_size")
+"""Options that leave layers whole, which K-FAC needs."""
+
+
+@option_group("K-FAC", resume="fixed", extension=True)
+class KFACOptions(KFACSettings):
+    """K-FAC, a second-order method; see `llm.extensions.kfac`."""
+
+    MEMORY_KINDS: ClassVar[tuple[str, ...]] = ("kfac",)
+
+    @property
+    def besides_optimizer(self) -> str | None:
+        """K-FAC's option, if it is given: it trains the covered layers."""
+        return "--kfac" if self.kfac else None
+
+    def problems(self) -> list[str]:
+        """Return a sentence for each combination that nobody tried, or that cannot work."""
+        return [*_method_problems(self), *_optimizer_problems(self), *_layout_problems(self)]
+
+    def plan_problems(self) -> list[str]:
+        """Return a sentence if a library does the arithmetic, which has no plan."""
+        if not self.kfac or self.kfac_library in (None, "native"):
+            return []
+        return [f"--kfac_library {self.kfac_library} cannot be planned; leave it out."]
+
+    def recipe(self, *, seed: int, layout: "Layout | None") -> "Recipe | None":
+        """Return what makes K-FAC; None without it, and for an evaluation."""
+        if not self.kfac or self.eval_only:  # an evaluation takes the weights only
+            return None
+        from llm.extensions.kfac.make_kfac import KFACRecipe
+
+        return KFACRecipe(self)
+
+
+def _method_problems(options: KFACOptions) -> list[str]:
+    problems = []
+    if options.kfac_method not in (None, "eigen"):
+        problems += [
+            f"--{name} is not for --kfac_method {options.kfac_method}; choose eigen, or "
+            "leave it out."
+            for name in preconditioner_options(options)
+        ]
+    if options.kfac and kfac_method(options) != "ekfac" and options.nesterov:
+        problems.append(
+            "--nesterov is for --kfac_method ekfac; eigen changes AdamW's gradient, so leave "
+            "it out."
+        )
+    if options.kfac_library not in (None, "native") and options.kfac_max_dim is not None:
+        problems.append(
+            "--kfac_max_dim is for --kfac_library native; leave it out with "
+            f"{options.kfac_library}."
+        )
+    return problems
+
+
+def _optimizer_problems(options: KFACOptions) -> list[str]:
+    kind, problems = options.optimizer, []
+    if options.kfac and kind == "soap" and kfac_method(options) != "ekfac":
+        selecting = [f"--{name}" for name in preconditioner_options(options)]
+        source = f" (selected by {' and '.join(selecting)})" if not options.kfac_method else ""
+        problems.append(
+            f"--optimizer soap does not go with --kfac by the method {kfac_method(options)}"
+            f"{source}; choose ekfac, or leave --optimizer soap out."
+        )
+    elif options.kfac and kind not in (None, "adamw", "soap"):
+        problems.append(
+            f"--optimizer {kind} does not go with --kfac: adamw trains the other weights, or soap "
+            "with the method ekfac; leave one of them out."
+        )
+    return problems
+
+
+def _layout_problems(options: KFACOptions) -> list[str]:
+    if not options.kfac:
+        return []
+    problems, sizes, precision = [], sizes_above_one(options), options.mixed_precision
+    if options.several_models is not None:
+        problems.append(
+            f"--kfac needs the gradients of all ranks, which {options.several_models} does not "
+            "bring together; leave one of them out."
+        )
+    problems += [
+        f"--kfac needs the inputs and outputs of whole layers, which --{name} divides; leave one "
+        "of them out."
+        for name in sizes
+        if name not in _DIVIDED_BY
+    ]
+    if sizes and options.kfac_library not in (None, "native"):
+        problems.append(
+            f"--kfac_library {options.kfac_library} needs whole weights on every rank, which "
+            f"--{sizes[0]} divides; leave one of them out."
+        )
+    if precision not in (None, "no", "fp16", "bf16"):
+        problems.append(
+            f"--mixed_precision {precision} has no layers that --kfac covers; use bf16 or no."
+        )
+    return problems

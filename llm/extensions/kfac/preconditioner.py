@@ -1,0 +1,128 @@
+"""K-FAC as a preconditioner: it changes the gradient, and any optimizer takes the step."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llm.extensions.kfac.curvature import Curvature
+from llm.extensions.kfac.layers import Layer
+from llm.extensions.kfac.units import CoveredUnits
+from llm.extensions.matrix_optim.eigenbases import rotate, rotate_back
+from llm.extensions.matrix_optim.whole import WholeMatrices, stacked
+
+
+class Preconditioner:
+    """Replaces the gradient dW [rows, columns] of each covered layer by (G + ..)^-1 dW (A + ..)^-1.
+
+    The damping is added to each product of eigenvalues (George et al. 2018, arXiv:1806.03884). It
+    is relative to the product of the mean eigenvalues of A and G, so it means the same for all
+    layers, losses and widths. Each layer's result is scaled to the norm of its gradient, for
+    optimizers such as AdamW that set the step length.
+
+    Args:
+        curvature: The covered layers' factors, with the method eigen.
+        parameters: All trained parameters; if any of their gradients is not finite, the step
+            changes nothing.
+        damping: Relative damping.
+        kl_clip: Bound on the squared length of the whole update in the metric of the curvature;
+            None: no bound.
+        whole: As for `CoveredUnits`.
+
+    Attributes:
+        curvature: The factors.
+        kl_scale: Factor on the last update due to the bound, a scalar of at most 1.
+    """
+
+    def __init__(
+        self,
+        curvature: Curvature,
+        parameters: Iterable[nn.Parameter],
+        *,
+        damping: float = 0.001,
+        kl_clip: float | None = 0.001,
+        whole: WholeMatrices | None = None,
+    ) -> None:
+        self.curvature = curvature
+        self._covered = CoveredUnits(curvature, whole)
+        self._parameters = list(parameters)
+        self._damping = damping
+        self._kl_clip = kl_clip
+        device = self._parameters[0].device
+        self.kl_scale = torch.ones((), device=device)
+        self._num_clipped = torch.zeros((), device=device)
+        self._num_steps = 0
+
+    @torch.no_grad()
+    def precondition(self, *, learning_rate: float) -> None:
+        """Replace the gradients of the covered layers; all ranks must call it.
+
+        Call it between the backward passes and gradient clipping. The gradient must be averaged
+        over ranks and unscaled. Only decompositions wait for the device.
+
+        Args:
+            learning_rate: Learning rate of this step, for the bound on the update.
+        """
+        skipped = 1.0 - self._covered.all_finite(self._parameters)
+        self.curvature.update(skipped)
+        results = dict(itertools.chain.from_iterable(self._covered.updates(self._results)))
+        if not results:
+            return
+        self.kl_scale = self._bound(self._covered.inner_product(results), learning_rate)
+        for unit, its in results.items():
+            for parameter, result in zip(unit.parameters, its, strict=True):
+                if (gradient := parameter.grad) is not None:
+                    gradient.copy_(torch.where(skipped > 0, gradient, result * self.kl_scale))
+        self._num_clipped += (self.kl_scale < 1) * (1 - skipped)
+        self._num_steps += 1
+
+    def _results(self, layers: Sequence[Layer], gradients: Tensor) -> Tensor:
+        return stacked([*map(self._result, layers, gradients.unbind())])
+
+    def _result(self, layer: Layer, gradient: Tensor) -> Tensor:
+        """Return the preconditioned gradient of a layer."""
+        inputs, outputs = self.curvature.factors_of(layer)
+        result = rotate(gradient, outputs.bases, inputs.bases)
+        damping = self._damping * inputs.mean_eigenvalue() * outputs.mean_eigenvalue()
+        products = torch.outer(torch.cat(outputs.values), torch.cat(inputs.values))
+        result = rotate_back(result / (products + damping), outputs.bases, inputs.bases)
+        norms = torch.linalg.vector_norm(gradient), torch.linalg.vector_norm(result)
+        grafted: Tensor = result * (norms[0] / norms[1].clamp_min(1e-30))
+        return grafted
+
+    def _bound(self, product: Tensor, learning_rate: float) -> Tensor:
+        """Return the factor min(1, sqrt(kl_clip / (lr^2 sum <result, gradient>))) on all results.
+
+        Args:
+            product: The sum of <result, gradient>.
+            learning_rate: Learning rate of this step.
+        """
+        if self._kl_clip is None:
+            return torch.ones_like(self.kl_scale)
+        length = learning_rate**2 * product.abs()
+        scale = (self._kl_clip / length.clamp_min(1e-30)).sqrt()
+        return scale.clamp(max=1.0)
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return the curvature's metrics, the damping, and the fraction of clipped steps.
+
+        The fraction covers the steps since the last call. All values are on the device.
+        """
+        clipped = self._num_clipped / max(1, self._num_steps)
+        self._num_clipped.zero_()
+        self._num_steps = 0
+        damping = torch.full_like(clipped, self._damping)
+        return {**self.curvature.metrics(), "damping": damping, "clipped": clipped}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the curvature's state, and the counts since the last call of `metrics`."""
+        own = {"num_clipped": self._num_clipped, "num_steps": self._num_steps}
+        return {**self.curvature.state_dict(), **own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self.curvature.load_state_dict(state)
+        self._num_clipped.copy_(state["num_clipped"])
+        self._num_steps = int(state["num_steps"])

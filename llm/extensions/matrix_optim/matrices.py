@@ -1,0 +1,273 @@
+"""Ownership of whole matrices under sharding: gradients go to owners, updates come back.
+
+Muon, SOAP and K-FAC need whole matrices. Each matrix has one owner among the ranks with its shards,
+and only the owner keeps its optimizer state. In a step the owner receives the shards of the
+gradient, computes the update, and sends each rank its shard of the update. The collectives of one
+bucket of matrices run while the owners compute another bucket.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from llm.extensions.matrix_optim.whole import (
+    Compute,
+    FactorRanks,
+    Unit,
+    Updates,
+    WholeMatrices,
+    batches,
+    gradients_of,
+    num_elements,
+    updates_of,
+)
+
+BUCKET = 1 << 24
+"""Minimum elements of the gradients that an owner gets together, unless fewer are left."""
+
+_AXES = ("tensor", "shard")
+"""In the order of dividing a weight: FSDP shards the result of tensor parallelism."""
+
+
+class ShardedMatrices(WholeMatrices):
+    """One of the ranks with a unit's shards updates it; replicas do the same.
+
+    Args:
+        mesh: With the axes pipeline, replicate, shard and tensor.
+
+    Attributes:
+        size: Number of ranks that share the units of a stage.
+        rank: Number of this rank among them.
+        factor_ranks: Where K-FAC sums and keeps its factors.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        sizes = {axis: mesh[axis].size() for axis in (*_AXES, "replicate", "pipeline")}
+        self._sizes = sizes
+        self.size = sizes["shard"] * sizes["tensor"]
+        self.rank = mesh.get_local_rank("shard") * sizes["tensor"] + mesh.get_local_rank("tensor")
+        divided = [axis for axis in ("shard", "tensor") if sizes[axis] > 1]
+        self._group: dist.ProcessGroup | None = None
+        if len(divided) == 2:
+            self._group = mesh["shard", "tensor"]._flatten("matrices").get_group()
+        elif divided:
+            self._group = mesh.get_group(divided[0])
+        self._pipeline = mesh.get_group("pipeline") if sizes["pipeline"] > 1 else None
+        self.factor_ranks = FactorRanks(
+            rank=self.rank,
+            size=self.size,
+            group=self._group,
+            num_replicas=sizes["replicate"],
+            replicas=mesh.get_group("replicate") if sizes["replicate"] > 1 else None,
+            is_first=self.rank == 0 and mesh.get_local_rank("pipeline") == 0,
+        )
+        self._loads = [0.0] * self.size
+        self._dims: dict[Unit, list[dict[str, int]]] = {}
+        self._locals: Mapping[Tensor, nn.Parameter] = {}
+
+    def assign(self, units: Sequence[Unit]) -> None:
+        """Assign owners to new units: the costliest first, to the rank with the least work."""
+        for unit in sorted(units, key=lambda unit: -unit.cost):
+            self._dims[unit] = [_sharded_dims(parameter) for parameter in unit.parameters]
+            if unit.owner is None:
+                unit.owner = self._loads.index(min(self._loads))
+            self._loads[unit.owner] += unit.cost
+
+    def owns(self, unit: Unit) -> bool:
+        """Return whether this rank keeps the state of a unit."""
+        return unit.owner == self.rank
+
+    def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
+        """Replace the parameters of the model in all units by this rank's shards of them."""
+        self._locals = local_of
+        for unit in self._dims:
+            unit.parameters = [local_of[parameter] for parameter in unit.parameters]
+
+    def local(self, parameter: Tensor) -> Tensor:
+        """Return this rank's shard of a parameter of the model."""
+        return self._locals.get(parameter, parameter)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of values over the ranks that share the units of a stage."""
+        return _all_reduced(values, self._group)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sum of values over all ranks that hold different parameters or shards."""
+        return _all_reduced(self.sum(values), self._pipeline)
+
+    def updates(
+        self, units: Sequence[Unit], compute: Compute, *, dtype: torch.dtype = torch.float32
+    ) -> Iterator[Updates]:
+        """Yield the units that have gradients, with this rank's shards of the updates.
+
+        Args:
+            units: The units; the same on all ranks, in the same order.
+            compute: Called by the owner, with whole gradients.
+            dtype: Dtype of the updates in messages.
+        """
+        if self._group is None:
+            yield from super().updates(units, compute, dtype=dtype)
+            return
+        buckets = _buckets([unit for unit in units if unit.weight.grad is not None])
+        if not buckets:
+            return
+        gather = self._gather(buckets[0])
+        scatter: Callable[[], Updates] = list  # nothing was sent yet
+        for bucket, following in itertools.pairwise([*buckets, []]):
+            gradients = gather()
+            # The next gradients and the last updates travel while this bucket is computed.
+            gather = self._gather(following) if following else dict
+            updates = dict[Unit, list[Tensor]]()
+            for alike in batches(list(gradients)):
+                its = [gradients.pop(unit) for unit in alike]
+                updates |= updates_of(alike, its, compute, dtype)
+            last, scatter = scatter, self._scatter(bucket, updates, dtype)
+            yield last()
+            del last  # and the memory that it received into
+        yield scatter()
+
+    def _gather(self, bucket: Sequence[Unit]) -> Callable[[], dict[Unit, list[Tensor]]]:
+        """Send gradients to their owners; return a function that waits for this rank's units."""
+        sent: list[list[Tensor]] = [[] for _ in range(self.size)]
+        for unit in bucket:
+            assert unit.owner is not None
+            sent[unit.owner] += gradients_of(unit.parameters) or ()
+        own = [unit for unit in bucket if self.owns(unit)]
+        pieces = [self._shapes(own, rank) for rank in range(self.size)]
+        device, dtype = bucket[0].weight.device, bucket[0].weight.dtype
+        arrival = self._all_to_all(sent, pieces, dtype, bucket[0].weight)
+
+        def finish() -> dict[Unit, list[Tensor]]:
+            whole = {
+                unit: [torch.empty(shape, dtype=dtype, device=device) for shape in unit.shapes]
+                for unit in own
+            }
+            pieces = [piece for rank in range(self.size) for piece in self._pieces(whole, rank)]
+            values = [value for its in arrival() for value in its]
+            if pieces:
+                torch._foreach_copy_(pieces, values)
+            return whole
+
+        return finish
+
+    def _scatter(
+        self, bucket: Sequence[Unit], updates: Mapping[Unit, list[Tensor]], dtype: torch.dtype
+    ) -> Callable[[], Updates]:
+        """Send shards of updates from their owners; return a function that waits for them."""
+        # They were computed in another order, and shapes do not tell two of them apart.
+        own = {unit: updates[unit] for unit in bucket if unit in updates}
+        sent = [self._pieces(own, rank) for rank in range(self.size)]
+        by_owner = [[unit for unit in bucket if unit.owner == rank] for rank in range(self.size)]
+        pieces = [self._shapes(units, self.rank) for units in by_owner]
+        arrival = self._all_to_all(sent, pieces, dtype, bucket[0].weight)
+
+        def finish() -> Updates:
+            found: dict[Unit, list[Tensor]] = {}
+            for units, values in zip(by_owner, arrival(), strict=True):
+                parts = iter(values)
+                found |= {unit: [next(parts) for _ in unit.parameters] for unit in units}
+            return [(unit, found[unit]) for unit in bucket]
+
+        return finish
+
+    def _all_to_all(
+        self,
+        sent: Sequence[Sequence[Tensor]],
+        received: Sequence[Sequence[torch.Size]],
+        dtype: torch.dtype,
+        like: Tensor,
+    ) -> Callable[[], list[list[Tensor]]]:
+        """Send tensors to each rank; return a function that waits for the tensors from each.
+
+        Args:
+            sent: Tensors by receiving rank.
+            received: Shapes by sending rank.
+            dtype: Type of the tensors that are sent.
+            like: Defines the device and dtype of the results.
+        """
+        out_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+        in_sizes = [sum(shape.numel() for shape in shapes) for shapes in received]
+        nothing = torch.empty(0, dtype=dtype, device=like.device)  # `cat` needs a tensor
+        flat = torch.cat([nothing, *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
+        result = torch.empty(sum(in_sizes), dtype=dtype, device=like.device)
+        work = dist.all_to_all_single(
+            result, flat, in_sizes, out_sizes, group=self._group, async_op=True
+        )
+
+        def finish() -> list[list[Tensor]]:
+            work.wait()
+            parts = zip(result.to(like.dtype).split(in_sizes), received, strict=True)
+            return [_shaped(part, shapes) for part, shapes in parts]
+
+        return finish
+
+    def _pieces(self, whole: Mapping[Unit, Sequence[Tensor]], rank: int) -> list[Tensor]:
+        """Return views of a rank's shards of whole tensors."""
+        return [
+            self._piece(tensor, dims, rank)
+            for unit, tensors in whole.items()
+            for tensor, dims in zip(tensors, self._dims[unit], strict=True)
+        ]
+
+    def _shapes(self, units: Sequence[Unit], rank: int) -> list[torch.Size]:
+        """Return the shapes of a rank's shards of some units."""
+        whole = {
+            unit: [torch.empty(shape, device="meta") for shape in unit.shapes] for unit in units
+        }
+        return [piece.shape for piece in self._pieces(whole, rank)]
+
+    def _piece(self, whole: Tensor, dims: Mapping[str, int], rank: int) -> Tensor:
+        """Return a view of a rank's shard, which is a chunk of a chunk."""
+        places = dict(zip(("shard", "tensor"), divmod(rank, self._sizes["tensor"]), strict=True))
+        for axis in _AXES:
+            if axis in dims:
+                dim, length = dims[axis], whole.shape[dims[axis]]
+                step = math.ceil(length / self._sizes[axis])
+                start = min(places[axis] * step, length)
+                whole = whole.narrow(dim, start, min(step, length - start))
+        return whole
+
+
+def _shaped(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Return consecutive views of a flat tensor in the given shapes."""
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _sharded_dims(parameter: Tensor) -> dict[str, int]:
+    """Return the dimension along which each axis of the mesh shards a parameter."""
+    if not isinstance(parameter, DTensor):
+        return {}
+    names = parameter.device_mesh.mesh_dim_names or ()
+    pairs = zip(names, parameter.placements, strict=True)
+    return {name: p.dim for name, p in pairs if not p.is_replicate()}  # type: ignore[attr-defined]
+
+
+def _buckets(units: Sequence[Unit]) -> list[list[Unit]]:
+    """Divide units, ordered by their shapes, into runs of `BUCKET` elements of an owner.
+
+    So all owners have work in a bucket, and equal units are in the same bucket.
+    """
+    buckets, loads = list[list[Unit]](), Counter[int | None]()
+    for unit in sorted(units, key=lambda unit: unit.shapes):
+        if not buckets or loads[unit.owner] >= BUCKET:
+            buckets.append([])
+            loads.clear()
+        buckets[-1].append(unit)
+        loads[unit.owner] += num_elements(unit)
+    return buckets
+
+
+def _all_reduced(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is None:
+        return values
+    values = values.clone()
+    dist.all_reduce(values, group=group)
+    return values

@@ -1,0 +1,112 @@
+"""From the options to Muon or SOAP on the ranks of a run."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from llm.checkpoint.format import OPTIMIZER_TENSORS
+from llm.extensions.matrix_optim.matrices import BUCKET, ShardedMatrices
+from llm.extensions.matrix_optim.matrix_settings import MatrixSettings
+from llm.extensions.matrix_optim.muon import make_muon
+from llm.extensions.matrix_optim.soap import basis_order, make_soap
+from llm.extensions.matrix_optim.whole import WholeMatrices, units_of
+from llm.optim.options import OptimizerOptions
+from llm.optim.run_optimizer import MatrixTraffic, Recipe, RunOptimizer
+
+FP32, BF16 = 4, 2
+"""Bytes of a number."""
+
+
+class MatrixRunOptimizer(RunOptimizer):
+    """An optimizer of whole matrices, each of which one rank owns where weights are sharded.
+
+    Args:
+        optimizer: Updates the weights.
+        model: The model, or this rank's stages and shards of it.
+        whole: Owners of the matrices.
+        update_bytes: Bytes of an element of an update when it is sent.
+        with_ends: Whether embeddings and output head are such matrices too.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        whole: WholeMatrices,
+        *,
+        update_bytes: int = FP32,
+        with_ends: bool = False,
+    ) -> None:
+        super().__init__(optimizer)
+        self._whole = whole
+        self._traffic = MatrixTraffic(
+            bytes_per_element=FP32 + update_bytes, with_ends=with_ends, bucket=BUCKET
+        )
+        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        self._owners = {
+            f"{OPTIMIZER_TENSORS}{names[parameter]}": unit.owner
+            for unit in units_of(optimizer)
+            for parameter in unit.parameters
+        }
+
+    def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
+        """Replace the parameters of all matrices by this rank's shards."""
+        self._whole.localize(local_of)
+
+    def owner_of(self, path: str) -> int | None:
+        """Return the rank that keeps the whole state of a matrix; None elsewhere."""
+        return self._owners.get(path.rpartition("/")[0])
+
+    def traffic(self) -> MatrixTraffic:
+        """Return what is sent to the owners and back."""
+        return self._traffic
+
+
+def matrices_on(mesh: DeviceMesh | None) -> WholeMatrices:
+    """Return what gives matrices their owners: on a mesh one rank each, else every rank all."""
+    return WholeMatrices() if mesh is None else ShardedMatrices(mesh)
+
+
+class MuonRecipe(Recipe):
+    """Makes Muon.
+
+    Args:
+        options: The learning rate and both optimizers' settings.
+    """
+
+    def __init__(self, options: OptimizerOptions) -> None:
+        self._options = options
+
+    def make(self, model: nn.Module, mesh: DeviceMesh | None) -> RunOptimizer:
+        """Return Muon for the weights that this rank has.
+
+        Raises:
+            ConfigError: The model has no matrix for it.
+        """
+        whole = matrices_on(mesh)
+        muon = make_muon(self._options, model, whole)
+        return MatrixRunOptimizer(muon, model, whole, update_bytes=BF16)
+
+
+class SOAPRecipe(Recipe):
+    """Makes SOAP.
+
+    Args:
+        options: The learning rate and SOAP's settings.
+    """
+
+    def __init__(self, options: MatrixSettings) -> None:
+        self._options = options
+        self._order: Sequence[str] | None = None
+
+    def plan(self, model: nn.Module) -> None:
+        """Order the updates of the bases by the whole model."""
+        self._order = basis_order(self._options, model)
+
+    def make(self, model: nn.Module, mesh: DeviceMesh | None) -> RunOptimizer:
+        """Return SOAP for the weights that this rank has."""
+        whole = matrices_on(mesh)
+        soap = make_soap(self._options, model, whole=whole, order=self._order)
+        return MatrixRunOptimizer(soap, model, whole, with_ends=True)

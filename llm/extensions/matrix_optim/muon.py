@@ -1,0 +1,195 @@
+"""Muon for the matrices inside a model, and AdamW for the rest, as one optimizer."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llm.errors import ConfigError
+from llm.extensions.matrix_optim.fused import Fusion, fused_weights, fusion_of
+from llm.extensions.matrix_optim.whole import (
+    MatrixOptimizer,
+    Unit,
+    WholeMatrices,
+    batch_cost,
+    batches,
+    groups_of,
+    stacked_state,
+)
+from llm.optim.adamw import adamw_settings
+from llm.optim.groups import inner_matrices, parameter_groups, split_groups
+from llm.optim.options import OptimizerOptions
+from llm.runtime.float32 import has_half_products
+
+
+class MuonAndAdamW(MatrixOptimizer):
+    """Muon (Jordan et al. 2024) for some matrices, torch's fused AdamW for the rest.
+
+    A step of Muon is the orthogonalized momentum with Nesterov's look-ahead, as in torch's Muon.
+    Its length is scaled as in Liu et al. 2025 (arXiv:2502.16982), so that AdamW's learning rate and
+    weight decay apply.
+
+    Args:
+        groups: Parameter groups with their weight decay.
+        matrices: The parameters, of two dimensions, that Muon trains.
+        lr: Learning rate of both.
+        momentum: Momentum of Muon.
+        betas: Decay of AdamW's first and second moments.
+        eps: Added to the root of AdamW's second moment.
+        fusions: How fused weights divide into matrices.
+        whole: Owners of matrices; by default every rank computes all updates.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        matrices: Collection[nn.Parameter],
+        *,
+        lr: float,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        fusions: Mapping[nn.Parameter, Fusion] | None = None,
+        whole: WholeMatrices | None = None,
+    ) -> None:
+        split = split_groups(groups, set(matrices), {"is_muon": True}, {"is_muon": False})
+        super().__init__(split, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps})
+        self.units = [
+            Unit(
+                parameters=[p],
+                shapes=[p.shape],
+                fusion=fusion_of(p, fusions or {}),
+                cost=p.numel(),
+                kind=number,
+            )
+            for number, group in enumerate(self.param_groups)
+            for p in group["params"]
+            if group["is_muon"]
+        ]
+        self._whole = whole or WholeMatrices()
+        self._whole.assign(self.units)
+        # Created here instead of in the first step, so that a checkpoint can be loaded.
+        for unit in self.units:
+            p = unit.weight
+            self.state[p] = {}
+            if self._whole.owns(unit):  # of the whole shape, even if the weight is sharded
+                zeros = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+                self.state[p]["momentum_buffer"] = zeros
+        self._lay_state_together(batches([u for u in self.units if self._whole.owns(u)]))
+        self._add_adamw_state()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: Not supported.
+        """
+        self._step_adamw()
+        groups = groups_of(self)
+
+        def compute(units: Sequence[Unit], gradients: list[Tensor]) -> list[Tensor]:
+            return [self._directions(units, gradients[0], groups[units[0].weight]["momentum"])]
+
+        def factor_of(unit: Unit) -> float:
+            length, *_ = _lengths(unit).values()
+            return -float(groups[unit.weight]["lr"]) * length
+
+        for updates in self._whole.updates(self.units, compute, dtype=torch.bfloat16):
+            self._add_updates(updates, factor_of)
+
+    def _directions(self, units: Sequence[Unit], gradients: Tensor, momentum: float) -> Tensor:
+        """Update the momentum of units; return their unscaled steps.
+
+        Args:
+            units: Equal units.
+            gradients: [units, ...].
+            momentum: Of all.
+        """
+        with stacked_state([self.state[unit.weight] for unit in units]) as state:
+            buffer = state["momentum_buffer"]
+            updated = torch.lerp(buffer, gradients, 1 - momentum)
+            ahead = gradients.lerp(updated, momentum)
+            self._overwrite(buffer, updated)
+        if self.found_inf is not None:
+            ahead = ahead.masked_fill(self.found_inf > 0, 0.0)  # their direction is zero
+        fusion, lengths = units[0].fusion, _lengths(units[0])
+        parts = fusion.split(ahead, fusion.dim + 1)
+        first, *_ = lengths.values()
+        directions = {
+            name: direction if lengths[name] == first else direction * (lengths[name] / first)
+            for name, direction in zip(parts, orthogonalized_all([*parts.values()]), strict=True)
+        }
+        return fusion.join(directions, fusion.dim + 1)
+
+
+def _lengths(unit: Unit) -> dict[str, float]:
+    """Return the factors on orthogonal matrices, by the matrix's name, for AdamW's rate."""
+    shapes = unit.fusion.shapes(unit.shapes[0])
+    return {name: 0.2 * math.sqrt(max(shape)) for name, shape in shapes.items()}
+
+
+def orthogonalized_all(stacks: Sequence[Tensor]) -> list[Tensor]:
+    """Orthogonalize stacks of matrices; stacks of equal shape are computed as one."""
+    if not batch_cost(stacks[0].device):  # on a CPU, one at a time is faster
+        return [orthogonalized(stack) for stack in stacks]
+    found: dict[int, Tensor] = {}
+    for shape in dict.fromkeys(stack.shape for stack in stacks):
+        alike = [number for number, stack in enumerate(stacks) if stack.shape == shape]
+        joint = torch.cat([stacks[number] for number in alike])
+        found |= zip(alike, orthogonalized(joint).chunk(len(alike)), strict=True)
+    return [found[number] for number in range(len(stacks))]
+
+
+def orthogonalized(matrices: Tensor) -> Tensor:
+    """Return U V^T of matrices U S V^T, roughly, in bf16: the singular values are 0.7 to 1.2.
+
+    Runs five steps of the quintic Newton-Schulz iteration of Jordan et al. 2024, as in torch's
+    Muon, but in float32 if the device is slow in bf16.
+
+    Args:
+        matrices: [number, rows, columns].
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    wide = matrices.bfloat16() if has_half_products(matrices.device) else matrices.float()
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    if is_tall:
+        wide = wide.mT
+    # So that no singular value is above 1.
+    wide = wide / torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = wide @ wide.mT
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        wide = torch.baddbmm(wide, factor, wide, beta=a)
+    orthogonal = wide.bfloat16()
+    return orthogonal.mT if is_tall else orthogonal
+
+
+def make_muon(
+    options: OptimizerOptions, model: nn.Module, whole: WholeMatrices | None = None
+) -> MuonAndAdamW:
+    """Make Muon for the matrices inside a model.
+
+    AdamW trains the rest: embeddings, the output head, experts stored as one stack.
+
+    Raises:
+        ConfigError: The model has no such matrix.
+    """
+    groups = parameter_groups(options, model)
+    inside = [p for p in inner_matrices(model) if p.ndim == 2]
+    if not inside:
+        raise ConfigError(
+            "--optimizer muon found no matrix to train between the embedding and the output head "
+            "of this model; use --optimizer adamw."
+        )
+    momentum = 0.95 if options.momentum is None else options.momentum
+    return MuonAndAdamW(
+        groups,
+        inside,
+        momentum=momentum,
+        fusions=fused_weights(model),
+        whole=whole,
+        **adamw_settings(options),
+    )

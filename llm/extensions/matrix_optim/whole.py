@@ -1,0 +1,270 @@
+"""Ownership of whole matrices in optimizers."""
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from llm.extensions.matrix_optim.fused import Fusion
+from llm.optim.adamw import adamw_state, adamw_step
+
+
+@dataclass(eq=False, kw_only=True)
+class Unit:
+    """Parameters that one rank updates together: a matrix, and with K-FAC its bias.
+
+    Attributes:
+        parameters: The parameters, or this rank's shards; the matrix comes first.
+        shapes: Their whole shapes.
+        fusion: How the weight divides into matrices.
+        cost: Number of state elements; owners are balanced by it because work grows with it.
+        owner: The rank that keeps the state and computes the update; None if every rank does.
+        kind: Distinguishes units of equal shapes in an optimizer.
+    """
+
+    parameters: list[nn.Parameter]
+    shapes: list[torch.Size]
+    fusion: Fusion
+    cost: float
+    owner: int | None = None
+    kind: Hashable = None
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """Return the matrix, or this rank's shard of it."""
+        return self.parameters[0]
+
+
+Compute = Callable[[Sequence[Unit], list[Tensor]], list[Tensor]]
+"""Computes whole updates of equal units from the whole gradients [units, ...] of their first,
+second, ... parameters, stacked in the same way."""
+
+Updates = list[tuple[Unit, list[Tensor]]]
+"""Units with the updates of their parameters, or with this rank's shards of these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactorRanks:
+    """The ranks that share the factors of some layers.
+
+    Attributes:
+        rank: Number of this rank among them.
+        size: Number of ranks.
+        is_first: Whether this is the first of the ranks that count the same failures.
+        group: Their process group; None for the default group, or one rank.
+        num_replicas: Number of such groups that keep the same factors.
+        replicas: This rank and the ranks with the same number in these groups; None for one group.
+    """
+
+    rank: int
+    size: int
+    is_first: bool
+    group: dist.ProcessGroup | None = None
+    num_replicas: int = 1
+    replicas: dist.ProcessGroup | None = None
+
+
+class WholeMatrices:
+    """Every rank holds whole matrices and computes all updates.
+
+    Where weights are sharded, `llm.extensions.matrix_optim.matrices` gives each one an owner.
+
+    Attributes:
+        factor_ranks: Ranks that sum and keep K-FAC's factors; None for the default group.
+    """
+
+    factor_ranks: FactorRanks | None = None
+
+    def assign(self, units: Sequence[Unit]) -> None:
+        """Give each unit an owner."""
+
+    def owns(self, unit: Unit) -> bool:
+        """Return whether this rank keeps the state of a unit."""
+        return True
+
+    def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
+        """Replace the parameters of the model in all units by this rank's shards of them."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of values over the ranks that share the units; one rank has each unit."""
+        return values
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sum of values over all ranks that hold different parameters or shards."""
+        return values
+
+    def local(self, parameter: Tensor) -> Tensor:
+        """Return the tensor that the optimizer updates for a model parameter."""
+        return parameter
+
+    def updates(
+        self, units: Sequence[Unit], compute: Compute, *, dtype: torch.dtype = torch.float32
+    ) -> Iterator[Updates]:
+        """Yield the units that have gradients, with the updates of their parameters.
+
+        Args:
+            units: The units; the same on all ranks, in the same order.
+            compute: Called by the owner.
+            dtype: Dtype of updates in messages.
+        """
+        for alike in batches([unit for unit in units if unit.weight.grad is not None]):
+            gradients = [gradients_of(unit.parameters) or [] for unit in alike]
+            yield updates_of(alike, gradients, compute, alike[0].weight.dtype)
+
+
+def batch_cost(device: torch.device) -> float:
+    """Return the minimum cost of units updated together, unless fewer are equal.
+
+    On a GPU, a product of small matrices takes less time than its launch and does not fill the
+    device; the bound limits the memory. On a CPU units are computed one at a time: there are no
+    launches to save, stacks leave the caches, and sums then do not depend on the owners.
+    """
+    return 0 if device.type == "cpu" else 1 << 26
+
+
+def batches(units: Sequence[Unit]) -> list[list[Unit]]:
+    """Divide units into batches of equal units that cost about `batch_cost`."""
+    batches, latest = list[list[Unit]](), dict[Hashable, list[Unit]]()
+    for unit in units:
+        fusion = unit.fusion
+        key = (*unit.shapes, *fusion.sizes.items(), fusion.groups, fusion.dim, unit.kind)
+        if key not in latest or len(latest[key]) * unit.cost >= batch_cost(unit.weight.device):
+            latest[key] = []
+            batches.append(latest[key])
+        latest[key].append(unit)
+    return batches
+
+
+def updates_of(
+    units: Sequence[Unit],
+    gradients: Sequence[Sequence[Tensor]],
+    compute: Compute,
+    dtype: torch.dtype,
+) -> Updates:
+    """Return the updates of equal units from their gradients, in a dtype."""
+    stacks = [stacked(its) for its in zip(*gradients, strict=True)]
+    updates = zip(*(update.to(dtype).unbind() for update in compute(units, stacks)), strict=True)
+    return [(unit, list(its)) for unit, its in zip(units, updates, strict=True)]
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Stack tensors to [number, ...]; a view if they are adjacent in memory."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first.unsqueeze(0)
+    storage, size = first.untyped_storage()._cdata, first.numel()
+    places = [
+        (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.is_contiguous())
+        for tensor in tensors
+    ]
+    start = first.storage_offset()
+    if places == [(storage, start + number * size, True) for number in range(len(tensors))]:
+        return first.as_strided((len(tensors), *first.shape), (size, *first.stride()))
+    return torch.stack(list(tensors))
+
+
+def lay_together(states: Sequence[dict[str, Tensor]]) -> None:
+    """Move equal states into one stack per key, so that `stacked` does not copy."""
+    for key in states[0] if len(states) > 1 else ():
+        stack = torch.stack([state[key] for state in states])
+        for state, tensor in zip(states, stack.unbind(), strict=True):
+            state[key] = tensor
+
+
+@contextlib.contextmanager
+def stacked_state(states: Sequence[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yield the states of equal matrices as stacks, which may be changed in place."""
+    stacks = {key: stacked([state[key] for state in states]) for key in states[0]}
+    yield stacks
+    for key, stack in stacks.items():
+        # Write back copies only; views are already updated.
+        if stack.untyped_storage()._cdata != states[0][key].untyped_storage()._cdata:
+            torch._foreach_copy_([state[key] for state in states], list(stack.unbind()))
+
+
+def num_elements(unit: Unit) -> int:
+    """Return the number of elements of a unit's parameters."""
+    return sum(shape.numel() for shape in unit.shapes)
+
+
+class MatrixOptimizer(torch.optim.Optimizer):
+    """An optimizer that updates some matrices as a whole, and the rest with fused AdamW.
+
+    Like torch's fused optimizers, it reads `found_inf` on the device, if set: if it is 1, weights
+    and state do not change.
+
+    Attributes:
+        units: The matrices.
+        found_inf: 1.0 to skip the next step, else 0.0; None: no step is skipped.
+    """
+
+    units: list[Unit]
+    found_inf: Tensor | None = None
+
+    def _add_adamw_state(self) -> None:
+        """Create the state of all parameters without one."""
+        self.state.update({p: adamw_state(p) for p in groups_of(self) if p not in self.state})
+
+    def _lay_state_together(self, batches: Sequence[Sequence[Unit]]) -> None:
+        """Make the states of equal units adjacent in memory, so that they form a stack."""
+        for units in batches:
+            lay_together([self.state[unit.weight] for unit in units])
+
+    def _step_adamw(self) -> None:
+        """Update all parameters outside of units."""
+        matrices = {p for unit in self.units for p in unit.parameters}
+        for group in self.param_groups:
+            others = [p for p in group["params"] if p not in matrices]
+            adamw_step(group, others, self.state, self.found_inf)
+
+    def _overwrite(self, tensor: Tensor, values: Tensor) -> None:
+        """Copy new values into a state, unless the step is skipped."""
+        if self.found_inf is not None:
+            values = torch.where(self.found_inf > 0, tensor, values)
+        tensor.copy_(values)
+
+    def _add_updates(self, updates: Updates, factor_of: Callable[[Unit], float]) -> None:
+        """Decay weights and add updates; updates are zero if the step is skipped.
+
+        Args:
+            updates: Updates of weights.
+            factor_of: Returns the factor on a unit's update.
+        """
+        alike: dict[tuple[float, float], list[tuple[Tensor, Tensor]]] = {}
+        groups = groups_of(self)
+        for unit, (update,) in updates:
+            group = groups[unit.weight]
+            key = 1 - group["lr"] * group["weight_decay"], factor_of(unit)
+            alike.setdefault(key, []).append((unit.weight, update))
+        for (kept, factor), pairs in alike.items():
+            weights, its = map(list, zip(*pairs, strict=True))
+            if self.found_inf is None:
+                torch._foreach_mul_(weights, kept)
+            else:
+                torch._foreach_mul_(weights, torch.where(self.found_inf > 0, 1.0, kept))
+            torch._foreach_add_(weights, its, alpha=factor)
+
+
+def units_of(optimizer: torch.optim.Optimizer) -> Sequence[Unit]:
+    """Return the units with whole state at their owners; empty for most optimizers."""
+    return optimizer.units if isinstance(optimizer, MatrixOptimizer) else ()
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
+    """Return the group of each parameter."""
+    return {p: group for group in optimizer.param_groups for p in group["params"]}
+
+
+def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor] | None:
+    """Return the gradients of a weight and its bias, zeros if the bias has none.
+
+    Returns:
+        None if the weight has no gradient.
+    """
+    if parameters[0].grad is None:
+        return None
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]

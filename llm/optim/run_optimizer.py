@@ -1,0 +1,136 @@
+"""What a run asks of its optimizer, in addition to updates."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateMemory:
+    """Bytes that an optimizer takes in addition to its state of each weight.
+
+    Attributes:
+        whole: What a rank keeps if it holds the whole model.
+        divided: What all ranks keep together if they divide the model.
+        recording: What a rank takes during the forward and backward passes.
+        stepping: What a rank takes during the update.
+    """
+
+    whole: int = 0
+    divided: int = 0
+    recording: int = 0
+    stepping: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixTraffic:
+    """What ranks that divide weights send if one rank updates each matrix.
+
+    Attributes:
+        bytes_per_element: Of the gradient that the rank receives and the update that it sends.
+        with_ends: Whether embeddings and the output head are such matrices too.
+        bucket: Elements that are sent together.
+    """
+
+    bytes_per_element: int
+    with_ends: bool
+    bucket: int
+
+
+class RunOptimizer:
+    """The optimizer of a run; AdamW and SGD need only what is here.
+
+    Args:
+        optimizer: Updates the weights.
+
+    Attributes:
+        optimizer: The same.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def recording(
+        self, *, token_weight: float, loss_scale: Callable[[], Tensor]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a context around the forward and backward passes of a step.
+
+        Args:
+            token_weight: Factor on the loss of each token in the objective of a rank.
+            loss_scale: Returns the factor on the objective before `backward`.
+        """
+        return contextlib.nullcontext()
+
+    def before_clip(self, *, learning_rate: float) -> None:
+        """Change the gradient of a step, which is averaged over ranks and unscaled.
+
+        Args:
+            learning_rate: Learning rate of the step.
+        """
+
+    def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
+        """Take over the local shards that replace the parameters in the optimizer's groups.
+
+        Args:
+            local_of: This rank's shards by the model's parameters.
+        """
+
+    def owner_of(self, path: str) -> int | None:
+        """Return which of the ranks that divide the weights keeps a tensor of a checkpoint.
+
+        Args:
+            path: Path of the tensor in the checkpoint.
+
+        Returns:
+            Number of the rank among them; None if each keeps its shard, or all keep the whole.
+        """
+        return None
+
+    def parts(self) -> dict[str, Any]:
+        """Return further parts of a checkpoint by name; each has a `state_dict`."""
+        return {}
+
+    def describe(self) -> str:
+        """Return lines for the beginning of the log; empty if there is nothing to say."""
+        return ""
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return numbers for the log by name, on the device; all ranks must call it."""
+        return {}
+
+    def memory(self) -> dict[str, StateMemory]:
+        """Return the memory that it takes in addition to the state of `optimizer`, by kind."""
+        return {}
+
+    def traffic(self) -> MatrixTraffic | None:
+        """Return what it sends if ranks divide the weights; None if it sends nothing."""
+        return None
+
+
+class Recipe:
+    """Makes the optimizer of a run.
+
+    Args:
+        make: Returns the optimizer of a model or of shards of it.
+    """
+
+    def __init__(self, make: Callable[[nn.Module], Optimizer]) -> None:
+        self._make = make
+
+    def plan(self, model: nn.Module) -> None:
+        """Look at the whole model before it is divided; its weights may be dummies."""
+
+    def make(self, model: nn.Module, mesh: DeviceMesh | None) -> RunOptimizer:
+        """Return the optimizer of the weights that this rank has.
+
+        Args:
+            model: The model, or this rank's stages and shards of it.
+            mesh: The ranks that divide it, with the axes pipeline, replicate, shard and tensor;
+                None if every rank has the whole model.
+        """
+        return RunOptimizer(self._make(model))

@@ -1,0 +1,167 @@
+"""Muon with AdamW, against both of torch's optimizers run side by side."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from llm.errors import ConfigError
+from llm.extensions.matrix_optim.muon import make_muon, orthogonalized
+from llm.optim.options import OptimizerOptions
+from tests.support.device_reads import Reads
+from tests.support.models import FAMILIES, tiny_config
+
+OPTIONS = OptimizerOptions(learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95))
+
+
+def tiny_model(family: str = "gpt2"):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(tiny_config(family))
+
+
+def muons(model) -> set[str]:
+    optimizer = make_muon(OPTIONS, model)
+    names = {p: name for name, p in model.named_parameters()}
+    return {
+        names[p] for group in optimizer.param_groups if group["is_muon"] for p in group["params"]
+    }
+
+
+def put_gradients(model, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def state_of(model, optimizer) -> list[torch.Tensor]:
+    moments = [t for p in model.parameters() for t in optimizer.state[p].values()]
+    return [t.detach().clone() for t in (*model.parameters(), *moments)]
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("mamba", "mixtral")])
+def test_linear_layers_but_for_the_head_are_muons_and_embeddings_are_not(family):
+    model = tiny_model(family)
+    head = model.get_output_embeddings().weight
+    linear = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if type(module).__name__ in ("Linear", "Conv1D", "FalconLinear")
+        and module.weight is not head
+    }
+    assert muons(model) == linear
+    assert linear
+
+
+def test_stacks_of_experts_are_adamws():
+    found = muons(tiny_model("mixtral"))
+    assert "model.layers.0.self_attn.q_proj.weight" in found
+    assert not any("experts" in name for name in found)
+
+
+def test_a_model_without_a_matrix_inside_is_refused():
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 2), torch.nn.LayerNorm(2))
+    with pytest.raises(ConfigError, match="--optimizer muon found no matrix"):
+        make_muon(OPTIONS, model)
+
+
+def test_every_step_is_torchs_muon_and_torchs_adamw(monkeypatch):
+    monkeypatch.setattr("llm.extensions.matrix_optim.muon.has_half_products", lambda device: True)
+    ours, theirs = tiny_model(), tiny_model()
+    names = muons(ours)
+    monkeypatch.setattr(
+        "llm.extensions.matrix_optim.muon.fused_weights", lambda model: {}
+    )  # torch's has none
+    options = dataclasses.replace(OPTIONS, momentum=0.8)
+    optimizer = make_muon(options, ours)
+    named = dict(theirs.named_parameters())
+    muon = torch.optim.Muon(
+        [named[name] for name in sorted(names)],
+        lr=0.01,
+        weight_decay=0.1,
+        momentum=0.8,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [named[n] for n in ("transformer.wte.weight", "transformer.wpe.weight")]},
+            {"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        weight_decay=0.1,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    for step in range(4):
+        for group in (*optimizer.param_groups, *muon.param_groups, *adamw.param_groups):
+            group["lr"] = 0.01 / (1 + step)  # as a schedule sets it
+        for model, steppers in ((ours, [optimizer]), (theirs, [muon, adamw])):
+            put_gradients(model, step)
+            for stepper in steppers:
+                stepper.step()
+    for name, p in ours.named_parameters():
+        assert torch.equal(p, named[name]), name
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_without_bf16_arithmetic_the_iteration_is_in_float32(monkeypatch, shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    u, values, vh = torch.linalg.svd(matrix.double() / matrix.double().norm(), full_matrices=False)
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    exact = u * values @ vh
+    monkeypatch.setattr("llm.extensions.matrix_optim.muon.has_half_products", lambda device: False)
+    [ours] = orthogonalized(matrix[None])
+    assert ours.dtype == torch.bfloat16
+    # Only the result is rounded, to eight bits.
+    torch.testing.assert_close(ours.double(), exact, rtol=2**-8, atol=1e-5)
+
+
+def test_a_skipped_step_changes_nothing():
+    model, sound = tiny_model(), tiny_model()
+    optimizer = make_muon(OPTIONS, model)
+    reference = make_muon(OPTIONS, sound)
+    for step in range(3):
+        if step == 1:
+            put_gradients(model, 9)
+            for p in model.parameters():
+                p.grad.view(-1)[0] = float("inf")
+            before = state_of(model, optimizer)
+            optimizer.found_inf = torch.ones(())
+            optimizer.step()
+            after = state_of(model, optimizer)
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        optimizer.found_inf = reference.found_inf = torch.zeros(())
+        for one, its in ((model, optimizer), (sound, reference)):
+            put_gradients(one, step)
+            its.step()
+    for ours, theirs in zip(model.parameters(), sound.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_step_reads_no_value_from_the_device():
+    model = tiny_model()
+    optimizer = make_muon(OPTIONS, model)
+    optimizer.found_inf = torch.zeros(())
+    put_gradients(model, 0)
+    with Reads() as reads:
+        optimizer.step()
+    assert reads.seen == []
+
+
+def test_torchs_own_state_dict_continues_bit_for_bit():
+    model = tiny_model()
+    optimizer = make_muon(OPTIONS, model)
+    for step in range(4):
+        if step == 2:
+            other = copy.deepcopy(model)
+            resumed = make_muon(OPTIONS, other)
+            resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        put_gradients(model, step)
+        optimizer.step()
+    for step in (2, 3):
+        put_gradients(other, step)
+        resumed.step()
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
