@@ -466,6 +466,28 @@ def test_a_file_that_is_there_is_not_replaced(tmp_path, capsys):
     assert path.read_text() == before
 
 
+def test_the_program_says_what_a_script_still_needs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "web.bin").touch()
+    trainer = ["--model_name_or_path", "gpt2", "--output_dir", "runs/a", "--data_path"]
+
+    assert main(["slurm", "--output", "a.sh", "--", *trainer, "web"]) == 0
+    said = capsys.readouterr().err
+    assert "Added: --resume_from_checkpoint.\n" in said
+    assert "Fill in __ALLOCATION__ before you submit, or give --account.\n" in said
+    assert "Fill in __QUEUE__ before you submit, or give --queue.\n" in said
+    assert "not on this machine" not in said
+    plan = "llm-trainers plan --nodes 1 --gpus_per_node 4 --model_name_or_path gpt2 --output_dir"
+    assert plan in said
+    assert said.endswith("Submit it: sbatch a.sh\n")
+
+    assert main(["pbs", "--account", "a", "--queue", "b", "--", *trainer, "w"]) == 0
+    said = capsys.readouterr().err
+    assert "--data_path w is not on this machine; the job needs it.\n" in said
+    assert "Fill in" not in said
+    assert "Submit" not in said
+
+
 @pytest.mark.parametrize(
     ("time", "minutes"),
     [("6:00:00", 360), ("0:30:00", 30), ("1-12:00:00", 2160), ("90", 90)],

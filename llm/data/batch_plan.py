@@ -184,7 +184,8 @@ def plan_batches(
         # A batch that grows may begin with smaller micro-batches.
         each = min(micro_batch_size, size // world_size) if growth else micro_batch_size
         if each == 0 or size % (each * world_size):
-            which, remedy = "", "change one of them"
+            lower, upper = size // together * together, -(-size // together) * together
+            which, remedy = "", f"take {lower} or {upper}" if lower else f"take {upper}"
             if growth:
                 which = f" has a phase of {size} samples, which"
                 remedy = f"take one, or a smaller multiple of {world_size}"

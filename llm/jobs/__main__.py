@@ -13,6 +13,7 @@ from dataclasses import replace
 from llm.config.command_line import parse
 from llm.config.program import program
 from llm.errors import ConfigError
+from llm.jobs.notes import describe_script
 from llm.jobs.options import JobOptions
 from llm.jobs.preparation_job import preparation_job
 from llm.jobs.scripts import (
@@ -29,6 +30,8 @@ from llm.trainers.gpt.ranks import check_ranks
 
 _LEAST_MINUTES = 30
 """To start, train and save."""
+
+_NO_TRAINER = "The trainer's options are missing: write them after --."
 
 # Names from the scripts of Megatron-LM: `TP_SIZE=8 PP_SIZE=2 sbatch SCRIPT`.
 _ENVIRONMENT_VARIABLES = {
@@ -47,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
         return preparation_job(argv)
     words = list(argv)
     cut = words.index("--") if "--" in words else len(words)
+    if cut == len(words) and not any(word.startswith(("-h", "--help")) for word in words):
+        raise ConfigError(_NO_TRAINER)
     options = parse(
         JobOptions,
         words[:cut],
@@ -57,13 +62,16 @@ def main(argv: Sequence[str]) -> int:
         usage="SCHEDULER [--OPTION VALUE ...] -- TRAINER OPTIONS",
         example="slurm --nodes 8 --requeue --output job.sh -- --config run.toml",
     )
-    text = job_script(options, command=words[:cut], trainer=words[cut + 1 :])
+    text, notes = job_script(options, command=words[:cut], trainer=words[cut + 1 :])
     write_script(options.output, text)
+    sys.stderr.write("".join(f"{note}\n" for note in notes))
     return 0
 
 
-def job_script(options: JobOptions, *, command: Sequence[str], trainer: Sequence[str]) -> str:
-    """Return the text of a job script.
+def job_script(
+    options: JobOptions, *, command: Sequence[str], trainer: Sequence[str]
+) -> tuple[str, list[str]]:
+    """Return the text of a job script, and sentences about it.
 
     Args:
         options: Options of this program.
@@ -84,7 +92,7 @@ def job_script(options: JobOptions, *, command: Sequence[str], trainer: Sequence
     )
     _check(job)
     if not trainer:
-        raise ConfigError("The trainer's options are missing: write them after --.")
+        raise ConfigError(_NO_TRAINER)
     minutes = read_minutes(job.time)
     for name in ("requeue", "chain"):
         if getattr(job, name) and minutes <= _LEAST_MINUTES:
@@ -94,17 +102,20 @@ def job_script(options: JobOptions, *, command: Sequence[str], trainer: Sequence
             )
     # Time for the job to start and to save its last checkpoint.
     exit_after = minutes - max(15, minutes // 20) if job.chain else None
-    trainer = _with_stop_and_resume(trainer, exit_after)
+    added = _stop_and_resume(trainer, exit_after)
+    asked, trainer = trainer, [*trainer, *added]
     queue = choose_queue(site, asked=job.queue, nodes=job.nodes, minutes=minutes)
     swept, values = _read_sweep(job.sweep)
-    if parse_args(trainer).output_dir is None:
+    config = parse_args(trainer)
+    if config.output_dir is None:
         raise ConfigError("--output_dir is missing among the trainer's options.")
     for words in [[f"--{swept}", value] for value in values] or [[]]:
         check_ranks(
             parse_args([*trainer, *words]), ranks=job.nodes * per_node, ranks_per_node=per_node
         )
-    return load_template(f"{job.scheduler}.sh").render(
-        job=replace(job, queue=queue),
+    job = replace(job, queue=queue)
+    text = load_template(f"{job.scheduler}.sh").render(
+        job=job,
         site=site,
         torchrun=job.launcher == "torchrun",
         walltime=f"{minutes // 60:02}:{minutes % 60:02}:00",
@@ -114,6 +125,7 @@ def job_script(options: JobOptions, *, command: Sequence[str], trainer: Sequence
         trainer=_rows(trainer, without=swept),
         made_by=shlex.join(without_output(command)),
     )
+    return text, describe_script(job, config, trainer=asked, added=added)
 
 
 def _check(job: JobOptions) -> None:
@@ -129,10 +141,10 @@ def _check(job: JobOptions) -> None:
         raise ConfigError("--requeue and --sweep do not go together; leave one of them out.")
 
 
-def _with_stop_and_resume(trainer: Sequence[str], exit_after: int | None) -> list[str]:
-    """Add trainer arguments that make it end in time and resume."""
+def _stop_and_resume(trainer: Sequence[str], exit_after: int | None) -> list[str]:
+    """Return arguments to add to the trainer's, so that it ends in time and resumes."""
     named = {_option_of(word) for word in trainer if word.startswith("--")}
-    words = list(trainer)
+    words = []
     if exit_after is not None and "exit_after" not in named:
         words += ["--exit_after", str(exit_after)]
     if not named & {"resume_from_checkpoint", "no_resume_from_checkpoint"}:

@@ -20,7 +20,8 @@ class SchedulerOptions:
     account: str = option("__ALLOCATION__", "Account, project or allocation.")
     queue: str | None = option(
         None,
-        "Queue, partition or QOS; by default the site's first one that accepts a job of this size.",
+        "Queue, partition or QOS; by default the site's first one that accepts a job of this size. "
+        "For the generic site, a place to fill in.",
         aliases=("partition", "qos"),
     )
     venv: str | None = option(

@@ -37,8 +37,9 @@ def check_job(job: SchedulerOptions) -> None:
     for name in ("name", "account", "queue"):
         value = getattr(job, name)
         if value is not None and re.fullmatch(r"[\w.:,@+-]+", value) is None:
+            flag = "--queue, --partition or --qos" if name == "queue" else f"--{name}"
             raise ConfigError(
-                f"--{name} '{value}' contains a blank or another character that a directive cannot "
+                f"{flag} '{value}' contains a blank or another character that a directive cannot "
                 "have; use letters, digits and _.:,@+-."
             )
 

@@ -97,8 +97,8 @@ def parallel_dims(options: ParallelOptions, world_size: int) -> ParallelDims:
     if world_size % product:
         asked = " x ".join(f"--{name} {size}" for name, size in given.items() if size > 1)
         raise ConfigError(
-            f"{asked} is {product} ranks, which do not divide the {world_size} that there are; use "
-            f"a multiple of {product}, or make a size smaller."
+            f"{asked} is {product} ranks, which do not divide the {world_size} that there are; "
+            f"use a number of ranks that is a multiple of {product}, or make a size smaller."
         )
     return ParallelDims(
         pipeline=options.pipeline_parallel_size,

@@ -119,7 +119,7 @@ def _memory_lines(job: Job, plan: Estimate) -> list[str]:
     where = f"stage {memory.stage}, " if plan.layout.pipeline > 1 else ""
     return [
         f"memory of the fullest rank ({where}{memory.parameters:,} parameters), "
-        f"in the {memory.moment}:",
+        f"at its peak, in the {memory.moment}:",
         *(
             f"  {kind:<12}{_gib(size):>11}{size / memory.total:>7.0%}"
             for kind, size in memory.kinds.items()
@@ -164,10 +164,14 @@ def _time_lines(job: Job, plan: Estimate) -> list[str]:
         f"{per_second * _DAY / 1e9:,.2f} billion a day",
         "days: give --num_tokens or a length, such as --max_train_tokens"
         if days is None
-        else f"{budget:,.0f} tokens take {days:,.2f} days, {node_hours:,.{digits}f} node-hours",
+        else f"{budget:,.0f} tokens take {_duration(days)}, {node_hours:,.{digits}f} node-hours",
         f"a checkpoint has {_gb(checkpoint)} and takes {checkpoint / (disk * 1e9):,.1f} s at "
         f"{disk:g} GB/s",
     ]
+
+
+def _duration(days: float) -> str:
+    return f"{24 * days:,.1f} hours" if days < 2 else f"{days:,.1f} days"
 
 
 def _gib(size: float) -> str:

@@ -142,13 +142,16 @@ class CoreConfig(
 
     # The options of most runs; `--help` lists them in this order within their groups.
     COMMON: ClassVar[tuple[str, ...]] = (
-        *("model_name_or_path", "model_size", "config_overrides", "tokenizer_name"),
+        *("model_name_or_path", "from_scratch", "model_type", "model_size", "config_overrides"),
+        "tokenizer_name",
         *("dataset_name", "train_file", "validation_file", "data_path", "block_size"),
         *("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size"),
-        *("num_train_epochs", "max_train_steps", "preset"),
-        *("optimizer", "learning_rate", "lr_scheduler_type", "num_warmup_steps", "weight_decay"),
+        *("num_train_epochs", "max_train_steps", "max_train_tokens", "preset"),
+        *("optimizer", "learning_rate", "lr_scheduler_type", "num_warmup_steps"),
+        *("num_warmup_tokens", "weight_decay"),
         *("mixed_precision", "torch_compile"),
-        *("output_dir", "overwrite_output_dir", "checkpointing_steps", "resume_from_checkpoint"),
+        *("output_dir", "overwrite_output_dir", "checkpointing_steps"),
+        *("checkpointing_minutes", "resume_from_checkpoint"),
         *("eval_steps", "data_parallel_shard_size", "tensor_parallel_size"),
         "pipeline_parallel_size",
     )
