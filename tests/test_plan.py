@@ -448,7 +448,7 @@ def test_a_toml_file_comes_first_and_options_override_it(tmp_path: Path, capsys:
 def test_a_fraction_of_a_node_hour_is_not_rounded_to_0(capsys: Any) -> None:
     assert main([*WORDS, "--memory_gib", "64", "--num_tokens", "1000000000"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"1,000,000,000 tokens take 0\.\d\d days, [1-9]\.\d\d node-hours", printed)
+    assert re.search(r"1,000,000,000 tokens take 2\.\d hours, [1-9]\.\d\d node-hours", printed)
 
 
 def test_a_plan_that_does_not_fit_is_reported_with_exit_code_1(capsys: Any) -> None:
