@@ -18,22 +18,21 @@ class Meter:
     Args:
         device: Device of the sums.
         rank: Rank of this process.
-        sources: Names of the data sources for per-source sums.
-        z_loss: Whether the run has a z-loss.
+        names: What the sums of a step are of, the loss first. A sum NAME is divided by the sum
+            #NAME if there is one, else by the tokens of the interval.
     """
 
     def __init__(
         self,
         device: torch.device,
+        names: Sequence[str] = ("loss",),
         *,
         rank: int,
-        sources: Sequence[str] = (),
-        z_loss: bool = False,
     ) -> None:
-        self._rank, self._sources, self._z_loss = rank, sources, z_loss
+        self._rank, self._names = rank, names
+        self._counted = [name for name in names if f"#{name}" in names]
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        # Sums of token losses and z-losses, then per-source token losses and labels.
-        self.sums = torch.zeros(2 + 2 * len(sources), dtype=dtype, device=device)
+        self.sums = torch.zeros(len(names), dtype=dtype, device=device)
         self.num_tokens = torch.zeros((), dtype=dtype, device=device)
         self.skipped_steps = torch.zeros((), device=device)
         self.nan_steps = torch.zeros((), device=device)
@@ -48,32 +47,25 @@ class Meter:
     def add(
         self,
         step: int,
-        loss_sum: torch.Tensor,
+        sums: torch.Tensor,
         num_tokens: int,
         *,
         grad_norm: torch.Tensor,
         skipped: torch.Tensor,
-        z_loss_sum: torch.Tensor | None = None,
     ) -> None:
         """Count one step.
 
         Args:
             step: Number of the step, counted from 0.
-            loss_sum: Sum of this rank's token losses; with sources, per-source sums and numbers of
-                labels [2, num_sources].
+            sums: This rank's sums, by name.
             num_tokens: Tokens of the step over all ranks.
             grad_norm: Norm of the step's gradient, global or on this rank.
             skipped: 1.0 if the step was skipped, else 0.0; global or on this rank.
-            z_loss_sum: Sum of this rank's z-losses, if the run has them.
         """
-        total = loss_sum[0].sum() if self._sources else loss_sum
-        sums = torch.stack([total, torch.zeros_like(total) if z_loss_sum is None else z_loss_sum])
-        if self._sources:
-            sums = torch.cat([sums, loss_sum.T.flatten()])
         self.sums += torch.where(skipped > 0, 0.0, sums.to(self.sums.dtype))
         self.num_tokens += num_tokens * (1.0 - skipped.to(self.num_tokens.dtype))
         self.grad_norm = grad_norm
-        self._own.append((step, skipped, torch.isnan(grad_norm), total, num_tokens))
+        self._own.append((step, skipped, torch.isnan(grad_norm), sums[0], num_tokens))
 
     def pop_steps(self) -> list[tuple[int, bool, float]]:
         """Return the all-reduced steps since the last call.
@@ -122,35 +114,38 @@ class Meter:
         self._own = []
 
     def read(self) -> dict[str, float]:
-        """Return the interval's loss and the run's counts, and start a new interval.
+        """Return the interval's means and the run's counts, and start a new interval.
 
-        Call it after `all_reduce`. The host waits for the device here, once for all numbers.
-        Sources without samples are left out.
+        Call it after `all_reduce`. The host waits for the device here, once for all numbers. Means
+        of nothing, such as the loss of a source without samples, are left out.
         """
         numbers = torch.stack([self.grad_norm, self.skipped_steps, self.nan_steps])
-        values = torch.cat([self.sums[:2] / self.num_tokens, numbers, self.sums[2:]]).tolist()
+        read = torch.cat([numbers, self.sums / self.num_tokens, self.sums]).tolist()
         self.sums = torch.zeros_like(self.sums)
         self.num_tokens = torch.zeros_like(self.num_tokens)
-        names = ("loss", "z_loss", "grad_norm", "skipped_steps", "nan_steps")
-        result = dict(zip(names, values, strict=False))
-        if not self._z_loss:
-            del result["z_loss"]
-        for source, loss, labels in zip(self._sources, values[5::2], values[6::2], strict=True):
-            if labels:
-                result[f"loss/{source}"] = loss / labels
-        return result
+        means = dict(zip(self._names, read[3:], strict=False))
+        sums = dict(zip(self._names, read[3 + len(means) :], strict=True))
+        for name in self._counted:
+            count = sums[f"#{name}"]
+            del means[f"#{name}"]
+            if count:
+                means[name] = sums[name] / count
+            else:
+                del means[name]
+        return means | dict(zip(("grad_norm", "skipped_steps", "nan_steps"), read, strict=False))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums as plain numbers, after `all_reduce`."""
-        loss_sum, z_loss_sum, *by_source = self.sums.tolist()
-        state: dict[str, Any] = {"loss_sum": loss_sum, "z_loss_sum": z_loss_sum}
+        """Return the sums as plain numbers, after `all_reduce`.
+
+        A sum with a count is saved with it in `by_source`, others as NAME_sum.
+        """
+        sums = dict(zip(self._names, self.sums.tolist(), strict=True))
+        by_source = {
+            _source(name): [sums.pop(name), sums.pop(f"#{name}")] for name in self._counted
+        }
+        state: dict[str, Any] = {f"{name}_sum": value for name, value in sums.items()}
         state |= {name: float(getattr(self, name)) for name in _COUNTS}
-        if self._sources:
-            state["by_source"] = {
-                source: by_source[2 * number : 2 * number + 2]
-                for number, source in enumerate(self._sources)
-            }
-        return state
+        return state | ({"by_source": by_source} if by_source else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the sums that rank 0 saved."""
@@ -159,8 +154,14 @@ class Meter:
         self.sums.zero_()
         if self._rank != 0:
             return  # otherwise the next all-reduce would add rank 0's sums once per rank
-        # Missing if the previous start did not have the option, or had other sources.
-        saved = state.get("by_source", {})
-        by_source = [value for name in self._sources for value in saved.get(name, (0.0, 0.0))]
-        sums = [state["loss_sum"], state["z_loss_sum"], *by_source]
-        self.sums.copy_(torch.tensor(sums, dtype=self.sums.dtype))
+        # Missing if the previous start had other sums.
+        sums = {name: state.get(f"{name}_sum", 0.0) for name in self._names}
+        by_source = state.get("by_source", {})
+        for name in self._counted:
+            sums[name], sums[f"#{name}"] = by_source.get(_source(name), (0.0, 0.0))
+        self.sums.copy_(torch.tensor([*sums.values()], dtype=self.sums.dtype))
+
+
+def _source(name: str) -> str:
+    """Return the key in a checkpoint of a sum with a count: of loss/web it is web."""
+    return name.removeprefix("loss/")

@@ -115,7 +115,7 @@ class Tracker:
         """Report the logging interval that ends with a step.
 
         Args:
-            values: The result of `Meter.read`.
+            values: The result of `Meter.read`, and anything else by name.
             step: Steps done.
             samples: Samples consumed by all ranks.
             tokens: Tokens consumed by all ranks.
@@ -150,17 +150,15 @@ class Tracker:
         memory = memory_in_use(self._device)
         if memory is not None:
             record["memory"] = memory
-        if "z_loss" in values:
-            record["z_loss"] = values["z_loss"]
-        record |= {name: float(value) for name, value in optimizer.items()}
-        record |= {name: value for name, value in values.items() if name.startswith("loss/")}
+        more = {name: value for name, value in values.items() if name not in record}
+        record |= more | {name: float(value) for name, value in optimizer.items()}
         self._seconds_before += elapsed
         self._started, self._data_wait = now, 0.0
         self._interval_step, self._interval_tokens = step, tokens
         with self.paused():  # a slow disk does not count as a slow step
             self.write(record, step=step)
             logger.info(
-                self._megatron_line(record, step=step, global_batch_size=global_batch_size),
+                self._megatron_line(record, more, step=step, global_batch_size=global_batch_size),
                 extra=short_form(step_line(record, step=step, total_steps=self._total_steps)),
             )
         if self._bar is not None:
@@ -180,9 +178,17 @@ class Tracker:
             )
         return None
 
-    def _megatron_line(self, record: dict[str, Any], *, step: int, global_batch_size: int) -> str:
+    def _megatron_line(
+        self,
+        record: dict[str, Any],
+        more: Mapping[str, float],
+        *,
+        step: int,
+        global_batch_size: int,
+    ) -> str:
         """Return the line of a step in the format of Megatron-LM's log, for files."""
-        z_loss = [f"z loss: {record['z_loss']:.6E}"] if "z_loss" in record else []
+        words = {name: f"{name}: {value:.6E}" for name, value in more.items()}
+        of_all = [text.replace("_", " ") for name, text in words.items() if "/" not in name]
         return " | ".join(
             [
                 f"step {step:8d}/{self._total_steps:8d}",
@@ -193,12 +199,12 @@ class Tracker:
                 f"learning rate: {record['learning_rate']:.6E}",
                 f"global batch size: {global_batch_size:5d}",
                 f"lm loss: {record['loss']:.6E}",
-                *z_loss,
+                *of_all,
                 f"loss scale: {record['loss_scale']:.1f}",
                 f"grad norm: {record['grad_norm']:.3f}",
                 f"skipped steps: {record['skipped_steps']:3d}",
                 f"nan steps: {record['nan_steps']:3d}",
-                *(f"{name}: {value:.6E}" for name, value in record.items() if "loss/" in name),
+                *(text for name, text in words.items() if "/" in name),
             ]
         )
 

@@ -1,6 +1,7 @@
 """The language-model loss, summed over tokens, without full logits if the head allows it."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from llm.models.cross_entropy import chunked_cross_entropy
 from llm.models.masking import run_model
 from llm.models.patches.tied_embedding import TiedEmbedding
 from llm.models.sizes import find_blocks
-from llm.models.source_losses import sum_by_source
+from llm.models.source_losses import sum_by_source, sums_dtype
 from llm.runtime.labels import IGNORED
 
 _CPU_CHUNK_BYTES = 32 * 2**20
@@ -44,12 +45,13 @@ class LanguageModelLoss(nn.Module):
         aligned: Whether matrix products have fast sizes for an accelerator: multiples of 128, in
             chunks of equal length. By default on all devices but a CPU.
         compiled: Whether to compile the computations on the logits of a chunk.
-        num_sources: Number of sources for per-source sums; 0 without.
+        sources: Names of the sources for per-source sums; none without.
         z_loss: Coefficient of the z-loss, part of the objective in training mode.
 
     Attributes:
         chunked: Whether the loss is computed in chunks.
-        num_sources: As given.
+        names: What the sums for the log are of: `loss`, and further ones. `#NAME` is what the sum
+            NAME is divided by; without one, it is divided by the tokens.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class LanguageModelLoss(nn.Module):
         chunk_bytes: int | None = None,
         aligned: bool | None = None,
         compiled: bool = False,
-        num_sources: int = 0,
+        sources: Sequence[str] = (),
         z_loss: float = 0.0,
     ) -> None:
         super().__init__()
@@ -78,9 +80,11 @@ class LanguageModelLoss(nn.Module):
         self._chunk_bytes = chunk_bytes
         self._aligned = aligned
         self._compiled = compiled
-        self.num_sources = num_sources
+        self._num_sources = len(sources)
         self._z_loss = z_loss
-        self._z_sum: Tensor | None = None
+        z_names = ("z_loss",) if z_loss else ()
+        pairs = [(f"loss/{source}", f"#loss/{source}") for source in sources]
+        self.names: tuple[str, ...] = ("loss", *z_names, *(name for pair in pairs for name in pair))
 
     def forward(
         self,
@@ -101,10 +105,10 @@ class LanguageModelLoss(nn.Module):
             sources: [batch], int64: number of the source of each sample.
 
         Returns:
-            Two fp32 scalars: the objective to differentiate, and the sum of the token losses for
-                the log (detached). They differ by the z-loss and, in a mixture-of-experts model, by
-                the balancing loss, which is added once per token. With sources, the second is [2,
-                num_sources] in fp64, from `sum_by_source`.
+            The objective to differentiate, an fp32 scalar; and the sums for the log by `names`,
+            detached, [len(names)], of the type of `no_sums`. The objective is the sum of the token
+            losses, the z-loss, and in a mixture-of-experts model its balancing loss, which is added
+            once per token.
         """
         losses = None if sources is None else labels.new_empty(labels.numel(), dtype=torch.float32)
         # Two paths: add new loss terms here and in `_ChunkedCrossEntropy`.
@@ -112,8 +116,8 @@ class LanguageModelLoss(nn.Module):
             loss_sum, z_sum = self._chunked_loss(
                 self.head_loss, input_ids, labels, positions, documents, losses
             )
-            objective = self._with_z_loss(loss_sum, z_sum)
-            return objective, self._for_log(loss_sum, losses, labels, sources)
+            objective = loss_sum if z_sum is None else loss_sum + z_sum
+            return objective, self._sums(loss_sum, z_sum, losses, labels, sources)
         outputs = self._model_outputs(input_ids, positions, documents)
         logits = outputs.logits[..., : self.vocab_size].float()
         kind = "sum" if sources is None else "none"
@@ -121,35 +125,45 @@ class LanguageModelLoss(nn.Module):
             logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=kind
         )
         loss_sum = losses if sources is None else losses.sum()
-        objective = loss_sum
+        objective, z_sum = loss_sum, None
         if self._router:
             tokens = (labels != IGNORED).sum()
             objective = loss_sum + self._router_coefficient * outputs.aux_loss * tokens
         if self._z_loss and self.training:
             squares = logits.logsumexp(dim=-1).square()
             z_sum = self._z_loss * squares.where(labels != IGNORED, 0.0).sum()
-            objective = self._with_z_loss(objective, z_sum)
-        return objective, self._for_log(loss_sum, losses, labels, sources)
+            objective = objective + z_sum
+        return objective, self._sums(loss_sum, z_sum, losses, labels, sources)
 
-    def _for_log(
-        self, loss_sum: Tensor, losses: Tensor | None, labels: Tensor, sources: Tensor | None
+    @torch.no_grad()
+    def _sums(
+        self,
+        loss_sum: Tensor,
+        z_sum: Tensor | None,
+        losses: Tensor | None,
+        labels: Tensor,
+        sources: Tensor | None,
     ) -> Tensor:
-        """Return the sum for the log, or per-source sums."""
-        if losses is None or sources is None:
-            return loss_sum.detach()
-        return sum_by_source(losses, labels, sources, num_sources=self.num_sources)
+        """Return the sums for the log; those that a micro-batch does not have are 0."""
+        by_source = None
+        if losses is not None and sources is not None:
+            by_source = sum_by_source(losses, labels, sources, num_sources=self._num_sources)
+            loss_sum = by_source[:, 0].sum()
+        sums = [loss_sum.detach()]
+        if self._z_loss:
+            sums.append(torch.zeros_like(loss_sum) if z_sum is None else z_sum)
+        # Alone, the loss is not copied.
+        in_front = sums[0].unsqueeze(0) if len(sums) == 1 else torch.stack(sums)
+        if not self._num_sources:
+            return in_front
+        if by_source is None:
+            by_source = self.no_sums(labels.device)[len(sums) :]
+        return torch.cat([in_front, by_source.flatten()])
 
-    def _with_z_loss(self, objective: Tensor, z_sum: Tensor | None) -> Tensor:
-        """Add the z-losses of a micro-batch to its objective, and to the sum for the log."""
-        if z_sum is None:
-            return objective
-        self._z_sum = z_sum.detach() if self._z_sum is None else self._z_sum + z_sum.detach()
-        return objective + z_sum
-
-    def pop_z_loss(self, device: torch.device) -> Tensor:
-        """Return the sum of the z-losses since the last call, an fp32 scalar on the device."""
-        z_sum, self._z_sum = self._z_sum, None
-        return torch.zeros((), device=device) if z_sum is None else z_sum
+    def no_sums(self, device: torch.device) -> Tensor:
+        """Return zeros for the sums by `names`: fp32, or fp64 if some are of sources."""
+        dtype = sums_dtype(device) if self._num_sources else torch.float32
+        return torch.zeros(len(self.names), dtype=dtype, device=device)
 
     @torch.no_grad()
     def predictions(

@@ -6,11 +6,10 @@ from torch import Tensor
 from llm.runtime.labels import IGNORED
 
 
-def empty_sums(num_sources: int, device: torch.device) -> Tensor:
-    """Return zeros for per-source losses and numbers of labels, [2, num_sources]."""
+def sums_dtype(device: torch.device) -> torch.dtype:
+    """Return the type of per-source sums."""
     # In float64 (not available on MPS), sums of float32 losses are nearly exact in any order.
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.zeros(2, num_sources, dtype=dtype, device=device)
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 @torch.no_grad()
@@ -26,12 +25,13 @@ def sum_by_source(
         num_sources: Number of sources.
 
     Returns:
-        [2, num_sources], like `empty_sums`.
+        [num_sources, 2], of `sums_dtype`.
     """
-    zeros = empty_sums(num_sources, labels.device)
-    losses = token_losses.view_as(labels).to(zeros.dtype).sum(1)
-    counts = (labels != IGNORED).to(zeros.dtype).sum(1)
+    dtype = sums_dtype(labels.device)
+    losses = token_losses.view_as(labels).to(dtype).sum(1)
+    counts = (labels != IGNORED).to(dtype).sum(1)
     # [batch, num_sources]. On a GPU, a scatter would add in varying order.
     mine = sources.unsqueeze(1) == torch.arange(num_sources, device=labels.device)
     # Select instead of multiplying, so that an infinite loss or NaN stays with its source.
-    return torch.stack([torch.where(mine, s.unsqueeze(1), 0.0).sum(0) for s in (losses, counts)])
+    own = [torch.where(mine, s.unsqueeze(1), 0.0).sum(0) for s in (losses, counts)]
+    return torch.stack(own, dim=1)

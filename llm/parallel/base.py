@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,7 @@ class AcceleratedStrategy:
         answer_delay: Maximum calls of `any_rank` between a flag and its answer.
         parameters: The trained parameters of the model; DTensors if sharded.
         local_parameters: Tensors that the optimizer updates: `parameters`, or this rank's shards.
+        sum_names: Names of the sums that `forward_backward` returns, from the loss.
     """
 
     mesh: DeviceMesh | None = None
@@ -67,10 +68,12 @@ class AcceleratedStrategy:
         """Prepare the model, inside its loss, and create its optimizer.
 
         Args:
-            loss: Returns the objective and the sum of token losses; its `model` is the model.
+            loss: Returns the objective and the sums for the log, by its `names`; its `model` is the
+                model.
             make_optimizer: Called after sharding, so that moments are sharded too.
         """
         self.loss: Any = loss
+        self.sum_names = cast("tuple[str, ...]", loss.names)
         self.model: Any = loss.get_submodule("model")
         if self.accelerator.mixed_precision == "fp8":
             convert_to_fp8(self.model)
@@ -107,14 +110,14 @@ class AcceleratedStrategy:
             group["lr"] = learning_rate * group.get("rate_factor", 1.0)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], *, num_tokens: int) -> Tensor:
-        """Compute the gradient of one step's mean loss, unscaled; return the sum of token losses.
+        """Compute the gradient of one step's mean loss, unscaled; return the sums for the log.
 
         Args:
             micro_batches: This rank's slice of the step.
             num_tokens: Tokens with a label over all ranks; the loss is divided by it once.
 
         Returns:
-            The sum of this rank's token losses: a float32 scalar, or per-source sums.
+            The sums of this rank's slice by `sum_names`, the token losses first.
         """
         if not self.wrapped.training:
             self.wrapped.train()
@@ -124,11 +127,11 @@ class AcceleratedStrategy:
         # The all-reduce takes the mean over ranks, but the step's loss is a sum over them.
         token_weight = self._gradient_ranks / num_tokens
         own = [self._local_batch(micro_batch) for micro_batch in micro_batches]
-        loss_sum = self._accumulate_gradients(own, token_weight)
+        sums = self._accumulate_gradients(own, token_weight)
         self._reduce_gradients()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        return loss_sum
+        return sums
 
     @property
     def _gradient_ranks(self) -> int:
@@ -142,15 +145,15 @@ class AcceleratedStrategy:
     def _accumulate_gradients(
         self, micro_batches: Sequence[MicroBatch], token_weight: float
     ) -> Tensor:
-        """Run forward and backward of all micro-batches; return the sum of token losses."""
+        """Run forward and backward of all micro-batches; return the sums for the log."""
         total = torch.zeros((), device=self.device)
         with self._recording(token_weight), self._weight_casts(len(micro_batches)):
             for number, micro_batch in enumerate(micro_batches, start=1):
                 with self._gradient_sync(number == len(micro_batches)):
                     with self.autocast():
-                        objective, loss_sum = self.wrapped(*micro_batch)
+                        objective, sums = self.wrapped(*micro_batch)
                     self._scale(objective * token_weight).backward()
-                total = total + loss_sum.detach()
+                total = total + sums
         return total
 
     def _recording(self, token_weight: float) -> contextlib.AbstractContextManager[None]:
@@ -172,10 +175,6 @@ class AcceleratedStrategy:
         if self._fp16_on_cpu:  # which Accelerate does not know
             return torch.autocast("cpu", torch.float16)
         return self.accelerator.autocast()  # type: ignore[no-any-return]
-
-    def pop_z_loss(self) -> Tensor:
-        """Return the sum of the z-losses of this rank's slice since the last call."""
-        return self.loss.pop_z_loss(self.device)  # type: ignore[no-any-return]
 
     def _scale(self, objective: Tensor) -> Tensor:
         return objective if self.scaler is None else self.scaler.scale(objective)
@@ -231,8 +230,8 @@ class AcceleratedStrategy:
         self.wrapped.eval()
         micro_batch = self._local_batch(micro_batch)
         with self.autocast():
-            _, loss_sum = self.wrapped(*micro_batch)
-        return loss_sum, (micro_batch.labels != IGNORED).sum()
+            _, sums = self.wrapped(*micro_batch)
+        return sums[0], (micro_batch.labels != IGNORED).sum()
 
     @torch.no_grad()
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -14,13 +14,17 @@ CPU = torch.device("cpu")
 
 
 def meter_of(rank: int = 0, sources: tuple[str, ...] = ("web", "code")) -> Meter:
-    return Meter(CPU, rank=rank, sources=sources)
+    counted = [name for source in sources for name in (f"loss/{source}", f"#loss/{source}")]
+    return Meter(CPU, ("loss", *counted), rank=rank)
 
 
 def add(meter: Meter, sums: list[float], labels: list[int], *, norm: float = 1.0) -> None:
     meter.add(
         0,
-        torch.tensor([sums, labels], dtype=torch.float64),
+        torch.tensor(
+            [sum(sums), *(n for pair in zip(sums, labels, strict=True) for n in pair)],
+            dtype=torch.float64,
+        ),
         sum(labels),
         grad_norm=torch.tensor(norm),
         skipped=torch.tensor(0.0 if math.isfinite(norm) else 1.0),

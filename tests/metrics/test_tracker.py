@@ -18,7 +18,7 @@ def add(
 ) -> None:
     meter.add(
         step,
-        torch.tensor(loss_sum),
+        torch.tensor([loss_sum]),
         num_tokens,
         grad_norm=torch.tensor(norm),
         skipped=torch.tensor(0.0 if math.isfinite(norm) else 1.0),

@@ -42,7 +42,7 @@ def make_batch(seed: int = 0):
 
 def loss_and_gradient(model, dtype: torch.dtype | None = None):
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-        objective, loss_sum = LanguageModelLoss(model)(*make_batch())
+        objective, (loss_sum,) = LanguageModelLoss(model)(*make_batch())
     objective.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     model.zero_grad()

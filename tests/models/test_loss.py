@@ -81,7 +81,7 @@ def test_loss_and_gradients_are_those_of_the_full_logits(
     reference = reference_loss(model)
     expected = gradients(model, reference)
 
-    objective, loss_sum = loss(*batch())
+    objective, (loss_sum,) = loss(*batch())
     assert loss.chunked
     assert not loss_sum.requires_grad
     torch.testing.assert_close(loss_sum, reference.detach(), rtol=1e-6, atol=0)
@@ -129,7 +129,7 @@ def test_two_micro_batches_add_up_to_their_union() -> None:
 def test_no_labels_make_a_zero_loss_and_zero_gradients(chunked: bool) -> None:
     model = tiny_model(tiny_config("gptj"))
     input_ids, labels = batch()
-    objective, loss_sum = LanguageModelLoss(model, chunked=chunked)(
+    objective, (loss_sum,) = LanguageModelLoss(model, chunked=chunked)(
         input_ids, torch.full_like(labels, -100)
     )
 
@@ -151,7 +151,7 @@ def test_a_frozen_head_gets_no_gradient_and_passes_one_on() -> None:
 def test_nothing_is_differentiated_without_gradients() -> None:
     loss = LanguageModelLoss(tiny_model(tiny_config("gpt2")).eval())
     with torch.no_grad():
-        objective, loss_sum = loss(*batch())
+        objective, (loss_sum,) = loss(*batch())
 
     assert not objective.requires_grad
     torch.testing.assert_close(loss_sum, reference_loss(loss.model).detach(), rtol=1e-6, atol=0)
@@ -163,7 +163,7 @@ def test_autocast_gives_a_close_loss_and_fp32_gradients(family: str, dtype: torc
     model = tiny_model(tiny_config(family)).eval()
     expected = gradients(model, reference_loss(model))
     with torch.autocast("cpu", dtype=dtype):
-        objective, loss_sum = LanguageModelLoss(model, chunk_bytes=TEN_ROWS)(*batch())
+        objective, (loss_sum,) = LanguageModelLoss(model, chunk_bytes=TEN_ROWS)(*batch())
     actual = gradients(model, objective)
 
     assert (objective.dtype, loss_sum.dtype) == (torch.float32, torch.float32)
@@ -231,7 +231,7 @@ def test_the_routers_loss_is_trained_on_but_not_reported() -> None:
     model = tiny_model(config).eval()
     input_ids, labels = batch()
     balance = model(input_ids, output_router_logits=True).aux_loss
-    objective, loss_sum = LanguageModelLoss(model)(input_ids, labels)
+    objective, (loss_sum,) = LanguageModelLoss(model)(input_ids, labels)
 
     torch.testing.assert_close(loss_sum, reference_loss(model).detach())
     torch.testing.assert_close(objective, loss_sum + 0.5 * balance * 58)
@@ -299,7 +299,7 @@ def test_an_odd_vocabulary_is_multiplied_in_multiples_of_128(family, tied_gradie
 
     loss = LanguageModelLoss(model, aligned=True)
     with ProductSizes() as products:
-        objective, loss_sum = loss(*batch())
+        objective, (loss_sum,) = loss(*batch())
         actual = gradients(model, objective)
     assert 384 in products.sizes
     assert 321 not in products.sizes

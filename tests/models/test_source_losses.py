@@ -28,35 +28,39 @@ def test_losses_and_labels_are_summed_by_the_source_of_their_sample():
     sums = sum_by_source(losses.flatten(), labels, SOURCES, num_sources=4)
 
     assert sums.dtype == torch.float64
-    assert sums.tolist() == [[2.0, 0.0, 25.5, 0.0], [1, 0, 4, 0]]
+    assert sums.tolist() == [[2.0, 1], [0.0, 0], [25.5, 4], [0.0, 0]]
 
 
 def test_a_loss_that_is_not_finite_stays_with_its_source():
     losses = torch.tensor([1.0, math.inf, 2.0])
     sums = sum_by_source(losses, torch.ones(3, 1).long(), torch.tensor([0, 1, 0]), num_sources=2)
-    assert sums.tolist() == [[3.0, math.inf], [2, 1]]
+    assert sums.tolist() == [[3.0, 2], [math.inf, 1]]
 
 
 @pytest.mark.parametrize("chunked", [True, False])
 def test_the_sums_are_those_of_each_sources_own_samples(chunked):
-    loss = LanguageModelLoss(tiny_model(tiny_config("gpt2")), chunked=chunked, num_sources=3).eval()
+    model = tiny_model(tiny_config("gpt2"))
+    loss = LanguageModelLoss(model, chunked=chunked, sources=["a", "b", "c"]).eval()
     input_ids, labels = batch()
 
-    _, sums = loss(input_ids, labels, None, None, SOURCES)
+    _, found = loss(input_ids, labels, None, None, SOURCES)
+    sums = found[1:].view(3, 2)
 
+    assert loss.names == ("loss", "loss/a", "#loss/a", "loss/b", "#loss/b", "loss/c", "#loss/c")
     for source in (0, 2):
         mine = source == SOURCES
         _, alone = loss(input_ids[mine], labels[mine])
-        assert sums[0, source].item() == pytest.approx(alone.item(), rel=1e-6)
-    assert sums[1].tolist() == [21, 0, 37]
+        assert sums[source, 0].item() == pytest.approx(alone[0].item(), rel=1e-6)
+    assert sums[:, 1].tolist() == [21, 0, 37]
     _, whole = loss(input_ids, labels)
-    assert sums[0].sum().item() == pytest.approx(whole.item(), rel=1e-6)
+    assert found[0].item() == pytest.approx(whole[0].item(), rel=1e-6)
+    assert whole[1:].tolist() == [0.0] * 6
 
 
 @pytest.mark.parametrize("chunked", [True, False])
 def test_objective_and_gradients_have_the_same_bits_with_and_without(chunked):
     model = tiny_model(tiny_config("gpt2")).eval()
-    loss = LanguageModelLoss(model, chunked=chunked, num_sources=3)
+    loss = LanguageModelLoss(model, chunked=chunked, sources=["a", "b", "c"])
     input_ids, labels = batch()
     found = []
     for sources in (None, SOURCES):

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from llm.data.loader import MicroBatch
 from llm.models.sizes import find_blocks
-from llm.models.source_losses import empty_sums
 from llm.parallel.base import MakeOptimizer
 from llm.parallel.buckets import Bucket, bucket_groups
 from llm.parallel.dims import ParallelDims
@@ -71,7 +70,7 @@ class PipelineStrategy(ShardedStrategy):
         in_bf16 = accelerator.mixed_precision in ("bf16", "fp8")
         self._sent_dtype = torch.bfloat16 if in_bf16 else torch.float32
         self._token_weight = 1.0
-        self._loss_sums: list[Tensor] = []
+        self._sums: list[Tensor] = []
 
     def prepare(self, loss: nn.Module, make_optimizer: MakeOptimizer) -> None:
         """Cut the model, inside its loss, and make the optimizer of this rank's shards."""
@@ -89,9 +88,7 @@ class PipelineStrategy(ShardedStrategy):
         modules = find_pipeline_modules(self.model)
         blocks = find_blocks(self.model)
         self._divide_layers()
-        sources = self.loss.num_sources
-        zero = torch.zeros((), device=self.device)
-        self._no_loss = empty_sums(sources, self.device) if sources else zero
+        self._no_sums = self.loss.no_sums(self.device)
         cut = self._cut = cut_model(modules, self.loss, self.num_stages, self.stage_numbers)
         self.stages = cut.stages
         for stage in self.stages:
@@ -122,7 +119,7 @@ class PipelineStrategy(ShardedStrategy):
         self, micro_batches: Sequence[MicroBatch], token_weight: float
     ) -> Tensor:
         self._token_weight = token_weight
-        self._loss_sums = []
+        self._sums = []
         self.loss_scale()  # creates the scale on all stages: only the last one scales its loss
         if self._stage_rank:
             # Each stage draws separate dropout masks; all ranks of a slice share the step's seed.
@@ -137,14 +134,14 @@ class PipelineStrategy(ShardedStrategy):
         schedule = self._schedule[1]
         with self._recording(token_weight):
             schedule.step(*received, target=joined["labels"], return_outputs=False, **joined)
-        return self._sum_of_losses(self._loss_sums, self._no_loss)
+        return self._total(self._sums)
 
     def _make_schedule(self, micro_batches: int, rows: int, length: int) -> Any:
         # Given the shapes, the stages do not need an extra forward pass to find them.
         ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
         shape, dtype = (rows, length, self._cut.width), self._sent_dtype
         hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-        losses = torch.empty((), device="meta"), self._no_loss.to("meta")
+        losses = torch.empty((), device="meta"), self._no_sums.to("meta")
         stages = [
             PipelineStage(
                 stage,
@@ -171,18 +168,13 @@ class PipelineStrategy(ShardedStrategy):
 
     def _objective(self, output: tuple[Tensor, Tensor], _: Tensor) -> Tensor:
         """Return the last stage's objective for a micro-batch."""
-        objective, loss_sum = output
-        self._loss_sums.append(loss_sum.detach())
+        objective, sums = output
+        self._sums.append(sums)
         return self._scale(objective * self._token_weight)
 
-    def _sum_of_losses(self, loss_sums: Sequence[Tensor], no_loss: Tensor) -> Tensor:
-        """Return the sum of the last stage's token losses on all stages; the others have none."""
-        return self._from_last_stage(torch.stack([*loss_sums] or [no_loss]).sum(0))
-
-    def pop_z_loss(self) -> Tensor:
-        """Return the sum of the last stage's z-losses on all stages; every rank must call it."""
-        sums = [stage.loss.pop_z_loss(self.device) for stage in self.stages]
-        return self._from_last_stage(torch.stack(sums).sum())
+    def _total(self, sums: Sequence[Tensor]) -> Tensor:
+        """Return the total of the last stage's sums on all stages; the others have none."""
+        return self._from_last_stage(torch.stack([*sums] or [self._no_sums]).sum(0))
 
     def _from_last_stage(self, values: Tensor) -> Tensor:
         """Return the last stage's values on all stages; the others give zeros."""
@@ -209,9 +201,8 @@ class PipelineStrategy(ShardedStrategy):
     @torch.no_grad()
     def evaluate(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the sum of token losses and the number of labels, of this rank's slice."""
-        losses = [loss_sum for _, loss_sum in self._forward(_arguments(micro_batch))]
-        loss_sum = self._sum_of_losses(losses, torch.zeros((), device=self.device))
-        return loss_sum, (micro_batch.labels != IGNORED).sum()
+        total = self._total([sums for _, sums in self._forward(_arguments(micro_batch))])
+        return total[0], (micro_batch.labels != IGNORED).sum()
 
     @torch.no_grad()
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:

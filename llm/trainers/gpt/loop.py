@@ -70,10 +70,7 @@ class Trainer:
         self.evaluate, self.sample = evaluate, sample
         self.extensions = extensions
         self.state = TrainState()
-        names = [source.name for source in self.corpus.train] if config.log_source_losses else []
-        self.meter = Meter(
-            strategy.device, rank=strategy.rank, sources=names, z_loss=config.z_loss > 0
-        )
+        self.meter = Meter(strategy.device, strategy.sum_names, rank=strategy.rank)
         self.metadata = checkpoint_metadata(config, setup)
         self.saver = Saver(
             config,
@@ -122,8 +119,6 @@ class Trainer:
         self.last_eval_mark = state.step, state.seconds
         if state.step:
             self.evaluate_on_resume()
-        if self.config.z_loss:
-            self.strategy.pop_z_loss()  # discard the pass that ordered DDP's buckets
         waiting_since = time.perf_counter()
         # Also closed if a step raises, to end the thread that reads ahead.
         with closing(self.loader.steps(state.step)) as batches:
@@ -169,7 +164,7 @@ class Trainer:
         strategy.set_learning_rate(learning_rate)
         # The loss is the sum over tokens divided by the tokens of the whole step on all ranks, so
         # micro-batches, ranks and a short last window do not change the mean.
-        loss_sum = strategy.forward_backward(batch.micro_batches, num_tokens=batch.num_tokens)
+        sums = strategy.forward_backward(batch.micro_batches, num_tokens=batch.num_tokens)
         self.saver.before_update()
         # All ranks skip the step if any gradient is not finite. Norm and flag stay on the device:
         # reading them here would wait for the whole step.
@@ -179,11 +174,10 @@ class Trainer:
         self.state.advance(samples=batch.num_samples, tokens=batch.num_tokens)
         self.meter.add(
             step,
-            loss_sum,
+            sums,
             batch.num_tokens,
             grad_norm=grad_norm,
             skipped=skipped,
-            z_loss_sum=strategy.pop_z_loss() if self.config.z_loss else None,
         )
         self.tracker.step_done(self.state.step)
 

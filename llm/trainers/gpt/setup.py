@@ -124,7 +124,7 @@ def make_strategy(
         chunked=None if config.chunked_loss else False,
         chunk_bytes=None if on_cpu else accelerator_chunk_bytes(device_memory(strategy.device)),
         compiled=bool(config.torch_compile) and not on_cpu,  # chunks are small there
-        num_sources=len(setup.corpus.train) if config.log_source_losses else 0,
+        sources=[each.name for each in setup.corpus.train] if config.log_source_losses else (),
         z_loss=config.z_loss,
     )
     if config.torch_compile:
