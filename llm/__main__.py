@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from llm import __version__
 from llm.config.program import COMMAND, Program, program
 from llm.errors import ConfigError
-from llm.trainers.gpt.extensions import GPTConfig
 
 PROGRAMS = {
     "quickstart": Program("llm.quickstart:main", "train a small GPT on the text that ships"),
@@ -28,6 +27,8 @@ PROGRAMS = {
 
 def all_programs() -> dict[str, Program]:
     """Return the programs above and those of the extensions, by name."""
+    from llm.trainers.gpt.extensions import GPTConfig  # here, since most programs need no list
+
     found = dict(PROGRAMS)
     for extension in GPTConfig().listed:
         found |= extension.programs
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if name == "--version":
         sys.stdout.write(f"llm-trainers {__version__}\n")
         return 0
-    programs = all_programs()
+    programs = PROGRAMS if name in PROGRAMS else all_programs()
     if name not in programs:
         close = difflib.get_close_matches(name, programs, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}?" if close else f"{COMMAND} --help lists them."

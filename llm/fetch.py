@@ -252,7 +252,7 @@ def _matching(files: Sequence[str], patterns: Sequence[str]) -> list[str]:
 
 def _fetch_dataset(option_name: str, name: str, config_name: str | None, folder: Path) -> str:
     """Download the files of one configuration of a data set; return their folder."""
-    from llm.data.text.hub import find_hub_files
+    from llm.data.hub_files import find_hub_files
 
     repository = find_hub_files(name, config_name)
     target = folder / "datasets" / name

@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from llm.errors import ConfigError, one_line
 from llm.tokenizers.options import TokenizerOptions
-from llm.tokenizers.sentencepiece import convert_sentencepiece
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -140,10 +141,7 @@ def load_tokenizer(
 
     tokenizer: PreTrainedTokenizerBase
     if files.kind == "model":
-        model = convert_sentencepiece(Path(files.name))
-        tokenizer = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=model.backend, **model.special_tokens
-        )
+        tokenizer = _convert_sentencepiece(files.name)
     else:
         try:
             if files.kind == "pair":
@@ -166,6 +164,22 @@ def load_tokenizer(
         backend.no_truncation()
         backend.no_padding()
     return tokenizer
+
+
+def _convert_sentencepiece(path: str) -> "PreTrainedTokenizerBase":
+    """Convert a SentencePiece model by a program, whose libraries most runs do not need."""
+    import tokenizers
+    import transformers
+
+    program = [sys.executable, "-m", "llm.tokenizers.sentencepiece", path]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ConfigError(said[-1].removeprefix("error: "))
+    model = json.loads(done.stdout)
+    backend = tokenizers.Tokenizer.from_str(model["backend"])
+    backend.encode_special_tokens = True  # not part of the JSON
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **model["special_tokens"])
 
 
 def _explain(files: TokenizerFiles, error: Exception) -> str:

@@ -1,5 +1,7 @@
 """SentencePiece `.model` files as Hugging Face tokenizers that give the same ids.
 
+A run that loads one starts `python -m llm.tokenizers.sentencepiece FILE`, which prints it as JSON.
+
 Normalizer, pre-tokenizer and model are built from classes of the `tokenizers` library, and the
 result is compared with SentencePiece before it is used. The converters of transformers and
 tokenizers are not used, because they ignore rules of the file (spaces, dummy prefix, names of
@@ -12,12 +14,15 @@ space in front.
 """
 
 import itertools
+import json
 import re
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llm.config.program import program
 from llm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,6 +64,15 @@ class ConvertedModel:
 
     backend: "Tokenizer"
     special_tokens: dict[str, str]
+
+
+@program
+def main(argv: Sequence[str]) -> int:
+    """Print the converted model as JSON: `backend` and `special_tokens`."""
+    model = convert_sentencepiece(Path(argv[0]))
+    converted = {"backend": model.backend.to_str(), "special_tokens": model.special_tokens}
+    sys.stdout.write(json.dumps(converted))
+    return 0
 
 
 def convert_sentencepiece(
@@ -305,3 +319,7 @@ def _probes(proto: Any) -> Iterator[str]:
     for piece in proto.pieces:
         if piece.type in (_USER_DEFINED, _UNKNOWN, _CONTROL, _BYTE):
             yield f"{piece.piece}a {piece.piece} b{piece.piece}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -391,7 +391,7 @@ def test_help_shows_what_most_runs_set_and_help_all_every_option(capsys):
     shown, everything = help_of(capsys, "--help"), help_of(capsys, "--help", "all")
     assert names <= flags_of(everything)
     assert names & flags_of(shown) == {*common(GPTConfig)}
-    assert len(common(GPTConfig)) == 31
+    assert len(common(GPTConfig)) == 36
     assert shown.index("--model_name_or_path") < shown.index("--learning_rate")
 
 

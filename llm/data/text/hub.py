@@ -4,17 +4,16 @@ import contextlib
 import copy
 import logging
 import os
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llm.data.hub_files import errors_explained
 from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.readers import choose_column, record_batches
 from llm.data.text.sources import Source
 from llm.data.text_identity import Json, Stamps, dataset_files, dataset_identity
-from llm.errors import DataError, one_line
+from llm.errors import DataError
 
 _BATCH_ROWS = 1000
 _CHUNK_ROWS = 100_000
@@ -55,50 +54,6 @@ def dataset_sources(
     files = dataset_files(dataset_name, file_option)
     loader = _DatasetLoader(dataset_name, dataset_config_name, files, trust_remote_code, streaming)
     return {split: _DatasetSplit(loader, split, text_column) for split in splits}
-
-
-@dataclass(frozen=True, kw_only=True)
-class HubFiles:
-    """The files of one configuration of a data set on the Hub.
-
-    Attributes:
-        name: Name of the repository; an old name without an owner is resolved.
-        revision: The commit.
-        files: Paths in the repository.
-    """
-
-    name: str
-    revision: str
-    files: list[str]
-
-
-def find_hub_files(dataset_name: str, dataset_config_name: str | None) -> HubFiles:
-    """List the files of a data set on the Hub without downloading them.
-
-    Args:
-        dataset_name: A Hub name.
-        dataset_config_name: The configuration; None if the data set has one only.
-
-    Raises:
-        DataError: The data set or the configuration does not exist or cannot be reached, or files
-            are not in the data set's repository.
-    """
-    import datasets
-
-    loader = _DatasetLoader(dataset_name, dataset_config_name, {}, False, False)
-    with loader.errors_explained():
-        builder = datasets.load_dataset_builder(dataset_name, dataset_config_name)
-        urls = [url for split in (builder.config.data_files or {}).values() for url in split]
-    parts = [re.fullmatch(r"hf://datasets/([^@]+)@([^/]+)/(.+)", url) for url in urls]
-    outside = next((url for url, part in zip(urls, parts, strict=True) if part is None), None)
-    if not urls or outside:
-        raise DataError(
-            f"The data set {dataset_name} is not made of files in its repository"
-            f"{f' ({outside})' if outside else ''}: load it with the datasets library, save it "
-            "with save_to_disk, and name that folder with --dataset_name."
-        )
-    found = [part.groups() for part in parts if part is not None]
-    return HubFiles(name=found[0][0], revision=found[0][1], files=[path for *_, path in found])
 
 
 class _DatasetLoader:
@@ -176,31 +131,9 @@ class _DatasetLoader:
             log.warning(f"{self.folder} has no configurations; reading {folder}")
             return datasets.load_dataset(str(folder), **self._options)
 
-    @contextlib.contextmanager
-    def errors_explained(self) -> Iterator[None]:
-        """Turn the library's dozens of error types into a DataError."""
-        try:
-            yield
-        except Exception as error:
-            raise self._explain(error) from error
-
-    def _explain(self, error: Exception) -> DataError:
-        message = str(error)
-        if isinstance(error, ValueError) and re.search("BuilderConfig|Config name", message):
-            known = re.search(r"\[(.*?)\]", message)
-            lack = "several configurations" if self.config is None else f"no {self.config!r}"
-            return DataError(
-                f"The data set {self.name} has {lack}; choose a configuration with "
-                f"--dataset_config_name from: {known[1] if known else 'see its page'}."
-            )
-        if self.folder is not None:
-            reason = one_line(error.__cause__ or error)
-            return DataError(f"--dataset_name {self.name} cannot be read: {reason}.")
-        return DataError(
-            f"--dataset_name {self.name} cannot be loaded from the Hugging Face Hub "
-            f"({one_line(error)}); check the name and the connection, or name a local folder, "
-            "which works too."
-        )
+    def errors_explained(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that turns the library's dozens of error types into a DataError."""
+        return errors_explained(self.name, self.config, local=self.folder is not None)
 
 
 class _DatasetSplit:

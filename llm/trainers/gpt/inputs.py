@@ -146,11 +146,7 @@ def _read(
     block_size = choose_block_size(config, model_config)
     tokenizer = read_tokenizer(config, start)
     ends = document_ends(config, eos_token_id=tokenizer.eos_token_id)
-    init_from = None
-    if start is None and config.init_from is not None:
-        init_from = find_start(config.init_from, option="init_from")
-        check_known(config, init_from)
-        log_other_model(config, init_from, model_config)
+    init_from = None if start else _find_weights_of_run(config, model_config)
     weights_from = None if start or init_from else find_weights(config)
     seed = choose_seed(config, start)
     inputs = Inputs(
@@ -187,6 +183,16 @@ def _read(
         dims=dims,
         layout=layout,
     )
+
+
+def _find_weights_of_run(config: CoreConfig, model_config: PreTrainedConfig) -> Checkpoint | None:
+    """Return the checkpoint of `--init_from`; None without the option."""
+    if config.init_from is None:
+        return None
+    found = find_start(config.init_from, option="init_from")
+    check_known(config, found)
+    log_other_model(config, found, model_config)
+    return found
 
 
 def _initial_weights(

@@ -1,0 +1,85 @@
+"""Which files a data set on the Hub consists of, and what is wrong if it cannot be loaded."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llm.errors import DataError, one_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubFiles:
+    """The files of one configuration of a data set on the Hub.
+
+    Attributes:
+        name: Name of the repository; an old name without an owner is resolved.
+        revision: The commit.
+        files: Paths in the repository.
+    """
+
+    name: str
+    revision: str
+    files: list[str]
+
+
+def find_hub_files(dataset_name: str, dataset_config_name: str | None) -> HubFiles:
+    """List the files of a data set on the Hub without downloading them.
+
+    Args:
+        dataset_name: A Hub name.
+        dataset_config_name: The configuration; None if the data set has one only.
+
+    Raises:
+        DataError: The data set or the configuration does not exist or cannot be reached, or files
+            are not in the data set's repository.
+    """
+    import datasets
+
+    with errors_explained(dataset_name, dataset_config_name, local=False):
+        builder = datasets.load_dataset_builder(dataset_name, dataset_config_name)
+        urls = [url for split in (builder.config.data_files or {}).values() for url in split]
+    parts = [re.fullmatch(r"hf://datasets/([^@]+)@([^/]+)/(.+)", url) for url in urls]
+    outside = next((url for url, part in zip(urls, parts, strict=True) if part is None), None)
+    if not urls or outside:
+        raise DataError(
+            f"The data set {dataset_name} is not made of files in its repository"
+            f"{f' ({outside})' if outside else ''}: load it with the datasets library, save it "
+            "with save_to_disk, and name that folder with --dataset_name."
+        )
+    found = [part.groups() for part in parts if part is not None]
+    return HubFiles(name=found[0][0], revision=found[0][1], files=[path for *_, path in found])
+
+
+@contextlib.contextmanager
+def errors_explained(
+    dataset_name: str, dataset_config_name: str | None, *, local: bool
+) -> Iterator[None]:
+    """Turn the dozens of error types of the `datasets` library into a DataError.
+
+    Args:
+        dataset_name: A Hub name, or a folder.
+        dataset_config_name: The configuration; or None.
+        local: Whether it is a folder.
+    """
+    try:
+        yield
+    except Exception as error:
+        message = str(error)
+        if isinstance(error, ValueError) and re.search("BuilderConfig|Config name", message):
+            known = re.search(r"\[(.*?)\]", message)
+            lack = "several configurations"
+            if dataset_config_name is not None:
+                lack = f"no {dataset_config_name!r}"
+            raise DataError(
+                f"The data set {dataset_name} has {lack}; choose a configuration with "
+                f"--dataset_config_name from: {known[1] if known else 'see its page'}."
+            ) from error
+        if local:
+            reason = one_line(error.__cause__ or error)
+            raise DataError(f"--dataset_name {dataset_name} cannot be read: {reason}.") from error
+        raise DataError(
+            f"--dataset_name {dataset_name} cannot be loaded from the Hugging Face Hub "
+            f"({one_line(error)}); check the name and the connection, or name a local folder, "
+            "which works too."
+        ) from error
