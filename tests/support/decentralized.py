@@ -43,6 +43,8 @@ class Model(nn.Module):
 class Loss(nn.Module):
     """What strategies expect: the model's summed loss in one forward."""
 
+    names = ("loss",)
+
     def __init__(self, *, unused: bool = True) -> None:
         super().__init__()
         self.model = Model(unused=unused)
@@ -52,7 +54,10 @@ class Loss(nn.Module):
         hidden = model.embedding(input_ids) * model.scale
         hidden = torch.tanh(model.middle(hidden) + model.frozen(hidden))
         loss = F.cross_entropy(model.head(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
-        return loss, loss.detach()
+        return loss, loss.detach()[None]
+
+    def no_sums(self, device):
+        return torch.zeros(1, device=device)
 
 
 @dataclasses.dataclass(frozen=True)
