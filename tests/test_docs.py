@@ -418,7 +418,7 @@ def test_the_page_of_the_runs_folder_explains_every_key_that_is_written():
     assert (
         table_keys(page, "metrics.jsonl")
         - {"eval_accuracy", "eval_NAME", "eval_ema_NAME", "eval_loss/SOURCE", "loss/SOURCE"}
-        - {"kfac_NAME", "--eval_metrics", "--log_source_losses", "task_TASK/METRIC"}
+        - {"kfac_NAME", "--eval_metrics", "--log_source_losses", "task_TASK/METRIC", "z_loss"}
         == training | evaluation
     )
     assert results <= table_keys(page, "all_results.json")
