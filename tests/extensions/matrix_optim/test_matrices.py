@@ -173,7 +173,7 @@ def contents(folders):
 @pytest.mark.parametrize(
     ("ranks", "sizes", "others"),
     [
-        (2, {"shard": 2}, [(1, {}), (2, {"pipeline": 2})]),
+        pytest.param(2, {"shard": 2}, [(1, {}), (2, {"pipeline": 2})], marks=MORE),
         pytest.param(4, {"shard": 2, "pipeline": 2}, [(2, {"shard": 2}), (2, None)], marks=MORE),
         pytest.param(4, {"shard": 2, "tensor": 2}, [(2, {"tensor": 2}), (1, {})], marks=MORE),
         pytest.param(4, {"shard": 2}, [(4, {"shard": 2, "pipeline": 2}), (1, {})], marks=MORE),
