@@ -50,17 +50,23 @@ class _Loss(nn.Module):
         seconds: Time of a step's passes.
     """
 
+    names = ("loss",)
+
     def __init__(self, *, layers: int, width: int, seconds: float) -> None:
         super().__init__()
         self.model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
         self._seconds = seconds / layers / 3
 
     def forward(self, inputs: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the summed loss of inputs [batch, width] with and without gradients."""
+        """Return the summed loss of inputs [batch, width], and the sums for the log."""
         for layer in self.model:
             inputs = _Compute.apply(layer(inputs), self._seconds)
         loss = inputs.square().sum()
-        return loss, loss.detach()
+        return loss, loss.detach()[None]
+
+    def no_sums(self, device: torch.device) -> Tensor:
+        """Return zeros for the sums."""
+        return torch.zeros(1, device=device)
 
 
 def make_strategy(options: dict[str, Any]) -> AcceleratedStrategy:
