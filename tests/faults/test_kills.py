@@ -34,11 +34,8 @@ IN_A_SAVE = [
     ("llm.checkpoint.retention:remove", (1, 3), 0),
 ]
 IN_AN_EVALUATION = [("llm.parallel.base:AcceleratedStrategy.evaluate", (1, 9), None)] * 2
-WHILE_TOKENISING = [
-    ("llm.data.preparation.tokenize_shards:write_shard", (1, 1), None),
-    ("llm.data.preparation.output_files:assemble", (1, 1), None),
-    ("llm.data.preparation.output_files:sync_folder", (1, 1), None),
-]
+# The rank waits for the process that writes the token files.
+WHILE_TOKENISING = [("llm.data.text_to_tokens:run_job", (1, 1), None)] * 3
 AT_THE_EDGES = [
     ("llm.trainers.gpt.train:make_tracker", (1, 1), None),
     ("llm.trainers.gpt.results:export_trained", (1, 1), 0),
@@ -61,8 +58,9 @@ def kills_of(seed: int) -> list[Fault]:
     """A kill at the place of this seed, and for every third seed another one in the next start."""
     draw = random.Random(seed)
     at, calls, rank = PLACES[seed]
-    # Only a step goes on for a while after the call that the clock is started by.
-    delay = draw.uniform(0, 0.1) if PLACES[seed] in IN_A_STEP else 0.0
+    # Steps and the process that tokenises go on after the call that starts the clock.
+    longest = {IN_A_STEP[0]: 0.1, WHILE_TOKENISING[0]: 1.5}.get(PLACES[seed])
+    delay = draw.uniform(0, longest) if longest else 0.0
     # Of all ranks, the one that tokenises is whichever comes first.
     anyone = draw.randrange(2) if PLACES[seed] not in WHILE_TOKENISING else None
     rank = anyone if rank is None else rank
