@@ -132,7 +132,7 @@ def train(options: MuPBenchmarkOptions, case: Mapping[str, Any]) -> float:
         (objective / (options.batch_size * options.block_size)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = schedule(step) * group["rate_factor"]
+            group["lr"] = schedule(step) * group.get("rate_factor", 1.0)
         optimizer.step()
         optimizer.zero_grad()
     return validation_loss(loss, text)
