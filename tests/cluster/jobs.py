@@ -116,15 +116,16 @@ class Submission:
 
     def check_prepared(self, output: str) -> None:
         """Compare the files with those of one process."""
-        options = [*self.preparation("alone"), "--workers", "1"]
+        alone = f"{output}-alone"
+        options = [*self.preparation(alone), "--workers", "1"]
         command = [sys.executable, "-m", "llm.data.prepare", *options]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         subprocess.run(command, cwd=self.folder, env=environment, check=True, timeout=240)
         for kind in ("bin", "idx"):
-            made, alone = (
-                self.folder / f"data/{name}_text_document.{kind}" for name in (output, "alone")
+            made, expected = (
+                self.folder / f"data/{name}_text_document.{kind}" for name in (output, alone)
             )
-            assert made.read_bytes() == alone.read_bytes()
+            assert made.read_bytes() == expected.read_bytes()
         assert not (self.folder / f"data/{output}_text_document.parts").exists()
 
     def _write(self, name: str, text: str) -> Path:
