@@ -108,7 +108,7 @@ class _Program:
 
 
 def _join_section(usage: Usage, folder: Path, megabytes: float) -> Section:
-    """What joining the shards costs beside encoding them."""
+    """Measure the cost of joining the shards, compared with encoding them."""
     prefix = folder / "out_text_document"
     written = sum(Path(f"{prefix}.{kind}").stat().st_size for kind in ("bin", "idx")) / 1e6
     tokens = Path(f"{prefix}.bin").stat().st_size / 1e6

@@ -139,8 +139,10 @@ def test_the_host_waits_for_nothing_in_a_step(name):
         parameter.grad = torch.randn_like(parameter)
     optimizer.found_inf = torch.zeros((), device=DEVICE)
     optimizer.step()
-    torch.cuda.set_sync_debug_mode("error")
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    torch.cuda.set_sync_debug_mode("error")  # a wait for the device raises
     try:
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert not any(map(torch.equal, before, model.parameters()))

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from llm.checkpoint.format import Checkpoint, write_manifest
-from llm.checkpoint.load import list_checkpoints
+from llm.checkpoint.load import list_checkpoints, newest_valid
 from llm.checkpoints import main as checkpoints
 from llm.data.inspect import main as inspect
 from llm.errors import LLMError
@@ -182,7 +182,8 @@ def test_a_model_that_is_not_a_local_path_is_the_copy(bench, trained, originals,
 )
 def test_what_does_not_change_the_model_may_be_edited(bench, trained, originals, fields):
     edit(originals / "model" / "config.json", **fields)
-    start(bench, "trained", resume_from_checkpoint=True)
+    setup = start(bench, "trained", resume_from_checkpoint=True)
+    assert setup.resume_from == newest_valid(trained.folder / "checkpoints")
 
 
 def edit_copies(run: Path, **changes: object) -> None:
