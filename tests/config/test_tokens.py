@@ -1,7 +1,6 @@
 """Numbers of tokens with a suffix, on the command line and in TOML files."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -33,17 +32,17 @@ def read(*words: str) -> Options:
         ("1_000_000", 1_000_000),
     ],
 )
-def test_a_number_of_tokens_may_have_a_suffix(text: str, number: int) -> None:
+def test_a_number_of_tokens_may_have_a_suffix(text, number):
     assert read("--budget", text).budget == number
 
 
 @pytest.mark.parametrize("text", ["20G", "many", "1.5", "-3B", "0.0001K", ""])
-def test_what_is_no_number_of_tokens_is_refused_by_name(text: str) -> None:
+def test_what_is_no_number_of_tokens_is_refused_by_name(text):
     with pytest.raises(ConfigError, match=r"--budget expects a number of tokens such as 500M"):
         read(f"--budget={text}")
 
 
-def test_a_toml_file_may_have_a_suffix_and_is_written_as_a_number(tmp_path: Path) -> None:
+def test_a_toml_file_may_have_a_suffix_and_is_written_as_a_number(tmp_path):
     path = tmp_path / "options.toml"
     path.write_text('budget = "20B"')
     options = Options(**read_toml(Options, path))
@@ -51,7 +50,7 @@ def test_a_toml_file_may_have_a_suffix_and_is_written_as_a_number(tmp_path: Path
     assert "budget = 20000000000" in to_toml(options)
 
 
-def test_a_toml_file_with_another_text_is_refused(tmp_path: Path) -> None:
+def test_a_toml_file_with_another_text_is_refused(tmp_path):
     path = tmp_path / "options.toml"
     path.write_text('budget = "lots"')
     with pytest.raises(ConfigError, match="a number of tokens such as 500M"):

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from tests.frozen.commands import FOLDER, PREPARED, refusal, run
+from tests.frozen.commands import FOLDER, PREPARED, refusals, run
 
 RECORDED = FOLDER / "recorded"
 
@@ -22,8 +22,8 @@ def main() -> None:
         folder = Path(name)
         digests = {key: prepared(folder / key, options) for key, options in PREPARED.items()}
         write("token_files.json", digests)
-        commands = [line.split() for line in (FOLDER / "refused.txt").read_text().splitlines()]
-        write("refusals.json", {" ".join(argv): refusal(argv, folder) for argv in commands})
+        commands = (FOLDER / "refused.txt").read_text().splitlines()
+        write("refusals.json", refusals(commands, folder))
 
 
 def prepared(folder: Path, options: str) -> dict[str, str]:

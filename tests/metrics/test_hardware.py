@@ -66,17 +66,6 @@ def test_the_memory_of_the_host_is_what_control_groups_leave(tmp_path, groups, f
     assert host_memory(tmp_path) == (expected or device_memory(CPU))
 
 
-def test_the_measured_peak_is_close_to_that_of_a_larger_product():
-    measured = measured_flops(CPU, torch.float32)
-    larger = torch.ones(1536, 1536)
-    with torch.profiler.profile() as profile:
-        larger @ larger
-    (product,) = (event for event in profile.events() if event.name == "aten::mm")
-    reached = 2 * 1536**3 / (product.cpu_time_total / 1e6)
-    # Other programs want the processor too: only the order of magnitude can be relied on.
-    assert reached / 8 < measured < 8 * reached
-
-
 @pytest.mark.parametrize(
     ("seconds", "sizes"),
     [

@@ -9,6 +9,7 @@ import torch
 
 from llm.metrics.meter import Meter
 from tests.support.device_reads import Reads
+from tests.support.meters import all_reduce
 
 CPU = torch.device("cpu")
 
@@ -35,17 +36,6 @@ def read(*meters: Meter) -> dict[str, float]:
     """All-reduce the meters of several ranks, and read the first."""
     all_reduce(*meters)
     return meters[0].read()
-
-
-def all_reduce(*meters: Meter) -> None:
-    given: list[list[torch.Tensor]] = []
-    for meter in meters:
-        messages: list[torch.Tensor] = []
-        copy.deepcopy(meter).all_reduce(lambda values, to=messages: to.append(values) or values)
-        given.append(messages)
-    for meter in meters:
-        sums = iter([torch.stack(message).sum(dim=0) for message in zip(*given, strict=True)])
-        meter.all_reduce(lambda values, sums=sums: next(sums))
 
 
 def test_each_source_has_the_mean_of_its_own_tokens():

@@ -1,4 +1,3 @@
-import copy
 import json
 import logging
 import math
@@ -9,6 +8,7 @@ import torch
 
 from llm.metrics.meter import Meter
 from llm.metrics.tracker import Tracker, cut_metrics, step_line
+from tests.support.meters import all_reduce
 
 CPU = torch.device("cpu")
 
@@ -50,31 +50,18 @@ def test_a_skipped_step_is_counted_and_excluded_from_the_loss():
     assert (values["skipped_steps"], values["nan_steps"]) == (2, 1)
 
 
-def skipped_steps(meter: Meter) -> list[tuple[int, bool]]:
-    return [(step, skipped) for step, skipped, _ in meter.pop_steps()]
-
-
-def test_every_step_is_returned_once_with_whether_it_was_skipped():
+def test_every_step_is_returned_once_with_its_loss_and_if_it_was_skipped():
     meter = Meter(CPU, rank=0)
     for step, norm in enumerate([1.0, math.inf, 1.0, math.nan]):
-        add(meter, 1.0, 1, norm=norm, step=step)
+        add(meter, 8.0 + step, 4, norm=norm, step=step)
+    meter.all_reduce(alone)
+    add(meter, 1.0, 4, step=4)  # no part of it yet
 
+    steps = [(0, False, 2.0), (1, True, 2.25), (2, False, 2.5), (3, True, 2.75)]
+    assert meter.pop_steps() == steps
     meter.all_reduce(alone)
-    assert skipped_steps(meter) == [(0, False), (1, True), (2, False), (3, True)]
-    add(meter, 1.0, 1, norm=math.inf, step=4)
-    meter.all_reduce(alone)
-    assert skipped_steps(meter) == [(4, True)]
+    assert meter.pop_steps() == [(4, False, 0.25)]
     assert meter.pop_steps() == []
-
-
-def test_every_step_is_returned_with_its_own_loss():
-    meter = Meter(CPU, rank=0)
-    add(meter, 8.0, 4)
-    add(meter, 3.0, 2, step=1)
-    meter.all_reduce(alone)
-    add(meter, 1.0, 4, step=2)  # no part of it yet
-
-    assert meter.pop_steps() == [(0, False, 2.0), (1, False, 1.5)]
 
 
 def test_reading_starts_a_new_interval_and_keeps_the_counts_of_the_run():
@@ -88,22 +75,11 @@ def test_reading_starts_a_new_interval_and_keeps_the_counts_of_the_run():
     assert (values["loss"], values["skipped_steps"]) == (3.0, 1)
 
 
-def fold_together(*meters: Meter) -> None:
-    """Fold the meters of several ranks, as an all-reduce of each of their messages does."""
-    given: list[list[torch.Tensor]] = [[] for _ in meters]
-    for meter, own in zip(meters, given, strict=True):
-        copy.deepcopy(meter).all_reduce(lambda values, own=own: own.append(values) or values)
-    sums = [torch.stack(messages).sum(dim=0) for messages in zip(*given, strict=True)]
-    for meter in meters:
-        answers = iter(sums)
-        meter.all_reduce(lambda _, answers=answers: next(answers))
-
-
 def test_all_reduce_puts_the_sum_of_all_ranks_on_rank_0():
     first, second = Meter(CPU, rank=0), Meter(CPU, rank=1)
     add(first, 3.0, 4)
     add(second, 5.0, 4)
-    fold_together(first, second)
+    all_reduce(first, second)
     assert (float(first.sums[0]), float(second.sums[0])) == (8.0, 0.0)
     assert first.read()["loss"] == 2.0
 
@@ -115,8 +91,8 @@ def test_a_step_skipped_by_one_rank_leaves_out_its_loss_and_counts_once():
         add(meter, 3.0, 4, norm=norm, step=1)
     add(first, 6.0, 4, norm=2.0, step=2)
     add(second, 6.0, 4, norm=4.0, step=2)
-    fold_together(first, second)
-    fold_together(first, second)  # as where a step is both logged and saved
+    all_reduce(first, second)
+    all_reduce(first, second)  # as where a step is both logged and saved
     steps = first.pop_steps()
     assert steps == second.pop_steps()
     assert [skipped for _, skipped, _ in steps] == [False, True, False]

@@ -1,11 +1,9 @@
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, processors
+from tokenizers import decoders, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
 from llm.errors import ConfigError
@@ -23,30 +21,30 @@ def load(name: str | Path | None = None, **options: Any) -> PreTrainedTokenizerB
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     return tmp_path / "tokenizer"
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Path:
+def pair(tmp_path):
     (tmp_path / "pair").mkdir()
     tiny_tokenizer().backend_tokenizer.model.save(str(tmp_path / "pair"))
     return tmp_path / "pair"
 
 
-def test_a_folder_a_file_and_a_lone_file_give_the_same_ids(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_a_file_and_a_lone_file_give_the_same_ids(folder, tmp_path):
     lone = tmp_path / "lone.json"
     tiny_tokenizer().backend_tokenizer.save(str(lone))
     loaded = [load(folder), load(folder / "tokenizer.json"), load(lone)]
 
     expected = tiny_tokenizer()(TEXT)["input_ids"]
     assert [tokenizer(TEXT)["input_ids"] for tokenizer in loaded] == [expected] * 3
-    assert len({tokenizer.eos_token_id for tokenizer in loaded}) == 1
+    assert {tokenizer.eos_token for tokenizer in loaded} == {"<|endoftext|>"}
     assert len({fingerprint(tokenizer) for tokenizer in loaded}) == 1
 
 
-def test_gpt2s_two_files_give_the_ids_of_their_byte_level_bpe(pair: Path) -> None:
+def test_gpt2s_two_files_give_the_ids_of_their_byte_level_bpe(pair):
     expected = tiny_tokenizer().backend_tokenizer.encode(TEXT).ids
     named = load(vocab_file=pair / "vocab.json", merges_file=str(pair / "merges.txt"))
 
@@ -56,9 +54,7 @@ def test_gpt2s_two_files_give_the_ids_of_their_byte_level_bpe(pair: Path) -> Non
     assert named.eos_token == "<|endoftext|>"
 
 
-def test_long_texts_are_encoded_whole_and_without_a_warning(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_long_texts_are_encoded_whole_and_without_a_warning(folder, monkeypatch, caplog):
     limited = tiny_tokenizer()
     limited.model_max_length = 8
     limited.backend_tokenizer.enable_truncation(5)
@@ -81,50 +77,17 @@ def test_long_texts_are_encoded_whole_and_without_a_warning(
         ({"vocab_file": "a.json", "merges_file": "b.txt"}, "--vocab_file a.json does not exist"),
     ],
 )
-def test_an_incomplete_choice_is_named(options: dict[str, str], words: str) -> None:
+def test_an_incomplete_choice_is_named(options, words):
     with pytest.raises(ConfigError, match=words):
         load(**options)
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds no tokenizer"):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "other.json"])
-def test_a_broken_file_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text('{"version":')
-
-    with pytest.raises(ConfigError, match=f"{name} is not a tokenizer.json file"):
-        load(tmp_path / name)
-
-
-def test_a_broken_pair_is_refused(pair: Path) -> None:
-    (pair / "merges.txt").write_text("a b c")
-
-    with pytest.raises(ConfigError, match="are not GPT-2's"):
-        load(vocab_file=pair / "vocab.json", merges_file=pair / "merges.txt")
-
-
-def test_a_sentencepiece_model_gives_sentencepieces_ids(tmp_path: Path) -> None:
-    spm = pytest.importorskip("sentencepiece")
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(Path(logging.__file__).read_text().splitlines()),
-        model_prefix=str(tmp_path / "spiece"),
-        vocab_size=500,
-        model_type="bpe",
-        byte_fallback=True,
-        minloglevel=2,
-    )
-    tokenizer = load(tmp_path / "spiece.model")
-
-    expected = spm.SentencePieceProcessor(model_file=str(tmp_path / "spiece.model")).encode(TEXT)
-    assert tokenizer(TEXT, add_special_tokens=False)["input_ids"] == expected
-    assert load(tmp_path)(TEXT)["input_ids"] == expected
-    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
-
-
-def test_a_model_file_that_is_none_of_sentencepiece_is_refused(tmp_path: Path) -> None:
+def test_a_model_file_that_is_none_of_sentencepiece_is_refused(tmp_path):
     pytest.importorskip("sentencepiece")
     (tmp_path / "tokenizer.model").write_text("IQ== 0\n")
 
@@ -132,16 +95,14 @@ def test_a_model_file_that_is_none_of_sentencepiece_is_refused(tmp_path: Path) -
         load(tmp_path)
 
 
-def test_an_unreachable_hub_is_reported_with_the_name_and_a_remedy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unreachable_hub_is_reported_with_the_name_and_a_remedy(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
     with pytest.raises(ConfigError, match=r"nobody/nothing .* to a local folder"):
         load("nobody/nothing")
 
 
-def test_the_fingerprint_survives_saving_truncation_and_padding(tmp_path: Path) -> None:
+def test_the_fingerprint_survives_saving_truncation_and_padding(tmp_path):
     tokenizer = tiny_tokenizer()
     before = fingerprint(tokenizer)
     tokenizer.backend_tokenizer.enable_truncation(5)
@@ -156,12 +117,12 @@ def fingerprint_of(folder: Path) -> str:
     return fingerprint(load(folder))
 
 
-def test_another_process_finds_the_same_fingerprint(folder: Path) -> None:
+def test_another_process_finds_the_same_fingerprint(folder):
     """One of the fork server, whose hashes of strings are others."""
     assert values(run_ranks(fingerprint_of, 1, folder)) == [fingerprint_of(folder)]
 
 
-def test_the_fingerprint_ignores_postprocessing() -> None:
+def test_the_fingerprint_ignores_postprocessing():
     tokenizer = tiny_tokenizer()
     before = fingerprint(tokenizer)
     backend = tokenizer.backend_tokenizer
@@ -173,7 +134,7 @@ def test_the_fingerprint_ignores_postprocessing() -> None:
     assert fingerprint(tokenizer) == before
 
 
-def test_python_tokenizers_that_treat_text_differently_differ() -> None:
+def test_python_tokenizers_that_treat_text_differently_differ():
     class Shouting(ByT5Tokenizer):
         def tokenize(self, text: str, **options: Any) -> list[str]:
             return list(super().tokenize(text.upper(), **options))
@@ -183,37 +144,7 @@ def test_python_tokenizers_that_treat_text_differently_differ() -> None:
     assert fingerprint(Shouting()) != fingerprint(ByT5Tokenizer())
 
 
-def test_other_ids_give_another_fingerprint() -> None:
-    tokenizer = tiny_tokenizer()
-    larger = tiny_tokenizer()
-    larger.add_tokens(["king"])
-    other_end = tiny_tokenizer()
-    other_end.eos_token = "a"
-
-    prints = {fingerprint(tokenizer), fingerprint(larger), fingerprint(other_end)}
-    assert len(prints) == 3
-
-
-def test_the_module_is_cheap_to_import() -> None:
-    program = (
-        "import sys, llm.tokenizers.load_tokenizer\n"
-        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
-    )
-    output = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-
-    assert output.stdout.strip() == "[]"
-
-
-def test_a_lone_file_takes_its_end_of_text_from_its_special_tokens(tmp_path: Path) -> None:
-    backend: Tokenizer = tiny_tokenizer().backend_tokenizer
-    backend.save(str(tmp_path / "tokenizer.json"))
-
-    assert load(tmp_path).eos_token == "<|endoftext|>"
-
-
-def test_an_end_token_that_the_tokenizer_lacks_is_refused() -> None:
+def test_an_end_token_that_the_tokenizer_lacks_is_refused():
     assert end_token(5, append_eos=True) == 5
     assert end_token(None, append_eos=False) is None
     with pytest.raises(ConfigError, match=r"no end-of-text token.*--no_append_eos"):
