@@ -4,7 +4,6 @@ import pytest
 from llm.data.corpus import CorpusSource, Samples, TokenStream
 from llm.data.formats.flat import open_token_file
 from llm.data.order import WindowSampler
-from llm.errors import DataError
 from tests.support.token_files import write_pair
 
 
@@ -85,20 +84,3 @@ def test_two_equal_sources_are_read_in_different_orders(streams):
 
     assert sorted(tokens[0::2, 0].tolist()) == sorted(tokens[1::2, 0].tolist())
     assert tokens[0::2, 0].tolist() != tokens[1::2, 0].tolist()
-
-
-def test_any_sample_can_be_read_alone(streams):
-    samples = blend(streams, [0.6, 0.3, 0.1])
-    whole_run = samples.read(np.arange(300))
-
-    for number in (0, 17, 99, 299):
-        assert (samples.read(np.array([number])) == whole_run[number]).all()
-
-
-def test_a_source_too_short_for_one_sample_is_named(streams):
-    with pytest.raises(DataError, match="The source 2 has 40 tokens, too few for one window"):
-        Samples(
-            [CorpusSource(str(n), 1 / 3, stream) for n, stream in enumerate(streams)],
-            block_size=50,
-            seed=3,
-        )

@@ -1,27 +1,17 @@
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from llm.data.formats.sidecar import Sidecar, checksums, write_sidecar
 from llm.data.inspect import main
 from llm.tokenizers.load_tokenizer import fingerprint
-from tests.support.token_files import TokenFileWriter
+from tests.support.token_files import write_flat, write_pair
 from tests.support.tokenizers import save_tiny_tokenizer, tiny_tokenizer
 
 
 @pytest.fixture(autouse=True)
 def without_the_hub(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-def write_pair(prefix, documents):
-    with TokenFileWriter(prefix, np.dtype("<u2")) as writer:
-        for tokens in documents:
-            writer.add(np.array(tokens), ends_document=True)
-    return prefix
 
 
 def described(prefix, *, tokenizer, tokenizer_fingerprint):
@@ -96,7 +86,7 @@ def test_an_empty_pair_is_shown_too(tmp_path, capsys):
 
 
 def test_a_flat_file_is_shown_from_its_beginning(tmp_path, capsys):
-    np.arange(100, dtype="<u2").tofile(tmp_path / "train.bin")
+    write_flat(tmp_path / "train.bin", list(range(100)))
 
     assert shown(capsys, tmp_path / "train.bin", "--tokens", "4") == [
         f"token file {tmp_path}/train.bin",
@@ -191,24 +181,6 @@ def test_verify_reports_success_or_each_fault(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [
-        ["{}"],
-        ["--path", "{}"],
-        ["--path={}"],
-        ["--documents", "1", "{}"],
-        ["--documents=1", "{}"],
-        ["--no-verify", "{}"],
-        ["--no_verify", "{}", "--tokens", "2"],
-    ],
-)
-def test_the_path_needs_no_option_before_it(tmp_path, capsys, argv):
-    prefix = write_pair(tmp_path / "text", [[5, 0]])
-
-    assert "tokens 2" in shown(capsys, *[word.format(prefix) for word in argv])
-
-
-@pytest.mark.parametrize(
     ("argv", "message"),
     [
         ([], "No token file is named"),
@@ -237,27 +209,3 @@ def test_unreadable_files_end_with_one_sentence_and_exit_code_2(
     assert output.err.startswith("error: ")
     assert output.err.count("\n") == 1
     assert message in output.err
-
-
-def test_help_loads_no_library(tmp_path):
-    code = (
-        "import sys\n"
-        "from llm.data.inspect import main\n"
-        "try:\n    main(['--help'])\n"
-        "except SystemExit: pass\n"
-        "print({'torch', 'transformers', 'datasets', 'numpy'} & {*sys.modules}, file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-
-    assert "--tokenizer_name" in done.stdout
-    assert done.stderr.strip() == "set()"
-
-
-def test_a_closed_output_pipe_ends_the_program_silently(tmp_path):
-    prefix = write_pair(tmp_path / "text", [[5] * 50_000])
-    command = f"{sys.executable} -m llm.data.inspect {prefix} --tokens 50000 | head -n 1"
-
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
-
-    assert done.stdout.startswith("token file")
-    assert done.stderr == ""

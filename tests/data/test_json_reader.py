@@ -42,20 +42,15 @@ def test_json_that_only_pythons_parser_reads_is_read(tmp_path):
         '{"score": -Infinity, "text": "two"}',
         '{"text": "\\ud83d\\ude00", "id": "\\ud800"}',
         '{"text": "three", "id": 1' + "0" * 5000 + "}",
+        '{"text": "none", "text": "the last of two keys"}',
     ]
     path = write(tmp_path / "a.jsonl", "\n".join(lines))
 
-    assert texts_of(source(path)) == ["one", "two", "\U0001f600", "three"]
+    assert texts_of(source(path)) == ["one", "two", "\U0001f600", "three", "the last of two keys"]
 
 
-def test_the_last_of_two_equal_keys_counts(tmp_path):
-    path = write(tmp_path / "a.jsonl", '{"text": "one", "text": "two"}\n')
-
-    assert texts_of(source(path)) == ["two"]
-
-
-@pytest.mark.parametrize("num_bytes", [1, 2, 3, 17, 40, 1000])
-@pytest.mark.parametrize("block", [3, 25, 1000])
+@pytest.mark.parametrize("num_bytes", [1, 3, 17, 1000])
+@pytest.mark.parametrize("block", [3, 25])
 def test_records_do_not_depend_on_chunk_and_block_sizes(tmp_path, monkeypatch, num_bytes, block):
     monkeypatch.setattr(blocks, "_BLOCK", block)
     texts = ["one", "", "thr\u00e9e\n", "four" * 20]
@@ -65,7 +60,7 @@ def test_records_do_not_depend_on_chunk_and_block_sizes(tmp_path, monkeypatch, n
     assert texts_in_parts(path, num_bytes) == texts
 
 
-@pytest.mark.parametrize("num_bytes", [1, 5, 20, 40, 1000])
+@pytest.mark.parametrize("num_bytes", [1, 20, 1000])
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -96,7 +91,7 @@ def test_an_error_names_the_line_of_the_file(tmp_path, num_bytes, line, message)
     assert faults.skipped == 1
 
 
-@pytest.mark.parametrize("num_bytes", [1, 10, 60, 1000])
+@pytest.mark.parametrize("num_bytes", [1, 60, 1000])
 def test_all_chunks_of_a_file_use_the_same_only_text_column(tmp_path, num_bytes, caplog):
     caplog.set_level(logging.INFO, "llm.data")
     lines = ['{"id": 1, "body": "one"}', '{"body": "two", "id": 2}'] * 5

@@ -4,6 +4,7 @@ A read outside of a memory map would end the test's process; one in the rest of 
 found by the sizes of the arrays.
 """
 
+import itertools
 import struct
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from llm.data.formats.flat import open_token_file
 from llm.data.formats.megatron import TokenFile
 from llm.data.formats.sidecar import verify
 from llm.errors import DataError
-from tests.support.token_files import TokenFileWriter
+from tests.support.token_files import write_sequences
 
 EXTREMES = [0, 1, 2, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**61, 2**63 - 1, 2**63, 2**64 - 1]
 DTYPES = ["<u2", "<i4", "<u2", "<u2", "<u2"]
@@ -23,11 +24,7 @@ WRAPPING = [2**61 + 1, 2**62 + 1, 2**63 + 1]
 
 
 def write(prefix, documents, dtype="<u2", modes=False):
-    with TokenFileWriter(prefix, np.dtype(dtype)) as writer:
-        for document in documents:
-            for sequence in document:
-                writer.add(np.array(sequence, dtype=np.int64), ends_document=False)
-            writer.end_document()
+    write_sequences(prefix, documents, dtype)
     if modes:
         with open(f"{prefix}.idx", "ab") as idx:
             idx.write(bytes(sum(map(len, documents))))
@@ -103,12 +100,13 @@ def read_everything(path):
     return refused or bool(isinstance(file, TokenFile) and file.index_faults(sample=False))
 
 
+@pytest.mark.parametrize("times", [60, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("damage", [flipped, cut_short, prolonged, zeroed, with_another_number])
-def test_each_of_400_damaged_pairs_is_refused_or_gives_its_own_tokens(tmp_path, pairs, damage):
+def test_each_damaged_pair_is_refused_or_gives_its_own_tokens(tmp_path, pairs, damage, times):
     """An id that was changed in place is found by its checksum alone: see test_sidecar.py."""
     random = np.random.default_rng(5)
     num_refused = 0
-    for _ in range(400):
+    for _ in range(times):
         number = random.integers(len(pairs))
         idx, data = pairs[number]
         size = len(data)
@@ -126,7 +124,7 @@ def test_each_of_400_damaged_pairs_is_refused_or_gives_its_own_tokens(tmp_path, 
             assert len(data) == size
         num_refused += refused
 
-    assert num_refused > 200  # the rest changed ids, modes, where a document ends, or nothing
+    assert num_refused > times / 2  # the rest changed ids, modes, where a document ends, or nothing
 
 
 def test_the_bin_of_one_pair_beside_the_index_of_another_is_refused(tmp_path, pairs):
@@ -141,7 +139,7 @@ def test_the_bin_of_one_pair_beside_the_index_of_another_is_refused(tmp_path, pa
 def test_bytes_of_any_other_file_are_refused_as_an_index(tmp_path):
     random = np.random.default_rng(6)
     (tmp_path / "noise.bin").write_bytes(bytes(12))
-    for size in range(300):
+    for size in range(0, 300, 4):
         noise = random.bytes(size)
         for content in (noise, b"MMIDIDX\0\0" + noise, b"MMIDIDX\0\0\1" + bytes(7) + noise):
             (tmp_path / "noise.idx").write_bytes(content)
@@ -149,19 +147,17 @@ def test_bytes_of_any_other_file_are_refused_as_an_index(tmp_path):
                 open_token_file(tmp_path / "noise")
 
 
-@pytest.mark.parametrize("sequences", EXTREMES + WRAPPING)
-@pytest.mark.parametrize("documents", EXTREMES + WRAPPING)
-def test_absurd_numbers_in_the_header_are_refused_at_once(tmp_path, sequences, documents):
-    header = struct.pack("<9sQBQQ", b"MMIDIDX", 1, 8, sequences, documents)
-    (tmp_path / "text.idx").write_bytes(header + bytes(20))
+def test_absurd_numbers_in_the_header_are_refused_at_once(tmp_path):
     (tmp_path / "text.bin").write_bytes(bytes(4))
-
-    with pytest.raises(DataError, match=r"bytes long|no document table"):
-        TokenFile(tmp_path / "text")
+    for sequences, documents in itertools.product(EXTREMES + WRAPPING, repeat=2):
+        header = struct.pack("<9sQBQQ", b"MMIDIDX", 1, 8, sequences, documents)
+        (tmp_path / "text.idx").write_bytes(header + bytes(20))
+        with pytest.raises(DataError, match=r"bytes long|no document table"):
+            TokenFile(tmp_path / "text")
 
 
 def test_every_changed_bit_of_a_length_or_an_offset_is_detected(tmp_path, pairs):
-    for idx, data in pairs[:4]:
+    for idx, data in pairs[:2]:
         (tmp_path / "damaged.bin").write_bytes(data)
         num_sequences = int.from_bytes(idx[18:26], "little")
         for bit in range(34 * 8, (34 + 12 * num_sequences) * 8):
@@ -173,7 +169,7 @@ def test_every_changed_bit_of_a_length_or_an_offset_is_detected(tmp_path, pairs)
 
 def test_a_flat_file_of_any_bytes_is_refused_or_read_within_its_bounds(tmp_path):
     random = np.random.default_rng(7)
-    for size in range(200):
+    for size in range(60):
         (tmp_path / "train.bin").write_bytes(random.bytes(size))
         refused = read_everything(tmp_path / "train.bin")
         assert refused is (size % 2 == 1)

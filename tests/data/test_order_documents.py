@@ -18,20 +18,6 @@ def test_a_document_ends_with_its_end_of_text_token():
     assert documents.tolist() == [[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]]
 
 
-def test_two_adjacent_end_tokens_are_a_document_of_one_token():
-    positions, documents = BOTH.split(np.array([[5, 0, 0, 6]]))
-
-    assert positions.tolist() == [[0, 1, 0, 0]]
-    assert documents.tolist() == [[0, 0, 1, 2]]
-
-
-def test_a_window_without_an_end_is_one_document():
-    positions, documents = BOTH.split(np.array([[5, 6, 7]]))
-
-    assert positions.tolist() == [[0, 1, 2]]
-    assert documents.tolist() == [[0, 0, 0]]
-
-
 def test_random_windows_agree_with_a_loop_over_their_tokens():
     windows = np.random.default_rng(0).integers(4, size=(50, 33))
     positions, documents = BOTH.split(windows)

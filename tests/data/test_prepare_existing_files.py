@@ -71,25 +71,32 @@ def test_no_output_replaces_the_vocabulary_that_it_is_encoded_with(tmp_path, cap
     assert "and the input owt/train.json with it" in capsys.readouterr().err
 
 
+NO_VALIDATION = "exists, and --validation_split_percentage 0 writes no validation"
+
+
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
-def test_a_text_under_the_name_of_a_sidecar_is_never_replaced(capsys, owt, overwrite):
-    write(owt / "train.json", json_lines(["the only copy"]))
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("owt/train.json", "would be replaced, and it describes no token file; move it away"),
+        ("owt/train.idx", "belongs to token files of another format"),
+        ("owt/val.bin", NO_VALIDATION),
+        ("owt/val.json", NO_VALIDATION),
+        ("owt.parts/000000.json", "is in a folder for unfinished work but does not belong to it"),
+    ],
+)
+def test_a_file_of_others_is_left_alone(capsys, owt, name, said, overwrite):
+    path = Path(name)
+    path.parent.mkdir(exist_ok=True)
+    before = write(path, json_lines(["the only copy"])).read_bytes()
 
     assert nanogpt(*overwrite) == 2
 
     error = capsys.readouterr().err
-    assert "owt/train.json would be replaced, and it describes no token file; move it" in error
+    assert f"error: {name} {said}" in error
+    assert "move it away" in error
     assert "pass --overwrite" not in error
-    assert (owt / "train.json").read_text() == json_lines(["the only copy"])
-
-
-def test_an_index_of_another_format_is_never_removed(capsys, owt):
-    write(owt / "train.idx", "precious")
-
-    assert nanogpt("--overwrite") == 2
-
-    assert "owt/train.idx belongs to token files of another format" in capsys.readouterr().err
-    assert (owt / "train.idx").read_text() == "precious"
+    assert content(path.parent) == {path.name: before}
 
 
 @pytest.mark.parametrize("place", ["owt/train.bin", "owt/train.json"])
@@ -108,20 +115,6 @@ def test_a_file_in_the_place_of_the_folder_is_refused_before_the_work(capsys, tm
     assert nanogpt("--overwrite") == 2
 
     assert "error: owt is a file, and --format nanogpt needs a folder" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["val.bin", "val.json"])
-@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
-def test_validation_text_of_others_is_left_alone(capsys, owt, name, overwrite):
-    write(owt / name, b"precious")
-
-    assert nanogpt(*overwrite) == 2
-
-    error = capsys.readouterr().err
-    assert f"owt/{name} exists, and --validation_split_percentage 0 writes no validation" in error
-    assert "move it away" in error
-    assert "pass --overwrite" not in error
-    assert content(owt) == {name: b"precious"}
 
 
 def test_former_validation_text_is_removed_with_overwrite_alone(capsys, owt):
@@ -159,13 +152,3 @@ def test_validation_text_beside_finished_training_text_is_left_alone(capsys, owt
 
     assert "owt/train.bin already exists, made with the same options" in capsys.readouterr().out
     assert (owt / "val.bin").read_bytes() == b"precious"
-
-
-def test_a_folder_of_numbered_files_is_not_taken_for_unfinished_work(capsys, owt):
-    Path("owt.parts").mkdir()
-    write(Path("owt.parts/000000.json"), "precious")
-
-    assert nanogpt("--overwrite") == 2
-
-    assert "owt.parts/000000.json is in a folder for unfinished work" in capsys.readouterr().err
-    assert content(Path("owt.parts")) == {"000000.json": b"precious"}

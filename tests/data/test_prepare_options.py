@@ -32,14 +32,8 @@ pytestmark = pytest.mark.usefixtures("at_home")
         ([*GOOD, "--dataset_config_name", "x"], "--dataset_config_name needs --dataset_name; give"),
         ([*GOOD, "--output_per_input", "--format", "nanogpt"], "--output_per_input goes with"),
         ([*GOOD, "--shuffle", "windows"], "shuffle"),
-        ([*GOOD, "--workers", "0"], "--workers must be at least 1, not 0"),
         ([*GOOD, "--log_seconds", "0"], "--log_seconds must be greater than 0"),
         ([*GOOD, "--validation_split_percentage", "100"], "must be smaller than 100, not 100"),
-        ([*GOOD, "--worker", "2"], "did you mean workers?"),
-        ([*GOOD, "--input", "none.jsonl"], "--input none.jsonl does not exist, or its folder"),
-        ([*GOOD, "--input", "*.csv"], "--input *.csv matches no file that can be read"),
-        ([*GOOD, "--input", "a.jsonl", "a.jsonl"], "--input names a.jsonl twice"),
-        ([*GOOD, "--input", "a.pdf"], "--input a.pdf has an unknown format"),
         ([*GOOD, "--tokenizer_name", "./none"], "./none"),
         (
             [*GOOD, "--input", "a.txt", "--shuffle", "documents"],
@@ -48,7 +42,6 @@ pytestmark = pytest.mark.usefixtures("at_home")
         ([*GOOD, "--json_key", ""], "--text_column is empty; name the JSON key or column with the"),
         ([*GOOD, "--output_prefix", ""], "--output_prefix is given an empty path; name one"),
         ([*GOOD[2:], "--dataset_name", "a.txt"], "a.txt is a file; name it with --input."),
-        ([*GOOD, "--input", "/dev/null"], "--input /dev/null is not a regular file; write its"),
         ([*GOOD, "--json_key", "story"], "the record has no key 'story', only 'id', 'text'; mend"),
         ([*GOOD, "--input", "cut.jsonl.gz"], "cut.jsonl.gz is cut short"),
         ([*GOOD, "--input", "blank.jsonl"], "blank.jsonl holds no text."),
@@ -57,7 +50,6 @@ pytestmark = pytest.mark.usefixtures("at_home")
 def test_invalid_options_end_with_one_sentence_and_exit_code_2(tmp_path, capsys, argv, message):
     write(tmp_path / "a.jsonl", '{"id": "1", "text": "one"}\n')
     write(tmp_path / "a.txt", "one\n")
-    write(tmp_path / "a.pdf", "one\n")
     write(tmp_path / "blank.jsonl", "\n\n")
     write(tmp_path / "cut.jsonl.gz", gzip.compress(json_lines(TEXTS).encode())[:-20])
 
@@ -70,40 +62,16 @@ def test_invalid_options_end_with_one_sentence_and_exit_code_2(tmp_path, capsys,
     assert not list(tmp_path.glob("out*.*[!s]"))
 
 
-def run_python(code, *argv):
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, argv)], capture_output=True, text=True, timeout=60
-    )
-
-
-@pytest.mark.parametrize("argv", [["--help"], ["--workers", "0"], ["--input", "a.jsonl"]])
-def test_help_and_wrong_options_load_no_library(argv):
-    done = run_python(
-        "import sys\n"
-        "from llm.data.prepare import main\n"
-        "try:\n    main(sys.argv[1:])\n"
-        "except SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'datasets', 'tokenizers', 'numpy', 'pyarrow'}\n"
-        "print(heavy & {*sys.modules}, file=sys.stderr)",
-        *argv,
-    )
-
-    asks_for_help = argv == ["--help"]
-    assert ("--tokenizer_name" in done.stdout) == asks_for_help
-    assert ("error: " in done.stderr) != asks_for_help
-    assert done.stderr.splitlines()[-1] == "set()"
-
-
 def test_plain_json_lines_need_neither_torch_nor_transformers(tmp_path):
     write(tmp_path / "a.jsonl", json_lines(TEXTS))
-
-    done = run_python(
+    code = (
         "import sys\n"
         "from llm.data.prepare import main\n"
         "code = main(sys.argv[1:])\n"
-        "print(code, {'torch', 'transformers', 'datasets', 'pyarrow'} & {*sys.modules})",
-        *GOOD,
+        "print(code, {'torch', 'transformers', 'datasets', 'pyarrow'} & {*sys.modules})"
     )
+
+    done = subprocess.run([sys.executable, "-c", code, *GOOD], capture_output=True, text=True)
 
     assert done.stdout.splitlines()[-1] == "0 set()"
     assert done.stderr == ""

@@ -23,20 +23,10 @@ def texts_in_parts(path, num_bytes, *, faults=None, **options):
 
 
 def test_a_text_file_is_read_in_lines(tmp_path):
-    path = write(tmp_path / "a.txt", "one\n\ntwo\r\nthr\u00e9e")
+    path = write(tmp_path / "a.txt", "one\n\ntwo\r\n  \nthr\u00e9e")
 
-    assert texts(path) == [
-        "one\n",
-        "\n",
-        "two\r\n",
-        "thr\u00e9e",
-    ]
-
-
-def test_without_line_breaks_blank_lines_are_empty_texts(tmp_path):
-    path = write(tmp_path / "a.txt", "one\n\ntwo\r\n  \n")
-
-    assert texts(path, keep_linebreaks=False) == ["one", "", "two", ""]
+    assert texts(path) == ["one\n", "\n", "two\r\n", "  \n", "thr\u00e9e"]
+    assert texts(path, keep_linebreaks=False) == ["one", "", "two", "", "thr\u00e9e"]
 
 
 def test_a_byte_order_mark_is_not_part_of_the_text(tmp_path):
@@ -125,29 +115,13 @@ def test_a_missing_column_is_refused_with_a_list_of_the_others(tmp_path):
             texts(tmp_path / name, text_column="story")
 
 
-def test_a_key_that_goes_missing_later_is_refused_with_its_line(tmp_path):
-    path = write(tmp_path / "a.jsonl", '{"text": "one"}\n{"body": "two"}\n')
-
-    with pytest.raises(
-        DataError, match=r"a\.jsonl, line 2: the record has no key 'text', only 'body'; mend"
-    ):
-        texts(path)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.txt", b"fine\nnot \xff fine\n", r"a\.txt, line 2: byte 5 of the line is not UTF-8"),
         ("a.csv", b"text\nnot \xff fine\n", r"a\.csv, line 2: byte 5 of the line is not UTF-8"),
-        ("a.jsonl", b'{"text": "\xff"}\n', r"line 1: byte 11 of the line is not UTF-8"),
-        ("a.jsonl", '{"text": "a"}\n{"text": "b"\n', "line 2: malformed JSON"),
-        ("a.jsonl", '["a"]\n', "line 1: a record must be a JSON object"),
-        ("a.json", '[{"text": "a"},\n{"text" "b"}]', "line 2: malformed JSON"),
-        ("a.json", '["a"]', "record 1: a record must be a JSON object"),
         ("a.jsonl", "[" * 100_000 + "\n", "line 1: the brackets are nested too deep"),
         ("a.jsonl", '{"text": 1' + "0" * 5000 + "}\n", "line 1: the text is a value of type int"),
-        ("a.jsonl", '{"text": "a"}\n{"text": 5}\n', "line 2: the text is a value of type int"),
-        ("a.jsonl", '{"text": "\\ud800"}\n', "line 1: the text holds a lone surrogate"),
         ("a.csv", "id,text\n1,a\n2\n", "line 3: there are 1 fields, but the header names 2"),
         ("a.csv", 'text\n"never closed\n', "line 2: malformed CSV"),
         ("a.csv", "\n", r"a\.csv has no column 'text'.*none at all"),
@@ -159,21 +133,6 @@ def test_an_error_names_the_file_and_the_line(tmp_path, name, content, message):
 
     with pytest.raises(DataError, match=message):
         texts(path)
-
-
-def test_parquet_values_that_are_no_strings_are_refused_with_their_row(tmp_path):
-    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "a.parquet")
-
-    with pytest.raises(DataError, match="row 1: the text is a value of type int"):
-        texts(tmp_path / "a.parquet")
-
-
-def test_a_folder_without_read_permission_is_one_sentence(tmp_path):
-    source = file_source(write(tmp_path / "a.txt", "one\n"), text_column=None, keep_linebreaks=True)
-    (tmp_path / "a.txt").unlink()
-
-    with pytest.raises(DataError, match=r"a\.txt cannot be read: No such file"):
-        list(source.batches())
 
 
 def test_records_are_streamed(tmp_path, monkeypatch):
@@ -305,7 +264,7 @@ def test_a_damaged_parquet_file_is_refused_in_one_sentence(tmp_path):
         texts_in_parts(path, 1)
 
 
-@pytest.mark.parametrize("num_bytes", [1, 2, 5, 11, 1000])
+@pytest.mark.parametrize("num_bytes", [1, 5, 1000])
 def test_the_lines_of_a_text_file_do_not_depend_on_the_chunk_size(tmp_path, num_bytes):
     path = write(tmp_path / "a.txt", "one\n\ntwo\r\nthr\u00e9e\n   \nlast")
 
@@ -314,7 +273,7 @@ def test_the_lines_of_a_text_file_do_not_depend_on_the_chunk_size(tmp_path, num_
     assert found == ["one", "", "two", "thr\u00e9e", "", "last"]
 
 
-@pytest.mark.parametrize("num_bytes", [1, 2, 5, 11, 1000])
+@pytest.mark.parametrize("num_bytes", [2, 1000])
 def test_an_error_in_a_later_chunk_names_the_line_of_the_file(tmp_path, num_bytes):
     path = write(tmp_path / "a.txt", b"one\n\ntwo\nthree and \xff\nfour\n")
 

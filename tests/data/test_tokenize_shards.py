@@ -1,4 +1,3 @@
-import logging
 import multiprocessing
 
 import numpy as np
@@ -10,36 +9,14 @@ from llm.data.preparation.shards import read_array
 from llm.data.preparation.tokenize_shards import tokenize_shards
 from llm.errors import DataError
 from tests.support.corpora import ListSource, byte_tokenizer
+from tests.support.preparation import FailingSource, ids
 
 UINT16 = np.dtype("<u2")
 SPAWN = multiprocessing.get_context("spawn")
 
 
-class CountingSource(ListSource):
-    """Leaves a file for each time that it is read."""
-
-    def __init__(self, texts, folder, name):
-        super().__init__(texts, name=name)
-        self._folder = folder
-
-    def batches(self, faults=None):
-        with open(self._folder / f"{self.name}.reads", "a") as file:
-            file.write("x")
-        yield from super().batches(faults)
-
-
-class FailingSource(ListSource):
-    def batches(self, faults=None):
-        yield ["fine"]
-        raise DataError("line 2 is broken")
-
-
 def encoding(**changes):
     return Encoding(**{"tokenizer": byte_tokenizer(), "end_token": 0, "dtype": UINT16, **changes})
-
-
-def ids(text):
-    return [byte + 1 for byte in text.encode()]
 
 
 def tokens_of(sources, folder, *, workers=1, **options):
@@ -48,48 +25,6 @@ def tokens_of(sources, folder, *, workers=1, **options):
     assert [stem.name for stem in stems] == [f"{number:06d}" for number in range(len(sources))]
     assert len(stats) == len(sources)
     return [read_array(stem, ".ids", UINT16).tolist() for stem in stems]
-
-
-@pytest.mark.parametrize("workers", [1, 2, 5])
-def test_each_source_becomes_a_shard_in_order(tmp_path, workers):
-    sources = [
-        ListSource(["a", "b"]),
-        ListSource([""]),
-        ListSource(["c", "d"], one_document=True),
-        ListSource(["e"]),
-    ]
-
-    found = tokens_of(sources, tmp_path / "parts", workers=workers)
-
-    assert found == [[*ids("a"), 0, *ids("b"), 0], [], [*ids("cd"), 0], [*ids("e"), 0]]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_finished_shards_are_not_written_again(tmp_path, workers):
-    sources = [CountingSource([name], tmp_path, name) for name in "abc"]
-    first = tokens_of(sources, tmp_path / "parts", workers=workers)
-    (tmp_path / "parts" / "000001.json").unlink()
-    (tmp_path / "parts" / "000002.ids").write_bytes(b"??")
-
-    assert tokens_of(sources, tmp_path / "parts", workers=workers) == first
-    assert tokens_of(sources, tmp_path / "parts", workers=workers) == first
-
-    reads = [(tmp_path / f"{name}.reads").read_text() for name in "abc"]
-    assert reads == ["x", "xx", "xx"]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_finished_shards_are_kept_when_a_source_fails(tmp_path, workers):
-    good = CountingSource(["a"], tmp_path, "a")
-    parts = tmp_path / "parts"
-    parts.mkdir()
-    with pytest.raises(DataError, match="line 2 is broken"):
-        tokens_of([good, FailingSource([])], parts, workers=1)
-
-    found = tokens_of([good, ListSource(["mended"])], parts, workers=workers)
-
-    assert found == [[*ids("a"), 0], [*ids("mended"), 0]]
-    assert (tmp_path / "a.reads").read_text() == "x"
 
 
 class WrongLater:
@@ -135,7 +70,7 @@ def test_a_wrong_encoder_is_replaced_and_finished_shards_are_rewritten(
 def test_a_wrong_encoder_is_remembered_after_a_restart(tmp_path, wrong_encoder):
     parts = tmp_path / "parts"
     with pytest.raises(DataError):
-        tokens_of([ListSource(["a"]), ListSource(["c"]), FailingSource([])], parts)
+        tokens_of([ListSource(["a"]), ListSource(["c"]), FailingSource(["fine"])], parts)
 
     found = tokens_of([ListSource(["a"]), ListSource(["c"]), ListSource(["d"])], parts)
 
@@ -183,12 +118,3 @@ def test_a_source_of_unknown_size_makes_the_total_size_unknown(tmp_path):
     tokens_of([known, ListSource(["b"])], tmp_path / "parts", report=told.append)
 
     assert {totals.num_bytes for totals in told} == {None}
-
-
-def test_the_log_describes_the_encoder_only_if_it_is_slow(tmp_path, caplog):
-    caplog.set_level(logging.INFO, "llm.data")
-
-    tokens_of([ListSource(["a"])], tmp_path / "parts")
-
-    assert len(caplog.messages) == 1
-    assert "slow tokenizer, in Python" in caplog.text

@@ -1,5 +1,8 @@
 """Texts and tokenizers without a library, for tests of what happens around them."""
 
+import bz2
+import gzip
+import lzma
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -7,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zstandard
 
 from llm.data.cache import TokenCache
 from llm.data.preparation.encoder import Encoding
@@ -17,6 +21,14 @@ from llm.data.text.sources import Source
 from llm.data.text_identity import recipe, recipe_digest
 from llm.errors import DataError
 from llm.tokenizers.fast import TextTokenizer
+
+PACK = {
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+}
+"""How a file with such a suffix is compressed."""
 
 
 def texts_of(source: Source, faults: BadRecordPolicy | None = None) -> list[str]:

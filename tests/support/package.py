@@ -1,6 +1,7 @@
 """The package's own modules, for tests that look at the code."""
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -39,6 +40,7 @@ def name_of(path: Path) -> str:
     return ".".join(part for part in parts if part != "__init__")
 
 
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     """Modules of this package that a file imports, also inside functions."""
     found = set()

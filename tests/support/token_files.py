@@ -64,6 +64,16 @@ def write_pair(prefix: Path, documents: list[list[int]], dtype: str = "<u2") -> 
     return prefix
 
 
+def write_sequences(prefix: Path, documents: list[list[list[int]]], dtype: str = "<u2") -> Path:
+    """A `.bin` and `.idx` with documents of any number of sequences."""
+    with TokenFileWriter(prefix, np.dtype(dtype)) as writer:
+        for document in documents:
+            for sequence in document:
+                writer.add(np.array(sequence, dtype=np.int64), ends_document=False)
+            writer.end_document()
+    return prefix
+
+
 def write_flat(path: Path, tokens: list[int]) -> Path:
     """A nanoGPT file: nothing but uint16 ids."""
     np.array(tokens, dtype="<u2").tofile(path)
