@@ -7,6 +7,7 @@ A program declares its settings once, as a dataclass with fields made by
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 import operator
@@ -199,17 +200,22 @@ class Field:
         return f"a list, each item {text}" if self.many else text
 
 
-def fields(cls: type) -> list[Field]:
+def fields(cls: type) -> tuple[Field, ...]:
     """Return the options of a dataclass: first its local options, then its bases' in order.
 
     `dataclasses.fields` returns the bases in reverse. The options of extensions come last.
     """
+    return _fields(cls)
+
+
+@functools.cache  # one start of a program asks seven times
+def _fields(cls: type) -> tuple[Field, ...]:
     hints = typing.get_type_hints(cls)
     declared = {item.name: item for item in dataclasses.fields(cls)}
     names = [name for base in cls.__mro__ for name in inspect.get_annotations(base)]
     items = [declared[name] for name in names if name in declared]
     found = [_field(item, hints[item.name], cls) for item in items]
-    return sorted(found, key=lambda field: field.option.extension)
+    return tuple(sorted(found, key=lambda field: field.option.extension))
 
 
 def _field(item: dataclasses.Field[Any], hint: Any, cls: type) -> Field:
