@@ -1,6 +1,7 @@
 """Refuses libraries that are older than this package needs."""
 
 import functools
+import importlib.metadata
 
 from llm.errors import ConfigError
 
@@ -16,9 +17,7 @@ def check_library_versions() -> None:
     Raises:
         ConfigError: A library is missing or too old.
     """
-    import importlib.metadata  # imported here because --help does not need them
-
-    from packaging.requirements import Requirement
+    from packaging.requirements import Requirement  # imported here because --help does not need it
 
     try:
         requirements = map(Requirement, importlib.metadata.requires("llm-trainers") or [])

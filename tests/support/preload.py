@@ -1,10 +1,12 @@
 """What every trainer process imports, imported once by the fork server of the tests."""
 
 # ruff: noqa: F401
+import gc
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import packaging.requirements
 import torch.distributed.algorithms.ddp_comm_hooks
 import torch.distributed.fsdp
 import torch.distributed.pipelining
@@ -22,3 +24,7 @@ import llm.trainers.gpt.train
 
 # Compiles a thousand patterns, which every export would do again.
 get_checkpoint_conversion_mapping("gpt2")
+
+# Else each collection of garbage copies the pages of all that was imported.
+gc.collect()
+gc.freeze()

@@ -124,8 +124,7 @@ class RunOptions:
     )
 
 
-# Not written here: `GPTConfig` gets its own methods, and they take 10 ms.
-@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class CoreConfig(
     ModelOptions,
     PrecisionOptions,
