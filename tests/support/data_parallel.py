@@ -4,7 +4,6 @@ import os
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
@@ -14,16 +13,9 @@ from llm.optim.options import OptimizerOptions
 from llm.optim.run_optimizer import Recipe
 from llm.parallel.base import AcceleratedStrategy
 from tests.support import layouts
-from tests.support.models import tiny_config
+from tests.support.models import still_model
 
 BATCH, LENGTH = 8, 16
-
-
-def make_model():
-    torch.manual_seed(0)
-    config = tiny_config("gpt2")
-    config.update({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
-    return AutoModelForCausalLM.from_config(config)
 
 
 def step_data(step: int):
@@ -45,7 +37,7 @@ def make_strategy(mixed_precision: str = "no", **options: Any) -> AcceleratedStr
     # Ranks that do not know of one another would pass every test here.
     assert strategy.world_size == int(os.environ["WORLD_SIZE"])
     disable_packing_detection()
-    strategy.prepare(LanguageModelLoss(make_model()), Recipe(make_optimizer).make)
+    strategy.prepare(LanguageModelLoss(still_model()), Recipe(make_optimizer).make)
     return strategy
 
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.load import load_state, newest_valid
@@ -18,7 +17,7 @@ from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import recipe_of
 from tests.support import layouts
 from tests.support.data_parallel import step_data
-from tests.support.models import tiny_config
+from tests.support.models import still_model
 
 BATCH = 8
 _INTERVALS = {"kfac_factor_update_steps": 2, "kfac_inv_update_steps": 4}
@@ -36,10 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def make_model() -> Any:
     """A GPT-2 whose matrices are square, so that no basis is left to rounding."""
-    torch.manual_seed(0)
-    config = tiny_config("gpt2", n_embd=16, n_inner=16)
-    config.update({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
-    return AutoModelForCausalLM.from_config(config)
+    return still_model("gpt2", n_embd=16, n_inner=16)
 
 
 def make_strategy(

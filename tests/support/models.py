@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from llm.models.build import build_model
 from llm.models.export import export_model
@@ -119,6 +119,15 @@ def tiny_model(
         vocab_size=vocab_size,
         transforms=transforms,
     )
+
+
+def still_model(family: str = "gpt2", **changes: Any) -> PreTrainedModel:
+    """A model without dropout, with transformers' own initial weights for the seed 0."""
+    torch.manual_seed(0)
+    config = tiny_config(family, **changes)
+    for name in [name for name in vars(config) if "dropout" in name or name.endswith("pdrop")]:
+        setattr(config, name, 0.0)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def moved_from_its_start(model: PreTrainedModel, by: float = 0.01) -> PreTrainedModel:

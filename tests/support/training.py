@@ -68,6 +68,11 @@ class Run:
     def losses(self) -> list[float]:
         return [record["loss"] for record in self.metrics if "loss" in record]
 
+    @property
+    def saved_steps(self) -> list[int]:
+        """The steps of its checkpoints."""
+        return sorted(int(path.name[5:]) for path in self.folder.glob("checkpoints/step_*"))
+
     def read_json(self, name: str) -> dict[str, Any]:
         return json.loads((self.folder / name).read_text(encoding="utf-8"))
 

@@ -28,8 +28,7 @@ def train(argv: list[str]) -> int:
     return main.main(argv)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("kfac", [False, True])
+@pytest.mark.parametrize(("family", "kfac"), [("gpt2", True), ("llama", False)])
 def test_a_kernel_without_float32_trains_evaluates_samples_and_exports(tmp_path, family, kfac):
     bench = Bench(tmp_path, lines=60, family=family)
     command = bench.command(

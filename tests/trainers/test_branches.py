@@ -64,7 +64,7 @@ def after(run: Run, step: int) -> list[dict]:
     return [record for record in without_times(run) if record["step"] > step]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.layouts)])
 def test_a_branch_goes_on_as_its_parent_bit_for_bit(bench, parent, ranks):
     if ranks > 1:
         parent = bench.train_well(f"parent-{ranks}", ranks=ranks, **PARENT)

@@ -1,4 +1,4 @@
-"""--context_parallel_size: a run of two ranks is the run of one, and what cannot be is refused."""
+"""What --context_parallel_size cannot divide is refused; test_layouts.py trains."""
 
 import pytest
 
@@ -7,30 +7,8 @@ from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.rules import check
 from tests.support.training import Bench
 
-pytestmark = pytest.mark.layouts
 
-
-def test_two_context_parallel_ranks_repeat_the_run_of_one(tmp_path):
-    bench = Bench(tmp_path, family="llama")
-    options = {
-        "max_train_steps": 4,
-        "eval_steps": 2,
-        "eval_metrics": "accuracy",
-        "reset_position_ids": True,
-        "reset_attention_mask": True,
-    }
-    one = bench.train_well("one", **options)
-    two = bench.train_well("two", ranks=2, context_parallel_size=2, **options)
-    assert "world: 2 ranks, context 2" in two.output
-    for found, expected in zip(two.metrics, one.metrics, strict=True):
-        for name in ("step", "samples", "tokens"):
-            assert found[name] == expected[name]
-        assert ("eval_loss" in found) == ("eval_loss" in expected) == (found["step"] % 2 == 0)
-        for name in expected.keys() & {"loss", "grad_norm", "eval_loss", "eval_accuracy"}:
-            assert found[name] == pytest.approx(expected[name], rel=1e-5)
-    assert two.read_json("config.json") == one.read_json("config.json")
-
-
+@pytest.mark.layouts
 @pytest.mark.parametrize(
     ("family", "options", "sentence"),
     [

@@ -28,10 +28,10 @@ def dropout(tmp_path_factory) -> Bench:
     [
         pytest.param("muon", 2, "fp16", None, None, marks=MORE),
         ("muon", 2, "fp16", None, 2),
-        ("soap", 1, "no", None, None),
+        pytest.param("soap", 1, "no", None, None, marks=MORE),
         pytest.param("soap", 2, "fp16", None, None, marks=MORE),
         ("soap", 2, "fp16", None, 2),
-        ("sgd", 2, "fp16", None, None),
+        pytest.param("sgd", 2, "fp16", None, None, marks=MORE),
         ("sgd", 1, "no", 0, None),  # no state at all
     ],
 )
@@ -55,7 +55,7 @@ def test_a_resumed_run_is_bit_identical(dropout, optimizer, ranks, precision, mo
     check_resume(dropout, f"{optimizer}-{ranks}-{precision}-{shards}", **options)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "soap", "sgd"])
+@pytest.mark.parametrize("optimizer", ["muon", "soap", pytest.param("sgd", marks=MORE)])
 def test_two_ranks_train_as_one_and_a_nan_on_one_skips_the_step_on_both(plain, optimizer):
     options = {"optimizer": optimizer, "learning_rate": RATES[optimizer], "betas": (0.9, 0.95)}
     options |= {"betas": None} if optimizer == "sgd" else {}
@@ -81,7 +81,7 @@ def test_two_ranks_train_as_one_and_a_nan_on_one_skips_the_step_on_both(plain, o
     assert sound[20] < sound[1] - 0.3
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "sgd"])
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("sgd", marks=MORE)])
 def test_gossip_resumes_under_another_world_size(plain, optimizer):
     options = {
         "optimizer": optimizer,

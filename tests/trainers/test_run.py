@@ -10,7 +10,7 @@ import sys
 import pytest
 from huggingface_hub import ModelCard
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from llm.checkpoint.run_folder import RunFolder
 from llm.config.toml import read_toml
@@ -27,10 +27,6 @@ def bench(tmp_path_factory) -> Bench:
     return Bench(tmp_path_factory.mktemp("bench"))
 
 
-def checkpoint_steps(run: Run) -> list[int]:
-    return sorted(int(path.name[5:]) for path in (run.folder / "checkpoints").glob("step_*"))
-
-
 def test_epochs_evaluate_and_save_where_an_epoch_ends(bench):
     run = bench.train_well(
         "epochs", max_train_steps=None, num_train_epochs=2, checkpointing_steps="epoch",
@@ -42,7 +38,7 @@ def test_epochs_evaluate_and_save_where_an_epoch_ends(bench):
     first = math.ceil(windows / 100)
     assert [record["step"] for record in run.metrics if "loss" in record] == [*range(1, steps + 1)]
     assert run.metrics[-1]["samples"] == 2 * windows
-    assert checkpoint_steps(run) == [first, steps]
+    assert run.saved_steps == [first, steps]
     assert [r["step"] for r in run.metrics if "eval_loss" in r] == [first, steps]
 
 
@@ -64,7 +60,7 @@ def test_the_newest_and_the_best_checkpoints_are_kept(bench):
     losses = {r["step"]: r["eval_loss"] for r in run.metrics if "eval_loss" in r}
     best = min(losses, key=losses.__getitem__)
     assert set(losses) == {1, 2, 3, 4, 5, 6}
-    assert checkpoint_steps(run) == sorted({best, 5, 6})
+    assert run.saved_steps == sorted({best, 5, 6})
     assert (run.folder / "checkpoints" / "best").resolve().name == f"step_{best:08d}"
 
 
@@ -182,23 +178,6 @@ def test_a_resumed_run_knows_its_initial_weights(bench):
     assert "holds no weights: the model is trained from scratch" in first.output
 
 
-def test_biases_are_held_at_zero(bench):
-    run = bench.train_well("nobias", no_bias=True, max_train_steps=3)
-    model = AutoModelForCausalLM.from_pretrained(run.folder)
-    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
-    assert biases
-    assert not any(bias.any() for bias in biases)
-
-
-def test_activation_recomputation_does_not_change_the_loss(bench):
-    plain = bench.train_well("plain", max_train_steps=3)
-    for number, options in enumerate(
-        ({"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"})
-    ):
-        saving = bench.train_well(f"saving-{number}", max_train_steps=3, **options)
-        assert saving.losses == pytest.approx(plain.losses, rel=1e-6)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_compiled_model_has_the_same_losses(tmp_path, family):
@@ -239,7 +218,7 @@ def test_the_losses_match_the_recorded_golden_curve(tmp_path):
     assert run.losses == pytest.approx(GOLDEN, rel=1e-4)
 
 
-LONG = {"max_train_steps": 40, "checkpointing_steps": 1000, "logging_steps": 20}
+LONG = {"max_train_steps": 16, "checkpointing_steps": 1000, "logging_steps": 8}
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +228,7 @@ def straight(bench) -> Run:
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
 def test_a_signal_saves_with_exit_code_75_and_the_run_resumes_exactly(bench, straight, name):
-    stopped = bench.train(name, faults=[Fault(at=STEP, what=name, call=25)], **LONG)
+    stopped = bench.train(name, faults=[Fault(at=STEP, what=name, call=10)], **LONG)
 
     assert stopped.codes == [75], stopped.output
     status = stopped.read_json("status.json")
@@ -260,12 +239,12 @@ def test_a_signal_saves_with_exit_code_75_and_the_run_resumes_exactly(bench, str
     lines = (resumed.folder / "events.jsonl").read_text().splitlines()
     events = [(line["event"], line["step"]) for line in map(json.loads, lines)]
     step = status["step"]
-    assert 25 <= step < 40
+    assert 10 <= step < 16
     assert [event for event in events if event[0] != "evaluation"] == [
         *(("start", 0), ("save", step), ("stop", step)),
-        *(("start", step), ("resume", step), ("save", 40), ("stop", 40)),
+        *(("start", step), ("resume", step), ("save", 16), ("stop", 16)),
     ]
-    assert ("evaluation", 40) in events
+    assert ("evaluation", 16) in events
 
 
 @pytest.mark.parametrize(

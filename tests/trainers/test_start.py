@@ -49,10 +49,6 @@ def test_a_rank_selects_its_accelerator_before_the_model_is_built(monkeypatch, d
     assert chosen == taken
 
 
-def checkpoint_steps(run: Run) -> list[int]:
-    return sorted(int(path.name[5:]) for path in (run.folder / "checkpoints").glob("step_*"))
-
-
 def saved(checkpoint: Path) -> dict[str, np.ndarray]:
     tensors = {}
     for path in checkpoint.glob("*.safetensors"):
@@ -120,7 +116,7 @@ def test_a_run_is_not_written_over_what_it_starts_from(bench, origin, how):
 
     assert run.codes == [2]
     assert "which this run would replace" in run.output
-    assert checkpoint_steps(origin) == [3, 6]
+    assert origin.saved_steps == [3, 6]
 
 
 def test_a_checkpoint_of_another_run_does_not_permit_overwriting_a_run(bench, origin):
@@ -241,7 +237,7 @@ def test_checkpoints_are_saved_by_the_clock(bench):
     )
 
     # A step takes a tenth of a second, and a checkpoint falls due after half a second.
-    steps = checkpoint_steps(run)
+    steps = run.saved_steps
     assert steps[-1] == 12
     assert 2 <= len(steps) <= 4
     assert all(b - a <= 6 for a, b in zip([0, *steps], steps, strict=False))
@@ -254,10 +250,10 @@ def test_two_ranks_save_by_the_clock_of_the_first(bench):
         "clocks", ranks=2, max_train_steps=12, checkpointing_minutes=0.5 / 60, faults=[slow]
     )
 
-    assert len(checkpoint_steps(run)) >= 2
+    assert len(run.saved_steps) >= 2
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.layouts), 2])
 def test_exit_after_ends_with_code_75_and_the_run_resumes_to_the_same_bits(bench, ranks):
     name = f"exit with späces {ranks}"
     options = {"ranks": ranks, "max_train_steps": 20}
@@ -268,7 +264,7 @@ def test_exit_after_ends_with_code_75_and_the_run_resumes_to_the_same_bits(bench
     assert run.codes == [75] * ranks
     status = run.read_json("status.json")
     assert (status["status"], status["reason"]) == ("preempted", "--exit_after")
-    assert checkpoint_steps(run) == [status["step"]]
+    assert run.saved_steps == [status["step"]]
     assert 0 < status["step"] < 20
     config = run.folder / "config.toml"
     command = shlex.split(re.search("To continue: (.*)", run.output)[1])

@@ -6,8 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llm.errors import ConfigError
-from llm.trainers.gpt.main import parse_args
 from tests.support.training import Bench
 
 pytestmark = pytest.mark.layouts
@@ -46,17 +44,3 @@ def test_two_ranks_train_and_export_the_model_that_one_does(bench):
     assert exported.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(exported[name], tensor, rtol=1e-3, atol=1e-4)
-
-
-def test_models_that_tensor_parallelism_cannot_shard_are_refused(bench):
-    command = bench.command("no", tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="--kfac needs the inputs and outputs of whole layers"):
-        parse_args([*command, "--kfac"])
-    with pytest.raises(ConfigError, match="--tensor_parallel_size divides one model over ranks"):
-        parse_args([*command, "--data_parallel", "gossip"])
-    run = bench.train("heads", ranks=3, tensor_parallel_size=3)
-    assert run.codes == [2, 2, 2]
-    assert "--tensor_parallel_size 3 does not divide the 2 num_attention_heads" in run.output
-    run = bench.train("ranks", ranks=1, tensor_parallel_size=2)
-    assert run.codes == [2]
-    assert "--tensor_parallel_size 2 is 2 ranks, which do not divide the 1" in run.output

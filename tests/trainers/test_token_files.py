@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from llm.data.order import WindowSampler
+from llm.errors import LLMError
 from llm.runtime.world import World
 from llm.tokenizers.load_tokenizer import fingerprint
 from llm.trainers.gpt.extensions import GPTConfig
@@ -16,6 +17,7 @@ from llm.trainers.gpt.inputs import read_training
 from llm.trainers.gpt.main import parse_args
 from tests.support.ranks import run_ranks
 from tests.support.recovery import without_times
+from tests.support.refusals import assert_refused
 from tests.support.token_files import describe, random_documents, write_flat, write_pair
 from tests.support.tokenizers import tiny_tokenizer
 from tests.support.training import Bench, Run
@@ -123,18 +125,6 @@ def test_a_text_and_its_token_files_give_the_same_losses(bench):
     assert "eval_loss" not in files.metrics[-1]
 
 
-def test_train_only_needs_no_validation(bench):
-    run = train(
-        bench,
-        "benchmark",
-        data_path=words(bench, "wiki_text_document"),
-        split="100,0,0",
-        max_train_steps=2,
-    )
-    assert "no validation data: the loss is not evaluated" in run.output
-    assert "eval_loss" not in run.read_json("all_results.json")
-
-
 def test_flat_files_train_and_evaluate(bench):
     tokens = [token for document in random_documents(100, seed=3) for token in document]
     write_flat(bench.folder / "train.bin", tokens)
@@ -193,47 +183,42 @@ def test_a_run_is_named_after_its_first_source(options, name):
     assert Path(_default_output_dir(config)) == Path("runs") / name
 
 
-def assert_refused(bench: Bench, *expected: str, ranks: int = 1, **options) -> None:
-    run = bench.train("refused", ranks=ranks, train_file=None, **options)
-    assert run.codes == [2] * ranks, run.output
-    # A rank that is still alive seconds later, as none is under a launcher, repeats it.
-    assert len(set(re.findall(r"^(?:\[rank \d\] )?(error: .*)", run.output, re.MULTILINE))) == 1
-    for text in expected:
-        assert text in run.output
-    assert "Traceback" not in run.output
-    assert not run.folder.exists()
-
-
-def test_bad_weights_missing_files_and_empty_splits_are_refused(bench):
-    wiki, code = words(bench, "wiki_text_document", "code_text_document")
-    assert_refused(bench, "--data_path gives the weight -1", data_path=["-1", wiki])
-    assert_refused(bench, "must be a finite number, not nan", data_path=["nan", wiki])
-    assert_refused(bench, "every source the weight 0", data_path=["0", wiki, "0", code])
-    assert_refused(bench, f"{code} without a weight before it", data_path=["1", wiki, code])
-    assert_refused(bench, "no token file nowhere", data_path=["nowhere"])
-    assert_refused(bench, "--split 1,2,x is not a split", data_path=[wiki], split="1,2,x")
-    assert_refused(
-        bench, "no documents for validation of", "60 doc", data_path=[code], split="999,1,0"
-    )
-    assert_refused(
-        bench, "--split 0,1,0 leaves nothing to train on", data_path=[wiki], split="0,1,0"
-    )
-    assert_refused(
-        bench,
-        "There is no validation data for --save_top_k",
-        data_path=[wiki],
-        split="1",
-        save_top_k=1,
-        checkpointing_steps=1,
-    )
+@pytest.mark.parametrize(
+    ("blend", "options", "sentence"),
+    [
+        ([-1, "wiki"], {}, "--data_path gives the weight -1"),
+        (["nan", "wiki"], {}, "must be a finite number, not nan"),
+        ([0, "wiki", 0, "code"], {}, "every source the weight 0"),
+        ([1, "wiki", "code"], {}, "code_text_document without a weight before it"),
+        (["nowhere"], {}, "no token file nowhere"),
+        (["wiki"], {"split": "1,2,x"}, "--split 1,2,x is not a split"),
+        (["code"], {"split": "999,1,0"}, "no documents for validation of .*60 doc"),
+        (["wiki"], {"split": "0,1,0"}, "--split 0,1,0 leaves nothing to train on"),
+        (
+            ["wiki"],
+            {"split": "1", "save_top_k": 1, "checkpointing_steps": 1},
+            "There is no validation data for --save_top_k",
+        ),
+        (
+            ["endless"],
+            {"reset_attention_mask": True},
+            "none of its first 100 documents ends with the id 0",
+        ),
+    ],
+)
+def test_bad_weights_missing_files_and_empty_splits_are_refused(bench, blend, options, sentence):
+    write_pair(bench.folder / "endless_text_document", [[1, 2, 3] * 30] * 100)
+    names = {name: str(bench.folder / f"{name}_text_document") for name in ("wiki", "code")}
+    names["endless"] = str(bench.folder / "endless_text_document")
+    with pytest.raises(LLMError, match=sentence):
+        read(bench, data_path=[names.get(word, word) for word in blend], **options)
 
 
 def test_token_files_of_another_tokenizer_are_refused_on_two_ranks_once(bench):
     prefix = write_pair(bench.folder / "theirs", random_documents(100, seed=4))
     describe(prefix, fingerprint="theirs", largest_token=101)
-    assert_refused(
-        bench, "pass --ignore_tokenizer_mismatch to train all the same", ranks=2, data_path=[prefix]
-    )
+    sentence = "pass --ignore_tokenizer_mismatch to train all the same"
+    assert_refused(bench, ranks=2, words=[sentence], train_file=None, data_path=[prefix])
 
     assert train(
         bench, "forced", data_path=[prefix], ignore_tokenizer_mismatch=True, max_train_steps=2
@@ -270,18 +255,11 @@ def test_an_invalid_id_that_only_rank_1_reads_is_reported_by_it(bench):
     assert f"[rank 1] error: {prefix}.bin holds the token id 400" in run.output
 
 
-def test_documents_that_cannot_be_kept_apart_are_refused(bench, tmp_path):
-    endless = write_pair(bench.folder / "endless", [[1, 2, 3] * 30] * 100)
+def test_a_model_that_cannot_keep_documents_apart_is_refused(bench, tmp_path):
     assert_refused(
-        bench,
-        "none of its first 100 documents ends with the id 0",
-        data_path=[endless],
-        reset_attention_mask=True,
-    )
-    falcon = Bench(tmp_path, lines=2, family="falcon")
-    assert_refused(
-        falcon,
-        "--reset_attention_mask cannot keep documents apart in falcon",
+        Bench(tmp_path, lines=2, family="falcon"),
+        words=["--reset_attention_mask cannot keep documents apart in falcon"],
+        train_file=None,
         data_path=words(bench, "wiki_text_document"),
         reset_attention_mask=True,
     )

@@ -33,7 +33,7 @@ def train_traced(argv):
     [
         (1, {"sample_steps": 2}),
         (1, {"kfac": True}),
-        (1, {"activation_checkpointing": "selective"}),
+        pytest.param(1, {"activation_checkpointing": "selective"}, marks=MORE),
         (2, {"data_parallel_shard_size": 2, "activation_checkpointing": "full"}),
         (2, {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2}),
         pytest.param(1, {}, marks=MORE),
