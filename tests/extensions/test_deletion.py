@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,18 +35,37 @@ MADE_WITH = {
     "tasks": ({"eval_tasks": CLOZE}, 0, ""),
 }
 """Options of a run that uses the extension; exit code and log of a resume without them."""
-LIVES = """
+SERVER = """
 import json, os, sys
-import llm.trainers.gpt.train  # once for all starts, each of which is a process
-from llm.trainers.gpt.main import main
-codes = []
-for argv in json.loads(sys.argv[1]):
+import accelerate, torch.distributed.fsdp, torch.utils.tensorboard  # once for all packages
+import transformers.models.auto.tokenization_auto, transformers.models.gpt2.modeling_gpt2
+
+def wait(child):
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def live(package, lives, log):
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(1, 2)
+    os.chdir(package)
+    os.environ["PYTHONPATH"] = sys.path[0] = package
+    import llm.trainers.gpt.train  # once for all starts, each of which is a process
+    from llm.trainers.gpt.main import main
+    codes = []
+    for argv in lives:
+        child = os.fork()
+        if child == 0:
+            os._exit(main(argv))
+        codes.append(wait(child))
+    open(log + ".codes", "w").write(json.dumps(codes))
+
+for line in sys.stdin:
     child = os.fork()
     if child == 0:
-        os._exit(main(argv))
-    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-print(codes)
+        live(*json.loads(line))
+        os._exit(0)
+    print(wait(child), flush=True)
 """
+"""Runs the trainers of copies of the package, which fork from one process with PyTorch."""
 REFUSED = {
     "batch_size": "auto needs an extension that finds the batch size",
     "matrix_optim": "not 'muon'",
@@ -101,18 +121,33 @@ def named_modules(source: str) -> set[str]:
     }
 
 
-def run_lives(package: Path, *lives: list[str]) -> tuple[list[int], str]:
-    """Run the trainer of a copy once for each command line; returns exit codes and output."""
-    done = subprocess.run(
-        [sys.executable, "-c", LIVES, json.dumps(lives)],
-        cwd=package,
-        env=os.environ | {"PYTHONPATH": str(package), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=240,
-    )
-    return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
+class Server:
+    """Runs the trainer of a copy once for each command line; returns exit codes and output."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def run(self, package: Path, *lives: list[str]) -> tuple[list[int], str]:
+        log = package / "lives.log"
+        print(json.dumps([str(package), lives, str(log)]), file=self.process.stdin, flush=True)
+        code = self.process.stdout.readline()
+        output = log.read_text(encoding="utf-8")
+        assert code == "0\n", output
+        return json.loads(Path(f"{log}.codes").read_text()), output
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +173,7 @@ def test_no_file_imports_a_deleted_extension(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", EXTENSIONS)
-def test_runs_go_on_without_an_extension_that_they_do_not_use(name, bench, plain, tmp_path):
+def test_runs_go_on_without_an_extension_that_they_do_not_use(name, bench, plain, server, tmp_path):
     options, code, said = MADE_WITH[name]
     if name == "tasks" and importlib.util.find_spec("lm_eval") is None:
         pytest.skip("needs the extra tasks (lm_eval)")
@@ -149,7 +184,7 @@ def test_runs_go_on_without_an_extension_that_they_do_not_use(name, bench, plain
     shutil.copytree(plain.folder, run)
     longer = {"resume_from_checkpoint": True, "max_train_steps": 3, **SHORT}
 
-    codes, output = run_lives(
+    codes, output = server.run(
         package,
         bench.command(run.name, **longer),
         bench.command(run.name, eval_only=True, resume_from_checkpoint=True),
@@ -166,12 +201,12 @@ def test_runs_go_on_without_an_extension_that_they_do_not_use(name, bench, plain
     assert said in output
 
 
-def test_an_extension_of_one_file_counts_saves_and_resumes(bench, tmp_path):
+def test_an_extension_of_one_file_counts_saves_and_resumes(bench, server, tmp_path):
     package = copy_of_package(tmp_path)
     add_counter(package)
     options = {**SHORT, "count_every": 2}
 
-    codes, output = run_lives(
+    codes, output = server.run(
         package,
         bench.command("counted", max_train_steps=3, **options),
         bench.command("counted", max_train_steps=4, resume_from_checkpoint=True, **options),

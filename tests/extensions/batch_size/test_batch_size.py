@@ -3,7 +3,7 @@
 import io
 import subprocess
 import tomllib
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from types import SimpleNamespace
 
 import pytest
@@ -78,9 +78,9 @@ def ask(bench: Bench, **options: object) -> int | str:
 
 def plan_here(words: list[str], **_: object) -> SimpleNamespace:
     """Plan without the seconds that a process of its own takes to start."""
-    with redirect_stdout(io.StringIO()) as output:
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
         code = plan(words[words.index("llm.plan") + 1 :])
-    return SimpleNamespace(returncode=code, stdout=output.getvalue())
+    return SimpleNamespace(returncode=code, stdout=output.getvalue(), stderr=errors.getvalue())
 
 
 def test_half_the_memory_is_half_the_batch(bench, monkeypatch):
@@ -93,7 +93,8 @@ def test_half_the_memory_is_half_the_batch(bench, monkeypatch):
     assert 4 <= figures[1] <= 256
 
 
-def test_what_the_plan_refuses_is_refused_with_its_sentence(bench):
+def test_what_the_plan_refuses_is_refused_with_its_sentence(bench, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", plan_here)
     answer = ask(bench, kfac=True, kfac_library="kfac-pytorch")
     assert answer == "--kfac_library kfac-pytorch cannot be planned; leave it out."
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from llm.extensions.decentralized.accum_adamw import AccumAdamW, make_accum_adamw
 from llm.optim.adamw import make_adamw
 from llm.optim.options import OptimizerOptions
+from tests.support.device_reads import Reads
 from tests.support.models import tiny_config
 
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -60,29 +60,6 @@ def test_a_step_uses_the_last_blocks_moments_and_the_present_gradient(accum_step
     np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_blocks_of_one_step_are_adamw(dtype):
-    grads = gradients(50, dtype)
-    ours = train(lambda p: AccumAdamW(p, **SETTINGS, accum_steps=1), grads)
-    torchs = train(lambda p: torch.optim.AdamW(p, **SETTINGS, foreach=False), grads)
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-12
-    torch.testing.assert_close(ours, torchs, rtol=tolerance, atol=0)
-
-
-def test_equal_gradients_in_a_block_give_adamw_at_the_end_of_each_block():
-    """After the first block of equal gradients, m and v are those of one step of AdamW."""
-    grad = gradients(1)[0]
-    weight = parameter()
-    optimizer = AccumAdamW([weight], **SETTINGS, accum_steps=4)
-    for _ in range(4):
-        weight.grad = grad.clone()
-        optimizer.step()
-    state = optimizer.state[weight]
-    torch.testing.assert_close(state["exp_avg"], 0.1 * grad)
-    torch.testing.assert_close(state["exp_avg_sq"], 0.05 * grad.square())
-    assert not state["grad_mean"].any()
-
-
 def test_a_whole_model_trains_as_with_torchs_fused_adamw():
     """Decay on matrices only, tied embeddings, two groups."""
     models = []
@@ -125,45 +102,6 @@ def test_a_skipped_step_changes_no_weight_state_or_block_boundary(accum_steps, p
     assert torch.equal(weight, sound)
 
 
-@pytest.mark.parametrize("stop", [1, 3, 4])
-def test_a_loaded_state_continues_bit_for_bit_also_within_a_block(stop):
-    grads = gradients(10, torch.float32)
-    whole = train(lambda p: AccumAdamW(p, **SETTINGS, accum_steps=4), grads)
-    first = parameter(torch.float32)
-    optimizer = AccumAdamW([first], **SETTINGS, accum_steps=4)
-    for grad in grads[:stop]:
-        first.grad = grad.clone()
-        optimizer.step()
-    second = torch.nn.Parameter(first.detach().clone())
-    resumed = AccumAdamW([second], **SETTINGS, accum_steps=4)
-    second.grad = torch.zeros_like(second)
-    resumed.found_inf = torch.ones(())
-    resumed.step()  # makes the state, as the strategies do before they load into it
-    for key, value in optimizer.state[first].items():
-        resumed.state[second][key].copy_(value)
-    resumed.found_inf = torch.zeros(())
-    for grad in grads[stop:]:
-        second.grad = grad.clone()
-        resumed.step()
-    assert torch.equal(second, whole)
-
-
-def test_the_state_is_tensors_of_the_same_shapes_from_the_first_step_on():
-    weight = parameter()
-    optimizer = AccumAdamW([weight], **SETTINGS, accum_steps=2)
-    for grad in gradients(5):
-        weight.grad = grad
-        optimizer.step()
-        shapes = {name: tuple(value.shape) for name, value in optimizer.state[weight].items()}
-        assert shapes == {
-            "step": (),
-            "exp_avg": (3, 2),
-            "exp_avg_sq": (3, 2),
-            "grad_mean": (3, 2),
-        }
-    assert optimizer.state[weight]["step"].item() == 5
-
-
 def test_a_parameter_without_a_gradient_stays_and_counts_its_own_steps():
     grads = gradients(9)
     alone = train(lambda p: AccumAdamW(p, **SETTINGS, accum_steps=2), grads[::3])
@@ -185,19 +123,6 @@ def test_parameters_of_two_dtypes_train_side_by_side():
         optimizer.step()
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.double(), double.data, rtol=0.02, atol=0)
-
-
-class Reads(TorchDispatchMode):
-    """Notes the operations that hand a value of a tensor to Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.name().removeprefix("aten::").split(".")[0] in ("_local_scalar_dense", "equal"):
-            self.seen.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_step_reads_no_value_from_the_device():

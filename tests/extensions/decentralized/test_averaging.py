@@ -146,35 +146,6 @@ def test_weights_of_each_dtype_are_averaged_separately():
         assert [found for _, found in everyone] == [[1.5]] * 5
 
 
-def resumed():
-    rank = join()
-    rounds = make_rounds("ring", ranks=dist.get_world_size())
-    runs = []
-    for stop in (None, 3):
-        tensors = start(rank)
-        averager = GossipAverager(Gossip(rounds=rounds), tensors, rank=rank)
-        for step in range(6):
-            averager.before_step()
-            for tensor in tensors:
-                tensor.add_(0.1 * rank)
-            averager.after_step()
-            if step == stop:
-                saved = [tensor.clone() for tensor in tensors], averager.state_dict()
-                averager.settle()
-                tensors = [torch.zeros_like(tensor) for tensor in tensors]
-                averager = GossipAverager(Gossip(rounds=rounds), tensors, rank=rank)
-                torch._foreach_copy_(tensors, saved[0])
-                averager.load_state_dict(saved[1])
-        averager.settle()
-        runs.append(flat(tensors))
-    dist.barrier()
-    return np.array_equal(*runs)
-
-
-def test_an_exchange_pending_at_a_save_is_repeated_after_the_resume():
-    assert values(run_ranks(resumed, 4)) == [True] * 4
-
-
 def seconds_held_up(topology: str) -> tuple[float, float]:
     """How long rank 0 is held up by a step's end and by the next one's, if another rank is late."""
     rank = join()
@@ -196,13 +167,3 @@ def test_an_exchange_is_waited_for_only_before_the_next_step(topology):
     at_end, before_next = values(run_ranks(seconds_held_up, 4, topology))[0]
     assert at_end < 0.5
     assert before_next > 0.5
-
-
-def test_one_rank_needs_no_process_group_and_keeps_its_weights():
-    tensors = start(0)
-    averager = GossipAverager(Gossip(rounds=make_rounds("exp", ranks=1)), tensors, rank=0)
-    for _ in range(3):
-        averager.before_step()
-        averager.after_step()
-    averager.settle()
-    assert np.array_equal(flat(tensors), flat(start(0)))

@@ -267,18 +267,6 @@ def test_an_invalid_number_of_ranks_is_refused_with_the_valid_ones(
     )
 
 
-def test_an_alternating_topology_needs_a_power_of_two_of_nodes(bench):
-    words = ["alternating-exp-ring takes a power of two of nodes", "not 3", "3 ranks in nodes of 1"]
-    assert_refused(
-        bench,
-        ranks=3,
-        environment={"LOCAL_WORLD_SIZE": "1"},
-        topology="alternating-exp-ring",
-        words=words,
-        **RING,
-    )
-
-
 def test_gossip_cannot_resume_an_all_reduce_run(bench):
     options = {"ranks": 2, "max_train_steps": 2, "checkpointing_steps": 1}
     reduced = bench.train_well("reduced", **options)

@@ -186,14 +186,6 @@ def test_an_aborted_step_leaves_no_statistics():
     torch.testing.assert_close(averages(curvature), by_hand(model, *toy_batch(0)))
 
 
-def test_compiled_models_are_recorded_too():
-    model = toy_model()
-    plain = recorded(model)
-    model.compile(backend="eager")
-
-    torch.testing.assert_close(recorded(model), plain)
-
-
 def test_a_wide_factor_is_kept_in_blocks_of_nearly_equal_width():
     assert block_widths(10, 4) == [4, 3, 3]
     assert block_widths(8, 8) == [8]

@@ -97,7 +97,7 @@ def alone():
     return weights
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.layouts)])
 def test_any_number_of_ranks_ends_with_the_weights_of_one_process(alone, world_size):
     found = values(run_ranks(run, world_size))
 

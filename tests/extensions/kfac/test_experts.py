@@ -137,13 +137,6 @@ def test_a_checkpointed_block_with_experts_is_counted_once():
     assert set(counts.values()) == {2 * batch().numel()}
 
 
-@pytest.mark.parametrize("optimizer", ["ekfac", "eigen"])
-def test_micro_batches_do_not_change_what_experts_learn(optimizer):
-    whole, apart = (train(optimizer=optimizer, micro_batches=n) for n in (1, 4))
-    for name, weight in whole.items():
-        torch.testing.assert_close(apart[name], weight, rtol=1e-4, atol=1e-6)
-
-
 def test_in_the_identity_basis_experts_learn_as_with_adamw():
     model, other = mixtral(), mixtral()
     ekfac = EKFAC([{"params": list(model.parameters())}], Curvature(covered(model)), lr=0.01)

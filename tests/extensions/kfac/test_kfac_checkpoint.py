@@ -15,8 +15,9 @@ from llm.models.masking import disable_packing_detection
 from llm.parallel.base import AcceleratedStrategy
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support import layouts
-from tests.support.data_parallel import make_model, share
+from tests.support.data_parallel import share
 from tests.support.matrix_runs import load, parts_of, save
+from tests.support.models import still_model
 from tests.support.ranks import run_ranks, values
 
 EKFAC: dict[str, str] = {}
@@ -28,7 +29,7 @@ def make_strategy(options):
     disable_packing_detection()
     every = {"kfac_factor_update_steps": 2, "kfac_inv_update_steps": 4}
     given = GPTConfig(kfac=True, learning_rate=1e-2, **every, **options)
-    strategy.prepare(LanguageModelLoss(make_model()), KFACRecipe(given).make)
+    strategy.prepare(LanguageModelLoss(still_model()), KFACRecipe(given).make)
     return strategy
 
 
@@ -107,10 +108,9 @@ def copied_for_a_save(options):
 @pytest.mark.parametrize("options", [EKFAC, EIGEN])
 def test_all_ranks_together_copy_the_state_once_for_a_save(options):
     [(_, _, whole)] = values(run_ranks(copied_for_a_save, 1, options))
-    for ranks in (2, 4):
-        found = values(run_ranks(copied_for_a_save, ranks, options))
+    found = values(run_ranks(copied_for_a_save, 4, options))
 
-        # Only the counts of failures and of clipped steps are not the tensors that training uses.
-        assert all(new <= 8 for new, _, _ in found)
-        assert sum(own for _, own, _ in found) == whole
-        assert max(own for _, own, _ in found) < 1.3 * whole / ranks
+    # Only the counts of failures and of clipped steps are not the tensors that training uses.
+    assert all(new <= 8 for new, _, _ in found)
+    assert sum(own for _, own, _ in found) == whole
+    assert max(own for _, own, _ in found) < 1.3 * whole / 4

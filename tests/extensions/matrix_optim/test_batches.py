@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from llm.extensions.matrix_optim import muon, whole
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import recipe_of
-from tests.support.models import tiny_config
+from tests.support.models import still_model
 
 INTERVALS = {"kfac_factor_update_steps": 2, "kfac_inv_update_steps": 4}
 KINDS = {
@@ -24,14 +23,6 @@ KINDS = {
 EVERYTHING = float("inf")
 
 
-def tiny_model(family="gpt2"):
-    torch.manual_seed(0)
-    config = tiny_config(family)
-    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
-        setattr(config, name, 0.0)
-    return AutoModelForCausalLM.from_config(config)
-
-
 class Training:
     """A model and an optimizer whose batches have a cost, at least."""
 
@@ -41,7 +32,7 @@ class Training:
         options = GPTConfig(
             learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4, **KINDS[kind]
         )
-        self.model = tiny_model(family)
+        self.model = still_model(family)
         self.made = recipe_of(options, seed=0).make(self.model, None)
         self.optimizer = self.made.optimizer
 

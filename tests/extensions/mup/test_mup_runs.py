@@ -94,20 +94,6 @@ def test_an_evaluation_has_the_attention_scale_of_training(bench, alone):
     assert run.read_json("eval_results.json")["loss"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_trained_weights_are_no_start(bench, alone):
-    assert_refused(
-        bench,
-        model_name_or_path=alone.folder,
-        mup=True,
-        mup_base_width=16,
-        words=["--mup scales initial weights", "--from_scratch"],
-    )
-
-
-def test_a_width_that_the_heads_do_not_divide_is_refused(bench):
-    assert_refused(bench, mup=True, mup_base_width=20, words=["--mup_base_width 20", "heads of 16"])
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

@@ -216,12 +216,6 @@ def test_a_run_goes_back_only_so_often(thrice):
     assert "The run has gone back 1 times already (--max_rewinds)." in run.output
 
 
-def test_a_run_may_go_back_to_checkpoints_that_are_saved_by_tokens(once):
-    options = {**once.data, "checkpointing_steps": None, "checkpointing_tokens": "2560"}
-    command = once.command("by-tokens", on_loss_spike="rewind", **options)
-    assert parse_args(command).on_loss_spike == "rewind"
-
-
 def test_another_mixture_of_the_data_is_no_spike(tmp_path):
     """The loss jumps where the second stage begins, after 40 steps of 4 samples."""
     stream = TokenStream(TokenFile(write_pair(tmp_path / "text", [[1] * BLOCK] * 300)))
