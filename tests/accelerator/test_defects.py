@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,6 +21,8 @@ from tests.support.made_up_device import NAME, SideStream
 from tests.support.made_up_run import Case, run
 from tests.support.ranks import Outcome, run_ranks, values
 from tests.support.strict_mode import Notes
+
+more = pytest.mark.layouts
 
 
 def notes_with(defect: Callable[[], None], case: Case) -> dict[str, Notes]:
@@ -66,6 +69,7 @@ def leave_experts_in_float32() -> None:
     build.autocast_grouped_products = lambda: None
 
 
+@more
 def test_experts_that_multiply_in_float32_raise():
     error = outcome_with(leave_experts_in_float32, Case(1, family="mixtral")).error
     assert re.search(r"Expected .*\bgot .*torch\.float32", error), error
@@ -81,6 +85,7 @@ def compute_the_blocks_in_float32() -> None:
     loss.run_model = run_model_without_autocast
 
 
+@more
 def test_products_of_the_model_in_float32_are_noticed():
     notes = notes_with(compute_the_blocks_in_float32, Case(1))
     # The output of a Conv1D of GPT-2: four products in each of two blocks and micro-batches.
@@ -92,6 +97,7 @@ def mix_devices() -> None:
     before_the_norm(lambda strategy: strategy.parameters[-1].grad.add_(torch.ones(32)))
 
 
+@more
 def test_a_sum_of_tensors_on_two_devices_raises():
     error = outcome_with(mix_devices, Case(1)).error
     # PyTorch 2.10 writes "two different devices gpux:0, cpu".
@@ -137,6 +143,7 @@ def answer_without_a_wait() -> None:
     FlagReducer.settle = lambda self: None
 
 
+@more
 def test_flags_that_are_read_before_they_arrive_are_noticed():
     uses = notes_with(answer_without_a_wait, GOSSIP)["update"].in_flight
     assert uses[0].startswith("aten::maximum at extensions/decentralized/any_rank.py")
@@ -153,6 +160,7 @@ def read_the_answer_without_a_wait() -> None:
     AcceleratedStrategy.any_rank = read_at_once
 
 
+@more
 def test_an_answer_that_the_host_reads_before_it_is_there_is_noticed():
     uses = notes_with(read_the_answer_without_a_wait, Case(4))["update"].in_flight
     assert uses[0].startswith("tolist at parallel/base.py")
@@ -175,6 +183,7 @@ def copy_what_is_still_computed() -> None:
     SideStream.wait_stream = lambda self, other: None
 
 
+@more
 def test_copies_that_do_not_wait_for_the_step_are_noticed():
     uses = notes_with(copy_what_is_still_computed, Case(1))["save"].in_flight
     assert uses[0].startswith("aten::copy_ of what is computed at checkpoint/snapshot.py")
@@ -190,6 +199,7 @@ def drop_what_is_copied() -> None:
     HostCopies.__init__ = make_without_sources
 
 
+@more
 def test_memory_that_is_given_up_while_it_is_copied_is_noticed():
     # The mean of the replicas, which is made to be saved.
     uses = notes_with(drop_what_is_copied, GOSSIP)["save"].in_flight

@@ -8,6 +8,7 @@ from tests.support.launches import launches_of_updates
 from tests.support.made_up_run import Case
 from tests.support.ranks import run_ranks, values
 
+more = pytest.mark.layouts
 OPTIMIZERS = {
     "adamw": {},
     "sgd": {"optimizer": "sgd"},
@@ -26,11 +27,12 @@ def launches(name: str, layers: int) -> int:
     return count.total()
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("sgd", marks=more), "muon"])
 def test_launches_do_not_grow_with_the_number_of_layers(name):
     assert launches(name, 6) == launches(name, 2)
 
 
+@more
 @pytest.mark.parametrize(("name", "per_layer"), [("soap", 4), ("ekfac", 0)])
 def test_a_layer_adds_few_launches(name, per_layer):
     assert launches(name, 6) - launches(name, 2) <= 4 * per_layer

@@ -37,7 +37,7 @@ def stored_matrices(code: str) -> list[str]:
 @pytest.mark.parametrize(
     ("dtype", "z_loss"),
     [
-        (torch.bfloat16, 0.0),
+        pytest.param(torch.bfloat16, 0.0, marks=pytest.mark.slow),
         (torch.bfloat16, 1e-2),
         pytest.param(torch.float32, 0.0, marks=pytest.mark.slow),
         pytest.param(torch.float32, 1e-2, marks=pytest.mark.slow),

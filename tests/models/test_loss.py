@@ -361,8 +361,7 @@ def test_chunks_take_a_64th_of_the_devices_memory_up_to_1_gib(gibibytes, mebibyt
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("family", ["gpt2", "phi"])
+@pytest.mark.parametrize(("family", "autocast"), [("gpt2", False), ("phi", True)])
 def test_compiled_kernels_of_the_softmax_change_the_loss_by_rounding(family, autocast):
     model = tiny_model(tiny_config(family), tied_gradients=True).eval()
     results = []

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
 
 from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
@@ -16,19 +15,14 @@ from llm.models.patches.tied_embedding import tie_gradients
 from llm.models.sizes import find_blocks
 from llm.optim.run_optimizer import Recipe
 from tests.support.layouts import make_optimizer, make_strategy
-from tests.support.models import tiny_config
+from tests.support.models import still_model
 from tests.support.ranks import run_ranks, values
 
 BATCH, LENGTH, STEPS = 8, 16, 5
 
 
 def make_model(family: str):
-    torch.manual_seed(0)
-    config = tiny_config(family)
-    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = still_model(family)
     tie_gradients(model)
     return model
 

@@ -7,8 +7,9 @@ import torch
 from llm.models.loss import LanguageModelLoss
 from llm.optim.run_optimizer import RunOptimizer
 from llm.parallel.base import AcceleratedStrategy
-from tests.support.data_parallel import make_model, share
+from tests.support.data_parallel import share
 from tests.support.layouts import cpu_accelerator, make_optimizer
+from tests.support.models import still_model
 from tests.support.ranks import run_ranks, values
 
 
@@ -38,7 +39,7 @@ class Noting(RunOptimizer):
 def step(make):
     """The gradient's norm, what was noted, and who owns three tensors."""
     strategy = AcceleratedStrategy(cpu_accelerator())
-    strategy.prepare(LanguageModelLoss(make_model()), lambda model, mesh: make(model))
+    strategy.prepare(LanguageModelLoss(still_model()), lambda model, mesh: make(model))
     strategy.set_learning_rate(0.25)
     micro_batches, num_tokens = share(0, strategy, 2)
     strategy.forward_backward(micro_batches, num_tokens=num_tokens)

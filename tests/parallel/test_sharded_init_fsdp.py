@@ -19,7 +19,6 @@ from tests.support.layouts import cpu_accelerator, dims_of, make_optimizer
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
 from tests.support.sharded_start import CHANGES, large_config, make_sgd, memory
-from tests.support.training import Bench
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -94,7 +93,7 @@ def train(shard: int, which: str):
 
 def test_sharded_ranks_train_as_one_rank_with_any_recomputation():
     expected = values(run_ranks(train, 1, 1, "none"))[0]
-    for ranks, shard, which in ((4, 4, "none"), (2, 2, "full"), (4, 2, "selective")):
+    for ranks, shard, which in ((2, 2, "full"), (4, 2, "selective")):
         for seen in values(run_ranks(train, ranks, shard, which)):
             torch.testing.assert_close(
                 torch.tensor(seen), torch.tensor(expected), rtol=1e-5, atol=1e-5
@@ -116,14 +115,6 @@ def weights_without_updates() -> list[str]:
 
 def test_the_optimizer_updates_every_uneven_part_of_an_untied_model():
     assert values(run_ranks(weights_without_updates, 2)) == [[], []]
-
-
-def test_a_sharded_run_has_the_losses_of_an_unsharded_one(tmp_path):
-    bench = Bench(tmp_path, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    whole = bench.train_well("whole", max_train_steps=2, per_device_train_batch_size=8)
-    divided = bench.train_well("divided", ranks=2, max_train_steps=2, data_parallel_shard_size=2)
-
-    assert divided.losses == pytest.approx(whole.losses, rel=1e-6)
 
 
 def peak_of_start() -> tuple[int, int]:

@@ -86,6 +86,7 @@ def peak_of_start(sizes: dict[str, int]) -> tuple[int, int]:
     return whole, memory("VmHWM") - before
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"pipeline": 2}], ids=["TP2", "PP2"])
 def test_no_rank_ever_holds_a_whole_model(sizes):
     for whole, peak in values(run_ranks(peak_of_start, 2, sizes)):

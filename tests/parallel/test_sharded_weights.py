@@ -69,7 +69,12 @@ def differences(cases, sizes: dict[str, int]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sizes"), [(2, {"shard": 2}), (4, {"shard": 4}), (4, {"shard": 2, "tensor": 2})]
+    ("ranks", "sizes"),
+    [
+        (2, {"shard": 2}),
+        pytest.param(4, {"shard": 4}, marks=pytest.mark.layouts),
+        (4, {"shard": 2, "tensor": 2}),
+    ],
 )
 def test_sharded_ranks_read_the_weights_of_a_whole_load(tmp_path, ranks, sizes):
     cases = []
@@ -121,6 +126,7 @@ def peak_of_start(folders: list[str]) -> tuple[int, int]:
     return whole, memory("VmHWM") - before
 
 
+@pytest.mark.layouts
 def test_a_rank_takes_the_memory_of_its_shards_and_one_file(tmp_path):
     folders = [
         save_weights(tmp_path / "tiny", tiny_config("llama"), dtype=torch.float32),

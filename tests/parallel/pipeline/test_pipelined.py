@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
 
 from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
@@ -17,22 +16,17 @@ from llm.models.patches.tied_embedding import tie_gradients
 from llm.optim.run_optimizer import Recipe
 from tests.support import layouts
 from tests.support.layouts import make_optimizer
-from tests.support.models import tiny_config
+from tests.support.models import still_model
 from tests.support.ranks import run_ranks, values
 
 BATCH, LENGTH, STEPS = 8, 16, 3
 
 
 def make_model(family: str, layers: int):
-    torch.manual_seed(0)
     changes = {"num_layers": layers, "attention_types": [[["global", "local"], layers // 2]]}
     if family != "gpt_neo":
         changes = {"num_hidden_layers": layers}
-    config = tiny_config(family, **changes)
-    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "dropout"):
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = still_model(family, **changes)
     tie_gradients(model)
     return model
 
