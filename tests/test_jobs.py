@@ -133,7 +133,7 @@ def test_what_the_scheduler_was_given_needs_no_filling_in(path, tmp_path):
     if "IMAGE=" in path.read_text():
         assert done.stderr.startswith("Fill in __IMAGE__ at the top of this script")
     else:
-        assert done.stderr.startswith("VENV=venv has no bin/activate; name the environment")
+        assert done.stderr.startswith("VENV=venv has no bin/python; name the environment")
     assert done.returncode == 2
 
 
@@ -142,6 +142,18 @@ def make_environment(folder: Path) -> None:
     (folder / "bin").mkdir(parents=True)
     paths = f'export PATH={Path(sys.executable).parent}:"$PATH" PYTHONPATH={EXAMPLES.parent}\n'
     (folder / "bin/activate").write_text(paths)
+
+
+def test_a_script_uses_the_python_of_a_conda_environment(tmp_path):
+    """Such an environment has no bin/activate."""
+    python = tmp_path / "env/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/bash\necho "$*" > asked; echo runs/mine\n')
+    python.chmod(0o755)
+
+    start(tmp_path, EXAMPLES / "slurm/requeue.sh", VENV="env", **RECORD)
+
+    assert (tmp_path / "asked").read_text().startswith("-m llm.jobs.output_dir --model_name")
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
@@ -276,7 +288,7 @@ def test_requested_resources_appear_in_the_directives(capsys):
 def test_the_option_that_an_array_varies_is_removed_in_any_spelling(capsys):
     trainer = [*TRAINER[:4], "--output-dir=runs/b", "--seed=3", "--resume-from-checkpoint"]
     script = write(capsys, "slurm", "--sweep", "seed=1,2", trainer=trainer)
-    assert "\nVALUES=(1 2)  # one for each job of the array\n" in script
+    assert "\nVALUES=(1 2)  # one per job of the array\n" in script
     block = script.split("OPTIONS=(\n")[1].split("\n)\n")[0]
     assert block.split("\n")[2:] == ["    --output-dir=runs/b", "    --resume-from-checkpoint"]
     assert '\nOPTIONS+=(--seed "$VALUE")\n' in script
@@ -335,7 +347,7 @@ def test_a_polaris_job_takes_the_fast_network_and_near_gpus(
     folder = tmp_path / "aws-ofi-nccl" / "v1.9.1-aws" / "lib"
     if plugin:
         folder.mkdir(parents=True)
-    begin, end = script.index("# Local rank n"), script.index("# Only now")
+    begin, end = script.index("# Local rank n"), script.index("# Not earlier")
     lines = script[begin:end].replace("/soft/libraries", str(tmp_path))
     shown = 'echo "$CUDA_VISIBLE_DEVICES|${NCCL_NET:-}|${FI_MR_CACHE_MONITOR:-}|$LD_LIBRARY_PATH"'
     environment = {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": "/old", "NCCL_PLUGIN": choice}

@@ -1,11 +1,11 @@
 #!/bin/bash
 # Pretrain on 2 nodes of 4 GPUs through Slurm, with one torchrun per node, in a container.
-# Submit it with sbatch, whose options override the directives below. CONFIG.toml and more options
-# after the name of this script replace OPTIONS:
+# Submit it with sbatch. Its options override the directives below. A CONFIG.toml and options after
+# the name of this script replace OPTIONS:
 #
 #     sbatch --account ACCOUNT --partition PARTITION SCRIPT CONFIG.toml
 #
-# Submitted again, it resumes from its newest checkpoint.
+# Submit it again, and the run resumes from its newest checkpoint.
 #
 # Made by: python -m llm.jobs slurm --nodes 2 --container __IMAGE__ -- OPTIONS
 #
@@ -40,13 +40,13 @@ OPTIONS=(
     --resume_from_checkpoint
 )
 
-# What sbatch was given in place of a directive is in the job's record.
+# An option of sbatch that replaces a directive is in the job's record.
 left=$(grep -E '^(#SBATCH|IMAGE=)' "$0" | grep -o '__[A-Z_]*__' | sort -u)
 [[ "${SLURM_JOB_ACCOUNT:-__}" == __* ]] || left=${left/__ALLOCATION__/}
 [[ "${SLURM_JOB_PARTITION:-__}" == __* ]] || left=${left/__QUEUE__/}
 left=$(xargs <<< "$left")
 if [[ -n "$left" ]]; then
-    echo "Fill in $left at the top of this script, or by sbatch --account and --partition." >&2
+    echo "Fill in $left at the top of this script, or give --account and --partition to sbatch." >&2
     exit 2
 fi
 
@@ -55,24 +55,24 @@ if (($#)); then
     OPTIONS=(--resume_from_checkpoint --config "$@")
 fi
 
-# Only now, as modules and conda use unset variables.
+# Not earlier: the scripts of modules and conda use unset variables.
 set -euo pipefail
 
 # The ranks meet on the first host, at a port that other jobs are unlikely to use.
 mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 NNODES=${#HOSTS[@]}
 PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
-# Not SLURM_GPUS_ON_NODE, which counts all GPUs of an exclusive node, requested or not.
+# Do not use SLURM_GPUS_ON_NODE: on an exclusive node it counts all GPUs, requested or not.
 GPUS=${SLURM_GPUS_PER_NODE:-4}
 GPUS=${GPUS##*:}  # without the type in a100:4
 export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
 
-CONTAINER=(  # what pyxis adds to the options of srun
+CONTAINER=(  # options that pyxis adds to srun
     --container-image="$IMAGE"
     --container-mounts="$PWD:$PWD"
     --container-workdir="$PWD"
 )
-# EACH_GPU starts a program once for each GPU, LAUNCH starts the training.
+# EACH_GPU starts a program once per GPU. LAUNCH starts the training.
 # srun does not inherit --cpus-per-task from sbatch.
 EACH_GPU=(
     srun --ntasks=$((NNODES * GPUS)) --ntasks-per-node="$GPUS"

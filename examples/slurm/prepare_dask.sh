@@ -19,7 +19,7 @@
 #SBATCH --time=06:00:00
 #SBATCH --output=%x-%j.log
 
-# The virtual environment of the llm package: by default the one that is active at sbatch.
+# The environment with the llm package: by default the one that was active when you called sbatch.
 VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 # Workers on each node, of one thread each.
 WORKERS=${WORKERS:-$SLURM_CPUS_ON_NODE}
@@ -32,12 +32,15 @@ if (($# == 0)); then
     echo "Write the options of llm.data.prepare after the name of this script." >&2
     exit 2
 fi
-if [[ ! -r "$VENV/bin/activate" ]]; then
-    echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
+if [[ -r "$VENV/bin/activate" ]]; then
+    # shellcheck disable=SC1091
+    source "$VENV/bin/activate"
+elif [[ -x "$VENV/bin/python" ]]; then  # a conda environment
+    PATH=$(realpath "$VENV")/bin:$PATH
+else
+    echo "VENV=$VENV has no bin/python; name the environment that holds the llm package." >&2
     exit 2
 fi
-# shellcheck disable=SC1091
-source "$VENV/bin/activate"
 
 FILE=$PWD/scheduler-$SLURM_JOB_ID.json
 COMMON=(--scheduler-file "$FILE" --no-dashboard ${INTERFACE:+--interface "$INTERFACE"})

@@ -17,7 +17,7 @@
 #SBATCH --time=06:00:00
 #SBATCH --output=%x-%j.log
 
-# The virtual environment of the llm package: by default the one that is active at sbatch.
+# The environment with the llm package: by default the one that was active when you called sbatch.
 VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 # The text (files, folders or 'quoted/*.patterns'), the tokenizer, and the prefix of the token files;
 # options after the name of this script replace all of these.
@@ -41,12 +41,15 @@ for value in "${OPTIONS[@]}"; do
         exit 2
     fi
 done
-if [[ ! -r "$VENV/bin/activate" ]]; then
-    echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
+if [[ -r "$VENV/bin/activate" ]]; then
+    # shellcheck disable=SC1091
+    source "$VENV/bin/activate"
+elif [[ -x "$VENV/bin/python" ]]; then  # a conda environment
+    PATH=$(realpath "$VENV")/bin:$PATH
+else
+    echo "VENV=$VENV has no bin/python; name the environment that holds the llm package." >&2
     exit 2
 fi
-# shellcheck disable=SC1091
-source "$VENV/bin/activate"
 
 echo "$(date) on $(hostname)"
 exec python -m llm.data.prepare "${OPTIONS[@]}"

@@ -1,12 +1,12 @@
 #!/bin/bash
 # Pretrain on 2 nodes of 4 GPUs through Slurm, with one torchrun per node.
-# Submit it with sbatch, whose options override the directives below. CONFIG.toml and more options
-# after the name of this script replace OPTIONS:
+# Submit it with sbatch. Its options override the directives below. A CONFIG.toml and options after
+# the name of this script replace OPTIONS:
 #
 #     sbatch --account ACCOUNT --partition PARTITION SCRIPT CONFIG.toml
 #
-# Five minutes before the time limit, the run saves a checkpoint and the job requeues itself, until
-# the training has finished.
+# Five minutes before the time limit, the run saves a checkpoint and the job requeues itself. This
+# repeats until the training has finished.
 #
 # Made by: python -m llm.jobs slurm --nodes 2 --requeue --time 2:00:00 -- OPTIONS
 #
@@ -25,7 +25,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-# The virtual environment of the llm package: by default the one that is active at sbatch.
+# The environment with the llm package: by default the one that was active when you called sbatch.
 VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 OPTIONS=(
     --model_name_or_path gpt2
@@ -44,13 +44,13 @@ OPTIONS=(
     --resume_from_checkpoint
 )
 
-# What sbatch was given in place of a directive is in the job's record.
+# An option of sbatch that replaces a directive is in the job's record.
 left=$(grep '^#SBATCH' "$0" | grep -o '__[A-Z_]*__' | sort -u)
 [[ "${SLURM_JOB_ACCOUNT:-__}" == __* ]] || left=${left/__ALLOCATION__/}
 [[ "${SLURM_JOB_PARTITION:-__}" == __* ]] || left=${left/__QUEUE__/}
 left=$(xargs <<< "$left")
 if [[ -n "$left" ]]; then
-    echo "Fill in $left at the top of this script, or by sbatch --account and --partition." >&2
+    echo "Fill in $left at the top of this script, or give --account and --partition to sbatch." >&2
     exit 2
 fi
 
@@ -59,28 +59,31 @@ if (($#)); then
     OPTIONS=(--resume_from_checkpoint --config "$@")
 fi
 
-# Only now, as modules and conda use unset variables.
+# Not earlier: the scripts of modules and conda use unset variables.
 set -euo pipefail
-if [[ ! -r "$VENV/bin/activate" ]]; then
-    echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
+if [[ -r "$VENV/bin/activate" ]]; then
+    # shellcheck disable=SC1091
+    source "$VENV/bin/activate"
+elif [[ -x "$VENV/bin/python" ]]; then  # a conda environment
+    PATH=$(realpath "$VENV")/bin:$PATH
+else
+    echo "VENV=$VENV has no bin/python; name the environment that holds the llm package." >&2
     exit 2
 fi
-# shellcheck disable=SC1091
-source "$VENV/bin/activate"
 
 # The ranks meet on the first host, at a port that other jobs are unlikely to use.
 mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 NNODES=${#HOSTS[@]}
 PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
-# Not SLURM_GPUS_ON_NODE, which counts all GPUs of an exclusive node, requested or not.
+# Do not use SLURM_GPUS_ON_NODE: on an exclusive node it counts all GPUs, requested or not.
 GPUS=${SLURM_GPUS_PER_NODE:-4}
 GPUS=${GPUS##*:}  # without the type in a100:4
 export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
 
-# The folder that the trainer reads from OPTIONS, where the command line overrides CONFIG.toml.
+# The output folder, as the trainer reads it from OPTIONS and CONFIG.toml.
 RUN=$(python -m llm.jobs.output_dir "${OPTIONS[@]}")
 
-# EACH_GPU starts a program once for each GPU, LAUNCH starts the training.
+# EACH_GPU starts a program once per GPU. LAUNCH starts the training.
 # srun does not inherit --cpus-per-task from sbatch.
 EACH_GPU=(
     srun --ntasks=$((NNODES * GPUS)) --ntasks-per-node="$GPUS"
@@ -92,7 +95,7 @@ LAUNCH=(
     torchrun --nnodes="$NNODES" --nproc_per_node="$GPUS" --max_restarts=0
     --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="${HOSTS[0]}:$PORT"
     "--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # passed on to the ranks
-    --shutdown_timeout=270  # seconds to save in, of the 300 that are left
+    --shutdown_timeout=270  # seconds for the save, of the remaining 300
 )
 
 echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
@@ -107,7 +110,7 @@ BEFORE=$(cat "$RUN/status.json" 2>/dev/null || true)
 echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
 "${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}" &
 STEP=$!
-# Slurm signals only this shell, which passes the signal on; the trap interrupts wait.
+# Slurm signals only this shell. The trap interrupts wait and passes the signal on.
 ASKED=
 trap 'ASKED=yes; kill -USR1 "$STEP"' USR1
 while
@@ -117,9 +120,9 @@ while
 do :; done
 
 STATUS=$(status)
-[[ -n "$STATUS" || -z "$ASKED" ]] || STATUS=preempted  # signalled before training began
+[[ -n "$STATUS" || -z "$ASKED" ]] || STATUS=preempted  # the signal came before training began
 if [[ "$STATUS" == preempted ]]; then
-    echo "$(date): the job goes into the queue again, to go on from its checkpoint."
+    echo "$(date): requeueing the job, which resumes from its checkpoint."
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$CODE"

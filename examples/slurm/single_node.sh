@@ -1,11 +1,11 @@
 #!/bin/bash
 # Pretrain on 1 node of 4 GPUs through Slurm, with one torchrun per node.
-# Submit it with sbatch, whose options override the directives below. CONFIG.toml and more options
-# after the name of this script replace OPTIONS:
+# Submit it with sbatch. Its options override the directives below. A CONFIG.toml and options after
+# the name of this script replace OPTIONS:
 #
 #     sbatch --account ACCOUNT --partition PARTITION SCRIPT CONFIG.toml
 #
-# Submitted again, it resumes from its newest checkpoint.
+# Submit it again, and the run resumes from its newest checkpoint.
 #
 # Made by: python -m llm.jobs slurm -- OPTIONS
 #
@@ -19,7 +19,7 @@
 #SBATCH --time=06:00:00
 #SBATCH --output=%x-%j.log
 
-# The virtual environment of the llm package: by default the one that is active at sbatch.
+# The environment with the llm package: by default the one that was active when you called sbatch.
 VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 OPTIONS=(
     --model_name_or_path gpt2
@@ -38,13 +38,13 @@ OPTIONS=(
     --resume_from_checkpoint
 )
 
-# What sbatch was given in place of a directive is in the job's record.
+# An option of sbatch that replaces a directive is in the job's record.
 left=$(grep '^#SBATCH' "$0" | grep -o '__[A-Z_]*__' | sort -u)
 [[ "${SLURM_JOB_ACCOUNT:-__}" == __* ]] || left=${left/__ALLOCATION__/}
 [[ "${SLURM_JOB_PARTITION:-__}" == __* ]] || left=${left/__QUEUE__/}
 left=$(xargs <<< "$left")
 if [[ -n "$left" ]]; then
-    echo "Fill in $left at the top of this script, or by sbatch --account and --partition." >&2
+    echo "Fill in $left at the top of this script, or give --account and --partition to sbatch." >&2
     exit 2
 fi
 
@@ -53,21 +53,24 @@ if (($#)); then
     OPTIONS=(--resume_from_checkpoint --config "$@")
 fi
 
-# Only now, as modules and conda use unset variables.
+# Not earlier: the scripts of modules and conda use unset variables.
 set -euo pipefail
-if [[ ! -r "$VENV/bin/activate" ]]; then
-    echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
+if [[ -r "$VENV/bin/activate" ]]; then
+    # shellcheck disable=SC1091
+    source "$VENV/bin/activate"
+elif [[ -x "$VENV/bin/python" ]]; then  # a conda environment
+    PATH=$(realpath "$VENV")/bin:$PATH
+else
+    echo "VENV=$VENV has no bin/python; name the environment that holds the llm package." >&2
     exit 2
 fi
-# shellcheck disable=SC1091
-source "$VENV/bin/activate"
 
-# Not SLURM_GPUS_ON_NODE, which counts all GPUs of an exclusive node, requested or not.
+# Do not use SLURM_GPUS_ON_NODE: on an exclusive node it counts all GPUs, requested or not.
 GPUS=${SLURM_GPUS_PER_NODE:-4}
 GPUS=${GPUS##*:}  # without the type in a100:4
 export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
 
-# EACH_GPU starts a program once for each GPU, LAUNCH starts the training.
+# EACH_GPU starts a program once per GPU. LAUNCH starts the training.
 LAUNCH=(
     torchrun --standalone --nproc_per_node="$GPUS"
 )

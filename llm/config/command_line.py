@@ -211,7 +211,7 @@ def _help_topic(words: Sequence[str]) -> str | None:
     return None
 
 
-def _on_topic(topic: str, cls: type) -> list[Field]:
+def _on_topic(topic: str, cls: type) -> Sequence[Field]:
     """Return the options that `--help TOPIC` shows.
 
     Raises:
@@ -242,7 +242,7 @@ def _other_topics(cls: type) -> str:
     return f"--help all shows every option; --help TOPIC shows one topic: {topics}."
 
 
-def _parser(declared: list[Field]) -> _Parser:
+def _parser(declared: Sequence[Field]) -> _Parser:
     parser = _Parser(
         allow_abbrev=False,
         add_help=False,

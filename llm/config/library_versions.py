@@ -1,7 +1,6 @@
 """Refuses libraries that are older than this package needs."""
 
 import functools
-import importlib.metadata
 
 from llm.errors import ConfigError
 
@@ -17,7 +16,9 @@ def check_library_versions() -> None:
     Raises:
         ConfigError: A library is missing or too old.
     """
-    from packaging.requirements import Requirement  # imported here because --help does not need it
+    import importlib.metadata  # imported here because --help does not need them
+
+    from packaging.requirements import Requirement
 
     try:
         requirements = map(Requirement, importlib.metadata.requires("llm-trainers") or [])

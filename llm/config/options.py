@@ -200,16 +200,16 @@ class Field:
         return f"a list, each item {text}" if self.many else text
 
 
-def fields(cls: type) -> list[Field]:
+def fields(cls: type) -> tuple[Field, ...]:
     """Return the options of a dataclass: first its local options, then its bases' in order.
 
     `dataclasses.fields` returns the bases in reverse. The options of extensions come last.
     """
-    return [*_fields(cls)]
+    return _fields(cls)
 
 
-@functools.cache  # a start of the trainer asks two dozen times
-def _fields(cls: Any) -> tuple[Field, ...]:
+@functools.cache  # one start of a program asks seven times
+def _fields(cls: type) -> tuple[Field, ...]:
     hints = typing.get_type_hints(cls)
     declared = {item.name: item for item in dataclasses.fields(cls)}
     names = [name for base in cls.__mro__ for name in inspect.get_annotations(base)]

@@ -35,8 +35,8 @@ def describe_script(
     command = ["llm-trainers", "plan", "--nodes", str(job.nodes)]
     command += ["--gpus_per_node", str(job.gpus_per_node), *trainer]
     lines.append(
-        f"Memory, time and disk have not been checked. To predict them for a device, add "
-        f"--device: {shlex.join(command)}"
+        "Model, tokenizer, memory, time and disk have not been checked. To read the model and "
+        f"predict the rest for a device, add --device: {shlex.join(command)}"
     )
     if job.output is not None:
         submit = "sbatch" if job.scheduler == "slurm" else "qsub"

@@ -1,22 +1,23 @@
 #!/bin/bash
+{% set in_container = false %}
 {% set per_node = "ncpus=%d:ngpus=%d" | format(job.gpus_per_node * job.cpus_per_gpu, job.gpus_per_node) %}
 {% set node = "system=" ~ site.system if site.system else per_node %}
 # Pretrain on {{ job.nodes }} node{{ "s" if job.nodes > 1 }} of {{ job.gpus_per_node }} devices through PBS, with one {{ "torchrun per node" if torchrun else "process per device" }}.
 {% if job.chain %}
-# The run saves a checkpoint and ends before the time limit, for the next job to resume. Submit a
-# chain of jobs, each of which starts only if the one before it has not finished the training:
+# Before the time limit, the run saves a checkpoint and ends. The next job resumes it. Submit a chain
+# of jobs. Each job starts only if the previous one has not finished the training:
 #
 #     JOB=$(qsub "$SCRIPT")
 #     for _ in 2 3 4; do JOB=$(qsub -W depend=afternotok:"$JOB" "$SCRIPT"); done
 {% else %}
-# Submit it with qsub; submitted again, it resumes from its newest checkpoint. In an interactive
-# session:
+# Submit this script with qsub. Submit it again, and the run resumes from its newest checkpoint. In
+# an interactive session:
 #
 #     qsub -I -A ALLOCATION -q debug -l select=1:{{ node }} -l walltime=1:00:00{{ " -l filesystems=" ~ site.filesystems if site.filesystems }}
 #     bash SCRIPT
 {% endif %}
 #
-# Options of qsub override the directives below. A configuration of your own replaces OPTIONS:
+# Options of qsub override the directives below. Your own configuration replaces OPTIONS:
 #
 #     qsub -A ALLOCATION -q QUEUE -v CONFIG=CONFIG.toml SCRIPT
 #
@@ -40,10 +41,10 @@
 #PBS -j oe
 
 {% if job.venv %}
-# The virtual environment of the llm package.
+# The environment with the llm package.
 VENV={{ job.venv | quote }}
 {% else %}
-# The virtual environment of the llm package: by default `venv` in the folder of qsub.
+# The environment with the llm package: by default `venv` in the folder where you called qsub.
 VENV=${VENV:-venv}
 {% endif %}
 OPTIONS=(
@@ -58,19 +59,12 @@ if (($#)); then
     OPTIONS=(--resume_from_checkpoint {{ "--exit_after %s " | format(exit_after) if job.chain }}--config "$@")
 fi
 {{ site.set_up }}
-# Only now, as modules and conda use unset variables.
-set -euo pipefail
-if [[ ! -r "$VENV/bin/activate" ]]; then
-    echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
-    exit 2
-fi
-# shellcheck disable=SC1091
-source "$VENV/bin/activate"
+{% include 'activate.sh' %}
 
 GPUS=${GPUS:-{{ job.gpus_per_node }}}
 export OMP_NUM_THREADS={{ job.cpus_per_gpu }}
 
-# EACH_GPU starts a program once for each device, LAUNCH starts the training.
+# EACH_GPU starts a program once per device. LAUNCH starts the training.
 if [[ -z "${PBS_NODEFILE:-}" ]]; then  # outside a job, on this host only
     HOSTS=("$(hostname)")
     LAUNCH=(torchrun --standalone --nproc_per_node="$GPUS")
@@ -95,7 +89,7 @@ else
 {% if site.numa %}
     NUMA=()
     if command -v numactl > /dev/null && nvidia-smi > /dev/null 2>&1; then
-        NUMA=(--numa-binding=node)  # each process on the cores beside its GPU
+        NUMA=(--numa-binding=node)  # each process on the cores near its GPU
     fi
 {% endif %}
     LAUNCH=(

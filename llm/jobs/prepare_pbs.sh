@@ -1,12 +1,13 @@
 #!/bin/bash
+{% set in_container = false %}
 {% set cores = "ncpus=%d" | format(site.gpus_per_node * site.cpus_per_gpu) %}
 # Prepare token files on {{ job.nodes }} node{{ "s" if job.nodes > 1 }} through PBS, with one process per node on all of its cores.
-# Submit it with qsub, whose options override the directives below:
+# Submit it with qsub. Its options override the directives below:
 #
 #     qsub -A ALLOCATION -q QUEUE SCRIPT
 #
-# A job that reaches its time limit or loses a node keeps all shards that are done. Submit the same
-# script again, and it does what is missing.
+# A job that reaches its time limit or loses a node keeps its finished shards. Submit the script
+# again, and it prepares the missing ones.
 #
 # Made by: python -m llm.jobs {{ made_by }} -- OPTIONS
 #
@@ -28,10 +29,10 @@
 #PBS -j oe
 
 {% if job.venv %}
-# The virtual environment of the llm package.
+# The environment with the llm package.
 VENV={{ job.venv | quote }}
 {% else %}
-# The virtual environment of the llm package: by default `venv` in the folder of qsub.
+# The environment with the llm package: by default `venv` in the folder where you called qsub.
 VENV=${VENV:-venv}
 {% endif %}
 OPTIONS=(
@@ -42,14 +43,7 @@ OPTIONS=(
 
 cd "${PBS_O_WORKDIR:-.}" || exit 2
 {{ site.set_up }}
-# Only now, as modules and conda use unset variables.
-set -euo pipefail
-if [[ ! -r "$VENV/bin/activate" ]]; then
-    echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
-    exit 2
-fi
-# shellcheck disable=SC1091
-source "$VENV/bin/activate"
+{% include 'activate.sh' %}
 
 # PBS may list a host several times.
 mapfile -t HOSTS < <(awk '!seen[$0]++' "$PBS_NODEFILE")

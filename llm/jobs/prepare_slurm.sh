@@ -1,12 +1,13 @@
 #!/bin/bash
+{% set in_container = false %}
 # Prepare token files on {{ job.nodes }} node{{ "s" if job.nodes > 1 }} through Slurm, with one process per node on all of its cores.
-# Submit it with sbatch, whose options override the directives below. Options of llm.data.prepare
-# after the name of this script replace OPTIONS:
+# Submit it with sbatch. Its options override the directives below. Options of llm.data.prepare after
+# the name of this script replace OPTIONS:
 #
 #     sbatch --account ACCOUNT --{{ site.queue_option }} {{ site.queue_option | upper }} SCRIPT --input 'text/*.jsonl' ...
 #
-# A job that reaches its time limit or loses a node keeps all shards that are done. Submit the same
-# script again, and it does what is missing.
+# A job that reaches its time limit or loses a node keeps its finished shards. Submit the script
+# again, and it prepares the missing ones.
 #
 # Made by: python -m llm.jobs {{ made_by }} -- OPTIONS
 #
@@ -24,10 +25,10 @@
 #SBATCH --output=%x-%j.log
 
 {% if job.venv %}
-# The virtual environment of the llm package.
+# The environment with the llm package.
 VENV={{ job.venv | quote }}
 {% else %}
-# The virtual environment of the llm package: by default the one that is active at sbatch.
+# The environment with the llm package: by default the one that was active when you called sbatch.
 VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 {% endif %}
 OPTIONS=(
@@ -36,29 +37,14 @@ OPTIONS=(
 {% endfor %}
 )
 
-# What sbatch was given in place of a directive is in the job's record.
-left=$(grep '^#SBATCH' "$0" | grep -o '__[A-Z_]*__' | sort -u)
-[[ "${SLURM_JOB_ACCOUNT:-__}" == __* ]] || left=${left/__ALLOCATION__/}
-[[ "${SLURM_JOB_{{ site.queue_option | upper }}:-__}" == __* ]] || left=${left/__QUEUE__/}
-left=$(xargs <<< "$left")
-if [[ -n "$left" ]]; then
-    echo "Fill in $left at the top of this script, or by sbatch --account and --{{ site.queue_option }}." >&2
-    exit 2
-fi
+{% include 'fill_in.sh' %}
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 if (($#)); then
     OPTIONS=("$@")
 fi
 {{ site.set_up }}
-# Only now, as modules and conda use unset variables.
-set -euo pipefail
-if [[ ! -r "$VENV/bin/activate" ]]; then
-    echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
-    exit 2
-fi
-# shellcheck disable=SC1091
-source "$VENV/bin/activate"
+{% include 'activate.sh' %}
 
 LAUNCH=(
     srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1

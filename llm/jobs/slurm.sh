@@ -1,18 +1,19 @@
 #!/bin/bash
+{% set in_container = job.container %}
 # Pretrain on {{ job.nodes }} node{{ "s" if job.nodes > 1 }} of {{ job.gpus_per_node }} GPUs through Slurm, with one {{ "torchrun per node" if torchrun else "task per GPU" }}{{ ", in a container" if job.container }}.
 {% if sweep %}
-# This is an array with one job for each value of --{{ sweep }}.
+# This is an array with one job per value of --{{ sweep }}.
 {% endif %}
-# Submit it with sbatch, whose options override the directives below. CONFIG.toml and more options
-# after the name of this script replace OPTIONS:
+# Submit it with sbatch. Its options override the directives below. A CONFIG.toml and options after
+# the name of this script replace OPTIONS:
 #
 #     sbatch --account ACCOUNT --{{ site.queue_option }} {{ site.queue_option | upper }} SCRIPT CONFIG.toml
 #
 {% if job.requeue %}
-# Five minutes before the time limit, the run saves a checkpoint and the job requeues itself, until
-# the training has finished.
+# Five minutes before the time limit, the run saves a checkpoint and the job requeues itself. This
+# repeats until the training has finished.
 {% else %}
-# Submitted again, it resumes from its newest checkpoint.
+# Submit it again, and the run resumes from its newest checkpoint.
 {% endif %}
 #
 # Made by: python -m llm.jobs {{ made_by }} -- OPTIONS
@@ -57,14 +58,14 @@
 # The container image with PyTorch and the llm package, a file or a name in a registry.
 IMAGE={{ job.container | quote }}
 {% elif job.venv %}
-# The virtual environment of the llm package.
+# The environment with the llm package.
 VENV={{ job.venv | quote }}
 {% else %}
-# The virtual environment of the llm package: by default the one that is active at sbatch.
+# The environment with the llm package: by default the one that was active when you called sbatch.
 VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 {% endif %}
 {% if sweep %}
-VALUES=({{ values | map("quote") | join(" ") }})  # one for each job of the array
+VALUES=({{ values | map("quote") | join(" ") }})  # one per job of the array
 {% endif %}
 OPTIONS=(
 {% for row in trainer %}
@@ -72,15 +73,7 @@ OPTIONS=(
 {% endfor %}
 )
 
-# What sbatch was given in place of a directive is in the job's record.
-left=$(grep {{ "-E '^(#SBATCH|IMAGE=)'" if job.container else "'^#SBATCH'" }} "$0" | grep -o '__[A-Z_]*__' | sort -u)
-[[ "${SLURM_JOB_ACCOUNT:-__}" == __* ]] || left=${left/__ALLOCATION__/}
-[[ "${SLURM_JOB_{{ site.queue_option | upper }}:-__}" == __* ]] || left=${left/__QUEUE__/}
-left=$(xargs <<< "$left")
-if [[ -n "$left" ]]; then
-    echo "Fill in $left at the top of this script, or by sbatch --account and --{{ site.queue_option }}." >&2
-    exit 2
-fi
+{% include 'fill_in.sh' %}
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 if (($#)); then
@@ -91,16 +84,7 @@ VALUE=${VALUES[${SLURM_ARRAY_TASK_ID:-0}]}
 OPTIONS+=(--{{ sweep }} "$VALUE")
 {% endif %}
 {{ site.set_up }}
-# Only now, as modules and conda use unset variables.
-set -euo pipefail
-{% if not job.container %}
-if [[ ! -r "$VENV/bin/activate" ]]; then
-    echo "VENV=$VENV has no bin/activate; name the environment that holds the llm package." >&2
-    exit 2
-fi
-# shellcheck disable=SC1091
-source "$VENV/bin/activate"
-{% endif %}
+{% include 'activate.sh' %}
 
 {% if torchrun %}
 {% if job.nodes > 1 %}
@@ -109,7 +93,7 @@ mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 NNODES=${#HOSTS[@]}
 PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 {% endif %}
-# Not SLURM_GPUS_ON_NODE, which counts all GPUs of an exclusive node, requested or not.
+# Do not use SLURM_GPUS_ON_NODE: on an exclusive node it counts all GPUs, requested or not.
 GPUS=${SLURM_GPUS_PER_NODE:-{{ job.gpus_per_node }}}
 GPUS=${GPUS##*:}  # without the type in a100:4
 export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
@@ -118,14 +102,14 @@ export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 {% endif %}
 
 {% if job.container %}
-CONTAINER=(  # what pyxis adds to the options of srun
+CONTAINER=(  # options that pyxis adds to srun
     --container-image="$IMAGE"
     --container-mounts="$PWD:$PWD"
     --container-workdir="$PWD"
 )
 {% endif %}
 {% if job.requeue or sweep %}
-# The folder that the trainer reads from OPTIONS, where the command line overrides CONFIG.toml.
+# The output folder, as the trainer reads it from OPTIONS and CONFIG.toml.
 {% if job.container %}
 RUN=$(srun --nodes=1 --ntasks=1 "${CONTAINER[@]}" python -m llm.jobs.output_dir "${OPTIONS[@]}")
 {% else %}
@@ -136,13 +120,13 @@ OPTIONS+=(--output_dir "$RUN/{{ sweep }}-$VALUE")
 {% endif %}
 
 {% endif %}
-# EACH_GPU starts a program once for each GPU, LAUNCH starts the training.
+# EACH_GPU starts a program once per GPU. LAUNCH starts the training.
 {% if not torchrun %}
-# srun tells each task its rank and the address of rank 0; it does not inherit --cpus-per-task from
+# srun gives each task its rank and the address of rank 0. It does not inherit --cpus-per-task from
 # sbatch.
 EACH_GPU=(
     srun --ntasks="$SLURM_NTASKS" --cpus-per-task="$SLURM_CPUS_PER_TASK"
-    --kill-on-bad-exit=1  # else the tasks would wait for one that has died
+    --kill-on-bad-exit=1  # otherwise the tasks wait for a dead one
 {% if job.container %}
     "${CONTAINER[@]}"
 {% endif %}
@@ -158,7 +142,7 @@ LAUNCH=(
     torchrun --standalone --nproc_per_node="$GPUS"
 {% if job.requeue %}
     "--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # passed on to the ranks
-    --shutdown_timeout=270  # seconds to save in, of the 300 that are left
+    --shutdown_timeout=270  # seconds for the save, of the remaining 300
 {% endif %}
 )
 EACH_GPU=("${LAUNCH[@]}")
@@ -181,7 +165,7 @@ LAUNCH=(
     --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="${HOSTS[0]}:$PORT"
 {% if job.requeue %}
     "--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # passed on to the ranks
-    --shutdown_timeout=270  # seconds to save in, of the 300 that are left
+    --shutdown_timeout=270  # seconds for the save, of the remaining 300
 {% endif %}
 )
 {% endif %}
@@ -202,7 +186,7 @@ BEFORE=$(cat "$RUN/status.json" 2>/dev/null || true)
 echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
 "${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}" &
 STEP=$!
-# Slurm signals only this shell, which passes the signal on; the trap interrupts wait.
+# Slurm signals only this shell. The trap interrupts wait and passes the signal on.
 ASKED=
 trap 'ASKED=yes; kill -USR1 "$STEP"' USR1
 while
@@ -212,9 +196,9 @@ while
 do :; done
 
 STATUS=$(status)
-[[ -n "$STATUS" || -z "$ASKED" ]] || STATUS=preempted  # signalled before training began
+[[ -n "$STATUS" || -z "$ASKED" ]] || STATUS=preempted  # the signal came before training began
 if [[ "$STATUS" == preempted ]]; then
-    echo "$(date): the job goes into the queue again, to go on from its checkpoint."
+    echo "$(date): requeueing the job, which resumes from its checkpoint."
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$CODE"

@@ -23,7 +23,7 @@ class PlanOptions(GPTConfig):
     )
 
     nodes: int = option(1, "Nodes.", at_least=1)
-    gpus_per_node: int = option(8, "Devices per node; each holds one rank.", at_least=1)
+    gpus_per_node: int = option(4, "Devices per node; each holds one rank.", at_least=1)
     device: Literal["h100-80gb", "h200-141gb", "a100-40gb", "a100-80gb", "mi250x", "pvc", "cpu"] = (
         option("h100-80gb", "The device that holds a rank.")
     )

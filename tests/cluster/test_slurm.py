@@ -107,7 +107,7 @@ def test_a_job_signalled_before_its_limit_requeues_to_the_same_weights(slurm, su
     text = check_finished(slurm, submission, job, "requeued", ranks=2)
     assert slurm.restarts(job) == 1
     assert "Stopped by SIGUSR1 after step" in text
-    assert "the job goes into the queue again" in text
+    assert "requeueing the job" in text
     assert submission.weights("requeued") == submission.weights("straight")
     steps = [record["step"] for record in submission.run("requeued").metrics if "loss" in record]
     assert steps == list(range(1, 301))
@@ -119,7 +119,7 @@ def test_the_signal_comes_from_slurm_itself_before_the_time_limit(slurm, submiss
     )
     # The signal may come a minute early: with three minutes there are at least sixty seconds.
     job = slurm.submit(script, *TWO_NODES[:-1], "--time=3", "--signal=B:USR1@60")
-    while "the job goes into the queue again" not in log(submission, job):
+    while "requeueing the job" not in log(submission, job):
         assert slurm.job_info(job)["JobState"] in IN_QUEUE, log(submission, job)
         time.sleep(0.5)
     assert submission.status("limited") == "preempted"
@@ -200,8 +200,7 @@ def test_a_script_that_is_not_filled_in_says_so(slurm, submission):
     job = slurm.submit(script)
     assert slurm.wait(job) == "FAILED"
     assert log(submission, job) == (
-        "Fill in __ALLOCATION__ at the top of this script, or by sbatch --account and "
-        "--partition.\n"
+        "Fill in __ALLOCATION__ at the top of this script, or give --account and --partition.\n"
     )
 
 
