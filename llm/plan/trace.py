@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -255,17 +255,23 @@ class _Marks:
             self.mark("block done")
 
 
+def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
+    """Return the operations of two matrix products. Keys and values may have fewer heads."""
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[2] * (width + value[3])
+
+
 _ATTENTION_FLOPS = {
     # torch's table lacks these. Products are counted in full, as if attention were not causal; the
     # scores recomputed by the backward kernel are not counted.
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        lambda query, key, value, *args, out_shape=None, **kwargs: sdpa_flop_count(
+        lambda query, key, value, *args, out_shape=None, **kwargs: _attention_flops(
             query, key, value
         )
     ),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         lambda grad, query, key, value, *args, out_shape=None, **kwargs: (
-            2 * sdpa_flop_count(query, key, value)
+            2 * _attention_flops(query, key, value)
         )
     ),
 }

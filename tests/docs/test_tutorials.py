@@ -61,7 +61,9 @@ def test_the_plan_of_the_llama_is_the_one_on_its_page(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     shown = (ROOT / "examples/llama-1b/plan.txt").read_text(encoding="utf-8").splitlines()
 
-    assert plan(["examples/llama-1b/train.toml", "--nodes", "8", "--device", "h100-80gb"]) == 0
+    options = ["--nodes", "8", "--gpus_per_node", "8", "--device", "h100-80gb"]
+
+    assert plan(["examples/llama-1b/train.toml", *options]) == 0
 
     printed = capsys.readouterr().out.splitlines()
     assert printed[:3] == shown[:3]
