@@ -358,7 +358,7 @@ def _card(
     results: dict[str, float],
 ) -> "Card":
     """Return the model card of a checkpoint, with further rows for its table."""
-    from llm.trainers.gpt.card import describe_data, make_card
+    from llm.trainers.gpt.results import describe_data, make_card
 
     return make_card(
         config,

@@ -9,9 +9,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from llm.config.command_line import parse
 from llm.config.program import program
+from llm.data.batch_plan import plan_batches
+from llm.data.options import LENGTHS
 from llm.errors import ConfigError
 from llm.jobs.notes import describe_script
 from llm.jobs.options import JobOptions
@@ -25,8 +28,10 @@ from llm.jobs.scripts import (
     write_script,
 )
 from llm.jobs.sites import SITES, choose_queue
+from llm.parallel.dims import parallel_dims
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.main import parse_args
-from llm.trainers.gpt.ranks import check_ranks
+from llm.trainers.gpt.seams import choose_layout
 
 _LEAST_MINUTES = 30
 """To start, train and save."""
@@ -110,7 +115,7 @@ def job_script(
     if config.output_dir is None:
         raise ConfigError("--output_dir is missing among the trainer's options.")
     for words in [[f"--{swept}", value] for value in values] or [[]]:
-        check_ranks(
+        _check_ranks(
             parse_args([*trainer, *words]), ranks=job.nodes * per_node, ranks_per_node=per_node
         )
     job = replace(job, queue=queue)
@@ -126,6 +131,24 @@ def job_script(
         made_by=shlex.join(without_output(command)),
     )
     return text, describe_script(job, config, trainer=asked, added=added)
+
+
+def _check_ranks(config: CoreConfig, *, ranks: int, ranks_per_node: int) -> None:
+    """Refuse a number of ranks that layout or global batch do not allow.
+
+    Args:
+        config: The options.
+        ranks: Number of all ranks.
+        ranks_per_node: Number of consecutive ranks on each node.
+
+    Raises:
+        ConfigError: The ranks cannot be divided this way; the message is the trainer's.
+    """
+    dims = parallel_dims(config, ranks)
+    choose_layout(config, ranks=ranks, ranks_per_node=ranks_per_node, start=None)
+    # Without the length, because it needs the model and the data.
+    batch: Any = dict.fromkeys(LENGTHS)
+    plan_batches(replace(config, **batch), num_windows=1, world_size=dims.data_ranks, block_size=1)
 
 
 def _check(job: JobOptions) -> None:

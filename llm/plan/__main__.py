@@ -11,7 +11,7 @@ from llm.config.command_line import parse
 from llm.config.program import program
 from llm.errors import ConfigError
 from llm.plan.options import PlanOptions, check
-from llm.trainers.gpt.presets import preset_options
+from llm.trainers.gpt.config import preset_options
 
 _HELP = (
     "Plan a run: memory, traffic and time of a layout, without a device. You can give the run's "

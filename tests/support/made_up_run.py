@@ -31,7 +31,7 @@ from llm.parallel.dims import parallel_dims
 from llm.runtime.world import World
 from llm.trainers.gpt import setup
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.ranks import choose_layout
+from llm.trainers.gpt.seams import choose_layout
 from tests.support import made_up_device
 from tests.support.models import VOCAB_SIZE, tiny_config
 from tests.support.strict_mode import Notes, Strict

@@ -18,7 +18,6 @@ import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-import llm.trainers.gpt.evaluate
 import llm.trainers.gpt.main
 import llm.trainers.gpt.train
 

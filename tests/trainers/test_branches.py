@@ -10,10 +10,10 @@ from llm.checkpoint.format import Checkpoint
 from llm.checkpoints import main as checkpoints
 from llm.errors import CheckpointError, LLMError
 from llm.runtime.world import World
-from llm.trainers.gpt.branches import branch_of
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.inputs import read_training
 from llm.trainers.gpt.main import parse_args
+from llm.trainers.gpt.resume import branch_of
 from tests.support.faults import Fault
 from tests.support.recovery import (
     check_same,

@@ -9,9 +9,9 @@ from huggingface_hub import ModelCard
 
 from llm.config.toml import read_toml
 from llm.models.model_card import Card, write_model_card
-from llm.trainers.gpt.card import make_card
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
+from llm.trainers.gpt.results import make_card
 
 
 def card_of(config: GPTConfig, **changes: Any) -> Card:

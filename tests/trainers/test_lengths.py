@@ -8,7 +8,7 @@ import pytest
 from llm.checkpoint.format import Checkpoint
 from llm.errors import CheckpointError
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.lengths import saved_batch
+from llm.trainers.gpt.run_setup import saved_batch
 from tests.support.faults import Fault
 from tests.support.recovery import check_same, kill_and_go_on, weights_hash, without_times
 from tests.support.refusals import assert_refused

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 
 from llm.checkpoint.run_folder import RunFolder
-from llm.trainers.gpt import commands
+from llm.trainers.gpt import reporting
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.reporting import log_sample
 from tests.support.models import tiny_config, tiny_model
@@ -66,32 +66,32 @@ def test_a_sample_without_a_prompt_begins_a_text(tmp_path):
 
 
 def test_a_printed_command_starts_as_many_ranks_and_can_be_pasted(monkeypatch):
-    monkeypatch.setattr(commands, "python_command", lambda: "my env/bin/python")
+    monkeypatch.setattr(reporting, "python_command", lambda: "my env/bin/python")
     words = ("--config", "runs/with späces/config.toml")
     trainer = "-m llm.trainers.gpt --config 'runs/with späces/config.toml'"
-    assert commands.start_command(1, *words) == f"'my env/bin/python' {trainer}"
-    monkeypatch.setattr(commands, "python_command", lambda: "python")
+    assert reporting.start_command(1, *words) == f"'my env/bin/python' {trainer}"
+    monkeypatch.setattr(reporting, "python_command", lambda: "python")
     local = f"torchrun --standalone --nproc_per_node 8 {trainer}"
-    assert commands.start_command(8, *words) == local
+    assert reporting.start_command(8, *words) == local
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     nodes = "torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint HOST:PORT --nproc_per_node 4"
-    assert commands.start_command(8, *words) == f"{nodes} {trainer}"
+    assert reporting.start_command(8, *words) == f"{nodes} {trainer}"
     # Tasks of srun or mpiexec are ranks themselves.
     for name, value in {"PROCID": "0", "LOCALID": "0", "STEP_NUM_TASKS": "8"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert commands.start_command(8, *words) == f"srun -n 8 python {trainer}"
+    assert reporting.start_command(8, *words) == f"srun -n 8 python {trainer}"
     for name in ("PMI_RANK", "PMI_LOCAL_RANK", "MPI_LOCALRANKID"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("PMI_SIZE", "8")  # as Cray's srun sets it too
-    assert commands.start_command(8, *words) == f"srun -n 8 python {trainer}"
+    assert reporting.start_command(8, *words) == f"srun -n 8 python {trainer}"
     monkeypatch.delenv("SLURM_PROCID")
-    assert commands.start_command(8, *words) == f"mpiexec -n 8 python {trainer}"
+    assert reporting.start_command(8, *words) == f"mpiexec -n 8 python {trainer}"
 
 
 def test_a_stopped_run_is_pushed_after_its_resume(monkeypatch):
-    monkeypatch.setattr(commands, "python_command", lambda: "python")
+    monkeypatch.setattr(reporting, "python_command", lambda: "python")
     config = GPTConfig(push_to_hub=True, hub_model_id="someone/tiny")
-    assert commands.resume_command(config, RunFolder(Path("runs/tiny")), 1) == (
+    assert reporting.resume_command(config, RunFolder(Path("runs/tiny")), 1) == (
         "python -m llm.trainers.gpt --config runs/tiny/config.toml --resume_from_checkpoint "
         "--push_to_hub --hub_model_id someone/tiny"
     )

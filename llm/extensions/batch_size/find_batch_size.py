@@ -29,9 +29,8 @@ from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.agreement import gather, on_rank0
 from llm.runtime.world import ranks_per_node
 from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.lengths import plan_training
 from llm.trainers.gpt.out_of_memory import is_out_of_memory
-from llm.trainers.gpt.run_setup import TrainSetup
+from llm.trainers.gpt.run_setup import TrainSetup, plan_training
 
 _HOST_SHARE = 0.8
 """Usable fraction of the host's memory; libraries, the text and the page cache take the rest."""

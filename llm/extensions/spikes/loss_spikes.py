@@ -11,7 +11,7 @@ from llm.data.loader import TrainLoader
 from llm.errors import DivergedError, RestartError
 from llm.extensions.spikes.find_spikes import Spike, find_spike, remember
 from llm.runtime.logging import event
-from llm.trainers.gpt.commands import inspect_command
+from llm.trainers.gpt.reporting import inspect_command
 from llm.trainers.gpt.seams import LoopExtension
 
 logger = logging.getLogger("llm")

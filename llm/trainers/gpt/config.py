@@ -1,22 +1,34 @@
-"""The options of the trainer's core, combined from all packages.
+"""The options of the trainer's core, combined from all packages, and presets.
 
 Code of the core takes [CoreConfig][llm.trainers.gpt.config.CoreConfig], so that the type checker
 refuses a read of an extension's option. `llm/trainers/gpt/extensions.py` adds those. Rules about
 options of several packages are in `llm/trainers/gpt/rules.py`.
+
+`--preset NAME` sets the options of a TOML file in the folder `presets`. The precedence is default <
+preset < TOML file (`--config`) < command line.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from llm.checkpoint.options import CheckpointOptions
-from llm.config.options import option, option_group
+from llm.config.options import fields, option, option_group
 from llm.config.tokens import Tokens
+from llm.config.toml import read_toml
 from llm.data.options import BatchOptions, DataOptions
+from llm.errors import ConfigError
 from llm.metrics.options import LoggingOptions
 from llm.models.options import ModelOptions
 from llm.optim.options import OptimizerOptions
 from llm.parallel.options import ParallelOptions, PrecisionOptions
 from llm.tokenizers.options import TokenizerOptions
+
+_PRESETS = Path(__file__).parent / "presets"
+
+_IN_PLACE_OF = {"num_warmup_steps": ("num_warmup_samples", "num_warmup_tokens")}
+"""Equivalent options in other units, by the option that a preset sets."""
 
 
 @option_group("Evaluation")
@@ -171,3 +183,53 @@ class CoreConfig(
     def default_optimizer(self) -> str:
         """The optimizer of a run that names none."""
         return "adamw"
+
+
+def preset_options(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the options set by the preset.
+
+    Args:
+        values: The given options, by name. If they are complete, as in the `config.toml` of a run,
+            the preset adds nothing: a resumed run keeps its recorded values.
+
+    Raises:
+        ConfigError: The preset does not exist, or the run is a branch.
+    """
+    name = values.get("preset")
+    if name is None or is_complete(values):
+        return {}
+    if values.get("branch_from") is not None:
+        raise ConfigError(
+            f"--preset {name} does not go with --branch_from, which takes the options of its "
+            "parent; leave the preset out."
+        )
+    return {
+        option: value
+        for option, value in read_preset(name).items()
+        if all(values.get(other) is None for other in _IN_PLACE_OF.get(option, ()))
+    }
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """Return the options in the file of a preset.
+
+    Raises:
+        ConfigError: The preset does not exist.
+    """
+    files = {path.stem: path for path in sorted(_PRESETS.glob("*.toml"))}
+    if name not in files:
+        raise ConfigError(f"There is no --preset {name}; choose from: {', '.join(files)}.")
+    return read_toml(CoreConfig, files[name])
+
+
+def values_of_preset(config: CoreConfig) -> dict[str, Any]:
+    """Return the options of a run's preset that the run does not override."""
+    assert config.preset is not None
+    preset = read_preset(config.preset)
+    return {name: value for name, value in preset.items() if getattr(config, name) == value}
+
+
+def is_complete(names: Collection[str]) -> bool:
+    """Return whether every option that `config.toml` always records has a value."""
+    recorded = [f for f in fields(CoreConfig) if not (f.option.one_shot or f.option.extension)]
+    return {f.name for f in recorded if f.default is not None} <= {*names}

@@ -3,16 +3,19 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from llm.data.loader import MicroBatch
+from llm.data.loader import EvalLoader, MicroBatch
 from llm.errors import ConfigError, one_line
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.labels import IGNORED
+from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.run_setup import RunSetup
 
 
 class NextTokenAccuracy:
@@ -80,6 +83,40 @@ class ValidationSource:
     weight: float
     batches: Iterable[MicroBatch]
     bytes_per_token: float | None
+
+
+def make_evaluate(
+    config: CoreConfig,
+    setup: RunSetup,
+    strategy: AcceleratedStrategy,
+    *,
+    on_batch: Callable[[], None] | None = None,
+) -> Callable[[], dict[str, float]] | None:
+    """Return a function that evaluates on all ranks, or None without validation data."""
+    validation = setup.corpus.validation
+    if not validation:
+        return None
+    limits: list[int | None] = [None] * len(validation)
+    if config.max_eval_steps is not None:
+        weights = [source.weight for source in validation]
+        limits = [*divide_batches(config.max_eval_steps, weights)]
+    sources = []
+    for source, max_batches in zip(validation, limits, strict=True):
+        stream = source.stream
+        batches = EvalLoader(
+            stream=stream,
+            block_size=setup.block_size,
+            micro_batch_size=config.per_device_eval_batch_size,
+            rank=strategy.data_rank,
+            world_size=strategy.data_ranks,
+            device=strategy.device,
+            max_batches=max_batches,
+            ends=setup.ends,
+            name="The validation text" if len(validation) == 1 else f"The source {source.name}",
+        )
+        bytes_per_token = stream.num_bytes / stream.num_tokens if stream.num_bytes else None
+        sources.append(ValidationSource(source.name, source.weight, batches, bytes_per_token))
+    return partial(evaluate_sources, strategy, sources, metrics=setup.metrics, on_batch=on_batch)
 
 
 def evaluate_sources(

@@ -25,24 +25,23 @@ from llm.parallel.dims import ParallelDims, parallel_dims
 from llm.parallel.pipeline.stage import check_depth
 from llm.parallel.tensor_plans import check_tensor_parallel
 from llm.runtime.world import World, device_of, ranks_per_node
-from llm.trainers.gpt.branches import branch_of, find_parent
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.evaluation import load_metrics
-from llm.trainers.gpt.lengths import plan_training
 from llm.trainers.gpt.model_copies import log_other_model, read_model_config, read_tokenizer
-from llm.trainers.gpt.ranks import choose_layout
 from llm.trainers.gpt.resume import (
+    branch_of,
     check_folder,
     check_known,
     check_same_data,
     choose_by_device,
     choose_seed,
+    find_parent,
     find_resume,
     find_start,
     keep_batch_size,
 )
-from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
-from llm.trainers.gpt.seams import Inputs, extensions_of
+from llm.trainers.gpt.run_setup import RunSetup, TrainSetup, plan_training
+from llm.trainers.gpt.seams import Inputs, choose_layout, extensions_of
 
 _NEED_VALIDATION = ("eval_steps", "eval_tokens", "eval_metrics", "save_top_k")
 """Training options that require validation data."""

@@ -1,8 +1,8 @@
 """Layouts: how the ranks of a run train its model.
 
-`choose_layout` in `llm/trainers/gpt/ranks.py` chooses one before process groups form; layouts of
-extensions come first. Their code is imported when it is used, because the number of ranks is
-checked without torch.
+`choose_layout` in `llm/trainers/gpt/seams.py` chooses one before process groups form; layouts of
+extensions come first. Their code is imported when it is used, because job scripts check the number
+of ranks without torch.
 """
 
 from collections.abc import Callable, Mapping

@@ -18,9 +18,9 @@ from llm.runtime.health import Health
 from llm.runtime.rng import seed_step
 from llm.runtime.signals import Interruption, SaveTimer
 from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.reporting import report_skipped
 from llm.trainers.gpt.run_setup import TrainSetup, checkpoint_metadata
 from llm.trainers.gpt.seams import Exported, LoopExtension, Periodic
-from llm.trainers.gpt.skipped_steps import report_skipped
 
 Every = int | Tokens | Literal["epoch"] | None
 """An interval: steps, tokens (as `Tokens`), the end of each epoch, or never."""

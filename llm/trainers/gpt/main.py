@@ -31,8 +31,8 @@ from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.logging import quiet_libraries, set_up_logging
 from llm.runtime.signals import watch_launcher
 from llm.runtime.world import World, adopt_launcher, world_from_environment
+from llm.trainers.gpt.config import preset_options
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.presets import preset_options
 from llm.trainers.gpt.rules import check
 from llm.trainers.gpt.trained_model import inherited_options
 
@@ -138,9 +138,8 @@ def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     expand_segments()
     quiet_libraries()
     # Imported here so that --help and wrong options do not need torch.
-    from llm.trainers.gpt.evaluate import evaluate
     from llm.trainers.gpt.out_of_memory import explain_out_of_memory
-    from llm.trainers.gpt.train import train
+    from llm.trainers.gpt.train import evaluate, train
 
     deterministic = deterministic_kernels() if config.deterministic else contextlib.nullcontext()
     with explain_out_of_memory(config, world), deterministic:

@@ -1,12 +1,16 @@
-"""A run's reports: the first and last lines of its log, its trackers, samples of the model."""
+"""A run's reports: the first and last lines of its log, skipped steps, trackers, and commands."""
 
+import contextlib
 import dataclasses
+import json
 import logging
 import math
+import os
 import platform
 import shlex
 import shutil
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +19,11 @@ from transformers import PreTrainedModel
 
 from llm import __version__
 from llm.checkpoint.format import TrainState
+from llm.checkpoint.run_folder import RunFolder
 from llm.config.options import given, shown
 from llm.config.toml import to_toml
 from llm.data.corpus import CorpusSource
+from llm.data.loader import TrainLoader
 from llm.data.mixture import stage_starts
 from llm.errors import ConfigError, DivergedError, one_line
 from llm.metrics.hardware import device_peak_flops
@@ -27,14 +33,13 @@ from llm.models.sizes import flops_per_token, parameter_counts
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.agreement import gather
 from llm.runtime.counts import counted
+from llm.runtime.files import write_whole
 from llm.runtime.gpu_allocator import allocator_settings
 from llm.runtime.logging import event
-from llm.trainers.gpt.commands import python_command, start_command
-from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.presets import values_of_preset
+from llm.runtime.world import task_launcher
+from llm.trainers.gpt.config import CoreConfig, values_of_preset
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
 from llm.trainers.gpt.seams import Exported
-from llm.trainers.gpt.wandb_run import wandb_arguments
 
 SAMPLE_TOKENS = 120
 
@@ -392,3 +397,134 @@ def forget_points(strategy: AcceleratedStrategy, *, after: int) -> None:
 
             start = SessionLog(status=SessionLog.START)
             tracker.writer.file_writer.add_event(Event(step=after + 1, session_log=start))
+
+
+def generate_command(run: RunFolder) -> str:
+    """Return the command line that generates text with the model of a run."""
+    return shlex.join([python_command(), "-m", "llm.generate", str(run.path)])
+
+
+def inspect_command(run: str, step: int) -> str:
+    """Return the command line that shows the text of a step, counted from 1."""
+    return shlex.join([python_command(), "-m", "llm.data.inspect", run, "--step", str(step)])
+
+
+def resume_command(config: CoreConfig, run: RunFolder, world_size: int) -> str:
+    """Return the command line that resumes a run on the same number of ranks."""
+    words = ["--config", str(run.path / "config.toml"), "--resume_from_checkpoint"]
+    if config.push_to_hub:  # config.toml does not record it, and it has not been done
+        words += ["--push_to_hub"]
+        words += ["--hub_model_id", config.hub_model_id] if config.hub_model_id else []
+    return start_command(world_size, *words)
+
+
+def start_command(world_size: int, *words: str) -> str:
+    """Return the command line that starts the trainer, with HOST:PORT to be filled in.
+
+    Args:
+        world_size: Number of ranks.
+        words: The trainer's arguments.
+    """
+    python = python_command()
+    module = ["-m", "llm.trainers.gpt", *words]
+    if world_size == 1:
+        return shlex.join([python, *module])
+    launcher = task_launcher(os.environ)
+    if launcher is not None:
+        return shlex.join([launcher, "-n", str(world_size), python, *module])
+    torchrun = ["torchrun"] if python == "python" else [python, "-m", "torch.distributed.run"]
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    where = ["--standalone"]
+    if local < world_size:
+        nodes = str(world_size // local)
+        where = ["--nnodes", nodes, "--rdzv_backend", "c10d", "--rdzv_endpoint", "HOST:PORT"]
+    return shlex.join([*torchrun, *where, "--nproc_per_node", str(local), *module])
+
+
+def python_command() -> str:
+    """Return the command that starts this Python again."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    near = os.path.relpath(sys.executable)
+    return sys.executable if near.startswith("..") else near
+
+
+def report_skipped(
+    steps: Iterable[tuple[int, bool, float]],
+    state: TrainState,
+    loader: TrainLoader,
+    *,
+    most: int,
+    run: str,
+) -> None:
+    """Log skipped steps with their samples; every rank calls it with the same steps.
+
+    Args:
+        steps: The result of `Meter.pop_steps`.
+        state: Counters of the run, which count the skipped steps in a row.
+        loader: The samples of the steps.
+        most: Maximum number of consecutive skipped steps before training stops.
+        run: Folder of the run, for the command that shows a step's text.
+
+    Raises:
+        DivergedError: Too many steps in a row were skipped.
+    """
+    for step, skipped, _ in steps:
+        state.skipped_in_a_row = state.skipped_in_a_row + 1 if skipped else 0
+        if skipped:
+            _report(step, loader, run)
+    if state.skipped_in_a_row >= most:
+        raise DivergedError(
+            f"The last {state.skipped_in_a_row} steps were skipped because loss or gradient was "
+            "not finite (--max_skipped_steps); resume from an earlier checkpoint with a lower "
+            "--learning_rate or other data. Earlier checkpoints are untouched."
+        )
+
+
+def _report(step: int, loader: TrainLoader, run: str) -> None:
+    first, stop = loader.samples_of(step, step + 1)
+    command = inspect_command(run, step + 1)
+    logger.info(
+        f"step {step + 1} was skipped: its gradient is not finite (samples {first:,} to "
+        f"{stop - 1:,}); its text: {command}",
+        extra=event(
+            "skip", step=step + 1, first_sample=first, last_sample=stop - 1, inspect=command
+        ),
+    )
+
+
+DEFAULT_PROJECT = "llm"
+
+
+def wandb_arguments(config: CoreConfig, run: RunFolder) -> tuple[str, dict[str, Any]]:
+    """Return the project of a run in its trackers, and the other arguments of `wandb.init`.
+
+    The project is `project_name`. With W&B it is by default the project of the run in the folder,
+    else `WANDB_PROJECT`, and W&B writes into the run's folder.
+    """
+    if "wandb" not in config.report_to:
+        return config.project_name or DEFAULT_PROJECT, {}
+    former: dict[str, str] = {}
+    if not config.overwrite_output_dir:
+        with contextlib.suppress(OSError, ValueError):  # missing, or cut short by a kill
+            former = json.loads(run.wandb.read_text(encoding="utf-8"))
+    default = former.get("project") or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
+    project = config.project_name or default
+    arguments: dict[str, Any] = {"dir": str(run.path)}
+    if former.get("project") == project:
+        arguments |= {"id": former["id"], "resume": "allow"}
+    return project, arguments
+
+
+def remember_wandb(run: RunFolder, trackers: Sequence[Any]) -> None:
+    """Write the id of the W&B run into the run's folder, for a resume; rank 0 calls it.
+
+    Args:
+        run: The run's folder.
+        trackers: Accelerate's open trackers.
+    """
+    for tracker in trackers:
+        if tracker.name == "wandb":
+            run.wandb.parent.mkdir(exist_ok=True)
+            record = {"project": tracker.run_name, "id": tracker.run.id}
+            write_whole(run.wandb, json.dumps(record) + "\n")

@@ -1,4 +1,4 @@
-"""Find the start of a run: a checkpoint, weights, or a seed; check what a resume must keep."""
+"""Find the start of a run: a checkpoint, a branch, weights, or a seed; check what it must keep."""
 
 import dataclasses
 import json
@@ -11,6 +11,7 @@ import torch
 
 from llm.checkpoint.format import MANIFEST, Checkpoint, checkpoint_folders, name_of, step_of
 from llm.checkpoint.load import newest_valid, read_valid
+from llm.checkpoint.retention import BEST
 from llm.checkpoint.run_folder import RunFolder, check_unchanged, differences
 from llm.config import options
 from llm.data.batch_plan import BatchPlan
@@ -373,3 +374,100 @@ def choose_skipped(
             "from an earlier checkpoint with --resume_from_checkpoint PATH."
         )
     return skipped
+
+
+_OF_COOLDOWN = ("cooldown_tokens", "cooldown_shape", "min_learning_rate")
+"""Fixed options that a branch with a cooldown may change, because they first apply in it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Branch:
+    """The point where a branch left its parent; its checkpoints record this as `branch`.
+
+    Attributes:
+        parent: The parent's checkpoint, an absolute path.
+        step: The step of that checkpoint.
+        cooldown_from: Steps done when the learning rate begins to fall; None without a cooldown.
+    """
+
+    parent: str
+    step: int
+    cooldown_from: int | None
+
+
+def find_parent(config: CoreConfig, resume_from: Checkpoint | None) -> Checkpoint | None:
+    """Return the checkpoint that a new branch starts from; None for any other run.
+
+    Args:
+        config: The options.
+        resume_from: The checkpoint that the run resumes from, instead of its parent's.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged, a fixed option differs from the
+            parent's, or the resumed run is not this branch.
+    """
+    if config.branch_from is None:
+        return None
+    if resume_from is not None:
+        _check_same_parent(config.branch_from, resume_from)
+        return None
+    parent = find_start(config.branch_from, option="branch_from")
+    check_known(config, parent)
+    saved = saved_options(config, parent, "fixed")
+    allowed = (*named_changes(config), *lengthened(config, parent))
+    check_unchanged(
+        saved,
+        fixed_options(config, like=saved),
+        allowed=allowed if config.cooldown_tokens is None else (*allowed, *_OF_COOLDOWN),
+        branch_from=parent.path,
+    )
+    return parent
+
+
+def _check_same_parent(named: str, resume_from: Checkpoint) -> None:
+    recorded = resume_from.metadata.get("branch")
+    if recorded is None:
+        raise CheckpointError(
+            f"--branch_from {named} starts a branch in a separate folder, but {resume_from.path} "
+            "belongs to a run that is not a branch; name another --output_dir."
+        )
+    parent = Path(recorded["parent"])
+    run = parent.parent.parent
+    names = {parent, run, run / str(recorded["step"]), run / BEST}
+    if Path(os.path.realpath(named)) not in names:
+        raise CheckpointError(
+            f"{resume_from.path} belongs to a branch from {parent}, not from --branch_from "
+            f"{named}; name another --output_dir for another branch."
+        )
+
+
+def branch_of(
+    config: CoreConfig, resume_from: Checkpoint | None, parent: Checkpoint | None
+) -> Branch | None:
+    """Return the record of a branch; None if the run is not a branch.
+
+    Args:
+        config: The options.
+        resume_from: The checkpoint that the run resumes from.
+        parent: The checkpoint that a new branch starts from.
+
+    Raises:
+        CheckpointError: The parent is in another cooldown.
+    """
+    start = resume_from or parent
+    recorded = None if start is None else start.metadata.get("branch")
+    if parent is None:
+        return None if recorded is None else Branch(**recorded)
+    cooldown_from = None if config.cooldown_tokens is None else parent.step
+    falls_from = recorded["cooldown_from"] if recorded else None
+    if falls_from is not None and cooldown_from is not None:
+        # A branch of a run in its cooldown continues the same cooldown.
+        if parent.metadata["fixed"]["cooldown_tokens"] != config.cooldown_tokens:
+            raise CheckpointError(
+                f"--cooldown_tokens {config.cooldown_tokens:,} begins at a stable rate, and "
+                f"{parent.path} is in a cooldown already; branch from before its start."
+            )
+        cooldown_from = falls_from
+    return Branch(
+        parent=os.path.realpath(parent.path), step=parent.step, cooldown_from=cooldown_from
+    )

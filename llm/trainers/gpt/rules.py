@@ -16,8 +16,7 @@ from llm.models.options import model_problems
 from llm.optim.options import optimizer_problems, schedule_problems
 from llm.parallel.options import parallel_problems, sizes_above_one
 from llm.tokenizers.options import tokenizer_problems
-from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.presets import values_of_preset
+from llm.trainers.gpt.config import CoreConfig, values_of_preset
 from llm.trainers.gpt.seams import extensions_of
 
 # A rule names the sizes and precisions that an option allows. It therefore refuses one that is

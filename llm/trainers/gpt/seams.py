@@ -1,4 +1,4 @@
-"""The interface of extensions: options with rules, inputs, a part in the loop.
+"""The interface of extensions, and the functions by which the core calls them.
 
 An extension is a folder of `llm/extensions/` with an `options.py`, which declares a subclass of
 [Extension][llm.trainers.gpt.seams.Extension]; `llm/trainers/gpt/extensions.py` lists it. The core
@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llm.config.program import Program
+from llm.parallel.dims import parallel_dims
 from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.layouts import Layout, Pipelined, Sharded
 
-if TYPE_CHECKING:  # options are read and checked before torch is imported
+if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from llm.checkpoint.format import Checkpoint
@@ -24,7 +26,6 @@ if TYPE_CHECKING:  # options are read and checked before torch is imported
     from llm.optim.run_optimizer import Recipe
     from llm.parallel.base import AcceleratedStrategy
     from llm.parallel.dims import ParallelDims
-    from llm.trainers.gpt.layouts import Layout
     from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
 
 
@@ -246,7 +247,7 @@ class Extension(CoreConfig):
 
     def layout(
         self, *, ranks: int, ranks_per_node: int, start: "Checkpoint | None"
-    ) -> "Layout | None":
+    ) -> Layout | None:
         """Return the layout that its options ask for; None to leave it to others.
 
         Args:
@@ -263,7 +264,7 @@ class Extension(CoreConfig):
         """Return its change to the model, or None."""
         return None
 
-    def recipe(self, *, seed: int, layout: "Layout | None") -> "Recipe | None":
+    def recipe(self, *, seed: int, layout: Layout | None) -> "Recipe | None":
         """Return what makes the optimizer; None if the core or another extension makes it.
 
         Args:
@@ -327,7 +328,7 @@ def transforms_of(config: CoreConfig, model_config: "PreTrainedConfig") -> "list
     return [transform for transform in found if transform is not None]
 
 
-def recipe_of(config: CoreConfig, *, seed: int, layout: "Layout | None" = None) -> "Recipe":
+def recipe_of(config: CoreConfig, *, seed: int, layout: Layout | None = None) -> "Recipe":
     """Return what makes the optimizer of a run.
 
     Args:
@@ -342,3 +343,27 @@ def recipe_of(config: CoreConfig, *, seed: int, layout: "Layout | None" = None) 
     found = (each.recipe(options, seed=seed, layout=layout) for each, options in given)
     made = next((recipe for recipe in found if recipe is not None), None)
     return made or Recipe(partial(make_optimizer, config))
+
+
+def choose_layout(
+    config: CoreConfig, *, ranks: int, ranks_per_node: int, start: "Checkpoint | None"
+) -> Layout:
+    """Return the first layout that the options ask for; extensions come first.
+
+    Args:
+        config: The options.
+        ranks: Number of all ranks.
+        ranks_per_node: Number of consecutive ranks on each node.
+        start: The checkpoint that the run resumes, branches from, or evaluates.
+
+    Raises:
+        ConfigError: The layout does not allow this number of ranks.
+    """
+    for extension, options in extensions_of(config):
+        layout = extension.layout(options, ranks=ranks, ranks_per_node=ranks_per_node, start=start)
+        if layout is not None:
+            return layout
+    dims = parallel_dims(config, ranks)
+    if dims.pipeline > 1:
+        return Pipelined()
+    return Layout() if dims.is_replicated else Sharded()

@@ -1,7 +1,6 @@
 """Builds the objects of a run from its configuration and the result of `inputs`."""
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ from transformers import PreTrainedModel
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.load import load_state, parts_of
 from llm.checkpoint.retention import mark_superseded
-from llm.data.loader import EvalLoader
 from llm.errors import ParallelError
 from llm.metrics.hardware import device_memory
 from llm.models.build import build_model
@@ -34,7 +32,6 @@ from llm.runtime.agreement import gather
 from llm.runtime.logging import event
 from llm.runtime.world import World, device_of
 from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.evaluation import ValidationSource, divide_batches, evaluate_sources
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.resume import log_changes
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
@@ -191,40 +188,6 @@ class _Weights:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Do nothing: `load_state` has read the weights into the live tensors."""
-
-
-def make_evaluate(
-    config: CoreConfig,
-    setup: RunSetup,
-    strategy: AcceleratedStrategy,
-    *,
-    on_batch: Callable[[], None] | None = None,
-) -> Callable[[], dict[str, float]] | None:
-    """Return a function that evaluates on all ranks, or None without validation data."""
-    validation = setup.corpus.validation
-    if not validation:
-        return None
-    limits: list[int | None] = [None] * len(validation)
-    if config.max_eval_steps is not None:
-        weights = [source.weight for source in validation]
-        limits = [*divide_batches(config.max_eval_steps, weights)]
-    sources = []
-    for source, max_batches in zip(validation, limits, strict=True):
-        stream = source.stream
-        batches = EvalLoader(
-            stream=stream,
-            block_size=setup.block_size,
-            micro_batch_size=config.per_device_eval_batch_size,
-            rank=strategy.data_rank,
-            world_size=strategy.data_ranks,
-            device=strategy.device,
-            max_batches=max_batches,
-            ends=setup.ends,
-            name="The validation text" if len(validation) == 1 else f"The source {source.name}",
-        )
-        bytes_per_token = stream.num_bytes / stream.num_tokens if stream.num_bytes else None
-        sources.append(ValidationSource(source.name, source.weight, batches, bytes_per_token))
-    return partial(evaluate_sources, strategy, sources, metrics=setup.metrics, on_batch=on_batch)
 
 
 def load_start(setup: TrainSetup, trainer: Trainer) -> None:

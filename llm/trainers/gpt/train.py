@@ -1,38 +1,48 @@
-"""The story of a training run."""
+"""The story of a training run (`train`), and of an evaluation with `--eval_only` (`evaluate`)."""
 
 import contextlib
+import json
 import logging
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from transformers import PreTrainedModel
 
+from llm.checkpoint.format import Checkpoint
+from llm.checkpoint.load import load_state, newest_valid
 from llm.config.toml import to_toml
-from llm.errors import LLMError, PeerLostError
+from llm.errors import LLMError, PeerLostError, RestartError
+from llm.metrics.tracker import task_values
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.agreement import is_shared, on_all_ranks, on_rank0
+from llm.runtime.files import write_whole
 from llm.runtime.health import Health
-from llm.runtime.logging import EventHandler, log_to_file
+from llm.runtime.logging import EventHandler, event, log_to_file
 from llm.runtime.signals import EXIT_PREEMPTED
 from llm.runtime.world import World
-from llm.trainers.gpt.commands import generate_command, resume_command
 from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.inputs import read_training
+from llm.trainers.gpt.evaluation import make_evaluate
+from llm.trainers.gpt.inputs import read_evaluation, read_training
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.model_copies import copy_model
 from llm.trainers.gpt.out_of_memory import explain_out_of_memory
 from llm.trainers.gpt.reporting import (
     connect_trackers,
+    forget_points,
+    generate_command,
     log_end,
     log_sample,
     log_start,
     make_tracker,
     open_tensorboard,
+    remember_wandb,
+    resume_command,
 )
-from llm.trainers.gpt.restart import fit
 from llm.trainers.gpt.results import open_repository, push, write_results
 from llm.trainers.gpt.run_setup import TrainSetup, resolve
 from llm.trainers.gpt.seams import Running, extensions_of, loop_extensions
@@ -42,11 +52,9 @@ from llm.trainers.gpt.setup import (
     leave_later_steps,
     load_start,
     load_weights,
-    make_evaluate,
     make_model,
     make_strategy,
 )
-from llm.trainers.gpt.wandb_run import remember_wandb
 
 PEER_SECONDS = 5.0
 """Seconds to wait for the watchdog to name the failed rank."""
@@ -198,6 +206,67 @@ def watched(
         raise
 
 
+def fit(
+    config: CoreConfig, setup: TrainSetup, trainer: Trainer
+) -> tuple[Literal["finished", "preempted"], TrainSetup]:
+    """Train to the last step or a request to stop; restart from a checkpoint on request.
+
+    Returns:
+        How training ended, and the setup with all skipped samples.
+
+    Raises:
+        RestartError: The run should go back but has no checkpoint yet.
+    """
+    while True:
+        try:
+            return trainer.fit(), setup
+        except RestartError as asked:
+            trainer.health.heartbeat(step=trainer.state.step, phase="start")
+            # Until this start saves a checkpoint, it goes back to the one it resumed from. After a
+            # spike, none is saved.
+            checkpoint = newest_valid(setup.run.checkpoints, together=True) or setup.start
+            if checkpoint is None:
+                raise
+            setup = _restart(config, setup, trainer, checkpoint, asked)
+
+
+def _restart(
+    config: CoreConfig,
+    setup: TrainSetup,
+    trainer: Trainer,
+    checkpoint: Checkpoint,
+    asked: RestartError,
+) -> TrainSetup:
+    """Load a checkpoint, and skip samples from there on.
+
+    Args:
+        config: The options.
+        setup: The run's present setup.
+        trainer: The trainer, reset on every rank.
+        checkpoint: The checkpoint to continue from.
+        asked: The request: first step to skip, and the reason.
+    """
+    left_out = trainer.loader.samples_of(max(checkpoint.step, asked.first), trainer.state.step)
+    skipped = trainer.loader.skipped.skip([left_out])
+    logger.info(
+        f"Going back to step {checkpoint.step} because of {asked.reason}, without the samples "
+        f"{left_out[0]:,} to {left_out[1] - 1:,}.",
+        extra=event("rewind", step=checkpoint.step, skip_samples=f"{left_out[0]}:{left_out[1]}"),
+    )
+    trainer.tracker.close()
+    setup = replace(setup, resume_from=checkpoint, skipped=skipped)
+    load_start(setup, trainer)
+    leave_later_steps(config, setup, trainer)
+    trainer.loader = replace(trainer.loader, skipped=skipped)
+    trainer.metadata["skip_samples"] = str(skipped)
+    trainer.saved_at = None
+    forget_points(trainer.strategy, after=checkpoint.step)
+    if trainer.strategy.rank == 0:
+        config = replace(config, skip_samples=str(skipped))
+        setup.run.open(overwrite=False, config=to_toml(config))
+    return setup
+
+
 def log_preempted(config: CoreConfig, setup: TrainSetup, trainer: Trainer) -> None:
     """Log why the run stopped and the command that resumes it."""
     step = trainer.state.step
@@ -235,3 +304,38 @@ def finish(config: CoreConfig, setup: TrainSetup, trainer: Trainer, model: PreTr
         loss = trainer.results.get("loss", 0.0)
         diverged = None if math.isfinite(loss) else "the validation loss is not finite"
         setup.run.say("finished", reason=diverged, step=trainer.state.step)
+
+
+def evaluate(config: CoreConfig, world: World) -> None:
+    """Evaluate a model or a run's checkpoint, and write `eval_results.json`; every rank calls it.
+
+    Raises:
+        LLMError: An option, the data or a checkpoint cannot be used.
+    """
+    setup = on_all_ranks(lambda: read_evaluation(config, world))
+    config = replace(config, **setup.by_device)
+    model = on_all_ranks(lambda: make_model(config, setup, world))
+    whole = described(setup, model)
+    strategy = make_strategy(config, setup, model, world)
+    model = whole  # drops the last reference to the layers of other stages
+    check_same_start(setup)
+    log_start(config, setup, strategy, model)
+    load_weights(setup.resume_from, strategy)
+    evaluate_model = make_evaluate(config, setup, strategy)
+    assert evaluate_model is not None  # read_evaluation requires validation data
+    results = evaluate_model()
+    running = Running(setup=setup, strategy=strategy, model=model, keep_alive=lambda: None)
+    extensions = loop_extensions(config, running)
+    for extension in extensions:
+        if setup.resume_from is not None and extension.part is not None:
+            load_state(setup.resume_from, {extension.part: extension})
+        results |= extension.evaluated(evaluate_model, last=False)
+    for extension in extensions:
+        results |= task_values(extension.task_results())
+    logger.info(" | ".join(f"{name}: {value:.6g}" for name, value in results.items()))
+    if strategy.rank == 0:
+        setup.run.path.mkdir(parents=True, exist_ok=True)
+        path = setup.run.path / "eval_results.json"
+        write_whole(path, json.dumps(results, indent=1) + "\n")
+        logger.info(f"results: {path}")
+    strategy.close()

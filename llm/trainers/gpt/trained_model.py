@@ -22,9 +22,8 @@ from llm.data.options import LENGTHS
 from llm.errors import CheckpointError, ConfigError
 from llm.models.options import ARCHITECTURE
 from llm.tokenizers.options import TOKENIZER_FILES
-from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.config import CoreConfig, is_complete
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.presets import is_complete
 from llm.trainers.gpt.seams import transforms_of
 
 if TYPE_CHECKING:
