@@ -30,7 +30,7 @@ from llm.optim.groups import parameter_groups
 from llm.optim.options import OptimizerOptions
 from llm.optim.run_optimizer import RunOptimizer
 from llm.optim.schedule import make_schedule
-from llm.runtime.cpu import restart_with_kept_memory
+from llm.runtime.process_settings import restart_with_kept_memory
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import recipe_of
 

@@ -342,8 +342,8 @@ def _check_empty(target: Path, option: str) -> None:
 
 
 def _prepare_libraries() -> None:
-    from llm.runtime.cpu import limit_spin_wait
     from llm.runtime.logging import quiet_libraries
+    from llm.runtime.process_settings import limit_spin_wait
 
     limit_spin_wait()
     quiet_libraries()

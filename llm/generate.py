@@ -17,9 +17,9 @@ from llm.config.command_line import parse
 from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.errors import ConfigError, DivergedError, one_line
-from llm.runtime.cpu import limit_spin_wait
 from llm.runtime.files import read_json_lines
 from llm.runtime.logging import quiet_libraries
+from llm.runtime.process_settings import limit_spin_wait
 from llm.runtime.rng import draw_seed
 from llm.runtime.world import device_of, world_from_environment
 from llm.trainers.gpt.trained_model import (

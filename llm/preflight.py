@@ -26,8 +26,8 @@ from llm.config.command_line import parse
 from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.errors import ParallelError
-from llm.runtime.counts import counted
-from llm.runtime.file_limit import raise_file_limit
+from llm.runtime.logging import counted
+from llm.runtime.process_settings import raise_file_limit
 from llm.runtime.world import World, adopt_launcher, device_of, hosts_of, world_from_environment
 
 if TYPE_CHECKING:

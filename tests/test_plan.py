@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from transformers import GPT2LMHeadModel
 
-from llm.config.tokens import Tokens
+from llm.config.options import Tokens
 from llm.errors import ConfigError
 from llm.models.loss import LanguageModelLoss
 from llm.models.sizes import find_blocks

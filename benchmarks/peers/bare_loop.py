@@ -15,9 +15,9 @@ from transformers import AutoConfig
 from llm.models.build import build_model
 from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
-from llm.optim.adamw import make_adamw
+from llm.optim.optimizers import make_adamw
 from llm.optim.options import OptimizerOptions
-from llm.runtime.cpu import restart_with_kept_memory
+from llm.runtime.process_settings import restart_with_kept_memory
 
 
 def main() -> None:

@@ -2,8 +2,7 @@
 
 from typing import Literal
 
-from llm.config.options import option, option_group
-from llm.config.tokens import Tokens
+from llm.config.options import Tokens, option, option_group
 
 
 @option_group("Output and checkpoints")

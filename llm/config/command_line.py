@@ -6,6 +6,7 @@ switch off. The word `none` unsets an optional value and empties a list.
 """
 
 import argparse
+import functools
 import re
 import sys
 import typing
@@ -13,9 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llm.config.library_versions import check_library_versions
 from llm.config.options import (
     Field,
+    Tokens,
     check_ranges,
     common,
     fields,
@@ -26,7 +27,6 @@ from llm.config.options import (
     unknown_option,
 )
 from llm.config.program import COMMAND
-from llm.config.tokens import Tokens
 from llm.config.toml import read_toml
 from llm.errors import ConfigError
 
@@ -332,3 +332,41 @@ def _about_unknown(words: Sequence[str], cls: type, *, before: str) -> str:
     flags = ["config", *(n for field in fields(cls) for n in (*field.names, *field.opposites))]
     names = [word.lstrip("-").partition("=")[0] for word in words if re.match("-+[A-Za-z]", word)]
     return " ".join(unknown_option(name, flags, dashes="--") for name in dict.fromkeys(names))
+
+
+@functools.cache  # a program may read options several times
+def check_library_versions() -> None:
+    """Compare the installed libraries with the requirements of the installed package.
+
+    pip checks them once, at installation. An environment may also use the libraries of a module,
+    and these can be replaced later. Nothing is imported. If the package runs without being
+    installed, it has no requirements to compare with.
+
+    Raises:
+        ConfigError: A library is missing or too old.
+    """
+    import importlib.metadata  # imported here because --help does not need them
+
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = map(Requirement, importlib.metadata.requires("llm-trainers") or [])
+    except importlib.metadata.PackageNotFoundError:
+        return
+    wrong = []
+    for requirement in requirements:
+        if requirement.marker is not None:  # of an extra
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            version = "missing"
+        else:
+            if requirement.specifier.contains(version, prereleases=True):
+                continue
+        wrong.append(f"{requirement} ({requirement.name} is {version})")
+    if wrong:
+        raise ConfigError(
+            f"This environment lacks {', '.join(wrong)}: install it with pip, or load a module "
+            "that has it."
+        )

@@ -1,4 +1,4 @@
-"""Options as a flat dataclass: declaration, checks, Markdown page.
+"""Options as a flat dataclass: declaration, checks, Markdown page; numbers of tokens as 1.5M.
 
 A program declares its settings once, as a dataclass with fields made by
 [option][llm.config.options.option]. The rest follows from the declaration: the flags
@@ -16,10 +16,10 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeVar
+from fractions import Fraction
+from typing import Any, Literal, Self, TypeVar
 
 from llm.config.other_trainers import counterpart
-from llm.config.tokens import Tokens
 from llm.errors import ConfigError
 
 T = TypeVar("T")
@@ -388,3 +388,27 @@ def is_too_long(path: str) -> bool:
         max(map(len, encoded.split(b"/"))) > os.pathconf("/", "PC_NAME_MAX")
         or len(encoded) + _BELOW > os.pathconf("/", "PC_PATH_MAX")
     )  # fmt: skip
+
+
+_SUFFIXES = ("", "K", "M", "B", "T")
+
+
+class Tokens(int):
+    """A number of tokens; in text, a suffix K, M, B or T multiplies by a power of 1,000.
+
+    Raises:
+        ValueError: The text is not a whole number of tokens.
+    """
+
+    def __new__(cls, value: int | str) -> Self:
+        """Parse a number of tokens such as "1.5M"."""
+        if isinstance(value, str):
+            match = re.fullmatch(r"([\d_]+(?:\.\d+)?)([KMBT]?)", value, re.IGNORECASE)
+            if match is None:
+                raise ValueError(f"{value!r} is not a number of tokens")
+            # Fractions are exact; in floating point, 0.3B would not be a whole number.
+            exact = Fraction(match[1]) * 1000 ** _SUFFIXES.index(match[2].upper())
+            if exact.denominator != 1:
+                raise ValueError(f"{value!r} is not a whole number of tokens")
+            value = int(exact)
+        return super().__new__(cls, value)

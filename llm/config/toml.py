@@ -10,13 +10,13 @@ from typing import Any
 
 from llm.config.options import (
     Field,
+    Tokens,
     fields,
     given,
     names_by_alias,
     refusal,
     unknown_option,
 )
-from llm.config.tokens import Tokens
 from llm.errors import ConfigError
 
 

@@ -7,11 +7,11 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from llm.config.tokens import Tokens
+from llm.config.options import Tokens
 from llm.data.batch_schedule import BatchPhase, batch_phases, parse_batch_schedule, steps_at
 from llm.data.options import BatchOptions, device_batch_size
 from llm.errors import ConfigError
-from llm.runtime.counts import counted
+from llm.runtime.logging import counted
 
 
 @dataclass(frozen=True, kw_only=True)

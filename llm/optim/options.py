@@ -1,13 +1,12 @@
 """Options of the optimizer and the learning rate."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from llm.config.options import given, option, option_group
-from llm.config.tokens import Tokens
+from llm.config.options import Tokens, given, option, option_group
 from llm.errors import ConfigError
-from llm.optim.scheduler_kwargs import scheduler_kwargs
 
 _DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "warmup_stable_decay")
 _WARMUPS = ("num_warmup_steps", "num_warmup_samples", "num_warmup_tokens")
@@ -227,3 +226,50 @@ def embedding_rate_factor(options: OptimizerOptions) -> float | None:
     """Return `embedding_learning_rate` as a multiple of the schedule's rate, or None."""
     rate = options.embedding_learning_rate
     return None if rate is None else rate / options.learning_rate
+
+
+_SCHEDULER_KWARGS = {
+    "cosine": "num_cycles",
+    "cosine_with_restarts": "num_cycles",
+    "polynomial": "power",
+}
+"""The setting that a schedule has, by `lr_scheduler_type`."""
+
+
+def scheduler_kwargs(text: str | None, *, kind: str) -> dict[str, float]:
+    """Return the settings of a schedule.
+
+    Args:
+        text: The value of `lr_scheduler_kwargs`.
+        kind: The value of `lr_scheduler_type`.
+
+    Raises:
+        ConfigError: The text cannot be read, or the schedule does not have the setting.
+    """
+    if text is None:
+        return {}
+    try:
+        pairs = [pair.partition("=")[::2] for pair in text.split(",")]
+        is_json = text.lstrip().startswith("{")
+        values: dict[str, Any] = (
+            json.loads(text) if is_json else {k.strip(): json.loads(v) for k, v in pairs}
+        )
+    except ValueError:
+        raise ConfigError(
+            f"--lr_scheduler_kwargs expects num_cycles=3 or '{{\"num_cycles\": 3}}', not {text!r}."
+        ) from None
+    if not is_json and len(values) < len(pairs):
+        raise ConfigError(f"--lr_scheduler_kwargs {text} sets a name twice; give it once.")
+    known = _SCHEDULER_KWARGS.get(kind)
+    for name, value in values.items():
+        if name != known:
+            raise ConfigError(
+                f"--lr_scheduler_kwargs sets {name}, which --lr_scheduler_type {kind} does not "
+                f"have; " + (f"it has {known}." if known else "leave it out.")
+            )
+        if type(value) not in (int, float) or not 0 < value <= 1e6:
+            raise ConfigError(
+                f"--lr_scheduler_kwargs {name} must be a number above 0 and at most 1e6, not "
+                f"{value!r}."
+            )
+    return values

@@ -11,8 +11,7 @@ from functools import partial
 from typing import Protocol
 
 from llm.errors import ConfigError
-from llm.optim.options import OptimizerOptions
-from llm.optim.scheduler_kwargs import scheduler_kwargs
+from llm.optim.options import OptimizerOptions, scheduler_kwargs
 
 Schedule = Callable[[float], float]
 """Number of optimizer steps done -> learning rate of the next step."""

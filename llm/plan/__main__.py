@@ -41,8 +41,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _plan(options: PlanOptions) -> tuple[list[str], bool]:
     """Return the lines to print, and whether the layout fits."""
-    from llm.runtime.cpu import limit_spin_wait
     from llm.runtime.logging import quiet_libraries
+    from llm.runtime.process_settings import limit_spin_wait
 
     limit_spin_wait()
     quiet_libraries()

@@ -11,7 +11,7 @@ from llm.errors import ConfigError
 from llm.metrics.hardware import GIB
 from llm.plan.estimate import Estimate, checkpoint_bytes
 from llm.plan.job import Job
-from llm.runtime.counts import counted
+from llm.runtime.logging import counted
 
 _COLORS = ("#4477aa", "#66ccee", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#bbbbbb")
 _DAY = 86400.0

@@ -8,9 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from llm.config.tokens import Tokens
+from llm.config.options import Tokens
 from llm.data.batch_schedule import batch_phases, steps_at
-from llm.runtime.counts import counted
+from llm.runtime.logging import counted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 from llm.__main__ import PROGRAMS
-from llm.config.library_versions import check_library_versions
+from llm.config.command_line import check_library_versions
 from llm.errors import ConfigError
 from tests.support.lowest_versions import lowest_versions
 from tests.support.package import ROOT

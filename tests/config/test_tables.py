@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from llm.config.command_line import parse
-from llm.config.options import option, paths, to_markdown
-from llm.config.tokens import Tokens
+from llm.config.options import Tokens, option, paths, to_markdown
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
 

@@ -3,7 +3,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from llm.config.tokens import Tokens
+from llm.config.options import Tokens
 from llm.data.batch_plan import micro_batch_sizes, plan_batches
 from llm.data.batch_schedule import BatchPhase
 from llm.data.options import BatchOptions, batch_problems

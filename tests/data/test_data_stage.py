@@ -2,9 +2,8 @@
 
 import pytest
 
-from llm.config.tokens import Tokens
-from llm.data.data_stage import DataStage, stage_problems
-from llm.data.options import DataOptions, data_problems, training_paths
+from llm.config.options import Tokens
+from llm.data.options import DataOptions, DataStage, data_problems, stage_problems, training_paths
 
 LAST = DataStage(data_path=("c",))
 

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from llm.models.loss import LanguageModelLoss
-from llm.models.source_losses import sum_by_source
+from llm.models.loss import LanguageModelLoss, sum_by_source
 from tests.support.device_reads import Reads
 from tests.support.models import tiny_config, tiny_model
 

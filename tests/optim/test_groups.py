@@ -3,9 +3,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llm.extensions.matrix_optim.muon import make_muon
-from llm.optim.adamw import make_adamw
 from llm.optim.groups import decays, parameter_groups, scale_learning_rates
-from llm.optim.make import make_sgd
+from llm.optim.optimizers import make_adamw, make_sgd
 from llm.optim.options import OptimizerOptions
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import recipe_of

@@ -1,4 +1,4 @@
-from llm.runtime.counts import counted
+from llm.runtime.logging import counted
 
 
 def test_a_noun_is_in_the_plural_unless_there_is_one():

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from llm.runtime.cpu import limit_spin_wait
+from llm.runtime.process_settings import limit_spin_wait
 
 
 @pytest.fixture

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from llm.runtime import cpu
+from llm.runtime import process_settings
 
 pytestmark = pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc" or any(map(os.path.exists, cpu._ACCELERATORS)),
+    platform.libc_ver()[0] != "glibc" or any(map(os.path.exists, process_settings._ACCELERATORS)),
     reason="needs glibc and no accelerator",
 )
 
 PROGRAM = """
 import json, os, sys
 first = os.getpid()
-from llm.runtime.cpu import restart_with_kept_memory
+from llm.runtime.process_settings import restart_with_kept_memory
 restart_with_kept_memory()
 print(json.dumps([os.getpid(), os.environ.get("GLIBC_TUNABLES"), sys.argv[1:], sys.flags.optimize]))
 """
@@ -59,7 +59,7 @@ def test_settings_of_other_tunables_are_extended():
 
 
 def test_another_allocator_is_left_alone():
-    assert not cpu._helps({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"})
+    assert not process_settings._helps({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"})
 
 
 def test_freed_memory_is_reused_without_page_faults():
@@ -78,7 +78,9 @@ print(faults() - before)
 """
     counts = {}
     for name, restart in (("plain", ""), ("kept", "restart_with_kept_memory()")):
-        source = f"from llm.runtime.cpu import restart_with_kept_memory\n{restart}\n{work}"
+        source = (
+            f"from llm.runtime.process_settings import restart_with_kept_memory\n{restart}\n{work}"
+        )
         plain = {k: v for k, v in os.environ.items() if k not in ("GLIBC_TUNABLES", "LD_PRELOAD")}
         done = subprocess.run(
             [sys.executable, "-c", source],

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llm.errors import ParallelError
-from llm.runtime.deterministic import deterministic_kernels
+from llm.runtime.process_settings import deterministic_kernels
 from tests.support.ranks import run_ranks, values
 from tests.support.training import Bench
 

@@ -2,7 +2,7 @@
 
 import resource
 
-from llm.runtime.file_limit import raise_file_limit
+from llm.runtime.process_settings import raise_file_limit
 from tests.support.ranks import run_ranks, values
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from llm.runtime.gpu_allocator import allocator_settings, expand_segments
+from llm.runtime.process_settings import allocator_settings, expand_segments
 
 NAMES = ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"]
 

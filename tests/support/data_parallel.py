@@ -8,7 +8,7 @@ import torch
 from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
-from llm.optim.adamw import make_adamw
+from llm.optim.optimizers import make_adamw
 from llm.optim.options import OptimizerOptions
 from llm.optim.run_optimizer import Recipe
 from llm.parallel.base import AcceleratedStrategy

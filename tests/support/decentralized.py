@@ -12,8 +12,8 @@ from llm.extensions.decentralized.convergence import mixing_matrix
 from llm.extensions.decentralized.decentralized import DecentralizedStrategy
 from llm.extensions.decentralized.modes import DiLoCo, Gossip
 from llm.extensions.decentralized.rounds import make_rounds
-from llm.optim.adamw import make_adamw
 from llm.optim.groups import parameter_groups
+from llm.optim.optimizers import make_adamw
 from llm.optim.options import OptimizerOptions
 from llm.optim.run_optimizer import Recipe
 from llm.parallel import buckets

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from llm.optim.adamw import make_adamw
+from llm.optim.optimizers import make_adamw
 from llm.optim.options import OptimizerOptions
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy

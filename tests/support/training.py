@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llm.runtime.counts import counted
+from llm.runtime.logging import counted
 from tests.support.faults import Fault, install
 from tests.support.models import tiny_config
 from tests.support.ranks import Outcome, Ranks

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from llm.config.command_line import parse
-from llm.config.options import common, fields
-from llm.config.tokens import Tokens
+from llm.config.options import Tokens, common, fields
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
 from llm.extensions.kfac.kfac_settings import kfac_method

@@ -42,8 +42,8 @@ from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.sources import Source, check_unchanged
 from llm.data.text_identity import SHARD_BYTES, Recipe, recipe, recipe_digest
 from llm.errors import ConfigError, DataError, LLMError
-from llm.runtime.counts import counted
 from llm.runtime.files import try_lock, write_whole
+from llm.runtime.logging import counted
 
 _OWN_NAMES = re.compile(
     r"\.?\d{6,}[.-]|out\.|\.out\.|\.?plan\.|reference-encoder$|rank-\d+-of-\d+$|join-\d+$"

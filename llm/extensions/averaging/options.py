@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING, ClassVar
 
-from llm.config.options import option, option_group
-from llm.config.tokens import Tokens
+from llm.config.options import Tokens, option, option_group
 from llm.errors import ConfigError
 from llm.trainers.gpt.seams import Extension, LoopExtension, SavedWeights
 

@@ -11,7 +11,7 @@ from llm.errors import CheckpointError, ConfigError
 from llm.extensions.decentralized.rounds import Round, Topology, check_topology, make_rounds
 from llm.optim.options import ELEMENTWISE_WITH_BETAS, OptimizerKind
 from llm.parallel.options import sizes_above_one
-from llm.runtime.counts import counted
+from llm.runtime.logging import counted
 from llm.trainers.gpt.seams import Extension
 
 if TYPE_CHECKING:

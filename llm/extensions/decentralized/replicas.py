@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llm.extensions.decentralized.modes import DiLoCo, Gossip
-from llm.runtime.counts import counted
+from llm.runtime.logging import counted
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.layouts import Layout
 

@@ -22,7 +22,7 @@ from llm.extensions.matrix_optim.whole import (
     stacked,
     stacked_state,
 )
-from llm.optim.adamw import adamw_state, adamw_step, nesterov_step
+from llm.optim.optimizers import adamw_state, adamw_step, nesterov_step
 
 NOISE = 3e-6
 """Entries of a rotated matrix below this fraction of its root mean square are set to zero.

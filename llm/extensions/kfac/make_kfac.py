@@ -24,8 +24,8 @@ from llm.extensions.matrix_optim.matrices import ShardedMatrices
 from llm.extensions.matrix_optim.matrix_recipe import FP32, MatrixRunOptimizer
 from llm.extensions.matrix_optim.soap import basis_order, make_soap
 from llm.extensions.matrix_optim.whole import WholeMatrices
-from llm.optim.adamw import adamw_settings, make_adamw
 from llm.optim.groups import parameter_groups, split_groups
+from llm.optim.optimizers import adamw_settings, make_adamw
 from llm.optim.run_optimizer import Recipe, StateMemory
 
 EKFAC_UPDATE_STEPS = 50

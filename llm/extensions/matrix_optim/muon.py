@@ -18,8 +18,8 @@ from llm.extensions.matrix_optim.whole import (
     groups_of,
     stacked_state,
 )
-from llm.optim.adamw import adamw_settings
 from llm.optim.groups import inner_matrices, parameter_groups, split_groups
+from llm.optim.optimizers import adamw_settings
 from llm.optim.options import OptimizerOptions
 from llm.runtime.float32 import has_half_products
 

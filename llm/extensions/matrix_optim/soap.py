@@ -23,8 +23,8 @@ from llm.extensions.matrix_optim.whole import (
     groups_of,
     stacked_state,
 )
-from llm.optim.adamw import adamw_settings, adamw_state, bias_correction, kept_gradient
 from llm.optim.groups import embeddings_and_head, parameter_groups, split_groups
+from llm.optim.optimizers import adamw_settings, adamw_state, bias_correction, kept_gradient
 
 MAX_DIM = 10_000
 """Maximum width of a side with a basis."""

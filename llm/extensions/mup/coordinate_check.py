@@ -70,8 +70,8 @@ def main(argv: Sequence[str]) -> int:
     if problems:
         raise ConfigError(" ".join(problems))
     _check_plot(options.plot)
-    from llm.runtime.cpu import limit_spin_wait
     from llm.runtime.logging import quiet_libraries
+    from llm.runtime.process_settings import limit_spin_wait
 
     limit_spin_wait()
     quiet_libraries()

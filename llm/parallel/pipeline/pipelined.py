@@ -26,8 +26,8 @@ from llm.parallel.pipeline.pipeline_schedule import bubble_fraction, make_schedu
 from llm.parallel.pipeline.split import find_pipeline_modules
 from llm.parallel.pipeline.stage import cut_model
 from llm.runtime.agreement import gather
-from llm.runtime.counts import counted
 from llm.runtime.labels import IGNORED
+from llm.runtime.logging import counted
 from llm.runtime.rng import seed_torch
 
 logger = logging.getLogger("llm.parallel")

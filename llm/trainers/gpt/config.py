@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from llm.checkpoint.options import CheckpointOptions
-from llm.config.options import fields, option, option_group
-from llm.config.tokens import Tokens
+from llm.config.options import Tokens, fields, option, option_group
 from llm.config.toml import read_toml
 from llm.data.options import BatchOptions, DataOptions
 from llm.errors import ConfigError

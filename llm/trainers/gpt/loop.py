@@ -8,7 +8,7 @@ from typing import Literal
 
 from llm.checkpoint.format import Stateful, TrainState
 from llm.checkpoint.save import Saver
-from llm.config.tokens import Tokens
+from llm.config.options import Tokens
 from llm.data.loader import StepBatch, TrainLoader
 from llm.errors import DivergedError
 from llm.metrics.meter import Meter

@@ -23,12 +23,15 @@ from typing import Any
 from llm.config.command_line import config_file_of, parse
 from llm.errors import ConfigError, LLMError, ParallelError, PeerLostError
 from llm.runtime.agreement import is_shared, leave_together
-from llm.runtime.cpu import limit_spin_wait, restart_with_kept_memory
-from llm.runtime.deterministic import deterministic_kernels
-from llm.runtime.file_limit import raise_file_limit
-from llm.runtime.gpu_allocator import expand_segments
 from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.logging import quiet_libraries, set_up_logging
+from llm.runtime.process_settings import (
+    deterministic_kernels,
+    expand_segments,
+    limit_spin_wait,
+    raise_file_limit,
+    restart_with_kept_memory,
+)
 from llm.runtime.signals import watch_launcher
 from llm.runtime.world import World, adopt_launcher, world_from_environment
 from llm.trainers.gpt.config import preset_options

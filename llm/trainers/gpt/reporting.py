@@ -32,10 +32,9 @@ from llm.models.sampling import sample_text
 from llm.models.sizes import flops_per_token, parameter_counts
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.agreement import gather
-from llm.runtime.counts import counted
 from llm.runtime.files import write_whole
-from llm.runtime.gpu_allocator import allocator_settings
-from llm.runtime.logging import event
+from llm.runtime.logging import counted, event
+from llm.runtime.process_settings import allocator_settings
 from llm.runtime.world import task_launcher
 from llm.trainers.gpt.config import CoreConfig, values_of_preset
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup

@@ -20,8 +20,8 @@ from llm.errors import ConfigError, one_line
 from llm.metrics.tracker import task_values
 from llm.models.model_card import Card
 from llm.models.sizes import parameter_counts
-from llm.runtime.counts import counted
 from llm.runtime.files import write_whole
+from llm.runtime.logging import counted
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.run_setup import TrainSetup

@@ -336,7 +336,7 @@ def recipe_of(config: CoreConfig, *, seed: int, layout: Layout | None = None) ->
         seed: The run's seed.
         layout: The run's layout; None if no run is started.
     """
-    from llm.optim.make import make_optimizer
+    from llm.optim.optimizers import make_optimizer
     from llm.optim.run_optimizer import Recipe
 
     given = extensions_of(config)

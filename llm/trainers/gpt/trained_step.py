@@ -18,8 +18,8 @@ from llm.data.open_corpus import open_corpus
 from llm.data.options import LENGTHS
 from llm.errors import CheckpointError, ConfigError, DataError
 from llm.models.configuration import load_config
-from llm.runtime.counts import counted
 from llm.runtime.files import read_json_lines
+from llm.runtime.logging import counted
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.inputs import choose_block_size
 from llm.trainers.gpt.resume import choose_skipped

@@ -15,7 +15,7 @@ from llm.extensions.bf16_moments.bf16_adamw import (
 )
 from llm.models.loss import LanguageModelLoss
 from llm.models.masking import disable_packing_detection
-from llm.optim.adamw import make_adamw
+from llm.optim.optimizers import make_adamw
 from llm.optim.options import OptimizerOptions
 from llm.optim.run_optimizer import Recipe
 from tests.support.device_reads import Reads

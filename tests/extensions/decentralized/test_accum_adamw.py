@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llm.extensions.decentralized.accum_adamw import AccumAdamW, make_accum_adamw
-from llm.optim.adamw import make_adamw
+from llm.optim.optimizers import make_adamw
 from llm.optim.options import OptimizerOptions
 from tests.support.device_reads import Reads
 from tests.support.models import tiny_config

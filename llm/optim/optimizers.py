@@ -1,4 +1,4 @@
-"""torch's fused AdamW, with its state and step for variants of it."""
+"""The optimizers of the core: torch's fused AdamW, its state and step for variants, and SGD."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -124,3 +124,31 @@ def bias_correction(beta: float, step: Tensor) -> Tensor:
     """Return 1 - beta^step; for step 0, the value of step 1."""
     # Accurate in fp32, also for a beta close to 1 in the first steps.
     return -torch.expm1(step.clamp(min=1) * math.log(max(beta, 1e-30)))
+
+
+def make_optimizer(options: OptimizerOptions, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Make AdamW or SGD.
+
+    Args:
+        options: Which optimizer, and its settings.
+        model: The model to train.
+    """
+    if options.optimizer == "sgd":
+        return make_sgd(options, model)
+    assert options.optimizer in (None, "adamw"), "an extension makes all others"
+    return make_adamw(options, model)
+
+
+def make_sgd(options: OptimizerOptions, model: torch.nn.Module) -> torch.optim.SGD:
+    """Make torch's SGD with momentum, in its fused form for the reasons of `make_adamw`.
+
+    Weight decay, on matrices only, is added to the gradient, as torch's SGD does.
+    """
+    momentum = 0.9 if options.momentum is None else options.momentum
+    groups = parameter_groups(options, model)
+    optimizer = torch.optim.SGD(groups, lr=options.learning_rate, momentum=momentum, fused=True)
+    if momentum:
+        for group in groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+    return optimizer

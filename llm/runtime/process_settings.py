@@ -1,12 +1,15 @@
-"""Settings that make training on a CPU faster: glibc's allocator and the spinning of threads."""
+"""Settings of the process: memory allocators, idle threads, open files, deterministic kernels."""
 
+import contextlib
 import os
 import platform
+import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from llm.errors import ParallelError
 from llm.runtime.world import ranks_per_node, world_from_environment
 
 TUNABLES = {
@@ -77,3 +80,61 @@ def _others_run() -> bool:
             return False
         time.sleep(_LOOK_SECONDS)
     return True
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files to the hard one; call before process groups form.
+
+    The soft limit is 1,024 on most systems. Each gloo group and the store on rank 0 keep one
+    connection to every rank, so about 500 ranks would exhaust it.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS refuses an unlimited number
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def expand_segments() -> None:
+    """Let segments of GPU memory grow, unless the user has set the allocator up; call before CUDA.
+
+    Once a segment has grown, its free blocks can hold larger tensors too. Less memory is lost to
+    gaps when shapes change, for example between training, evaluation and saving.
+    """
+    if not any(name in os.environ for name in _VARIABLES):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def allocator_settings() -> str:
+    """Return the allocator's settings, reading the variables in torch's order."""
+    found = (os.environ[name] for name in _VARIABLES if name in os.environ)
+    return next(found, "defaults")
+
+
+@contextlib.contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Choose deterministic kernels; enter it before the first matrix product on a GPU.
+
+    Some kernels add atomically, in an order that differs from run to run: the backward passes of
+    flash attention and of embeddings, and cuBLAS when streams share its workspace.
+
+    Raises:
+        ParallelError: An operation has no deterministic kernel.
+    """
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a workspace for each stream
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # read by transformers
+    torch.use_deterministic_algorithms(True)
+    # Otherwise every new tensor is filled first, which does not change a correct program's results.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    except RuntimeError as error:
+        if "does not have a deterministic implementation" not in str(error):
+            raise
+        raise ParallelError(
+            f"--deterministic: {str(error).split(',')[0]} on this device; leave the option out, or "
+            "choose another --attention_implementation or model."
+        ) from error
