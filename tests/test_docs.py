@@ -408,7 +408,9 @@ def test_the_verbs_of_a_strategy_are_those_of_the_protocol():
 
 def test_the_page_of_the_runs_folder_explains_every_key_that_is_written():
     page = ROOT / "docs/run-folder.md"
-    training = keys_written_by("metrics/tracker.py", "log_training") | {"step"}
+    tracker = "metrics/tracker.py"
+    training = keys_written_by(tracker, "log_training") | keys_written_by(tracker, "_interval")
+    training |= {"step"}
     written = [
         keys_written_by("trainers/gpt/evaluation.py", f"evaluate_{name}")
         for name in ("source", "sources")

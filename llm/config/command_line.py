@@ -10,7 +10,7 @@ import functools
 import re
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,18 +77,13 @@ def parse(
     words = _with_plain_switches([_underscored(word) for word in argv], cls)
     topic = _help_topic(words)
     if topic is not None:
-        parser = _parser(_on_topic(topic, cls))
         if sys.argv[0].startswith(f"{COMMAND} "):
             prog = re.sub(r"^python -m \S+", sys.argv[0], prog)
+        parser = _parser(_on_topic(topic, cls))
         parser.prog, parser.description = prog, description
         parser.usage = f"%(prog)s {usage or _usage(cls, positional)}"
-        parser.add_argument(
-            "-h", "--help", metavar="TOPIC", nargs="?", help="Show this help and exit."
-        )
         parser.epilog = _other_topics(cls) if common(cls) else None
-        sys.stdout.write(parser.format_help())
-        if example is not None:
-            sys.stdout.write(f"\nexample:\n  {prog} {example}\n")
+        _show_help(parser, example)
         raise SystemExit(0)
     given = _given(words, cls, positional)
     path = given.pop("config", None)
@@ -99,6 +94,28 @@ def parse(
     config = cls(**values)
     check_ranges(config)
     _check_text(config)
+    _check_paths(config, values)
+    check_library_versions()  # not for --help
+    return config
+
+
+def _show_help(parser: argparse.ArgumentParser, example: str | None) -> None:
+    """Print the help of a program, and an example if it has one."""
+    parser.add_argument("-h", "--help", metavar="TOPIC", nargs="?", help="Show this help and exit.")
+    sys.stdout.write(parser.format_help())
+    if example is not None:
+        sys.stdout.write(f"\nexample:\n  {parser.prog} {example}\n")
+
+
+def _usage(cls: type, positional: str | None) -> str:
+    """Return the usage of a program without its name: `RUNS ... [--config FILE] ...`."""
+    many = any(field.many for field in fields(cls) if field.name == positional)
+    word = "" if positional is None else f"{positional.upper()}{' ...' * many} "
+    return f"{word}[--config FILE] [--OPTION VALUE ...]"
+
+
+def _check_paths(config: ConfigT, values: Collection[str]) -> None:
+    """Refuse a given path that is empty, or longer than the system allows."""
     for name, text in paths(config):
         if not text and name in values:
             raise ConfigError(f"--{name} is given an empty path; name one, or leave it out.")
@@ -107,15 +124,6 @@ def parse(
                 f"--{name} {text[:40]}... is longer than the system allows, or has a name in it "
                 "that is; choose a shorter one."
             )
-    check_library_versions()  # not for --help
-    return config
-
-
-def _usage(cls: type, positional: str | None) -> str:
-    """Return the usage of a program without its name: `RUNS ... [--config FILE] ...`."""
-    many = any(field.many for field in fields(cls) if field.name == positional)
-    word = "" if positional is None else f"{positional.upper()}{' ...' * many} "
-    return f"{word}[--config FILE] [--OPTION VALUE ...]"
 
 
 def _check_text(config: Any) -> None:

@@ -15,6 +15,7 @@ from llm.errors import ConfigError
 from llm.runtime.logging import set_up_logging
 
 if TYPE_CHECKING:
+    from llm.data.preparation.encoder import Encoding
     from llm.data.preparation.output_files import Output
     from llm.data.preparation.shares import Share
     from llm.data.preparation.tokenize_shards import Cluster
@@ -30,14 +31,9 @@ def prepare(config: PrepareConfig, share: "Share") -> None:
     # Linear algebra is not used here, and numpy would start a thread for it on each core.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Imported here so that --help and wrong options load no library.
-    from llm.data.formats.megatron import token_dtype
-    from llm.data.preparation.encoder import Encoding
     from llm.data.preparation.output_files import check_replaceable
     from llm.data.preparation.prepare_files import prepare_files
     from llm.data.workers import bounded_workers
-    from llm.tokenizers.fast import load_text_tokenizer
-    from llm.tokenizers.load_tokenizer import end_token
-    from llm.tokenizers.options import TokenizerOptions
 
     if config.overwrite and share.world_size > 1:
         raise ConfigError(
@@ -50,27 +46,7 @@ def prepare(config: PrepareConfig, share: "Share") -> None:
     inputs += [Path(name) for name in named if name is not None and os.path.isfile(name)]
     for _, output in outputs:
         check_replaceable(output, inputs)
-    tokenizer = load_text_tokenizer(
-        TokenizerOptions(
-            tokenizer_name=config.tokenizer_name,
-            vocab_file=config.vocab_file,
-            merges_file=config.merges_file,
-            use_slow_tokenizer=config.use_slow_tokenizer,
-        ),
-        trust_remote_code=config.trust_remote_code,
-    )
-    if config.format == "nanogpt" and tokenizer.size > 1 << 16:
-        raise ConfigError(
-            f"--format nanogpt holds ids below 65,536, and the tokenizer has {tokenizer.size:,}; "
-            "use --format megatron."
-        )
-    encoding = Encoding(
-        tokenizer=tokenizer,
-        end_token=end_token(tokenizer.eos_token_id, config.append_eos),
-        dtype=token_dtype(0 if config.format == "nanogpt" else tokenizer.size),
-        allow_special_tokens=config.allow_special_tokens,
-        on_error=config.on_error,
-    )
+    encoding = _encoding(config)
     with ExitStack() as stack:
         workers: int | Cluster
         if config.executor == "dask":
@@ -86,6 +62,41 @@ def prepare(config: PrepareConfig, share: "Share") -> None:
             log_seconds=config.log_seconds,
             share=share,
         )
+
+
+def _encoding(config: PrepareConfig) -> "Encoding":
+    """Load the tokenizer, and return how texts become ids.
+
+    Raises:
+        ConfigError: The tokenizer cannot be loaded, or has too many ids for the format.
+    """
+    from llm.data.formats.megatron import token_dtype
+    from llm.data.preparation.encoder import Encoding
+    from llm.tokenizers.fast import load_text_tokenizer
+    from llm.tokenizers.load_tokenizer import end_token
+    from llm.tokenizers.options import TokenizerOptions
+
+    tokenizer = load_text_tokenizer(
+        TokenizerOptions(
+            tokenizer_name=config.tokenizer_name,
+            vocab_file=config.vocab_file,
+            merges_file=config.merges_file,
+            use_slow_tokenizer=config.use_slow_tokenizer,
+        ),
+        trust_remote_code=config.trust_remote_code,
+    )
+    if config.format == "nanogpt" and tokenizer.size > 1 << 16:
+        raise ConfigError(
+            f"--format nanogpt holds ids below 65,536, and the tokenizer has {tokenizer.size:,}; "
+            "use --format megatron."
+        )
+    return Encoding(
+        tokenizer=tokenizer,
+        end_token=end_token(tokenizer.eos_token_id, config.append_eos),
+        dtype=token_dtype(0 if config.format == "nanogpt" else tokenizer.size),
+        allow_special_tokens=config.allow_special_tokens,
+        on_error=config.on_error,
+    )
 
 
 def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:

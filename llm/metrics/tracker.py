@@ -127,9 +127,6 @@ class Tracker:
         if self._peak_flops is None:
             with self.paused():
                 self._peak_flops = self._find_peak_flops()
-        now = time.perf_counter()
-        elapsed = now - self._started
-        tokens_per_second = (tokens - self._interval_tokens) / elapsed
         record = {
             "loss": values["loss"],
             "learning_rate": learning_rate,
@@ -137,24 +134,12 @@ class Tracker:
             "loss_scale": loss_scale,
             "skipped_steps": int(values["skipped_steps"]),
             "nan_steps": int(values["nan_steps"]),
-            "tokens_per_second": tokens_per_second,
-            "ms_per_step": 1000 * elapsed / max(1, step - self._interval_step),
-            "data_wait": self._data_wait / elapsed,
             "samples": samples,
             "tokens": tokens,
-            "seconds": self._seconds_before + elapsed,
+            **self._interval(step=step, tokens=tokens),
         }
-        mfu = self._utilization(tokens_per_second * self._flops_per_token)
-        if mfu is not None:
-            record["mfu"] = mfu
-        memory = memory_in_use(self._device)
-        if memory is not None:
-            record["memory"] = memory
         more = {name: value for name, value in values.items() if name not in record}
         record |= more | {name: float(value) for name, value in optimizer.items()}
-        self._seconds_before += elapsed
-        self._started, self._data_wait = now, 0.0
-        self._interval_step, self._interval_tokens = step, tokens
         with self.paused():  # a slow disk does not count as a slow step
             self.write(record, step=step)
             logger.info(
@@ -162,7 +147,30 @@ class Tracker:
                 extra=short_form(step_line(record, step=step, total_steps=self._total_steps)),
             )
         if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {values['loss']:.3f}, {tokens_per_second:.0f} tok/s")
+            speed = f"{record['tokens_per_second']:.0f} tok/s"
+            self._bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed}")
+
+    def _interval(self, *, step: int, tokens: int) -> dict[str, float]:
+        """Return time, throughput and memory of the logging interval, and begin the next one."""
+        now = time.perf_counter()
+        elapsed = now - self._started
+        tokens_per_second = (tokens - self._interval_tokens) / elapsed
+        measured = {
+            "tokens_per_second": tokens_per_second,
+            "ms_per_step": 1000 * elapsed / max(1, step - self._interval_step),
+            "data_wait": self._data_wait / elapsed,
+            "seconds": self._seconds_before + elapsed,
+        }
+        mfu = self._utilization(tokens_per_second * self._flops_per_token)
+        if mfu is not None:
+            measured["mfu"] = mfu
+        memory = memory_in_use(self._device)
+        if memory is not None:
+            measured["memory"] = memory
+        self._seconds_before += elapsed
+        self._started, self._data_wait = now, 0.0
+        self._interval_step, self._interval_tokens = step, tokens
+        return measured
 
     def _utilization(self, flops: float) -> float | None:
         """Return the fraction of the devices' peak; None if the peak is below the speed."""

@@ -1,6 +1,7 @@
 """Changes that an extension makes to a model from outside."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -18,13 +19,13 @@ class Transform:
     def modules(self, model: nn.Module) -> None:
         """Change modules in place; the model may be on the meta device."""
 
-    def rate_factor(self, name: str, ndim: int, is_muon: bool) -> float:
+    def rate_factor(self, name: str, ndim: int, group: Mapping[str, Any]) -> float:
         """Return the factor of a parameter's learning rate.
 
         Args:
             name: The parameter's name in the whole model.
             ndim: Its number of dimensions.
-            is_muon: Whether Muon trains it, which has steps of another length.
+            group: The settings of its group in the optimizer.
         """
         return 1.0
 

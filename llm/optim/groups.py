@@ -1,6 +1,6 @@
 """Parameter groups: decay, learning-rate factors, embeddings and head."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ def split_groups(
 def scale_learning_rates(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
-    factor_of: Callable[[str, int, bool], float],
+    factor_of: Callable[[str, int, Mapping[str, Any]], float],
 ) -> None:
     """Multiply parameters' learning rates by a factor, stored in their groups.
 
@@ -86,15 +86,14 @@ def scale_learning_rates(
         optimizer: Its groups are split by factor, in place; at factor 1 they do not change.
         model: Names the parameters.
         factor_of: Returns the factor of a parameter from its name in the model, its number of
-            dimensions, and whether Muon trains it.
+            dimensions, and the settings of its group.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     split: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         by_factor: dict[float, list[int]] = {}
         for place, parameter in enumerate(group["params"]):
-            is_muon = group.get("is_muon", False)
-            factor = factor_of(names[parameter], parameter.ndim, is_muon)
+            factor = factor_of(names[parameter], parameter.ndim, group)
             by_factor.setdefault(factor, []).append(place)
         for factor, places in by_factor.items():
             changed = {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor}

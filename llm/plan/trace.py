@@ -164,21 +164,12 @@ def trace(
             chunk_bytes=None if on_host else accelerator_chunk_bytes(memory),
             aligned=not on_host,
         )
-        samples = device_batch_size(options)
-        ids = torch.zeros(samples, length // context, dtype=torch.long)
+        ids = torch.zeros(device_batch_size(options), length // context, dtype=torch.long)
         labels = torch.zeros_like(ids)
-        known = [ids, labels, *model.parameters(), *model.buffers()]
-        marks = _Marks(find_blocks(model)[0], MemoryMeter(known))
-        with marks.counting():
-            with torch.autocast("cpu", dtype, enabled=options.mixed_precision != "no"):
-                objective, _ = loss(ids, labels)
-            marks.mark("loss")
-            objective.backward()
-            del objective  # its graph holds the tensors that checkpointing has recomputed
-            for _ in range(10):  # in cycles, which may take several rounds to free
-                if not gc.collect():
-                    break
-            marks.mark("end")
+        meter = MemoryMeter([ids, labels, *model.parameters(), *model.buffers()])
+        marks = _Marks(find_blocks(model)[0], meter)
+        autocast = torch.autocast("cpu", dtype, enabled=options.mixed_precision != "no")
+        _run_micro_batch(loss, ids, labels, autocast, marks)
         gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
         head = sum(p.nbytes for p in model.get_output_embeddings().parameters())
     config = model.config.get_text_config()
@@ -201,6 +192,22 @@ def trace(
         width=config.hidden_size,
         key_width=_key_width(config) // tensor,
     )
+
+
+def _run_micro_batch(
+    loss: LanguageModelLoss, ids: Tensor, labels: Tensor, autocast: torch.autocast, marks: "_Marks"
+) -> None:
+    """Run the forward and backward pass, and mark the levels after the loss and at the end."""
+    with marks.counting():
+        with autocast:
+            objective, _ = loss(ids, labels)
+        marks.mark("loss")
+        objective.backward()
+        del objective  # its graph holds the tensors that checkpointing has recomputed
+        for _ in range(10):  # in cycles, which may take several rounds to free
+            if not gc.collect():
+                break
+        marks.mark("end")
 
 
 def _key_width(config: PreTrainedConfig) -> int:

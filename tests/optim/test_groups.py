@@ -121,7 +121,7 @@ def test_a_parameter_has_the_schedules_rate_times_its_factor():
     options = OptimizerOptions(learning_rate=0.5, weight_decay=0.25)
     optimizer = make_adamw(options, model)
     factors = {"0.weight": 1.0, "1.weight": 0.5, "0.bias": 1.0, "1.bias": 2.0}
-    scale_learning_rates(optimizer, model, lambda name, ndim, is_muon: factors[name])
+    scale_learning_rates(optimizer, model, lambda name, ndim, group: factors[name])
 
     expected = [
         (model[0].weight, 0.5, 0.25, 1.0),
@@ -138,7 +138,9 @@ def test_a_parameter_has_the_schedules_rate_times_its_factor():
 def test_muons_groups_have_factors_of_their_own():
     model = AutoModelForCausalLM.from_config(tiny_config("gpt2"))
     optimizer = make_muon(OptimizerOptions(learning_rate=0.5), model)
-    scale_learning_rates(optimizer, model, lambda name, ndim, is_muon: 0.25 if is_muon else 1.0)
+    scale_learning_rates(
+        optimizer, model, lambda name, ndim, group: 0.25 if group["is_muon"] else 1.0
+    )
     assert {(group["is_muon"], group["lr"]) for group in optimizer.param_groups} == {
         (True, 0.125), (False, 0.5)
     }  # fmt: skip

@@ -10,7 +10,7 @@ from llm.models.loss import LanguageModelLoss
 from llm.optim.run_optimizer import Recipe
 from llm.parallel.sharded_init import fill_model
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.layouts import Pipelined, Sharded
+from llm.trainers.gpt.layouts import Layout
 from tests.support.layouts import cpu_accelerator, dims_of, make_optimizer
 from tests.support.models import tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
@@ -34,8 +34,7 @@ def start(config, sizes: dict[str, int], make_optimizer=make_optimizer, **option
     run = GPTConfig(no_bias=options.get("no_bias", False))
     accelerator, dims = cpu_accelerator(), dims_of(**sizes)
     init_weights = partial(fill_model, run, seed=1, device=accelerator.device)
-    layout = Pipelined() if dims.pipeline > 1 else Sharded()
-    strategy = layout.make(run, dims, accelerator, init_weights=init_weights)
+    strategy = Layout().make(run, dims, accelerator, init_weights=init_weights)
     strategy.prepare(LanguageModelLoss(model), Recipe(make_optimizer).make)
     return strategy
 

@@ -23,6 +23,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,7 @@ class Scales(Transform):
         depth = math.sqrt(self.depth) if self.starts_by_depth else self.depth
         return self._factor(name, ndim, matrix=1 / math.sqrt(self.width), depth=depth)
 
-    def rate_factor(self, name: str, ndim: int, is_muon: bool) -> float:
+    def rate_factor(self, name: str, ndim: int, group: Mapping[str, Any]) -> float:
         """Return the factor of a parameter's learning rate.
 
         Muon's step is an orthogonal matrix of n x n times 0.2 sqrt(n), which changes the output of
@@ -70,9 +71,9 @@ class Scales(Transform):
         Args:
             name: The parameter's name in the whole model.
             ndim: Its number of dimensions.
-            is_muon: Whether Muon trains it, with the step length of 0.2 sqrt(n); else AdamW.
+            group: The settings of its group in the optimizer; Muon marks those that it trains.
         """
-        matrix = 1 / (math.sqrt(self.width) if is_muon else self.width)
+        matrix = 1 / (math.sqrt(self.width) if group.get("is_muon") else self.width)
         return self._factor(name, ndim, matrix=matrix, depth=self.depth)
 
     def _factor(self, name: str, ndim: int, *, matrix: float, depth: float) -> float:

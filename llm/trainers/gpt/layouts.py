@@ -1,8 +1,7 @@
-"""Layouts: how the ranks of a run train its model.
+"""The layout of a run: how its ranks train its model.
 
-`choose_layout` in `llm/trainers/gpt/seams.py` chooses one before process groups form; layouts of
-extensions come first. Their code is imported when it is used, because job scripts check the number
-of ranks without torch.
+`choose_layout` in `llm/trainers/gpt/seams.py` asks the extensions for one before process groups
+form. Strategies are imported when they are made, because job scripts choose a layout without torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Layout:
-    """The whole model on every rank; the other layouts are subclasses."""
+    """One model, on ranks that hold all of it or divide it; an extension returns a subclass."""
 
     def make(
         self,
@@ -39,6 +38,19 @@ class Layout:
             init_weights: Fills a model on the meta device once it is divided; None for a model that
                 has its weights.
         """
+        if dims.pipeline > 1:
+            from llm.parallel.pipeline.pipelined import PipelineStrategy
+
+            return PipelineStrategy(config, accelerator, dims, init_weights=init_weights)
+        if not dims.is_replicated:
+            from llm.parallel.fsdp import ShardedStrategy
+
+            return ShardedStrategy(
+                accelerator,
+                dims,
+                unsharded_gradients=config.unsharded_gradients,
+                init_weights=init_weights,
+            )
         from llm.parallel.base import AcceleratedStrategy
 
         return AcceleratedStrategy(accelerator)
@@ -60,42 +72,3 @@ class Layout:
     def describe(self) -> list[str]:
         """Return lines about it for the log of a training."""
         return []
-
-
-class Sharded(Layout):
-    """A part of every weight on each rank."""
-
-    def make(
-        self,
-        config: CoreConfig,
-        dims: "ParallelDims",
-        accelerator: "Accelerator",
-        *,
-        init_weights: "Callable[[PreTrainedModel], None] | None",
-    ) -> "AcceleratedStrategy":
-        """Return the strategy of FSDP, tensor and context parallelism."""
-        from llm.parallel.fsdp import ShardedStrategy
-
-        return ShardedStrategy(
-            accelerator,
-            dims,
-            unsharded_gradients=config.unsharded_gradients,
-            init_weights=init_weights,
-        )
-
-
-class Pipelined(Layout):
-    """Some of the layers on each rank, which may be sharded too."""
-
-    def make(
-        self,
-        config: CoreConfig,
-        dims: "ParallelDims",
-        accelerator: "Accelerator",
-        *,
-        init_weights: "Callable[[PreTrainedModel], None] | None",
-    ) -> "AcceleratedStrategy":
-        """Return the strategy of pipeline stages."""
-        from llm.parallel.pipeline.pipelined import PipelineStrategy
-
-        return PipelineStrategy(config, accelerator, dims, init_weights=init_weights)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from llm.config.program import Program
 from llm.parallel.dims import parallel_dims
 from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.layouts import Layout, Pipelined, Sharded
+from llm.trainers.gpt.layouts import Layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -348,7 +348,7 @@ def recipe_of(config: CoreConfig, *, seed: int, layout: Layout | None = None) ->
 def choose_layout(
     config: CoreConfig, *, ranks: int, ranks_per_node: int, start: "Checkpoint | None"
 ) -> Layout:
-    """Return the first layout that the options ask for; extensions come first.
+    """Return the first layout that an extension's options ask for, or else the core's.
 
     Args:
         config: The options.
@@ -363,7 +363,5 @@ def choose_layout(
         layout = extension.layout(options, ranks=ranks, ranks_per_node=ranks_per_node, start=start)
         if layout is not None:
             return layout
-    dims = parallel_dims(config, ranks)
-    if dims.pipeline > 1:
-        return Pipelined()
-    return Layout() if dims.is_replicated else Sharded()
+    parallel_dims(config, ranks)  # refuses ranks that cannot be divided
+    return Layout()

@@ -80,14 +80,7 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
     # Replaces other length options, and a cooldown.
     changed |= dict.fromkeys(LENGTHS) | {"max_train_samples": order["total_samples"]}
     config = replace(config, **changed)
-    checkpoints = RunFolder(run).checkpoints
-
-    def read_model() -> "tuple[PreTrainedTokenizerBase, PreTrainedConfig]":
-        newest = list_checkpoints(checkpoints)[-1:]
-        named = with_copies(config, newest[0]) if newest else config
-        return tokenizer_of(named), load_config(named)
-
-    tokenizer, model_config = read_while_training(checkpoints, read_model)
+    tokenizer, model_config = _read_model(config, RunFolder(run).checkpoints)
     corpus = open_corpus(
         config,
         tokenizer=tokenizer,
@@ -126,6 +119,19 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
         corpus=corpus.train,
         tokenizer=tokenizer,
     )
+
+
+def _read_model(
+    config: CoreConfig, checkpoints: Path
+) -> "tuple[PreTrainedTokenizerBase, PreTrainedConfig]":
+    """Return tokenizer and model configuration: the newest checkpoint's copies, if there is one."""
+
+    def read() -> "tuple[PreTrainedTokenizerBase, PreTrainedConfig]":
+        newest = list_checkpoints(checkpoints)[-1:]
+        named = with_copies(config, newest[0]) if newest else config
+        return tokenizer_of(named), load_config(named)
+
+    return read_while_training(checkpoints, read)
 
 
 def _positions(plan: BatchPlan, step: int, rank: int | None) -> NDArray[np.int64]:

@@ -77,8 +77,8 @@ def test_each_kind_of_weight_has_its_deviation_and_its_rates(
 ):
     scales = Scales(width=4, depth=4, starts_by_depth=family == "gpt2")
     assert scales.deviation(name, ndim) == deviation
-    assert scales.rate_factor(name, ndim, False) == adamw
-    assert scales.rate_factor(name, ndim, True) == muon
+    assert scales.rate_factor(name, ndim, {}) == adamw
+    assert scales.rate_factor(name, ndim, {"is_muon": True}) == muon
 
 
 def test_a_models_scales_are_its_sizes_over_those_of_the_base_model():
@@ -157,9 +157,9 @@ def test_a_model_trains_as_one_with_multipliers_in_the_forward_pass(family, opti
     multiplied = with_multipliers(folded, scales)
     settings = GPTConfig(optimizer=optimizer, learning_rate=1e-2, weight_decay=0.1, eps=1e-300)
 
-    def rate_in_the_papers(name: str, ndim: int, is_muon: bool) -> float:
+    def rate_in_the_papers(name: str, ndim: int, group: dict) -> float:
         inside = ".h." in name or ".layers." in name
-        return (0.5**0.5 if is_muon else 0.5) if inside and ndim == 2 else 1.0
+        return (0.5**0.5 if group.get("is_muon") else 0.5) if inside and ndim == 2 else 1.0
 
     ids = torch.randint(320, (4, 17), generator=torch.Generator().manual_seed(0))
     losses = []
