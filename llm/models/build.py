@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from llm.errors import ConfigError, one_line
+from llm.models.attention import disable_packing_detection
 from llm.models.init import keyed_generator, materialize
-from llm.models.masking import disable_packing_detection
 from llm.models.options import ModelOptions
 from llm.models.patches.experts import autocast_grouped_products
 from llm.models.patches.gelu import fuse_gelu

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from llm.models.attention import run_model
 from llm.models.cross_entropy import chunked_cross_entropy
-from llm.models.masking import run_model
 from llm.models.patches.tied_embedding import TiedEmbedding
 from llm.models.sizes import find_blocks
 from llm.runtime.labels import IGNORED

@@ -24,8 +24,7 @@ from transformers.masking_utils import causal_mask_function
 
 from llm.data.loader import MicroBatch
 from llm.errors import ConfigError
-from llm.models.masking import documents_of_forward, run_model
-from llm.models.patches.document_attention import kernel_dtype
+from llm.models.attention import documents_of_forward, kernel_dtype, run_model
 from llm.parallel.dims import ParallelDims
 from llm.runtime import torch_names
 from llm.runtime.float32 import full_float32

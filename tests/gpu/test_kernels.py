@@ -5,10 +5,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from llm.checkpoint.snapshot import copy_to_host
+from llm.models.attention import run_model, use_document_attention
 from llm.models.cross_entropy import chunked_cross_entropy
 from llm.models.loss import LanguageModelLoss
-from llm.models.masking import run_model
-from llm.models.patches.document_attention import use_document_attention
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import recipe_of
 from tests.support.gpu import CPU, DEVICE, gpu, only_on_a_gpu

@@ -7,9 +7,9 @@ import torch
 from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention
 
+from llm.models import attention
+from llm.models.attention import use_document_attention
 from llm.models.loss import LanguageModelLoss
-from llm.models.patches import document_attention
-from llm.models.patches.document_attention import use_document_attention
 from tests.support.device_reads import Reads
 from tests.support.models import tiny_config, tiny_model
 
@@ -22,7 +22,7 @@ def uncompiled(monkeypatch):
     """FlexAttention with a backward pass, which it has on a CPU only if it is not compiled."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(document_attention, "_compiled", lambda function: function)
+    monkeypatch.setattr(attention, "_compiled", lambda function: function)
 
 
 def make_model(family: str, **changes):
@@ -106,16 +106,14 @@ def test_the_mask_is_made_once_a_forward_without_reading_the_device(uncompiled, 
     model = make_model("llama", num_hidden_layers=4)
     use_document_attention(model, flex=True)
     made = []
-    original = document_attention.create_block_mask
+    original = attention.create_block_mask
 
     def create(*args, **kwargs):
         made.append(args)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(document_attention, "create_block_mask", create)
-    monkeypatch.setattr(
-        document_attention, "flex_attention", lambda query, *args, **kwargs: query.clone()
-    )
+    monkeypatch.setattr(attention, "create_block_mask", create)
+    monkeypatch.setattr(attention, "flex_attention", lambda query, *args, **kwargs: query.clone())
     with Reads() as reads:
         LanguageModelLoss(model)(*make_batch())
     assert len(made) == 1
@@ -130,7 +128,7 @@ def test_dropout_of_attention_and_failures_fall_back_to_a_dense_mask(uncompiled,
     def fail(*args, **kwargs):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(document_attention, "flex_attention", fail)
+    monkeypatch.setattr(attention, "flex_attention", fail)
     model = make_model("llama")
     use_document_attention(model, flex=True)
     assert kernel_of(model) == "document_attention_dense"
@@ -152,7 +150,7 @@ def test_steps_share_the_compiled_attention_and_mask(monkeypatch):
     with torch.no_grad():
         expected = [loss(*batch)[1] for batch in batches]
         # Compiled for a CPU, it has no backward pass.
-        monkeypatch.setattr(document_attention, "_try_training", lambda model: None)
+        monkeypatch.setattr(attention, "_try_training", lambda model: None)
         use_document_attention(model, flex=True)
         graphs = []
         for batch, whole in zip(batches, expected, strict=True):

@@ -6,8 +6,8 @@ from torch import nn
 from transformers import LlamaConfig
 
 from llm.errors import ConfigError
+from llm.models.attention import check_documents_apart
 from llm.models.init import dummy_weights
-from llm.models.masking import check_documents_apart
 from llm.parallel.pipeline.stage import check_cut
 from tests.support.models import FAMILIES, remember_across_layers, tiny_config, tiny_model
 

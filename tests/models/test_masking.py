@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from llm.data.order import DocumentEnds
 from llm.errors import ConfigError
+from llm.models.attention import check_documents_apart
 from llm.models.loss import LanguageModelLoss
-from llm.models.masking import check_documents_apart
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 
 EOS = 0

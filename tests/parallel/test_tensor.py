@@ -9,8 +9,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoModelForCausalLM
 
 from llm.data.loader import MicroBatch
+from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
-from llm.models.masking import disable_packing_detection
 from llm.optim.run_optimizer import Recipe
 from llm.parallel.tensor import TensorParallelRNG, divide_layers
 from tests.support.layouts import make_optimizer, make_strategy

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm.extensions.matrix_optim.eigenbases import eigenbasis, power_iteration, rotate, rotate_back
-from llm.models.masking import check_documents_apart
+from llm.models.attention import check_documents_apart
 from llm.parallel.context import check_divisible
 from llm.parallel.pipeline.stage import check_cut
 from llm.runtime.float32 import full_float32

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from llm.data.loader import MicroBatch
+from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
-from llm.models.masking import disable_packing_detection
 from llm.optim.optimizers import make_adamw
 from llm.optim.options import OptimizerOptions
 from llm.optim.run_optimizer import Recipe

@@ -10,8 +10,8 @@ from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import Saver
 from llm.data.loader import MicroBatch
 from llm.extensions.kfac.make_kfac import KFAC
+from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
-from llm.models.masking import disable_packing_detection
 from llm.parallel.base import AcceleratedStrategy
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import recipe_of

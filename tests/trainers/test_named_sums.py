@@ -9,8 +9,8 @@ import torch
 from llm.data.loader import MicroBatch
 from llm.metrics.meter import Meter
 from llm.metrics.tracker import Tracker
+from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
-from llm.models.masking import disable_packing_detection
 from llm.optim.run_optimizer import Recipe
 from tests.support.data_parallel import BATCH, make_optimizer, step_data
 from tests.support.layouts import make_strategy

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
-from llm.models.masking import disable_packing_detection
 from tests.support.data_parallel import make_strategy, share
 from tests.support.device_reads import Reads
 from tests.support.models import FAMILIES, tiny_config

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from llm.errors import ConfigError, one_line
-from llm.models.masking import run_model
+from llm.models.attention import run_model
 from llm.models.sizes import find_blocks
 
 _LOOKUP_COST = 0.1

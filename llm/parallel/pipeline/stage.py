@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llm.errors import ConfigError, one_line
+from llm.models.attention import run_model
 from llm.models.loss import LanguageModelLoss
-from llm.models.masking import run_model
 from llm.parallel.pipeline.split import (
     PipelineModules,
     cannot_cut,

@@ -8,7 +8,6 @@ import dataclasses
 import os
 from pathlib import Path
 
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from transformers import PreTrainedConfig
 
 from llm.checkpoint.format import Checkpoint
@@ -42,6 +41,7 @@ from llm.trainers.gpt.resume import (
 )
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup, plan_training
 from llm.trainers.gpt.seams import Inputs, choose_layout, extensions_of
+from llm.trainers.gpt.trackers import check_trackers
 
 _NEED_VALIDATION = ("eval_steps", "eval_tokens", "eval_metrics", "save_top_k")
 """Training options that require validation data."""
@@ -121,7 +121,7 @@ def read_evaluation(config: CoreConfig, world: World) -> RunSetup:
 def _open_run(config: CoreConfig, world: World) -> RunFolder:
     """Run the checks that do not read data; return the run's folder."""
     check_device(device_of(world))
-    _check_trackers(config)
+    check_trackers(config)
     return RunFolder(Path(config.output_dir or _default_output_dir(config)))
 
 
@@ -228,20 +228,6 @@ def choose_dims(
         num_layers = model_config.get_text_config().num_hidden_layers
         check_depth(num_layers, dims.pipeline * config.virtual_stages)
     return dims
-
-
-def _check_trackers(config: CoreConfig) -> None:
-    available = {str(tracker) for tracker in get_available_trackers()}
-    for name in config.report_to:
-        if name != "none" and name not in LOGGER_TYPE_TO_CLASS:
-            raise ConfigError(
-                f"--report_to {name} is not a tracker; choose from "
-                f"{', '.join(sorted(LOGGER_TYPE_TO_CLASS))} and none."
-            )
-        if name != "none" and name not in available:
-            raise ConfigError(
-                f"--report_to {name} needs a package that is missing: pip install {name}."
-            )
 
 
 def _default_output_dir(config: CoreConfig) -> str:

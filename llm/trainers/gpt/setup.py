@@ -14,12 +14,11 @@ from llm.checkpoint.load import load_state, parts_of
 from llm.checkpoint.retention import mark_superseded
 from llm.errors import ParallelError
 from llm.metrics.hardware import device_memory
+from llm.models.attention import check_documents_apart, use_document_attention
 from llm.models.build import build_model
 from llm.models.compilation import compile_blocks
 from llm.models.init import dummy_weights, without_weights
 from llm.models.loss import LanguageModelLoss, accelerator_chunk_bytes
-from llm.models.masking import check_documents_apart
-from llm.models.patches.document_attention import use_document_attention
 from llm.models.weight_files import find_weight_files
 from llm.optim.groups import scale_learning_rates
 from llm.optim.run_optimizer import RunOptimizer

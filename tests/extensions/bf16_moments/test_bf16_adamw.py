@@ -13,8 +13,8 @@ from llm.extensions.bf16_moments.bf16_adamw import (
     random_bits,
     round_stochastically,
 )
+from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
-from llm.models.masking import disable_packing_detection
 from llm.optim.optimizers import make_adamw
 from llm.optim.options import OptimizerOptions
 from llm.optim.run_optimizer import Recipe

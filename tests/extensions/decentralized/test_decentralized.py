@@ -9,8 +9,8 @@ from llm.data.loader import MicroBatch
 from llm.extensions.decentralized.decentralized import DecentralizedStrategy
 from llm.extensions.decentralized.modes import Gossip
 from llm.extensions.decentralized.rounds import make_rounds
+from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
-from llm.models.masking import disable_packing_detection
 from llm.optim.run_optimizer import Recipe
 from llm.parallel.base import AcceleratedStrategy
 from tests.support.decentralized import (

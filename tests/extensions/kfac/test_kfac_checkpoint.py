@@ -10,8 +10,8 @@ from llm.checkpoint.format import PLAIN, split_state
 from llm.checkpoint.load import newest_valid
 from llm.checkpoint.snapshot import assign_writers
 from llm.extensions.kfac.make_kfac import KFACRecipe
+from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
-from llm.models.masking import disable_packing_detection
 from llm.parallel.base import AcceleratedStrategy
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support import layouts

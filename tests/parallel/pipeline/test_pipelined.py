@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm.data.loader import MicroBatch
+from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
-from llm.models.masking import disable_packing_detection
 from llm.models.patches.tied_embedding import tie_gradients
 from llm.optim.run_optimizer import Recipe
 from tests.support import layouts
