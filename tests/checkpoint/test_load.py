@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llm.checkpoint import snapshot
-from llm.checkpoint.format import MANIFEST, PLAIN, REPLACED, add_checksum, read_manifest
+from llm.checkpoint.format import MANIFEST, REPLACED, add_checksum, read_manifest
 from llm.checkpoint.load import list_checkpoints, load_state, newest_valid, read_valid
 from llm.checkpoint.retention import mark_superseded, prune
 from llm.errors import CheckpointError
@@ -46,15 +46,6 @@ def test_a_half_written_checkpoint_is_never_chosen(tmp_path):
 
 def test_an_empty_folder_has_no_newest_checkpoint(tmp_path):
     assert newest_valid(tmp_path / "missing") is None
-
-
-def test_a_checkpoint_records_its_time_and_world_size(tmp_path):
-    found = read_manifest(save(tmp_path, 1, eval_loss=2.5))
-
-    assert found.world_size == 1
-    assert found.metadata == {"eval_loss": 2.5}
-    assert found.files.keys() == {SHARD, PLAIN}
-    assert found.saved_at[:3] == "202"
 
 
 def harmed(content: bytes, harm: str, draw: random.Random, other: bytes) -> bytes | None:

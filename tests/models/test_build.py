@@ -100,12 +100,6 @@ def test_padding_adds_zero_rows_that_the_configuration_does_not_show(family: str
             assert not after[320:].any()
 
 
-def test_padding_keeps_tied_embeddings_tied() -> None:
-    model = tiny_model(tiny_config("gpt2"), pad_vocab_to_multiple_of=128)
-
-    assert model.lm_head.weight is model.transformer.wte.weight
-
-
 def test_biases_are_held_at_zero_even_when_loaded(
     trained_gptj: tuple[PreTrainedModel, str], caplog: pytest.LogCaptureFixture
 ) -> None:

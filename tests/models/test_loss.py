@@ -105,26 +105,6 @@ def test_padded_vocabulary_rows_do_not_change_the_loss_and_get_no_gradient(
         assert parameter.grad[:320].any()
 
 
-def test_a_scaled_objective_scales_the_gradients() -> None:
-    model = tiny_model(tiny_config("gptj")).eval()
-    loss = LanguageModelLoss(model)
-    once = {name: 3 * g for name, g in gradients(model, loss(*batch())[0]).items()}
-
-    assert_same_gradients(gradients(model, loss(*batch())[0] * 3), once)
-
-
-def test_two_micro_batches_add_up_to_their_union() -> None:
-    model = tiny_model(tiny_config("gpt2")).eval()
-    loss = LanguageModelLoss(model)
-    input_ids, labels = batch()
-    whole = gradients(model, loss(input_ids, labels)[0])
-
-    model.zero_grad()
-    for rows in (slice(0, 1), slice(1, 3)):
-        loss(input_ids[rows], labels[rows])[0].backward()
-    assert_same_gradients({n: p.grad for n, p in model.named_parameters()}, whole)
-
-
 @pytest.mark.parametrize("chunked", [True, False])
 def test_no_labels_make_a_zero_loss_and_zero_gradients(chunked: bool) -> None:
     model = tiny_model(tiny_config("gptj"))

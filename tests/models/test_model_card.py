@@ -16,20 +16,6 @@ def read(folder: Path, **content: Any) -> ModelCard:
     return ModelCard.load(folder / "README.md", ignore_metadata_errors=False)
 
 
-def test_the_metadata_name_license_languages_data_and_base_model(tmp_path):
-    data = read(
-        tmp_path,
-        license="apache-2.0",
-        languages=("en", "de"),
-        dataset="HuggingFaceFW/fineweb-edu",
-        base_model="EleutherAI/gpt-neo-125m",
-    ).data
-    assert (data.license, data.language) == ("apache-2.0", ["en", "de"])
-    assert data.datasets == ["HuggingFaceFW/fineweb-edu"]
-    assert data.base_model == "EleutherAI/gpt-neo-125m"
-    assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
-
-
 def test_what_nobody_has_said_is_not_in_the_metadata(tmp_path):
     data = read(tmp_path).data.to_dict()
     assert sorted(data) == ["library_name", "pipeline_tag", "tags"]
