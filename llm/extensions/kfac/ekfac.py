@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from llm.extensions.kfac.curvature import Curvature
-from llm.extensions.kfac.factors import Factor
 from llm.extensions.kfac.layers import Layer
-from llm.extensions.kfac.units import CoveredUnits
+from llm.extensions.kfac.units import CoveredUnits, joint_bases
 from llm.extensions.matrix_optim.eigenbases import Blocks, rotate, rotate_back
 from llm.extensions.matrix_optim.fused import joint_state, matrix_state
 from llm.extensions.matrix_optim.soap import SOAP
@@ -19,7 +18,6 @@ from llm.extensions.matrix_optim.whole import (
     WholeMatrices,
     groups_of,
     lay_together,
-    stacked,
     stacked_state,
 )
 from llm.optim.optimizers import adamw_state, adamw_step, nesterov_step
@@ -165,12 +163,7 @@ class EKFAC(MatrixOptimizer):
                 layer = self._covered.layers[unit][0]
                 for parameter in unit.parameters[1:]:
                     self.state[parameter]["step"] = self._state_of(layer)["step"]
-            for layers in self._covered.parts_of(units):
-                for factors in zip(*map(self.curvature.factors_of, layers), strict=True):
-                    for number in range(len(factors[0].bases) if len(factors) > 1 else 0):
-                        stack = torch.stack([factor.bases[number] for factor in factors])
-                        for factor, basis in zip(factors, stack.unbind(), strict=True):
-                            factor.bases[number] = basis
+        self._covered.lay_bases_together()
 
     def _state_of(self, layer: Layer) -> dict[str, Tensor]:
         return matrix_state(self.state[self._unit_of[layer].weight], layer.part)
@@ -195,7 +188,7 @@ class EKFAC(MatrixOptimizer):
             group: Their parameter group, without weight decay.
         """
         inputs, outputs = zip(*map(self.curvature.factors_of, layers), strict=True)
-        left, right = _joint_bases(outputs), _joint_bases(inputs)
+        left, right = joint_bases(outputs), joint_bases(inputs)
         rotated = _without_noise(rotate(gradients, left, right))
         states = [self._state_of(layer) for layer in layers]
         if self._nesterov:
@@ -211,13 +204,6 @@ class EKFAC(MatrixOptimizer):
                 update.grad = gradient
             adamw_step(group, list(state_of), state_of, self.found_inf)
         return rotate_back(updates, left, right)
-
-
-def _joint_bases(factors: Sequence[Factor]) -> list[Tensor]:
-    """Return the bases of equally wide factors, with corresponding blocks stacked."""
-    if len(factors) == 1:
-        return factors[0].bases
-    return [stacked(blocks) for blocks in zip(*(factor.bases for factor in factors), strict=True)]
 
 
 def _without_noise(rotated: Tensor) -> Tensor:

@@ -119,11 +119,6 @@ class Factor:
         """Return the average of each block; zeros before the first token."""
         return [total / self.count.clamp_min(1e-30) for total in self.sums]
 
-    def mean_eigenvalue(self) -> Tensor:
-        """Return the mean of the eigenvalues over all blocks."""
-        total: Tensor = torch.stack([values.sum() for values in self.values]).sum()
-        return total / self.size
-
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors that this rank keeps, by their keys in a checkpoint."""
         kept = {"count": self.count} if self.owned else {}

@@ -195,12 +195,9 @@ def make_kfac(
     damping, kl_clip = options.kfac_damping or DAMPING, options.kfac_kl_clip or KL_CLIP
     if options.kfac_library == "kfac-pytorch":
         adamw = make_adamw(options, model)
+        parameters = _parameters(adamw.param_groups)
         external = ExternalPreconditioner(
-            coverage,
-            _parameters(adamw.param_groups),
-            damping=damping,
-            kl_clip=kl_clip,
-            **settings,
+            coverage, parameters, damping=damping, kl_clip=kl_clip, **settings
         )
         return made(adamw, recorder=external, preconditioner=external)
     curvature = Curvature(
@@ -212,19 +209,7 @@ def make_kfac(
         **settings,
     )
     if method == "ekfac":
-        groups, others = parameter_groups(options, model), None
-        covered = {p for layer in curvature.layers for p in layer.parameters}
-        if options.optimizer == "soap" and not covered.issuperset(_parameters(groups)):
-            others = partial(make_soap, options, model, whole=whole, order=order, without=covered)
-            groups = split_groups(groups, covered, {}, None)
-        ekfac = EKFAC(
-            groups,
-            curvature,
-            nesterov=options.nesterov,
-            others=others,
-            whole=whole,
-            **adamw_settings(options),
-        )
+        ekfac = _make_ekfac(options, model, curvature, whole=whole, order=order)
         return made(ekfac, recorder=curvature, preconditioner=None)
     adamw = make_adamw(options, model)
     preconditioner = Preconditioner(
@@ -235,6 +220,30 @@ def make_kfac(
         whole=whole,
     )
     return made(adamw, recorder=curvature, preconditioner=preconditioner)
+
+
+def _make_ekfac(
+    options: KFACSettings,
+    model: nn.Module,
+    curvature: Curvature,
+    *,
+    whole: WholeMatrices | None,
+    order: Sequence[str] | None,
+) -> EKFAC:
+    """Make EKFAC for the covered layers, and AdamW or SOAP for the rest."""
+    groups, others = parameter_groups(options, model), None
+    covered = {p for layer in curvature.layers for p in layer.parameters}
+    if options.optimizer == "soap" and not covered.issuperset(_parameters(groups)):
+        others = partial(make_soap, options, model, whole=whole, order=order, without=covered)
+        groups = split_groups(groups, covered, {}, None)
+    return EKFAC(
+        groups,
+        curvature,
+        nesterov=options.nesterov,
+        others=others,
+        whole=whole,
+        **adamw_settings(options),
+    )
 
 
 def covers_stacks(options: KFACSettings) -> bool:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from llm.extensions.kfac.curvature import Curvature
 from llm.extensions.kfac.layers import Layer
-from llm.extensions.kfac.units import CoveredUnits
+from llm.extensions.kfac.units import CoveredUnits, joint_bases, joint_values
 from llm.extensions.matrix_optim.eigenbases import rotate, rotate_back
-from llm.extensions.matrix_optim.whole import WholeMatrices, stacked
+from llm.extensions.matrix_optim.whole import WholeMatrices
 
 
 class Preconditioner:
@@ -47,6 +47,7 @@ class Preconditioner:
     ) -> None:
         self.curvature = curvature
         self._covered = CoveredUnits(curvature, whole)
+        self._covered.lay_bases_together()
         self._parameters = list(parameters)
         self._damping = damping
         self._kl_clip = kl_clip
@@ -79,17 +80,20 @@ class Preconditioner:
         self._num_steps += 1
 
     def _results(self, layers: Sequence[Layer], gradients: Tensor) -> Tensor:
-        return stacked([*map(self._result, layers, gradients.unbind())])
-
-    def _result(self, layer: Layer, gradient: Tensor) -> Tensor:
-        """Return the preconditioned gradient of a layer."""
-        inputs, outputs = self.curvature.factors_of(layer)
-        result = rotate(gradient, outputs.bases, inputs.bases)
-        damping = self._damping * inputs.mean_eigenvalue() * outputs.mean_eigenvalue()
-        products = torch.outer(torch.cat(outputs.values), torch.cat(inputs.values))
-        result = rotate_back(result / (products + damping), outputs.bases, inputs.bases)
-        norms = torch.linalg.vector_norm(gradient), torch.linalg.vector_norm(result)
-        grafted: Tensor = result * (norms[0] / norms[1].clamp_min(1e-30))
+        """Return the preconditioned gradients of equal layers, stacked like the gradients."""
+        inputs, outputs = zip(*map(self.curvature.factors_of, layers), strict=True)
+        left, right = joint_bases(outputs), joint_bases(inputs)
+        rows, columns = joint_values(outputs), joint_values(inputs)
+        damping = self._damping * rows.mean(dim=1) * columns.mean(dim=1)
+        products = rows.unsqueeze(2) * columns.unsqueeze(1) + damping.view(-1, 1, 1)
+        if gradients.ndim > 3:  # a stack of experts, with the same factors
+            products = products.unsqueeze(1)
+        results = rotate_back(rotate(gradients, left, right) / products, left, right)
+        before, after = (
+            torch.linalg.vector_norm(each.flatten(1), dim=1) for each in (gradients, results)
+        )
+        ratios = before / after.clamp_min(1e-30)
+        grafted: Tensor = results * ratios.view(-1, *[1] * (gradients.ndim - 1))
         return grafted
 
     def _bound(self, product: Tensor, learning_rate: float) -> Tensor:

@@ -6,8 +6,16 @@ import torch
 from torch import Tensor
 
 from llm.extensions.kfac.curvature import Curvature
+from llm.extensions.kfac.factors import Factor
 from llm.extensions.kfac.layers import Layer
-from llm.extensions.matrix_optim.whole import Unit, Updates, WholeMatrices, batches, gradients_of
+from llm.extensions.matrix_optim.whole import (
+    Unit,
+    Updates,
+    WholeMatrices,
+    batches,
+    gradients_of,
+    stacked,
+)
 
 Update = Callable[[Sequence[Layer], Tensor], Tensor]
 """Computes the updates of equal layers from their gradients, in the form of `Layer.matrix`, stacked
@@ -59,6 +67,18 @@ class CoveredUnits:
         """Return the layers of equal units: for each part, one layer per unit."""
         return list(zip(*(self.layers[unit] for unit in units), strict=True))
 
+    def lay_bases_together(self) -> None:
+        """Make the bases and eigenvalues of equal layers adjacent in memory, as stacks.
+
+        Query, key and value share the factor of their input, which is moved once.
+        """
+        laid = set[Factor]()
+        for units in self.batches():
+            for layers in self.parts_of(units):
+                for factors in zip(*map(self._curvature.factors_of, layers), strict=True):
+                    _lay_together([f for f in dict.fromkeys(factors) if f not in laid])
+                    laid.update(factors)
+
     def updates(self, update: Update) -> Iterator[Updates]:
         """Yield the units that have gradients, with the updates of their parameters.
 
@@ -93,6 +113,27 @@ class CoveredUnits:
         local = map(self._whole.local, parameters)
         norm = torch.nn.utils.get_total_norm([p.grad for p in local if p.grad is not None])
         return torch.isfinite(self._whole.total(norm)).float()
+
+
+def joint_bases(factors: Sequence[Factor]) -> list[Tensor]:
+    """Return the bases of equally wide factors, with corresponding blocks stacked."""
+    if len(factors) == 1:
+        return factors[0].bases
+    return [stacked(blocks) for blocks in zip(*(factor.bases for factor in factors), strict=True)]
+
+
+def joint_values(factors: Sequence[Factor]) -> Tensor:
+    """Return the eigenvalues of equally wide factors, [factors, size]."""
+    blocks = zip(*(factor.values for factor in factors), strict=True)
+    return torch.cat([stacked(values) for values in blocks], dim=1)
+
+
+def _lay_together(factors: Sequence[Factor]) -> None:
+    """Move the bases and eigenvalues of equally wide factors into one stack per block."""
+    for kept in zip(*([f.bases, f.values] for f in factors), strict=True) if factors[1:] else ():
+        for number, blocks in enumerate(zip(*kept, strict=True)):
+            for its, tensor in zip(kept, torch.stack(blocks).unbind(), strict=True):
+                its[number] = tensor
 
 
 def _num_elements(curvature: Curvature, layer: Layer) -> int:
