@@ -1,6 +1,6 @@
 """Count what each optimizer launches in a step on a GPU, on the made-up device of the tests.
 
-python -m benchmarks.launches [--earlier ../llm-before] [--num_layers 12] [--hidden_size 768]
+python -m benchmarks.launches [--num_layers 12] [--hidden_size 768]
 """
 
 import json
@@ -35,20 +35,18 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 class LaunchesOptions(ReportOptions):
     """Options of the benchmark."""
 
-    earlier: str | None = option(None, "A checkout to compare with.", group="Run")
     num_layers: int = option(12, "Layers of the GPT-2.", group="Run", at_least=1)
     hidden_size: int = option(768, "Its width, a multiple of 64.", group="Run", at_least=64)
     steps: int = option(10, "Steps to count.", group="Run", at_least=1)
     optimizers: tuple[str, ...] = option((), "Rows of the table; by default all.", group="Run")
 
 
-def count(options: LaunchesOptions, settings: dict[str, Any], checkout: Path) -> list[int]:
-    """Return the launches of each step, by a checkout's package and this one's counter.
+def count(options: LaunchesOptions, settings: dict[str, Any]) -> list[int]:
+    """Return the launches of each step.
 
     Args:
         options: The model and the number of steps.
         settings: Of the optimizer.
-        checkout: A folder with `llm` and `tests`.
     """
     model = {
         "num_layers": options.num_layers,
@@ -58,14 +56,14 @@ def count(options: LaunchesOptions, settings: dict[str, Any], checkout: Path) ->
     command = [sys.executable, "-m", "tests.support.launches", json.dumps(model | settings)]
     done = subprocess.run(
         [*command, str(options.steps)],
-        cwd=checkout,
-        env={**os.environ, "PYTHONPATH": str(checkout)},
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode:
-        raise CaseFailed(f"{settings} with {checkout}: {done.stderr[-2000:]}")
+        raise CaseFailed(f"{settings}: {done.stderr[-2000:]}")
     counts: list[int] = json.loads(done.stdout.splitlines()[-1])
     return counts
 
@@ -75,16 +73,10 @@ def report(options: LaunchesOptions, folder: Path) -> str:
     unknown = [name for name in options.optimizers if name not in OPTIMIZERS]
     if unknown:
         raise ConfigError(f"--optimizers {unknown[0]} is none of: {'; '.join(OPTIMIZERS)}.")
-    checkouts = {"now": ROOT}
-    if options.earlier is not None:
-        # Its package beside our tests, which it may not have.
-        checkouts = {"before": folder, **checkouts}
-        for name, home in (("llm", Path(options.earlier).resolve()), ("tests", ROOT)):
-            (folder / name).symlink_to(home / name, target_is_directory=True)
     rows = []
     for name in options.optimizers or OPTIMIZERS:
-        counts = [count(options, OPTIMIZERS[name], checkout) for checkout in checkouts.values()]
-        rows.append([name, *(f"{mean(its):,.0f} ({max(its):,})" for its in counts)])
+        counts = count(options, OPTIMIZERS[name])
+        rows.append([name, f"{mean(counts):,.0f} ({max(counts):,})"])
     title = (
         f"Launches of an optimizer step: GPT-2 with {options.num_layers} layers, "
         f"width {options.hidden_size}"
@@ -94,7 +86,7 @@ def report(options: LaunchesOptions, folder: Path) -> str:
         f"Means over {options.steps} steps late in a run, the largest in brackets. An operation on "
         "a list of tensors counts once, and so does a decomposition; a GPU launches more for them",
     ]
-    section = Section(title=title, lines=table(["optimizer", *checkouts], rows))
+    section = Section(title=title, lines=table(["optimizer", "launches"], rows))
     return render("Launches", facts, [section])
 
 

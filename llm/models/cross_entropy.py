@@ -12,7 +12,7 @@ The z-loss keeps the logits from drifting: it is the square of each token's log-
 times a small coefficient (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,56 @@ class _Shard:
     first: int
 
 
+@dataclass(frozen=True)
+class _Gradients:
+    """Sums over chunks in fp32, because in bf16 each addition would round; None if not wanted.
+
+    Attributes:
+        hidden: [tokens, width].
+        weight: [columns, width], like the matrix.
+        bias: [columns].
+    """
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def begin(cls, hidden: Tensor, matrix: Tensor, wanted: Sequence[bool]) -> "_Gradients":
+        """Return the sums over no chunks, of the gradients that are wanted."""
+        fp32 = torch.float32
+        return cls(
+            torch.empty_like(hidden, dtype=fp32) if wanted[0] else None,
+            torch.zeros_like(matrix, dtype=fp32) if wanted[1] else None,
+            matrix.new_zeros(len(matrix), dtype=fp32) if wanted[2] else None,
+        )
+
+    def add(
+        self, span: slice, chunk: Tensor, grad_logits: Tensor, labels: Tensor, matrix: Tensor
+    ) -> None:
+        """Add the gradients of a chunk.
+
+        Args:
+            span: The tokens of the chunk.
+            chunk: [rows, width], their hidden states, in the precision of the products.
+            grad_logits: [rows, columns], the gradient by their logits.
+            labels: [rows]; tokens without a label have no gradient.
+            matrix: [columns, width], the weight in the precision of the products.
+        """
+        keep = (labels != IGNORED).to(matrix.dtype).unsqueeze(1)
+        if self.hidden is not None:
+            self.hidden[span] = (grad_logits @ matrix) * keep
+        if self.weight is not None:
+            _add_product(self.weight, grad_logits, chunk * keep)
+        if self.bias is not None:
+            self.bias.add_((grad_logits.float() * keep.float()).sum(dim=0))
+
+    def of_columns(self, columns: int) -> list[Tensor | None]:
+        """Return the gradients of weight and bias without the rows of padding."""
+        both = self.weight, self.bias
+        return [g if g is None or len(g) == columns else g[:columns] for g in both]
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of cross-entropies; the forward pass also computes the gradients."""
 
@@ -118,8 +168,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the sums; takes the arguments of `chunked_cross_entropy`."""
         wanted = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
-        # Sum the gradients of chunks in fp32: in bf16 each addition would round.
-        grad_hidden = torch.empty_like(hidden, dtype=torch.float32) if wanted[0] else None
         losses = token_losses
         if losses is None:
             losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
@@ -129,8 +177,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         width, dtype = len(matrix), matrix.dtype
         with torch.autocast(hidden.device.type, enabled=False):
             offsets = None if bias is None else _padded(bias, width, dtype)
-            grad_weight = torch.zeros_like(matrix, dtype=torch.float32) if wanted[1] else None
-            grad_bias = matrix.new_zeros(width, dtype=torch.float32) if wanted[2] else None
+            gradients = _Gradients.begin(hidden, matrix, wanted)
             for start in range(0, len(labels), rows):
                 span = slice(start, start + rows)
                 chunk = hidden[span].to(dtype)
@@ -141,26 +188,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 )
                 if squares is not None and of_chunk is not None:
                     squares[span] = of_chunk
-                if grad_logits is None:
-                    continue
-                keep = (labels[span] != IGNORED).to(dtype).unsqueeze(1)
-                if grad_hidden is not None:
-                    grad_hidden[span] = (grad_logits @ matrix) * keep
-                if grad_weight is not None:
-                    _add_product(grad_weight, grad_logits, chunk * keep)
-                if grad_bias is not None:
-                    grad_bias += (grad_logits.float() * keep.float()).sum(dim=0)
+                if grad_logits is not None:
+                    gradients.add(span, chunk, grad_logits, labels[span], matrix)
         if shard is not None:
             # Each rank has the losses of labels in its rows, and the gradient through its rows.
             dist.all_reduce(losses, group=shard.group)
-            if grad_hidden is not None:
-                dist.all_reduce(grad_hidden, group=shard.group)
-        if width > columns:
-            grad_weight, grad_bias = (
-                None if gradient is None else gradient[:columns]
-                for gradient in (grad_weight, grad_bias)
-            )
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+            if gradients.hidden is not None:
+                dist.all_reduce(gradients.hidden, group=shard.group)
+        ctx.save_for_backward(gradients.hidden, *gradients.of_columns(columns))
         ctx.tied = tied
         ctx.dtype = hidden.dtype
         if squares is None:

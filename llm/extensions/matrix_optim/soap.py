@@ -44,7 +44,8 @@ class SOAP(MatrixOptimizer):
     Differences from the paper: decay comes before the step, as in torch, and the updates of the
     bases are spread over the interval, so that no step has all the work.
 
-    Only the decompositions in the first steps wait for the device.
+    The host waits for the device in steps 1, 2, 4, 8, ... only: there it reads whether a matrix has
+    a basis, and decomposes the factors of one that has none.
 
     Args:
         groups: Parameter groups with their weight decay.
@@ -190,8 +191,7 @@ class SOAP(MatrixOptimizer):
         for state, offset in zip(states, offsets, strict=True):
             state["calls"] += 1
             calls = int(state["calls"])  # On the host, so that nothing waits for the device.
-            # With fp16 the first steps may be skipped, so steps 1, 2, 4, 8, ... try until one
-            # succeeds.
+            # With fp16 the first steps may be skipped, so there are several tries.
             if calls & (calls - 1) == 0 and not bool(state["has_basis"]):
                 for side in _sides(state):
                     factor = state[f"factor.{side}"]
