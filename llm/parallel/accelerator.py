@@ -163,7 +163,8 @@ class _InBf16(DistributedDataParallelKwargs):  # type: ignore[misc]
     """
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        model.register_comm_hook(model.process_group, _all_reduce_in_bf16)
+        if model.process_group.size() > 1:  # a launcher may start one rank
+            model.register_comm_hook(model.process_group, _all_reduce_in_bf16)
 
 
 def _all_reduce_in_bf16(

@@ -260,6 +260,13 @@ def test_gradients_travel_in_bf16_if_asked_to():
     assert not torch.equal(rounded, exact)
 
 
+def test_one_rank_sends_nothing_and_does_not_round():
+    (_, exact), (_, same) = (
+        values(run_ranks(all_reduced_gradients, 1, dtype))[0] for dtype in ("fp32", "bf16")
+    )
+    assert torch.equal(same, exact)
+
+
 def test_fp8_on_a_cpu_is_refused_by_name():
     with pytest.raises(ParallelError, match=r"--mixed_precision fp8 .* use bf16 or no"):
         check_precision(PrecisionOptions(mixed_precision="fp8"), torch.device("cpu"))

@@ -6,14 +6,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 
 from llm.checkpoint.run_folder import RunFolder
+from llm.data.batch_plan import BatchPlan
 from llm.trainers.gpt import reporting
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.reporting import log_sample
+from llm.trainers.gpt.reporting import _without_effect, log_sample
 from tests.support.models import tiny_config, tiny_model
 from tests.support.recovery import weights_hash, without_times
 from tests.support.tokenizers import tiny_tokenizer
@@ -42,6 +44,28 @@ def test_samples_are_logged_without_changing_the_training(tmp_path):
     options = parse_session_start_info_plugin_data(content).hparams
     assert options["learning_rate"].number_value == 0.003
     assert options["lr_scheduler_type"].string_value == "constant"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches", "expected"),
+    [
+        (1, 2, [("all_reduce_dtype bf16", "with one rank")]),
+        (2, 1, [("unsharded_gradients", "with one micro-batch per step")]),
+        (2, 2, []),
+    ],
+)
+def test_options_of_messages_that_are_not_sent_are_named(ranks, micro_batches, expected):
+    config = GPTConfig(all_reduce_dtype="bf16", unsharded_gradients=True)
+    plan = BatchPlan(
+        global_batch_size=2 * ranks * micro_batches,
+        micro_batch_size=2,
+        world_size=ranks,
+        total_samples=8,
+        num_windows=8,
+    )
+    setup: Any = SimpleNamespace(plan=plan)
+    strategy: Any = SimpleNamespace(world_size=ranks)
+    assert list(_without_effect(config, setup, strategy)) == expected
 
 
 def test_a_model_that_has_diverged_has_no_sample_and_trains_on(caplog):

@@ -7,7 +7,7 @@ import platform
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -56,13 +56,19 @@ def log_start(
         _log_length(config, setup, model)
         if setup.skipped.ranges:
             logger.info(f"left out: samples {setup.skipped} (--skip_samples)")
+        for option, reason in _without_effect(config, setup, strategy):
+            logger.info(f"--{option} changes nothing {reason}.")
         _log_stages(setup)
         _log_sources(setup, setup.plan.total_samples, "will serve")
         for line in setup.layout.describe():
             logger.info(line)
     for line in strategy.run_optimizer.describe().splitlines():
         logger.info(line)
-    switches = {"TF32": config.tf32, "compiled blocks": config.torch_compile}
+    switches = {
+        "sequence parallelism": config.sequence_parallel,
+        "TF32": config.tf32,
+        "compiled blocks": config.torch_compile,
+    }
     faster = "".join(f"{name}, " for name, on in switches.items() if on)
     layout = f"{setup.dims.describe()}, " if strategy.world_size > 1 else ""
     logger.info(
@@ -87,6 +93,18 @@ def log_start(
         f"torch {torch.__version__}, transformers {transformers.__version__}, "
         f"accelerate {accelerate.__version__}"
     )
+
+
+def _without_effect(
+    config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy
+) -> Iterator[tuple[str, str]]:
+    """Yield options of the traffic that this run does not have, with the reason."""
+    if config.all_reduce_dtype != "fp32" and strategy.world_size == 1:
+        yield f"all_reduce_dtype {config.all_reduce_dtype}", "with one rank"
+    plan = setup.plan
+    most = max(plan.shape(phase.first_step)[0] for phase in plan.phases)
+    if config.unsharded_gradients and most == 1:
+        yield "unsharded_gradients", "with one micro-batch per step"
 
 
 def _log_options(config: CoreConfig, setup: RunSetup) -> None:
