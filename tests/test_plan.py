@@ -292,6 +292,20 @@ def test_tensor_parallel_ranks_stay_in_their_node() -> None:
     assert by_axis["shard"].in_node == 0
 
 
+def test_sequence_parallelism_keeps_less_and_sends_less() -> None:
+    options = {"mixed_precision": "bf16", "tensor_parallel_size": 4, "gpus_per_node": 4}
+    whole, shared = (
+        plan_of(model_type="llama", sequence_parallel=shared, **options) for shared in (False, True)
+    )
+    # Without it, the gradients of the inputs of five matrices are summed in fp32.
+    per_element = [2 * 2 + 5 * 4, 4 * 2]
+    for plan, size in zip((whole, shared), per_element, strict=True):
+        (sent,) = plan.transfers
+        assert sent.in_node == 4 * size * (2 * 64 * 64) * 2 * 3 / 4
+    assert shared.memory.activations < 0.6 * whole.memory.activations
+    assert shared.memory.weights == whole.memory.weights
+
+
 def test_weights_gradients_and_moments_shrink_with_the_shard_size() -> None:
     whole = plan_of(gpus_per_node=4).memory
     quarter = plan_of(gpus_per_node=4, data_parallel_shard_size=4).memory

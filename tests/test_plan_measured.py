@@ -75,7 +75,10 @@ def make_strategy(options: PlanOptions, accelerator: Any) -> AcceleratedStrategy
     strategy: Any = AcceleratedStrategy(accelerator)
     if not layout.is_replicated:
         strategy = ShardedStrategy(
-            accelerator, layout, unsharded_gradients=options.unsharded_gradients
+            accelerator,
+            layout,
+            sequence_parallel=options.sequence_parallel,
+            unsharded_gradients=options.unsharded_gradients,
         )
     recipe = recipe_of(options, seed=1)
     recipe.plan(model)
@@ -116,6 +119,10 @@ HALF = "--mixed_precision bf16 --no_chunked_loss --block_size 64 --config_overri
             "--data_parallel_shard_size 2 --gradient_accumulation_steps 2 --unsharded_gradients "
             "--num_layers 2",
             marks=SLOW,
+        ),
+        pytest.param(2, "--tensor_parallel_size 2 --sequence_parallel", marks=SLOW),
+        pytest.param(
+            2, "--tensor_parallel_size 2 --sequence_parallel --model_type llama", marks=SLOW
         ),
         pytest.param(2, "--data_parallel_shard_size 2 --optimizer muon", marks=SLOW),
         pytest.param(2, "--data_parallel_shard_size 2 --kfac", marks=SLOW),

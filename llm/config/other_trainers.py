@@ -135,6 +135,7 @@ NANOGPT = {  # and short names of torchtitan, OLMo-core and litgpt
     "dropout": "config_overrides resid_pdrop=P,embd_pdrop=P,attn_pdrop=P",
     "dtype": "mixed_precision",
     "ema": "ema_decay",
+    "enable_sequence_parallel": "sequence_parallel",
     "grad_accum_steps": "gradient_accumulation_steps",
     "grad_clip": "max_grad_norm",
     "iters": "max_train_steps",

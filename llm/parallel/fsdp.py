@@ -34,7 +34,7 @@ from llm.models.sizes import find_blocks
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context import SequenceShard, divide_attention
 from llm.parallel.dims import ParallelDims
-from llm.parallel.tensor import divide_layers
+from llm.parallel.tensor import divide_layers, partial_gradients
 
 _IN_BF16 = MixedPrecisionPolicy(
     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -47,6 +47,7 @@ class ShardedStrategy(AcceleratedStrategy):
     Args:
         accelerator: The processes, devices and precision.
         dims: How many ranks each kind of parallelism has.
+        sequence_parallel: Whether tensor-parallel ranks each hold some tokens between the layers.
         unsharded_gradients: Whether to accumulate unsharded gradients and reduce-scatter them only
             in a step's last micro-batch.
         init_weights: Allocates and initializes this rank's shards of a model on the meta device;
@@ -65,6 +66,7 @@ class ShardedStrategy(AcceleratedStrategy):
         accelerator: Accelerator,
         dims: ParallelDims,
         *,
+        sequence_parallel: bool = False,
         unsharded_gradients: bool = False,
         init_weights: Callable[[PreTrainedModel], None] | None = None,
     ) -> None:
@@ -79,6 +81,8 @@ class ShardedStrategy(AcceleratedStrategy):
             mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
         )
         self._sequence = SequenceShard(dims, self.rank) if dims.context > 1 else None
+        self._sequence_parallel = sequence_parallel
+        self._partial_gradients: list[str] = []
         self._unsharded_gradients = unsharded_gradients
         self._init_weights = init_weights
         self._embedding: FSDPModule | None = None
@@ -106,7 +110,10 @@ class ShardedStrategy(AcceleratedStrategy):
     def _divide_layers(self) -> None:
         """Apply tensor parallelism before FSDP, which shards the results."""
         if self.dims.tensor > 1:
-            divide_layers(self.model, self.mesh["tensor"])
+            sequence_parallel = self._sequence_parallel
+            divide_layers(self.model, self.mesh["tensor"], sequence_parallel=sequence_parallel)
+            if sequence_parallel:
+                self._partial_gradients = partial_gradients(self.model)
 
     @property
     def _fsdp_mesh(self) -> DeviceMesh:
@@ -253,6 +260,7 @@ class ShardedStrategy(AcceleratedStrategy):
         return super().evaluate(micro_batch)
 
     def _reduce_gradients(self) -> None:
+        self._sum_partial_gradients()
         for parameter, local in zip(self.parameters, self.local_parameters, strict=True):
             gradient = parameter.grad
             if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
@@ -260,6 +268,18 @@ class ShardedStrategy(AcceleratedStrategy):
                 gradient = gradient.redistribute(placements=parameter.placements)
                 parameter.grad = gradient
             local.grad = None if gradient is None else local_tensor(gradient)
+
+    def _sum_partial_gradients(self) -> None:
+        """Add the gradients of tokens on other tensor-parallel ranks, in one message per step."""
+        if not self._partial_gradients:
+            return
+        parameters = [self.model.get_parameter(name) for name in self._partial_gradients]
+        gradients = [local_tensor(p.grad) for p in parameters]
+        message = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(message, group=self.mesh.get_group("tensor"))
+        sizes = [gradient.numel() for gradient in gradients]
+        for gradient, total in zip(gradients, message.split(sizes), strict=True):
+            gradient.copy_(total.view_as(gradient))
 
     def _norm_parameters(self) -> list[Tensor]:
         """Return the parameters with gradients that this rank adds to the norm."""

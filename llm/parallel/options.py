@@ -55,6 +55,12 @@ class ParallelOptions:
         "Number of ranks that share the heads and columns of every layer; keep them on one node.",
         at_least=1,
     )
+    sequence_parallel: bool = option(
+        False,
+        "Let tensor-parallel ranks each hold some tokens of the residual stream: less memory for "
+        "activations. For gpt2, llama, mistral, qwen2, and qwen3.",
+        requires=("tensor_parallel_size",),
+    )
     context_parallel_size: int = option(
         1,
         "Number of ranks that share every sample; block_size must be a multiple of twice this "
@@ -97,6 +103,12 @@ def parallel_problems(options: ParallelOptions) -> list[str]:
             "--unsharded_gradients changes nothing with --pipeline_parallel_size, because "
             "gradients are then reduce-scattered once per step already; leave it out."
         )
+    if options.sequence_parallel:
+        problems += [
+            f"--sequence_parallel does not go with --{name}; leave one of them out."
+            for name in sizes_above_one(options)
+            if name not in ("data_parallel_shard_size", "tensor_parallel_size")
+        ]
     problems += [
         f"--{one} does not go with --{other}; leave one of them out."
         for one, other in itertools.combinations(sizes_above_one(options), 2)

@@ -14,39 +14,48 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
-from llm.parallel.tensor_plans import tensor_plan
+from llm.parallel.residual import ResidualStream
+from llm.parallel.tensor_plans import sequence_plan, tensor_plan
 
 _FUSED = 3  # GPT-2's columns are query, key and value side by side
 _COLUMN_STYLES = ("colwise", "conv1d_heads")
 _ROW_STYLES = ("rowwise", "conv1d_rowwise")
 
 
-def divide_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+def divide_layers(
+    model: PreTrainedModel, mesh: DeviceMesh, *, sequence_parallel: bool = False
+) -> None:
     """Keep the shard of each layer that this rank computes; every rank of the mesh must call it.
 
     Args:
         model: A causal language model that `check_tensor_parallel` accepts, equal on all ranks, on
             any device; changed in place.
         mesh: The ranks that compute each layer together, one axis.
+        sequence_parallel: Whether each rank holds only some tokens between the layers, if
+            `check_sequence_parallel` accepts the model.
 
     Raises:
         ConfigError: The model's plan leaves out a weight that must be sharded too.
     """
     plan = tensor_plan(model)
+    stream = ResidualStream(mesh, sharded=sequence_parallel)
+    ours = _OURS | _LINEAR if sequence_parallel else _OURS
     for name, style in plan.styles.items():
         module = model.get_submodule(name)
-        if style in _OURS:
-            _OURS[style](module, mesh)
+        if style in ours:
+            ours[style](module, mesh, stream)
             continue
         layer = ALL_PARALLEL_STYLES[style]
         for parameter, _ in list(module.named_parameters(recurse=False)):
             layer.shard_param(module, parameter, mesh)
         layer.install_forward(module, mesh)
-    if any("att" in key and "drop" in key and p for key, p in model.config.to_dict().items()):
+    if sequence_parallel:
+        _shard_residual_stream(model, stream, mesh)
+    elif _drops(model, "att"):
         rng = TensorParallelRNG(_device_of(mesh), mesh.get_local_rank())
         for name, style in plan.styles.items():
             if "att" in name and style in _COLUMN_STYLES:
@@ -59,6 +68,66 @@ def divide_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     model.tie_weights()
 
 
+def _drops(model: PreTrainedModel, where: str = "") -> bool:
+    """Return whether a model has dropout, or dropout of this name."""
+    fields = model.config.to_dict().items()
+    return any("drop" in key and where in key and p for key, p in fields)
+
+
+def _shard_residual_stream(
+    model: PreTrainedModel, stream: ResidualStream, mesh: DeviceMesh
+) -> None:
+    """Compute norms, residual additions and dropouts on this rank's tokens only."""
+    plan = sequence_plan(model)
+    first, last = model.get_submodule(plan.start), model.get_submodule(plan.last_norm)
+    if _drops(model):
+        rng = TensorParallelRNG(_device_of(mesh), mesh.get_local_rank())
+        rng.begin_before(first)
+        rng.end_before(last)
+    _shard_input(first, stream)
+    for name in plan.norms:
+        _gather_output(model.get_submodule(name), stream, for_layer=True)
+    _gather_output(last, stream, for_layer=False)
+
+
+def partial_gradients(model: PreTrainedModel) -> list[str]:
+    """Return the parameters that a sharded residual stream gives the gradient of a rank's tokens.
+
+    Args:
+        model: A model that `divide_layers` has changed.
+
+    Returns:
+        Names of the weights of norms, and of the biases that are added to the residual stream.
+    """
+    sequence, tensor = sequence_plan(model), tensor_plan(model)
+    rows = {name for name, style in tensor.styles.items() if style in _ROW_STYLES}
+    norms = {*sequence.norms, sequence.last_norm}
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        and ((module := name.rpartition(".")[0]) in norms or (module in rows and "bias" in name))
+    ]
+
+
+def _shard_input(module: Any, stream: ResidualStream) -> None:
+    original = module.forward
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(stream.shard(hidden), *args, **kwargs)
+
+    module.forward = forward
+
+
+def _gather_output(module: Any, stream: ResidualStream, *, for_layer: bool) -> None:
+    original = module.forward
+
+    def forward(hidden: Tensor) -> Tensor:
+        return stream.gather(original(hidden), for_layer=for_layer)
+
+    module.forward = forward
+
+
 def _device_of(mesh: DeviceMesh) -> torch.device:
     """Return this rank's device; the model may still be on the meta device."""
     if mesh.device_type == "cpu":
@@ -66,31 +135,49 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _conv1d_colwise(module: Any, mesh: DeviceMesh) -> None:
+def _colwise(module: Any, mesh: DeviceMesh, stream: ResidualStream) -> None:
+    """Shard the outputs of a linear layer."""
+    _shard(module, mesh, weight=Shard(0), **({} if module.bias is None else {"bias": Shard(0)}))
+
+    def forward(inputs: Tensor) -> Tensor:
+        bias = None if module.bias is None else module.bias.to_local()
+        return F.linear(stream.read(inputs), module.weight.to_local(), bias)
+
+    module.forward = forward
+
+
+def _rowwise(module: Any, mesh: DeviceMesh, stream: ResidualStream) -> None:
+    """Shard the inputs of a linear layer, which come sharded."""
+    _shard(module, mesh, weight=Shard(1))
+
+    def forward(inputs: Tensor) -> Tensor:
+        return stream.add(F.linear(inputs, module.weight.to_local()), module.bias)
+
+    module.forward = forward
+
+
+def _conv1d_colwise(module: Any, mesh: DeviceMesh, stream: ResidualStream) -> None:
     """Shard the outputs of a transposed linear layer."""
     _shard(module, mesh, weight=Shard(1), bias=Shard(0))
 
     def forward(inputs: Tensor) -> Tensor:
         weight, bias = module.weight.to_local(), module.bias.to_local()
-        return F.linear(_copy_to_ranks(inputs, mesh), weight.t(), bias)
+        return F.linear(stream.read(inputs), weight.t(), bias)
 
     module.forward = forward
 
 
-def _conv1d_rowwise(module: Any, mesh: DeviceMesh) -> None:
+def _conv1d_rowwise(module: Any, mesh: DeviceMesh, stream: ResidualStream) -> None:
     """Shard the inputs of a transposed linear layer, which come sharded."""
     _shard(module, mesh, weight=Shard(0))
 
     def forward(inputs: Tensor) -> Tensor:
-        product = F.linear(inputs, module.weight.to_local().t())
-        # The bias is added after the all-reduce, once and not by each rank.
-        total: Tensor = _all_reduce(product, mesh) + module.bias
-        return total
+        return stream.add(F.linear(inputs, module.weight.to_local().t()), module.bias)
 
     module.forward = forward
 
 
-def _conv1d_heads(module: Any, mesh: DeviceMesh) -> None:
+def _conv1d_heads(module: Any, mesh: DeviceMesh, stream: ResidualStream) -> None:
     """Shard query, key and value of a transposed linear layer by heads.
 
     A rank's columns are in three places of the matrix. A DTensor has no such placement and cannot
@@ -103,14 +190,16 @@ def _conv1d_heads(module: Any, mesh: DeviceMesh) -> None:
     def forward(inputs: Tensor) -> Tensor:
         rows = module.weight.unflatten(1, shape)
         columns = rows.redistribute(placements=[Shard(2)]).to_local().flatten(1)
-        bias = _copy_to_ranks(module.bias, mesh).unflatten(0, shape)
+        bias = stream.copy(module.bias).unflatten(0, shape)
         own_bias = bias[:, mesh.get_local_rank()].flatten()
-        return F.linear(_copy_to_ranks(inputs, mesh), columns.t(), own_bias)
+        return F.linear(stream.read(inputs), columns.t(), own_bias)
 
     module.forward = forward
 
 
-def _replicated_with_grad_allreduce(module: nn.Module, mesh: DeviceMesh) -> None:
+def _replicated_with_grad_allreduce(
+    module: nn.Module, mesh: DeviceMesh, stream: ResidualStream
+) -> None:
     """All-reduce the gradient of a layer that each rank applies to its heads.
 
     The style of this name in transformers all-reduces the accumulated gradient in each backward,
@@ -120,7 +209,7 @@ def _replicated_with_grad_allreduce(module: nn.Module, mesh: DeviceMesh) -> None
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         own = {name: p for name, p in module._parameters.items() if p is not None}
-        copies: Any = {name: _copy_to_ranks(parameter, mesh) for name, parameter in own.items()}
+        copies: Any = {name: stream.copy(parameter) for name, parameter in own.items()}
         module._parameters.update(copies)
         try:
             return original(*args, **kwargs)
@@ -130,12 +219,15 @@ def _replicated_with_grad_allreduce(module: nn.Module, mesh: DeviceMesh) -> None
     module.forward = forward
 
 
-_OURS: dict[str, Callable[[Any, DeviceMesh], None]] = {
+_Style = Callable[[Any, DeviceMesh, ResidualStream], None]
+_OURS: dict[str, _Style] = {
     "conv1d_colwise": _conv1d_colwise,
     "conv1d_rowwise": _conv1d_rowwise,
     "conv1d_heads": _conv1d_heads,
     "replicated_with_grad_allreduce": _replicated_with_grad_allreduce,
 }
+_LINEAR: dict[str, _Style] = {"colwise": _colwise, "rowwise": _rowwise}
+"""For a sharded residual stream; the styles of transformers need it whole."""
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, **placements: Shard) -> None:
@@ -145,26 +237,13 @@ def _shard(module: nn.Module, mesh: DeviceMesh, **placements: Shard) -> None:
         module.register_parameter(name, nn.Parameter(shard, requires_grad=whole.requires_grad))
 
 
-def _copy_to_ranks(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the same tensor; its gradient is all-reduced."""
-    whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
-    copied: Tensor = whole.to_local(grad_placements=[Partial()])
-    return copied
-
-
-def _all_reduce(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the sum over ranks; its gradient is passed on unchanged."""
-    terms = DTensor.from_local(tensor, mesh, [Partial()], run_check=False)
-    total: Tensor = terms.redistribute(placements=[Replicate()]).to_local()
-    return total
-
-
 class TensorParallelRNG:
-    """Draws random numbers that differ between ranks while they compute their own heads.
+    """Draws random numbers that differ between ranks while they compute their own heads or tokens.
 
     Tensor-parallel ranks share a seed because replicated activations need one dropout mask. The
-    attention probabilities of a rank's heads need separate masks. These depend only on the state of
-    the shared generator, so recomputed activations get the same masks.
+    attention probabilities of a rank's heads need separate masks, as do a rank's tokens under
+    sequence parallelism. These depend only on the state of the shared generator, so recomputed
+    activations get the same masks.
 
     Args:
         device: Device of the generator; an accelerator with its index.
@@ -176,6 +255,12 @@ class TensorParallelRNG:
         self._rank = rank
         self._seed: int | None = None
         self._shared_state: Tensor | None = None
+
+    def begin_before(self, module: nn.Module) -> None:
+        """Use rank-specific numbers from the forward pass of this module on."""
+        module.register_forward_pre_hook(
+            lambda module, *_: self._begin() if module.training else None
+        )
 
     def begin_after(self, module: nn.Module) -> None:
         """Use rank-specific numbers after the forward pass of this module."""

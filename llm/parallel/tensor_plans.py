@@ -7,7 +7,7 @@ has plans for most newer architectures; the plans of GPT-2, GPT-Neo and OPT are 
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
@@ -83,6 +83,36 @@ _OURS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class SequencePlan:
+    """Where the residual stream of a model is sharded by sequence.
+
+    Attributes:
+        start: The first module that computes on each rank's tokens.
+        norms: The norms before the layers; `*` stands for the number of a layer.
+        last_norm: The norm after the last layer.
+    """
+
+    start: str
+    norms: tuple[str, ...]
+    last_norm: str
+
+
+_LLAMA = SequencePlan(
+    start="model.layers.0",
+    norms=("model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm"),
+    last_norm="model.norm",
+)
+_SEQUENCE = {
+    "gpt2": SequencePlan(
+        start="transformer.drop",  # of the embeddings
+        norms=("transformer.h.*.ln_1", "transformer.h.*.ln_2"),
+        last_norm="transformer.ln_f",
+    ),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
+}
+
+
 def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
     """Refuse an architecture with layers that cannot be sharded over a number of ranks.
 
@@ -116,6 +146,28 @@ def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
             f"--tensor_parallel_size {size} leaves a rank without a row of the {rows} of the "
             "vocabulary; make it smaller."
         )
+
+
+def check_sequence_parallel(config: PreTrainedConfig) -> None:
+    """Refuse an architecture with a residual stream that nobody has sharded.
+
+    Args:
+        config: The model's configuration.
+
+    Raises:
+        ConfigError: Names the architectures to choose from.
+    """
+    if config.model_type not in _SEQUENCE:
+        raise ConfigError(
+            f"--sequence_parallel is for {', '.join(sorted(_SEQUENCE))}, and this model is "
+            f"{config.model_type}; leave it out."
+        )
+
+
+def sequence_plan(model: PreTrainedModel) -> SequencePlan:
+    """Return where a model that `check_sequence_parallel` accepts is sharded, by module names."""
+    plan = _SEQUENCE[model.config.model_type]
+    return replace(plan, norms=tuple(_named(model, dict.fromkeys(plan.norms, ""))))
 
 
 def planned_model_types() -> list[str]:

@@ -58,7 +58,13 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
     passes = 2 + (options.activation_checkpointing == "full")
     sent = []
     if t > 1:
-        size = 2 * passes * layers * micro_batches * hidden * 2 * (t - 1) / t
+        a_layer: float = 2 * (passes - 1) * hidden
+        if options.sequence_parallel:
+            a_layer += 2 * hidden  # a gather and a reduce-scatter send as much as an all-reduce
+        else:
+            # The gradient of each matrix's input, in the precision of the residual stream.
+            a_layer += job.column_matrices * tokens * trace.width * FP32
+        size = layers * micro_batches * a_layer * 2 * (t - 1) / t
         sent.append(_ring("tensor", "sums of hidden states", size, t, per_node))
     if c > 1:
         size = passes * layers * micro_batches * (c - 1) * tokens * trace.key_width * width
@@ -207,7 +213,8 @@ def search(job: Job) -> list[Estimate]:
             continue
         with contextlib.suppress(ConfigError):
             job.trace(tensor, context)  # refuses sizes that are wrong for all these layouts
-            for layout in _layouts(job.layout.world_size, tensor, context):
+            pipelines = not (context > 1 or job.options.sequence_parallel)
+            for layout in _layouts(job.layout.world_size, tensor, context, pipelines=pipelines):
                 with contextlib.suppress(ConfigError):
                     estimates.append(estimate(job, layout))
     return sorted(
@@ -215,10 +222,12 @@ def search(job: Job) -> list[Estimate]:
     )
 
 
-def _layouts(world_size: int, tensor: int, context: int) -> Iterator[ParallelDims]:
-    for pipeline in _divisors(world_size):
+def _layouts(
+    world_size: int, tensor: int, context: int, *, pipelines: bool
+) -> Iterator[ParallelDims]:
+    for pipeline in _divisors(world_size) if pipelines else [1]:
         ranks, rest = divmod(world_size, tensor * context * pipeline)
-        if rest or (pipeline > 1 and context > 1):  # the trainer has no such layout
+        if rest:
             continue
         for shard in _divisors(ranks):
             yield ParallelDims(

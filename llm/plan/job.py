@@ -25,7 +25,13 @@ from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
 from llm.parallel.pipeline.split import PipelineModules, find_pipeline_modules
 from llm.parallel.pipeline.stage import check_depth
 from llm.plan.options import PlanOptions
-from llm.plan.rank_model import ParamCounts, count_parameters, optimizer_memory, split_model
+from llm.plan.rank_model import (
+    ParamCounts,
+    count_columns,
+    count_parameters,
+    optimizer_memory,
+    split_model,
+)
 from llm.plan.trace import Trace, trace
 from llm.trainers.gpt.inputs import choose_block_size, choose_dims
 from llm.trainers.gpt.seams import transforms_of
@@ -192,7 +198,8 @@ class Job:
     def _make_rank_model(self, tensor: int) -> tuple[ParamCounts, PreTrainedModel]:
         """Return the parameter counts, and the model with one block, for a trace."""
         model = self.outline()
-        split_model(model, tensor)
+        sequence_parallel = self.options.sequence_parallel and tensor > 1
+        split_model(model, tensor, sequence_parallel=sequence_parallel)
         param_counts = count_parameters(model)
         del find_blocks(model)[1:]
         return param_counts, model
@@ -202,6 +209,12 @@ class Job:
             raise ConfigError(
                 f"--context_parallel_size {context} does not divide the {self.length} tokens of a "
                 "sample; choose a divisor of --block_size."
+            )
+        if self.options.sequence_parallel and (tensor == 1 or context > 1 or self.length % tensor):
+            raise ConfigError(
+                f"--sequence_parallel goes neither with --tensor_parallel_size {tensor} nor "
+                f"--context_parallel_size {context} for samples of {self.length} tokens; leave it "
+                "out."
             )
         model = copy.deepcopy(self._rank_model(tensor)[1])
         recompute_activations(model, self.options.activation_checkpointing)
@@ -218,6 +231,11 @@ class Job:
     def model(self) -> PreTrainedModel:
         """The model on the meta device, undivided; not to be changed."""
         return self.outline()
+
+    @functools.cached_property
+    def column_matrices(self) -> float:
+        """Matrices of a layer that tensor parallelism divides by columns, on average."""
+        return count_columns(self.model) / len(self.param_counts(1).blocks)
 
     @functools.cached_property
     def _modules(self) -> PipelineModules:

@@ -9,30 +9,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from llm.models.sizes import find_blocks
 from llm.optim.run_optimizer import MatrixTraffic, StateMemory
-from llm.parallel.tensor_plans import check_tensor_parallel, tensor_plan
+from llm.parallel.tensor_plans import check_tensor_parallel, sequence_plan, tensor_plan
 from llm.plan.options import PlanOptions
 from llm.trainers.gpt.seams import extensions_of, recipe_of
 
 FP32 = 4
 """Bytes of a number."""
 
-_COLUMNS = ("colwise", "conv1d_colwise", "conv1d_heads", "colwise_gather_output")
+_LAYER_COLUMNS = ("colwise", "conv1d_colwise", "conv1d_heads")
+_COLUMNS = (*_LAYER_COLUMNS, "colwise_gather_output")
 _ROWS = ("rowwise", "conv1d_rowwise", "rowwise_split_input")
 
 
-def split_model(model: PreTrainedModel, tensor: int) -> None:
+def split_model(model: PreTrainedModel, tensor: int, *, sequence_parallel: bool = False) -> None:
     """Give the modules of a model on the meta device the shapes of the fullest rank.
 
     Args:
         model: Changed in place, by the trainer's table of divisions.
         tensor: Size of tensor parallelism.
+        sequence_parallel: Whether each rank holds only some tokens between the layers.
 
     Raises:
         ConfigError: The trainer cannot divide this model, or not over this number of ranks.
@@ -46,7 +48,47 @@ def split_model(model: PreTrainedModel, tensor: int) -> None:
         _split(modules[name], style, tensor)
     for name, attribute in plan.per_rank.items():
         setattr(modules[name], attribute, getattr(modules[name], attribute) // tensor)
+    if sequence_parallel:
+        _split_residual_stream(model, tensor)
     model.tie_weights()
+
+
+def count_columns(model: PreTrainedModel) -> int:
+    """Return the number of matrices in layers that are divided by columns."""
+    return sum(style in _LAYER_COLUMNS for style in tensor_plan(model).styles.values())
+
+
+def _split_residual_stream(model: PreTrainedModel, tensor: int) -> None:
+    """Give norms and residual additions a rank's tokens; copies stand for the messages."""
+    plan, styles = sequence_plan(model), tensor_plan(model).styles
+    held: list[Tensor] = []  # recomputation frees the shard, but not the outputs of later blocks
+
+    def shard(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        held.append(_own_tokens(args[0], tensor))
+        held[-1].register_hook(lambda _: held.clear())
+        return held[-1], *args[1:]
+
+    def gather(_module: nn.Module, _args: Any, own: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(own.device.type):
+            own = own.to(torch.get_autocast_dtype(own.device.type))
+        return gather_last(_module, _args, own)
+
+    def gather_last(_module: nn.Module, _args: Any, own: Tensor) -> Tensor:
+        return torch.cat([own] * tensor, dim=1)
+
+    def scatter(_module: nn.Module, _args: Any, product: Tensor) -> Tensor:
+        return _own_tokens(product, tensor)
+
+    model.get_submodule(plan.start).register_forward_pre_hook(shard)
+    for name in plan.norms:
+        model.get_submodule(name).register_forward_hook(gather)
+    model.get_submodule(plan.last_norm).register_forward_hook(gather_last)
+    for name in (name for name, style in styles.items() if style in _ROWS):
+        model.get_submodule(name).register_forward_hook(scatter)
+
+
+def _own_tokens(hidden: Tensor, tensor: int) -> Tensor:
+    return hidden.narrow(1, 0, hidden.shape[1] // tensor).clone()
 
 
 def _split(module: Any, style: str, tensor: int) -> None:

@@ -41,8 +41,13 @@ def make_strategy(
     if dims.pipeline > 1:
         return PipelineStrategy(ParallelOptions(**options), accelerator, dims)
     if dims.world_size > 1:
-        unsharded = ParallelOptions(**options).unsharded_gradients
-        return ShardedStrategy(accelerator, dims, unsharded_gradients=unsharded)
+        given = ParallelOptions(**options)
+        return ShardedStrategy(
+            accelerator,
+            dims,
+            sequence_parallel=given.sequence_parallel,
+            unsharded_gradients=given.unsharded_gradients,
+        )
     return AcceleratedStrategy(accelerator)
 
 

@@ -222,6 +222,15 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
             {**UNSHARDED, "data_parallel": "gossip", "gossip_group": "nodes"},
             ["--unsharded_gradients does not go with --data_parallel gossip"],
         ),
+        ({"sequence_parallel": True}, ["--sequence_parallel needs --tensor_parallel_size"]),
+        (
+            {"sequence_parallel": True, "tensor_parallel_size": 2, "context_parallel_size": 2},
+            ["--sequence_parallel does not go with --context_parallel_size"],
+        ),
+        (
+            {"sequence_parallel": True, "tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+            ["--sequence_parallel does not go with --pipeline_parallel_size"],
+        ),
         (
             {"all_reduce_dtype": "bf16", "tensor_parallel_size": 2, "mixed_precision": "fp16"},
             ["not go with --tensor_parallel_size;", "not go with --mixed_precision fp16;"],

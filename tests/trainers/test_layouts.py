@@ -45,6 +45,7 @@ def family(request, tmp_path_factory) -> tuple[Bench, Run]:
 
 FSDP4 = {"data_parallel_shard_size": 4}
 TENSOR = {"tensor_parallel_size": 2}
+SEQUENCE = {**TENSOR, "sequence_parallel": True}
 CONTEXT = {"context_parallel_size": 2}
 PIPELINE = {"pipeline_parallel_size": 2}
 LAYOUTS = {
@@ -55,6 +56,8 @@ LAYOUTS = {
     "TP4": (4, {"tensor_parallel_size": 4}),
     "TP2xFSDP2": (4, TENSOR | SHARDED),
     "TP2xDP2": (4, TENSOR),
+    "SP2": (2, SEQUENCE),
+    "SP2xFSDP2": (4, SEQUENCE | SHARDED),
     "CP2": (2, CONTEXT),
     "CP2xDP2": (4, CONTEXT),
     "CP2xFSDP2": (4, CONTEXT | SHARDED),
@@ -133,6 +136,7 @@ def test_half_precision_is_that_of_one_rank(plain, layout):
         ("FSDP2", "PP2"),
         pytest.param(("FSDP4", "PP2xTP2"), marks=pytest.mark.layouts),
         pytest.param(("CP2xFSDP2", "TP2xCP2"), marks=pytest.mark.layouts),
+        pytest.param(("SP2xFSDP2", "CP2"), marks=pytest.mark.layouts),
     ],
     ids=" then ".join,
 )
@@ -163,6 +167,7 @@ def test_a_run_resumes_under_other_layouts(plain, alone, layouts):
         pytest.param(SHARDED, "fp16", id="FSDP2", marks=pytest.mark.layouts),
         pytest.param(PIPELINE, "fp16", id="PP2"),
         pytest.param(TENSOR, "no", id="TP2", marks=pytest.mark.layouts),
+        pytest.param(SEQUENCE, "no", id="SP2", marks=pytest.mark.layouts),
         pytest.param(CONTEXT, "no", id="CP2", marks=pytest.mark.layouts),
     ],
 )

@@ -65,8 +65,8 @@ class Tasks:
                 "--eval_tasks needs a tokenizer with an end-of-text token, which begins every text."
             )
         self._tokenizer = tokenizer
-        # Context parallelism cuts every text into chunks of equal length.
-        self._multiple = 2 * layout.context if layout.context > 1 else 1
+        # Context and sequence parallelism cut every text into pieces of equal length.
+        self._multiple = layout.tensor * (2 * layout.context if layout.context > 1 else 1)
         positions = resolve_max_length(model_config, tokenizer)
         self._max_length = positions - positions % self._multiple
         self._loaded: dict[str, Any] = {"tasks": {}, "groups": {}}

@@ -22,7 +22,7 @@ from llm.models.configuration import find_weights, max_positions
 from llm.parallel.accelerator import check_device, check_precision
 from llm.parallel.dims import ParallelDims, parallel_dims
 from llm.parallel.pipeline.stage import check_depth
-from llm.parallel.tensor_plans import check_tensor_parallel
+from llm.parallel.tensor_plans import check_sequence_parallel, check_tensor_parallel
 from llm.runtime.world import World, device_of, ranks_per_node
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.evaluation import load_metrics
@@ -224,6 +224,8 @@ def choose_dims(
     """
     dims = parallel_dims(config, world_size)
     check_tensor_parallel(model_config, dims.tensor)
+    if config.sequence_parallel:
+        check_sequence_parallel(model_config)
     if dims.pipeline > 1:
         num_layers = model_config.get_text_config().num_hidden_layers
         check_depth(num_layers, dims.pipeline * config.virtual_stages)
@@ -251,7 +253,8 @@ def choose_block_size(config: CoreConfig, model_config: PreTrainedConfig) -> int
     """Return the tokens of a sample.
 
     Raises:
-        ConfigError: The model has fewer positions, or context parallelism cannot divide them.
+        ConfigError: The model has fewer positions, or context or sequence parallelism cannot divide
+            them.
     """
     positions = max_positions(model_config)
     size = config.block_size or min(1024, positions or 1024)
@@ -265,5 +268,11 @@ def choose_block_size(config: CoreConfig, model_config: PreTrainedConfig) -> int
         raise ConfigError(
             f"--block_size {size} cannot be cut into {2 * ranks} equal chunks, two for each rank "
             f"of --context_parallel_size {ranks}; make it a multiple of {2 * ranks}."
+        )
+    ranks = config.tensor_parallel_size
+    if config.sequence_parallel and size % ranks:
+        raise ConfigError(
+            f"--sequence_parallel cannot share --block_size {size} among {ranks} ranks; make it a "
+            f"multiple of {ranks}."
         )
     return size

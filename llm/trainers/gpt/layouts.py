@@ -48,6 +48,7 @@ class Layout:
             return ShardedStrategy(
                 accelerator,
                 dims,
+                sequence_parallel=config.sequence_parallel,
                 unsharded_gradients=config.unsharded_gradients,
                 init_weights=init_weights,
             )

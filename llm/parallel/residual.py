@@ -1,0 +1,88 @@
+"""The residual stream of tensor-parallel layers: whole on every rank, or sharded by sequence.
+
+Layers read the residual stream and add to it. If every rank holds all of it, all ranks compute the
+same norms and dropouts, and keep the same activations. With sequence parallelism each rank holds
+some tokens of each sample: an all-gather precedes each layer, and a reduce-scatter replaces the
+all-reduce after it. Both send the bytes of one all-reduce. See Korthikanti et al. 2022,
+arXiv:2205.05198, section 4.2.
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+_TOKENS = Shard(1)
+"""Hidden states are [batch, tokens, width]."""
+
+
+class ResidualStream:
+    """The hidden states between layers, and how a rank's part of a layer reads and changes them.
+
+    Args:
+        mesh: The ranks that compute each layer together, one axis.
+        sharded: Whether each rank holds only some tokens between the layers.
+
+    Attributes:
+        sharded: The same.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, sharded: bool) -> None:
+        self._mesh = mesh
+        self.sharded = sharded
+
+    def shard(self, hidden: Tensor) -> Tensor:
+        """Return this rank's tokens; the gradient is gathered.
+
+        Args:
+            hidden: [batch, tokens, width], equal on all ranks.
+        """
+        if hidden.shape[1] % self._mesh.size():
+            raise ValueError(
+                f"{self._mesh.size()} ranks cannot share {hidden.shape[1]} tokens equally."
+            )
+        whole = DTensor.from_local(hidden, self._mesh, [Replicate()], run_check=False)
+        own: Tensor = whole.redistribute(placements=[_TOKENS]).to_local()
+        return own
+
+    def gather(self, own: Tensor, *, for_layer: bool) -> Tensor:
+        """Return all tokens, [batch, tokens, width].
+
+        Args:
+            own: This rank's tokens.
+            for_layer: Whether each rank computes a part of the layer that reads them. The gradients
+                of the parts are reduce-scattered; otherwise they are equal on all ranks.
+        """
+        if for_layer and torch.is_autocast_enabled(own.device.type):
+            # The layer's products would cast all tokens; this sends half the bytes.
+            own = own.to(torch.get_autocast_dtype(own.device.type))
+        shards = DTensor.from_local(own, self._mesh, [_TOKENS], run_check=False)
+        whole = shards.redistribute(placements=[Replicate()])
+        gathered: Tensor = whole.to_local(grad_placements=[Partial() if for_layer else Replicate()])
+        return gathered
+
+    def read(self, inputs: Tensor) -> Tensor:
+        """Return the input of this rank's part of a layer, complete in its gradient.
+
+        Args:
+            inputs: [..., width], all tokens.
+        """
+        return inputs if self.sharded else self.copy(inputs)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return the same tensor; its gradient is all-reduced."""
+        whole = DTensor.from_local(tensor, self._mesh, [Replicate()], run_check=False)
+        copied: Tensor = whole.to_local(grad_placements=[Partial()])
+        return copied
+
+    def add(self, product: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the sum over ranks, plus the bias, in the layout of the residual stream.
+
+        Args:
+            product: This rank's term, all tokens.
+            bias: Added once and not by each rank; equal on all ranks.
+        """
+        terms = DTensor.from_local(product, self._mesh, [Partial()], run_check=False)
+        placement = _TOKENS if self.sharded else Replicate()
+        total: Tensor = terms.redistribute(placements=[placement]).to_local()
+        return total if bias is None else total + bias
