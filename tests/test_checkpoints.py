@@ -405,7 +405,7 @@ MOMENTS = {
 AGAIN = "Training removed checkpoints of {}/checkpoints; reading again.\n"
 
 
-@pytest.fixture(params=MOMENTS)
+@pytest.fixture
 def training(request, trained, tmp_path, monkeypatch):
     """A run that saves step 4 and removes step 2 while a program reads step 2."""
     folder = tmp_path / "training"
@@ -414,7 +414,7 @@ def training(request, trained, tmp_path, monkeypatch):
     saved = folder / "checkpoints"
     (saved / "best").unlink()
     (saved / "step_00000004").rename(saved / ".step_00000004.tmp")
-    owner, name = MOMENTS[request.param]
+    owner, name = MOMENTS[getattr(request, "param", "before the weights are read")]
     original = getattr(owner, name)
 
     def interrupted(*args, **options):
@@ -428,6 +428,7 @@ def training(request, trained, tmp_path, monkeypatch):
     return folder
 
 
+@pytest.mark.parametrize("training", MOMENTS, indirect=True)
 def test_the_newest_checkpoint_is_read_if_one_is_removed_meanwhile(training, tmp_path, capsys):
     assert main([str(training), "--export", "latest", str(tmp_path / "out")]) == 0
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import get_args
 from xml.etree import ElementTree
 
 import pytest
@@ -19,58 +18,45 @@ import pytest
 from llm.__main__ import all_programs
 from llm.checkpoints import CheckpointsOptions
 from llm.config.command_line import parse
-from llm.config.options import fields
 from llm.data.inspect import InspectOptions
 from llm.data.preparation.options import PrepareConfig
 from llm.data.preparation.options import check as check_prepare
 from llm.data.train_tokenizer import TrainTokenizerOptions, check_options
-from llm.errors import ConfigError
 from llm.extensions.decentralized.topology import TopologyOptions
 from llm.extensions.mup.coordinate_check import CheckOptions
 from llm.fetch import FetchOptions
 from llm.generate import GenerateOptions
 from llm.jobs.__main__ import main as write_job
-from llm.jobs.options import JobOptions, PreparationJobOptions
+from llm.jobs.options import JobOptions
 from llm.plan.options import PlanOptions
 from llm.preflight import PreflightOptions
 from llm.report.__main__ import ReportOptions
 from llm.runtime.health import EXIT_PEER_LOST
-from llm.runtime.logging import Kind
 from llm.runtime.signals import EXIT_PREEMPTED
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
-from tests.support.package import FLOORS, MODULES, PACKAGE, ROOT
+from tests.support.package import FLOORS, MODULES, ROOT
 
 SITE = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *SITE]
 
 GENERATOR = runpy.run_path(str(ROOT / "docs/generate.py"))
 
-PROGRAMS = (
-    CheckpointsOptions,
-    ReportOptions,
-    GenerateOptions,
-    PreflightOptions,
-    JobOptions,
-    FetchOptions,
-    TopologyOptions,
-)
 COMMAND_PROGRAMS = all_programs()
-OTHER_PROGRAMS = {
+OPTIONS = {
     "checkpoints": (CheckpointsOptions, "run"),
+    "data.inspect": (InspectOptions, "path"),
+    "data.prepare": (PrepareConfig, None),
+    "data.train_tokenizer": (TrainTokenizerOptions, None),
+    "extensions.decentralized.topology": (TopologyOptions, None),
     "extensions.mup.coordinate_check": (CheckOptions, None),
     "fetch": (FetchOptions, "folder"),
     "generate": (GenerateOptions, "run"),
-    "extensions.decentralized.topology": (TopologyOptions, None),
     "plan": (PlanOptions, None),
     "preflight": (PreflightOptions, None),
     "report": (ReportOptions, "runs"),
 }
-DATA_PROGRAMS = {
-    "prepare": PrepareConfig,
-    "inspect": InspectOptions,
-    "train_tokenizer": TrainTokenizerOptions,
-}
+"""The programs other than the trainer and the jobs: options, and the one that comes first."""
 JOB_SCRIPTS = sorted(ROOT.glob("examples/*/prepare_data.*"))
 
 # The ancestor's guide: its launcher and the OPTIONS of its job script, word for word.
@@ -109,32 +95,24 @@ def blocks(page: Path) -> list[str]:
     return [re.sub(r"\\\n\s*", "", block) for block in found]
 
 
-def trainer_commands(page: Path) -> list[str]:
-    """The lines of fenced blocks that start the trainer with options that can be read."""
-    lines = [line.strip() for block in blocks(page) for line in block.splitlines()]
-    starts = r"^(torchrun .*|accelerate launch |\S*python )-m llm\.trainers\.gpt"
-    return [line for line in lines if re.match(starts, line)]
-
-
-def data_commands(page: Path) -> list[tuple[str, list[str]]]:
-    """The data programs that a page starts, and the words that it gives to them."""
-    lines = [line.strip() for block in blocks(page) for line in block.splitlines()]
-    found = [re.match(r"^\S*python -m llm\.data\.(\w+) (.*)", line) for line in lines]
-    return [(match[1], shlex.split(match[2], comments=True)) for match in found if match]
-
-
 def commands_of(page: Path) -> list[tuple[str, list[str]]]:
     """The programs of the package that a page starts, and the words that it gives to them."""
     lines = [line.strip() for block in blocks(page) for line in block.splitlines()]
-    starts = r"^(?:torchrun .*|srun |\S*python )-m llm"
-    program = r"\.((?:extensions\.\w+\.)?\w+)(?: (.*))?$"
+    starts = r"^(?:torchrun .*|accelerate launch |srun |\S*python )-m llm"
+    program = r"\.((?:extensions\.\w+\.|data\.|trainers\.)?\w+)(?: (.*))?$"
     found = [re.match(starts + program, line) for line in lines]
-    commands = [(match[1], match[2] or "") for match in found if match]
     # A file that is read from or written to by the shell is none of the program's words.
     return [
-        (name, shlex.split(re.sub(r" [<>|] .*", "", words), comments=True))
-        for name, words in commands
+        (match[1], shlex.split(re.sub(r" [<>|] .*", "", match[2] or ""), comments=True))
+        for match in found
+        if match
     ]
+
+
+def without(words: list[str], option: str) -> list[str]:
+    """The words without an option and its value."""
+    at = words.index(option) if option in words else len(words)
+    return words[:at] + words[at + 2 :]
 
 
 def templates_of(path: Path) -> list[re.Pattern[str]]:
@@ -152,90 +130,6 @@ def templates_of(path: Path) -> list[re.Pattern[str]]:
             if len(line.replace("\0", "")) >= 18:
                 found.append(re.escape(line).replace("\0", ".*"))
     return [re.compile(pattern) for pattern in found]
-
-
-def table_keys(page: Path, heading: str) -> set[str]:
-    """The names in the first column of the table below a heading."""
-    section = read(page).split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    cells = re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
-    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
-
-
-def keys_written_by(path: str, function: str) -> set[str]:
-    """The literal keys of the dictionaries that a function makes."""
-    tree = ast.parse(read(PACKAGE / path))
-    body = next(n for n in ast.walk(tree) if getattr(n, "name", None) == function)
-    made = [key for node in ast.walk(body) if isinstance(node, ast.Dict) for key in node.keys]
-    stored = [n.slice for n in ast.walk(body) if isinstance(n, ast.Subscript)]
-    return {
-        key.value
-        for key in [*made, *stored]
-        if isinstance(key, ast.Constant) and isinstance(key.value, str)
-    }
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of_page)
-def test_every_command_that_a_page_shows_parses(page):
-    for command in trainer_commands(page):
-        words = shlex.split(command.split("llm.trainers.gpt", 1)[1])
-        of_run = "--config" in words and words[words.index("--config") + 1].startswith("runs/")
-        if of_run:
-            at = words.index("--config")
-            del words[at : at + 2]
-        # The run that another goes on from, and its options, are not there.
-        if of_run or "--branch_from" in words:
-            assert parse(GPTConfig, words, prog="gpt", description="")
-        elif not set(words) & {"{options}", "..."} and "NAME" not in command:
-            assert parse_args(words)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of_page)
-def test_every_data_command_that_a_page_shows_parses(page):
-    for program, words in data_commands(page):
-        if program == "inspect" and not words[0].startswith("-"):
-            words = ["--path", *words]  # whose name can be left out
-        options = parse(DATA_PROGRAMS[program], words, prog=program, description="")
-        if isinstance(options, PrepareConfig):
-            check_prepare(options)
-        if isinstance(options, TrainTokenizerOptions):
-            check_options(options)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of_page)
-def test_every_other_command_that_a_page_shows_parses(page):
-    for program, words in commands_of(page):
-        if program in OTHER_PROGRAMS:
-            options, positional = OTHER_PROGRAMS[program]
-            if program == "plan" and not words[0].startswith("-"):
-                del words[:1]  # the file, whose content the page shows
-            if program == "fetch" and "--config" in words:
-                del words[
-                    words.index("--config") : words.index("--config") + 2
-                ]  # a file of the trainer's options
-            if program == "checkpoints" and words[:1] == ["average"]:
-                del words[:1]
-            if program == "jobs" and words[:1] == ["prepare"]:
-                options = PreparationJobOptions
-                del words[:1]
-            if positional and words and not words[0].startswith("-"):
-                words = [f"--{positional}", *words]  # whose name can be left out
-            assert parse(options, words, prog=program, description="")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of_page)
-def test_every_job_command_that_a_page_shows_writes_a_script(page, capsys):
-    for program, words in commands_of(page):
-        if program == "jobs":
-            if "--output" in words:  # a test writes nothing
-                del words[words.index("--output") : words.index("--output") + 2]
-            assert write_job(words) == 0, capsys.readouterr().err
-            assert capsys.readouterr().out.startswith("#!/bin/bash")
-
-
-@pytest.mark.parametrize("guide", ["slurm", "polaris"])
-def test_the_cluster_guides_show_a_job_command_and_the_preflight(guide):
-    shown = {program for program, _ in commands_of(ROOT / f"docs/guides/{guide}.md")}
-    assert {"jobs", "preflight"} <= shown
 
 
 def test_the_troubles_show_messages_that_the_program_prints():
@@ -269,31 +163,12 @@ def test_the_dump_of_the_guide_to_wikipedia_is_made_by_its_script(tmp_path):
     assert texts[0].startswith("First Citizen:\nBefore we proceed any further")
 
 
-def test_the_data_guide_shows_every_program():
-    shown = {program for program, _ in data_commands(ROOT / "docs/guides/data.md")}
-    assert shown == DATA_PROGRAMS.keys()
-
-
-@pytest.mark.parametrize(
-    ("name", "programs"),
-    [("data-tools.md", set(DATA_PROGRAMS.values())), ("cli.md", set(PROGRAMS))],
-)
-def test_the_tables_of_the_programs_options_are_generated_from_them(name, programs):
-    page = read(ROOT / "docs" / name)
-    described = GENERATOR["PAGES"][name]
-    assert set(described) == programs
-    for program in programs:
-        assert all(f"| `{field.name}`" in page for field in fields(program))
-
-
 def test_the_page_of_the_command_lines_names_and_shows_every_program():
     page = ROOT / "docs/cli.md"
     rows = re.findall(
         r"^\| `llm-trainers (\w+)` \|(?: `python -m llm\.(\S+)`)? \|", read(page), re.MULTILINE
     )
     shown = {program for program, _ in commands_of(page)}
-    shown |= {f"data.{program}" for program, _ in data_commands(page)}
-    shown |= {"trainers.gpt"} if trainer_commands(page) else set()
     assert sorted(name for name, _ in rows) == sorted(COMMAND_PROGRAMS)
     for name, module in rows:
         target = COMMAND_PROGRAMS[name].target.replace("gpt.main", "gpt").replace(".__main__", "")
@@ -313,12 +188,6 @@ def test_the_page_of_the_command_lines_has_the_exit_codes_of_the_trainer():
 
 
 @pytest.mark.parametrize("script", JOB_SCRIPTS, ids=name_of_page)
-def test_a_job_script_asks_to_be_filled_in(script):
-    done = subprocess.run(["bash", str(script)], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "Fill in __INPUT__ at the top of this script.\n")
-
-
-@pytest.mark.parametrize("script", JOB_SCRIPTS, ids=name_of_page)
 def test_a_job_script_that_is_filled_in_prepares_token_files(script, tmp_path):
     (tmp_path / "venv/bin").mkdir(parents=True)
     activate = f'export PATH={Path(sys.executable).parent}:"$PATH" PYTHONPATH={ROOT}\n'
@@ -332,6 +201,10 @@ def test_a_job_script_that_is_filled_in_prepares_token_files(script, tmp_path):
     }.items():
         filled = filled.replace(f"__{name}__", str(value))
     (tmp_path / "job").write_text(filled)
+
+    unfilled = subprocess.run(["bash", str(script)], capture_output=True, text=True)
+    assert unfilled.returncode == 2
+    assert unfilled.stderr == "Fill in __INPUT__ at the top of this script.\n"
 
     done = subprocess.run(
         ["bash", "job"],
@@ -358,6 +231,43 @@ def test_a_part_of_a_file_that_a_page_shows_lies_between_blank_lines(page):
         assert (lines[int(first) - 1], lines[int(last) + 1]) == ("", "")
 
 
+def check_training(words: list[str]) -> None:
+    # Of a run that another goes on from, and of its options, nothing is there.
+    of_run = "--config" in words and words[words.index("--config") + 1].startswith("runs/")
+    if of_run or "--branch_from" in words:
+        words = without(words, "--config") if of_run else words
+        assert parse(GPTConfig, words, prog="gpt", description="")
+    elif not set(words) & {"{options}", "..."} and not any("NAME" in word for word in words):
+        assert parse_args(words)
+
+
+def check_program(program: str, words: list[str]) -> None:
+    options_class, positional = OPTIONS[program]
+    if program == "plan" and not words[0].startswith("-"):
+        words = words[1:]  # the file, whose content the page shows
+    if program == "fetch":
+        words = without(words, "--config")  # a file of the trainer's options
+    if program == "checkpoints" and words[:1] == ["average"]:
+        words = words[1:]
+    options = parse(options_class, words, prog=program, description="", positional=positional)
+    if isinstance(options, PrepareConfig):
+        check_prepare(options)
+    if isinstance(options, TrainTokenizerOptions):
+        check_options(options)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of_page)
+def test_every_command_that_a_page_shows_parses(page, capsys):
+    for program, words in commands_of(page):
+        if program == "trainers.gpt":
+            check_training(words)
+        elif program == "jobs":  # a test writes nothing
+            assert write_job(without(words, "--output")) == 0, capsys.readouterr().err
+            assert capsys.readouterr().out.startswith("#!/bin/bash")
+        else:
+            check_program(program, words)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of_page)
 def test_what_a_page_gives_to_make_train_parses(page):
     for arguments in re.findall(r'make train ARGS="(.*?)"', read(page)):
@@ -365,19 +275,10 @@ def test_what_a_page_gives_to_make_train_parses(page):
 
 
 def test_the_guide_shows_the_command_of_the_original_program():
-    launches = [command.split() for command in trainer_commands(ROOT / "docs/guides/gpt.md")]
+    page = ROOT / "docs/guides/gpt.md"
+    launches = [line.split() for block in blocks(page) for line in block.splitlines()]
     assert ANCESTORS_LAUNCHER.replace("{options}", SHOWN_OPTIONS).split() in launches
     assert parse_args(SHOWN_OPTIONS.split()) == parse_args(ANCESTORS_OPTIONS.split())
-
-
-def test_the_guide_shows_the_launcher_of_the_original_program():
-    assert ANCESTORS_LAUNCHER in trainer_commands(ROOT / "docs/guides/gpt.md")
-
-
-def test_every_section_of_the_original_guide_has_its_counterpart():
-    headings = re.findall(r"^##+ (.*)", read(ROOT / "docs/guides/gpt.md"), flags=re.MULTILINE)
-    for section in ("Installation", "Running", "Model", "Data set", "Checkpointing", "Limitations"):
-        assert section in headings
 
 
 def test_what_the_pages_list_of_the_code_is_generated_from_it():
@@ -395,37 +296,6 @@ def test_the_drawing_of_the_floors_is_the_one_that_is_tested():
         rooms = {word.rstrip("/") for word in words if "/" not in word.rstrip("/")}
         floors.setdefault(number, set()).update(rooms)
     assert [floors[number] for number in range(len(floors))] == FLOORS
-
-
-def test_the_verbs_of_a_strategy_are_those_of_the_protocol():
-    tree = ast.parse(read(PACKAGE / "parallel/base.py"))
-    base = next(n for n in tree.body if getattr(n, "name", "") == "AcceleratedStrategy")
-    methods = {node.name for node in base.body if isinstance(node, ast.FunctionDef)}
-    verbs = {name for name in methods if not name.startswith("_")}
-    rows = re.findall(r"^\| (`.*?\)`) \|", read(ROOT / "docs/architecture.md"), re.MULTILINE)
-    assert {verb for row in rows for verb in re.findall(r"(\w+)\(", row)} == verbs
-
-
-def test_the_page_of_the_runs_folder_explains_every_key_that_is_written():
-    page = ROOT / "docs/run-folder.md"
-    tracker = "metrics/tracker.py"
-    training = keys_written_by(tracker, "log_training") | keys_written_by(tracker, "_interval")
-    training |= {"step"}
-    written = [
-        keys_written_by("trainers/gpt/evaluation.py", f"evaluate_{name}")
-        for name in ("source", "sources")
-    ]
-    evaluation = {f"eval_{key}" for key in set().union(*written)}
-    results = keys_written_by("trainers/gpt/results.py", "collect_results")
-    assert (
-        table_keys(page, "metrics.jsonl")
-        - {"eval_accuracy", "eval_NAME", "eval_ema_NAME", "eval_loss/SOURCE", "loss/SOURCE"}
-        - {"kfac_NAME", "--eval_metrics", "--log_source_losses", "task_TASK/METRIC", "z_loss"}
-        == training | evaluation
-    )
-    assert results <= table_keys(page, "all_results.json")
-    assert table_keys(page, "status.json") == keys_written_by("checkpoint/run_folder.py", "say")
-    assert table_keys(page, "events.jsonl") == {"event", *get_args(Kind)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of_page)
@@ -463,11 +333,6 @@ def test_the_output_on_a_page_is_that_of_the_quick_start_that_ships():
     line = rf"^step  25/{shipped['max_train_steps']}  loss \d\.\d+  lr {re.escape(rate)}  "
     assert re.search(line, text, flags=re.MULTILINE)
     assert f"per step\nlength: {shipped['max_train_steps']} " in text or "length:" not in text
-
-
-def test_a_page_with_an_unknown_option_is_detected():
-    with pytest.raises(ConfigError, match="no option --learning_rat"):
-        parse_args(["--learning_rat", "1"])
 
 
 @pytest.mark.parametrize(

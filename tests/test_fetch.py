@@ -1,17 +1,24 @@
 """Fetching a run's inputs from a Hub, which a local server replaces, and training without it."""
 
+import contextlib
+import functools
+import io
 import json
+import os
 import re
 import shutil
-import subprocess
-import sys
+import socket
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.support.hub_server import Hub, serve_hub
+import llm.fetch
+import llm.trainers.gpt.main
+from tests.support.hub_server import Hub, serve_hub, use_hub
 from tests.support.package import ROOT
+from tests.support.ranks import run_ranks, values
 
 METRIC = """
 import datasets
@@ -51,31 +58,6 @@ doc_to_choice: choices
 doc_to_target: answer
 metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
-EACH = """
-import contextlib, io, json, sys
-from llm.fetch import main
-
-done = []
-for words in json.loads(sys.argv[1]):
-    with contextlib.redirect_stderr(io.StringIO()) as stderr:
-        done.append((main(words), stderr.getvalue()))
-print(json.dumps(done))
-"""
-TRAIN = """
-import sys
-from llm.trainers.gpt.main import main
-
-sys.exit(main(sys.argv[1:]))
-"""
-TRAIN_WITHOUT_NETWORK = f"""
-import socket
-
-def refuse(self, address, *rest):
-    raise AssertionError(f"a connection to {{address}}")
-
-socket.socket.connect = socket.socket.connect_ex = refuse
-{TRAIN}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -106,31 +88,47 @@ def hub(tmp_path_factory):
         yield hub
 
 
-def fetch(hub: Hub, cwd: Path, *commands: list[str]) -> list[tuple[int, str]]:
+def fetch_there(folder: Path, url: str, commands: Sequence[list[str]]) -> list[tuple[int, str]]:
+    os.chdir(folder)
+    done = []
+    with pytest.MonkeyPatch.context() as patch:
+        use_hub(url, folder / "cache", patch)
+        if any("--tasks" in words for words in commands):
+            from lm_eval import tasks
+
+            # Which reads thousands of files.
+            patch.setattr(tasks, "TaskManager", functools.cache(tasks.TaskManager))
+        for words in commands:
+            with contextlib.redirect_stderr(io.StringIO()) as stderr:
+                done.append((llm.fetch.main(words), stderr.getvalue()))
+    return done
+
+
+def fetch(hub: Hub, folder: Path, *commands: list[str]) -> list[tuple[int, str]]:
     """Run the program in one process; return the exit code and stderr of each command."""
-    run = subprocess.run(
-        [sys.executable, "-c", EACH, json.dumps(commands)],
-        env=hub.environment(cwd / "cache") | {"PYTHONPATH": str(ROOT)},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert run.returncode == 0, run.stderr
-    return [tuple(each) for each in json.loads(run.stdout.splitlines()[-1])]
+    variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "cache")}
+    arguments = (folder, hub.url, commands)
+    return values(run_ranks(fetch_there, 1, *arguments, environment=variables, timeout=200))[0]
 
 
-def train(hub: Hub, cwd: Path, program: str, toml: str, *words: str) -> dict[str, float]:
-    run = subprocess.run(
-        [sys.executable, "-c", program, "--config", toml, *words],
-        env=hub.environment(cwd / "cache" / toml) | {"PYTHONPATH": str(ROOT), "HF_TOKEN": "token"},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    return json.loads((cwd / "run" / "all_results.json").read_text())
+def train_there(folder: Path, url: str, network: bool, words: list[str]) -> int:
+    def refuse(self: socket.socket, address: object, *rest: object) -> None:
+        raise AssertionError(f"a connection to {address}")
+
+    os.chdir(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        use_hub(url, folder / f"cache-{network}", patch)
+        for name in () if network else ("connect", "connect_ex"):
+            patch.setattr(socket.socket, name, refuse)
+        return llm.trainers.gpt.main.main(words)
+
+
+def train(hub: Hub, folder: Path, toml: str, option: str, *, network: bool) -> dict[str, float]:
+    variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / f"home-{network}")}
+    arguments = (folder, hub.url, network, ["--config", toml, option])
+    [done] = run_ranks(train_there, 1, *arguments, environment=variables, timeout=200)
+    assert done.value == 0, f"{done.error}\n{done.output}"
+    return json.loads((folder / "run" / "all_results.json").read_text())
 
 
 def test_fetched_files_train_without_a_connection_as_the_names_do(hub, tmp_path):
@@ -150,11 +148,9 @@ def test_fetched_files_train_without_a_connection_as_the_names_do(hub, tmp_path)
         *("config.json", "tokenizer.json", "tokenizer_config.json", ".cache")
     }
 
-    by_name = train(hub, tmp_path, TRAIN, "run.toml", "--push_to_hub")
+    by_name = train(hub, tmp_path, "run.toml", "--push_to_hub", network=True)
     requests = len(hub.requests)
-    from_files = train(
-        hub, tmp_path, TRAIN_WITHOUT_NETWORK, "offline/run.toml", "--overwrite_output_dir"
-    )
+    from_files = train(hub, tmp_path, "offline/run.toml", "--overwrite_output_dir", network=False)
     assert by_name["eval_loss"] == from_files["eval_loss"]
     assert by_name["eval_agreement"] == from_files["eval_agreement"]
     assert len(hub.requests) == requests

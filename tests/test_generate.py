@@ -1,9 +1,7 @@
 import io
 import json
 import math
-import os
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -55,11 +53,6 @@ def test_the_text_is_that_of_generate_with_the_same_seed(trained, capsys):
     assert text.startswith("The king")
 
 
-def test_the_same_seed_writes_the_same_text_and_another_seed_another(trained, capsys):
-    texts = [write(capsys, trained, "--seed", seed, "--max_new_tokens", 20) for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
-
-
 def test_a_checkpoint_writes_what_the_export_of_the_same_step_does(trained, capsys):
     # Were the rows drawn that pad the checkpoint's vocabulary, the draws would differ.
     words = ("--seed", 5, "--top_k", 0, "--max_new_tokens", 31)
@@ -106,6 +99,7 @@ def test_the_second_sample_is_the_first_of_the_next_seed(trained, capsys):
     words = ("--prompt", "a", "--max_new_tokens", 10)
     first = write(capsys, trained, *words, "--seed", 7)
     second = write(capsys, trained, *words, "--seed", 8)
+    assert first != second
     assert write(capsys, trained, *words, "--seed", 7, "--num_samples", 2) == (
         f"--- text 1 of 2, --seed 7\n{first}--- text 2 of 2, --seed 8\n{second}"
     )
@@ -243,18 +237,3 @@ def test_finite_weights_with_non_finite_logits_are_reported(diverged, capsys):
         "error: The model cannot write: its logits are not finite, although its weights are. "
         "Its training has diverged; use another model.\n"
     )
-
-
-def test_help_needs_no_torch():
-    code = (
-        "import sys\n"
-        "from llm.generate import main, make_printer\n"
-        "try:\n    main(['--help'])\n"
-        "except SystemExit:\n    pass\n"
-        "assert not {'torch', 'transformers', 'datasets'} & sys.modules.keys()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ
-    )
-    assert done.returncode == 0, done.stderr
-    assert "--max_new_tokens" in done.stdout

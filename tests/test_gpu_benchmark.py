@@ -5,8 +5,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from benchmarks.gpu import Card, Row, goals, rows_of, section
 from benchmarks.gpu_programs import MODELS, flops_per_token, write_model, write_tokens
 from benchmarks.gpu_timing import Period, Program, Sampler, Timed, time_program
 from benchmarks.measure import CaseFailed
+from tests.support.processes import is_alive, wait_until
 
 ROOT = Path(__file__).parent.parent
 TIMED = Timed(
@@ -74,26 +73,11 @@ def test_the_program_of_a_killed_benchmark_ends(tmp_path):
     """
     benchmark = subprocess.Popen([sys.executable, "-c", textwrap.dedent(source)], cwd=ROOT)
     pid = tmp_path / "run" / "pid.txt"
-    wait_for(lambda: pid.exists() and pid.read_text())
-    assert is_running(pid.read_text())
+    wait_until(lambda: pid.exists() and pid.read_text())
+    assert is_alive(int(pid.read_text()))
     benchmark.kill()
     benchmark.wait()
-    wait_for(lambda: not is_running(pid.read_text()))
-
-
-def is_running(pid: str) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"  # a container may have nobody who collects it
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: not is_alive(int(pid.read_text())))
 
 
 def test_the_gpu_is_sampled_while_steps_count(tmp_path, monkeypatch):

@@ -178,21 +178,16 @@ def test_a_configuration_as_argument_replaces_the_options_of_an_example(
         assert told[1].startswith("torchrun --standalone --nproc_per_node=")
 
 
-MY_OUTPUT_DIR = pytest.mark.parametrize(
-    ("line", "words"),
+@pytest.mark.parametrize(
+    ("line", "words", "image"),
     [
-        ('output_dir = "runs/mine"  # the "best" one', []),
-        ("output-dir = 'runs/mine'", []),
-        ('output_dir = "runs/other"', ["--output_dir", "runs/mine"]),
-        ("", ["--output-dir=runs/mine"]),
+        ('output_dir = "runs/mine"  # the "best" one', [], []),
+        ("output-dir = 'runs/mine'", [], []),
+        ('output_dir = "runs/other"', ["--output_dir", "runs/mine"], []),
+        ("", ["--output-dir=runs/mine"], ["--container", "lab/llm:1"]),
     ],
-    ids=["quotes in a comment", "dash and single quotes", "command line wins", "no line"],
+    ids=["quotes in a comment", "dash and single quotes", "command line wins", "container"],
 )
-"""Ways to say `runs/mine` to the trainer: a line of the TOML file, and words after it."""
-
-
-@MY_OUTPUT_DIR
-@pytest.mark.parametrize("image", [[], ["--container", "lab/llm:1"]], ids=["", "container"])
 def test_a_job_requeues_by_the_status_of_the_run_that_the_trainer_writes(
     line, words, image, tmp_path, capsys
 ):
@@ -208,20 +203,6 @@ def test_a_job_requeues_by_the_status_of_the_run_that_the_trainer_writes(
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("\nscontrol requeue 7\n")
-
-
-@MY_OUTPUT_DIR
-def test_an_array_makes_its_folders_in_the_one_that_the_trainer_reads(
-    line, words, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    make_environment(tmp_path / "venv")
-    (tmp_path / "my.toml").write_text(MY_DATA + line)
-
-    done = start(tmp_path, EXAMPLES / "slurm/array.sh", "my.toml", *words, **RECORD)
-
-    told = re.search(r"Running: .* -m llm\.trainers\.gpt (.*)", done.stdout)
-    assert parse_args(shlex.split(told[1])).output_dir == "runs/mine/learning_rate-1e-4"
 
 
 def test_a_job_without_an_output_dir_ends_before_it_trains(tmp_path):

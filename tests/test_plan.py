@@ -1,10 +1,7 @@
 import gc
 import json
 import re
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,7 +63,7 @@ PAPER = {
 
 
 @pytest.mark.parametrize("size", PAPER)
-def test_operations_of_a_step_are_those_of_the_papers_formula(size: str) -> None:
+def test_operations_of_a_step_are_those_of_the_papers_formula(size):
     layers, h, batch = PAPER[size]
     plan = plan_of(
         model_size=size,
@@ -87,7 +84,7 @@ def test_operations_of_a_step_are_those_of_the_papers_formula(size: str) -> None
     assert plan.flops_per_step == pytest.approx(formula, rel=0.01)
 
 
-def test_a_moving_average_takes_four_bytes_for_each_trained_weight() -> None:
+def test_a_moving_average_takes_four_bytes_for_each_trained_weight():
     plain, averaged = job_of(), job_of(ema_tokens=1_000_000)
     assert averaged.optimizer.per_element == plain.optimizer.per_element + 4
     assert checkpoint_bytes(averaged) - checkpoint_bytes(plain) == pytest.approx(
@@ -95,7 +92,7 @@ def test_a_moving_average_takes_four_bytes_for_each_trained_weight() -> None:
     )
 
 
-def test_moments_in_bf16_take_half_the_memory_but_for_vectors() -> None:
+def test_moments_in_bf16_take_half_the_memory_but_for_vectors():
     whole, half = (plan_of(moment_dtype=dtype) for dtype in ("fp32", "bf16"))
     parameters = list(job_of().outline().parameters())
     vectors = num_elements(p for p in parameters if p.ndim < 2)
@@ -104,22 +101,21 @@ def test_moments_in_bf16_take_half_the_memory_but_for_vectors() -> None:
     assert half.memory.optimizer == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize("changes", [{}, {"global_batch_size": 8 * 36}])
-def test_the_largest_batch_that_fits_is_found(changes: dict[str, Any]) -> None:
-    """A power of two, or a divisor of the 36 samples of each of 8 ranks."""
-    limit = plan_of(per_device_train_batch_size=9, **changes).memory.total / 2**30
-    options = {**SMALL, **changes, "memory_gib": limit, "per_device_train_batch_size": "auto"}
-    found = largest_batch(PlanOptions(**options)).per_device_train_batch_size
-    assert found == (9 if changes else 8)
-
-
-def test_where_nothing_fits_the_largest_batch_is_one_sample() -> None:
-    options = {**SMALL, "memory_gib": 1e-3, "per_device_train_batch_size": "auto"}
-    assert largest_batch(PlanOptions(**options)).per_device_train_batch_size == 1
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, 8), ({"global_batch_size": 8 * 36}, 9), ({"memory_gib": 1e-3}, 1)],
+    ids=["a power of two", "a divisor of a rank's samples", "one if nothing fits"],
+)
+def test_the_largest_batch_that_fits_is_found(changes, expected):
+    batch = changes.get("global_batch_size")
+    plan = plan_of(per_device_train_batch_size=9, global_batch_size=batch)
+    options = {**SMALL, "memory_gib": plan.memory.total / 2**30, **changes}
+    options["per_device_train_batch_size"] = "auto"
+    assert largest_batch(PlanOptions(**options)).per_device_train_batch_size == expected
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_ranks_shard_has_the_size_that_fully_shard_gives_on_64_ranks(family: str) -> None:
+def test_a_ranks_shard_has_the_size_that_fully_shard_gives_on_64_ranks(family):
     model = job_of(model_type=family).outline()
     param_counts = count_parameters(model)
     counted = sum(
@@ -137,7 +133,7 @@ def test_a_ranks_shard_has_the_size_that_fully_shard_gives_on_64_ranks(family: s
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama", "qwen3"])
-def test_a_tensor_parallel_rank_holds_its_shard_of_every_block_matrix(family: str) -> None:
+def test_a_tensor_parallel_rank_holds_its_shard_of_every_block_matrix(family):
     job = job_of(model_type=family)
     whole, part = job.outline(), job.outline()
     split_model(part, 4)
@@ -152,7 +148,7 @@ def test_a_tensor_parallel_rank_holds_its_shard_of_every_block_matrix(family: st
     assert job.trace(4, 1).block_flops == job.trace(1, 1).block_flops / 4
 
 
-def test_a_sequence_shard_attends_to_the_keys_of_all_shards() -> None:
+def test_a_sequence_shard_attends_to_the_keys_of_all_shards():
     job = job_of()
     whole, half = job.trace(1, 1), job.trace(1, 2)
 
@@ -161,7 +157,7 @@ def test_a_sequence_shard_attends_to_the_keys_of_all_shards() -> None:
     assert half.block > whole.block / 2
 
 
-def test_a_device_of_little_memory_is_planned_with_small_chunks_of_logits() -> None:
+def test_a_device_of_little_memory_is_planned_with_small_chunks_of_logits():
     # 2,048 tokens of 50,304 columns are one chunk of 393 MiB, or 16 of 25 MiB in 2 GiB.
     sizes = {"device": "a100-40gb", "config_overrides": "vocab_size=50257", "block_size": 1024}
     large, small = job_of(**sizes).trace(1, 1), job_of(**sizes, memory_gib=2.0).trace(1, 1)
@@ -170,7 +166,7 @@ def test_a_device_of_little_memory_is_planned_with_small_chunks_of_logits() -> N
     assert small.loss_extra < 150 * 2**20
 
 
-def test_a_trace_does_not_depend_on_when_python_collects_garbage() -> None:
+def test_a_trace_does_not_depend_on_when_python_collects_garbage():
     threshold = gc.get_threshold()
     traces = []
     for often in (100_000, 10):
@@ -183,7 +179,7 @@ def test_a_trace_does_not_depend_on_when_python_collects_garbage() -> None:
     assert traces[0] == traces[1]
 
 
-def test_the_memory_meter_counts_live_and_peak_bytes() -> None:
+def test_the_memory_meter_counts_live_and_peak_bytes():
     known = torch.zeros(256)
     meter = MemoryMeter([known])
     with meter:
@@ -215,14 +211,14 @@ DEPTHS = {
     "145.6B": 80,
     "310.1B": 96,
 }
-LARGE = ("39.1B", "76.1B", "145.6B", "310.1B")
+LARGE = ("3.6B", "7.5B", "18.4B", "39.1B", "76.1B", "145.6B", "310.1B")
 
 
 @pytest.mark.parametrize(
     "size",
     [pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name for name in DEPTHS],
 )
-def test_a_pipeline_is_cut_as_the_trainer_cuts_it(size: str) -> None:
+def test_a_pipeline_is_cut_as_the_trainer_cuts_it(size):
     job = Job(PlanOptions(model_size=size, nodes=1, gpus_per_node=1))
     model = job.outline()
     pieces, loss = find_pipeline_modules(model), LanguageModelLoss(model, chunked=False)
@@ -235,7 +231,7 @@ def test_a_pipeline_is_cut_as_the_trainer_cuts_it(size: str) -> None:
         job.layers_of_ranks(DEPTHS[size] + 1)
 
 
-def test_the_output_head_of_a_small_model_takes_the_place_of_layers() -> None:
+def test_the_output_head_of_a_small_model_takes_the_place_of_layers():
     """The trainer logs of GPT-2 on two stages: layers 0 to 7, and 8 to 11."""
     options = {"model_size": "124M", "nodes": 1, "gpus_per_node": 1}
     plain = Job(PlanOptions(**options))
@@ -248,7 +244,7 @@ def test_the_output_head_of_a_small_model_takes_the_place_of_layers() -> None:
     assert interleaved.layers_of_ranks(2) == [[0, 1, 2, 7, 8, 9, 10], [3, 4, 5, 6, 11]]
 
 
-def test_a_stage_between_the_first_two_and_the_last_may_be_the_fullest() -> None:
+def test_a_stage_between_the_first_two_and_the_last_may_be_the_fullest():
     plan = plan_of(
         model_size="124M",
         num_layers=None,
@@ -264,7 +260,7 @@ def test_a_stage_between_the_first_two_and_the_last_may_be_the_fullest() -> None
     assert plan.memory.stage == 3  # of [1, 1, 1, 2, 2, 2, 2, 1] layers
 
 
-def test_micro_batches_in_flight_are_those_of_the_schedules() -> None:
+def test_micro_batches_in_flight_are_those_of_the_schedules():
     sizes = {"stages": 4, "micro_batches": 8}
 
     assert in_flight("gpipe", stage=0, virtual=1, **sizes) == 8
@@ -273,7 +269,7 @@ def test_micro_batches_in_flight_are_those_of_the_schedules() -> None:
     assert in_flight("interleaved-1f1b", stage=0, virtual=2, **sizes) == 5.5
 
 
-def test_a_ring_crosses_each_node_boundary_once() -> None:
+def test_a_ring_crosses_each_node_boundary_once():
     job = job_of(nodes=2, gpus_per_node=2)
     (sent,) = transfers(job, ParallelDims(replicate=4))
 
@@ -282,7 +278,7 @@ def test_a_ring_crosses_each_node_boundary_once() -> None:
     assert sent.in_node == sent.between_nodes == whole / 2
 
 
-def test_tensor_parallel_ranks_stay_in_their_node() -> None:
+def test_tensor_parallel_ranks_stay_in_their_node():
     job = job_of(nodes=2, gpus_per_node=4)
     by_axis = {t.axis: t for t in transfers(job, ParallelDims(shard=2, tensor=4))}
 
@@ -292,7 +288,7 @@ def test_tensor_parallel_ranks_stay_in_their_node() -> None:
     assert by_axis["shard"].in_node == 0
 
 
-def test_sequence_parallelism_keeps_less_and_sends_less() -> None:
+def test_sequence_parallelism_keeps_less_and_sends_less():
     options = {"mixed_precision": "bf16", "tensor_parallel_size": 4, "gpus_per_node": 4}
     whole, shared = (
         plan_of(model_type="llama", sequence_parallel=shared, **options) for shared in (False, True)
@@ -306,7 +302,7 @@ def test_sequence_parallelism_keeps_less_and_sends_less() -> None:
     assert shared.memory.weights == whole.memory.weights
 
 
-def test_weights_gradients_and_moments_shrink_with_the_shard_size() -> None:
+def test_weights_gradients_and_moments_shrink_with_the_shard_size():
     whole = plan_of(gpus_per_node=4).memory
     quarter = plan_of(gpus_per_node=4, data_parallel_shard_size=4).memory
 
@@ -314,7 +310,7 @@ def test_weights_gradients_and_moments_shrink_with_the_shard_size() -> None:
         assert getattr(quarter, kind) == pytest.approx(getattr(whole, kind) / 4, rel=0.01)
 
 
-def test_casts_of_weights_stay_for_all_micro_batches_of_a_step() -> None:
+def test_casts_of_weights_stay_for_all_micro_batches_of_a_step():
     totals = []
     for accumulation in (1, 2):
         job = job_of(
@@ -328,7 +324,7 @@ def test_casts_of_weights_stay_for_all_micro_batches_of_a_step() -> None:
     assert totals[1] - totals[0] == casts + trace.block_casts - trace.casts_left
 
 
-def test_a_later_pipeline_stage_holds_fewer_activations_and_no_embedding() -> None:
+def test_a_later_pipeline_stage_holds_fewer_activations_and_no_embedding():
     job = job_of(gpus_per_node=4, global_batch_size=16, chunked_loss=False)
     plans = {p: estimate(job, ParallelDims(pipeline=p, replicate=4 // p)) for p in (1, 2, 4)}
 
@@ -338,7 +334,7 @@ def test_a_later_pipeline_stage_holds_fewer_activations_and_no_embedding() -> No
     assert {plan.tokens_per_step for plan in plans.values()} == {16 * 64}
 
 
-def test_the_search_puts_the_fastest_that_fits_first() -> None:
+def test_the_search_puts_the_fastest_that_fits_first():
     job = job_of(gpus_per_node=4, global_batch_size=64, memory_gib=0.008)
     found = search(job)
 
@@ -363,11 +359,9 @@ RECOMPUTED = {"activation_checkpointing": "full"}
         (0.001, None),
     ],
 )
-def test_a_run_that_does_not_fit_is_given_the_cheapest_remedy(
-    memory_gib: float, remedy: dict[str, Any] | None
-) -> None:
+def test_a_run_that_does_not_fit_is_given_the_cheapest_remedy(memory_gib, remedy):
     changes = {
-        "gpus_per_node": 4,
+        "gpus_per_node": 2,
         "num_layers": 8,
         "block_size": 256,
         "per_device_train_batch_size": 16,
@@ -383,14 +377,14 @@ def test_a_run_that_does_not_fit_is_given_the_cheapest_remedy(
     assert found is None or plan_of(**{**changes, **found}).fits
 
 
-def test_a_model_without_recomputation_is_given_another_remedy(monkeypatch: Any) -> None:
+def test_a_model_without_recomputation_is_given_another_remedy(monkeypatch):
     monkeypatch.setattr(GPT2LMHeadModel, "supports_gradient_checkpointing", False)
     job = job_of(gpus_per_node=2, per_device_train_batch_size=1, memory_gib=0.006)
 
     assert find_remedy(job, None) == {"data_parallel_shard_size": 2}
 
 
-def test_the_budget_is_that_of_the_run_in_tokens_or_by_the_models_size() -> None:
+def test_the_budget_is_that_of_the_run_in_tokens_or_by_the_models_size():
     def budget(**options: Any) -> float | None:
         job = job_of(gpus_per_node=2, **options)
         return job.budget(job.layout)
@@ -401,7 +395,7 @@ def test_the_budget_is_that_of_the_run_in_tokens_or_by_the_models_size() -> None
     assert budget(tokens_per_parameter=2.0) == -(-2 * parameters // 64) * 64
 
 
-def test_a_batch_that_grows_is_planned_at_its_largest() -> None:
+def test_a_batch_that_grows_is_planned_at_its_largest():
     growing = {"gpus_per_node": 2, "global_batch_size": "2@0,16@1K", "max_train_steps": 10}
     job = job_of(**growing)
 
@@ -411,7 +405,7 @@ def test_a_batch_that_grows_is_planned_at_its_largest() -> None:
     assert estimate(job, job.layout) == plain
 
 
-def test_kfac_has_memory_of_its_own() -> None:
+def test_kfac_has_memory_of_its_own():
     memory = plan_of(kfac=True, gpus_per_node=1).memory
 
     # The two factors of the narrowest kind of layer alone are 65 x 65 and 64 x 64, in fp32.
@@ -419,7 +413,7 @@ def test_kfac_has_memory_of_its_own() -> None:
     assert plan_of(gpus_per_node=1).memory.extra == {"kfac": 0}
 
 
-def test_owners_share_the_state_of_matrices_and_send_updates() -> None:
+def test_owners_share_the_state_of_matrices_and_send_updates():
     whole, shards = (
         plan_of(kfac=True, gpus_per_node=2, data_parallel_shard_size=size) for size in (1, 2)
     )
@@ -442,7 +436,7 @@ _SMALLEST = (
 WORDS = _SMALLEST.split()
 
 
-def test_a_toml_file_comes_first_and_options_override_it(tmp_path: Path, capsys: Any) -> None:
+def test_a_toml_file_comes_first_and_options_override_it(tmp_path, capsys):
     path = tmp_path / "run.toml"
     path.write_text('model_type = "llama"\nnum_layers = 2\nmax_train_steps = 10\n')
 
@@ -459,13 +453,13 @@ def test_a_toml_file_comes_first_and_options_override_it(tmp_path: Path, capsys:
     assert plan["node_hours"] == pytest.approx(plan["days"] * 24)
 
 
-def test_a_fraction_of_a_node_hour_is_not_rounded_to_0(capsys: Any) -> None:
+def test_a_fraction_of_a_node_hour_is_not_rounded_to_0(capsys):
     assert main([*WORDS, "--memory_gib", "64", "--num_tokens", "1000000000"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"1,000,000,000 tokens take 2\.\d hours, [1-9]\.\d\d node-hours", printed)
 
 
-def test_a_plan_that_does_not_fit_is_reported_with_exit_code_1(capsys: Any) -> None:
+def test_a_plan_that_does_not_fit_is_reported_with_exit_code_1(capsys):
     assert main([*WORDS, "--memory_gib", "0.001"]) == 1
     assert "nor another layout of these devices helps" in capsys.readouterr().out
 
@@ -489,13 +483,13 @@ class _Initialized(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_plan_draws_no_initial_weights_which_would_take_most_of_its_time() -> None:
+def test_a_plan_draws_no_initial_weights_which_would_take_most_of_its_time():
     with _Initialized() as initialized:
         plan_of()
     assert initialized.names == set()
 
 
-def test_a_plot_is_drawn(tmp_path: Path, capsys: Any) -> None:
+def test_a_plot_is_drawn(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "memory.png"
     assert main([*WORDS, "--search", "--top", "2", "--plot", str(path)]) == 0
@@ -527,9 +521,7 @@ def test_a_plot_is_drawn(tmp_path: Path, capsys: Any) -> None:
         ("--model_type bloom --num_layers none --tensor_parallel_size 2", "bloom"),
     ],
 )
-def test_impossible_plans_end_with_one_sentence_and_exit_code_2(
-    words: str, says: str, capsys: Any
-) -> None:
+def test_impossible_plans_end_with_one_sentence_and_exit_code_2(words, says, capsys):
     given = [] if words.startswith("--nodes") else [*WORDS, "--gpus_per_node", "2"]
     if "tensor_parallel_size 8" in words:
         given += ["--gpus_per_node", "8"]
@@ -540,21 +532,7 @@ def test_impossible_plans_end_with_one_sentence_and_exit_code_2(
     assert says in error
 
 
-def test_help_needs_no_torch_and_is_quick() -> None:
-    code = (
-        "import sys\n"
-        "from llm.plan.__main__ import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
-        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
-    )
-    began = time.process_time()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "--gpus_per_node" in done.stdout
-    assert time.process_time() - began < 1
-
-
-def test_the_option_names_every_device_of_the_table() -> None:
+def test_the_option_names_every_device_of_the_table():
     for name in DEVICES:
         assert PlanOptions(device=name).device == name
     assert {"h100-80gb", "a100-40gb", "cpu"} <= DEVICES.keys()
@@ -565,9 +543,7 @@ def test_the_option_names_every_device_of_the_table() -> None:
 @pytest.mark.parametrize(
     "size", ["1.7B", "3.6B", "7.5B", "18.4B", "39.1B", "76.1B", "145.6B", "310.1B"]
 )
-def test_every_size_of_the_paper_is_searched_in_a_minute(
-    size: str, nodes: int, capsys: Any
-) -> None:
+def test_every_size_of_the_paper_is_searched_in_a_minute(size, nodes, capsys):
     words = (
         f"--model_size {size} --nodes {nodes} --block_size 2048 --per_device_train_batch_size 1 "
         f"--global_batch_size {8 * nodes} --mixed_precision bf16 "

@@ -135,7 +135,7 @@ HALF = "--mixed_precision bf16 --no_chunked_loss --block_size 64 --config_overri
         pytest.param(4, "--data_parallel_shard_size 2 --gradient_accumulation_steps 2", marks=SLOW),
     ],
 )
-def test_the_planned_memory_is_within_a_tenth_of_the_measured_peak(ranks: int, words: str) -> None:
+def test_the_planned_memory_is_within_a_tenth_of_the_measured_peak(ranks, words):
     words = f"{MODEL} {words} --gpus_per_node {ranks}"
     peaks = values(run_ranks(measure, ranks, words))
     assert planned(words) == pytest.approx(max(peaks), rel=0.1)

@@ -141,7 +141,7 @@ def test_a_chunk_has_the_lines_that_begin_in_it(tmp_path):
     assert lines_of(path, start=4, stop=9) == b"cc\n"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     mark=st.sampled_from([b"", b"\xef\xbb\xbf"]),
     content=st.text("a\n\r\u00e9", max_size=40).map(str.encode),

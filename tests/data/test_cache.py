@@ -26,16 +26,12 @@ from tests.support.corpora import (
     error_on_a_full_disk,
     write,
 )
+from tests.support.preparation import FailingSource, tokens
+from tests.support.processes import wait_until
 from tests.support.ranks import run_ranks, values
 
 SPAWN = multiprocessing.get_context("spawn")
 OTHER = ["other"]
-
-
-class FailingSource(ListSource):
-    def batches(self, faults=None):
-        yield ["fine"]
-        raise DataError("line 2 is broken")
 
 
 class UnreadableSource(ListSource):
@@ -51,23 +47,12 @@ class AbsentSource(ListSource):
         return False
 
 
-def tokens(prefix):
-    return TokenFile(prefix).tokens.tolist()
-
-
 def num_tokens(*args, **changes):
     return TokenFile(cache_bytes(*args, **changes)).num_tokens
 
 
 def folders(cache):
     return sorted(path.name for path in cache.iterdir() if path.is_dir())
-
-
-def wait_for(path):
-    end = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} does not appear"
-        time.sleep(0.02)
 
 
 def test_a_text_is_cached_as_token_files_with_the_bytes_of_its_rows(tmp_path):
@@ -134,21 +119,6 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, caplog, damage, how):
         (_,) = (line for line in caplog.messages if "cannot be used" in line)
 
 
-def test_a_text_that_changes_while_it_is_read_is_not_cached(tmp_path):
-    path = write(tmp_path / "a.txt", "old")
-
-    class ChangingSource(ListSource):
-        def batches(self, faults=None):
-            yield from super().batches(faults)
-            write(path, "newer")
-
-    source = ChangingSource(["b"])
-    source.files = file_source(path, text_column=None).files
-    with pytest.raises(DataError, match=r"a\.txt has changed while the text was prepared, and no"):
-        cache_bytes(tmp_path / "cache", source)
-    assert folders(tmp_path / "cache") == []
-
-
 def test_concurrent_processes_read_the_text_once(tmp_path):
     processes = [
         SPAWN.Process(target=cache_watched, args=(tmp_path / "cache", tmp_path / "reads", 0.5))
@@ -168,7 +138,7 @@ def test_a_killed_preparation_leaves_no_valid_cache(tmp_path):
     cache, reads = tmp_path / "cache", tmp_path / "reads"
     process = SPAWN.Process(target=cache_watched, args=(cache, reads, 60.0))
     process.start()
-    wait_for(reads)
+    wait_until(reads.exists)
     os.kill(process.pid, signal.SIGKILL)
     process.join(60)
     assert not list(cache.glob("*/tokens.bin"))
@@ -242,7 +212,7 @@ def prepared_by_ranks(folder, kind, **changes):
     source = WatchedSource(["ab", "c"], folder / "reads", 0.3)
     if kind == "broken":
         source.identity = lambda: {"list": "broken"}
-        source.batches = lambda faults=None: FailingSource([]).batches(faults)
+        source.batches = lambda faults=None: FailingSource(["fine"]).batches(faults)
     try:
         return str(cache_bytes(cache, source, **changes))
     except DataError as error:
@@ -280,7 +250,7 @@ def test_rank_0_prepares_the_text_as_its_log_is_read(tmp_path):
 def test_all_ranks_raise_the_error_of_the_one_that_prepares(tmp_path):
     found = values(run_ranks(prepared_by_ranks, 3, tmp_path, "broken"))
 
-    assert found == ["line 2 is broken"] * 3
+    assert found == ["line 9 is broken"] * 3
     assert folders(tmp_path / "cache") == []
 
 

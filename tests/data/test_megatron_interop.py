@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llm.data.formats.megatron import TokenFile, token_dtype
-from tests.support.token_files import TokenFileWriter
+from tests.support.token_files import write_sequences
 
 # Sequences of documents. Megatron's builder writes empty documents and empty sequences, too.
 DOCUMENTS = [[[1, 2, 3], [4]], [], [[50256]], [[], [7, 8]], [[9] * 1000]]
@@ -19,15 +19,6 @@ def megatron():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that faster kernels are not installed
         return pytest.importorskip("megatron.core.datasets.indexed_dataset")
-
-
-def write_ours(prefix, documents, dtype):
-    with TokenFileWriter(prefix, np.dtype(dtype)) as writer:
-        for document in documents:
-            for sequence in document:
-                writer.add(np.array(sequence, dtype=np.int64), ends_document=False)
-            writer.end_document()
-    return prefix
 
 
 def write_theirs(megatron, prefix, documents, dtype, *, multimodal=False):
@@ -56,7 +47,7 @@ def random_documents(seed, largest):
 @pytest.mark.parametrize(("dtype", "largest"), [(np.uint16, 65535), (np.int32, 2**31 - 1)])
 def test_megatron_and_our_writer_write_the_same_bytes(megatron, tmp_path, dtype, largest):
     for documents in (DOCUMENTS, random_documents(1, largest), random_documents(2, largest)):
-        write_ours(tmp_path / "ours", documents, dtype)
+        write_sequences(tmp_path / "ours", documents, dtype)
         write_theirs(megatron, tmp_path / "theirs", documents, dtype)
 
         for kind in (".bin", ".idx"):
@@ -67,7 +58,7 @@ def test_megatron_and_our_writer_write_the_same_bytes(megatron, tmp_path, dtype,
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 @pytest.mark.parametrize("mmap", [True, False])
 def test_megatron_reads_our_files(megatron, tmp_path, dtype, mmap):
-    prefix = write_ours(tmp_path / "text", DOCUMENTS, dtype)
+    prefix = write_sequences(tmp_path / "text", DOCUMENTS, dtype)
 
     dataset = megatron.IndexedDataset(str(prefix), mmap=mmap)
 

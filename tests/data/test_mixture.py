@@ -32,7 +32,7 @@ def mixture_of(stages, block_size=1):
     return Mixture(stages, block_size=block_size)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(staged())
 def test_each_source_is_within_k_samples_of_its_share_in_every_stage(stages):
     sources, _ = mixture_of(stages).locate(np.arange(RUN))
@@ -48,7 +48,7 @@ def test_each_source_is_within_k_samples_of_its_share_in_every_stage(stages):
         assert set(sources[start:stop].tolist()) <= set(used)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(staged())
 def test_a_source_goes_on_across_stages_without_a_gap_or_a_repeat(stages):
     mixture = mixture_of(stages)
@@ -59,7 +59,7 @@ def test_a_source_goes_on_across_stages_without_a_gap_or_a_repeat(stages):
         assert numbers[sources == source].tolist() == list(range(served))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(staged(), st.lists(st.integers(0, RUN - 1), max_size=20))
 def test_any_samples_are_located_without_those_before_them(stages, samples):
     whole = np.stack(mixture_of(stages).locate(np.arange(RUN)))

@@ -11,6 +11,15 @@ from tests.support.corpora import write
 from tests.support.tokenizers import tiny_tokenizer
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two texts, and a cache of the token files that have been made of them."""
+    folder = tmp_path_factory.mktemp("texts")
+    write(folder / "a.txt", "a\nb\nc\ndef\n")
+    write(folder / "b.csv", "text\nv\n")
+    return folder
+
+
 def opened(folder, *, tokenizer=None, **options):
     """The corpus of a run with these options."""
     paths = {name: str(value) for name, value in options.items() if isinstance(value, Path)}
@@ -31,60 +40,41 @@ def text(parts):
     return tiny_tokenizer().decode(part.stream.tokens.tolist())
 
 
-def test_a_training_file_is_split_by_its_lines(tmp_path):
-    file = write(tmp_path / "a.txt", "a\nb\nc\ndef\n")
-
-    corpus = opened(tmp_path, train_file=file)
+def test_a_training_file_is_split_by_its_lines(folder, caplog):
+    corpus = opened(folder, train_file=folder / "a.txt", text_column="body")
 
     assert text(corpus.validation) == "a\nb\n"
     assert text(corpus.train) == "c\ndef\n<|endoftext|>"
     assert corpus.train[0].name == "a"
     assert [part[0].stream.num_bytes for part in (corpus.train, corpus.validation)] == [6, 4]
-
-
-def test_without_a_percentage_there_is_no_validation_split(tmp_path):
-    corpus = opened(
-        tmp_path, train_file=write(tmp_path / "a.txt", "a\nb\n"), validation_split_percentage=0.0
-    )
-
-    assert text(corpus.train) == "a\nb\n<|endoftext|>"
-    assert corpus.validation == ()
-
-
-def test_a_training_and_a_validation_file_are_both_used_in_full(tmp_path):
-    corpus = opened(
-        tmp_path,
-        train_file=write(tmp_path / "a.txt", "a\nb\n"),
-        validation_file=write(tmp_path / "b.csv", "text\nv\n"),
-    )
-
-    assert text(corpus.train) == "a\nb\n<|endoftext|>"
-    assert text(corpus.validation) == "v<|endoftext|>"
-    assert [part[0].stream.num_bytes for part in (corpus.train, corpus.validation)] == [4, 1]
-
-
-def test_a_validation_file_alone_can_be_evaluated(tmp_path):
-    file = write(tmp_path / "b.txt", "v\n")
-
-    corpus = opened(tmp_path, validation_file=file)
-
-    assert corpus.train == ()
-    assert text(corpus.validation) == "v\n<|endoftext|>"
-
-
-def test_a_text_column_for_a_text_file_gets_a_warning(tmp_path, caplog):
-    opened(tmp_path, train_file=write(tmp_path / "a.txt", "a\nb\n"), text_column="body")
-
     assert "--text_column body has no effect on" in caplog.text
 
 
-def test_a_missing_validation_file_is_named_by_its_option(tmp_path):
-    with pytest.raises(DataError, match=r"--validation_file .*b\.txt does not exist"):
-        opened(
-            tmp_path,
-            train_file=write(tmp_path / "a.txt", "a\nb\n"),
-            validation_file=tmp_path / "b.txt",
-        )
+def test_without_a_percentage_there_is_no_validation_split(folder):
+    corpus = opened(folder, train_file=folder / "a.txt", validation_split_percentage=0.0)
+
+    assert text(corpus.train) == "a\nb\nc\ndef\n<|endoftext|>"
+    assert corpus.validation == ()
+
+
+def test_a_training_and_a_validation_file_are_both_used_in_full(folder):
+    corpus = opened(folder, train_file=folder / "a.txt", validation_file=folder / "b.csv")
+
+    assert text(corpus.train) == "a\nb\nc\ndef\n<|endoftext|>"
+    assert text(corpus.validation) == "v<|endoftext|>"
+    assert [part[0].stream.num_bytes for part in (corpus.train, corpus.validation)] == [10, 1]
+
+
+def test_a_validation_file_alone_can_be_evaluated(folder):
+    corpus = opened(folder, validation_file=folder / "b.csv")
+
+    assert corpus.train == ()
+    assert text(corpus.validation) == "v<|endoftext|>"
+
+
+def test_a_missing_validation_file_is_named_by_its_option(folder):
+    with pytest.raises(DataError, match=r"--validation_file .*c\.txt does not exist"):
+        opened(folder, train_file=folder / "a.txt", validation_file=folder / "c.txt")
 
 
 @pytest.mark.parametrize("with_validation", [True, False])

@@ -82,7 +82,7 @@ def test_each_source_counts_its_samples_without_a_gap(first):
 
 
 def test_any_position_is_computed_without_those_before_it():
-    samples = np.random.default_rng(0).integers(0, 10**7, 200)
+    samples = np.random.default_rng(0).integers(0, 10**7, 50)
     weights = [0.4, 0.35, 0.25]
 
     sources, indices = Blend(weights).locate(samples)

@@ -123,11 +123,11 @@ def test_a_single_document_can_be_shuffled(tmp_path):
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_there_may_be_more_shards_than_the_open_file_limit(tmp_path, shuffle):
     stems, stats = make_shards(
-        tmp_path / "parts", [ListSource([str(number)]) for number in range(300)]
+        tmp_path / "parts", [ListSource([str(number)]) for number in range(100)]
     )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(int(name) for name in os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 50, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 40, hard))
     try:
         if shuffle:
             assemble_shuffled(stems, stats, tmp_path / "out", dtype=np.dtype("<u2"), seed=0)
@@ -136,4 +136,4 @@ def test_there_may_be_more_shards_than_the_open_file_limit(tmp_path, shuffle):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-    assert TokenFile(tmp_path / "out").num_documents == 300
+    assert TokenFile(tmp_path / "out").num_documents == 100

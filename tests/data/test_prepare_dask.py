@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from llm.data.prepare import main
 from tests.support.corpora import write
 from tests.support.preparation import expected_pair, json_lines, pair
+from tests.support.processes import wait_until
 
 pytest.importorskip("distributed", reason="pip install 'llm-trainers[dask]'")
 
@@ -73,13 +73,6 @@ def cluster(tmp_path):
     made = Cluster(2)
     yield made
     made.end()
-
-
-def wait_until(true):
-    end = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.02)
 
 
 def start(*words):

@@ -54,20 +54,6 @@ def test_preparation_leaves_three_files_and_records_the_text_statistics(tmp_path
     assert caplog.messages[-1] == f"wrote {prefix}.bin"
 
 
-def test_a_text_file_may_be_one_document_of_many_texts(tmp_path):
-    sources = [
-        ListSource(["ab\n", "\n", "c"], one_document=True),
-        ListSource(["d"], one_document=True),
-    ]
-
-    prepare(tmp_path / "wiki", sources)
-
-    assert tokens(tmp_path / "wiki") == [*ids("ab\n\nc"), 0, *ids("d"), 0]
-    assert TokenFile(tmp_path / "wiki").num_documents == 2
-    assert read_sidecar(tmp_path / "wiki").documents == 2
-    assert verify(tmp_path / "wiki") == []
-
-
 @pytest.mark.parametrize("one_document", [False, True])
 @pytest.mark.parametrize("prefix", ["", "_"])
 def test_a_space_in_front_of_each_line_is_reported(tmp_path, caplog, prefix, one_document):
@@ -175,13 +161,6 @@ def test_one_removed_file_of_two_is_prepared_again_with_a_message(tmp_path, capl
 
     assert f"{tmp_path}/wiki/val.bin is missing. The same options made it" in caplog.text
     assert verify(tmp_path / "wiki" / "val.bin") == []
-
-
-def test_the_output_of_another_text_is_refused(tmp_path):
-    prepare(tmp_path / "wiki", [ListSource(["a"])])
-
-    with pytest.raises(DataError, match="exists already"):
-        prepare(tmp_path / "wiki", [ListSource(["a"], name="other")])
 
 
 @pytest.mark.parametrize("error", [DataError, KeyboardInterrupt, OSError])
@@ -307,24 +286,24 @@ def test_a_full_disk_is_one_sentence_and_finished_shards_are_kept(tmp_path, limi
     assert names(tmp_path) == THREE
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("file/wiki", "(Not a directory|File exists)"), ("x" * 300, "File name too long")],
+    ids=["below a file", "too long"],
+)
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path, name, reason):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(DataError, match=rf"cannot be written \({reason}\)"):
+        prepare(tmp_path / name, [ListSource(["a"])])
+
+
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_write_permission_is_one_sentence(tmp_path):
     tmp_path.chmod(0o500)
 
     with pytest.raises(DataError, match=r"cannot be written \(Permission denied\)"):
         prepare(tmp_path / "wiki", [ListSource(["a"])])
-
-
-def test_an_output_below_a_file_is_one_sentence(tmp_path):
-    (tmp_path / "file").touch()
-
-    with pytest.raises(DataError, match=r"cannot be written \((Not a directory|File exists)\)"):
-        prepare(tmp_path / "file" / "wiki", [ListSource(["a"])])
-
-
-def test_a_name_that_is_too_long_is_one_sentence(tmp_path):
-    with pytest.raises(DataError, match=r"cannot be written \(File name too long\)"):
-        prepare(tmp_path / ("x" * 300), [ListSource(["a"])])
 
 
 def test_nanogpt_files_are_split_at_a_document_end(tmp_path):
@@ -353,16 +332,17 @@ def test_the_bytes_of_a_nanogpt_file_count_documents_of_many_texts(tmp_path):
     assert read_sidecar(tmp_path / "wiki" / "train").text_bytes == 4
 
 
-def test_nanogpt_without_validation_is_one_file(tmp_path):
-    prepare(tmp_path / "wiki", [ListSource(["a", "b"])], nanogpt=True)
+@pytest.mark.parametrize(("percentage", "documents"), [(0.0, 0), (0.05, 1), (50.0, 5)])
+def test_a_small_percentage_takes_one_document_and_none_writes_one_file(
+    tmp_path, percentage, documents
+):
+    source = ListSource(["a"] * 10)
 
-    assert names(tmp_path / "wiki") == ["train.bin", "train.json"]
+    prepare(tmp_path / "wiki", [source], nanogpt=True, validation_percentage=percentage)
 
-
-def test_a_small_percentage_takes_one_document(tmp_path):
-    prepare(tmp_path / "wiki", [ListSource(["a"] * 10)], nanogpt=True, validation_percentage=0.05)
-
-    assert (tmp_path / "wiki" / "val.bin").stat().st_size == 2 * 2
+    sizes = {name: len(data) for name, data in content(tmp_path / "wiki").items() if ".bin" in name}
+    made = {"train.bin": 4 * (10 - documents), "val.bin": 4 * documents}
+    assert sizes == {name: size for name, size in made.items() if size}
 
 
 def test_a_split_that_leaves_no_document_is_refused_with_their_number(tmp_path):
@@ -374,18 +354,3 @@ def test_a_split_that_leaves_no_document_is_refused_with_their_number(tmp_path):
             validation_percentage=99.0,
         )
     assert names(tmp_path) == []
-
-
-def test_shuffled_documents_do_not_depend_on_the_number_of_workers(tmp_path):
-    texts = [str(number) for number in range(50)]
-    parts = [ListSource(texts[i : i + 7]) for i in range(0, 50, 7)]
-    for name, seed, workers in (("a", 1, 1), ("b", 1, 3), ("c", 2, 1)):
-        prepare(tmp_path / name, parts, shuffle_seed=seed, workers=workers)
-    prepare(tmp_path / "plain", parts)
-
-    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
-    assert (tmp_path / "a.idx").read_bytes() == (tmp_path / "b.idx").read_bytes()
-    assert tokens(tmp_path / "a") != tokens(tmp_path / "c")
-    assert tokens(tmp_path / "a") != tokens(tmp_path / "plain")
-    assert sorted(tokens(tmp_path / "a")) == sorted(tokens(tmp_path / "plain"))
-    assert verify(tmp_path / "a") == []

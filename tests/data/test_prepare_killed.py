@@ -5,15 +5,14 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from llm.data.formats.sidecar import verify
-from llm.data.prepare import main
 from tests.support.corpora import write
 from tests.support.preparation import expected_pair, json_lines, names, pair
+from tests.support.processes import is_alive, wait_until
 
 TEXTS = [f"document {number}: " + "the dog sleeps, " * (number % 9) for number in range(44)]
 GOOD = ["--input", "a.jsonl", "--tokenizer_name", "tokenizer", "--output_prefix", "out"]
@@ -56,20 +55,6 @@ def begun():
     return [(int(pid), part) for pid, part in lines]
 
 
-def wait_until(true):
-    end = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.01)
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def parts_done():
     return {path.stem for path in Path("out_text_document.parts").glob("[0-9]*.json")}
 
@@ -107,9 +92,8 @@ def check_killed(tmp_path, kills, workers):
     assert not Path("out_text_document.parts").exists()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_killed_preparation_resumes_to_the_same_bytes_without_rework(tmp_path, workers):
-    check_killed(tmp_path, [3], workers)
+def test_a_killed_preparation_resumes_to_the_same_bytes_without_rework(tmp_path):
+    check_killed(tmp_path, [3], workers=2)
 
 
 @pytest.mark.slow
@@ -143,22 +127,6 @@ def test_a_preparation_killed_at_any_time_resumes_to_the_same_bytes(tmp_path):
     assert verify(Path("out_text_document")) == []
 
 
-def test_a_killed_worker_is_one_sentence_and_stops_the_others(tmp_path):
-    write(tmp_path / "a.jsonl", json_lines(TEXTS))
-    process = start_slow("--workers", 2, seconds=0.5)
-    wait_until(lambda: len({pid for pid, _ in begun()}) == 2)
-    workers = {pid for pid, _ in begun()}
-
-    os.kill(min(workers), signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
-
-    assert process.returncode == 2
-    (line,) = output.splitlines()
-    assert line.startswith("error: A worker was killed")
-    assert "start again with fewer --workers" in line
-    assert not any(map(is_alive, workers))
-
-
 def test_an_interruption_ends_all_processes_with_a_sentence(tmp_path):
     write(tmp_path / "a.jsonl", json_lines(TEXTS))
     process = start_slow("--workers", 2, seconds=0.5)
@@ -170,16 +138,3 @@ def test_an_interruption_ends_all_processes_with_a_sentence(tmp_path):
     assert process.returncode == 130
     assert output == "Interrupted.\n"  # no shard is done, so nothing is said to be kept
     assert not any(is_alive(pid) for pid, _ in begun())
-
-
-def test_a_second_program_at_the_same_output_is_refused(tmp_path, capsys):
-    write(tmp_path / "a.jsonl", json_lines(TEXTS))
-    process = start_slow("--workers", 1)
-    wait_until(begun)
-
-    assert main([*GOOD, "--workers", "1"]) == 2
-
-    assert "error: Another program is writing to out_text_document.parts" in capsys.readouterr().err
-    process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert pair("out_text_document") == expected_pair(tmp_path / "e", TEXTS)

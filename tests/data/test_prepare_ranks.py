@@ -30,6 +30,7 @@ from tests.support.preparation import (
     prepare,
     prepare_all,
 )
+from tests.support.processes import wait_until
 
 FORK = multiprocessing.get_context("fork")
 TEXTS = [f"document {number}: " + "the dog sleeps, " * (number % 9) for number in range(44)]
@@ -370,13 +371,6 @@ def finish(*processes):
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), outputs
     return outputs
-
-
-def wait_until(true):
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.01)
 
 
 def shards_done():

@@ -3,11 +3,9 @@
 import fcntl
 import json
 import logging
-import os
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from llm.data.text_to_tokens import Text, TextEncoding, TextJob, TokenizerCopy, 
 from llm.errors import ConfigError, DataError
 from llm.tokenizers.load_tokenizer import end_token, fingerprint, num_ids
 from tests.support.corpora import write
+from tests.support.processes import is_alive, wait_until
 from tests.support.tokenizers import tiny_tokenizer
 
 
@@ -204,21 +203,6 @@ def slow(source, stem, *how, **options):
 tokenize_shards.write_shard = slow
 sys.exit(run_text.main([]))
 """
-
-
-def is_alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def wait_until(true):
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_the_process_and_its_workers_end_with_the_run(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from llm.data.preparation import tokenize_shards
 from llm.data.preparation.tokenize_shards import run_in_processes
 from llm.data.workers import bounded_workers
 from llm.errors import DataError
+from tests.support.processes import is_alive, wait_until
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -35,21 +36,6 @@ def test_the_number_of_cores_respects_the_cpu_affinity():
         assert bounded_workers(100_000) == 1
     finally:
         os.sched_setaffinity(0, cores)
-
-
-def is_alive(pid):
-    """Whether a process is there and has not ended, though nobody may have asked how."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(true, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.02)
 
 
 def run(tasks, work, processes, report=lambda: None):

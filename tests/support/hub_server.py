@@ -1,19 +1,20 @@
 """A Hugging Face Hub on this machine: it serves folders as the real one serves repositories.
 
-Programs reach it through `HF_ENDPOINT`, so that the real client code runs, down to the socket.
+The real client code runs, down to the socket.
 """
 
 import base64
 import contextlib
 import hashlib
 import json
-import os
 import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
 
 _KINDS = ("models", "datasets", "spaces")
 
@@ -23,7 +24,7 @@ class Hub:
 
     Attributes:
         root: `models/OWNER/NAME`, `datasets/OWNER/NAME` and `spaces/OWNER/NAME` are repositories.
-        url: The value of `HF_ENDPOINT`.
+        url: Its address.
         gated: Names of repositories whose terms the user has not accepted.
         requests: Method and path of each request, in order.
         private: Names of repositories that the user `me` has made private.
@@ -42,15 +43,6 @@ class Hub:
         folder = self.root / kind / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-
-    def environment(self, cache: Path) -> dict[str, str]:
-        """Return the variables of a process that uses this Hub with a cache of its own."""
-        return {
-            **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
-            "HF_ENDPOINT": self.url,
-            "HF_HOME": str(cache),
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-        }
 
     def downloads(self) -> list[str]:
         """Return the paths that were downloaded, in order."""
@@ -71,6 +63,19 @@ def serve_hub(root: Path) -> Iterator[Hub]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def use_hub(url: str, cache: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let the libraries in this process use a Hub, at which its user `me` is logged in."""
+    import huggingface_hub.constants as constants
+
+    patch.setattr(constants, "ENDPOINT", url)
+    template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    patch.setattr("huggingface_hub.hf_api.api.endpoint", url)
+    patch.setattr("datasets.config.HF_ENDPOINT", url)
+    patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    patch.setenv("HF_TOKEN", "token")
 
 
 class _Handler(BaseHTTPRequestHandler):
