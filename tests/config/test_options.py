@@ -41,10 +41,6 @@ def read(*argv: str) -> Settings:
     return parse(Settings, argv, prog="program", description="A program.")
 
 
-def test_defaults_apply_when_nothing_is_given():
-    assert read() == Settings()
-
-
 def test_dashes_and_underscores_mean_the_same():
     assert read("--learning-rate", "0.5") == read("--learning_rate", "0.5")
     assert read("--learning-rate=0.5").learning_rate == 0.5

@@ -20,13 +20,6 @@ def shown(stream, start, length):
     ]
 
 
-def test_a_sample_is_divided_at_the_ends_of_documents(tmp_path):
-    write_pair(tmp_path / "text", [[1, 2, 3], [4, 5], [6, 7, 8, 9]])
-    stream = TokenStream(TokenFile(tmp_path / "text"))
-
-    assert shown(stream, 1, 6) == [(0, 1, 3, [2, 3]), (1, 0, 2, [4, 5]), (2, 0, 4, [6, 7])]
-
-
 def test_documents_without_tokens_are_passed_over(tmp_path):
     write_pair(tmp_path / "text", [[], [1, 2], [], [], [3], []])
     stream = TokenStream(TokenFile(tmp_path / "text"))

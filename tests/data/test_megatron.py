@@ -86,14 +86,6 @@ def test_documents_may_be_empty_at_either_end_and_in_between(tmp_path):
     assert file.index_faults(sample=False) == []
 
 
-def test_a_file_without_documents_or_tokens_is_a_token_file(tmp_path):
-    file = TokenFile(write_sequences(tmp_path / "text", []))
-
-    assert (file.num_tokens, file.num_sequences, file.num_documents) == (0, 0, 0)
-    assert file.document_start(0) == 0
-    assert file.index_faults(sample=False) == []
-
-
 def test_a_modes_table_at_the_end_of_the_index_is_accepted(tmp_path):
     prefix = write_sequences(tmp_path / "text", DOCUMENTS)
     with open(f"{prefix}.idx", "ab") as file:

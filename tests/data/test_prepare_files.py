@@ -67,19 +67,6 @@ def test_a_space_in_front_of_each_line_is_reported(tmp_path, caplog, prefix, one
     assert (said in caplog.text) == (one_document and bool(prefix))
 
 
-def test_no_file_has_its_final_name_before_the_end(tmp_path):
-    seen = []
-
-    class WatchingSource(ListSource):
-        def batches(self, faults=None):
-            yield from super().batches(faults)
-            seen.append(names(tmp_path))
-
-    prepare(tmp_path / "wiki", [WatchingSource(["a"]), WatchingSource(["b"])])
-
-    assert seen == [["wiki.parts", "wiki.parts.lock"]] * 2
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_source_that_fails_leaves_nothing_under_the_final_name(tmp_path, workers, caplog):
     sources = [ReadSource(["a"]), ListSource(["b"]), FailingSource(["c"])]

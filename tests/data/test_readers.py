@@ -50,13 +50,6 @@ def test_each_record_is_a_text(tmp_path, name, content):
     assert texts(path) == ["one", "two\n", ""]
 
 
-def test_parquet_records_are_texts(tmp_path):
-    table = pa.table({"id": [1, 2, 3], "text": ["one", "two\n", None]})
-    pq.write_table(table, tmp_path / "a.parquet")
-
-    assert texts(tmp_path / "a.parquet") == ["one", "two\n", ""]
-
-
 def test_the_column_is_the_named_one_or_text_or_the_only_one(tmp_path, caplog):
     caplog.set_level(logging.INFO, "llm.data")
     both = write(tmp_path / "a.csv", "body,text\nb,t\n")
