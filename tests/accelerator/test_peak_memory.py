@@ -24,7 +24,9 @@ CASES = {
     "one rank": Case(1, MODEL, family=None, shape=(SAMPLES, LENGTH)),
     "FSDP": Case(4, {**MODEL, "data_parallel_shard_size": 4}, family=None, shape=(SAMPLES, LENGTH)),
 }
-every_case = pytest.mark.parametrize("name", CASES)
+every_case = pytest.mark.parametrize(
+    "name", ["one rank", pytest.param("FSDP", marks=pytest.mark.layouts)]
+)
 
 
 @functools.cache
