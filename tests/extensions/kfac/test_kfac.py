@@ -19,7 +19,6 @@ LOSS = "llm.models.loss:LanguageModelLoss.forward"
 BLOCKS = "MiB of factors and bases on this rank, 4 of 20 factors in diagonal blocks."
 MORE = pytest.mark.layouts
 DAMPED = {"kfac_damping": 0.01, "kfac_factor_update_steps": 1}
-SHORT = {"kfac": True, "max_train_steps": 10}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def dropout(tmp_path_factory) -> Bench:
 
 @pytest.fixture(scope="module")
 def alone(plain) -> Run:
-    return plain.train_well("alone", **SHORT, per_device_train_batch_size=8)
+    return plain.train_well("alone", kfac=True, per_device_train_batch_size=8)
 
 
 def test_kfac_reaches_a_lower_loss_than_adamw_in_the_same_steps(plain):
@@ -87,7 +86,7 @@ def test_only_ekfac_has_blocks_of_two_widths_unless_they_are_asked_for(options, 
 )
 def test_ranks_accumulation_and_layout_do_not_change_the_losses(plain, alone, ranks, options):
     name = f"ranks{ranks}-" + "-".join(map(str, options.values()))
-    run = plain.train_well(name, ranks=ranks, **SHORT, **options)
+    run = plain.train_well(name, ranks=ranks, kfac=True, **options)
     assert run.losses == pytest.approx(alone.losses, rel=1e-4)
 
 
@@ -200,7 +199,7 @@ def test_a_missing_kfac_library_is_named(plain):
 @pytest.mark.parametrize("which", ["full", "selective"])
 def test_activation_recomputation_does_not_change_kfac(plain, alone, which):
     options = {"per_device_train_batch_size": 8, "activation_checkpointing": which}
-    run = plain.train_well(which, **SHORT, **options)
+    run = plain.train_well(which, kfac=True, **options)
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
