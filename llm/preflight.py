@@ -2,10 +2,10 @@
 
 Start it like the training, with one process per device. Every rank sends its host, device and
 versions to rank 0 through a TCP store, so rank 0 can name the ranks that do not answer. Then all
-ranks time an all-reduce and a broadcast.
+ranks time an all-reduce and a broadcast. A slow link between hosts is a warning.
 
-Exit codes: 0 success; 1 a rank does not answer, fails, or differs from the others; 2 an option or
-the environment cannot work.
+Exit codes: 0 success, even with a warning; 1 a rank does not answer, fails, or differs from the
+others; 2 an option or the environment cannot work.
 """
 
 import json
@@ -38,6 +38,7 @@ _BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _REPEATS = 3
+_SLOW_GBIT = 1.0  # per second; networks of clusters are a hundred times as fast
 STAGES = ("start", "connecting", "all-reduce", "broadcast", "done")
 """Progress of a rank in the collectives, in order."""
 
@@ -380,7 +381,27 @@ def _praise(options: PreflightOptions, board: Board, world: World) -> int:
         f"preflight: OK: {counted(world.world_size, 'rank')} on {', '.join(sorted(hosts))}; "
         f"{options.message_mb} MiB: {spent}.\n"
     )
+    if len(hosts) > 1 and (warning := slow_link(options.message_mb, slowest["broadcast"])):
+        sys.stdout.flush()
+        sys.stderr.write(f"preflight: warning: {warning}\n")
     return 0
+
+
+def slow_link(message_mb: int, seconds: float) -> str:
+    """Describe a link between hosts that is too slow for most training; empty if it is not.
+
+    Args:
+        message_mb: Size of a message in MiB.
+        seconds: Time to send it to all hosts.
+    """
+    gbit = message_mb * 2**23 / 1e9 / seconds
+    if gbit >= _SLOW_GBIT:
+        return ""
+    return (
+        f"The link between the hosts is slow: {message_mb} MiB take {seconds:.2g} s, which is "
+        f"{gbit:.2g} Gbit/s. Choose a faster interface by NCCL_SOCKET_IFNAME "
+        "(GLOO_SOCKET_IFNAME without GPUs), or train with --data_parallel diloco."
+    )
 
 
 def _complain(sentence: str) -> int:

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from llm.preflight import differences, main
+from llm.preflight import differences, main, slow_link
 from tests.support.faults import Fault, install
 from tests.support.ranks import run_ranks, values
 
@@ -95,6 +95,19 @@ def said(host="a", device="cuda:0", number=None, **versions):
         "id": number,
         "versions": {"torch": "2.13.0", "python": "3.12.1", **versions},
     }
+
+
+@pytest.mark.parametrize(
+    ("message_mb", "seconds", "gbit"),
+    [(64, 0.01, None), (64, 0.5, None), (64, 0.6, "0.89"), (1, 0.2, "0.042")],
+)
+def test_a_link_below_one_gbit_is_called_slow(message_mb, seconds, gbit):
+    found = slow_link(message_mb, seconds)
+
+    if gbit is None:
+        assert found == ""
+    else:
+        assert f"{message_mb} MiB take {seconds} s, which is {gbit} Gbit/s. Choose a " in found
 
 
 def test_ranks_that_are_alike_have_no_differences():

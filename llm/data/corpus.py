@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llm.data.formats.flat import FlatTokenFile
-from llm.data.formats.megatron import TokenFile, beside, mapping_of
+from llm.data.formats.flat import AnyTokenFile
+from llm.data.formats.megatron import beside, mapping_of
+from llm.data.formats.parts import PartedTokens, TokenFileParts, Tokens, arrays_of
 from llm.data.mixture import Mixture, MixtureStage
 from llm.data.order import WindowSampler
 from llm.errors import DataError
@@ -27,7 +28,7 @@ class TokenStream:
 
     Attributes:
         file: The token file.
-        first_byte: Where the range begins in the file's `.bin`.
+        first_byte: Where the range begins in the file's `.bin`, or in all parts together.
         tokens: The tokens of the range [num_tokens], memory-mapped, in the dtype of the file.
         num_tokens: Tokens of the range.
         num_documents: Documents in the range, in whole or in part; 0 if not known.
@@ -45,7 +46,7 @@ class TokenStream:
 
     def __init__(
         self,
-        file: TokenFile | FlatTokenFile,
+        file: AnyTokenFile,
         *,
         start: int = 0,
         stop: int | None = None,
@@ -60,7 +61,6 @@ class TokenStream:
         self.num_documents = file.num_documents if num_documents is None else num_documents
         self.num_bytes = num_bytes
         self._vocab_size = vocab_size
-        self._mapping = mapping_of(file.tokens)
         self._views: dict[int, NDArray[Any]] = {}
 
     def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[Any]:
@@ -76,8 +76,11 @@ class TokenStream:
         Raises:
             DataError: An id is beyond the vocabulary, or the file has become shorter.
         """
-        self._check_size()
-        windows = self._copy(starts % self.num_tokens, length)
+        starts = starts % self.num_tokens
+        if isinstance(self.tokens, PartedTokens):
+            windows = self._copy_from_parts(self.tokens, starts, length)
+        else:
+            windows = self._copy(self.tokens, starts, length)
         # Checked here, because a check on opening would read the whole file.
         if self._vocab_size is not None and windows.size:
             smallest = 0 if windows.dtype.kind == "u" else int(windows.min())
@@ -89,34 +92,57 @@ class TokenStream:
                 raise error
         return windows
 
-    def _check_size(self) -> None:
+    def _check_size(self, tokens: Tokens) -> None:
         """Refuse to read from a truncated file: the kernel would end this process (SIGBUS)."""
-        if self._mapping is None:
-            return
-        try:
-            size = self._mapping.size()
-        except OSError:  # removed on a network file system
-            size = 0
-        if size < self.file.tokens.nbytes:
-            error = DataError(
-                f"{self.file.prefix}.bin was cut while it was in use: {size:,} of its "
-                f"{self.file.tokens.nbytes:,} bytes are left. Restore it and resume the run."
-            )
-            error.found_here = True  # other ranks may read other files
-            raise error
+        for array in arrays_of(tokens):
+            mapping = mapping_of(array)
+            if mapping is None:
+                continue
+            try:
+                size = mapping.size()
+            except OSError:  # removed on a network file system
+                size = 0
+            if size < len(mapping):
+                error = DataError(
+                    f"{self.path_of(array)} was cut while it was in use: {size:,} of its "
+                    f"{len(mapping):,} bytes are left. Restore it and resume the run."
+                )
+                error.found_here = True  # other ranks may read other files
+                raise error
 
-    def _copy(self, starts: NDArray[np.int64], length: int) -> NDArray[Any]:
-        windows = np.empty((starts.size, length), self.tokens.dtype)
+    def path_of(self, array: NDArray[Any]) -> Path:
+        """Return the file that an array of `tokens` is mapped from."""
+        parts = self.file.parts if isinstance(self.file, TokenFileParts) else []
+        here = [part for part in parts if mapping_of(part.tokens) is mapping_of(array)]
+        return beside(here[0].prefix if here else self.file.prefix, ".bin")
+
+    def _copy(self, tokens: NDArray[Any], starts: NDArray[np.int64], length: int) -> NDArray[Any]:
+        self._check_size(tokens)
+        windows = np.empty((starts.size, length), tokens.dtype)
         inside = starts + length <= self.num_tokens
         if inside.any():
             if length not in self._views:  # creating one takes as long as a small batch
-                self._views[length] = np.lib.stride_tricks.sliding_window_view(self.tokens, length)
+                self._views[length] = np.lib.stride_tricks.sliding_window_view(tokens, length)
             view = self._views[length]
             if inside.all():
                 return view[starts]  # one copy in C instead of a loop over windows
             windows[inside] = view[starts[inside]]
         around = starts[~inside, None] + np.arange(length)
-        windows[~inside] = self.tokens[around % self.num_tokens]
+        windows[~inside] = tokens[around % self.num_tokens]
+        return windows
+
+    def _copy_from_parts(
+        self, tokens: PartedTokens, starts: NDArray[np.int64], length: int
+    ) -> NDArray[Any]:
+        windows = np.empty((starts.size, length), tokens.dtype)
+        for row, start in enumerate(starts.tolist()):
+            window = tokens[start : start + length]
+            if window.size == length:
+                self._check_size(window)
+                windows[row] = np.asarray(window)
+            else:  # around the end of the ring
+                self._check_size(tokens)
+                windows[row] = tokens.take((start + np.arange(length)) % self.num_tokens)
         return windows
 
 
@@ -268,22 +294,28 @@ def hold_in_memory(sources: Iterable[CorpusSource]) -> None:
         sources: Sources of weight 0 are left out, because a run never reads them.
     """
     for stream in (source.stream for source in sources if source.weight > 0):
-        num_bytes = stream.tokens.nbytes
-        _read(stream)
-        fault = _pin(stream.tokens.ctypes.data, num_bytes)
+        fault = None
+        for array in arrays_of(stream.tokens):
+            _read(stream.path_of(array), array)
+            fault = fault or _pin(array.ctypes.data, array.nbytes)
         outcome = f"read ahead but not pinned ({fault}; see `ulimit -l`)" if fault else "pinned"
+        num_bytes = stream.tokens.nbytes
         log.info(f"in memory: {num_bytes / 1e9:.3g} GB of {stream.file.prefix}.bin, {outcome}")
 
 
-def _read(stream: TokenStream) -> None:
-    """Bring the bytes of a stream into the page cache."""
+def _read(path: Path, array: NDArray[Any]) -> None:
+    """Bring the bytes of an array that is mapped from a file into the page cache."""
+    mapping = mapping_of(array)
+    if mapping is None:
+        return
+    first = array.ctypes.data - np.frombuffer(mapping, np.uint8).ctypes.data
     # Large sequential reads are faster than the page faults of a memory map.
     buffer = memoryview(bytearray(_READ_BYTES))
-    left = stream.tokens.nbytes
-    with open(beside(stream.file.prefix, ".bin"), "rb", buffering=0) as file:
+    left = array.nbytes
+    with open(path, "rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), stream.first_byte, left, os.POSIX_FADV_SEQUENTIAL)
-        file.seek(stream.first_byte)
+            os.posix_fadvise(file.fileno(), first, left, os.POSIX_FADV_SEQUENTIAL)
+        file.seek(first)
         # If the file was cut short since it was mapped, the next access to the map raises.
         while left > 0 and (count := file.readinto(buffer[:left])):
             left -= count

@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from llm.data.corpus import CorpusSource
 from llm.data.formats.megatron import set_read_ahead
+from llm.data.formats.parts import Tokens, arrays_of
 from llm.data.formats.sidecar import read_sidecar
 
 _END_TOKENS = 1 << 16
+_PARTS = "parts-"
 _PLACES, _PLACE_TOKENS = 64, 1 << 10
 
 
@@ -22,7 +23,8 @@ def digest_of(sources: Sequence[CorpusSource]) -> dict[str, Any]:
     Returns:
         JSON values: `ends`, a digest of the sizes and the tokens at both ends of each source;
             `places`, a digest of the tokens at 64 places of each; `sidecars`, for each source the
-            digest of the checksums in its sidecar, or None without a sidecar.
+            digest of the checksums in its sidecar, or None without a sidecar. The first two are
+            equal for parts and for their joined file.
 
     Raises:
         DataError: A sidecar is damaged.
@@ -41,14 +43,16 @@ def digest_of(sources: Sequence[CorpusSource]) -> dict[str, Any]:
     }
 
 
-def _read_places(tokens: NDArray[Any]) -> bytes:
+def _read_places(tokens: Tokens) -> bytes:
     """Return the bytes of a stream at equally spaced places."""
     last = max(0, tokens.size - _PLACE_TOKENS)
     starts = [last * number // (_PLACES - 1) for number in range(_PLACES)]
-    set_read_ahead(tokens, on=False)
-    places = b"".join(tokens[start : start + _PLACE_TOKENS].tobytes() for start in starts)
-    set_read_ahead(tokens, on=True)
-    return places
+    for array in arrays_of(tokens):
+        set_read_ahead(array, on=False)
+    places = [np.asarray(tokens[start : start + _PLACE_TOKENS]).tobytes() for start in starts]
+    for array in arrays_of(tokens):
+        set_read_ahead(array, on=True)
+    return b"".join(places)
 
 
 def _sidecar_digest(source: CorpusSource) -> str | None:
@@ -56,7 +60,8 @@ def _sidecar_digest(source: CorpusSource) -> str | None:
     if sidecar is None:
         return None
     text = json.dumps(sidecar.checksums, sort_keys=True)
-    return str(xxhash.xxh3_128_hexdigest(text.encode()))
+    digest = str(xxhash.xxh3_128_hexdigest(text.encode()))
+    return f"{_PARTS}{digest}" if sidecar.part_tokens else digest
 
 
 def has_changed(saved: dict[str, Any], digest: dict[str, Any]) -> bool:
@@ -66,7 +71,12 @@ def has_changed(saved: dict[str, Any], digest: dict[str, Any]) -> bool:
         saved: Recorded result of `digest_of`.
         digest: Present result of `digest_of`.
     """
-    # A sidecar added or removed in the meantime says nothing about the tokens.
+    # A sidecar that was added or removed says nothing about the tokens, nor do parts that were
+    # joined: they have other checksums.
     both = zip(saved["sidecars"], digest["sidecars"], strict=False)
-    sidecars_differ = any(None not in (before, now) and before != now for before, now in both)
+    sidecars_differ = any(
+        before != now
+        for before, now in both
+        if None not in (before, now) and before.startswith(_PARTS) == now.startswith(_PARTS)
+    )
     return sidecars_differ or any(saved[name] != digest[name] for name in ("ends", "places"))

@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from llm.data.corpus import TokenStream
@@ -45,7 +46,8 @@ def passages(stream: TokenStream, start: int, length: int) -> Iterator[Passage]:
         stop = min(start + length, stream.num_tokens)
         length -= stop - start
         if isinstance(file, FlatTokenFile):
-            yield Passage(None, origin + start, file.num_tokens, stream.tokens[start:stop])
+            tokens = np.asarray(stream.tokens[start:stop])
+            yield Passage(None, origin + start, file.num_tokens, tokens)
             start = stop
             continue
         # Documents without tokens begin at the same place; the search finds the last of them.
@@ -60,6 +62,6 @@ def passages(stream: TokenStream, start: int, length: int) -> Iterator[Passage]:
                 )
             until = min(stop, end - origin)
             if until > start:
-                tokens = stream.tokens[start:until]
+                tokens = np.asarray(stream.tokens[start:until])
                 yield Passage(number, origin + start - begin, end - begin, tokens)
             start, number = until, number + 1

@@ -22,8 +22,9 @@ from llm.tokenizers.options import TokenizerOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from llm.data.formats.flat import FlatTokenFile
+    from llm.data.formats.flat import AnyTokenFile
     from llm.data.formats.megatron import TokenFile
+    from llm.data.formats.parts import TokenFileParts
     from llm.data.formats.sidecar import Sidecar
 
 _MEASURED = 1_000_000  # documents used for the statistics of lengths
@@ -36,7 +37,8 @@ class InspectOptions:
 
     path: str = option(
         "",
-        "Token files: PREFIX of PREFIX.bin and PREFIX.idx, or a flat nanoGPT file with its .bin; "
+        "Token files: PREFIX of PREFIX.bin and PREFIX.idx or of numbered parts, or a flat nanoGPT "
+        "file with its .bin; "
         "with step, the folder of a run. You can leave out the option's name.",
         group="Token files",
         path=True,
@@ -161,17 +163,15 @@ def _describe_step(options: InspectOptions, number: int) -> list[str]:
 
 
 def _describe(options: InspectOptions) -> list[str]:
-    from llm.data.formats.flat import open_token_file
-    from llm.data.formats.megatron import TokenFile
-    from llm.data.formats.sidecar import read_sidecar
+    from llm.data.formats.flat import FlatTokenFile
+    from llm.data.formats.sidecar import open_described
 
-    file = open_token_file(Path(options.path))
-    sidecar = read_sidecar(file.prefix)
+    file, sidecar = open_described(Path(options.path))
     tokenizer, note = _tokenizer(options, sidecar) if options.documents else (None, None)
     lines = _describe_file(file)
     if sidecar is not None:
         lines += _describe_sidecar(sidecar)
-    if isinstance(file, TokenFile) and file.num_documents:
+    if not isinstance(file, FlatTokenFile) and file.num_documents:
         lines += _describe_documents(file, tokenizer)
     lines += _contents(file, options, tokenizer)
     return [*lines, "", note] if note else lines
@@ -221,13 +221,19 @@ def _row(name: str, value: str) -> str:
     return f"{name:<18}{value}"
 
 
-def _describe_file(file: "TokenFile | FlatTokenFile") -> list[str]:
-    from llm.data.formats.megatron import TokenFile, beside
+def _describe_file(file: "AnyTokenFile") -> list[str]:
+    from llm.data.formats.flat import FlatTokenFile
+    from llm.data.formats.megatron import beside
+    from llm.data.formats.parts import TokenFileParts
 
-    if isinstance(file, TokenFile):
+    if not isinstance(file, FlatTokenFile):
         name = file.prefix
         kind = ".bin and .idx, as Megatron-LM and NeMo read them"
-        index_bytes = beside(file.prefix, ".idx").stat().st_size
+        parts = [file.prefix]
+        if isinstance(file, TokenFileParts):
+            parts = [part.prefix for part in file.parts]
+            kind = f"{len(parts):,} parts, {parts[0].name} to {parts[-1].name}"
+        index_bytes = sum(beside(part, ".idx").stat().st_size for part in parts)
         size = f"{file.tokens.nbytes:,} bytes of .bin, {index_bytes:,} of .idx"
         counts = [
             _row("documents", f"{file.num_documents:,}"),
@@ -262,7 +268,7 @@ def _describe_sidecar(sidecar: "Sidecar") -> list[str]:
 
 
 def _describe_documents(
-    file: "TokenFile", tokenizer: "PreTrainedTokenizerBase | None"
+    file: "TokenFile | TokenFileParts", tokenizer: "PreTrainedTokenizerBase | None"
 ) -> list[str]:
     import numpy as np
 
@@ -278,7 +284,7 @@ def _describe_documents(
     ends = starts[1 : _SAMPLED + 1][lengths[:_SAMPLED] > 0]
     if ends.size == 0:
         return [_row("document length", length)]
-    last = np.unique(file.tokens[ends - 1])
+    last = np.unique(file.tokens.take(ends - 1))
     if last.size == 1:
         end = f"all with the token {last[0]} {_quoted(tokenizer, last.tolist())}".rstrip()
     else:
@@ -289,15 +295,17 @@ def _describe_documents(
 
 
 def _contents(
-    file: "TokenFile | FlatTokenFile",
+    file: "AnyTokenFile",
     options: InspectOptions,
     tokenizer: "PreTrainedTokenizerBase | None",
 ) -> list[str]:
     """Describe the first documents, or the first tokens if documents are not known."""
-    from llm.data.formats.megatron import TokenFile
+    import numpy as np
+
+    from llm.data.formats.flat import FlatTokenFile
 
     ranges: list[tuple[str, int, int]] = []
-    if isinstance(file, TokenFile):
+    if not isinstance(file, FlatTokenFile):
         ranges = [
             (f"document {number:,}", file.document_start(number), file.document_start(number + 1))
             for number in range(min(options.documents, file.num_documents))
@@ -306,7 +314,7 @@ def _contents(
         ranges = [("all documents", 0, file.num_tokens)]
     lines: list[str] = []
     for name, start, stop in ranges:
-        ids = file.tokens[start : min(stop, start + options.tokens)].tolist()
+        ids = np.asarray(file.tokens[start : min(stop, start + options.tokens)]).tolist()
         more = " ..." if stop - start > len(ids) else ""
         lines += ["", f"{name}, {stop - start:,} tokens", " ".join(map(str, ids)) + more]
         if tokenizer is not None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from llm.data.cache import TokenCache
 from llm.data.corpus import Corpus, CorpusSource, TokenStream, beyond_vocabulary
-from llm.data.formats.flat import FlatTokenFile, open_token_file
+from llm.data.formats.flat import AnyTokenFile, FlatTokenFile
 from llm.data.formats.megatron import TokenFile, read_row_bytes, token_dtype
-from llm.data.formats.sidecar import check_tokenizer, read_sidecar
+from llm.data.formats.sidecar import check_tokenizer, open_described
 from llm.data.mixture import MixtureStage
 from llm.data.options import DataOptions
 from llm.data.order import DocumentEnds
@@ -242,10 +242,9 @@ class _Opener:
 
     def _open_file(self, path: Path) -> TokenStream:
         """Open a token file and compare it with the tokenizer and the model."""
-        file = open_token_file(path)
+        file, sidecar = open_described(path)
         if file.num_tokens == 0:
             raise DataError(f"The token file {file.prefix}.bin holds no tokens; prepare it again.")
-        sidecar = read_sidecar(file.prefix)
         if sidecar is not None:
             check_tokenizer(
                 file.prefix,
@@ -261,7 +260,7 @@ class _Opener:
         return TokenStream(file, num_bytes=num_bytes, vocab_size=self.vocab_size)
 
 
-def check_document_ends(file: TokenFile | FlatTokenFile, eos_token_id: int) -> None:
+def check_document_ends(file: AnyTokenFile, eos_token_id: int) -> None:
     """Refuse token files without a document that ends with the end-of-text token.
 
     Args:
@@ -272,10 +271,10 @@ def check_document_ends(file: TokenFile | FlatTokenFile, eos_token_id: int) -> N
         DataError: None of the first documents ends with it; or, if document boundaries are not
             known, it is not among the first million tokens.
     """
-    if isinstance(file, TokenFile):
+    if not isinstance(file, FlatTokenFile):
         number = min(_DOCUMENTS_CHECKED, file.num_documents)
         ends = file.document_starts(1, number + 1)
-        tokens = file.tokens[ends[ends > 0] - 1]
+        tokens = file.tokens.take(ends[ends > 0] - 1)
         fault = f"none of its first {number} documents ends with the id {eos_token_id}"
     else:
         tokens = file.tokens[:_TOKENS_CHECKED]

@@ -110,6 +110,7 @@ def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
         return Output(
             prefix=prefix,
             nanogpt=nanogpt,
+            parts=config.parts,
             validation_percentage=config.validation_split_percentage if nanogpt else 0.0,
             shuffle_seed=config.seed if config.shuffle == "documents" else None,
             overwrite=config.overwrite,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm.data.corpus import TokenStream
-from llm.data.formats.flat import FlatTokenFile
+from llm.data.formats.flat import AnyTokenFile, FlatTokenFile
 from llm.data.formats.megatron import TokenFile
 from llm.errors import ConfigError, DataError
 
@@ -91,7 +91,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def split_documents(
-    file: TokenFile | FlatTokenFile,
+    file: AnyTokenFile,
     split: tuple[float, float, float],
     *,
     text: str,

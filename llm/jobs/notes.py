@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
 
 from llm.config.options import paths
@@ -30,7 +30,7 @@ def describe_script(
     lines += [
         f"--{name} {path} is not on this machine; the job needs it."
         for name, path in _inputs(config)
-        if not (glob(path) or Path(f"{path}.bin").exists())
+        if not (glob(path) or Path(f"{path}.bin").exists() or glob(f"{escape(path)}-*-of-*.bin"))
     ]
     command = ["llm-trainers", "plan", "--nodes", str(job.nodes)]
     command += ["--gpus_per_node", str(job.gpus_per_node), *trainer]

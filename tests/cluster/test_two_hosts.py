@@ -139,12 +139,15 @@ def test_a_link_that_breaks_ends_the_run_with_the_lost_rank_and_it_resumes(
     assert weights(Run(bench.folder / "broken", [])) == weights(straight)
 
 
-def test_the_preflight_shows_a_slow_link(network):
+def test_the_preflight_warns_of_a_slow_link(network):
     network.delay = 0.1
-    first, second = outputs(start_on_both(network, "llm.preflight", "--message_mb", "1"))
+    processes = start_on_both(network, "llm.preflight", "--message_mb", "1")
+    first, second = outputs(processes)
 
     (found,) = re.findall(r"1 MiB: [\w-]+ ([\d.]+) ms", first + second)
     assert float(found) >= 100
+    assert "preflight: warning: The link between the hosts is slow: 1 MiB take 0." in first + second
+    assert [process.returncode for process in processes] == [0, 0]
 
 
 def test_the_preflight_names_a_host_that_does_not_resolve(tmp_path):

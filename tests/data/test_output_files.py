@@ -18,7 +18,7 @@ from tests.support.token_files import write_pair
 def make_shards(folder, sources, dtype="<u2"):
     folder.mkdir()
     encoding = Encoding(tokenizer=byte_tokenizer(), end_token=0, dtype=np.dtype(dtype))
-    return tokenize_shards(sources, folder, encoding=encoding, workers=1)
+    return tokenize_shards(sources, folder, encoding=encoding, workers=1)[0]
 
 
 def documents_of(prefix):
@@ -29,9 +29,9 @@ def documents_of(prefix):
 
 def test_assembled_shards_equal_the_files_of_a_single_writer(tmp_path):
     texts = [["one", "", "two"], [""], ["three"], ["four"] * 5]
-    stems, stats = make_shards(tmp_path / "parts", [ListSource(part) for part in texts], "<i4")
+    stems = make_shards(tmp_path / "parts", [ListSource(part) for part in texts], "<i4")
 
-    assemble(stems, stats, tmp_path / "out", dtype=np.dtype("<i4"))
+    assemble(stems, tmp_path / "out", dtype=np.dtype("<i4"))
 
     documents = [[*ids(text), 0] for text in ["one", "two", "three", *["four"] * 5]]
     assert pair(tmp_path / "out") == pair(write_pair(tmp_path / "expected", documents, "<i4"))
@@ -44,9 +44,9 @@ def test_a_document_of_several_texts_ends_with_its_shard(tmp_path):
         ListSource(["c", "d"]),
         ListSource(["e", "", "f"], one_document=True),
     ]
-    stems, stats = make_shards(tmp_path / "parts", sources)
+    stems = make_shards(tmp_path / "parts", sources)
 
-    assemble(stems, stats, tmp_path / "out", dtype=np.dtype("<u2"))
+    assemble(stems, tmp_path / "out", dtype=np.dtype("<u2"))
 
     file = TokenFile(tmp_path / "out")
     assert file.lengths.tolist() == [1, 2, 2, 2, 1, 2]
@@ -59,9 +59,9 @@ def test_assembly_in_small_blocks_gives_the_same_files(tmp_path, monkeypatch):
     monkeypatch.setattr("llm.data.preparation.output_files._BLOCK", 3)
     texts = [str(number) * (number % 5) for number in range(100)]
     sources = [ListSource(texts[:41]), ListSource(texts[41:])]
-    stems, stats = make_shards(tmp_path / "parts", sources)
+    stems = make_shards(tmp_path / "parts", sources)
 
-    assemble(stems, stats, tmp_path / "out", dtype=np.dtype("<u2"))
+    assemble(stems, tmp_path / "out", dtype=np.dtype("<u2"))
 
     assert documents_of(tmp_path / "out") == [[*ids(text), 0] for text in texts if text]
     assert TokenFile(tmp_path / "out").index_faults(sample=False) == []
@@ -72,7 +72,7 @@ def test_assembly_works_where_copy_file_range_copies_nothing_or_too_little(
     tmp_path, monkeypatch, works
 ):
     """As some do: an error from the first or a later call, or nothing copied at all."""
-    stems, stats = make_shards(tmp_path / "parts", [ListSource([name * 1000]) for name in "abcd"])
+    stems = make_shards(tmp_path / "parts", [ListSource([name * 1000]) for name in "abcd"])
     copy = os.copy_file_range
     calls = []
 
@@ -84,7 +84,7 @@ def test_assembly_works_where_copy_file_range_copies_nothing_or_too_little(
 
     for replacement in (limited, lambda *_: 0):
         monkeypatch.setattr(os, "copy_file_range", replacement)
-        assemble(stems, stats, tmp_path / "out", dtype=np.dtype("<u2"))
+        assemble(stems, tmp_path / "out", dtype=np.dtype("<u2"))
 
         assert documents_of(tmp_path / "out") == [[*ids(name * 1000), 0] for name in "abcd"]
 
@@ -94,8 +94,8 @@ def shuffled(folder, texts, *, seed, part_sizes):
     for size in part_sizes:
         sources.append(ListSource(texts[first : first + size]))
         first += size
-    stems, stats = make_shards(folder, sources)
-    assemble_shuffled(stems, stats, folder / "out", dtype=np.dtype("<u2"), seed=seed)
+    stems = make_shards(folder, sources)
+    assemble_shuffled(stems, folder / "out", dtype=np.dtype("<u2"), seed=seed)
     assert not list(folder.glob("*.joined"))
     assert TokenFile(folder / "out").index_faults(sample=False) == []
     return documents_of(folder / "out")
@@ -122,17 +122,15 @@ def test_a_single_document_can_be_shuffled(tmp_path):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_there_may_be_more_shards_than_the_open_file_limit(tmp_path, shuffle):
-    stems, stats = make_shards(
-        tmp_path / "parts", [ListSource([str(number)]) for number in range(100)]
-    )
+    stems = make_shards(tmp_path / "parts", [ListSource([str(number)]) for number in range(100)])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(int(name) for name in os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 40, hard))
     try:
         if shuffle:
-            assemble_shuffled(stems, stats, tmp_path / "out", dtype=np.dtype("<u2"), seed=0)
+            assemble_shuffled(stems, tmp_path / "out", dtype=np.dtype("<u2"), seed=0)
         else:
-            assemble(stems, stats, tmp_path / "out", dtype=np.dtype("<u2"))
+            assemble(stems, tmp_path / "out", dtype=np.dtype("<u2"))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

@@ -113,7 +113,7 @@ def test_the_bytes_survive_the_death_of_client_worker_and_scheduler(tmp_path, cl
     output, _ = client.communicate(timeout=120)
 
     assert client.returncode == 2
-    assert output.splitlines()[-1].startswith("error: The Dask scheduler has gone, perhaps by the")
+    assert output.splitlines()[-1].startswith("error: The Dask scheduler has stopped, perhaps ")
     assert "shards are kept in next_text_document.parts" in output
     assert "Traceback" not in output, output
     assert main([*GOOD[:-2], "--output_prefix", "next", "--workers", "1"]) == 0

@@ -158,7 +158,7 @@ def test_another_command_or_input_starts_over_and_says_so(tmp_path, caplog, monk
     assert verify(tmp_path / "wiki") == []
 
 
-@pytest.mark.parametrize("suffix", ["ids", "rows", "bytes", "json"])
+@pytest.mark.parametrize("suffix", ["bin", "idx", "bytes", "json"])
 def test_a_shard_damaged_before_the_resume_is_written_again(tmp_path, suffix):
     finish(tmp_path / "expected" / "wiki")
     begin(tmp_path / "wiki")

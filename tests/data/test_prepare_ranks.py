@@ -42,7 +42,9 @@ pytestmark = pytest.mark.usefixtures("fresh_reads")
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
     """The tests themselves may run in a job."""
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "PMI_", "PALS_"))]:
+    for name in [
+        name for name in os.environ if name.startswith(("SLURM_", "PMI_", "PALS_", "PBS_"))
+    ]:
         monkeypatch.delenv(name)
 
 
@@ -211,7 +213,7 @@ def test_wrong_ids_found_by_one_rank_are_made_again_at_the_join(tmp_path, monkey
 def test_a_shard_damaged_after_its_rank_has_finished_is_written_again(tmp_path):
     prepare(tmp_path / "expected" / "wiki", sources())
     prepare_rank(tmp_path / "made" / "wiki", 0, 2)
-    (tmp_path / "made" / "wiki.parts" / "000002.ids").write_bytes(b"??")
+    (tmp_path / "made" / "wiki.parts" / "000002.bin").write_bytes(b"??")
 
     prepare_rank(tmp_path / "made" / "wiki", 1, 2)
 
@@ -305,6 +307,11 @@ def test_the_rank_comes_from_the_launcher(monkeypatch, variables, expected):
     assert find_share(0, 9, os.environ) == Share(rank=0, world_size=9)
 
 
+def test_the_rank_of_a_pbs_array_is_its_index():
+    assert find_share(None, 4, {"PBS_ARRAY_INDEX": "3"}) == Share(rank=3, world_size=4)
+    assert find_share(0, 1, {"PBS_ARRAY_INDEX": "3"}) == Share()
+
+
 @pytest.mark.parametrize(
     ("given", "variables", "fault"),
     [
@@ -319,8 +326,19 @@ def test_the_rank_comes_from_the_launcher(monkeypatch, variables, expected):
             {**ARRAY, **SLURM},
             "This is rank 2 of 4 in task 2 of 4 of a job array; start one process for each task",
         ),
+        (
+            (None, None),
+            {"PBS_ARRAY_INDEX": "3"},
+            "This is task 3 of a PBS job array, and PBS does not tell how many there are; give the",
+        ),
+        (
+            (None, 4),
+            {"PBS_ARRAY_INDEX": "4"},
+            "PBS_ARRAY_INDEX is 4, and --world_size 4 has ranks from 0 to 3; submit -J 0-3, or",
+        ),
+        ((None, 4), {}, "--world_size needs --rank outside of a PBS job array; give both."),
     ],
-    ids=["rank", "array", "both"],
+    ids=["rank", "array", "both", "pbs", "pbs index", "size"],
 )
 def test_a_rank_that_does_not_exist_is_refused(monkeypatch, given, variables, fault):
     for name, value in variables.items():

@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 
+from llm.data.formats.megatron import TokenFile
 from llm.data.preparation import shards
 from llm.data.preparation.encoder import Encoding, make_encoder
 from llm.data.preparation.shards import (
@@ -38,21 +39,22 @@ def test_a_shard_stores_the_ids_and_the_lengths_of_its_texts(tmp_path):
 
     stats = write(ListSource(["ab", "", "\u00e9", ""]), stem)
 
-    assert read_array(stem, ".ids", UINT16).tolist() == [*ids("ab"), 0, *ids("\u00e9"), 0]
-    assert read_array(stem, ".rows", "<i4").tolist() == [3, 3]
+    assert read_array(stem, ".bin", UINT16).tolist() == [*ids("ab"), 0, *ids("\u00e9"), 0]
+    assert TokenFile(stem).lengths.tolist() == [3, 3]
     assert read_array(stem, ".bytes", "<u4").tolist() == [2, 2]
     assert (stats.texts, stats.documents, stats.empty, stats.skipped) == (2, 2, 2, 0)
     assert (stats.tokens, stats.text_bytes, stats.largest_token) == (6, 4, 0xC3 + 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f"000007.{suffix}" for suffix in ("bytes", "ids", "json", "rows")
+        f"000007.{suffix}" for suffix in ("bin", "bytes", "idx", "json")
     ]
 
 
 def test_the_texts_of_one_document_have_one_end_token(tmp_path):
     stats = write(ListSource(["ab", "", "c", ""], one_document=True), tmp_path / "0")
 
-    assert read_array(tmp_path / "0", ".ids", UINT16).tolist() == [*ids("abc"), 0]
-    assert read_array(tmp_path / "0", ".rows", "<i4").tolist() == [2, 2]
+    assert read_array(tmp_path / "0", ".bin", UINT16).tolist() == [*ids("abc"), 0]
+    assert TokenFile(tmp_path / "0").lengths.tolist() == [2, 2]
+    assert TokenFile(tmp_path / "0").documents.tolist() == [0, 2]
     assert (stats.texts, stats.documents, stats.tokens) == (2, 1, 4)
 
 
@@ -60,11 +62,11 @@ def test_the_texts_of_one_document_have_one_end_token(tmp_path):
 def test_without_an_end_token_nothing_is_added_and_a_shard_may_be_empty(tmp_path, one_document):
     source = ListSource(["ab", "c"], one_document=one_document)
     assert write(source, tmp_path / "0", end_token=None).tokens == 3
-    assert read_array(tmp_path / "0", ".ids", UINT16).tolist() == ids("abc")
+    assert read_array(tmp_path / "0", ".bin", UINT16).tolist() == ids("abc")
 
     stats = write(ListSource(["", ""], one_document=one_document), tmp_path / "1")
     assert (stats.texts, stats.documents, stats.tokens, stats.empty) == (0, 0, 0, 2)
-    assert read_array(tmp_path / "1", ".ids", UINT16).tolist() == []
+    assert read_array(tmp_path / "1", ".bin", UINT16).tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_an_unfinished_shard_is_not_used(tmp_path, source):
     assert not (tmp_path / "0.json").exists()
 
 
-@pytest.mark.parametrize("suffix", [".ids", ".rows", ".bytes", ".json"])
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".bytes", ".json"])
 def test_a_shard_with_a_changed_byte_is_not_used(tmp_path, suffix):
     stem = tmp_path / "0"
     path = stem.with_suffix(suffix)

@@ -129,7 +129,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(prefix, name, value):
 
 
 def test_a_missing_key_is_refused_by_name(prefix):
-    for name in dataclasses.asdict(sidecar_of(prefix)):
+    for name in dataclasses.asdict(sidecar_of(prefix)).keys() - {"part_tokens"}:
         content = dataclasses.asdict(sidecar_of(prefix))
         del content[name]
         (prefix.parent / "text.json").write_text(json.dumps(content))

@@ -24,7 +24,7 @@ def tokens_of(sources, folder, *, workers=1, **options):
     stems, stats = tokenize_shards(sources, folder, encoding=encoding(), workers=workers, **options)
     assert [stem.name for stem in stems] == [f"{number:06d}" for number in range(len(sources))]
     assert len(stats) == len(sources)
-    return [read_array(stem, ".ids", UINT16).tolist() for stem in stems]
+    return [read_array(stem, ".bin", UINT16).tolist() for stem in stems]
 
 
 class WrongLater:
@@ -82,13 +82,13 @@ def test_a_full_disk_leaves_finished_shards_and_no_others(tmp_path, monkeypatch)
     monkeypatch.setattr(shards, "working_stem", lambda stem: stem.with_name(f".{stem.name}"))
     parts = tmp_path / "parts"
     parts.mkdir()
-    (parts / ".000001.rows").symlink_to("/dev/full")
+    (parts / ".000001.idx").symlink_to("/dev/full")
 
     with pytest.raises(OSError, match="No space left on device"):
         tokens_of([ListSource(["a"]), ListSource(["b"])], parts)
 
     assert sorted(path.name for path in parts.iterdir()) == [
-        f"000000.{suffix}" for suffix in ("bytes", "ids", "json", "rows")
+        f"000000.{suffix}" for suffix in ("bin", "bytes", "idx", "json")
     ]
 
 

@@ -1,5 +1,6 @@
 """Small token files, and the sidecars that say who made them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm.data.formats.megatron import write_index
+from llm.data.formats.parts import part_prefix
 from llm.data.formats.sidecar import Sidecar, write_sidecar
 
 
@@ -35,14 +37,15 @@ class TokenFileWriter:
         if kind is None:
             if len(self._lengths) > self._documents[-1]:
                 self.end_document()
-            write_index(
-                Path(f"{self._prefix}.idx"),
-                self._dtype,
-                num_sequences=len(self._lengths),
-                num_documents=len(self._documents) - 1,
-                lengths=lambda: iter([np.array(self._lengths, "<i4")]),
-                documents=[np.array(self._documents)],
-            )
+            with open(f"{self._prefix}.idx", "wb") as idx:
+                write_index(
+                    idx,
+                    self._dtype,
+                    num_sequences=len(self._lengths),
+                    num_documents=len(self._documents) - 1,
+                    lengths=lambda: iter([np.array(self._lengths, "<i4")]),
+                    documents=[np.array(self._documents)],
+                )
 
     def add(self, tokens: NDArray[Any], *, ends_document: bool) -> None:
         """Append one sequence."""
@@ -74,6 +77,18 @@ def write_sequences(prefix: Path, documents: list[list[list[int]]], dtype: str =
     return prefix
 
 
+def write_parts(
+    prefix: Path, documents: list[list[int]], counts: Sequence[int], dtype: str = "<u2"
+) -> Path:
+    """Numbered parts of so many documents each, in the same order."""
+    first = 0
+    for number, count in enumerate(counts):
+        part = part_prefix(prefix, number, len(counts))
+        write_pair(part, documents[first : first + count], dtype)
+        first += count
+    return prefix
+
+
 def write_flat(path: Path, tokens: list[int]) -> Path:
     """A nanoGPT file: nothing but uint16 ids."""
     np.array(tokens, dtype="<u2").tofile(path)
@@ -87,26 +102,27 @@ def describe(
     largest_token: int,
     text_bytes: int = 0,
     checksums: dict[str, list[str]] | None = None,
+    **changes: Any,
 ) -> None:
     """A sidecar with these facts."""
-    sidecar = Sidecar(
-        tokenizer="some-tokenizer",
-        tokenizer_fingerprint=fingerprint,
-        vocab_size=largest_token + 1,
-        eos_token_id=0,
-        append_eos=True,
-        dtype="uint16",
-        documents=1,
-        tokens=1,
-        text_bytes=text_bytes,
-        empty_documents=0,
-        skipped_documents=0,
-        largest_token=largest_token,
-        sources=[],
-        plan="0",
-        checksums=checksums or {},
-    )
-    write_sidecar(prefix, sidecar)
+    values: dict[str, Any] = {
+        "tokenizer": "some-tokenizer",
+        "tokenizer_fingerprint": fingerprint,
+        "vocab_size": largest_token + 1,
+        "eos_token_id": 0,
+        "append_eos": True,
+        "dtype": "uint16",
+        "documents": 1,
+        "tokens": 1,
+        "text_bytes": text_bytes,
+        "empty_documents": 0,
+        "skipped_documents": 0,
+        "largest_token": largest_token,
+        "sources": [],
+        "plan": "0",
+        "checksums": checksums or {},
+    }
+    write_sidecar(prefix, Sidecar(**values | changes))
 
 
 def random_documents(num_documents: int, *, seed: int, first_id: int = 1) -> list[list[int]]:

@@ -18,7 +18,13 @@ from llm.trainers.gpt.main import parse_args
 from tests.support.ranks import run_ranks
 from tests.support.recovery import without_times
 from tests.support.refusals import assert_refused
-from tests.support.token_files import describe, random_documents, write_flat, write_pair
+from tests.support.token_files import (
+    describe,
+    random_documents,
+    write_flat,
+    write_pair,
+    write_parts,
+)
 from tests.support.tokenizers import tiny_tokenizer
 from tests.support.training import Bench, Run
 
@@ -291,3 +297,29 @@ def test_a_token_file_that_is_cut_during_training_ends_the_run(bench):
     assert f"error: {prefix}.bin was cut while it was in use: 100 of its " in run.output
     status = run.read_json("status.json")
     assert (status["status"], status["reason"][:9]) == ("failed", "DataError")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parts_and_their_joined_file_train_alike_and_resume_each_other(bench, ranks):
+    documents = random_documents(60, seed=4)
+    write_pair(bench.folder / "joined", documents)
+    write_parts(bench.folder / "parts", documents, [7, 0, 30, 1, 22])
+    options = {"split": "9,1", "ranks": ranks, "max_train_steps": 3, "checkpointing_steps": 2}
+    runs = {
+        form: train(bench, f"{form}-{ranks}", data_path=words(bench, form), **options)
+        for form in ("joined", "parts")
+    }
+    assert runs["parts"].losses == runs["joined"].losses
+    for form, other in (("joined", "parts"), ("parts", "joined")):
+        shutil.rmtree(runs[form].folder / "checkpoints" / "step_00000003")
+        (runs[form].folder / "model.safetensors").unlink()
+        again = train(
+            bench,
+            f"{form}-{ranks}",
+            data_path=words(bench, other),
+            resume_from_checkpoint=True,
+            change_on_resume="data_path",
+            **options,
+        )
+        assert "at step 2" in again.output
+        assert again.losses[-1] == runs["joined"].losses[-1]

@@ -203,14 +203,15 @@ def test_of_a_hundred_gigabytes_only_samples_and_a_few_places_are_read(
     (tmp_path / "vast.bin").touch()
     with (tmp_path / "vast.bin").open("r+b") as file:
         file.truncate(2 * documents * length)
-    write_index(
-        tmp_path / "vast.idx",
-        np.dtype("<u2"),
-        num_sequences=documents,
-        num_documents=documents,
-        lengths=lambda: iter([np.full(documents, length)]),
-        documents=[np.arange(documents + 1)],
-    )
+    with (tmp_path / "vast.idx").open("wb") as idx:
+        write_index(
+            idx,
+            np.dtype("<u2"),
+            num_sequences=documents,
+            num_documents=documents,
+            lengths=lambda: iter([np.full(documents, length)]),
+            documents=[np.arange(documents + 1)],
+        )
     run = tmp_path / "run"
     run.mkdir()
     config = GPTConfig(

@@ -11,6 +11,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from llm.data.formats.megatron import TokenFile, beside, map_file
+from llm.data.formats.parts import TokenFileParts, find_parts, part_files
 from llm.errors import DataError
 
 _LLM_C_MAGIC = (20240520).to_bytes(4, "little")  # llm.c's files also end in .bin
@@ -55,22 +56,28 @@ class FlatTokenFile:
         self.num_tokens = int(self.tokens.size)
 
 
-def open_token_file(path: Path) -> TokenFile | FlatTokenFile:
-    """Open token files of either kind; see `locate` for their names.
+AnyTokenFile = TokenFile | TokenFileParts | FlatTokenFile
+
+
+def open_token_file(path: Path) -> AnyTokenFile:
+    """Open token files of any kind; see `locate` for their names.
 
     Raises:
         DataError: The file is missing, truncated or inconsistent.
     """
     prefix, is_flat = locate(path)
-    return FlatTokenFile(beside(prefix, ".bin")) if is_flat else TokenFile(prefix)
+    if is_flat:
+        return FlatTokenFile(beside(prefix, ".bin"))
+    parts = find_parts(prefix)
+    return TokenFileParts(prefix, parts) if parts else TokenFile(prefix)
 
 
 def locate(path: Path) -> tuple[Path, bool]:
     """Find token files by their name.
 
     Args:
-        path: `PREFIX`, `PREFIX.bin` or `PREFIX.idx` for a pair. A flat file is named with its
-            `.bin`, and has no `.idx`.
+        path: `PREFIX`, `PREFIX.bin` or `PREFIX.idx` for a pair, and `PREFIX` for parts. A flat
+            file is named with its `.bin`, and has no `.idx`.
 
     Returns:
         (the path without suffix, whether it is a flat file).
@@ -80,7 +87,7 @@ def locate(path: Path) -> tuple[Path, bool]:
     """
     path = Path(path)
     # Path.exists would raise an OSError for a name that is too long.
-    if os.path.exists(beside(path, ".idx")):
+    if os.path.exists(beside(path, ".idx")) or part_files(path):
         return path, False
     prefix = path
     if path.suffix in (".bin", ".idx"):

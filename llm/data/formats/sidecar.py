@@ -9,10 +9,12 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
-from llm.data.formats.flat import FlatTokenFile, locate, open_token_file
+from llm.data.formats.flat import AnyTokenFile, FlatTokenFile, locate, open_token_file
 from llm.data.formats.megatron import TokenFile, beside
+from llm.data.formats.parts import TokenFileParts, part_prefix
 from llm.errors import DataError
 from llm.runtime.files import write_whole
 
@@ -47,7 +49,9 @@ class Sidecar:
         sources: Names of the files and data sets that were read.
         plan: Digest of the input and the options. If you repeat a command, it finds its digest and
             stops.
-        checksums: For `bin` and `idx` (a flat file has none), the result of `checksums`.
+        checksums: For `bin` and `idx` (a flat file has none), the result of `checksums`; for each
+            part, `00000.bin` and `00000.idx`.
+        part_tokens: Tokens of each part; empty if the file is whole.
         format: Version of these fields.
     """
 
@@ -66,6 +70,7 @@ class Sidecar:
     sources: list[str]
     plan: str
     checksums: dict[str, list[str]]
+    part_tokens: list[int] = dataclasses.field(default_factory=list)
     format: int = FORMAT
 
 
@@ -117,6 +122,7 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
             f"{path} has the format {content['format']}, of a newer version of this package; "
             f"update it, or make the token file again (this version reads the format {FORMAT})."
         )
+    content.setdefault("part_tokens", [])  # of an earlier version
     hints = typing.get_type_hints(Sidecar)
     for name, hint in hints.items():
         if name not in content:
@@ -142,6 +148,71 @@ def _fits(value: Any, hint: Any) -> bool:
     return all(_fits(member, typing.get_args(hint)[-1]) for member in values)
 
 
+def open_described(path: Path) -> tuple[AnyTokenFile, Sidecar | None]:
+    """Open token files of any kind, with their sidecar if they have one.
+
+    Raises:
+        DataError: They are missing or damaged, or the sidecar describes other parts.
+    """
+    file = open_token_file(path)
+    sidecar = read_sidecar(file.prefix)
+    if sidecar is not None:
+        _check_parts(file, sidecar)
+    return file, sidecar
+
+
+def _check_parts(file: AnyTokenFile, sidecar: Sidecar) -> None:
+    """Refuse parts that a sidecar does not describe."""
+    parts = file.parts if isinstance(file, TokenFileParts) else []
+    if bool(parts) != bool(sidecar.part_tokens):
+        kinds = ("parts", "a whole file") if sidecar.part_tokens else ("a whole file", "parts")
+        raise DataError(
+            f"{file.prefix}.json describes {kinds[0]}, but it belongs to {kinds[1]}; restore the "
+            "files that were prepared together."
+        )
+    found = [part.num_tokens for part in parts]
+    if len(found) != len(sidecar.part_tokens):
+        raise DataError(
+            f"{file.prefix}.json describes {len(sidecar.part_tokens):,} parts, not {len(found):,}; "
+            "restore the files that were prepared together."
+        )
+    for part, recorded in zip(parts, sidecar.part_tokens, strict=True):
+        if part.num_tokens != recorded:
+            raise DataError(
+                f"The token file {part.prefix}.bin is of another preparation: it has "
+                f"{part.num_tokens:,} tokens, and {file.prefix}.json says {recorded:,}; restore "
+                "the files that were prepared together."
+            )
+
+
+class ChunkHash:
+    """The result of `checksums`, for the bytes that were passed in so far."""
+
+    def __init__(self) -> None:
+        self._digests: list[str] = []
+        self._restart()
+
+    def _restart(self) -> None:
+        self._hash = xxhash.xxh3_128()
+        self._left = CHUNK_BYTES
+
+    def update(self, data: memoryview) -> None:
+        """Add bytes [num_bytes]."""
+        while len(data):
+            piece, data = data[: self._left], data[self._left :]
+            self._hash.update(piece)
+            self._left -= len(piece)
+            if not self._left:
+                self._digests.append(self._hash.hexdigest())
+                self._restart()
+
+    def digests(self) -> list[str]:
+        """Return the hex digests of the chunks; the last chunk may be shorter."""
+        if self._left == CHUNK_BYTES:
+            return self._digests
+        return [*self._digests, self._hash.hexdigest()]
+
+
 def checksums(path: Path) -> list[str]:
     """Return the XXH3-128 hex digests of a file's consecutive chunks of 64 MiB; [] if it is empty.
 
@@ -150,19 +221,12 @@ def checksums(path: Path) -> list[str]:
     """
     # Read into one buffer, without Python's buffering: this runs at the speed of the disk.
     buffer = memoryview(bytearray(_READ_BYTES))
-    digests: list[str] = []
+    chunks = ChunkHash()
     try:
         with open(path, "rb", buffering=0) as file:
-            while True:
-                digest = xxhash.xxh3_128()
-                left = CHUNK_BYTES
-                while left and (count := file.readinto(buffer[:left])):
-                    digest.update(buffer[:count])
-                    left -= count
-                if left < CHUNK_BYTES:
-                    digests.append(digest.hexdigest())
-                if left:
-                    return digests
+            while count := file.readinto(buffer):
+                chunks.update(buffer[:count])
+        return chunks.digests()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 
@@ -179,8 +243,14 @@ def damage(prefix: Path, *, nanogpt: bool = False, row_bytes: bool = False) -> l
         One sentence per fault; empty if the files are complete.
     """
     try:
-        file = FlatTokenFile(beside(prefix, ".bin")) if nanogpt else TokenFile(prefix)
         sidecar = read_sidecar(prefix)
+        file: AnyTokenFile
+        if nanogpt:
+            file = FlatTokenFile(beside(prefix, ".bin"))
+        elif sidecar is not None and sidecar.part_tokens:
+            file, _ = open_described(prefix)
+        else:
+            file = TokenFile(prefix)
         sizes = beside(prefix, ".bytes").stat().st_size if row_bytes else None
     except (DataError, FileNotFoundError) as error:
         return [str(error)]
@@ -221,11 +291,16 @@ def verify(path: Path) -> list[str]:
         faults += _changed_bytes(prefix, sidecar)
     try:
         token_file = open_token_file(path)
+        if sidecar is not None:
+            _check_parts(token_file, sidecar)
     except DataError as error:
         return [*faults, str(error)]
-    if isinstance(token_file, TokenFile):
-        index = beside(prefix, ".idx")
-        faults += [f"{index} {fault}." for fault in token_file.index_faults(sample=False)]
+    parts = [token_file] if isinstance(token_file, TokenFile) else []
+    if isinstance(token_file, TokenFileParts):
+        parts = token_file.parts
+    for part in parts:
+        index = beside(part.prefix, ".idx")
+        faults += [f"{index} {fault}." for fault in part.index_faults(sample=False)]
     if token_file.num_tokens == 0:
         faults.append(f"{beside(prefix, '.bin')} is empty: it contains no tokens.")
     if sidecar is not None:
@@ -235,8 +310,14 @@ def verify(path: Path) -> list[str]:
 
 def _changed_bytes(prefix: Path, sidecar: Sidecar) -> list[str]:
     faults: list[str] = []
-    for kind in ("bin", "idx"):
-        path = beside(prefix, f".{kind}")
+    files = {kind: beside(prefix, f".{kind}") for kind in ("bin", "idx")}
+    if count := len(sidecar.part_tokens):
+        files = {
+            f"{number:05d}.{kind}": beside(part_prefix(prefix, number, count), f".{kind}")
+            for number in range(count)
+            for kind in ("bin", "idx")
+        }
+    for kind, path in files.items():
         expected = sidecar.checksums.get(kind)
         if expected is None:
             if path.exists():
@@ -260,7 +341,7 @@ def _changed_bytes(prefix: Path, sidecar: Sidecar) -> list[str]:
     return faults
 
 
-def _disagreements(token_file: TokenFile | FlatTokenFile, sidecar: Sidecar) -> list[str]:
+def _disagreements(token_file: AnyTokenFile, sidecar: Sidecar) -> list[str]:
     """Compare a sidecar with the contents of the files; reads all tokens."""
     path = beside(token_file.prefix, ".bin")
     smallest, largest = _id_range(token_file)
@@ -277,7 +358,7 @@ def _disagreements(token_file: TokenFile | FlatTokenFile, sidecar: Sidecar) -> l
         ("tokens", sidecar.tokens, token_file.num_tokens),
         ("largest_token", sidecar.largest_token, largest),
     ]
-    if isinstance(token_file, TokenFile):
+    if not isinstance(token_file, FlatTokenFile):
         fields.append(("documents", sidecar.documents, token_file.num_documents))
     faults += [
         f"{token_file.prefix}.json says {name} {recorded}, but it is {actual}."
@@ -287,12 +368,12 @@ def _disagreements(token_file: TokenFile | FlatTokenFile, sidecar: Sidecar) -> l
     return faults
 
 
-def _id_range(token_file: TokenFile | FlatTokenFile) -> tuple[int, int]:
+def _id_range(token_file: AnyTokenFile) -> tuple[int, int]:
     """Return the smallest and the largest id of all tokens; (0, -1) without tokens."""
     tokens = token_file.tokens
     smallest, largest = 0, -1
     for start in range(0, tokens.size, _NUM_TOKENS):
-        chunk = tokens[start : start + _NUM_TOKENS]
+        chunk = np.asarray(tokens[start : start + _NUM_TOKENS])
         low, high = int(chunk.min()), int(chunk.max())
         smallest = min(smallest, low) if start else low
         largest = max(largest, high) if start else high

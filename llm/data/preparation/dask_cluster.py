@@ -1,7 +1,7 @@
 """Shards written by the workers of a running Dask cluster: `--executor dask`.
 
-Workers need this package, and the folders of the texts and of the output under the same paths. Dask
-gives the shard of a lost worker to another one.
+The workers need this package, and they need to see the texts and the output under the same paths.
+If a worker is lost, Dask gives its shard to another one.
 """
 
 import logging
@@ -72,15 +72,20 @@ class DaskCluster:
             finish_tasks(futures, report=report, take=take_all)
         except CancelledError as error:
             raise DataError(
-                "The Dask scheduler has gone, perhaps by the end of its job; start it and give the "
-                "same command again."
+                "The Dask scheduler has stopped, perhaps because its job ended; start it again and "
+                "repeat the command, which keeps the finished shards."
             ) from error
         except KilledWorker as error:
             raise DataError(
-                f"Dask gave a shard up ({one_line(error)}); the workers may need more memory."
+                f"Dask gave up a shard, because its workers died ({one_line(error)}); give them "
+                "more memory."
             ) from error
         finally:
             executor.shutdown(wait=False)
+
+    def sync(self) -> None:
+        """Return when all that the workers have written is on the disk."""
+        self._client.run(os.sync)
 
 
 @contextmanager
@@ -118,7 +123,7 @@ def connect(scheduler_file: str | None) -> Iterator[DaskCluster]:
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"The Dask scheduler at {place} does not answer ({one_line(error)}); check that it "
-            "runs, and that this node reaches it."
+            "runs, and that this node can connect to it."
         ) from error
     try:
         client.wait_for_workers(1, timeout=_WORKER_SECONDS)
@@ -126,8 +131,8 @@ def connect(scheduler_file: str | None) -> Iterator[DaskCluster]:
         yield DaskCluster(client)
     except TimeoutError as error:
         raise ConfigError(
-            f"The Dask scheduler at {place} has had no worker for {_WORKER_SECONDS} s; start "
-            "workers, and give the same command again."
+            f"The Dask scheduler at {place} has no worker after {_WORKER_SECONDS} s; start "
+            "workers, and repeat the command."
         ) from error
     finally:
         client.close(timeout=5)
@@ -150,9 +155,16 @@ def _encode_shards(
 
 
 def _encoder(encoding: Encoding, fast: bool) -> Encoder:
-    if getattr(_made, "of", None) != (id(encoding), fast):
+    # Making one takes a second, so a worker keeps it for the next command, too.
+    of = (
+        encoding.tokenizer.fingerprint,
+        encoding.end_token,
+        encoding.dtype,
+        encoding.allow_special_tokens,
+        fast,
+    )
+    if getattr(_made, "of", None) != of:
         _made.encoder = make_encoder(encoding, threads=1, fast=fast)
-        _made.encoding = encoding  # keeps its id
-        _made.of = (id(encoding), fast)
+        _made.of = of
     encoder: Encoder = _made.encoder
     return encoder

@@ -100,6 +100,12 @@ class PrepareConfig:
     output_per_input: bool = option(
         False, "Write one pair of files per input file, with its name after PREFIX.", group=OUTPUT
     )
+    parts: bool = option(
+        False,
+        "Leave numbered parts, PREFIX_text_document-00000-of-00128.bin and .idx, instead of "
+        "joining them; training opens them as one. The same command without it joins them.",
+        group=OUTPUT,
+    )
     shuffle: Literal["none", "documents"] = option(
         "none", "Shuffle the documents by the seed.", group=OUTPUT
     )
@@ -133,17 +139,17 @@ class PrepareConfig:
     rank: int | None = option(
         None,
         "Number of this process, counted from 0, if the same command is started several times; by "
-        "default from srun, mpiexec, torchrun or a Slurm job array.",
+        "default from srun, mpiexec, torchrun or a job array.",
         group=RUNNING,
         at_least=0,
         requires=("world_size",),
     )
     world_size: int | None = option(
         None,
-        "Number of processes with the same command.",
+        "Number of processes with the same command; by default from the same. In a PBS job array, "
+        "give it.",
         group=RUNNING,
         at_least=1,
-        requires=("rank",),
     )
     log_seconds: float = option(
         10.0, "Seconds between two lines on the progress.", group=RUNNING, above=0
@@ -169,6 +175,8 @@ def check(config: PrepareConfig) -> None:
         )
     if config.output_per_input and (config.format == "nanogpt" or config.dataset_name):
         problems.append("--output_per_input goes with --input and --format megatron only.")
+    if config.parts and (config.format == "nanogpt" or config.shuffle != "none"):
+        problems.append("--parts goes with --format megatron and --shuffle none only.")
     if config.executor == "dask" and (config.workers or config.rank is not None):
         problems.append(
             "--executor dask goes without --workers and --rank: the cluster has its own workers."

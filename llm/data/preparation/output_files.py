@@ -1,22 +1,23 @@
-"""Joins shards to a `.bin`/`.idx` pair, or to nanoGPT's two files, each with its sidecar."""
+"""Joins shards to a `.bin`/`.idx` pair, or to nanoGPT's two files, or makes each shard a part."""
 
 import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llm.data.formats.megatron import ROW_BYTES, TokenFile, beside, write_index
+from llm.data.formats.megatron import TokenFile, beside, write_index
+from llm.data.formats.parts import part_files, part_prefix
 from llm.data.formats.sidecar import Sidecar, checksums, read_sidecar, verify, write_sidecar
 from llm.data.order import permute
 from llm.data.preparation.encoder import Encoding
-from llm.data.preparation.shards import ShardStats, each_row, read_array
+from llm.data.preparation.shards import ShardStats, each_row_bytes, read_array
 from llm.errors import DataError
 from llm.runtime.files import sync, sync_folder
 
@@ -35,6 +36,7 @@ class Output:
         prefix: The path of the files without their suffix. nanoGPT's files are in a folder with
             this name.
         nanogpt: Write `train.bin` and `val.bin` instead of a `.bin` with its `.idx`.
+        parts: Keep the shards as numbered parts instead of joining them.
         validation_percentage: Documents, from the first one, that go to `val.bin`.
         shuffle_seed: Seed for shuffling the documents; None keeps their order.
         overwrite: Replace existing files.
@@ -46,6 +48,7 @@ class Output:
 
     prefix: Path
     nanogpt: bool = False
+    parts: bool = False
     validation_percentage: float = 0.0
     shuffle_seed: int | None = None
     overwrite: bool = False
@@ -71,6 +74,13 @@ class Output:
         """The suffixes of the files of a prefix, in the order of their renaming."""
         return (".json", ".bin") if self.nanogpt else (".json", ".idx", ".bin")
 
+    def existing(self, prefix: Path) -> list[Path]:
+        """Return the files with one of `names` that exist, also as parts."""
+        paths = [beside(prefix, suffix) for suffix in self.suffixes]
+        parts = [] if self.nanogpt else part_files(prefix)
+        # os.path.exists is false, too, for a name that is too long.
+        return [*filter(os.path.exists, paths), *parts]
+
     def num_validation(self, documents: int) -> int:
         """Return how many of the documents go to `val.bin`."""
         return math.ceil(self.validation_percentage / 100 * documents)  # at least 1, as in nanoGPT
@@ -87,6 +97,8 @@ def assemble_output(
 ) -> None:
     """Write the files to be renamed, `out.*`, with their sidecars, into the folder of the shards.
 
+    Shards that stay parts get a sidecar only.
+
     Args:
         stems: The paths of the shards without their suffix, in their order.
         stats: Counts of their content.
@@ -100,10 +112,10 @@ def assemble_output(
         OSError: The file system refused a write.
     """
     whole = output.folder / "out"
-    if output.shuffle_seed is None:
-        assemble(stems, stats, whole, dtype=encoding.dtype)
-    else:
-        assemble_shuffled(stems, stats, whole, dtype=encoding.dtype, seed=output.shuffle_seed)
+    if output.shuffle_seed is not None:
+        assemble_shuffled(stems, whole, dtype=encoding.dtype, seed=output.shuffle_seed)
+    elif not output.parts:
+        assemble(stems, whole, dtype=encoding.dtype)
     common: dict[str, Any] = {
         "tokenizer": encoding.tokenizer.name,
         "tokenizer_fingerprint": encoding.tokenizer.fingerprint,
@@ -124,54 +136,97 @@ def assemble_output(
         tokens=sum(shard.tokens for shard in stats),
         text_bytes=sum(shard.text_bytes for shard in stats),
         largest_token=max(shard.largest_token for shard in stats),
-        checksums={kind: checksums(output.folder / f"out.{kind}") for kind in ("bin", "idx")},
+        checksums={},
         **common,
     )
-    write_sidecar(whole, sidecar)
+    if output.parts:
+        kept = [shard for shard in stats if shard.tokens]
+        digests = {
+            f"{number:05d}{suffix}": shard.checksums[suffix]
+            for number, shard in enumerate(kept)
+            for suffix in (".bin", ".idx")
+        }
+        tokens = [shard.tokens for shard in kept]
+        write_sidecar(whole, replace(sidecar, checksums=digests, part_tokens=tokens))
+        return
+    write_sidecar(whole, replace(sidecar, checksums=_pair_checksums(whole)))
     if output.row_bytes:
         with open(beside(whole, ".bytes"), "wb") as file:
-            for block in each_row(stems, ".bytes", ROW_BYTES, _BLOCK):
+            for block in each_row_bytes(stems, _BLOCK):
                 file.write(np.ascontiguousarray(block).data)
             sync(file)
 
 
-def assemble(
-    stems: list[Path], stats: list[ShardStats], prefix: Path, *, dtype: np.dtype[Any]
-) -> None:
-    """Join shards to `PREFIX.bin` and `PREFIX.idx`, synced; memory does not grow with them.
+def _pair_checksums(prefix: Path) -> dict[str, list[str]]:
+    return {kind: checksums(beside(prefix, f".{kind}")) for kind in ("bin", "idx")}
+
+
+def join_parts(parts: Sequence[Path], output: Output) -> None:
+    """Join finished parts as `assemble_output` joins shards.
 
     Args:
-        stems: The paths of the shards without their suffix, in their order.
-        stats: Counts of their content.
+        parts: The paths of the parts without their suffix, in their order.
+        output: The joined file to make, which has a sidecar for the parts.
+
+    Raises:
+        DataError: The sidecar cannot be written, or a part is damaged.
+        OSError: The file system refused a write.
+    """
+    whole = output.folder / "out"
+    sidecar = read_sidecar(output.prefix)
+    assert sidecar is not None
+    assemble(parts, whole, dtype=np.dtype(sidecar.dtype))
+    write_sidecar(whole, replace(sidecar, checksums=_pair_checksums(whole), part_tokens=[]))
+
+
+def assemble(stems: Sequence[Path], prefix: Path, *, dtype: np.dtype[Any]) -> None:
+    """Join token files to `PREFIX.bin` and `PREFIX.idx`, synced; memory does not grow with them.
+
+    Args:
+        stems: The paths of the shards or parts without their suffix, in their order.
         prefix: The path of both files without their suffix.
         dtype: Dtype of the ids.
     """
+    num_sequences = num_documents = 0
+    for file in _opened(stems):
+        num_sequences += file.num_sequences
+        num_documents += file.num_documents
     _join(stems, beside(prefix, ".bin"))
 
     def document_table() -> Iterator[NDArray[Any]]:
         yield np.zeros(1, "<i8")
         sequences = 0
-        for shard in stats:
-            stop = sequences + shard.texts
-            if shard.one_document:
-                yield np.arange(stop, stop + shard.documents, dtype="<i8")
-            else:
-                for first in range(sequences, stop, _BLOCK):
-                    yield np.arange(first, min(first + _BLOCK, stop), dtype="<i8") + 1
-            sequences = stop
+        for file in _opened(stems):
+            for first in range(1, file.num_documents + 1, _BLOCK):
+                yield sequences + file.documents[first : first + _BLOCK]
+            sequences += file.num_sequences
 
-    write_index(
-        beside(prefix, ".idx"),
-        dtype,
-        num_sequences=sum(shard.texts for shard in stats),
-        num_documents=sum(shard.documents for shard in stats),
-        lengths=lambda: each_row(stems, ".rows", "<i4", _BLOCK),
-        documents=document_table(),
-    )
+    with open(beside(prefix, ".idx"), "wb") as idx:
+        write_index(
+            idx,
+            dtype,
+            num_sequences=num_sequences,
+            num_documents=num_documents,
+            lengths=lambda: _each_length(stems),
+            documents=document_table(),
+        )
+        sync(idx)
+
+
+def _opened(stems: Iterable[Path]) -> Iterator[TokenFile]:
+    for stem in stems:
+        yield TokenFile(stem, check_tables=False)
+
+
+def _each_length(stems: Iterable[Path]) -> Iterator[NDArray[Any]]:
+    """Yield the tokens of each text, in blocks."""
+    for file in _opened(stems):
+        for first in range(0, file.num_sequences, _BLOCK):
+            yield file.lengths[first : first + _BLOCK]
 
 
 def assemble_shuffled(
-    stems: list[Path], stats: list[ShardStats], prefix: Path, *, dtype: np.dtype[Any], seed: int
+    stems: Sequence[Path], prefix: Path, *, dtype: np.dtype[Any], seed: int
 ) -> None:
     """Join shards of one document per text, as `assemble` does, in an order keyed by the seed.
 
@@ -181,12 +236,8 @@ def assemble_shuffled(
     joined = beside(prefix, ".joined")
     _join(stems, joined)
     ids = read_array(joined, ".joined", dtype)
-    count = sum(shard.texts for shard in stats)
-    lengths = np.empty(count, "<i4")
-    filled = 0
-    for block in each_row(stems, ".rows", "<i4", _BLOCK):
-        lengths[filled : filled + block.size] = block
-        filled += block.size
+    lengths = np.concatenate([np.empty(0, "<i4"), *(np.array(f.lengths) for f in _opened(stems))])
+    count = lengths.size
     starts = np.cumsum(lengths, dtype=np.int64) - lengths  # int64: a sum of int32 may overflow
 
     def order() -> Iterator[NDArray[np.int64]]:
@@ -200,22 +251,24 @@ def assemble_shuffled(
             texts = [ids[i:j] for i, j in zip(starts[documents], ends, strict=True)]
             target.write(np.concatenate(texts).tobytes())
         sync(target)
-    write_index(
-        beside(prefix, ".idx"),
-        dtype,
-        num_sequences=count,
-        num_documents=count,
-        lengths=lambda: (lengths[documents] for documents in order()),
-        documents=[np.arange(count + 1)],
-    )
+    with open(beside(prefix, ".idx"), "wb") as idx:
+        write_index(
+            idx,
+            dtype,
+            num_sequences=count,
+            num_documents=count,
+            lengths=lambda: (lengths[documents] for documents in order()),
+            documents=[np.arange(count + 1)],
+        )
+        sync(idx)
     joined.unlink()
 
 
-def _join(stems: list[Path], path: Path) -> None:
+def _join(stems: Iterable[Path], path: Path) -> None:
     """Write the ids of all shards to one file, and sync it."""
     with open(path, "wb") as target:
         for stem in stems:
-            with open(stem.with_suffix(".ids"), "rb") as shard:
+            with open(beside(stem, ".bin"), "rb") as shard:
                 _append(shard, target)
         sync(target)
 
@@ -239,7 +292,7 @@ def _assemble_flat(stems: list[Path], output: Output, common: dict[str, Any]) ->
     whole = TokenFile(folder / "out")
     count = whole.num_documents
     num_validation = output.num_validation(count)
-    sizes = np.concatenate([np.zeros(1, np.int64), *each_row(stems, ".bytes", ROW_BYTES, _BLOCK)])
+    sizes = np.concatenate([np.zeros(1, np.int64), *each_row_bytes(stems, _BLOCK)])
     text_bytes = np.cumsum(sizes)
     for name, first, stop in (("val", 0, num_validation), ("train", num_validation, count)):
         if first == stop:
@@ -276,13 +329,10 @@ def check_replaceable(output: Output, inputs: Iterable[Path]) -> None:
     if output.nanogpt and output.prefix.exists() and not output.prefix.is_dir():
         raise DataError(f"{output.prefix} is a file, and --format nanogpt needs a folder; {remedy}")
     written: dict[tuple[int, int], Path] = {}
-    for prefix in output.names:
-        for suffix in output.suffixes:
-            path = beside(prefix, suffix)
-            if path.is_dir():
-                raise DataError(f"{path} is a folder, and a file is to be written there; {remedy}")
-            if path.exists():
-                written[path.stat().st_dev, path.stat().st_ino] = path
+    for path in [path for prefix in output.names for path in output.existing(prefix)]:
+        if path.is_dir():
+            raise DataError(f"{path} is a folder, and a file is to be written there; {remedy}")
+        written[path.stat().st_dev, path.stat().st_ino] = path
     folder = output.folder.resolve()
     for path in inputs:
         place = written.get((path.stat().st_dev, path.stat().st_ino))
@@ -341,6 +391,7 @@ def publish(output: Output) -> None:
     for path in former_validation(output):
         log.info(f"removing {path}: its documents are in train.bin now")
         path.unlink()
+    parts = [] if output.nanogpt else part_files(output.prefix)
     for prefix in output.names:
         made = output.folder / (f"out.{prefix.name}" if output.nanogpt else "out")
         # Remove the old .bin first, so that a mixture of old and new files never looks complete.
@@ -351,3 +402,33 @@ def publish(output: Output) -> None:
         for suffix in output.suffixes:
             beside(made, suffix).replace(beside(prefix, suffix))
         sync_folder(prefix.parent)  # the renames survive a power cut
+    for path in parts:  # which are joined now, or belong to another text
+        path.unlink()
+
+
+def publish_parts(stems: Sequence[Path], stats: Sequence[ShardStats], output: Output) -> None:
+    """Give shards their final names, as parts; they are complete when the last part is there.
+
+    The shards keep their own names, too, so that a kill loses nothing. The sidecar comes first: it
+    tells the next start who has begun this.
+
+    Args:
+        stems: The paths of the shards without their suffix, in their order; synced.
+        stats: Counts of their content; empty shards are left out.
+        output: The output, with its sidecar in the folder of the shards.
+
+    Raises:
+        OSError: The file system refused a write.
+    """
+    for path in output.existing(output.prefix):
+        path.unlink()
+    beside(output.folder / "out", ".json").replace(beside(output.prefix, ".json"))
+    kept = [stem for stem, shard in zip(stems, stats, strict=True) if shard.tokens]
+    for number, stem in enumerate(kept):
+        for suffix in (".bin", ".idx"):
+            path = beside(part_prefix(output.prefix, number, len(kept)), suffix)
+            try:
+                os.link(stem.with_suffix(suffix), path)
+            except OSError:  # a file system without links
+                stem.with_suffix(suffix).replace(path)
+    sync_folder(output.prefix.parent)

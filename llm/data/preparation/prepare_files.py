@@ -2,7 +2,7 @@
 
 PREFIX.parts/plan.json     input and options; if they change, work starts again
 PREFIX.parts.lock          held by the program that prepares
-PREFIX.parts/000000.ids .. the shards that are done
+PREFIX.parts/000000.bin .. the shards that are done
 PREFIX.parts/out.*         the result, before it is renamed
 
 Several ranks can work in one folder; `shares` describes how they agree.
@@ -20,15 +20,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llm.data.formats.megatron import beside
+from llm.data.formats.parts import find_parts
 from llm.data.formats.sidecar import damage, read_sidecar
 from llm.data.preparation.encoder import Encoding
 from llm.data.preparation.output_files import (
     Output,
     assemble_output,
     former_validation,
+    join_parts,
     publish,
+    publish_parts,
 )
-from llm.data.preparation.shards import ShardStats
+from llm.data.preparation.shards import ShardStats, read_shard
 from llm.data.preparation.shares import (
     JoinClaim,
     Share,
@@ -50,6 +53,9 @@ _OWN_NAMES = re.compile(
 )
 _NAMES_BEFORE_PLAN = re.compile(r"\.plan\.")
 _ALL = Share()
+_MOST_SHARDS = 4096
+"""Shards of a larger text are larger: each may become a part, and opening takes a ms for each."""
+_MOST_PARTS = 10_000  # a process has two files open for each
 
 log = logging.getLogger("llm.data")
 
@@ -78,20 +84,28 @@ def prepare_files(
     todo = []
     num_chunks = 0
     for texts, output in jobs:
-        sources = [chunk for text in texts for chunk in text.split(SHARD_BYTES)]
-        if not output.overwrite and _is_done(
-            output, recipe_digest(_recipe(sources, output, encoding))
-        ):
+        shard_bytes = SHARD_BYTES
+        while sum(text.num_bytes or 0 for text in texts) > shard_bytes * _MOST_SHARDS:
+            shard_bytes *= 2
+        sources = [chunk for text in texts for chunk in text.split(shard_bytes)]
+        if output.parts and len(sources) > _MOST_PARTS:
+            raise DataError(
+                f"--parts would leave {len(sources):,} parts, and a run can open "
+                f"{_MOST_PARTS:,}; join small files of text, or leave --parts out."
+            )
+        made_of = _recipe(sources, output, encoding, shard_bytes)
+        if not output.overwrite and _is_done(output, recipe_digest(made_of)):
             log.info(f"{output.names[0]}.bin already exists, made with the same options")
         else:
             former_validation(output)  # refused now, rather than after the work
-            todo.append((sources, output, share.numbers(len(sources), first=num_chunks)))
+            numbers = share.numbers(len(sources), first=num_chunks)
+            todo.append((_Work(sources, output, encoding, workers, log_seconds, made_of), numbers))
         num_chunks += len(sources)
     # Each rank begins with another output: otherwise the slowest would be last everywhere, and join
     # the shards of all outputs.
     begin = len(todo) * share.rank // share.world_size
-    for sources, output, numbers in todo[begin:] + todo[:begin]:
-        work = _Work(sources, output, encoding, workers, log_seconds)
+    for work, numbers in todo[begin:] + todo[:begin]:
+        output = work.output
         try:
             if share.world_size == 1:
                 work.do_all()
@@ -120,22 +134,23 @@ class _Work:
         encoding: Encoding,
         workers: int | Cluster,
         log_seconds: float,
+        made_of: Recipe,
     ) -> None:
         self._sources = sources
-        self._output = output
+        self.output = output
         self._folder = output.folder
         self._encoding = encoding
         self._workers = workers
         self._log_seconds = log_seconds
-        self._recipe = _recipe(sources, output, encoding)
-        self._digest = recipe_digest(self._recipe)
+        self._recipe = made_of
+        self._digest = recipe_digest(made_of)
         self._began = time.monotonic()
 
     def do_all(self) -> None:
         """Write all shards, and join them."""
         self._folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(self._output):
-            done = _begin(self._output, self._recipe, len(self._sources))
+        with _locked(self.output):
+            done = _begin(self.output, self._recipe, len(self._sources))
             try:
                 self._join(is_resumed=done > 0)
             except BaseException:
@@ -152,16 +167,17 @@ class _Work:
         """
         folder = self._folder
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(self._output, shared=True):
-            _check_own_names(self._output)
+        with _locked(self.output, shared=True):
+            _check_own_names(self.output)
             share_plan(folder, self._recipe)
             if not is_marked(folder, share):
-                if _is_done(self._output, self._digest):  # since this rank looked
+                if _is_done(self.output, self._digest):  # since this rank looked
                     shutil.rmtree(folder)
                     return
                 try:
-                    self._write_shards(numbers)
-                    check_unchanged([self._sources[number] for number in numbers])
+                    if not self._finished_parts():
+                        self._write_shards(numbers)
+                        check_unchanged([self._sources[number] for number in numbers])
                 except BaseException:
                     self._log_kept()
                     raise
@@ -169,7 +185,8 @@ class _Work:
             done = ranks_done(folder, share)
             log.info(
                 f"{share} has written its {counted(len(numbers), 'shard')}; {done} of "
-                f"{share.world_size} ranks have, and the last one joins all shards"
+                f"{share.world_size} ranks have, and the last one "
+                f"{'names the parts' if self.output.parts else 'joins all shards'}"
             )
             if done == share.world_size:
                 self._join_once(share)
@@ -179,7 +196,9 @@ class _Work:
         claim = JoinClaim(self._folder)
         try:
             if claim.acquire():
-                log.info(f"{share} joins the shards")
+                log.info(
+                    f"{share} {'names the parts' if self.output.parts else 'joins the shards'}"
+                )
                 self._join(claim=claim)
                 beside(self._folder, ".lock").unlink(missing_ok=True)
                 return
@@ -188,12 +207,21 @@ class _Work:
             raise
         finally:
             claim.release()
-        if not _is_done(self._output, self._digest):
+        if not _is_done(self.output, self._digest):
             raise DataError(
                 f"Another rank could not join the shards in {self._folder}, and removed them; its "
                 "own message says why."
             )
         log.info("another rank has joined the shards")
+
+    def _finished_parts(self) -> list[Path]:
+        """Return the parts of an earlier preparation if they are to be joined now."""
+        if self.output.parts or self.output.nanogpt or self.output.overwrite:
+            return []
+        sidecar = None if damage(self.output.prefix) else read_sidecar(self.output.prefix)
+        if sidecar is None or sidecar.plan != self._digest or not sidecar.part_tokens:
+            return []
+        return find_parts(self.output.prefix)
 
     def _write_shards(
         self, numbers: Sequence[int] | None = None
@@ -207,33 +235,64 @@ class _Work:
             numbers=numbers,
         )
 
+    def _shards_of_ranks(self) -> tuple[list[Path], list[ShardStats]]:
+        """Return the shards that the ranks have written and synced; write those that are missing.
+
+        Shards are missing if another rank has found wrong ids, for example.
+        """
+        while True:
+            stems = [self._folder / f"{number:06d}" for number in range(len(self._sources))]
+            stats = [read_shard(stem, verify=False) for stem in stems]
+            found = [shard for shard in stats if shard is not None]
+            if len(found) == len(stems):
+                return stems, found
+            self._write_shards([number for number, shard in enumerate(stats) if shard is None])
+
     def _join(self, *, is_resumed: bool = False, claim: JoinClaim | None = None) -> None:
         """Write the shards that are missing, and make the output of all."""
-        stems, stats = self._write_shards()
+        stems: list[Path] = []
+        stats: list[ShardStats] = []
+        if parts := self._finished_parts():
+            log.info(f"joining {counted(len(parts), 'part')} of an earlier preparation")
+            join_parts(parts, self.output)
+        else:
+            stems, stats = self._write_shards() if claim is None else self._shards_of_ranks()
+            self._assemble(stems, stats)
+        if claim is not None and not claim.is_held():
+            raise DataError(
+                f"Another rank joins the shards in {self._folder}, since this one did not answer "
+                "for a while."
+            )
+        if self.output.parts:
+            if isinstance(self._workers, int):
+                os.sync()
+            else:
+                self._workers.sync()
+            publish_parts(stems, stats, self.output)
+        else:
+            publish(self.output)
+        shutil.rmtree(self._folder, ignore_errors=True)  # the result is whole even if this fails
+        if stats:
+            _log_summary(stats, seconds=time.monotonic() - self._began, resumed=is_resumed)
+        for prefix in self.output.names:
+            log.info(f"wrote {prefix}.bin{' in parts' * self.output.parts}")
+
+    def _assemble(self, stems: list[Path], stats: list[ShardStats]) -> None:
+        """Check all shards, and write the files to be renamed."""
         try:
             check_unchanged(self._sources)
-            _check_shards(self._sources, stats, self._output, self._encoding)
+            _check_shards(self._sources, stats, self.output, self._encoding)
         except LLMError:  # the same command would fail on these shards again
             shutil.rmtree(self._folder)
             raise
         assemble_output(
             stems,
             stats,
-            self._output,
+            self.output,
             encoding=self._encoding,
             sources=list(dict.fromkeys(source.name for source in self._sources)),
             digest=self._digest,
         )
-        if claim is not None and not claim.is_held():
-            raise DataError(
-                f"Another rank joins the shards in {self._folder}, since this one did not answer "
-                "for a while."
-            )
-        publish(self._output)
-        shutil.rmtree(self._folder, ignore_errors=True)  # the result is whole even if this fails
-        _log_summary(stats, seconds=time.monotonic() - self._began, resumed=is_resumed)
-        for prefix in self._output.names:
-            log.info(f"wrote {prefix}.bin")
 
     def _log_kept(self) -> int:
         """Log how many shards are kept; return their number."""
@@ -270,7 +329,7 @@ def _check_shards(
         )
 
 
-def _recipe(sources: list[Source], output: Output, encoding: Encoding) -> Recipe:
+def _recipe(sources: list[Source], output: Output, encoding: Encoding, shard_bytes: int) -> Recipe:
     return recipe(
         [source.identity() for source in sources],
         tokenizer_fingerprint=encoding.tokenizer.fingerprint,
@@ -280,13 +339,16 @@ def _recipe(sources: list[Source], output: Output, encoding: Encoding) -> Recipe
         on_error=encoding.on_error,
         shuffle_seed=output.shuffle_seed,
         validation_percentage=output.validation_percentage,
-        part_bytes=SHARD_BYTES,
+        part_bytes=shard_bytes,
     )
 
 
 def _is_done(output: Output, digest: str) -> bool:
-    """Return whether all files exist and have this recipe; refuse files with another recipe."""
-    made, faults = 0, []
+    """Return whether all files exist and have this recipe; refuse files with another recipe.
+
+    Parts that are to be joined are not done.
+    """
+    made, faults, to_join = 0, [], False
     for prefix in output.names:
         try:
             sidecar = read_sidecar(prefix)
@@ -294,19 +356,18 @@ def _is_done(output: Output, digest: str) -> bool:
             sidecar = None
         if sidecar is not None and sidecar.plan == digest:
             made += 1
+            to_join = bool(sidecar.part_tokens) and not output.parts
             faults += damage(prefix, nanogpt=output.nanogpt, row_bytes=output.row_bytes)
             continue
         faults.append(f"{prefix}.bin is missing.")
-        for suffix in output.suffixes:
-            path = beside(prefix, suffix)
-            if os.path.exists(path):  # false, too, for a name that is too long
-                raise DataError(
-                    f"{path} exists already; choose another --output_prefix, or pass --overwrite "
-                    "to replace it."
-                )
+        for path in output.existing(prefix):
+            raise DataError(
+                f"{path} exists already; choose another --output_prefix, or pass --overwrite "
+                "to replace it."
+            )
     if made and faults:
         log.warning(f"{' '.join(faults)} The same options made it, so it is made again.")
-    return not faults
+    return not faults and not to_join
 
 
 @contextmanager

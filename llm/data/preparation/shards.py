@@ -1,7 +1,7 @@
 """A shard: a chunk of text as token ids on the disk, written by one worker, reused by a restart.
 
-    STEM.ids     token ids, one text after the other
-    STEM.rows    tokens of each text, int32
+    STEM.bin     token ids, one text after the other
+    STEM.idx     their index: both are a complete token file
     STEM.bytes   UTF-8 bytes of each text, uint32
     STEM.json    counts and checksums, renamed last: without it the shard does not exist
 
@@ -18,16 +18,16 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
+from llm.data.formats.megatron import ROW_BYTES, write_index
+from llm.data.formats.sidecar import ChunkHash, checksums
 from llm.data.preparation.encoder import Encoder, Encoding, OtherIds, ReferenceEncoder
 from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.sources import Source
 from llm.errors import DataError
-from llm.runtime.files import checksum
 
-_FILES = (".ids", ".rows", ".bytes")
+_FILES = (".bin", ".idx", ".bytes")
 _NO_FAST_ENCODER = "reference-encoder"  # an empty file: the fast encoder gave other ids
 _MOST_TOKENS = 2**31 - 1  # per text, a limit of the index format
 
@@ -45,7 +45,8 @@ class ShardStats:
         text_bytes: UTF-8 bytes of the texts.
         largest_token: The largest id; 0 without tokens.
         fast: Whether another encoder than the reference made the ids.
-        checksums: The xxh3_128 of each of the three files.
+        sizes: The size of each of the three files in bytes.
+        checksums: The result of `sidecar.checksums` for each of them.
     """
 
     one_document: bool
@@ -56,7 +57,8 @@ class ShardStats:
     text_bytes: int = 0
     largest_token: int = 0
     fast: bool = True
-    checksums: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    checksums: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def documents(self) -> int:
@@ -93,7 +95,7 @@ def write_shard(
     temporary = working_stem(stem)
     fast = not isinstance(encoder, ReferenceEncoder)
     try:
-        writer = _ShardWriter(source, temporary)
+        writer = _ShardWriter(source, temporary, encoding.dtype)
         try:
             for texts in source.batches(faults):
                 # The pieces of one document share one end token.
@@ -101,8 +103,10 @@ def write_shard(
                 report(writer.stats)
             if source.one_document:
                 writer.end_document(encoding.end)
+            writer.write_index()
         finally:
             writer.close()
+        writer.add_checksums()
         stats = dataclasses.replace(writer.stats, skipped=faults.skipped, fast=fast)
         if fast and needs_reference(stem.parent):
             raise OtherIds("another worker found wrong ids")
@@ -135,13 +139,13 @@ def require_reference(folder: Path) -> None:
 class _ShardWriter:
     """The three files of a shard, and their contents so far."""
 
-    def __init__(self, source: Source, stem: Path) -> None:
+    def __init__(self, source: Source, stem: Path, dtype: np.dtype[Any]) -> None:
         self.stats = ShardStats(one_document=source.one_document)
         self._name = source.name
+        self._stem, self._dtype = stem, dtype
         self._files = {suffix: open(stem.with_suffix(suffix), "wb") for suffix in _FILES}  # noqa: SIM115
-        self._hashes = {suffix: xxhash.xxh3_128() for suffix in _FILES}
-        # Written one batch late: the end token of a document is counted with its last text.
-        self._last_rows = np.empty(0, "<i4")
+        self._hashes = {suffix: ChunkHash() for suffix in (".bin", ".bytes")}
+        self._lengths: list[NDArray[np.int32]] = []
 
     def add(self, texts: list[str], ids: NDArray[Any], counts: NDArray[np.int64]) -> None:
         if counts.size and counts.max() > _MOST_TOKENS:
@@ -152,11 +156,10 @@ class _ShardWriter:
         filled = counts > 0
         utf8_bytes = (len(text) if text.isascii() else len(text.encode()) for text in texts)
         sizes = np.fromiter(utf8_bytes, np.uint32, len(texts))[filled]
-        self._write(".ids", ids)
+        self._write(".bin", ids)
         self._write(".bytes", sizes.astype("<u4"))
         if sizes.size:
-            self._write(".rows", self._last_rows)
-            self._last_rows = counts[filled].astype("<i4")
+            self._lengths.append(counts[filled].astype("<i4"))
         self.stats.empty += len(texts) - sizes.size
         self.stats.texts += sizes.size
         self.stats.text_bytes += int(sizes.sum(dtype=np.int64))
@@ -164,21 +167,36 @@ class _ShardWriter:
 
     def end_document(self, end: NDArray[Any]) -> None:
         if self.stats.texts:
-            self._write(".ids", end)
-            self._last_rows[-1] += end.size
+            self._write(".bin", end)
+            self._lengths[-1][-1] += end.size
             self._count(end)
+
+    def write_index(self) -> None:
+        """Write the index, since all texts have been added."""
+        texts, documents = self.stats.texts, self.stats.documents
+        table = [0, texts] if self.stats.one_document and texts else np.arange(texts + 1)
+        write_index(
+            self._files[".idx"],
+            self._dtype,
+            num_sequences=texts,
+            num_documents=documents,
+            lengths=lambda: iter(self._lengths),
+            documents=[np.asarray(table)],
+        )
 
     def _count(self, ids: NDArray[Any]) -> None:
         self.stats.tokens += int(ids.size)
         self.stats.largest_token = max(self.stats.largest_token, int(ids.max(initial=0)))
 
     def close(self) -> None:
-        try:
-            self._write(".rows", self._last_rows)
-        finally:
-            for file in self._files.values():
-                file.close()
-        self.stats.checksums = {suffix: h.hexdigest() for suffix, h in self._hashes.items()}
+        for file in self._files.values():
+            file.close()
+
+    def add_checksums(self) -> None:
+        digests = {suffix: chunks.digests() for suffix, chunks in self._hashes.items()}
+        paths = {suffix: self._stem.with_suffix(suffix) for suffix in _FILES}
+        self.stats.checksums = {**digests, ".idx": checksums(paths[".idx"])}
+        self.stats.sizes = {suffix: path.stat().st_size for suffix, path in paths.items()}
 
     def _write(self, suffix: str, array: NDArray[Any]) -> None:
         data = np.ascontiguousarray(array).view(np.uint8)
@@ -191,14 +209,18 @@ def read_shard(stem: Path, *, verify: bool) -> ShardStats | None:
 
     Args:
         stem: The path of its files without their suffix.
-        verify: Compare the checksums too; a crash of the machine may have lost writes.
+        verify: Compare the checksums, not only the sizes; a crash of the machine may have lost
+            writes.
     """
     try:
         stats = ShardStats(**json.loads(stem.with_suffix(".json").read_text(encoding="utf-8")))
-        for suffix in _FILES if verify else ():
-            if checksum(stem.with_suffix(suffix)) != stats.checksums[suffix]:
+        for suffix in _FILES:
+            path = stem.with_suffix(suffix)
+            if path.stat().st_size != stats.sizes[suffix]:
                 return None
-    except (OSError, ValueError, TypeError, KeyError):
+            if verify and checksums(path) != stats.checksums[suffix]:
+                return None
+    except (OSError, ValueError, TypeError, KeyError, DataError):
         return None
     return None if stats.fast and needs_reference(stem.parent) else stats
 
@@ -217,9 +239,9 @@ def remove_shard(stem: Path) -> None:
         stem.with_suffix(suffix).unlink(missing_ok=True)
 
 
-def each_row(stems: list[Path], suffix: str, dtype: str, size: int) -> Iterator[NDArray[Any]]:
-    """Yield the numbers stored for each text of shards, in blocks of at most `size`."""
+def each_row_bytes(stems: list[Path], size: int) -> Iterator[NDArray[Any]]:
+    """Yield the UTF-8 bytes of each text of shards, in blocks of at most `size` texts."""
     for stem in stems:
-        array = read_array(stem, suffix, dtype)
+        array = read_array(stem, ".bytes", ROW_BYTES)
         for first in range(0, array.size, size):
             yield array[first : first + size]

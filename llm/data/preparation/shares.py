@@ -72,14 +72,26 @@ def find_share(rank: int | None, world_size: int | None, environ: Mapping[str, s
 
     Args:
         rank: The user's choice; None looks at the variables of srun, mpiexec, torchrun, and
-            Slurm's job arrays.
-        world_size: As for `rank`; both or none.
+            job arrays.
+        world_size: The user's choice. A PBS job array, which does not tell its size, needs it
+            without `rank`.
         environ: The variables of an array.
 
     Raises:
-        ConfigError: The rank does not exist, or the variables of an array do not tell it.
+        ConfigError: The rank does not exist, or the variables of an array do not tell it, or an
+            option is missing.
         ParallelError: The variables of a launcher do not tell it.
     """
+    index = environ.get("PBS_ARRAY_INDEX")
+    if rank is None and world_size is not None:
+        if index is None or not re.fullmatch(r"[0-9]{1,9}", index):
+            raise ConfigError("--world_size needs --rank outside of a PBS job array; give both.")
+        if int(index) >= world_size:
+            raise ConfigError(
+                f"PBS_ARRAY_INDEX is {index}, and --world_size {world_size} has ranks from 0 to "
+                f"{world_size - 1}; submit -J 0-{world_size - 1}, or give --rank too."
+            )
+        rank = int(index)
     if rank is not None and world_size is not None:
         if rank >= world_size:
             raise ConfigError(
@@ -87,6 +99,12 @@ def find_share(rank: int | None, world_size: int | None, environ: Mapping[str, s
                 f"to {world_size - 1}."
             )
         return Share(rank=rank, world_size=world_size)
+    if index is not None:
+        raise ConfigError(
+            f"This is task {index} of a PBS job array, and PBS does not tell how many there are; "
+            "give their number as --world_size, or --rank 0 --world_size 1 for a task that "
+            "prepares a text alone."
+        )
     world = world_from_environment()
     array = _array_share(environ)
     if world.world_size == 1:
@@ -101,7 +119,7 @@ def find_share(rank: int | None, world_size: int | None, environ: Mapping[str, s
 
 
 def _array_share(environ: Mapping[str, str]) -> Share:
-    """Return the share of a task of a Slurm job array; PBS does not tell its size."""
+    """Return the share of a task of a Slurm job array."""
     prefix = "SLURM_ARRAY_TASK_"
     names = ("ID", "COUNT", "MIN", "MAX", "STEP")
     values = [environ.get(prefix + name, "1" if name == "STEP" else "") for name in names]

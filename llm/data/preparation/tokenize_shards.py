@@ -63,6 +63,9 @@ class Cluster(Protocol):
             Exception: The first that a worker raised.
         """
 
+    def sync(self) -> None:
+        """Return when all that the workers have written is on the disk."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Totals:

@@ -16,6 +16,7 @@ from llm.checkpoint.run_folder import RunFolder, check_unchanged, differences
 from llm.config import options
 from llm.data.batch_plan import BatchPlan
 from llm.data.data_digest import has_changed
+from llm.data.formats.parts import part_files
 from llm.data.options import LENGTHS, SOURCES
 from llm.data.skipped_samples import NONE_SKIPPED, SkippedSamples, skipped_ranges
 from llm.errors import CheckpointError, ConfigError
@@ -138,7 +139,8 @@ def check_folder(
     if config_file is not None and config.overwrite_output_dir:
         inputs.append(("config", str(config_file)))
     for name, text in inputs:
-        sources = [text, f"{text}.bin", f"{text}.idx"]  # a prefix names two files
+        # A prefix names two files, or parts.
+        sources = [text, f"{text}.bin", f"{text}.idx", *map(str, part_files(Path(text)))]
         if name in ("init_from", "branch_from") and not os.path.exists(text):
             sources = [str(Path(text).parent)]  # RUN/STEP
         if any(run.endangers(Path(source)) for source in sources if os.path.exists(source)):

@@ -14,6 +14,7 @@ from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.corpus import CorpusSource, Samples
 from llm.data.data_digest import digest_of, has_changed
 from llm.data.formats.megatron import set_read_ahead
+from llm.data.formats.parts import arrays_of
 from llm.data.open_corpus import open_corpus
 from llm.data.options import LENGTHS
 from llm.errors import CheckpointError, ConfigError, DataError
@@ -94,7 +95,8 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
             f"{step} was trained on; restore them."
         )
     for source in corpus.train:
-        set_read_ahead(source.stream.tokens, on=False)
+        for array in arrays_of(source.stream.tokens):
+            set_read_ahead(array, on=False)
     block_size = choose_block_size(config, model_config)
     samples = Samples(
         corpus.train, stages=corpus.stages, block_size=block_size, seed=config.seed or 0

@@ -1,0 +1,192 @@
+"""Numbered token files that open as one: `PREFIX-00000-of-00128.bin` and `.idx`.
+
+The parts hold consecutive documents, so their tokens follow each other as in the joined file. Each
+part is a complete pair, which Megatron-LM opens alone.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm.data.formats.megatron import TokenFile, beside
+from llm.errors import DataError
+from llm.runtime.process_settings import raise_file_limit
+
+_CHECKED = 64  # parts with tables that opening checks, at equal distances
+
+
+def part_prefix(prefix: Path, number: int, count: int) -> Path:
+    """Return the path without suffix of a part, counted from 0."""
+    return beside(prefix, f"-{number:05d}-of-{count:05d}")
+
+
+def part_files(prefix: Path) -> list[Path]:
+    """Return the `.bin` and `.idx` of all parts with this prefix, complete or not, sorted."""
+    pattern = re.compile(rf"{re.escape(prefix.name)}-[0-9]{{5}}-of-[0-9]{{5}}\.(bin|idx)")
+    try:
+        names = os.listdir(prefix.parent)
+    except (OSError, ValueError):  # ValueError: a zero byte in the name
+        return []
+    return sorted(prefix.parent / name for name in names if pattern.fullmatch(name))
+
+
+def find_parts(prefix: Path) -> list[Path]:
+    """Return the paths without suffix of all parts, in their order; may be empty.
+
+    Raises:
+        DataError: A part is missing, the parts belong to different sets, or there is a whole pair
+            next to them.
+    """
+    files = part_files(prefix)
+    if not files:
+        return []
+    counts = sorted({path.stem[-5:] for path in files})
+    if counts[1:]:
+        raise DataError(
+            f"The token file {prefix} has parts of several preparations, -of-{counts[0]} and "
+            f"-of-{counts[1]}; keep one set, and move the other away."
+        )
+    prefixes = [part_prefix(prefix, number, int(counts[0])) for number in range(int(counts[0]))]
+    wanted = [beside(part, suffix) for part in prefixes for suffix in (".bin", ".idx")]
+    found = set(files)
+    if missing := [path for path in wanted if path not in found]:
+        raise DataError(
+            f"The token file {prefix} lacks {missing[0].name} of its {len(prefixes):,} parts "
+            f"({len(missing):,} of {len(wanted):,} files are missing); copy or prepare them again."
+        )
+    if excess := sorted(found.difference(wanted)):
+        raise DataError(f"The token file {excess[0]} has a number beyond its count; move it away.")
+    for suffix in (".bin", ".idx"):
+        if os.path.exists(whole := beside(prefix, suffix)):
+            raise DataError(
+                f"There are a whole token file {whole} and parts of it, {files[0]}; move one of "
+                "them away."
+            )
+    return prefixes
+
+
+class PartedTokens:
+    """Token ids of consecutive arrays, indexed as one array; slices copy nothing.
+
+    Attributes:
+        arrays: The arrays, of one dtype; at least one.
+        dtype: Their dtype.
+        itemsize: Bytes of one id.
+        size: Ids of all arrays.
+        nbytes: Their bytes.
+    """
+
+    def __init__(self, arrays: Sequence[NDArray[Any]]) -> None:
+        self.arrays = arrays
+        self._stops = np.cumsum([array.size for array in arrays])
+        self.dtype = arrays[0].dtype
+        self.itemsize = self.dtype.itemsize
+        self.size = int(self._stops[-1])
+        self.nbytes = self.size * self.itemsize
+
+    def __getitem__(self, index: slice) -> "PartedTokens":
+        """Return a range of ids."""
+        start, stop, step = index.indices(self.size)
+        assert step == 1
+        if start >= stop:
+            return PartedTokens([self.arrays[0][:0]])
+        first, last = np.searchsorted(self._stops, [start, stop - 1], side="right").tolist()
+        arrays = list(self.arrays[first : last + 1])
+        # The end first: in a range of one array, the start counts from its beginning, too.
+        begin = int(self._stops[first]) - self.arrays[first].size
+        arrays[-1] = arrays[-1][: stop - int(self._stops[last]) + self.arrays[last].size]
+        arrays[0] = arrays[0][start - begin :]
+        return PartedTokens(arrays)
+
+    def __array__(
+        self, dtype: np.dtype[Any] | None = None, copy: bool | None = None
+    ) -> NDArray[Any]:
+        """Return the ids as one array, which is a view if there is only one."""
+        whole = self.arrays[0] if len(self.arrays) == 1 else np.concatenate(self.arrays)
+        return np.array(whole, dtype, copy=copy)
+
+    def take(self, positions: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the ids at positions [...], counted from 0."""
+        ids = np.empty(positions.shape, self.dtype)
+        numbers = np.searchsorted(self._stops, positions, side="right")
+        for number in np.unique(numbers).tolist():
+            here = numbers == number
+            begin = int(self._stops[number]) - self.arrays[number].size
+            ids[here] = self.arrays[number][positions[here] - begin]
+        return ids
+
+
+Tokens = NDArray[Any] | PartedTokens
+"""Token ids; `np.asarray(tokens[start:stop])` is an array of either."""
+
+
+def arrays_of(tokens: Tokens) -> Sequence[NDArray[Any]]:
+    """Return the mapped arrays of token ids."""
+    return tokens.arrays if isinstance(tokens, PartedTokens) else [tokens]
+
+
+class TokenFileParts:
+    """Parts, memory-mapped, with the attributes and methods of the joined `TokenFile`.
+
+    Opening reads the header of each part, and checks the tables of at most 64 parts.
+
+    Attributes:
+        prefix: The common path, without number and suffix.
+        parts: The parts, in their order.
+        tokens: All token ids [num_tokens], in the dtype of the parts.
+        num_tokens: Tokens of all parts.
+        num_sequences: Sequences of all parts.
+        num_documents: Documents of all parts.
+
+    Args:
+        prefix: The common path.
+        parts: The paths of the parts without suffix, as `find_parts` returns them.
+
+    Raises:
+        DataError: A part is damaged or cannot be opened, or the dtypes differ.
+    """
+
+    def __init__(self, prefix: Path, parts: Sequence[Path]) -> None:
+        self.prefix = prefix
+        raise_file_limit()  # each map keeps its file open
+        stride = -(-len(parts) // _CHECKED)
+        self.parts = [
+            TokenFile(part, check_tables=number % stride == 0) for number, part in enumerate(parts)
+        ]
+        for part in self.parts:
+            if part.tokens.dtype != self.parts[0].tokens.dtype:
+                raise DataError(
+                    f"The token file {part.prefix}.idx holds {part.tokens.dtype.name}, and part 0 "
+                    f"{self.parts[0].tokens.dtype.name}; prepare all parts with one tokenizer."
+                )
+        self.tokens = PartedTokens([part.tokens for part in self.parts])
+        self.num_tokens = self.tokens.size
+        self.num_sequences = sum(part.num_sequences for part in self.parts)
+        self._first_tokens = np.cumsum([0, *(part.num_tokens for part in self.parts)])
+        self._first_documents = np.cumsum([0, *(part.num_documents for part in self.parts)])
+        self.num_documents = int(self._first_documents[-1])
+
+    def document_start(self, number: int) -> int:
+        """Return the position in `tokens` where a document begins; see `TokenFile`."""
+        if not 0 <= number <= self.num_documents:
+            raise IndexError(f"{self.prefix} has no document {number} of {self.num_documents}.")
+        return int(self.document_starts(number, number + 1)[0])
+
+    def document_starts(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Return the positions in `tokens` where documents begin; see `TokenFile`."""
+        starts = np.full(stop - first, self.num_tokens, np.int64)
+        last = min(stop, self.num_documents) - 1
+        bounds = self._first_documents
+        begin, end = np.searchsorted(bounds, [first, last], side="right").tolist()
+        for number in range(begin - 1, end):
+            low, high = int(bounds[number]), int(bounds[number + 1])
+            here = range(max(first, low), min(stop, high))
+            if here:
+                inside = self.parts[number].document_starts(here.start - low, here.stop - low)
+                starts[here.start - first : here.stop - first] = self._first_tokens[number] + inside
+        return starts
