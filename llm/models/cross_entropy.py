@@ -318,7 +318,7 @@ def _log_softmax(logits: Tensor, shard: _Shard | None) -> tuple[Tensor, Tensor |
         # Log-sum-exp: subtract the largest logit of all ranks, or exp would overflow.
         largest = logits.amax(dim=1, keepdim=True)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
-        total = (logits - largest).exp().sum(dim=1, keepdim=True)
+        total = (logits - largest).exp_().sum(dim=1, keepdim=True)
         dist.all_reduce(total, group=shard.group)
         log_sums = largest + total.log()
         return logits.sub_(log_sums), log_sums
