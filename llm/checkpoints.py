@@ -25,7 +25,7 @@ from llm.checkpoint.load import list_checkpoints, parts_of, read_valid
 from llm.checkpoint.retention import BEST, leftovers
 from llm.checkpoint.run_folder import run_around
 from llm.config.command_line import parse
-from llm.config.options import lacking, option, option_group
+from llm.config.options import missing_requirements, option, option_group
 from llm.config.program import program
 from llm.errors import CheckpointError, ConfigError
 from llm.runtime.files import write_whole
@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(options: CheckpointsOptions, *, averages: bool) -> None:
     """Refuse options that cannot work together."""
-    if problems := lacking(options):
+    if problems := missing_requirements(options):
         raise ConfigError(" ".join(problems))
     if averages != (options.output is not None):
         raise ConfigError(

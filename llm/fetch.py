@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from llm.config.command_line import parse
-from llm.config.options import fields, given, option, option_group
+from llm.config.options import fields, non_default, option, option_group
 from llm.config.program import program
 from llm.config.toml import read_toml, values_as_toml
 from llm.errors import ConfigError, LLMError, one_line
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--config needs the path of a TOML file.")
     if options.folder is None:
         raise ConfigError("No folder is named: write llm-trainers fetch FOLDER --config run.toml.")
-    named = given(options)
+    named = non_default(options)
     folder = Path(named.pop("folder")).absolute()
     if known.config is not None:
         named = read_toml(GPTConfig, Path(known.config)) | named

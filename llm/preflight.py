@@ -79,7 +79,7 @@ def check(options: PreflightOptions, world: World) -> int:
     except RuntimeError as error:  # an error of the driver; rank 0 reports this rank as silent
         first = str(error).partition("\n")[0]
         host = socket.gethostname()
-        return _complain(f"rank {world.rank} on {host} has no working device: {first}")
+        return _print_error(f"rank {world.rank} on {host} has no working device: {first}")
     if world.world_size == 1:
         sys.stdout.write(f"{_line(0, description, None)}\npreflight: one process, alone.\n")
         return 0
@@ -88,7 +88,7 @@ def check(options: PreflightOptions, world: World) -> int:
     except RuntimeError as error:  # an error of the store: rank 0 cannot be reached, or has ended
         where = f"{os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}"
         first = str(error).partition("\n")[0]
-        return _complain(
+        return _print_error(
             f"rank {world.rank} on {description['host']} does not reach rank 0 at {where}: {first}"
         )
 
@@ -127,20 +127,20 @@ class Board:
         self._rank = rank
         self._ranks = range(world_size)
 
-    def say(self, name: str, value: Any) -> None:
+    def set(self, name: str, value: Any) -> None:
         """Publish a value of this rank."""
         self._store.set(f"{name}/{self._rank}", json.dumps(value))
 
-    def heard(self, name: str) -> dict[int, Any]:
+    def get_all(self, name: str) -> dict[int, Any]:
         """Return the values that ranks have published, by rank."""
         keys = [f"{name}/{rank}" for rank in self._ranks]
         if self._store.check(keys):
             return dict(enumerate(map(json.loads, self._store.multi_get(keys))))
         # Reading a missing key blocks.
-        values = {rank: self.heard_from(name, rank) for rank in self._ranks}
+        values = {rank: self.get(name, rank) for rank in self._ranks}
         return {rank: value for rank, value in values.items() if value is not None}
 
-    def heard_from(self, name: str, rank: int) -> Any:
+    def get(self, name: str, rank: int) -> Any:
         """Return the value of one rank; None if it has not published one."""
         key = f"{name}/{rank}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
@@ -151,16 +151,16 @@ class Board:
         while time.monotonic() < deadline:
             if self._store.check(keys):
                 return True
-            if unless is not None and self.read(unless) is not None:
+            if unless is not None and self.get_global(unless) is not None:
                 return False
             time.sleep(_POLL_SECONDS)
         return False
 
-    def post(self, key: str, text: str) -> None:
+    def set_global(self, key: str, text: str) -> None:
         """Write a text for all ranks, unless one has been written already."""
         self._store.compare_set(key, "", text or "-")
 
-    def read(self, key: str, deadline: float = -math.inf) -> str | None:
+    def get_global(self, key: str, deadline: float = -math.inf) -> str | None:
         """Return the posted text; None if there is none before the deadline."""
         while not self._store.check([key]):
             if time.monotonic() > deadline:
@@ -176,32 +176,32 @@ def _check_together(options: PreflightOptions, world: World, description: dict[s
     store = _store(options.timeout, serve=serve)
     board = Board(store, rank=world.rank, world_size=world.world_size)
     host_of_rank_0 = os.environ["MASTER_ADDR"]
-    board.say("here", description)
+    board.set("here", description)
     deadline = time.monotonic() + options.timeout
     if world.is_main:
         board.wait("here", deadline)
-        here = board.heard("here")  # late answers count too
+        here = board.get_all("here")  # late answers count too
         complete = len(here) == world.world_size
-        problem = differences(here) if complete else silent(here, world, options.timeout)
-        board.post("verdict/here", problem)
-    failure = board.read("verdict/here", deadline + _GRACE_SECONDS)
+        problem = differences(here) if complete else describe_missing(here, world, options.timeout)
+        board.set_global("verdict/here", problem)
+    failure = board.get_global("verdict/here", deadline + _GRACE_SECONDS)
     if failure == "":
         failure = _communicate_in_time(options, world, board)
     if failure is None:
-        return _complain(f"rank 0 at {host_of_rank_0} does not answer rank {world.rank}")
+        return _print_error(f"rank 0 at {host_of_rank_0} does not answer rank {world.rank}")
     if world.is_main:
-        times = board.heard("times")
-        for rank, said in board.heard("here").items():
+        times = board.get_all("times")
+        for rank, said in board.get_all("here").items():
             sys.stdout.write(_line(rank, said, times.get(rank)) + "\n")
-        code = _complain(failure) if failure else _praise(options, board, world)
+        code = _print_error(failure) if failure else _print_ok(options, board, world)
         # A launcher kills all ranks once one ends with an error, so the others wait until rank 0
         # has printed. Rank 0 ends last because it serves the store.
-        board.post("spoken", "")
-        board.say("left", True)
+        board.set_global("spoken", "")
+        board.set("left", True)
         board.wait("left", time.monotonic() + _GRACE_SECONDS)
         return code
-    board.read("spoken", time.monotonic() + _GRACE_SECONDS)
-    board.say("left", True)
+    board.get_global("spoken", time.monotonic() + _GRACE_SECONDS)
+    board.set("left", True)
     return 1 if failure else 0
 
 
@@ -227,20 +227,22 @@ def _communicate_in_time(options: PreflightOptions, world: World, board: Board) 
 
     def work() -> None:
         try:
-            board.say("times", communicate(options, world, board))
-            board.say("stage", "done")
-            board.say("done", True)
+            board.set("times", communicate(options, world, board))
+            board.set("stage", "done")
+            board.set("done", True)
         except Exception as error:  # rank 0 reports any error of a library
             first = str(error).strip().partition("\n")[0]
-            board.say("failed", f"{type(error).__name__}: {first}")
-            board.post("failure", "")
+            board.set("failed", f"{type(error).__name__}: {first}")
+            board.set_global("failure", "")
 
     # A thread that hangs in a library cannot be stopped; a daemon ends with the process.
     threading.Thread(target=work, daemon=True).start()
     if world.is_main:
         fine = board.wait("done", deadline, unless="failure")
-        board.post("verdict/communication", "" if fine else stuck(board, options.timeout))
-    return board.read("verdict/communication", deadline + _GRACE_SECONDS)
+        board.set_global(
+            "verdict/communication", "" if fine else describe_hang(board, options.timeout)
+        )
+    return board.get_global("verdict/communication", deadline + _GRACE_SECONDS)
 
 
 def communicate(options: PreflightOptions, world: World, board: Board) -> dict[str, float]:
@@ -255,7 +257,7 @@ def communicate(options: PreflightOptions, world: World, board: Board) -> dict[s
     device = device_of(world)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
-    board.say("stage", "connecting")
+    board.set("stage", "connecting")
     dist.init_process_group(
         _BACKENDS.get(device.type, "gloo"),
         store=_store(options.timeout),  # the first connection blocks in `board.wait`
@@ -265,13 +267,13 @@ def communicate(options: PreflightOptions, world: World, board: Board) -> dict[s
     )
     tensor = torch.full((options.message_mb * 2**18,), world.rank + 1.0, device=device)
     dist.all_reduce(tensor[:1].clone())  # the first collective opens the connections
-    board.say("stage", "all-reduce")
+    board.set("stage", "all-reduce")
     dist.all_reduce(tensor)
     expected = world.world_size * (world.world_size + 1) / 2
     if tensor.min().item() != expected or tensor.max().item() != expected:
         raise ParallelError(f"an all-reduce gives {tensor.max().item()} instead of {expected}")
     reduce_seconds = _seconds(lambda: dist.all_reduce(tensor), device)
-    board.say("stage", "broadcast")
+    board.set("stage", "broadcast")
     broadcast_seconds = _seconds(lambda: dist.broadcast(tensor, src=0), device)
     dist.destroy_process_group()
     return {"all-reduce": reduce_seconds, "broadcast": broadcast_seconds}
@@ -293,7 +295,7 @@ def _seconds(action: Any, device: "torch.device") -> float:
     return (time.perf_counter() - began) / _REPEATS
 
 
-def silent(here: dict[int, Any], world: World, timeout: float) -> str:
+def describe_missing(here: dict[int, Any], world: World, timeout: float) -> str:
     """Describe the ranks that have not answered, and the hosts where they should run."""
     missing = [rank for rank in range(world.world_size) if rank not in here]
     sentence = (
@@ -344,13 +346,13 @@ def _difference(name: str, values: dict[int, Any]) -> str:
     return f"The ranks differ in {name}: {'; '.join(values_by_rank)}."
 
 
-def stuck(board: Board, timeout: float) -> str:
+def describe_hang(board: Board, timeout: float) -> str:
     """Describe the ranks that failed in the collectives, or keep the others waiting."""
-    names = {rank: f"rank {rank} on {said['host']}" for rank, said in board.heard("here").items()}
-    failed = board.heard("failed")
+    names = {rank: f"rank {rank} on {said['host']}" for rank, said in board.get_all("here").items()}
+    failed = board.get_all("failed")
     if failed:
         return "; ".join(f"{names[rank]} fails: {why}" for rank, why in failed.items()) + "."
-    stages = dict.fromkeys(names, STAGES[0]) | board.heard("stage")
+    stages = dict.fromkeys(names, STAGES[0]) | board.get_all("stage")
     first = min(STAGES.index(stage) for stage in stages.values())
     behind = [names[rank] for rank, stage in stages.items() if STAGES.index(stage) == first]
     what = f"within {timeout:g} s"
@@ -370,10 +372,10 @@ def _line(rank: int, said: dict[str, Any], times: dict[str, float] | None) -> st
     return ", ".join(words)
 
 
-def _praise(options: PreflightOptions, board: Board, world: World) -> int:
-    hosts = {said["host"] for said in board.heard("here").values()}
+def _print_ok(options: PreflightOptions, board: Board, world: World) -> int:
+    hosts = {said["host"] for said in board.get_all("here").values()}
     slowest: dict[str, float] = {}
-    for times in board.heard("times").values():
+    for times in board.get_all("times").values():
         for name, seconds in times.items():
             slowest[name] = max(seconds, slowest.get(name, 0.0))
     spent = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in slowest.items())
@@ -404,7 +406,7 @@ def slow_link(message_mb: int, seconds: float) -> str:
     )
 
 
-def _complain(sentence: str) -> int:
+def _print_error(sentence: str) -> int:
     sys.stdout.flush()
     sys.stderr.write(f"preflight: {sentence}\n")
     return 1

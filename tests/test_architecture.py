@@ -1,4 +1,4 @@
-"""Keeps docs/architecture.md true: floors, imports, names, sizes, ways through the files."""
+"""Keeps docs/architecture.md true: layers, imports, names, sizes, ways through the files."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.package import (
-    FLOORS,
+    LAYERS,
     MODULES,
     PACKAGE,
     PROGRAMS,
@@ -20,29 +20,31 @@ from tests.support.package import (
 )
 
 
-def room_of(name: str) -> str:
+def package_of(name: str) -> str:
     return name if name in PROGRAMS else name.partition(".")[0]
 
 
-def floor_of(name: str) -> int:
+def layer_of(name: str) -> int:
     if name in PROGRAMS:
-        return len(FLOORS) - 1
-    return next(number for number, rooms in enumerate(FLOORS) if room_of(name) in rooms)
+        return len(LAYERS) - 1
+    return next(number for number, packages in enumerate(LAYERS) if package_of(name) in packages)
 
 
-def test_every_folder_and_program_has_a_floor():
-    rooms = {room_of(name_of(path)) for path in MODULES if name_of(path)} - PROGRAMS
-    assert rooms == set().union(*FLOORS)
+def test_every_folder_and_program_has_a_layer():
+    packages = {package_of(name_of(path)) for path in MODULES if name_of(path)} - PROGRAMS
+    assert packages == set().union(*LAYERS)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_module_imports_only_lower_floors_and_its_own_room(path):
+def test_a_module_imports_only_lower_layers_and_its_own_package(path):
     name = name_of(path)
     if name == "trainers.gpt.extensions":
         return  # the list of the extensions
     for imported in imports_of(path):
-        lower = floor_of(imported) < floor_of(name)
-        assert lower or room_of(imported) == room_of(name), f"llm.{name} imports llm.{imported}"
+        lower = layer_of(imported) < layer_of(name)
+        assert lower or package_of(imported) == package_of(name), (
+            f"llm.{name} imports llm.{imported}"
+        )
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -133,7 +135,7 @@ def parameters_of(path: Path) -> Iterator[tuple[str, ast.arg]]:
                 yield node.name, arg
 
 
-def test_a_room_takes_its_own_options_or_those_of_lower_floors():
+def test_a_package_takes_its_own_options_or_those_of_lower_layers():
     declared = option_classes()
     assert {"GPTConfig", "DataOptions", "KFACSettings", "GenerateOptions"} <= declared.keys()
     for path in MODULES:
@@ -141,10 +143,10 @@ def test_a_room_takes_its_own_options_or_those_of_lower_floors():
         for function, arg in parameters_of(path):
             hint = "" if arg.annotation is None else ast.unparse(arg.annotation)
             for module in (declared[word] for word in re.findall(r"\w+", hint) if word in declared):
-                own = room_of(module) == room_of(name) or floor_of(module) < floor_of(name)
+                own = package_of(module) == package_of(name) or layer_of(module) < layer_of(name)
                 assert own, f"{name}.{function} takes {hint} of {module}"
             # Without a type they could be anybody's; llm/config handles those of every program.
-            if arg.arg == "options" and room_of(name) != "config":
+            if arg.arg == "options" and package_of(name) != "config":
                 assert hint not in ("", "Any", "object"), f"{name}.{function} has untyped options"
 
 

@@ -265,7 +265,7 @@ def test_two_checkouts_are_measured_side_by_side():
 
 
 @pytest.mark.benchmarks
-def test_training_is_measured_at_toy_size_beside_a_bare_loop():
+def test_training_is_compared_with_a_bare_loop_at_toy_size():
     done = benchmark(
         *("train", "--shapes", "toy", "--repeats", "1"),
         *("--only", "speed", "long", "--long_steps", "40"),
@@ -352,7 +352,7 @@ def test_the_bytes_of_a_step_by_theory():
 
 
 @pytest.mark.benchmarks
-def test_a_family_is_measured_beside_a_plain_loop():
+def test_a_family_is_compared_with_a_plain_loop():
     done = benchmark("families", "--families", "gpt2", "--steps", "10")
     assert any(line.startswith("| gpt2 | ") for line in done.stdout.splitlines())
 
@@ -394,7 +394,7 @@ TOY_KFAC = (
 
 
 @pytest.mark.benchmarks
-def test_ekfac_is_measured_beside_adamw_at_toy_size(tmp_path):
+def test_ekfac_is_compared_with_adamw_at_toy_size(tmp_path):
     report = tmp_path / "report.md"
     done = benchmark("kfac", *TOY_KFAC, "--methods", "adamw", "ekfac", "--output", str(report))
     assert report.read_text() == done.stdout[:-1]
@@ -415,7 +415,7 @@ def test_ekfac_is_measured_beside_adamw_at_toy_size(tmp_path):
 
 
 @pytest.mark.benchmarks
-def test_a_killed_kfac_benchmark_ends_its_trainings_and_goes_on(tmp_path):
+def test_a_killed_kfac_benchmark_ends_its_trainings_and_continues(tmp_path):
     kept, mark = tmp_path / "kept", f"MARK_OF_THIS_TEST={tmp_path}"
     words = [*TOY_KFAC, "--methods", "adamw", "muon", "--trainings", str(kept)]
     command = [sys.executable, "-m", "benchmarks.kfac", *words]

@@ -143,7 +143,7 @@ def test_a_missing_best_checkpoint_is_reported(run, capsys):
     assert "a link to step_00000020, which does not exist" in capsys.readouterr().out
 
 
-def test_a_run_without_checkpoints_is_no_error(tmp_path, capsys):
+def test_a_run_without_checkpoints_is_not_an_error(tmp_path, capsys):
     (tmp_path / "config.toml").write_text("seed = 1\n")
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'checkpoints'} holds no checkpoint.\n"

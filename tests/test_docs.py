@@ -1,4 +1,4 @@
-"""Keeps the pages true: options, commands, links, file trees, floors, keys."""
+"""Keeps the pages true: options, commands, links, file trees, layers, keys."""
 
 import ast
 import bz2
@@ -35,7 +35,7 @@ from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.signals import EXIT_PREEMPTED
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
-from tests.support.package import FLOORS, MODULES, ROOT
+from tests.support.package import LAYERS, MODULES, ROOT
 
 SITE = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *SITE]
@@ -286,16 +286,16 @@ def test_what_the_pages_list_of_the_code_is_generated_from_it():
         assert read(path) == page, f"{path.name} is not what the code says; run: make pages"
 
 
-def test_the_drawing_of_the_floors_is_the_one_that_is_tested():
+def test_the_drawing_of_the_layers_is_the_one_that_is_tested():
     drawing = next(b for b in blocks(ROOT / "docs/architecture.md") if "0  errors" in b)
-    floors: dict[int, set[str]] = {}
+    layers: dict[int, set[str]] = {}
     for line in drawing.splitlines():
         words = line.partition("#")[0].split()
         if words[0].isdigit():
             number = int(words.pop(0))
-        rooms = {word.rstrip("/") for word in words if "/" not in word.rstrip("/")}
-        floors.setdefault(number, set()).update(rooms)
-    assert [floors[number] for number in range(len(floors))] == FLOORS
+        packages = {word.rstrip("/") for word in words if "/" not in word.rstrip("/")}
+        layers.setdefault(number, set()).update(packages)
+    assert [layers[number] for number in range(len(layers))] == LAYERS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of_page)

@@ -405,7 +405,7 @@ def test_a_batch_that_grows_is_planned_at_its_largest():
     assert estimate(job, job.layout) == plain
 
 
-def test_kfac_has_memory_of_its_own():
+def test_kfac_has_separate_memory():
     memory = plan_of(kfac=True, gpus_per_node=1).memory
 
     # The two factors of the narrowest kind of layer alone are 65 x 65 and 64 x 64, in fp32.

@@ -241,7 +241,7 @@ def test_fractions_are_shown_in_percent_and_bytes_in_gib(tmp_path):
     assert panels["peak_memory"].unit == "GiB"
 
 
-def test_metrics_without_a_panel_of_their_own_are_shown_all_the_same(tmp_path):
+def test_metrics_without_a_separate_panel_are_shown_all_the_same(tmp_path):
     record = report(1, **{"eval_accuracy": 0.5, "eval_loss/books": 7.0, "weight_norm": 3.0})
     titles = [panel.title for panel in panels_of(write_run(tmp_path / "a", [record])).values()]
     assert "Validation accuracy" in titles
@@ -249,7 +249,7 @@ def test_metrics_without_a_panel_of_their_own_are_shown_all_the_same(tmp_path):
     assert titles[-1] == "weight norm"
 
 
-def test_tasks_have_a_section_of_their_own(tmp_path):
+def test_tasks_have_a_separate_section(tmp_path):
     record = report(1, **{"task_shakespeare_cloze/acc": 0.4})
     panels = panels_of(write_run(tmp_path / "run", [record]))
 
@@ -443,7 +443,7 @@ def test_the_summary_names_the_parents_of_a_branch_and_of_a_mean(tmp_path):
     assert "Moving average, last 7.0000 - -" in text
 
 
-def test_a_branch_goes_on_where_it_left_its_parents_curve(tmp_path):
+def test_a_branch_continues_where_it_left_its_parents_curve(tmp_path):
     stable, cooled, _ = write_family(tmp_path)
     curve = panels_of(stable, cooled)["loss"].curves[1]
     assert (curve.run, curve.key) == (1, "loss")

@@ -272,12 +272,14 @@ class RunFolder:
             for leftover in self.path.glob(".*.tmp"):  # from a killed process
                 if re.fullmatch(_LEFTOVERS, leftover.name):
                     leftover.unlink()
-            self.say("running")
+            self.write_status("running")
             write_whole(self.path / "config.toml", config)
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def say(self, status: Status, *, reason: str | None = None, step: int | None = None) -> None:
+    def write_status(
+        self, status: Status, *, reason: str | None = None, step: int | None = None
+    ) -> None:
         """Write `status.json`, because launchers hide exit codes; log an event if the run ends.
 
         Raises:

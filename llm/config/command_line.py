@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 from llm.config.options import (
     Field,
     Tokens,
+    bad_value_message,
     check_ranges,
     common,
     fields,
+    format_default,
     is_too_long,
     paths,
-    refusal,
-    shown,
     unknown_option,
 )
 from llm.config.program import COMMAND
@@ -277,7 +277,7 @@ def _add(group: Any, field: Field) -> None:
     flags = [f"--{name}" for name in field.names]
     text = field.option.help.replace("%", "%%")
     if field.default not in (None, (), "") and not field.is_switch:
-        text += f" (default: {shown(field.default)})"
+        text += f" (default: {format_default(field.default)})"
     if field.opposites:
         group.add_argument(
             *[f"--{name}" for name in field.opposites],
@@ -321,7 +321,7 @@ def _converter(field: Field) -> Callable[[str], Any]:
             if member is str and (not field.choices or text in field.choices):
                 return text
         hint = " Separate the items with blanks." if field.many and "," in text else ""
-        raise argparse.ArgumentTypeError(refusal(field, text) + hint)
+        raise argparse.ArgumentTypeError(bad_value_message(field, text) + hint)
 
     return convert
 

@@ -284,7 +284,7 @@ def unknown_option(name: str, names: list[str], *, dashes: str) -> str:
     return f"There is no option {dashes}{name}{hint}"
 
 
-def refusal(field: Field, value: Any) -> str:
+def bad_value_message(field: Field, value: Any) -> str:
     """Return the end of a sentence about a value that an option does not allow."""
     return f"expects {field.kind}, not {value!r}."
 
@@ -318,15 +318,15 @@ def check_ranges(config: Any) -> None:
                 raise ConfigError(f"--{field.name} must be {broken[0]}, not {number}.")
 
 
-def given(config: Any) -> dict[str, Any]:
+def non_default(config: Any) -> dict[str, Any]:
     """Return the options that differ from their default, with their values."""
     values = [(field, getattr(config, field.name)) for field in fields(type(config))]
     return {field.name: value for field, value in values if value != field.default}
 
 
-def lacking(config: Any) -> list[str]:
+def missing_requirements(config: Any) -> list[str]:
     """Return a sentence for each given option that lacks a required one."""
-    values = given(config)
+    values = non_default(config)
     problems = []
     for field in fields(type(config)):
         required = [need.partition("=")[::2] for need in field.option.requires]
@@ -338,7 +338,7 @@ def lacking(config: Any) -> list[str]:
     return problems
 
 
-def shown(value: Any) -> str:
+def format_default(value: Any) -> str:
     """Return a default as you would type it."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -354,7 +354,7 @@ def to_markdown(cls: type) -> str:
             group = field.option.group
             lines += ["", f"## {group}", "", "| Option | Default | Meaning |", "|---|---|---|"]
         names = ", ".join(f"`{name}`" for name in field.names)
-        default = "" if field.default in (None, (), "") else f"`{shown(field.default)}`"
+        default = "" if field.default in (None, (), "") else f"`{format_default(field.default)}`"
         text = field.option.help.replace("|", "\\|")
         if field.choices and field.members == (str,):
             text += " One of " + ", ".join(f"`{choice}`" for choice in field.choices) + "."

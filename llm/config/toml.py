@@ -11,10 +11,10 @@ from typing import Any
 from llm.config.options import (
     Field,
     Tokens,
+    bad_value_message,
     fields,
-    given,
     names_by_alias,
-    refusal,
+    non_default,
     unknown_option,
 )
 from llm.errors import ConfigError
@@ -82,7 +82,7 @@ def _checked(field: Field, value: Any, *, where: str) -> Any:
             member is not str or not field.choices or value in field.choices
         ):
             return value
-    raise ConfigError(f"{where} {refusal(field, value)}")
+    raise ConfigError(f"{where} {bad_value_message(field, value)}")
 
 
 def to_toml(config: Any) -> str:
@@ -113,7 +113,7 @@ def values_as_toml(values: Mapping[str, Any]) -> str:
 
 def _toml(value: Any) -> str:
     if dataclasses.is_dataclass(value):  # an inline table, so other options may follow it
-        return "{" + ", ".join(f"{n} = {_toml(v)}" for n, v in given(value).items()) + "}"
+        return "{" + ", ".join(f"{n} = {_toml(v)}" for n, v in non_default(value).items()) + "}"
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     # JSON's strings, numbers and booleans are valid TOML, except surrogate pairs and DEL.

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from llm.data.formats.megatron import beside
+from llm.data.formats.megatron import add_suffix
 from llm.data.formats.sidecar import damage
 from llm.errors import DataError
 from llm.runtime.agreement import gather, on_all_ranks
@@ -105,7 +105,7 @@ class TokenCache:
             if not anew and self._is_done(folder):
                 return "done"
             self.folder.mkdir(parents=True, exist_ok=True)
-            locked = lock.enter_context(_lock(beside(folder, ".lock")))
+            locked = lock.enter_context(_lock(add_suffix(folder, ".lock")))
             if locked is None:
                 return "waits"
             # Check again: another process may have prepared it before this one got the lock.
@@ -134,7 +134,7 @@ class TokenCache:
     def _faults(self, folder: Path) -> list[str] | None:
         """Return the faults of token files; None if the files do not exist."""
         prefix = folder / "tokens"
-        return damage(prefix, row_bytes=True) if beside(prefix, ".bin").exists() else None
+        return damage(prefix, row_bytes=True) if add_suffix(prefix, ".bin").exists() else None
 
     def _prepare(self, folder: Path, prepare: Callable[[Path], None]) -> None:
         with self._explained():
@@ -153,7 +153,7 @@ class TokenCache:
 
     def _prepare_without_locks(self, folder: Path, prepare: Callable[[Path], None]) -> None:
         """Prepare in a folder of this process. It is harmless if others do the same work."""
-        own = beside(folder, f".{socket.gethostname()}.{os.getpid()}")
+        own = add_suffix(folder, f".{socket.gethostname()}.{os.getpid()}")
         try:
             self._prepare(own, prepare)
             if self.overwrite or not self._is_done(folder):

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm.data.formats.flat import AnyTokenFile
-from llm.data.formats.megatron import beside, mapping_of
+from llm.data.formats.megatron import add_suffix, mapping_of
 from llm.data.formats.parts import PartedTokens, TokenFileParts, Tokens, arrays_of
 from llm.data.mixture import Mixture, MixtureStage
 from llm.data.order import WindowSampler
@@ -114,7 +114,7 @@ class TokenStream:
         """Return the file that an array of `tokens` is mapped from."""
         parts = self.file.parts if isinstance(self.file, TokenFileParts) else []
         here = [part for part in parts if mapping_of(part.tokens) is mapping_of(array)]
-        return beside(here[0].prefix if here else self.file.prefix, ".bin")
+        return add_suffix(here[0].prefix if here else self.file.prefix, ".bin")
 
     def _copy(self, tokens: NDArray[Any], starts: NDArray[np.int64], length: int) -> NDArray[Any]:
         self._check_size(tokens)

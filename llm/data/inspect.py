@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm.config.command_line import parse
-from llm.config.options import lacking, option, option_group
+from llm.config.options import missing_requirements, option, option_group
 from llm.config.program import program
 from llm.errors import ConfigError
 from llm.tokenizers.options import TokenizerOptions
@@ -114,7 +114,7 @@ def _check(options: InspectOptions) -> None:
     """Refuse options that cannot work together."""
     if not options.path:
         raise ConfigError("No token file is named: give its path, as in inspect data/wiki.")
-    if problems := lacking(options):
+    if problems := missing_requirements(options):
         raise ConfigError(" ".join(problems))
     if options.step is None and (Path(options.path) / "config.toml").is_file():
         raise ConfigError(
@@ -223,7 +223,7 @@ def _row(name: str, value: str) -> str:
 
 def _describe_file(file: "AnyTokenFile") -> list[str]:
     from llm.data.formats.flat import FlatTokenFile
-    from llm.data.formats.megatron import beside
+    from llm.data.formats.megatron import add_suffix
     from llm.data.formats.parts import TokenFileParts
 
     if not isinstance(file, FlatTokenFile):
@@ -233,7 +233,7 @@ def _describe_file(file: "AnyTokenFile") -> list[str]:
         if isinstance(file, TokenFileParts):
             parts = [part.prefix for part in file.parts]
             kind = f"{len(parts):,} parts, {parts[0].name} to {parts[-1].name}"
-        index_bytes = sum(beside(part, ".idx").stat().st_size for part in parts)
+        index_bytes = sum(add_suffix(part, ".idx").stat().st_size for part in parts)
         size = f"{file.tokens.nbytes:,} bytes of .bin, {index_bytes:,} of .idx"
         counts = [
             _row("documents", f"{file.num_documents:,}"),

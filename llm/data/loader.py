@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from llm.data.batch_plan import BatchPlan
 from llm.data.corpus import Samples, TokenStream
-from llm.data.order import DocumentEnds
+from llm.data.order import DocumentBoundaries
 from llm.data.skipped_samples import NONE_SKIPPED, SkippedSamples
 from llm.errors import DataError
 from llm.runtime.labels import IGNORED
@@ -71,7 +71,7 @@ class TrainLoader:
         plan: Which samples make a step, and how they are divided among ranks.
         rank: This data-parallel rank.
         device: Device of the micro-batches.
-        ends: How to keep the documents of a window apart; None ignores document boundaries.
+        document_boundaries: How to keep the documents of a window apart; None ignores them.
         with_sources: Whether micro-batches have the sources of their samples.
         skipped: The samples to leave out; the plan's positions are mapped to the others.
     """
@@ -80,7 +80,7 @@ class TrainLoader:
     plan: BatchPlan
     rank: int
     device: torch.device
-    ends: DocumentEnds | None = None
+    document_boundaries: DocumentBoundaries | None = None
     with_sources: bool = False
     skipped: SkippedSamples = NONE_SKIPPED
 
@@ -131,7 +131,7 @@ class TrainLoader:
         pin = self.device.type == "cuda"
         return StepBatch(
             micro_batches=[
-                _micro_batch(window, label_mask, self.ends, pin, source)
+                _micro_batch(window, label_mask, self.document_boundaries, pin, source)
                 for window, label_mask, source in zip(windows, is_real, sources, strict=True)
             ],
             num_samples=stop - first,
@@ -157,7 +157,7 @@ class EvalLoader:
         world_size: Data-parallel ranks.
         device: Device of the batches.
         max_batches: Maximum batches over all ranks; None takes the whole stream.
-        ends: How to keep the documents of a window apart; None ignores document boundaries.
+        document_boundaries: How to keep the documents of a window apart; None ignores them.
         name: Name of the stream, for messages.
 
     Raises:
@@ -171,7 +171,7 @@ class EvalLoader:
     world_size: int
     device: torch.device
     max_batches: int | None
-    ends: DocumentEnds | None = None
+    document_boundaries: DocumentBoundaries | None = None
     name: str = "The validation text"
 
     def __post_init__(self) -> None:
@@ -207,13 +207,15 @@ class EvalLoader:
             # Windows past the end wrap around; their labels do not count.
             tokens = self.stream.windows(starts, self.block_size + 1)
             label_mask = starts[:, None] + np.arange(self.block_size) < self.num_tokens
-            yield _to_device(_micro_batch(tokens, label_mask, self.ends, pin), self.device)
+            yield _to_device(
+                _micro_batch(tokens, label_mask, self.document_boundaries, pin), self.device
+            )
 
 
 def _micro_batch(
     windows: NDArray[Any],
     label_mask: NDArray[np.bool_],
-    ends: DocumentEnds | None,
+    document_boundaries: DocumentBoundaries | None,
     pin: bool,
     sources: NDArray[np.int64] | None = None,
 ) -> MicroBatch:
@@ -222,7 +224,7 @@ def _micro_batch(
     Args:
         windows: Token ids.
         label_mask: Which labels count, per window or per token.
-        ends: How to keep the documents of a window apart.
+        document_boundaries: How to keep the documents of a window apart.
         pin: Whether to allocate the tensors in pinned memory, so that copies are asynchronous.
         sources: Number of the source of each window.
     """
@@ -236,7 +238,9 @@ def _micro_batch(
     labels = tensor(windows[:, 1:])
     if not label_mask.all():
         labels.numpy()[~label_mask] = IGNORED
-    positions, documents = (None, None) if ends is None else ends.split(windows[:, :-1])
+    positions, documents = (
+        (None, None) if document_boundaries is None else document_boundaries.split(windows[:, :-1])
+    )
     return MicroBatch(
         tensor(windows[:, :-1]),
         labels,

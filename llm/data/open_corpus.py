@@ -15,7 +15,7 @@ from llm.data.formats.megatron import TokenFile, read_row_bytes, token_dtype
 from llm.data.formats.sidecar import check_tokenizer, open_described
 from llm.data.mixture import MixtureStage
 from llm.data.options import DataOptions
-from llm.data.order import DocumentEnds
+from llm.data.order import DocumentBoundaries
 from llm.data.splits import DEFAULT_SPLIT, parse_blend, parse_split, split_documents, split_rows
 from llm.data.text_to_tokens import Text, TextEncoding
 from llm.data.workers import bounded_workers
@@ -38,7 +38,7 @@ def open_corpus(
     *,
     tokenizer: "PreTrainedTokenizerBase",
     vocab_size: int,
-    ends: DocumentEnds | None,
+    document_boundaries: DocumentBoundaries | None,
     trust_remote_code: bool,
 ) -> Corpus:
     """Open training and validation tokens; text is made into token files in the cache first.
@@ -47,14 +47,14 @@ def open_corpus(
         options: Which tokens or texts, and how they are split.
         tokenizer: Makes tokens of texts; token files must have been made with it.
         vocab_size: Vocabulary of the tokenizer or the model, whichever is larger.
-        ends: How to keep documents apart; every document must end with its token.
+        document_boundaries: How to keep documents apart; every document must end with its token.
         trust_remote_code: Whether to run code that comes with a data set.
 
     Raises:
         ConfigError: The options make no blend or no split.
         DataError: The data is missing, damaged, from another tokenizer, or too small for the split.
     """
-    opener = _Opener(options, fingerprint(tokenizer), vocab_size, ends)
+    opener = _Opener(options, fingerprint(tokenizer), vocab_size, document_boundaries)
     if options.data_stage:
         return opener.open_stages()
     if options.data_path:
@@ -146,7 +146,7 @@ class _Opener:
     options: DataOptions
     tokenizer_fingerprint: str
     vocab_size: int
-    ends: DocumentEnds | None
+    document_boundaries: DocumentBoundaries | None
 
     def open_split(self) -> Corpus:
         """Open the files of `data_path` and split each of them by `split`."""
@@ -254,8 +254,8 @@ class _Opener:
             )
             if sidecar.largest_token >= self.vocab_size:
                 raise beyond_vocabulary(file.prefix, sidecar.largest_token, self.vocab_size)
-        if self.ends is not None:
-            check_document_ends(file, self.ends.eos_token_id)
+        if self.document_boundaries is not None:
+            check_document_ends(file, self.document_boundaries.eos_token_id)
         num_bytes = None if sidecar is None else sidecar.text_bytes
         return TokenStream(file, num_bytes=num_bytes, vocab_size=self.vocab_size)
 

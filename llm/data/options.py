@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from llm.config.options import Tokens, given, option, option_group
+from llm.config.options import Tokens, non_default, option, option_group
 from llm.data.batch_schedule import parse_batch_schedule
 from llm.data.skipped_samples import skipped_ranges
 from llm.errors import ConfigError
@@ -230,7 +230,7 @@ def data_problems(options: DataOptions) -> list[str]:
             for name in ("text_column", "no_keep_linebreaks", "overwrite_cache")
             if getattr(options, name)
         ]
-    if token_files and "validation_split_percentage" in given(options):
+    if token_files and "validation_split_percentage" in non_default(options):
         problems.append("--validation_split_percentage cuts text; token files are cut by --split.")
     if text and not options.append_eos:
         problems += [

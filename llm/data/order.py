@@ -280,7 +280,7 @@ def _integer_weights(weights: Sequence[float]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentEnds:
+class DocumentBoundaries:
     """How to keep the documents of a window apart.
 
     A document ends with an end-of-text token, which belongs to it. The first document of a window
@@ -317,7 +317,9 @@ class DocumentEnds:
         return positions, documents
 
 
-def document_ends(options: DataOptions, *, eos_token_id: int | None) -> DocumentEnds | None:
+def choose_document_boundaries(
+    options: DataOptions, *, eos_token_id: int | None
+) -> DocumentBoundaries | None:
     """Return how to keep the documents of a window apart, or None to ignore their boundaries.
 
     Args:
@@ -334,4 +336,6 @@ def document_ends(options: DataOptions, *, eos_token_id: int | None) -> Document
             "--reset_position_ids and --reset_attention_mask need an end-of-text token between "
             "documents, and the tokenizer has none; use another tokenizer."
         )
-    return DocumentEnds(eos_token_id, options.reset_position_ids, options.reset_attention_mask)
+    return DocumentBoundaries(
+        eos_token_id, options.reset_position_ids, options.reset_attention_mask
+    )

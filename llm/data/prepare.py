@@ -101,7 +101,7 @@ def _encoding(config: PrepareConfig) -> "Encoding":
 
 def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
     """Return the sources of each output."""
-    from llm.data.formats.megatron import beside
+    from llm.data.formats.megatron import add_suffix
     from llm.data.preparation.output_files import Output
     from llm.data.text.sources import text_sources
 
@@ -143,12 +143,12 @@ def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
     if config.format == "nanogpt":
         return [(files, output(prefix))]
     if not config.output_per_input:
-        return [(files, output(beside(prefix, f"_{key}_document")))]
+        return [(files, output(add_suffix(prefix, f"_{key}_document")))]
     outputs: list[tuple[list[Source], Output]] = []
     seen: dict[Path, str] = {}
     for file in files:
         stem = Path(file.name).name.partition(".")[0]
-        made = output(beside(prefix, f"_{stem}_{key}_document"))
+        made = output(add_suffix(prefix, f"_{stem}_{key}_document"))
         if made.prefix in seen:
             raise ConfigError(
                 f"--output_per_input would write {seen[made.prefix]} and {file.name} to the same "

@@ -94,8 +94,8 @@ class Meter:
         """
         dtype = self.sums.dtype
         flags = [flag for _, skipped, nan, *_ in self._own for flag in (skipped, nan)]
-        own = [torch.ones_like(self.num_tokens), *self.sums, self.num_tokens, self.grad_norm]
-        total = reduce_sum(torch.stack([value.to(dtype) for value in [*own, *flags]]))
+        local = [torch.ones_like(self.num_tokens), *self.sums, self.num_tokens, self.grad_norm]
+        total = reduce_sum(torch.stack([value.to(dtype) for value in [*local, *flags]]))
         ranks, sums, means, of_steps = total.split([1, len(self.sums), 2, len(flags)])
         self.sums = sums if self._rank == 0 else torch.zeros_like(sums)
         self.num_tokens, grad_norm = means / ranks

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from llm.config.options import Tokens, given, option, option_group
+from llm.config.options import Tokens, non_default, option, option_group
 from llm.errors import ConfigError
 
 _DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "warmup_stable_decay")
@@ -172,7 +172,7 @@ def optimizer_problems(options: OptimizerOptions) -> list[str]:
         ("num_decay_steps", "num_decay_tokens"),
     )
     for names in phases:
-        named = [f"--{name}" for name in names if name in given(options)]
+        named = [f"--{name}" for name in names if name in non_default(options)]
         if len(named) > 1:
             problems.append(f"{' and '.join(named)} exclude each other; give one of them.")
     if len(options.betas) != 2:
@@ -189,7 +189,7 @@ def optimizer_problems(options: OptimizerOptions) -> list[str]:
         problems += [
             f"--{name} is not for --optimizer {options.optimizer}, but for {allowed}; leave it out."
             for name in ("betas", "eps")
-            if name in given(options)
+            if name in non_default(options)
         ]
     return problems
 

@@ -126,8 +126,8 @@ class AcceleratedStrategy:
             parameter.grad = None
         # The all-reduce takes the mean over ranks, but the step's loss is a sum over them.
         token_weight = self._gradient_ranks / num_tokens
-        own = [self._local_batch(micro_batch) for micro_batch in micro_batches]
-        sums = self._accumulate_gradients(own, token_weight)
+        local = [self._local_batch(micro_batch) for micro_batch in micro_batches]
+        sums = self._accumulate_gradients(local, token_weight)
         self._reduce_gradients()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
@@ -303,11 +303,11 @@ class AcceleratedStrategy:
         Raises:
             CheckpointError: The state belongs to another model.
         """
-        own = self.state_dict()
+        local = self.state_dict()
         for name in ("model", "optimizer"):
-            check_same_parameters(name, own[name], state[name])
+            check_same_parameters(name, local[name], state[name])
         with torch.no_grad():
-            for name, tensor in own["model"].items():
+            for name, tensor in local["model"].items():
                 tensor.copy_(state["model"][name])
             for name, parameter in self.model.named_parameters():
                 for key, tensor in self.optimizer.state.get(parameter, {}).items():

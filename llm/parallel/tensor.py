@@ -191,8 +191,8 @@ def _conv1d_heads(module: Any, mesh: DeviceMesh, stream: ResidualStream) -> None
         rows = module.weight.unflatten(1, shape)
         columns = rows.redistribute(placements=[Shard(2)]).to_local().flatten(1)
         bias = stream.copy(module.bias).unflatten(0, shape)
-        own_bias = bias[:, mesh.get_local_rank()].flatten()
-        return F.linear(stream.read(inputs), columns.t(), own_bias)
+        local_bias = bias[:, mesh.get_local_rank()].flatten()
+        return F.linear(stream.read(inputs), columns.t(), local_bias)
 
     module.forward = forward
 

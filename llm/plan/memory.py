@@ -115,7 +115,7 @@ class StagePlan:
         ]
         blocks = (self.param_counts.blocks[number] for number in numbers)
         parameters = [*itertools.chain(self.others, *blocks)]
-        self.own, self.trained = shard_sizes(parameters, ranks)
+        self.local, self.trained = shard_sizes(parameters, ranks)
         self.whole_trained = num_elements(p for p in parameters if p.requires_grad)
         self.micro_batches = job.batches(layout).accumulation
         self.keeps_gradients_whole = (
@@ -230,7 +230,7 @@ class StagePlan:
             ranks = self.layout.shard * self.layout.context * self.layout.tensor
             if stepping and optimizer.traffic is not None and ranks > 1:
                 # Buckets of gradients and of updates: one is computed while two are sent.
-                buffers += int(6 * FP32 * min(optimizer.traffic.bucket, self.own))
+                buffers += int(6 * FP32 * min(optimizer.traffic.bucket, self.local))
             buffers += fresh
             if not stepping:
                 buffers += self._gathered(backward=fresh > 0 or done, with_head=with_head)
@@ -242,8 +242,8 @@ class StagePlan:
         return Memory(
             moment=name,
             stage=self.stage,
-            parameters=self.own,
-            weights=FP32 * self.own,
+            parameters=self.local,
+            weights=FP32 * self.local,
             gradients=gradients,
             optimizer=int(optimizer.per_element * trained),
             extra={

@@ -68,13 +68,13 @@ def _split_residual_stream(model: PreTrainedModel, tensor: int) -> None:
         held[-1].register_hook(lambda _: held.clear())
         return held[-1], *args[1:]
 
-    def gather(_module: nn.Module, _args: Any, own: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(own.device.type):
-            own = own.to(torch.get_autocast_dtype(own.device.type))
-        return gather_last(_module, _args, own)
+    def gather(_module: nn.Module, _args: Any, local: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(local.device.type):
+            local = local.to(torch.get_autocast_dtype(local.device.type))
+        return gather_last(_module, _args, local)
 
-    def gather_last(_module: nn.Module, _args: Any, own: Tensor) -> Tensor:
-        return torch.cat([own] * tensor, dim=1)
+    def gather_last(_module: nn.Module, _args: Any, local: Tensor) -> Tensor:
+        return torch.cat([local] * tensor, dim=1)
 
     def scatter(_module: nn.Module, _args: Any, product: Tensor) -> Tensor:
         return _own_tokens(product, tensor)
@@ -168,13 +168,13 @@ def shard_sizes(parameters: Iterable[nn.Parameter], ranks: int) -> tuple[int, in
     Returns:
         Elements of all parameters, and of the trained ones.
     """
-    own = trained = 0
+    local = trained = 0
     for parameter in parameters:
         rows, *columns = parameter.shape or (1,)
         size = math.ceil(rows / ranks) * math.prod(columns)
-        own += size
+        local += size
         trained += size * parameter.requires_grad
-    return own, trained
+    return local, trained
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

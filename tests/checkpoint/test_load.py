@@ -273,7 +273,7 @@ def test_only_a_checkpoint_that_becomes_the_best_is_announced(tmp_path, caplog, 
     ]
 
 
-def test_a_new_checkpoint_is_kept_beside_a_damaged_later_one(tmp_path):
+def test_a_new_checkpoint_is_kept_next_to_a_damaged_later_one(tmp_path):
     save(tmp_path, 3)
     shard = save(tmp_path, 10) / SHARD
     content = shard.read_bytes()

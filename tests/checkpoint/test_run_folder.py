@@ -19,7 +19,7 @@ def test_an_empty_or_missing_folder_can_be_used(tmp_path):
 
 def test_a_folder_of_another_run_is_refused_without_resume_or_overwrite(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    RunFolder(tmp_path).say("running")
+    RunFolder(tmp_path).write_status("running")
     with pytest.raises(ConfigError, match=r"holds a run already \(status.json, metrics.jsonl\)"):
         RunFolder(tmp_path).check(resume=False, overwrite=False)
     RunFolder(tmp_path).check(resume=True, overwrite=False)
@@ -129,7 +129,7 @@ def test_overwriting_removes_only_the_files_of_a_run(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("text")
     (tmp_path / "checkpoints" / "best").symlink_to("step_00000001")
-    run.say("finished")
+    run.write_status("finished")
 
     run.open(overwrite=True, config="seed = 1\n")
 
@@ -143,7 +143,7 @@ def test_overwriting_does_not_follow_links(tmp_path):
     (elsewhere / "step_00000001").mkdir(parents=True)
     run.path.mkdir()
     run.checkpoints.symlink_to(elsewhere)
-    run.say("finished")
+    run.write_status("finished")
     run.check(resume=True, overwrite=False)
     (tmp_path / "linked").symlink_to(run.path)
     for folder in (run, RunFolder(tmp_path / "linked")):
@@ -156,7 +156,7 @@ def finished(tmp_path) -> RunFolder:
     """A finished run beside a text of its user's, and links both ways."""
     run = RunFolder(tmp_path / "run")
     (run.checkpoints / "step_00000001").mkdir(parents=True)
-    run.say("finished")
+    run.write_status("finished")
     (tmp_path / "linked").symlink_to(run.path)
     (tmp_path / "model").mkdir()
     for name in ("text.txt", "run/model.safetensors", "run/text.txt", "run/checkpoints/text.txt"):
@@ -179,10 +179,10 @@ def test_an_input_that_the_run_would_overwrite_is_refused_also_by_link(finished,
     assert RunFolder(finished.path.parent / "linked").endangers(finished.path.parent / source)
 
 
-def test_inputs_beside_the_files_of_a_run_are_accepted(tmp_path):
+def test_inputs_next_to_the_files_of_a_run_are_accepted(tmp_path):
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
-    run.say("finished")
+    run.write_status("finished")
     (run.path / "text.txt").write_text("text")
     (tmp_path / "link.txt").symlink_to(run.path / "text.txt")
     assert not any(run.endangers(path) for path in (tmp_path, tmp_path / "link.txt"))
@@ -238,14 +238,14 @@ def test_a_lock_leaves_nothing_behind_unless_the_folder_was_opened(tmp_path):
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_on_a_full_disk_the_status_is_written_over_the_former_one(tmp_path, monkeypatch, number):
     run = RunFolder(tmp_path)
-    run.say("running")
+    run.write_status("running")
 
     def refuse(path, text):
         raise OSError(number, os.strerror(number), str(path))
 
     monkeypatch.setattr(run_folder, "write_whole", refuse)
-    run.say("failed", reason="CheckpointError: no space", step=7)
-    run.say("failed", reason="no", step=7)
+    run.write_status("failed", reason="CheckpointError: no space", step=7)
+    run.write_status("failed", reason="no", step=7)
 
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["status"], status["reason"], status["step"]) == ("failed", "no", 7)
@@ -253,7 +253,7 @@ def test_on_a_full_disk_the_status_is_written_over_the_former_one(tmp_path, monk
 
 def test_the_status_file_records_the_state_and_its_reason(tmp_path):
     run = RunFolder(tmp_path)
-    run.say("preempted", reason="SIGTERM", step=12)
+    run.write_status("preempted", reason="SIGTERM", step=12)
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["status"], status["reason"], status["step"]) == ("preempted", "SIGTERM", 12)
 
@@ -281,7 +281,7 @@ def test_a_run_does_not_begin_within_the_files_of_another(tmp_path, name):
     other = RunFolder(tmp_path / "other")
     other.path.mkdir()
     RunFolder(tmp_path / "other" / name).check(resume=False, overwrite=False)
-    other.say("finished")
+    other.write_status("finished")
     for resume in (False, True):
         with pytest.raises(ConfigError) as caught:
             RunFolder(tmp_path / "other" / name).check(resume=resume, overwrite=False)

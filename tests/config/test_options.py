@@ -8,7 +8,7 @@ import pytest
 from llm.config.command_line import parse
 from llm.config.options import (
     fields,
-    lacking,
+    missing_requirements,
     option,
     option_group,
     to_markdown,
@@ -189,10 +189,10 @@ def test_the_markdown_page_has_a_row_for_every_option():
 
 def test_an_option_without_the_option_it_requires_is_refused():
     without = "--corners needs --shape square or --name; give one of them too, or leave it out."
-    assert lacking(Settings(corners=5)) == [without]
-    assert lacking(Settings(corners=5, shape="square")) == []
-    assert lacking(Settings(corners=5, name="star")) == []
-    assert lacking(Settings()) == lacking(Settings(corners=4)) == []
+    assert missing_requirements(Settings(corners=5)) == [without]
+    assert missing_requirements(Settings(corners=5, shape="square")) == []
+    assert missing_requirements(Settings(corners=5, name="star")) == []
+    assert missing_requirements(Settings()) == missing_requirements(Settings(corners=4)) == []
 
 
 def test_the_markdown_page_names_required_options_unless_the_help_does():

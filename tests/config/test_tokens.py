@@ -36,7 +36,7 @@ def test_a_number_of_tokens_may_have_a_suffix(text, number):
 
 
 @pytest.mark.parametrize("text", ["20G", "many", "1.5", "-3B", "0.0001K", ""])
-def test_what_is_no_number_of_tokens_is_refused_by_name(text):
+def test_text_that_is_not_a_number_of_tokens_is_refused_by_name(text):
     with pytest.raises(ConfigError, match=r"--budget expects a number of tokens such as 500M"):
         read(f"--budget={text}")
 

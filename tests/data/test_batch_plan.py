@@ -238,7 +238,7 @@ def test_a_batch_that_ranks_do_not_divide_or_too_small_a_budget_is_refused(
         ("0@0,16@2M", "has a phase of 0 samples"),
     ],
 )
-def test_what_is_no_batch_schedule_is_refused_in_one_sentence(text, sentence):
+def test_text_that_is_not_a_batch_schedule_is_refused_in_one_sentence(text, sentence):
     (problem,) = batch_problems(BatchOptions(global_batch_size=text))
     assert problem.startswith(f"--global_batch_size {text} ")
     assert sentence in problem

@@ -64,7 +64,7 @@ def test_with_a_sidecar_every_changed_token_is_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("sidecar", [True, False], ids=["removed", "added"])
-def test_a_sidecar_that_is_removed_or_added_is_no_change(tmp_path, sidecar):
+def test_a_sidecar_that_is_removed_or_added_is_not_a_change(tmp_path, sidecar):
     before = digest(tmp_path, tokens(), sidecar=sidecar)
 
     assert not has_changed(before, digest(tmp_path, tokens(), sidecar=not sidecar))

@@ -66,7 +66,7 @@ def test_stages_and_other_data_are_refused_together(options, words):
     assert words in problems[0]
 
 
-def test_stages_may_have_files_of_their_own_to_evaluate_on():
+def test_stages_may_have_separate_files_to_evaluate_on():
     assert data_problems(DataOptions(data_stage=(LAST,), valid_data_path=("v",))) == []
 
 

@@ -28,7 +28,7 @@ def test_documents_without_tokens_are_passed_over(tmp_path):
     assert shown(stream, 2, 1) == [(4, 0, 1, [3])]
 
 
-def test_a_sample_goes_on_at_the_beginning_of_its_split(tmp_path):
+def test_a_sample_continues_at_the_beginning_of_its_split(tmp_path):
     write_pair(tmp_path / "text", [[1, 2], [3, 4, 5], [6, 7], [8]])
     # Documents 1 and 2, as --split cuts them.
     stream = TokenStream(TokenFile(tmp_path / "text"), start=2, stop=7)

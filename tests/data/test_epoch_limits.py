@@ -65,7 +65,7 @@ def test_words_that_are_no_numbers_before_paths_are_refused(sources, words):
         check(sources, 1, *words)
 
 
-def test_a_file_that_is_no_source_is_refused_with_those_that_are(sources, tmp_path):
+def test_a_file_that_is_not_a_source_is_refused_with_those_that_are(sources, tmp_path):
     other = write_pair(tmp_path / "other", [[1] * 40])
     with pytest.raises(ConfigError, match=r"names .*/other, which is not a source .*/a, .*/b\.$"):
         check(sources, 1, 1.0, str(other))

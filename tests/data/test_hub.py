@@ -103,7 +103,7 @@ def test_a_local_folder_without_configurations_ignores_the_name_of_one(folder, c
     assert "has no configurations" in caplog.text
 
 
-def test_a_configuration_may_be_a_folder_of_its_own(folder, tmp_path):
+def test_a_configuration_may_be_a_separate_folder(folder, tmp_path):
     (tmp_path / "set").mkdir()
     folder.rename(tmp_path / "set" / "small")
 

@@ -142,7 +142,7 @@ def test_a_vocabulary_and_merges_pair_decodes_the_file(tmp_path, capsys):
     assert shown(capsys, prefix)[-1] == remark
 
 
-def test_a_folder_with_a_comma_is_no_vocabulary_and_merges_pair(tmp_path, capsys):
+def test_a_folder_with_a_comma_is_not_a_vocabulary_and_merges_pair(tmp_path, capsys):
     folder = save_tiny_tokenizer(tmp_path / "first, second")
     tokenizer = tiny_tokenizer()
     prefix = write_pair(tmp_path / "text", [tokenizer("the fox")["input_ids"]])

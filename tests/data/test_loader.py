@@ -8,7 +8,7 @@ from llm.data.batch_plan import BatchPlan
 from llm.data.corpus import CorpusSource, Samples, TokenStream
 from llm.data.formats.megatron import TokenFile
 from llm.data.loader import EvalLoader, TrainLoader
-from llm.data.order import DocumentEnds, WindowSampler
+from llm.data.order import DocumentBoundaries, WindowSampler
 from llm.errors import DataError
 from tests.support.token_files import TokenFileWriter
 
@@ -36,7 +36,9 @@ def make_stream(folder, num_tokens):
     return RecordingStream(TokenFile(folder / "text"))
 
 
-def train_loader(stream, *, rank=0, world_size=1, micro_batch_size=2, samples=21, ends=None):
+def train_loader(
+    stream, *, rank=0, world_size=1, micro_batch_size=2, samples=21, document_boundaries=None
+):
     by_number = Samples([CorpusSource("text", 1.0, stream)], block_size=BLOCK_SIZE, seed=1)
     plan = BatchPlan(
         num_windows=by_number.num_windows,
@@ -45,7 +47,9 @@ def train_loader(stream, *, rank=0, world_size=1, micro_batch_size=2, samples=21
         global_batch_size=8,
         total_samples=samples,
     )
-    return TrainLoader(samples=by_number, plan=plan, rank=rank, device=CPU, ends=ends)
+    return TrainLoader(
+        samples=by_number, plan=plan, rank=rank, device=CPU, document_boundaries=document_boundaries
+    )
 
 
 def eval_loader(stream, **changes):
@@ -226,10 +230,14 @@ def test_by_default_a_batch_has_neither_positions_nor_document_numbers(stream):
 
 def test_training_and_evaluation_batches_number_the_documents_of_a_window(stream):
     """Token 9 ends a document: the window 8 9 10 11 begins another one with its third token."""
-    ends = DocumentEnds(9, positions=True, attention=True)
+    document_boundaries = DocumentBoundaries(9, positions=True, attention=True)
 
-    trained = [m for batch in train_loader(stream, ends=ends).steps(0) for m in batch.micro_batches]
-    evaluated = list(eval_loader(stream, ends=ends))
+    trained = [
+        m
+        for batch in train_loader(stream, document_boundaries=document_boundaries).steps(0)
+        for m in batch.micro_batches
+    ]
+    evaluated = list(eval_loader(stream, document_boundaries=document_boundaries))
 
     for micro_batches in (trained, evaluated):
         found = {

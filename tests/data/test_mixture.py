@@ -50,7 +50,7 @@ def test_each_source_is_within_k_samples_of_its_share_in_every_stage(stages):
 
 @settings(max_examples=40, deadline=None)
 @given(staged())
-def test_a_source_goes_on_across_stages_without_a_gap_or_a_repeat(stages):
+def test_a_source_continues_across_stages_without_a_gap_or_a_repeat(stages):
     mixture = mixture_of(stages)
 
     sources, numbers = mixture.locate(np.arange(RUN))

@@ -28,7 +28,7 @@ def opened(folder, *, tokenizer=None, **options):
         DataOptions(**{**settings, **options, **paths}),
         tokenizer=tokenizer or tiny_tokenizer(),
         vocab_size=300,
-        ends=None,
+        document_boundaries=None,
         trust_remote_code=False,
     )
 

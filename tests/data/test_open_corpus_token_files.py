@@ -3,7 +3,7 @@ import pytest
 
 from llm.data.open_corpus import open_corpus
 from llm.data.options import DataOptions
-from llm.data.order import DocumentEnds
+from llm.data.order import DocumentBoundaries
 from llm.errors import DataError
 from llm.tokenizers.load_tokenizer import fingerprint
 from tests.support.token_files import describe, random_documents, write_flat, write_pair
@@ -13,12 +13,12 @@ TOKENIZER = tiny_tokenizer()
 FINGERPRINT = fingerprint(TOKENIZER)
 
 
-def opened(*, ends=None, vocab_size=300, **options):
+def opened(*, document_boundaries=None, vocab_size=300, **options):
     return open_corpus(
         DataOptions(**options),
         tokenizer=TOKENIZER,
         vocab_size=vocab_size,
-        ends=ends,
+        document_boundaries=document_boundaries,
         trust_remote_code=False,
     )
 
@@ -136,9 +136,9 @@ def test_documents_without_ends_are_refused_where_ends_matter(tmp_path):
     prefix = write_pair(tmp_path / "text", [[1, 2, 3]] * 100)
 
     assert opened(data_path=(str(prefix),)).train
-    ends = DocumentEnds(0, positions=False, attention=True)
+    document_boundaries = DocumentBoundaries(0, positions=False, attention=True)
     with pytest.raises(DataError, match="--reset_attention_mask need documents that end"):
-        opened(data_path=(str(prefix),), ends=ends)
+        opened(data_path=(str(prefix),), document_boundaries=document_boundaries)
 
 
 def test_a_file_without_tokens_is_refused(tmp_path):

@@ -4,11 +4,11 @@ import pytest
 from llm.data.formats.flat import open_token_file
 from llm.data.open_corpus import check_document_ends
 from llm.data.options import DataOptions
-from llm.data.order import DocumentEnds, document_ends
+from llm.data.order import DocumentBoundaries, choose_document_boundaries
 from llm.errors import ConfigError, DataError
 from tests.support.token_files import write_flat, write_pair
 
-BOTH = DocumentEnds(0, positions=True, attention=True)
+BOTH = DocumentBoundaries(0, positions=True, attention=True)
 
 
 def test_a_document_ends_with_its_end_of_text_token():
@@ -34,8 +34,8 @@ def test_random_windows_agree_with_a_loop_over_their_tokens():
 def test_only_the_requested_positions_or_document_numbers_are_computed():
     windows = np.array([[5, 0, 6]])
 
-    assert DocumentEnds(0, positions=True, attention=False).split(windows)[1] is None
-    assert DocumentEnds(0, positions=False, attention=True).split(windows)[0] is None
+    assert DocumentBoundaries(0, positions=True, attention=False).split(windows)[1] is None
+    assert DocumentBoundaries(0, positions=False, attention=True).split(windows)[0] is None
 
 
 def test_documents_that_end_with_another_token_are_refused(tmp_path):
@@ -55,8 +55,8 @@ def test_a_flat_file_must_hold_the_token_somewhere(tmp_path):
 
 
 def test_document_ends_are_used_only_if_an_option_asks_for_them():
-    assert document_ends(DataOptions(), eos_token_id=None) is None
-    ends = document_ends(DataOptions(reset_attention_mask=True), eos_token_id=0)
-    assert ends == DocumentEnds(0, positions=False, attention=True)
+    assert choose_document_boundaries(DataOptions(), eos_token_id=None) is None
+    ends = choose_document_boundaries(DataOptions(reset_attention_mask=True), eos_token_id=0)
+    assert ends == DocumentBoundaries(0, positions=False, attention=True)
     with pytest.raises(ConfigError, match="the tokenizer has none"):
-        document_ends(DataOptions(reset_position_ids=True), eos_token_id=None)
+        choose_document_boundaries(DataOptions(reset_position_ids=True), eos_token_id=None)

@@ -64,7 +64,7 @@ def test_the_samples_served_are_counted_without_those_left_out():
 @pytest.mark.parametrize(
     "text", ["5", "5:", ":5", "5:5", "6:5", "-1:5", "1:2,", "a:b", "1:2;3:4", "0:1e6", "1:2:3"]
 )
-def test_what_is_no_range_is_refused_with_the_part_that_is_not(text):
+def test_text_that_is_not_a_range_is_refused_with_the_wrong_part(text):
     with pytest.raises(ConfigError, match="is not FIRST:STOP, two growing numbers"):
         skipped_ranges(text)
     (problem,) = batch_problems(BatchOptions(skip_samples=text))

@@ -137,7 +137,7 @@ def test_token_files_and_unfinished_files_are_left_out_and_counted(tmp_path, cap
     )
 
 
-def test_a_json_file_beside_an_unrelated_bin_is_text(tmp_path):
+def test_a_json_file_next_to_an_unrelated_bin_is_text(tmp_path):
     write(tmp_path / "a.json", '{"text": "one"}')
     write(tmp_path / "a.bin", "firmware")
 

@@ -173,7 +173,9 @@ def test_no_file_imports_a_deleted_extension(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", EXTENSIONS)
-def test_runs_go_on_without_an_extension_that_they_do_not_use(name, bench, plain, server, tmp_path):
+def test_runs_continue_without_an_extension_that_they_do_not_use(
+    name, bench, plain, server, tmp_path
+):
     options, code, said = MADE_WITH[name]
     if name == "tasks" and importlib.util.find_spec("lm_eval") is None:
         pytest.skip("needs the extra tasks (lm_eval)")

@@ -80,7 +80,7 @@ def test_ranks_are_summed_once_however_often_they_are_reduced():
     assert read(first, second)["loss/web"] == 2.0
 
 
-def test_the_sources_of_an_open_interval_go_on_after_a_resume():
+def test_the_sources_of_an_open_interval_continue_after_a_resume():
     before = meter_of()
     add(before, [0.1, 0.7], [3, 2])
     state = json.loads(json.dumps(before.state_dict()))

@@ -97,7 +97,7 @@ def test_a_wrong_option_is_named(options: dict[str, str], words: list[str]) -> N
         ('{"model_type": "x", "auto_map": {"AutoConfig": "x.X"}}', "--trust_remote_code"),
     ],
 )
-def test_a_folder_that_is_no_model_is_refused(
+def test_a_folder_that_is_not_a_model_is_refused(
     tmp_path: Path, content: str | None, words: str
 ) -> None:
     if content is not None:

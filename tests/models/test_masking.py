@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from llm.data.order import DocumentEnds
+from llm.data.order import DocumentBoundaries
 from llm.errors import ConfigError
 from llm.models.attention import check_documents_apart
 from llm.models.loss import LanguageModelLoss
@@ -33,7 +33,7 @@ def documents_alone() -> list[tuple[Tensor, Tensor]]:
 
 
 def split(positions: bool, attention: bool) -> tuple[Tensor | None, Tensor | None]:
-    ends = DocumentEnds(EOS, positions=positions, attention=attention)
+    ends = DocumentBoundaries(EOS, positions=positions, attention=attention)
     parts = ends.split(packed_windows()[0].numpy())
     return tuple(None if part is None else torch.from_numpy(part) for part in parts)
 

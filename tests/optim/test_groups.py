@@ -135,7 +135,7 @@ def test_a_parameter_has_the_schedules_rate_times_its_factor():
         assert [group["lr"], group["weight_decay"], group["rate_factor"]] == values
 
 
-def test_muons_groups_have_factors_of_their_own():
+def test_muons_groups_have_separate_factors():
     model = AutoModelForCausalLM.from_config(tiny_config("gpt2"))
     optimizer = make_muon(OptimizerOptions(learning_rate=0.5), model)
     scale_learning_rates(
@@ -147,7 +147,7 @@ def test_muons_groups_have_factors_of_their_own():
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "soap", "sgd"])
-def test_what_is_no_matrix_inside_has_its_own_rate_with_every_optimizer(optimizer):
+def test_embeddings_head_and_gains_have_their_rate_with_every_optimizer(optimizer):
     model = AutoModelForCausalLM.from_config(tiny_config("gpt2"))
     options = GPTConfig(
         optimizer=optimizer, learning_rate=0.01, embedding_learning_rate=0.08, weight_decay=0.1

@@ -348,7 +348,7 @@ def test_fp8_is_refused_for_a_model_in_which_it_converts_no_layer():
         ("12.8", r"check that the driver supports CUDA 12\.8"),
     ],
 )
-def test_a_driver_whose_gpus_torch_does_not_see_is_no_cpu_run(cuda, remedy, tmp_path, monkeypatch):
+def test_a_run_on_gpus_that_torch_does_not_see_is_refused(cuda, remedy, tmp_path, monkeypatch):
     driver = tmp_path / "version"
     driver.touch()
     monkeypatch.setattr("llm.parallel.accelerator.NVIDIA_DRIVER", driver)

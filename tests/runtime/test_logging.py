@@ -54,10 +54,10 @@ def test_an_event_that_cannot_be_written_does_not_stop_training(tmp_path, log, m
 def test_every_end_of_a_run_is_an_event_that_a_resume_keeps(tmp_path):
     run = RunFolder(tmp_path)
     append_event(run.events, "start", step=0)
-    run.say("running")
-    run.say("failed", reason="DataError: no text")
+    run.write_status("running")
+    run.write_status("failed", reason="DataError: no text")
     cut_metrics(run.metrics, step=0)
-    run.say("finished", step=60)
+    run.write_status("finished", step=60)
     assert events_in(tmp_path) == [
         {"event": "start", "step": 0},
         {"event": "stop", "step": None, "status": "failed", "reason": "DataError: no text"},

@@ -115,7 +115,7 @@ def test_srun_variables_give_torch_its_ranks_and_the_address_of_rank_0(environ):
     assert told == {**RANK_3_OF_4, "MASTER_ADDR": "node1", "MASTER_PORT": "21050"}
 
 
-def test_every_job_and_step_has_a_port_of_its_own(environ):
+def test_every_job_and_step_has_a_separate_port(environ):
     ports = set()
     for job, step in (("41", "0"), ("41", "1"), ("42", "0")):
         environ.delenv("MASTER_PORT", raising=False)

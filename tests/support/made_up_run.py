@@ -122,7 +122,7 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
         weights_from=None,
         start=None,
         block_size=case.shape[1],
-        ends=None,
+        document_boundaries=None,
         dims=parallel_dims(config, case.world_size),
         layout=choose_layout(
             config,

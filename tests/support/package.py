@@ -8,8 +8,8 @@ ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "llm"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# From the ground up. A module imports rooms (folders) of lower floors, or its own room.
-FLOORS = [
+# From the lowest. A module imports packages (folders) of lower layers, or its own package.
+LAYERS = [
     {"errors"},
     {"config"},
     {"runtime", "tokenizers"},
@@ -22,7 +22,7 @@ FLOORS = [
         *("quickstart", "__main__"),
     },
 ]
-# Programs that lie in the folder of their subject stand on the top floor like the others.
+# Programs in the folder of their subject belong to the top layer like the others.
 PROGRAMS = {
     "data.inspect",
     "data.prepare",

@@ -65,7 +65,7 @@ def after(run: Run, step: int) -> list[dict]:
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.layouts)])
-def test_a_branch_goes_on_as_its_parent_bit_for_bit(bench, parent, ranks):
+def test_a_branch_continues_as_its_parent_bit_for_bit(bench, parent, ranks):
     if ranks > 1:
         parent = bench.train_well(f"parent-{ranks}", ranks=ranks, **PARENT)
     before = files(parent.folder)

@@ -61,7 +61,7 @@ def test_a_resumed_run_keeps_what_it_began_with(gpu):
     assert choose_by_device(GPTConfig(eval_only=True), older, CUDA) == FAST
 
 
-def test_a_default_is_no_change_of_a_fixed_option():
+def test_a_default_is_not_a_change_of_a_fixed_option():
     recorded = {"mixed_precision": "fp16", "seed": 3}
     assert fixed_options(GPTConfig(), like=recorded)["mixed_precision"] == "fp16"
     given = GPTConfig(mixed_precision="no")

@@ -278,7 +278,7 @@ def test_both_launchers_start_two_ranks_that_train_together(bench, launcher):
 def test_a_failed_run_gives_its_reason_in_one_sentence_and_in_its_status(bench):
     folder = bench.folder / "fails"
     folder.mkdir()
-    RunFolder(folder).say("failed")
+    RunFolder(folder).write_status("failed")
     (folder / "checkpoints").write_text("a file where a folder must be")
     run = bench.train(
         "fails", max_train_steps=4, checkpointing_steps=2, resume_from_checkpoint=True

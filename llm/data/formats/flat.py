@@ -10,7 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from llm.data.formats.megatron import TokenFile, beside, map_file
+from llm.data.formats.megatron import TokenFile, add_suffix, map_file
 from llm.data.formats.parts import TokenFileParts, find_parts, part_files
 from llm.errors import DataError
 
@@ -67,7 +67,7 @@ def open_token_file(path: Path) -> AnyTokenFile:
     """
     prefix, is_flat = locate(path)
     if is_flat:
-        return FlatTokenFile(beside(prefix, ".bin"))
+        return FlatTokenFile(add_suffix(prefix, ".bin"))
     parts = find_parts(prefix)
     return TokenFileParts(prefix, parts) if parts else TokenFile(prefix)
 
@@ -87,16 +87,16 @@ def locate(path: Path) -> tuple[Path, bool]:
     """
     path = Path(path)
     # Path.exists would raise an OSError for a name that is too long.
-    if os.path.exists(beside(path, ".idx")) or part_files(path):
+    if os.path.exists(add_suffix(path, ".idx")) or part_files(path):
         return path, False
     prefix = path
     if path.suffix in (".bin", ".idx"):
         prefix = path.with_suffix("")
-        if os.path.exists(beside(prefix, ".idx")):
+        if os.path.exists(add_suffix(prefix, ".idx")):
             return prefix, False
         if path.suffix == ".bin" and os.path.exists(path):
             return prefix, True
-    if os.path.exists(beside(prefix, ".bin")):
+    if os.path.exists(add_suffix(prefix, ".bin")):
         raise DataError(
             f"The token file {prefix}.bin has no index {prefix}.idx; if it is a flat "
             f"file of uint16 ids, as nanoGPT writes them, name it with its suffix: {prefix}.bin."

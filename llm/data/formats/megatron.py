@@ -54,7 +54,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
-def beside(prefix: Path, suffix: str) -> Path:
+def add_suffix(prefix: Path, suffix: str) -> Path:
     """Return the path PREFIX + suffix."""
     # Path.with_suffix would cut ".2" off "text-v1.2".
     return Path(f"{prefix}{suffix}")
@@ -62,7 +62,7 @@ def beside(prefix: Path, suffix: str) -> Path:
 
 def read_row_bytes(prefix: Path) -> NDArray[np.uint32]:
     """Map the UTF-8 bytes of each text [num_sequences] of token files in the cache of a run."""
-    return np.memmap(beside(prefix, ".bytes"), ROW_BYTES, mode="r")
+    return np.memmap(add_suffix(prefix, ".bytes"), ROW_BYTES, mode="r")
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:
@@ -170,8 +170,8 @@ class TokenFile:
 
     def __init__(self, prefix: Path, *, check_tables: bool = True) -> None:
         self.prefix = Path(prefix)
-        dtype = self._map_index(map_file(beside(self.prefix, ".idx")))
-        data = map_file(beside(self.prefix, ".bin"))
+        dtype = self._map_index(map_file(add_suffix(self.prefix, ".idx")))
+        data = map_file(add_suffix(self.prefix, ".bin"))
         if data.size % dtype.itemsize:
             raise self._broken(
                 f"is {data.size} bytes long, which cuts a {dtype.name} in two", suffix=".bin"

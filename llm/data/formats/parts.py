@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llm.data.formats.megatron import TokenFile, beside
+from llm.data.formats.megatron import TokenFile, add_suffix
 from llm.errors import DataError
 from llm.runtime.process_settings import raise_file_limit
 
@@ -22,7 +22,7 @@ _CHECKED = 64  # parts with tables that opening checks, at equal distances
 
 def part_prefix(prefix: Path, number: int, count: int) -> Path:
     """Return the path without suffix of a part, counted from 0."""
-    return beside(prefix, f"-{number:05d}-of-{count:05d}")
+    return add_suffix(prefix, f"-{number:05d}-of-{count:05d}")
 
 
 def part_files(prefix: Path) -> list[Path]:
@@ -52,7 +52,7 @@ def find_parts(prefix: Path) -> list[Path]:
             f"-of-{counts[1]}; keep one set, and move the other away."
         )
     prefixes = [part_prefix(prefix, number, int(counts[0])) for number in range(int(counts[0]))]
-    wanted = [beside(part, suffix) for part in prefixes for suffix in (".bin", ".idx")]
+    wanted = [add_suffix(part, suffix) for part in prefixes for suffix in (".bin", ".idx")]
     found = set(files)
     if missing := [path for path in wanted if path not in found]:
         raise DataError(
@@ -62,7 +62,7 @@ def find_parts(prefix: Path) -> list[Path]:
     if excess := sorted(found.difference(wanted)):
         raise DataError(f"The token file {excess[0]} has a number beyond its count; move it away.")
     for suffix in (".bin", ".idx"):
-        if os.path.exists(whole := beside(prefix, suffix)):
+        if os.path.exists(whole := add_suffix(prefix, suffix)):
             raise DataError(
                 f"There are a whole token file {whole} and parts of it, {files[0]}; move one of "
                 "them away."

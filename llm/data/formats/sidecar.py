@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from llm.data.formats.flat import AnyTokenFile, FlatTokenFile, locate, open_token_file
-from llm.data.formats.megatron import TokenFile, beside
+from llm.data.formats.megatron import TokenFile, add_suffix
 from llm.data.formats.parts import TokenFileParts, part_prefix
 from llm.errors import DataError
 from llm.runtime.files import write_whole
@@ -80,7 +80,7 @@ def write_sidecar(prefix: Path, sidecar: Sidecar) -> None:
     Raises:
         DataError: The file system refuses it.
     """
-    path = beside(prefix, ".json")
+    path = add_suffix(prefix, ".json")
     text = json.dumps(dataclasses.asdict(sidecar), indent=1, ensure_ascii=True) + "\n"
     try:
         write_whole(path, text)
@@ -97,7 +97,7 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
     Raises:
         DataError: It cannot be read, or is not a sidecar.
     """
-    path = beside(prefix, ".json")
+    path = add_suffix(prefix, ".json")
     if not os.path.exists(path):
         return None
 
@@ -246,12 +246,12 @@ def damage(prefix: Path, *, nanogpt: bool = False, row_bytes: bool = False) -> l
         sidecar = read_sidecar(prefix)
         file: AnyTokenFile
         if nanogpt:
-            file = FlatTokenFile(beside(prefix, ".bin"))
+            file = FlatTokenFile(add_suffix(prefix, ".bin"))
         elif sidecar is not None and sidecar.part_tokens:
             file, _ = open_described(prefix)
         else:
             file = TokenFile(prefix)
-        sizes = beside(prefix, ".bytes").stat().st_size if row_bytes else None
+        sizes = add_suffix(prefix, ".bytes").stat().st_size if row_bytes else None
     except (DataError, FileNotFoundError) as error:
         return [str(error)]
     if sidecar is None:
@@ -299,10 +299,10 @@ def verify(path: Path) -> list[str]:
     if isinstance(token_file, TokenFileParts):
         parts = token_file.parts
     for part in parts:
-        index = beside(part.prefix, ".idx")
+        index = add_suffix(part.prefix, ".idx")
         faults += [f"{index} {fault}." for fault in part.index_faults(sample=False)]
     if token_file.num_tokens == 0:
-        faults.append(f"{beside(prefix, '.bin')} is empty: it contains no tokens.")
+        faults.append(f"{add_suffix(prefix, '.bin')} is empty: it contains no tokens.")
     if sidecar is not None:
         faults += _disagreements(token_file, sidecar)
     return faults
@@ -310,10 +310,10 @@ def verify(path: Path) -> list[str]:
 
 def _changed_bytes(prefix: Path, sidecar: Sidecar) -> list[str]:
     faults: list[str] = []
-    files = {kind: beside(prefix, f".{kind}") for kind in ("bin", "idx")}
+    files = {kind: add_suffix(prefix, f".{kind}") for kind in ("bin", "idx")}
     if count := len(sidecar.part_tokens):
         files = {
-            f"{number:05d}.{kind}": beside(part_prefix(prefix, number, count), f".{kind}")
+            f"{number:05d}.{kind}": add_suffix(part_prefix(prefix, number, count), f".{kind}")
             for number in range(count)
             for kind in ("bin", "idx")
         }
@@ -343,7 +343,7 @@ def _changed_bytes(prefix: Path, sidecar: Sidecar) -> list[str]:
 
 def _disagreements(token_file: AnyTokenFile, sidecar: Sidecar) -> list[str]:
     """Compare a sidecar with the contents of the files; reads all tokens."""
-    path = beside(token_file.prefix, ".bin")
+    path = add_suffix(token_file.prefix, ".bin")
     smallest, largest = _id_range(token_file)
     faults = []
     if smallest < 0:

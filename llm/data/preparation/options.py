@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from llm.config.options import lacking, option, option_group
+from llm.config.options import missing_requirements, option, option_group
 from llm.errors import ConfigError
 
 TOKENIZER = "Tokenizer"
@@ -181,6 +181,6 @@ def check(config: PrepareConfig) -> None:
         problems.append(
             "--executor dask goes without --workers and --rank: the cluster has its own workers."
         )
-    problems += lacking(config)
+    problems += missing_requirements(config)
     if problems:
         raise ConfigError(" ".join(problems))

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from llm.data.formats.megatron import TokenFile, beside, write_index
+from llm.data.formats.megatron import TokenFile, add_suffix, write_index
 from llm.data.formats.parts import part_files, part_prefix
 from llm.data.formats.sidecar import Sidecar, checksums, read_sidecar, verify, write_sidecar
 from llm.data.order import permute
@@ -59,7 +59,7 @@ class Output:
     @property
     def folder(self) -> Path:
         """The folder of the shards."""
-        return beside(self.prefix, ".parts")
+        return add_suffix(self.prefix, ".parts")
 
     @property
     def names(self) -> list[Path]:
@@ -76,7 +76,7 @@ class Output:
 
     def existing(self, prefix: Path) -> list[Path]:
         """Return the files with one of `names` that exist, also as parts."""
-        paths = [beside(prefix, suffix) for suffix in self.suffixes]
+        paths = [add_suffix(prefix, suffix) for suffix in self.suffixes]
         parts = [] if self.nanogpt else part_files(prefix)
         # os.path.exists is false, too, for a name that is too long.
         return [*filter(os.path.exists, paths), *parts]
@@ -151,14 +151,14 @@ def assemble_output(
         return
     write_sidecar(whole, replace(sidecar, checksums=_pair_checksums(whole)))
     if output.row_bytes:
-        with open(beside(whole, ".bytes"), "wb") as file:
+        with open(add_suffix(whole, ".bytes"), "wb") as file:
             for block in each_row_bytes(stems, _BLOCK):
                 file.write(np.ascontiguousarray(block).data)
             sync(file)
 
 
 def _pair_checksums(prefix: Path) -> dict[str, list[str]]:
-    return {kind: checksums(beside(prefix, f".{kind}")) for kind in ("bin", "idx")}
+    return {kind: checksums(add_suffix(prefix, f".{kind}")) for kind in ("bin", "idx")}
 
 
 def join_parts(parts: Sequence[Path], output: Output) -> None:
@@ -191,7 +191,7 @@ def assemble(stems: Sequence[Path], prefix: Path, *, dtype: np.dtype[Any]) -> No
     for file in _opened(stems):
         num_sequences += file.num_sequences
         num_documents += file.num_documents
-    _join(stems, beside(prefix, ".bin"))
+    _join(stems, add_suffix(prefix, ".bin"))
 
     def document_table() -> Iterator[NDArray[Any]]:
         yield np.zeros(1, "<i8")
@@ -201,7 +201,7 @@ def assemble(stems: Sequence[Path], prefix: Path, *, dtype: np.dtype[Any]) -> No
                 yield sequences + file.documents[first : first + _BLOCK]
             sequences += file.num_sequences
 
-    with open(beside(prefix, ".idx"), "wb") as idx:
+    with open(add_suffix(prefix, ".idx"), "wb") as idx:
         write_index(
             idx,
             dtype,
@@ -233,7 +233,7 @@ def assemble_shuffled(
     Memory grows by 12 bytes per document, and the disk temporarily holds all ids twice.
     """
     # One file, because there may be more shards than a process can have open files.
-    joined = beside(prefix, ".joined")
+    joined = add_suffix(prefix, ".joined")
     _join(stems, joined)
     ids = read_array(joined, ".joined", dtype)
     lengths = np.concatenate([np.empty(0, "<i4"), *(np.array(f.lengths) for f in _opened(stems))])
@@ -245,13 +245,13 @@ def assemble_shuffled(
             index = np.arange(first, min(first + _SHUFFLED_DOCUMENTS, count))
             yield permute(index, size=count, key=seed)
 
-    with open(beside(prefix, ".bin"), "wb") as target:
+    with open(add_suffix(prefix, ".bin"), "wb") as target:
         for documents in order():
             ends = starts[documents] + lengths[documents]
             texts = [ids[i:j] for i, j in zip(starts[documents], ends, strict=True)]
             target.write(np.concatenate(texts).tobytes())
         sync(target)
-    with open(beside(prefix, ".idx"), "wb") as idx:
+    with open(add_suffix(prefix, ".idx"), "wb") as idx:
         write_index(
             idx,
             dtype,
@@ -268,7 +268,7 @@ def _join(stems: Iterable[Path], path: Path) -> None:
     """Write the ids of all shards to one file, and sync it."""
     with open(path, "wb") as target:
         for stem in stems:
-            with open(beside(stem, ".bin"), "rb") as shard:
+            with open(add_suffix(stem, ".bin"), "rb") as shard:
                 _append(shard, target)
         sync(target)
 
@@ -348,7 +348,7 @@ def check_replaceable(output: Output, inputs: Iterable[Path]) -> None:
             raise DataError(
                 f"{prefix}.json would be replaced, and it describes no token file; {remedy}"
             ) from error
-        index = beside(prefix, ".idx")
+        index = add_suffix(prefix, ".idx")
         if output.nanogpt and index.exists():
             raise DataError(
                 f"{index} belongs to token files of another format, which {prefix}.bin would "
@@ -368,11 +368,11 @@ def former_validation(output: Output) -> list[Path]:
     if not output.nanogpt or output.validation_percentage:
         return []
     prefix = output.prefix / "val"
-    found = [path for suffix in output.suffixes if (path := beside(prefix, suffix)).exists()]
+    found = [path for suffix in output.suffixes if (path := add_suffix(prefix, suffix)).exists()]
     if not found:
         return []
     fault = f"{found[-1]} exists, and --validation_split_percentage 0 writes no validation text"
-    if len(found) < 2 or verify(beside(prefix, ".bin")):
+    if len(found) < 2 or verify(add_suffix(prefix, ".bin")):
         raise DataError(
             f"{fault}. The file is not removed, since no val.json shows that this program wrote "
             f"it; move it away, or choose another {output.option}."
@@ -396,11 +396,11 @@ def publish(output: Output) -> None:
         made = output.folder / (f"out.{prefix.name}" if output.nanogpt else "out")
         # Remove the old .bin first, so that a mixture of old and new files never looks complete.
         for suffix in reversed(output.suffixes):
-            beside(prefix, suffix).unlink(missing_ok=True)
+            add_suffix(prefix, suffix).unlink(missing_ok=True)
         if output.row_bytes:
-            beside(made, ".bytes").replace(beside(prefix, ".bytes"))
+            add_suffix(made, ".bytes").replace(add_suffix(prefix, ".bytes"))
         for suffix in output.suffixes:
-            beside(made, suffix).replace(beside(prefix, suffix))
+            add_suffix(made, suffix).replace(add_suffix(prefix, suffix))
         sync_folder(prefix.parent)  # the renames survive a power cut
     for path in parts:  # which are joined now, or belong to another text
         path.unlink()
@@ -422,11 +422,11 @@ def publish_parts(stems: Sequence[Path], stats: Sequence[ShardStats], output: Ou
     """
     for path in output.existing(output.prefix):
         path.unlink()
-    beside(output.folder / "out", ".json").replace(beside(output.prefix, ".json"))
+    add_suffix(output.folder / "out", ".json").replace(add_suffix(output.prefix, ".json"))
     kept = [stem for stem, shard in zip(stems, stats, strict=True) if shard.tokens]
     for number, stem in enumerate(kept):
         for suffix in (".bin", ".idx"):
-            path = beside(part_prefix(output.prefix, number, len(kept)), suffix)
+            path = add_suffix(part_prefix(output.prefix, number, len(kept)), suffix)
             try:
                 os.link(stem.with_suffix(suffix), path)
             except OSError:  # a file system without links

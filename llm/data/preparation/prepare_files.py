@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from llm.data.formats.megatron import beside
+from llm.data.formats.megatron import add_suffix
 from llm.data.formats.parts import find_parts
 from llm.data.formats.sidecar import damage, read_sidecar
 from llm.data.preparation.encoder import Encoding
@@ -200,7 +200,7 @@ class _Work:
                     f"{share} {'names the parts' if self.output.parts else 'joins the shards'}"
                 )
                 self._join(claim=claim)
-                beside(self._folder, ".lock").unlink(missing_ok=True)
+                add_suffix(self._folder, ".lock").unlink(missing_ok=True)
                 return
         except BaseException:
             self._log_kept()
@@ -375,7 +375,7 @@ def _locked(output: Output, *, shared: bool = False) -> Iterator[None]:
     """Make the folder of the shards, and hold its lock, which ranks share."""
     folder = output.folder
     # Next to the folder: any file system can then remove the folder while it is locked.
-    lock = beside(folder, ".lock")
+    lock = add_suffix(folder, ".lock")
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         try:

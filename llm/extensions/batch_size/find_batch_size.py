@@ -87,7 +87,7 @@ def _fits(size: int, config: CoreConfig, setup: TrainSetup, strategy: Accelerate
         ),
         rank=strategy.data_rank,
         device=strategy.device,
-        ends=setup.ends,
+        document_boundaries=setup.document_boundaries,
     )
     try:
         with closing(loader.steps(0)) as batches:

@@ -46,8 +46,8 @@ class FlagReducer:
         Returns:
             The same on all ranks; all False at calls without the end of an exchange.
         """
-        own = torch.tensor([float(flag) for flag in flags])
-        self._next = own if self._next is None else torch.maximum(self._next, own)
+        local = torch.tensor([float(flag) for flag in flags])
+        self._next = local if self._next is None else torch.maximum(self._next, local)
         self.settle()
         if self._incoming is not None and self._known is not None:
             self._known = torch.maximum(self._known, self._incoming)

@@ -12,7 +12,7 @@ from llm.extensions.kfac.distribution import Exchange, assign
 from llm.extensions.kfac.factors import Factor, UpdateTimes, record_layers
 from llm.extensions.kfac.layers import Coverage, Layer
 from llm.extensions.matrix_optim.eigenbases import Solution, eigenbasis, power_iteration
-from llm.extensions.matrix_optim.whole import FactorRanks
+from llm.extensions.matrix_optim.matrix_owners import FactorRanks
 from llm.runtime.float32 import full_float32
 
 Method = Literal["ekfac", "eigen"]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llm.extensions.kfac.factors import Factor
-from llm.extensions.matrix_optim.whole import FactorRanks
+from llm.extensions.matrix_optim.matrix_owners import FactorRanks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,14 @@ from llm.extensions.kfac.layers import Layer
 from llm.extensions.kfac.units import CoveredUnits, joint_bases
 from llm.extensions.matrix_optim.eigenbases import Blocks, rotate, rotate_back
 from llm.extensions.matrix_optim.fused import joint_state, matrix_state
-from llm.extensions.matrix_optim.soap import SOAP
-from llm.extensions.matrix_optim.whole import (
+from llm.extensions.matrix_optim.matrix_owners import (
     MatrixOptimizer,
-    WholeMatrices,
+    MatrixOwners,
     groups_of,
     lay_together,
     stacked_state,
 )
+from llm.extensions.matrix_optim.soap import SOAP
 from llm.optim.optimizers import adamw_state, adamw_step, nesterov_step
 
 NOISE = 3e-6
@@ -61,7 +61,7 @@ class EKFAC(MatrixOptimizer):
         others: Creates SOAP for the parameters outside of covered layers, which are only in its
             groups; by default AdamW trains them. Called when the covered layers have owners, so
             that ranks with fewer of them get more of SOAP's matrices.
-        whole: As for `CoveredUnits`.
+        matrix_owners: As for `CoveredUnits`.
 
     Attributes:
         units: The weights of covered layers, and weights with a SOAP basis.
@@ -78,13 +78,13 @@ class EKFAC(MatrixOptimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
         others: Callable[[], SOAP] | None = None,
-        whole: WholeMatrices | None = None,
+        matrix_owners: MatrixOwners | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(groups, defaults)
         self.curvature = curvature
         self._nesterov = nesterov
-        self._covered = CoveredUnits(curvature, whole)
+        self._covered = CoveredUnits(curvature, matrix_owners)
         self.units = list(self._covered.layers)
         self._unit_of = {
             layer: unit for unit, layers in self._covered.layers.items() for layer in layers

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from llm.errors import ConfigError
 from llm.extensions.matrix_optim.fused import Fusion
-from llm.extensions.matrix_optim.whole import gradients_of
+from llm.extensions.matrix_optim.matrix_owners import gradients_of
 from llm.optim.groups import output_head
 
 

@@ -21,9 +21,9 @@ from llm.extensions.kfac.layers import Coverage, find_layers
 from llm.extensions.kfac.preconditioner import Preconditioner
 from llm.extensions.matrix_optim.fused import fused_weights
 from llm.extensions.matrix_optim.matrices import ShardedMatrices
+from llm.extensions.matrix_optim.matrix_owners import MatrixOwners
 from llm.extensions.matrix_optim.matrix_recipe import FP32, MatrixRunOptimizer
 from llm.extensions.matrix_optim.soap import basis_order, make_soap
-from llm.extensions.matrix_optim.whole import WholeMatrices
 from llm.optim.groups import parameter_groups, split_groups
 from llm.optim.optimizers import adamw_settings, make_adamw
 from llm.optim.run_optimizer import Recipe, StateMemory
@@ -50,7 +50,7 @@ class KFAC(MatrixRunOptimizer):
         preconditioner: Changes the gradient before the optimizer's step; None with EKFAC, which is
             the optimizer.
         settings: The method and its intervals, in a line for the log.
-        whole: Owners of the matrices; None if every rank has whole weights.
+        matrix_owners: Owners of the matrices; None if every rank has whole weights.
         with_ends: Whether embeddings and output head have bases too.
     """
 
@@ -62,10 +62,10 @@ class KFAC(MatrixRunOptimizer):
         recorder: Curvature | ExternalPreconditioner,
         preconditioner: Preconditioner | ExternalPreconditioner | None,
         settings: str,
-        whole: WholeMatrices | None,
+        matrix_owners: MatrixOwners | None,
         with_ends: bool,
     ) -> None:
-        super().__init__(optimizer, model, whole or WholeMatrices(), with_ends=with_ends)
+        super().__init__(optimizer, model, matrix_owners or MatrixOwners(), with_ends=with_ends)
         self.recorder = recorder
         self.preconditioner = preconditioner
         self._settings = settings
@@ -143,7 +143,7 @@ class KFACRecipe(Recipe):
             self._options,
             model,
             coverage=self._coverage,
-            whole=None if mesh is None else ShardedMatrices(mesh),
+            matrix_owners=None if mesh is None else ShardedMatrices(mesh),
             order=self._order,
         )
 
@@ -168,7 +168,7 @@ def make_kfac(
     model: nn.Module,
     *,
     coverage: Coverage | None = None,
-    whole: WholeMatrices | None = None,
+    matrix_owners: MatrixOwners | None = None,
     order: Sequence[str] | None = None,
 ) -> KFAC:
     """Make K-FAC and its optimizer; process groups must exist.
@@ -177,7 +177,7 @@ def make_kfac(
         options: K-FAC's and AdamW's.
         model: The model to train.
         coverage: Coverage of the model before it was divided over ranks; None for a whole model.
-        whole: Owners of matrices if weights are sharded; None if they are whole.
+        matrix_owners: Owners of matrices if weights are sharded; None if they are whole.
         order: For SOAP with ekfac, as for `make_soap`.
 
     Raises:
@@ -189,7 +189,7 @@ def make_kfac(
         KFAC,
         model=model,
         settings=_describe_method(options, settings),
-        whole=whole,
+        matrix_owners=matrix_owners,
         with_ends=options.optimizer == "soap",
     )
     damping, kl_clip = options.kfac_damping or DAMPING, options.kfac_kl_clip or KL_CLIP
@@ -205,11 +205,11 @@ def make_kfac(
         method=method,
         max_dim=max_dim(options, model),
         spread=not options.torch_compile,  # else all factors are due at the same steps
-        ranks=None if whole is None else whole.factor_ranks,
+        ranks=None if matrix_owners is None else matrix_owners.factor_ranks,
         **settings,
     )
     if method == "ekfac":
-        ekfac = _make_ekfac(options, model, curvature, whole=whole, order=order)
+        ekfac = _make_ekfac(options, model, curvature, matrix_owners=matrix_owners, order=order)
         return made(ekfac, recorder=curvature, preconditioner=None)
     adamw = make_adamw(options, model)
     preconditioner = Preconditioner(
@@ -217,7 +217,7 @@ def make_kfac(
         _parameters(adamw.param_groups),
         damping=damping,
         kl_clip=kl_clip,
-        whole=whole,
+        matrix_owners=matrix_owners,
     )
     return made(adamw, recorder=curvature, preconditioner=preconditioner)
 
@@ -227,21 +227,23 @@ def _make_ekfac(
     model: nn.Module,
     curvature: Curvature,
     *,
-    whole: WholeMatrices | None,
+    matrix_owners: MatrixOwners | None,
     order: Sequence[str] | None,
 ) -> EKFAC:
     """Make EKFAC for the covered layers, and AdamW or SOAP for the rest."""
     groups, others = parameter_groups(options, model), None
     covered = {p for layer in curvature.layers for p in layer.parameters}
     if options.optimizer == "soap" and not covered.issuperset(_parameters(groups)):
-        others = partial(make_soap, options, model, whole=whole, order=order, without=covered)
+        others = partial(
+            make_soap, options, model, matrix_owners=matrix_owners, order=order, without=covered
+        )
         groups = split_groups(groups, covered, {}, None)
     return EKFAC(
         groups,
         curvature,
         nesterov=options.nesterov,
         others=others,
-        whole=whole,
+        matrix_owners=matrix_owners,
         **adamw_settings(options),
     )
 

@@ -11,7 +11,7 @@ from llm.extensions.kfac.curvature import Curvature
 from llm.extensions.kfac.layers import Layer
 from llm.extensions.kfac.units import CoveredUnits, joint_bases, joint_values
 from llm.extensions.matrix_optim.eigenbases import rotate, rotate_back
-from llm.extensions.matrix_optim.whole import WholeMatrices
+from llm.extensions.matrix_optim.matrix_owners import MatrixOwners
 
 
 class Preconditioner:
@@ -29,7 +29,7 @@ class Preconditioner:
         damping: Relative damping.
         kl_clip: Bound on the squared length of the whole update in the metric of the curvature;
             None: no bound.
-        whole: As for `CoveredUnits`.
+        matrix_owners: As for `CoveredUnits`.
 
     Attributes:
         curvature: The factors.
@@ -43,10 +43,10 @@ class Preconditioner:
         *,
         damping: float = 0.001,
         kl_clip: float | None = 0.001,
-        whole: WholeMatrices | None = None,
+        matrix_owners: MatrixOwners | None = None,
     ) -> None:
         self.curvature = curvature
-        self._covered = CoveredUnits(curvature, whole)
+        self._covered = CoveredUnits(curvature, matrix_owners)
         self._covered.lay_bases_together()
         self._parameters = list(parameters)
         self._damping = damping

@@ -8,10 +8,10 @@ from torch import Tensor
 from llm.extensions.kfac.curvature import Curvature
 from llm.extensions.kfac.factors import Factor
 from llm.extensions.kfac.layers import Layer
-from llm.extensions.matrix_optim.whole import (
+from llm.extensions.matrix_optim.matrix_owners import (
+    MatrixOwners,
     Unit,
     Updates,
-    WholeMatrices,
     batches,
     gradients_of,
     stacked,
@@ -27,16 +27,16 @@ class CoveredUnits:
 
     Args:
         curvature: The covered layers' factors.
-        whole: Sends gradients to the ranks that keep a layer's bases, and updates back, if weights
-            are sharded. None if every rank holds whole weights.
+        matrix_owners: Sends gradients to the ranks that keep a layer's bases, and updates back, if
+            weights are sharded. None if every rank holds whole weights.
 
     Attributes:
         layers: The layers of each unit.
     """
 
-    def __init__(self, curvature: Curvature, whole: WholeMatrices | None = None) -> None:
+    def __init__(self, curvature: Curvature, matrix_owners: MatrixOwners | None = None) -> None:
         self._curvature = curvature
-        self._whole = whole or WholeMatrices()
+        self._matrix_owners = matrix_owners or MatrixOwners()
         by_weight: dict[Tensor, list[Layer]] = {}
         for layer in curvature.layers:
             by_weight.setdefault(layer.weight, []).append(layer)
@@ -53,7 +53,7 @@ class CoveredUnits:
                 kind=layers[0].name if layers[0].is_stack else None,
             )
             self.layers[unit] = layers
-        self._whole.assign(list(self.layers))
+        self._matrix_owners.assign(list(self.layers))
 
     def works_on(self, unit: Unit) -> bool:
         """Return whether this rank keeps the bases of a unit and computes its update."""
@@ -93,7 +93,7 @@ class CoveredUnits:
             }
             return _as_stored(units[0], matrices)
 
-        yield from self._whole.updates(list(self.layers), compute)
+        yield from self._matrix_owners.updates(list(self.layers), compute)
 
     def inner_product(self, updates: Mapping[Unit, Sequence[Tensor]]) -> Tensor:
         """Return the sum over all units and ranks of the products of updates and gradients.
@@ -106,13 +106,13 @@ class CoveredUnits:
             for unit, its in updates.items()
             for update, gradient in zip(its, gradients_of(unit.parameters) or (), strict=True)
         ]
-        return self._whole.total(torch.stack(products).sum())
+        return self._matrix_owners.sum_over_ranks(torch.stack(products).sum())
 
     def all_finite(self, parameters: Iterable[Tensor]) -> Tensor:
         """Return 1.0 if the gradients of parameters are finite on all ranks, else 0.0."""
-        local = map(self._whole.local, parameters)
+        local = map(self._matrix_owners.local, parameters)
         norm = torch.nn.utils.get_total_norm([p.grad for p in local if p.grad is not None])
-        return torch.isfinite(self._whole.total(norm)).float()
+        return torch.isfinite(self._matrix_owners.sum_over_ranks(norm)).float()
 
 
 def joint_bases(factors: Sequence[Factor]) -> list[Tensor]:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from llm.extensions.matrix_optim.whole import (
+from llm.extensions.matrix_optim.matrix_owners import (
     Compute,
     FactorRanks,
+    MatrixOwners,
     Unit,
     Updates,
-    WholeMatrices,
     batches,
     gradients_of,
     num_elements,
@@ -36,7 +36,7 @@ _AXES = ("tensor", "shard")
 """In the order of dividing a weight: FSDP shards the result of tensor parallelism."""
 
 
-class ShardedMatrices(WholeMatrices):
+class ShardedMatrices(MatrixOwners):
     """One of the ranks with a unit's shards updates it; replicas do the same.
 
     Args:
@@ -94,13 +94,13 @@ class ShardedMatrices(WholeMatrices):
         """Return this rank's shard of a parameter of the model."""
         return self._locals.get(parameter, parameter)
 
-    def sum(self, values: Tensor) -> Tensor:
+    def sum_over_shards(self, values: Tensor) -> Tensor:
         """Return the sum of values over the ranks that share the units of a stage."""
         return _all_reduced(values, self._group)
 
-    def total(self, values: Tensor) -> Tensor:
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Return the sum of values over all ranks that hold different parameters or shards."""
-        return _all_reduced(self.sum(values), self._pipeline)
+        return _all_reduced(self.sum_over_shards(values), self._pipeline)
 
     def updates(
         self, units: Sequence[Unit], compute: Compute, *, dtype: torch.dtype = torch.float32
@@ -139,15 +139,15 @@ class ShardedMatrices(WholeMatrices):
         for unit in bucket:
             assert unit.owner is not None
             sent[unit.owner] += gradients_of(unit.parameters) or ()
-        own = [unit for unit in bucket if self.owns(unit)]
-        pieces = [self._shapes(own, rank) for rank in range(self.size)]
+        local = [unit for unit in bucket if self.owns(unit)]
+        pieces = [self._shapes(local, rank) for rank in range(self.size)]
         device, dtype = bucket[0].weight.device, bucket[0].weight.dtype
         arrival = self._all_to_all(sent, pieces, dtype, bucket[0].weight)
 
         def finish() -> dict[Unit, list[Tensor]]:
             whole = {
                 unit: [torch.empty(shape, dtype=dtype, device=device) for shape in unit.shapes]
-                for unit in own
+                for unit in local
             }
             pieces = [piece for rank in range(self.size) for piece in self._pieces(whole, rank)]
             values = [value for its in arrival() for value in its]
@@ -162,8 +162,8 @@ class ShardedMatrices(WholeMatrices):
     ) -> Callable[[], Updates]:
         """Send shards of updates from their owners; return a function that waits for them."""
         # They were computed in another order, and shapes do not tell two of them apart.
-        own = {unit: updates[unit] for unit in bucket if unit in updates}
-        sent = [self._pieces(own, rank) for rank in range(self.size)]
+        local = {unit: updates[unit] for unit in bucket if unit in updates}
+        sent = [self._pieces(local, rank) for rank in range(self.size)]
         by_owner = [[unit for unit in bucket if unit.owner == rank] for rank in range(self.size)]
         pieces = [self._shapes(units, self.rank) for units in by_owner]
         arrival = self._all_to_all(sent, pieces, dtype, bucket[0].weight)

@@ -8,10 +8,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from llm.checkpoint.format import OPTIMIZER_TENSORS
 from llm.extensions.matrix_optim.matrices import BUCKET, ShardedMatrices
+from llm.extensions.matrix_optim.matrix_owners import MatrixOwners, units_of
 from llm.extensions.matrix_optim.matrix_settings import MatrixSettings
 from llm.extensions.matrix_optim.muon import make_muon
 from llm.extensions.matrix_optim.soap import basis_order, make_soap
-from llm.extensions.matrix_optim.whole import WholeMatrices, units_of
 from llm.optim.options import OptimizerOptions
 from llm.optim.run_optimizer import MatrixTraffic, Recipe, RunOptimizer
 
@@ -25,7 +25,7 @@ class MatrixRunOptimizer(RunOptimizer):
     Args:
         optimizer: Updates the weights.
         model: The model, or this rank's stages and shards of it.
-        whole: Owners of the matrices.
+        matrix_owners: Owners of the matrices.
         update_bytes: Bytes of an element of an update when it is sent.
         with_ends: Whether embeddings and output head are such matrices too.
     """
@@ -34,13 +34,13 @@ class MatrixRunOptimizer(RunOptimizer):
         self,
         optimizer: torch.optim.Optimizer,
         model: nn.Module,
-        whole: WholeMatrices,
+        matrix_owners: MatrixOwners,
         *,
         update_bytes: int = FP32,
         with_ends: bool = False,
     ) -> None:
         super().__init__(optimizer)
-        self._whole = whole
+        self._matrix_owners = matrix_owners
         self._traffic = MatrixTraffic(
             bytes_per_element=FP32 + update_bytes, with_ends=with_ends, bucket=BUCKET
         )
@@ -53,7 +53,7 @@ class MatrixRunOptimizer(RunOptimizer):
 
     def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
         """Replace the parameters of all matrices by this rank's shards."""
-        self._whole.localize(local_of)
+        self._matrix_owners.localize(local_of)
 
     def owner_of(self, path: str) -> int | None:
         """Return the rank that keeps the whole state of a matrix; None elsewhere."""
@@ -64,9 +64,9 @@ class MatrixRunOptimizer(RunOptimizer):
         return self._traffic
 
 
-def matrices_on(mesh: DeviceMesh | None) -> WholeMatrices:
+def matrices_on(mesh: DeviceMesh | None) -> MatrixOwners:
     """Return what gives matrices their owners: on a mesh one rank each, else every rank all."""
-    return WholeMatrices() if mesh is None else ShardedMatrices(mesh)
+    return MatrixOwners() if mesh is None else ShardedMatrices(mesh)
 
 
 class MuonRecipe(Recipe):
@@ -85,9 +85,9 @@ class MuonRecipe(Recipe):
         Raises:
             ConfigError: The model has no matrix for it.
         """
-        whole = matrices_on(mesh)
-        muon = make_muon(self._options, model, whole)
-        return MatrixRunOptimizer(muon, model, whole, update_bytes=BF16)
+        matrix_owners = matrices_on(mesh)
+        muon = make_muon(self._options, model, matrix_owners)
+        return MatrixRunOptimizer(muon, model, matrix_owners, update_bytes=BF16)
 
 
 class SOAPRecipe(Recipe):
@@ -107,6 +107,6 @@ class SOAPRecipe(Recipe):
 
     def make(self, model: nn.Module, mesh: DeviceMesh | None) -> RunOptimizer:
         """Return SOAP for the weights that this rank has."""
-        whole = matrices_on(mesh)
-        soap = make_soap(self._options, model, whole=whole, order=self._order)
-        return MatrixRunOptimizer(soap, model, whole, with_ends=True)
+        matrix_owners = matrices_on(mesh)
+        soap = make_soap(self._options, model, matrix_owners=matrix_owners, order=self._order)
+        return MatrixRunOptimizer(soap, model, matrix_owners, with_ends=True)

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from llm.errors import ConfigError
 from llm.extensions.matrix_optim.fused import Fusion, fused_weights, fusion_of
-from llm.extensions.matrix_optim.whole import (
+from llm.extensions.matrix_optim.matrix_owners import (
     MatrixOptimizer,
+    MatrixOwners,
     Unit,
-    WholeMatrices,
     batch_cost,
     batches,
     groups_of,
@@ -39,7 +39,7 @@ class MuonAndAdamW(MatrixOptimizer):
         betas: Decay of AdamW's first and second moments.
         eps: Added to the root of AdamW's second moment.
         fusions: How fused weights divide into matrices.
-        whole: Owners of matrices; by default every rank computes all updates.
+        matrix_owners: Owners of matrices; by default every rank computes all updates.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class MuonAndAdamW(MatrixOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         fusions: Mapping[nn.Parameter, Fusion] | None = None,
-        whole: WholeMatrices | None = None,
+        matrix_owners: MatrixOwners | None = None,
     ) -> None:
         split = split_groups(groups, set(matrices), {"is_muon": True}, {"is_muon": False})
         super().__init__(split, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps})
@@ -68,16 +68,16 @@ class MuonAndAdamW(MatrixOptimizer):
             for p in group["params"]
             if group["is_muon"]
         ]
-        self._whole = whole or WholeMatrices()
-        self._whole.assign(self.units)
+        self._matrix_owners = matrix_owners or MatrixOwners()
+        self._matrix_owners.assign(self.units)
         # Created here instead of in the first step, so that a checkpoint can be loaded.
         for unit in self.units:
             p = unit.weight
             self.state[p] = {}
-            if self._whole.owns(unit):  # of the whole shape, even if the weight is sharded
+            if self._matrix_owners.owns(unit):  # of the whole shape, even if the weight is sharded
                 zeros = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
                 self.state[p]["momentum_buffer"] = zeros
-        self._lay_state_together(batches([u for u in self.units if self._whole.owns(u)]))
+        self._lay_state_together(batches([u for u in self.units if self._matrix_owners.owns(u)]))
         self._add_adamw_state()
 
     @torch.no_grad()
@@ -97,7 +97,7 @@ class MuonAndAdamW(MatrixOptimizer):
             length, *_ = _lengths(unit).values()
             return -float(groups[unit.weight]["lr"]) * length
 
-        for updates in self._whole.updates(self.units, compute, dtype=torch.bfloat16):
+        for updates in self._matrix_owners.updates(self.units, compute, dtype=torch.bfloat16):
             self._add_updates(updates, factor_of)
 
     def _directions(self, units: Sequence[Unit], gradients: Tensor, momentum: float) -> Tensor:
@@ -168,7 +168,7 @@ def orthogonalized(matrices: Tensor) -> Tensor:
 
 
 def make_muon(
-    options: OptimizerOptions, model: nn.Module, whole: WholeMatrices | None = None
+    options: OptimizerOptions, model: nn.Module, matrix_owners: MatrixOwners | None = None
 ) -> MuonAndAdamW:
     """Make Muon for the matrices inside a model.
 
@@ -190,6 +190,6 @@ def make_muon(
         inside,
         momentum=momentum,
         fusions=fused_weights(model),
-        whole=whole,
+        matrix_owners=matrix_owners,
         **adamw_settings(options),
     )

@@ -14,15 +14,15 @@ from llm.extensions.matrix_optim.fused import (
     joint_state,
     matrix_state,
 )
-from llm.extensions.matrix_optim.matrix_settings import MatrixSettings
-from llm.extensions.matrix_optim.whole import (
+from llm.extensions.matrix_optim.matrix_owners import (
     MatrixOptimizer,
+    MatrixOwners,
     Unit,
-    WholeMatrices,
     batches,
     groups_of,
     stacked_state,
 )
+from llm.extensions.matrix_optim.matrix_settings import MatrixSettings
 from llm.optim.groups import embeddings_and_head, parameter_groups, split_groups
 from llm.optim.optimizers import adamw_settings, adamw_state, bias_correction, kept_gradient
 
@@ -59,7 +59,7 @@ class SOAP(MatrixOptimizer):
         fusions: How fused weights divide into matrices.
         offsets: The step in the interval that updates each matrix's bases; by default spread over
             the interval.
-        whole: Owners of matrices; by default every rank computes all updates.
+        matrix_owners: Owners of matrices; by default every rank computes all updates.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class SOAP(MatrixOptimizer):
         update_steps: int = UPDATE_STEPS,
         fusions: Mapping[nn.Parameter, Fusion] | None = None,
         offsets: Sequence[int] | None = None,
-        whole: WholeMatrices | None = None,
+        matrix_owners: MatrixOwners | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
         super().__init__(groups, defaults | {"nesterov": nesterov})
         self._update_steps = update_steps
-        self._whole = whole or WholeMatrices()
+        self._matrix_owners = matrix_owners or MatrixOwners()
         self.units = []
         groups_and_numbers = enumerate(self.param_groups)
         number_of = {p: number for number, group in groups_and_numbers for p in group["params"]}
@@ -96,16 +96,16 @@ class SOAP(MatrixOptimizer):
                     kind=(number_of[p], *its),
                 )
             )
-        self._whole.assign(self.units)
+        self._matrix_owners.assign(self.units)
         names = [(unit, name) for unit in self.units for name in unit.fusion.sizes]
         offsets = spread_offsets(len(names), update_steps) if offsets is None else offsets
         self._offset_of = dict(zip(names, offsets, strict=True))
         # Created here instead of in the first step, so that a checkpoint can be loaded.
         for unit in self.units:
             p, shapes = unit.weight, unit.fusion.shapes(unit.shapes[0])
-            kept = shapes.items() if self._whole.owns(unit) else ()
+            kept = shapes.items() if self._matrix_owners.owns(unit) else ()
             self.state[p] = joint_state({k: _new_state(p, shape, sides[p]) for k, shape in kept})
-        self._lay_state_together(batches([u for u in self.units if self._whole.owns(u)]))
+        self._lay_state_together(batches([u for u in self.units if self._matrix_owners.owns(u)]))
         self._add_adamw_state()
 
     @torch.no_grad()
@@ -119,7 +119,9 @@ class SOAP(MatrixOptimizer):
         if not self.units:
             return
         # Only owners know this, and all ranks need it: weights decay from the first basis on.
-        keep = self._whole.sum(torch.stack([self._has_basis(unit) for unit in self.units]))
+        keep = self._matrix_owners.sum_over_shards(
+            torch.stack([self._has_basis(unit) for unit in self.units])
+        )
         if self.found_inf is not None:
             keep = keep * (1.0 - self.found_inf)
         groups = groups_of(self)
@@ -138,7 +140,7 @@ class SOAP(MatrixOptimizer):
             return [fusion.join(updates, fusion.dim + 1)]
 
         kept = self._kept_by_decay(keep)
-        for updates in self._whole.updates(self.units, compute):
+        for updates in self._matrix_owners.updates(self.units, compute):
             for unit, _ in updates:
                 unit.weight.mul_(kept[unit])
             if updates:
@@ -161,7 +163,7 @@ class SOAP(MatrixOptimizer):
 
     def _has_basis(self, unit: Unit) -> Tensor:
         """Return 1.0 if this rank owns a unit and its bases have begun, else 0.0."""
-        if not self._whole.owns(unit):
+        if not self._matrix_owners.owns(unit):
             return torch.zeros((), device=unit.weight.device)
         return matrix_state(self.state[unit.weight], next(iter(unit.fusion.sizes)))["has_basis"]
 
@@ -276,7 +278,7 @@ def make_soap(
     options: MatrixSettings,
     model: nn.Module,
     *,
-    whole: WholeMatrices | None = None,
+    matrix_owners: MatrixOwners | None = None,
     order: Sequence[str] | None = None,
     without: Collection[nn.Parameter] = (),
 ) -> SOAP:
@@ -285,7 +287,7 @@ def make_soap(
     Args:
         options: The rate, the betas and the interval between updates.
         model: The model, or this rank's stages.
-        whole: Owners of matrices; by default every rank updates all.
+        matrix_owners: Owners of matrices; by default every rank updates all.
         order: Result of `basis_order` for the whole model; by default `model` is whole.
         without: Parameters that another optimizer trains.
     """
@@ -300,7 +302,7 @@ def make_soap(
         update_steps=update_steps,
         fusions=fused_weights(model),
         offsets=[offset for name, offset in offsets if name in own],
-        whole=whole,
+        matrix_owners=matrix_owners,
         nesterov=options.nesterov,
         **adamw_settings(options),
     )

@@ -47,6 +47,6 @@ def find_spike(loss: float, before: Sequence[float]) -> Spike | None:
     return Spike(middle, score) if score > _THRESHOLD else None
 
 
-def remember(loss: float, before: Sequence[float]) -> list[float]:
+def append_loss(loss: float, before: Sequence[float]) -> list[float]:
     """Return the losses for comparison with the next step; includes spikes."""
     return [*before, loss][-WINDOW:] if math.isfinite(loss) else list(before)

@@ -9,7 +9,7 @@ import numpy as np
 from llm.data.corpus import Corpus
 from llm.data.loader import TrainLoader
 from llm.errors import DivergedError, RestartError
-from llm.extensions.spikes.find_spikes import Spike, find_spike, remember
+from llm.extensions.spikes.find_spikes import Spike, append_loss, find_spike
 from llm.runtime.logging import event
 from llm.trainers.gpt.reporting import inspect_command
 from llm.trainers.gpt.seams import LoopExtension
@@ -66,7 +66,7 @@ class LossSpikes(LoopExtension):
             if spike is not None:
                 self._report(step, loss, spike, loader)
                 spikes.append(step)
-            self.losses = remember(loss, self.losses)
+            self.losses = append_loss(loss, self.losses)
         if spikes and self._action != "warn":
             self._stop(spikes, loader)
 

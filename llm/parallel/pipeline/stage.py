@@ -140,7 +140,7 @@ class PipelineStage(nn.Module):
 
 
 @dataclass(frozen=True)
-class Cut:
+class LocalStages:
     """A rank's stages of a model.
 
     Attributes:
@@ -176,7 +176,7 @@ def check_depth(num_layers: int, num_stages: int) -> None:
 
 def cut_model(
     modules: PipelineModules, loss: LanguageModelLoss, num_stages: int, own: Sequence[int]
-) -> Cut:
+) -> LocalStages:
     """Cut a model into stages of about the same cost.
 
     Args:
@@ -191,7 +191,7 @@ def cut_model(
     made = [_make_stage(loss, modules, layers[number]) for number in own]
     view = _replace(model, _absent([placeholders for _, placeholders in made]))
     ends = [_parameters(modules.of(layers[number])) for number in (0, -1)]
-    return Cut(
+    return LocalStages(
         stages=[stage for stage, _ in made],
         model=view,
         tied=frozenset(n for n, p in view.named_parameters() if all(p in end for end in ends)),

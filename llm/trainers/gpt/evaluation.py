@@ -111,7 +111,7 @@ def make_evaluate(
             world_size=strategy.data_ranks,
             device=strategy.device,
             max_batches=max_batches,
-            ends=setup.ends,
+            document_boundaries=setup.document_boundaries,
             name="The validation text" if len(validation) == 1 else f"The source {source.name}",
         )
         bytes_per_token = stream.num_bytes / stream.num_tokens if stream.num_bytes else None

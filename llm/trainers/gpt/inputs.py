@@ -16,7 +16,7 @@ from llm.data.corpus import Samples, hold_in_memory
 from llm.data.data_digest import digest_of
 from llm.data.open_corpus import open_corpus
 from llm.data.options import training_paths
-from llm.data.order import document_ends
+from llm.data.order import choose_document_boundaries
 from llm.errors import ConfigError, DataError
 from llm.models.configuration import find_weights, max_positions
 from llm.parallel.accelerator import check_device, check_precision
@@ -144,7 +144,7 @@ def _read(
     dims = choose_dims(config, model_config, world.world_size)
     block_size = choose_block_size(config, model_config)
     tokenizer = read_tokenizer(config, start)
-    ends = document_ends(config, eos_token_id=tokenizer.eos_token_id)
+    document_boundaries = choose_document_boundaries(config, eos_token_id=tokenizer.eos_token_id)
     init_from = None if start else _find_weights_of_run(config, model_config)
     weights_from = None if start or init_from else find_weights(config)
     seed = choose_seed(config, start)
@@ -173,10 +173,10 @@ def _read(
             config,
             tokenizer=tokenizer,
             vocab_size=max(len(tokenizer), model_config.get_text_config().vocab_size),
-            ends=ends,
+            document_boundaries=document_boundaries,
             trust_remote_code=config.trust_remote_code,
         ),
-        ends=ends,
+        document_boundaries=document_boundaries,
         metrics=metrics,
         read_by=read_by,
         dims=dims,

@@ -323,7 +323,7 @@ def _loader(config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy
         plan=setup.plan,
         rank=strategy.data_rank,
         device=strategy.device,
-        ends=setup.ends,
+        document_boundaries=setup.document_boundaries,
         with_sources=config.log_source_losses,
         skipped=setup.skipped,
     )

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from llm import __version__
 from llm.checkpoint.format import TrainState
 from llm.checkpoint.run_folder import RunFolder
-from llm.config.options import given, shown
+from llm.config.options import format_default, non_default
 from llm.data.corpus import CorpusSource
 from llm.data.loader import TrainLoader
 from llm.data.mixture import stage_starts
@@ -111,9 +111,11 @@ def _log_options(config: CoreConfig, setup: RunSetup) -> None:
     """Log the preset's options, or that the default learning rate is not for random weights."""
     starts_from_weights = setup.start or setup.init_from or setup.weights_from
     if config.preset is not None:
-        kept = [f"{name} {shown(value)}" for name, value in values_of_preset(config).items()]
+        kept = [
+            f"{name} {format_default(value)}" for name, value in values_of_preset(config).items()
+        ]
         logger.info(f"preset {config.preset}: {', '.join(kept) or 'overridden by other options'}")
-    elif not starts_from_weights and "learning_rate" not in given(config):
+    elif not starts_from_weights and "learning_rate" not in non_default(config):
         logger.info(
             "advice: the default --learning_rate is for fine-tuning; random weights learn faster "
             "with --preset pretrain, or if you set a higher rate."
@@ -135,8 +137,8 @@ def _log_model(
         padding = -rows % config.pad_vocab_to_multiple_of
         logger.info(f"padded vocabulary: {rows} + {padding} = {rows + padding}")
     if not setup.dims.is_replicated:
-        own = sum(parameter.numel() for parameter in strategy.local_parameters)
-        sizes = gather(own)
+        local = sum(parameter.numel() for parameter in strategy.local_parameters)
+        sizes = gather(local)
         span = f"{min(sizes):,}" + (f" to {max(sizes):,}" if min(sizes) < max(sizes) else "")
         logger.info(f"trained parameters per rank: {span}")
     start = setup.start

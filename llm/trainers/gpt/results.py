@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from llm import __version__
 from llm.checkpoint.run_folder import MODEL_FILES
-from llm.config.options import fields, given
+from llm.config.options import fields, non_default
 from llm.config.toml import values_as_toml
 from llm.errors import ConfigError, one_line
 from llm.metrics.tracker import task_values
@@ -223,7 +223,7 @@ def _options_to_repeat(config: CoreConfig, name: str) -> str:
         return ""
     of_one_start = {f.name: f.default for f in fields(type(config)) if f.option.one_shot}
     changes = {**of_one_start, "preset": None, "output_dir": f"runs/{name}"}
-    return values_as_toml(given(dataclasses.replace(config, **changes)))
+    return values_as_toml(non_default(dataclasses.replace(config, **changes)))
 
 
 def describe_data(config: CoreConfig) -> str:

@@ -8,7 +8,7 @@ once.
 import re
 
 from llm.checkpoint.options import checkpoint_problems
-from llm.config.options import fields, lacking, names_by_alias, paths
+from llm.config.options import fields, missing_requirements, names_by_alias, paths
 from llm.data.options import SOURCES, batch_problems, data_problems
 from llm.errors import ConfigError
 from llm.metrics.options import logging_problems
@@ -64,7 +64,7 @@ def check_planned(config: CoreConfig) -> list[str]:
         *_size_problems(config),
         *_precision_problems(config),
         *(p for each, options in extensions_of(config) for p in each.problems(options)),
-        *lacking(config),
+        *missing_requirements(config),
     ]
 
 

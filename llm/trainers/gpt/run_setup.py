@@ -14,7 +14,7 @@ from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.batch_schedule import batch_phases
 from llm.data.corpus import Corpus, Samples
 from llm.data.epoch_limits import check_epochs
-from llm.data.order import DocumentEnds
+from llm.data.order import DocumentBoundaries
 from llm.data.skipped_samples import SkippedSamples
 from llm.errors import ConfigError
 from llm.models.build import build_model
@@ -46,7 +46,7 @@ class RunSetup:
             `from gpt2`, or `random, seed 1`.
         block_size: Tokens of a sample.
         corpus: Training and validation tokens.
-        ends: How to keep the documents of a sample apart; None ignores document boundaries.
+        document_boundaries: How to keep the documents of a sample apart; None ignores them.
         metrics: Metrics of the evaluate library by name.
         read_by: The objects that extensions have read, by their class of options.
         dims: How the ranks divide one model and its data.
@@ -65,7 +65,7 @@ class RunSetup:
     initial_weights: str
     block_size: int
     corpus: Corpus
-    ends: DocumentEnds | None
+    document_boundaries: DocumentBoundaries | None
     metrics: dict[str, Any]
     read_by: dict[type, Any]
     dims: ParallelDims
@@ -98,7 +98,7 @@ class TrainSetup(RunSetup):
     schedule: Schedule
 
 
-def resolve(config: CoreConfig, setup: TrainSetup) -> CoreConfig:
+def resolved_config(config: CoreConfig, setup: TrainSetup) -> CoreConfig:
     """Return the options for `config.toml`, including the setup's choices."""
     return dataclasses.replace(
         config,

@@ -73,7 +73,7 @@ def make_model(config: CoreConfig, setup: RunSetup, world: World) -> PreTrainedM
     return model
 
 
-def described(setup: RunSetup, model: PreTrainedModel) -> PreTrainedModel:
+def model_for_logging(setup: RunSetup, model: PreTrainedModel) -> PreTrainedModel:
     """Return the model for the log and the model card, before it is divided.
 
     With pipeline stages it is a copy without weights, because each stage keeps only its layers.
@@ -83,13 +83,18 @@ def described(setup: RunSetup, model: PreTrainedModel) -> PreTrainedModel:
 
 def _check_use(config: CoreConfig, setup: RunSetup, model: PreTrainedModel) -> None:
     """Refuse a model if the options would change its results."""
-    ends, dims = setup.ends, setup.dims
+    boundaries, dims = setup.document_boundaries, setup.dims
     # Context parallelism uses a different attention.
-    if ends is not None and ends.attention and dims.context == 1 and model.device.type != "cpu":
+    if (
+        boundaries is not None
+        and boundaries.attention
+        and dims.context == 1
+        and model.device.type != "cpu"
+    ):
         flex = config.attention_implementation is None and model.device.type == "cuda"
         use_document_attention(model, flex=flex)
-    if ends is not None:
-        check_documents_apart(model, positions=ends.positions, attention=ends.attention)
+    if boundaries is not None:
+        check_documents_apart(model, positions=boundaries.positions, attention=boundaries.attention)
     if dims.context > 1:
         check_divisible(model, ranks=dims.context, block_size=setup.block_size)
     if dims.pipeline > 1:

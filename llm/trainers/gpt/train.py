@@ -39,16 +39,16 @@ from llm.trainers.gpt.reporting import (
     resume_command,
 )
 from llm.trainers.gpt.results import open_repository, push, write_results
-from llm.trainers.gpt.run_setup import TrainSetup, resolve
+from llm.trainers.gpt.run_setup import TrainSetup, resolved_config
 from llm.trainers.gpt.seams import Running, extensions_of, loop_extensions
 from llm.trainers.gpt.setup import (
     check_same_start,
-    described,
     leave_later_steps,
     load_start,
     load_weights,
     make_model,
     make_strategy,
+    model_for_logging,
 )
 from llm.trainers.gpt.trackers import (
     connect_trackers,
@@ -82,20 +82,20 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
     began = time.perf_counter()
     # Read everything before process groups form: bad input is refused with one sentence.
     setup = on_all_ranks(lambda: read_training(config, world, config_file=config_file))
-    given, config = config, resolve(config, setup)
+    given, config = config, resolved_config(config, setup)
     model = on_all_ranks(lambda: make_model(config, setup, world))
     with setup.run.lock() if world.is_main else contextlib.nullcontext():
         repository = on_all_ranks(
             lambda: open_repository(config, setup.run.path) if world.is_main else None
         )
-        whole = described(setup, model)
+        whole = model_for_logging(setup, model)
         strategy = make_strategy(config, setup, model, world)
         model = whole  # drops the last reference to the layers of other stages
         check_same_start(setup)
         load_weights(setup.init_from, strategy)
         for extension, options in extensions_of(given):
             config, setup = extension.adjust(options, config, setup, strategy)
-        with watched(config, setup, strategy, world) as health:
+        with run_context(config, setup, strategy, world) as health:
             trainer = make_trainer(config, setup, strategy, model, health)
             # From here on a signal saves and stops; earlier it ends the process at once.
             trainer.interruption.watch()
@@ -106,7 +106,7 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
             log_start(config, setup, strategy, model)
             leave_later_steps(config, setup, trainer)
             logger.info(f"initialized in {time.perf_counter() - began:.1f} s")
-            outcome, setup = fit(config, setup, trainer)
+            outcome, setup = fit_with_restarts(config, setup, trainer)
             trainer.tracker.close()
             if outcome == "preempted":
                 log_preempted(config, setup, trainer)
@@ -163,7 +163,7 @@ def open_folder(config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStra
 
 
 @contextlib.contextmanager
-def watched(
+def run_context(
     config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy, world: World
 ) -> Iterator[Health]:
     """Watch the other ranks, and write `status.json` if an error ends the run in its open folder.
@@ -178,7 +178,7 @@ def watched(
     def report(failure: str) -> None:
         # A rank that waits for its end may see rank 0 end first, with the same error.
         if run.is_open and strategy.rank == health.reporter and not reported:
-            run.say("failed", reason=failure)
+            run.write_status("failed", reason=failure)
 
     health = Health(
         rank=strategy.rank,
@@ -208,7 +208,7 @@ def watched(
         raise
 
 
-def fit(
+def fit_with_restarts(
     config: CoreConfig, setup: TrainSetup, trainer: Trainer
 ) -> tuple[Literal["finished", "preempted"], TrainSetup]:
     """Train to the last step or a request to stop; restart from a checkpoint on request.
@@ -278,7 +278,7 @@ def log_preempted(config: CoreConfig, setup: TrainSetup, trainer: Trainer) -> No
         f"{resume_command(config, setup.run, trainer.strategy.world_size)}"
     )
     if trainer.strategy.rank == 0:
-        setup.run.say("preempted", reason=reason, step=step)
+        setup.run.write_status("preempted", reason=reason, step=step)
     trainer.interruption.keep_exit_code()
 
 
@@ -305,7 +305,7 @@ def finish(config: CoreConfig, setup: TrainSetup, trainer: Trainer, model: PreTr
         log_end(config, setup, trainer.state, trainer.results, exported=trainer.exported)
         loss = trainer.results.get("loss", 0.0)
         diverged = None if math.isfinite(loss) else "the validation loss is not finite"
-        setup.run.say("finished", reason=diverged, step=trainer.state.step)
+        setup.run.write_status("finished", reason=diverged, step=trainer.state.step)
 
 
 def evaluate(config: CoreConfig, world: World) -> None:
@@ -317,7 +317,7 @@ def evaluate(config: CoreConfig, world: World) -> None:
     setup = on_all_ranks(lambda: read_evaluation(config, world))
     config = replace(config, **setup.by_device)
     model = on_all_ranks(lambda: make_model(config, setup, world))
-    whole = described(setup, model)
+    whole = model_for_logging(setup, model)
     strategy = make_strategy(config, setup, model, world)
     model = whole  # drops the last reference to the layers of other stages
     check_same_start(setup)

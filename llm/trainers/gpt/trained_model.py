@@ -16,7 +16,7 @@ from llm.checkpoint.format import (
 )
 from llm.checkpoint.load import load_model, load_weights_of, newest_valid, read_valid
 from llm.checkpoint.retention import BEST
-from llm.config.options import given
+from llm.config.options import non_default
 from llm.config.toml import read_toml
 from llm.data.options import LENGTHS
 from llm.errors import CheckpointError, ConfigError
@@ -81,7 +81,7 @@ def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
             "RUN/STEP."
         )
     own = ("output_dir", "branch_from")
-    taken = given(read_config(runs[0]))
+    taken = non_default(read_config(runs[0]))
     recorded_length = next((f"--{name}" for name in LENGTHS if name in taken), None)
     if lengths and recorded_length not in (None, *lengths):
         raise ConfigError(

@@ -86,7 +86,7 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
         config,
         tokenizer=tokenizer,
         vocab_size=max(len(tokenizer), model_config.get_text_config().vocab_size),
-        ends=None,
+        document_boundaries=None,
         trust_remote_code=config.trust_remote_code,
     )
     if has_changed(order["data"], digest_of(corpus.train)):

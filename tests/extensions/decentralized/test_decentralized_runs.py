@@ -76,7 +76,7 @@ def _under(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Ten
     ],
     ids=["ring of 2", "blocking ring of 4", "diloco"],
 )
-def test_ranks_train_weights_of_their_own_and_export_the_mean(bench, ranks, options, said):
+def test_ranks_train_separate_weights_and_export_the_mean(bench, ranks, options, said):
     options = {**options, "per_device_train_batch_size": 8 // ranks, "checkpointing_steps": 10}
     run = bench.train_well(f"mean-{ranks}-{options['data_parallel']}", ranks=ranks, **options)
 

@@ -73,7 +73,7 @@ def test_a_pattern_skips_one_of_two_stacks():
     ]
 
 
-def test_mambas_convolution_is_no_stack_of_experts():
+def test_mambas_convolution_is_not_a_stack_of_experts():
     skipped = family("mamba").skipped
 
     assert skipped["backbone.layers.0.mixer.conv1d"] == "since it is a Conv1d"

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from llm.extensions.matrix_optim import muon, whole
+from llm.extensions.matrix_optim import matrix_owners, muon
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import recipe_of
 from tests.support.models import still_model
@@ -27,7 +27,7 @@ class Training:
     """A model and an optimizer whose batches have a cost, at least."""
 
     def __init__(self, monkeypatch, kind, *, cost, family="gpt2"):
-        for module in (whole, muon):
+        for module in (matrix_owners, muon):
             monkeypatch.setattr(module, "batch_cost", lambda device: cost)
         options = GPTConfig(
             learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4, **KINDS[kind]
@@ -102,10 +102,10 @@ def test_a_matrix_without_a_gradient_stays_and_the_others_move(monkeypatch, kind
 
 def unit(name, *, cost, kind=None):
     weight = torch.nn.Parameter(torch.zeros(2, 3))
-    unit = whole.Unit(
+    unit = matrix_owners.Unit(
         parameters=[weight],
         shapes=[weight.shape],
-        fusion=whole.Fusion(sizes={"": 2}),
+        fusion=matrix_owners.Fusion(sizes={"": 2}),
         cost=cost,
         kind=kind,
     )
@@ -114,21 +114,21 @@ def unit(name, *, cost, kind=None):
 
 
 def test_batches_end_at_their_cost_and_hold_what_is_alike(monkeypatch):
-    monkeypatch.setattr(whole, "batch_cost", lambda device: 20)
+    monkeypatch.setattr(matrix_owners, "batch_cost", lambda device: 20)
     units = [unit(n, cost=8, kind=k) for n, k in zip("abcdefg", "xyxxxyx", strict=True)]
-    names = [[unit.name for unit in batch] for batch in whole.batches(units)]
+    names = [[unit.name for unit in batch] for batch in matrix_owners.batches(units)]
     assert names == [["a", "c", "d"], ["b", "f"], ["e", "g"]]
 
 
 def test_a_cpu_updates_one_weight_after_another():
     units = [unit(name, cost=8) for name in "ab"]
-    assert [len(batch) for batch in whole.batches(units)] == [1, 1]
+    assert [len(batch) for batch in matrix_owners.batches(units)] == [1, 1]
 
 
 def test_states_that_lie_together_are_stacked_without_a_copy():
     states = [{"a": torch.full((2, 3), float(n)), "b": torch.tensor(float(n))} for n in range(3)]
-    whole.lay_together(states)
-    with whole.stacked_state(states) as joint:
+    matrix_owners.lay_together(states)
+    with matrix_owners.stacked_state(states) as joint:
         joint["a"].add_(1.0)
         joint["b"].mul_(2.0)
         assert joint["a"].data_ptr() == states[0]["a"].data_ptr()
@@ -138,6 +138,6 @@ def test_states_that_lie_together_are_stacked_without_a_copy():
 
 def test_other_states_are_copied_into_a_stack_and_back():
     states = [{"a": torch.full((2, 3), float(n))} for n in range(3)]
-    with whole.stacked_state(states) as joint:
+    with matrix_owners.stacked_state(states) as joint:
         joint["a"].add_(1.0)
     assert [state["a"][0, 0].item() for state in states] == [1.0, 2.0, 3.0]

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from llm.extensions.spikes.find_spikes import WINDOW, Spike, find_spike, remember
+from llm.extensions.spikes.find_spikes import WINDOW, Spike, append_loss, find_spike
 
 
 def normal_losses(number, *, seed=1):
@@ -27,7 +27,7 @@ def test_a_loss_far_above_those_before_is_a_spike():
     assert 10 < spike.score < 25
 
 
-def test_a_low_loss_is_no_spike():
+def test_a_low_loss_is_not_a_spike():
     assert find_spike(0.1, normal_losses(100)) is None
 
 
@@ -49,13 +49,13 @@ def test_losses_that_do_not_vary_make_no_spike_of_a_small_rise():
 def test_an_infinite_loss_is_a_spike_and_is_not_remembered():
     before = normal_losses(50)
     assert find_spike(math.inf, before) is not None
-    assert remember(math.inf, before) == remember(math.nan, before) == before
+    assert append_loss(math.inf, before) == append_loss(math.nan, before) == before
 
 
 def test_only_the_window_is_remembered():
     before: list[float] = []
     for loss in range(WINDOW + 5):
-        before = remember(float(loss), before)
+        before = append_loss(float(loss), before)
     assert before == [float(loss) for loss in range(5, WINDOW + 5)]
 
 
@@ -65,4 +65,4 @@ def test_a_falling_loss_with_noise_raises_no_alarm():
     for step in range(5000):
         loss = 2.0 + 6.0 * math.exp(-step / 300) + 0.1 * float(draw.standard_normal())
         assert find_spike(loss, before) is None, step
-        before = remember(loss, before)
+        before = append_loss(loss, before)

@@ -192,7 +192,7 @@ def test_a_rewound_run_equals_one_that_was_told_what_to_leave_out(once, kind, ca
 
 
 @pytest.mark.faults
-def test_a_rewound_run_that_is_killed_goes_on_as_if_it_were_not(once):
+def test_a_rewound_run_that_is_killed_continues_as_if_it_were_not(once):
     """No checkpoint has the range yet when it is killed: it finds the spike anew."""
     options = {**once.data, "on_loss_spike": "rewind", "resume_from_checkpoint": True}
     straight = once.train_well("straight", **options)
@@ -216,7 +216,7 @@ def test_a_run_goes_back_only_so_often(thrice):
     assert "The run has gone back 1 times already (--max_rewinds)." in run.output
 
 
-def test_another_mixture_of_the_data_is_no_spike(tmp_path):
+def test_another_mixture_of_the_data_is_not_a_spike(tmp_path):
     """The loss jumps where the second stage begins, after 40 steps of 4 samples."""
     stream = TokenStream(TokenFile(write_pair(tmp_path / "text", [[1] * BLOCK] * 300)))
     sources = [CorpusSource(name, 0.5, stream) for name in ("easy", "hard")]

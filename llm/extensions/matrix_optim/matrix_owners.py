@@ -68,7 +68,7 @@ class FactorRanks:
     replicas: dist.ProcessGroup | None = None
 
 
-class WholeMatrices:
+class MatrixOwners:
     """Every rank holds whole matrices and computes all updates.
 
     Where weights are sharded, `llm.extensions.matrix_optim.matrices` gives each one an owner.
@@ -89,11 +89,11 @@ class WholeMatrices:
     def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
         """Replace the parameters of the model in all units by this rank's shards of them."""
 
-    def sum(self, values: Tensor) -> Tensor:
+    def sum_over_shards(self, values: Tensor) -> Tensor:
         """Return the sum of values over the ranks that share the units; one rank has each unit."""
         return values
 
-    def total(self, values: Tensor) -> Tensor:
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Return the sum of values over all ranks that hold different parameters or shards."""
         return values
 
