@@ -1,5 +1,6 @@
 """The order of the tests, and what processes that they start inherit."""
 
+import logging
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole runs first: of files that take long, none shall be left for one process at the end."""
     items.sort(key=lambda item: item.path.parent.name != "trainers")
+
+
+@pytest.fixture(autouse=True)
+def package_log() -> None:
+    """The package's log as Python makes it: programs that run in a test's process change it."""
+    logger = logging.getLogger("llm")
+    logger.handlers = []
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """`llm-trainers PROGRAM`: every program under one name, and help that is quick."""
 
 import json
-import logging
 import subprocess
 import sys
 
@@ -15,11 +14,8 @@ PROGRAMS = all_programs()
 
 @pytest.fixture(autouse=True)
 def command(monkeypatch):
-    """The process of the command: its arguments and its log, which programs change."""
-    logger = logging.getLogger("llm")
+    """The process of the command has its name."""
     monkeypatch.setattr(sys, "argv", ["/usr/bin/llm-trainers"])
-    for name in ("handlers", "level", "propagate"):
-        monkeypatch.setattr(logger, name, getattr(logger, name))
 
 
 def test_every_module_that_is_a_program_has_a_name_in_the_command():

@@ -22,7 +22,7 @@ from llm.runtime.files import checksum, sync_file
 if TYPE_CHECKING:
     import torch
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 PLAIN = "state.json"
 MODEL_FOLDER = "model"
@@ -229,7 +229,7 @@ def write_manifest(checkpoint: Checkpoint) -> None:
         "step": checkpoint.step,
         "saved_at": checkpoint.saved_at,
         "world_size": checkpoint.world_size,
-        "metadata": checkpoint.metadata,
+        "facts": checkpoint.metadata,  # the key in existing checkpoints
         "files": checkpoint.files,
     }
     path = checkpoint.path / MANIFEST
@@ -266,7 +266,7 @@ def read_manifest(path: Path) -> Checkpoint:
         step=manifest["step"],
         saved_at=manifest["saved_at"],
         world_size=manifest["world_size"],
-        metadata=manifest["metadata"],
+        metadata=manifest["facts"],
         files={name: (size, digest) for name, (size, digest) in manifest["files"].items()},
     )
 

@@ -260,8 +260,7 @@ def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path, losses, newest, 
     assert link is None or os.readlink(tmp_path / "best") == link
 
 
-def test_only_a_checkpoint_that_becomes_the_best_is_announced(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("llm"), "propagate", True)
+def test_only_a_checkpoint_that_becomes_the_best_is_announced(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="llm")
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
         save(tmp_path, step, eval_loss=loss)

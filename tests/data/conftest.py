@@ -8,13 +8,9 @@ from tests.support.tokenizers import save_tiny_tokenizer
 
 @pytest.fixture
 def at_home(tmp_path, monkeypatch):
-    """A folder of its own with a tokenizer, and a log that is as it was before."""
+    """An empty folder with a tokenizer."""
     monkeypatch.chdir(tmp_path)
-    logger = logging.getLogger("llm")
-    before = logger.handlers, logger.level, logger.propagate
     save_tiny_tokenizer(tmp_path / "tokenizer")
-    yield
-    logger.handlers, logger.level, logger.propagate = before
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The contract of a strategy, against a plain Hugging Face loop."""
 
 import contextlib
-import logging
 import sys
 import types
 from datetime import timedelta
@@ -289,7 +288,6 @@ def test_a_slow_precision_of_a_cpu_is_warned_of(
         "llm.parallel.accelerator.has_half_products",
         lambda device, dtype=torch.bfloat16: dtype in instructions,
     )
-    monkeypatch.setattr(logging.getLogger("llm"), "propagate", True)
 
     check_precision(PrecisionOptions(mixed_precision=precision), torch.device("cpu"))
 

@@ -75,8 +75,6 @@ class Terminal(io.StringIO):
 )
 def test_a_terminal_gets_the_short_form_and_a_file_the_line(tmp_path, monkeypatch, stream, shown):
     logger = logging.getLogger("llm")
-    for name in ("handlers", "level", "propagate"):
-        monkeypatch.setattr(logger, name, getattr(logger, name))
     monkeypatch.setattr(logging, "raiseExceptions", True)
     monkeypatch.setattr(sys, "stdout", stream)
     set_up_logging(rank=0)
