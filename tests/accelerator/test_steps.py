@@ -65,6 +65,20 @@ CASES = {
             "evaluation": {"all_reduce": 5, "allreduce": 4},
         },
     ),
+    "tensor and sequence, 4 ranks": (
+        Case(4, {_TENSOR: 2, "sequence_parallel": True}),
+        {
+            "gradient": {
+                **{"all_gather_into_tensor": 20, "reduce_scatter_tensor": 16},
+                **{"all_reduce": 6, "allreduce": 12},
+            },
+            "update": {"allreduce": 3},
+            "evaluation": {
+                **{"all_gather_into_tensor": 5, "reduce_scatter_tensor": 4},
+                **{"all_reduce": 1, "allreduce": 4},
+            },
+        },
+    ),
     "context, 4 ranks": (
         Case(4, {_CONTEXT: 2}, family="llama"),
         {

@@ -41,6 +41,7 @@ def train_traced(argv):
         pytest.param(2, {}, marks=MORE),
         pytest.param(2, {"data_parallel_shard_size": 2}, marks=MORE),
         pytest.param(2, {"tensor_parallel_size": 2}, marks=MORE),
+        pytest.param(2, {"tensor_parallel_size": 2, "sequence_parallel": True}, marks=MORE),
         pytest.param(2, {"data_parallel": "gossip"}, marks=MORE),
     ],
     ids=str,
