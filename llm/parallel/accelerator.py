@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, is_torchao_available
-from accelerate.utils.ao import convert_model_to_fp8_ao
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
@@ -99,35 +98,6 @@ def check_precision(options: PrecisionOptions, device: torch.device) -> None:
         raise ParallelError("--mixed_precision bf16 is not supported by this GPU; use fp16 or no.")
     if precision == "fp16" and device.type == "mps":
         raise ParallelError("--mixed_precision fp16 is not supported on mps; use bf16 or no.")
-
-
-def convert_to_fp8(model: nn.Module) -> None:
-    """Let the linear layers of a model multiply in float8, except the first and the last one.
-
-    Accelerate converts a model in its `prepare` only, which would shard and wrap it too. Weights
-    stay float32 and keep their names.
-
-    Args:
-        model: Not yet sharded nor wrapped; changed in place.
-
-    Raises:
-        ParallelError: It has no layer to convert.
-    """
-    from torchao.float8 import Float8LinearConfig
-
-    before = {type(module) for module in model.modules()}
-    # Padded, because the float8 product needs multiples of 16, also for tokens. No filter: the
-    # default filter of Accelerate before 1.15 fails on every model.
-    convert_model_to_fp8_ao(
-        model, config=Float8LinearConfig(pad_inner_dim=True), module_filter_func=None
-    )
-    converted = sum(type(module) not in before for module in model.modules())
-    if not converted:
-        raise ParallelError(
-            "--mixed_precision fp8 changes linear layers with sizes that are multiples of 16, and "
-            "this model has none (GPT-2's have another type); use bf16."
-        )
-    logger.info(f"{converted} linear layers multiply in float8, the rest in bf16.")
 
 
 def form_default_group(device: torch.device, *, timeout: timedelta) -> None:

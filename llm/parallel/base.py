@@ -15,7 +15,8 @@ from llm.checkpoint.format import MODEL_TENSORS, check_same_parameters, model_te
 from llm.data.loader import MicroBatch
 from llm.models.weight_casts import cast_weights_once
 from llm.optim.run_optimizer import RunOptimizer
-from llm.parallel.accelerator import convert_to_fp8, order_buckets
+from llm.parallel.accelerator import order_buckets
+from llm.parallel.float8 import convert_to_fp8
 from llm.runtime.labels import IGNORED
 
 MakeOptimizer = Callable[[nn.Module, DeviceMesh | None], RunOptimizer]
@@ -51,6 +52,7 @@ class AcceleratedStrategy:
     mesh: DeviceMesh | None = None
     answer_delay: int = 1
     _uses_ddp = True
+    _gathers_in_fp8 = False
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -76,7 +78,7 @@ class AcceleratedStrategy:
         self.sum_names = cast("tuple[str, ...]", loss.names)
         self.model: Any = loss.get_submodule("model")
         if self.accelerator.mixed_precision == "fp8":
-            convert_to_fp8(self.model)
+            convert_to_fp8(self.model, all_gather=self._gathers_in_fp8)
         self._shard()
         self.run_optimizer = make_optimizer(self.model, self.mesh)
         self.optimizer = self.run_optimizer.optimizer

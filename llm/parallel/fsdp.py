@@ -34,6 +34,7 @@ from llm.models.sizes import find_blocks
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context import SequenceShard, divide_attention
 from llm.parallel.dims import ParallelDims
+from llm.parallel.float8 import scaled_for_gathers, without_scale
 from llm.parallel.tensor import divide_layers, partial_gradients
 
 _IN_BF16 = MixedPrecisionPolicy(
@@ -50,6 +51,7 @@ class ShardedStrategy(AcceleratedStrategy):
         sequence_parallel: Whether tensor-parallel ranks each hold some tokens between the layers.
         unsharded_gradients: Whether to accumulate unsharded gradients and reduce-scatter them only
             in a step's last micro-batch.
+        fp8_all_gather: Whether the weights of float8 layers are gathered in float8.
         init_weights: Allocates and initializes this rank's shards of a model on the meta device;
             None if the model has weights.
 
@@ -68,6 +70,7 @@ class ShardedStrategy(AcceleratedStrategy):
         *,
         sequence_parallel: bool = False,
         unsharded_gradients: bool = False,
+        fp8_all_gather: bool = False,
         init_weights: Callable[[PreTrainedModel], None] | None = None,
     ) -> None:
         super().__init__(accelerator)
@@ -84,6 +87,7 @@ class ShardedStrategy(AcceleratedStrategy):
         self._sequence_parallel = sequence_parallel
         self._partial_gradients: list[str] = []
         self._unsharded_gradients = unsharded_gradients
+        self._gathers_in_fp8 = fp8_all_gather
         self._init_weights = init_weights
         self._embedding: FSDPModule | None = None
         self._head: FSDPModule | None = None
@@ -229,7 +233,7 @@ class ShardedStrategy(AcceleratedStrategy):
 
     def _weight_casts(self, micro_batches: int) -> contextlib.AbstractContextManager[None]:
         """Keep no copies, because gathered weights are freed after each block."""
-        return contextlib.nullcontext()
+        return scaled_for_gathers(self.model) if self._gathers_in_fp8 else contextlib.nullcontext()
 
     def _gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """All-reduce over replicas in the last micro-batch only.
@@ -339,7 +343,9 @@ class ShardedStrategy(AcceleratedStrategy):
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer and loss scale, by parameter name, as live shards."""
         reshard(self.wrapped)
-        return super().state_dict()
+        state = super().state_dict()
+        shards = {key: as_dtensor(local_tensor(t), like=t) for key, t in state["model"].items()}
+        return state | {"model": shards}
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's parameters and persistent buffers on rank 0's host."""
@@ -394,13 +400,15 @@ def reshard(root: nn.Module) -> None:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, in the same memory."""
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local
+    return without_scale(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor; every rank that holds a shard must call it."""
-    full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    plain: Any = as_dtensor(local_tensor(tensor), like=tensor)
+    full: Tensor = plain.full_tensor()
     return full
 
 

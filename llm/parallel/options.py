@@ -50,6 +50,12 @@ class ParallelOptions:
         "until then each rank holds 4 bytes for every weight of the model.",
         requires=("data_parallel_shard_size",),
     )
+    fp8_all_gather: bool = option(
+        False,
+        "Gather the sharded weights of float8 layers in float8, which halves these messages. With "
+        "mixed_precision fp8.",
+        requires=("data_parallel_shard_size",),
+    )
     tensor_parallel_size: int = option(
         1,
         "Number of ranks that share the heads and columns of every layer; keep them on one node.",

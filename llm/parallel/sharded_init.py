@@ -24,6 +24,7 @@ from llm.models.init import KeyedDraws, materialize, writes_in_place
 from llm.models.options import ModelOptions
 from llm.models.transforms import Transform
 from llm.models.weight_files import WeightFile
+from llm.parallel.float8 import without_scale
 
 logger = logging.getLogger("llm.models")
 
@@ -262,7 +263,7 @@ def _copy_shard(target: Tensor, whole: Any) -> None:
     shape = whole.shape if isinstance(whole, Tensor) else whole.get_shape()
     local, offsets = target, (0,) * target.ndim
     if isinstance(target, DTensor):
-        local = target.to_local()
+        local = without_scale(target.to_local())
         _, offsets = compute_local_shape_and_global_offset(
             target.shape, target.device_mesh, target.placements
         )

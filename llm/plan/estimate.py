@@ -10,7 +10,7 @@ from llm.errors import ConfigError
 from llm.parallel.dims import ParallelDims
 from llm.parallel.pipeline.pipeline_schedule import bubble_fraction
 from llm.plan.job import Job
-from llm.plan.memory import HALF, Memory, peak_memory
+from llm.plan.memory import FP8, HALF, Memory, peak_memory
 from llm.plan.rank_model import FP32, num_elements
 
 
@@ -70,7 +70,7 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
         size = passes * layers * micro_batches * (c - 1) * tokens * trace.key_width * width
         sent.append(_ring("context", "keys and values", size, c, per_node // t))
     if n > 1:
-        gathers = 2 * layers * block * sent_width
+        gathers = 2 * layers * block * (FP8 if options.fp8_all_gather else sent_width)
         sums = FP32 * (layers * block + others)
         # The weights outside the blocks stay gathered for all micro-batches of a step.
         once = FP32 * others

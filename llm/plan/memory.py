@@ -12,6 +12,9 @@ from llm.plan.rank_model import FP32, num_elements, shard_sizes
 HALF = 2
 """Bytes of a number in half precision."""
 
+FP8 = 1
+"""Bytes of a number in float8."""
+
 CONTEXT = GIB
 """Bytes of a GPU that the driver, cuBLAS and NCCL use in addition to tensors."""
 
@@ -103,6 +106,9 @@ class StagePlan:
         self.casts_are_gathered = self.sharded and job.options.mixed_precision in ("bf16", "fp8")
         # With pipelines or tied weights, embedding and head share one group with the final norm.
         self.has_own_ends = layout.pipeline == 1 and not self.param_counts.shares_ends
+        self.block_width = HALF if self.casts_are_gathered else FP32
+        if job.options.fp8_all_gather:
+            self.block_width = FP8
         self.head_width = HALF if self.casts_are_gathered and layout.tensor == 1 else FP32
         self.block = self.param_counts.blocks[numbers[0]]
         head, is_first = self.param_counts.head, stage == 0
@@ -272,7 +278,6 @@ class StagePlan:
         Embedding and head are freed after their use in the last micro-batch if they have separate
         groups.
         """
-        width = HALF if self.casts_are_gathered else FP32
         block, others, size = num_elements(self.block), self.others, 0
         if self.has_own_ends:
             ends = self.param_counts.embedding | self.param_counts.head
@@ -282,4 +287,4 @@ class StagePlan:
             if self.micro_batches > 1 or with_head:
                 size += self.head_width * num_elements(self.param_counts.head)
         size += FP32 * num_elements(others)
-        return size + 2 * width * block + (FP32 * block if backward else 0)
+        return size + 2 * self.block_width * block + (FP32 * block if backward else 0)

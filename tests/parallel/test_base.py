@@ -302,7 +302,7 @@ class Float8Linear(nn.Linear):
 
 
 def convert_to_float8_training(model, *, module_filter_fn, config):
-    assert config == {"pad_inner_dim": True}
+    assert config == {"pad_inner_dim": True, "enable_fsdp_float8_all_gather": False}
     for name, module in model.named_modules():
         if type(module) is nn.Linear and module_filter_fn(module, name):
             module.__class__ = Float8Linear

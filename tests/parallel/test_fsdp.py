@@ -1,12 +1,10 @@
 """Weights divided over ranks train as the whole model does on one rank."""
 
 from collections import Counter
-from typing import ClassVar
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm.data.loader import MicroBatch
 from llm.models.attention import disable_packing_detection
@@ -15,6 +13,7 @@ from llm.models.patches.tied_embedding import tie_gradients
 from llm.models.sizes import find_blocks
 from llm.optim.run_optimizer import Recipe
 from tests.support.layouts import make_optimizer, make_strategy
+from tests.support.messages import Messages
 from tests.support.models import still_model
 from tests.support.ranks import run_ranks, values
 
@@ -82,27 +81,6 @@ def test_sharded_weights_train_as_on_one_rank(family, ranks, sizes):
         assert weights.keys() == whole.keys()
         for name, tensor in whole.items():
             torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-5)
-
-
-class Messages(TorchDispatchMode):
-    """Lists the all-gathers and reduce-scatters inside the context, in order.
-
-    Attributes:
-        sent: Name, dtype and number of elements of the whole, of each.
-    """
-
-    NAMES: ClassVar = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce"}
-
-    def __init__(self):
-        super().__init__()
-        self.sent = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = self.NAMES.get(func._schema.name.removeprefix("c10d::"))
-        if name is not None:
-            whole = max(args[:2], key=torch.Tensor.numel)
-            self.sent.append((name, whole.dtype, whole.numel()))
-        return func(*args, **(kwargs or {}))
 
 
 def list_messages(family: str, precision: str, micro_batches: int = 2, unsharded: bool = False):

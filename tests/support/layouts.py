@@ -47,6 +47,7 @@ def make_strategy(
             dims,
             sequence_parallel=given.sequence_parallel,
             unsharded_gradients=given.unsharded_gradients,
+            fp8_all_gather=given.fp8_all_gather,
         )
     return AcceleratedStrategy(accelerator)
 

@@ -118,6 +118,7 @@ def test_flags_with_two_names_mean_the_same():
 
 
 UNSHARDED = {"unsharded_gradients": True, "data_parallel_shard_size": 2}
+GATHERED = {"fp8_all_gather": True, "data_parallel_shard_size": 2, "mixed_precision": "fp8"}
 TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
 
 
@@ -222,6 +223,21 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
             {**UNSHARDED, "data_parallel": "gossip", "gossip_group": "nodes"},
             ["--unsharded_gradients does not go with --data_parallel gossip"],
         ),
+        ({"fp8_all_gather": True}, ["--fp8_all_gather needs --data_parallel_shard_size"]),
+        (
+            {**GATHERED, "mixed_precision": "bf16"},
+            ["is for the float8 layers of"],
+        ),
+        (
+            {**GATHERED, "context_parallel_size": 2, "unsharded_gradients": True},
+            ["not go with --context_parallel_size;", "not go with --unsharded_gradients;"],
+        ),
+        (
+            {**GATHERED, "data_parallel": "gossip", "gossip_group": "nodes"},
+            ["--fp8_all_gather has been tried", "not go with --data_parallel gossip;"],
+        ),
+        ({**GATHERED, "kfac": True}, ["--fp8_all_gather has been tried", "go with --kfac;"]),
+        ({**GATHERED, "optimizer": "muon"}, ["not go with --optimizer muon;"]),
         ({"sequence_parallel": True}, ["--sequence_parallel needs --tensor_parallel_size"]),
         (
             {"sequence_parallel": True, "tensor_parallel_size": 2, "context_parallel_size": 2},

@@ -50,6 +50,7 @@ class Layout:
                 dims,
                 sequence_parallel=config.sequence_parallel,
                 unsharded_gradients=config.unsharded_gradients,
+                fp8_all_gather=config.fp8_all_gather,
                 init_weights=init_weights,
             )
         from llm.parallel.base import AcceleratedStrategy

@@ -143,7 +143,7 @@ def _size_problems(config: CoreConfig) -> list[str]:
 
 def _precision_problems(config: CoreConfig) -> list[str]:
     precision = config.mixed_precision
-    problems = _all_reduce_problems(config)
+    problems = [*_all_reduce_problems(config), *_fp8_gather_problems(config)]
     if precision in (None, "no", "fp16", "bf16"):
         return problems
     allowed = ("data_parallel_shard_size", "context_parallel_size") if precision == "fp8" else ()
@@ -152,6 +152,28 @@ def _precision_problems(config: CoreConfig) -> list[str]:
         for name in sizes_above_one(config)
         if name not in allowed
     ]
+    return problems
+
+
+def _fp8_gather_problems(config: CoreConfig) -> list[str]:
+    if not config.fp8_all_gather:
+        return []
+    others = [f"--{name}" for name in sizes_above_one(config) if name != "data_parallel_shard_size"]
+    if not config.optimizer_kind.averaged_shards:  # it is not elementwise
+        others.append(f"--optimizer {config.optimizer}")
+    if config.unsharded_gradients:
+        others.append("--unsharded_gradients")
+    if config.several_models is not None:
+        others.append(config.several_models)
+    if config.besides_optimizer is not None:
+        others.append(config.besides_optimizer)
+    problems = [
+        f"--fp8_all_gather has been tried with one sharded model and elementwise optimizers only, "
+        f"and does not go with {other}; leave one of them out."
+        for other in others
+    ]
+    if config.mixed_precision != "fp8":
+        problems.append("--fp8_all_gather is for the float8 layers of --mixed_precision fp8.")
     return problems
 
 

@@ -1,0 +1,27 @@
+"""The messages of sharded weights."""
+
+from typing import ClassVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Messages(TorchDispatchMode):
+    """Lists the all-gathers and reduce-scatters inside the context, in order.
+
+    Attributes:
+        sent: Name, dtype and number of elements of the whole, of each.
+    """
+
+    NAMES: ClassVar = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce"}
+
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = self.NAMES.get(func._schema.name.removeprefix("c10d::"))
+        if name is not None:
+            whole = max(args[:2], key=torch.Tensor.numel)
+            self.sent.append((name, whole.dtype, whole.numel()))
+        return func(*args, **(kwargs or {}))
