@@ -200,7 +200,8 @@ def test_a_script_that_is_not_filled_in_says_so(slurm, submission):
     job = slurm.submit(script)
     assert slurm.wait(job) == "FAILED"
     assert log(submission, job) == (
-        "Fill in __ALLOCATION__ at the top of this script, or give --account and --partition.\n"
+        "Fill in __ALLOCATION__ at the top of this script, or give --account and --partition to "
+        "sbatch.\n"
     )
 
 
