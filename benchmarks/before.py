@@ -87,7 +87,9 @@ def check(options: BeforeOptions) -> None:
         ConfigError: A path is missing or wrong.
     """
     if not Path(options.earlier, "llm", "trainers").is_dir() or not options.earlier:
-        raise ConfigError(f"--earlier {options.earlier!r} is no checkout: llm/trainers is missing.")
+        raise ConfigError(
+            f"--earlier {options.earlier!r} is not a checkout: llm/trainers is missing."
+        )
     if "prepare" in options.only:
         for name in ("corpus", "vocab_file", "merges_file"):
             path = getattr(options, name)

@@ -99,7 +99,9 @@ def check(options: DataBenchmarkOptions) -> None:
     if options.megatron is not None:
         tool = Path(options.megatron, "tools", "preprocess_data.py")
         if not tool.is_file():
-            raise ConfigError(f"--megatron {options.megatron} is no checkout: {tool} is missing.")
+            raise ConfigError(
+                f"--megatron {options.megatron} is not a checkout: {tool} is missing."
+            )
     if shutil.which(options.peer_python) is None:
         raise ConfigError(f"--peer_python {options.peer_python} cannot be run.")
 

@@ -190,11 +190,14 @@ REPORTS = {
     [
         ("data --only prepare", "Give one of --corpus FILE and --make_corpus MB."),
         ("data --make_corpus 1", "--vocab_file is missing: preparation is measured with GPT-2's."),
-        ("data --only far --megatron nowhere", "--megatron nowhere is no checkout"),
+        ("data --only far --megatron nowhere", "--megatron nowhere is not a checkout"),
         ("data --only far --peer_python nowhere", "--peer_python nowhere cannot be run."),
         ("data --only far --output /dev/null/x", "--output /dev/null/x is in a folder that does"),
         ("train --nanogpt nowhere", "--nanogpt nowhere holds no train.py."),
-        ("before --earlier nowhere", "--earlier 'nowhere' is no checkout: llm/trainers is missing"),
+        (
+            "before --earlier nowhere",
+            "--earlier 'nowhere' is not a checkout: llm/trainers is missing",
+        ),
         (f"before --earlier {ROOT}", "--corpus None is no file; --only prepare needs it."),
         ("kfac --methods adamw --only step --plot kfac.png", "--only step leaves out"),
         ("kfac --methods ekfac", "--methods must have adamw"),

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("fresh_reads")
 
 
 def sources():
-    """Four shards, of which one has no text, and one is a single document."""
+    """Four shards: one has no text, and one is a single document."""
     return [
         ReadSource(["a", "bc"], name="0"),
         ReadSource(["", ""], name="1"),

@@ -48,7 +48,7 @@ def live(package, lives, log):
     os.dup2(1, 2)
     os.chdir(package)
     os.environ["PYTHONPATH"] = sys.path[0] = package
-    import llm.trainers.gpt.train  # once for all starts, each of which is a process
+    import llm.trainers.gpt.train  # once; each start is a forked process
     from llm.trainers.gpt.main import main
     codes = []
     for argv in lives:

@@ -39,7 +39,7 @@ def with_inputs(folder: Path) -> Path:
 
 
 def run(folder: Path, program: str, *argv: str) -> Done:
-    """Run a program's `main` in a process of its own, in a folder that has `inputs/`."""
+    """Run a program's `main` in a separate process, in a folder that has `inputs/`."""
     with_inputs(folder)
     (outcome,) = run_ranks(_main, 1, folder, program, argv, timeout=240)
     assert outcome.error is None, f"{outcome.error}\n{outcome.output}"

@@ -13,10 +13,10 @@ from llm.parallel.tensor_plans import check_sequence_parallel
 from tests.support.divided_layers import (
     BATCH,
     LENGTH,
-    STEPS,
     make_model,
     micro_batches,
     prepare,
+    take_steps,
 )
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
@@ -49,17 +49,7 @@ def train(
         mixed_precision=precision,
         sequence_parallel="tensor" in sizes,
     )
-    seen = []
-    for step in range(STEPS):
-        torch.manual_seed(step)  # as the loop does
-        batches, num_tokens = micro_batches(strategy, step, accumulation)
-        loss = strategy.forward_backward(batches, num_tokens=num_tokens)
-        norm, skipped = strategy.optimizer_step(0.5)
-        seen.append([strategy.reduce_sum(loss.clone()).item(), norm.item(), skipped.item()])
-    batches, _ = micro_batches(strategy, STEPS, accumulation)
-    evaluated = sum(torch.stack(strategy.evaluate(batch)) for batch in batches)
-    seen.append([*strategy.reduce_sum(evaluated).tolist(), 0.0])
-    return torch.tensor(seen), strategy.full_state_dict()
+    return take_steps(strategy, accumulation), strategy.full_state_dict()
 
 
 def train_each(cases):

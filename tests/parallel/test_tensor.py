@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from llm.parallel.tensor import TensorParallelRNG, divide_layers
-from tests.support.divided_layers import STEPS, make_model, micro_batches, prepare
+from tests.support.divided_layers import STEPS, make_model, micro_batches, prepare, take_steps
 from tests.support.ranks import run_ranks, values
 
 TP2, TP4, TP2_FSDP2 = {"tensor": 2}, {"tensor": 4}, {"tensor": 2, "shard": 2}
@@ -23,18 +23,11 @@ def train(
 ):
     """Losses and norms of a few steps; then an evaluation, predictions and the weights."""
     strategy = prepare(make_model(family), sizes, chunked=chunked, aligned=aligned)
-    seen = []
-    for step in range(STEPS):
-        batches, num_tokens = micro_batches(strategy, step, accumulation)
-        loss = strategy.forward_backward(batches, num_tokens=num_tokens)
-        norm, skipped = strategy.optimizer_step(0.5)
-        seen.append([strategy.reduce_sum(loss.clone()).item(), norm.item(), skipped.item()])
+    seen = take_steps(strategy, accumulation)
     batches, _ = micro_batches(strategy, STEPS, accumulation)
-    evaluated = sum(torch.stack(strategy.evaluate(batch)) for batch in batches)
-    seen.append([*strategy.reduce_sum(evaluated).tolist(), 0.0])
     pairs = [map(strategy.gather, strategy.predict(batch)) for batch in batches]
     predicted = [torch.cat(values) for values in zip(*pairs, strict=True)]
-    return torch.tensor(seen), predicted, strategy.full_state_dict()
+    return seen, predicted, strategy.full_state_dict()
 
 
 def train_each(cases):
@@ -44,7 +37,7 @@ def train_each(cases):
 def assert_trains_as_on_one_rank(ranks: int, cases) -> None:
     """Every case on so many ranks against its model on one rank.
 
-    Each model has processes of its own: PyTorch 2.10 takes the embedding of one for another's.
+    Each model has separate processes: PyTorch 2.10 takes the embedding of one for another's.
     """
     for family in dict.fromkeys(family for family, *_ in cases):
         of_family = [case for case in cases if case[0] == family]

@@ -64,3 +64,18 @@ def micro_batches(strategy, step: int, accumulation: int):
     starts = range(strategy.data_rank * size, BATCH, strategy.data_ranks * size)
     parts = [slice(start, start + size) for start in starts]
     return [MicroBatch(inputs[p], labels[p]) for p in parts], int((labels != -100).sum())
+
+
+def take_steps(strategy, accumulation: int) -> torch.Tensor:
+    """Loss, norm and whether the step was skipped, of a few steps and then of an evaluation."""
+    seen = []
+    for step in range(STEPS):
+        torch.manual_seed(step)  # as the loop does
+        batches, num_tokens = micro_batches(strategy, step, accumulation)
+        loss = strategy.forward_backward(batches, num_tokens=num_tokens)
+        norm, skipped = strategy.optimizer_step(0.5)
+        seen.append([strategy.reduce_sum(loss.clone()).item(), norm.item(), skipped.item()])
+    batches, _ = micro_batches(strategy, STEPS, accumulation)
+    evaluated = sum(torch.stack(strategy.evaluate(batch)) for batch in batches)
+    seen.append([*strategy.reduce_sum(evaluated).tolist(), 0.0])
+    return torch.tensor(seen)

@@ -1,4 +1,4 @@
-"""The interface of extensions, and the functions by which the core calls them.
+"""The interface of extensions, and the functions with which the core calls them.
 
 An extension is a folder of `llm/extensions/` with an `options.py`, which declares a subclass of
 [Extension][llm.trainers.gpt.seams.Extension]; `llm/trainers/gpt/extensions.py` lists it. The core
