@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,15 @@ def package_log() -> None:
     logger.handlers = []
     logger.propagate = True
     logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders of modules, without those that the Hub's libraries append in earlier tests.
+
+    A process that a later test starts inherits them, and would find the modules of another cache.
+    """
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 @pytest.fixture

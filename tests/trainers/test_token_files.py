@@ -1,9 +1,11 @@
 """Training from token files that were prepared before: alone, as blends, on any ranks."""
 
+import itertools
 import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -272,18 +274,19 @@ def test_a_model_that_cannot_keep_documents_apart_is_refused(bench, tmp_path):
 
 
 def train_and_cut(argv: list[str], path: Path) -> int:
-    """The trainer, whose training data another program cuts during the third step."""
+    """The trainer, whose training data another program cuts before the third batch is read."""
+    from llm.data.corpus import TokenStream
     from llm.trainers.gpt import main
-    from llm.trainers.gpt.loop import Trainer
 
-    step = Trainer.train_step
+    windows = TokenStream.windows
+    calls = itertools.count(1)
 
-    def cut_and_step(trainer: Trainer, batch) -> None:
-        if trainer.state.step == 2:
+    def cut_and_read(stream: TokenStream, *arguments: Any) -> Any:
+        if next(calls) == 3:  # in the thread that reads, so that no other read is under way
             os.truncate(path, 100)
-        step(trainer, batch)
+        return windows(stream, *arguments)
 
-    Trainer.train_step = cut_and_step
+    TokenStream.windows = cut_and_read
     return main.main(argv)
 
 
