@@ -203,9 +203,10 @@ def messages_of(precision):
     disable_packing_detection()
     strategy = make_strategy({"pipeline": 2}, "1f1b", 1, precision)
     strategy.prepare(LanguageModelLoss(make_model("gpt2", 4)), Recipe(make_optimizer).make)
-    with Messages() as in_step:
-        strategy.forward_backward([MicroBatch(*data_of(0))] * 2, num_tokens=240)
-        strategy.optimizer_step(0.5)
+    for _ in range(2):  # in the first step, PyTorch 2.15 also agrees on the shapes
+        with Messages() as in_step:
+            strategy.forward_backward([MicroBatch(*data_of(0))] * 2, num_tokens=240)
+            strategy.optimizer_step(0.5)
     with Messages() as in_evaluation:
         strategy.evaluate(MicroBatch(*data_of(1)))
     all_reduces = in_step.counts[torch.ops.c10d.allreduce_.default]
