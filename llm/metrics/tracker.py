@@ -261,13 +261,14 @@ def step_line(record: Mapping[str, float], *, step: int, total_steps: int) -> st
     """
     skipped = int(record["skipped_steps"])
     words = [
-        f"step {step:{len(str(total_steps))}}/{total_steps}",
+        # Next to the step, since the count is of all steps and not of the logging interval.
+        f"step {step:{len(str(total_steps))}}/{total_steps}"
+        + (f", {skipped} skipped" if skipped else ""),
         f"loss {record['loss']:.3f}",
         f"lr {_scientific(record['learning_rate'])}",
         f"{_thousands(record['tokens_per_second'])} tok/s",
         *([f"MFU {record['mfu']:.0%}"] if "mfu" in record else []),
         f"eta {_clock((total_steps - step) * record['ms_per_step'] / 1000)}",
-        *([f"{skipped} skipped"] if skipped else []),
     ]
     return "  ".join(words)
 
