@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
+from llm.errors import ConfigError
 from llm.parallel.residual import ResidualStream
 from llm.parallel.tensor_plans import sequence_plan, tensor_plan
 
@@ -55,7 +56,7 @@ def divide_layers(
         layer.install_forward(module, mesh)
     if sequence_parallel:
         _shard_residual_stream(model, stream, mesh)
-    elif _drops(model, "att"):
+    elif _dropouts(model, "att"):
         rng = TensorParallelRNG(_device_of(mesh), mesh.get_local_rank())
         for name, style in plan.styles.items():
             if "att" in name and style in _COLUMN_STYLES:
@@ -68,10 +69,32 @@ def divide_layers(
     model.tie_weights()
 
 
-def _drops(model: PreTrainedModel, where: str = "") -> bool:
-    """Return whether a model has dropout, or dropout of this name."""
+def check_compiled_dropout(model: PreTrainedModel, *, sequence_parallel: bool) -> None:
+    """Refuse to compile blocks in which each rank has to draw a different dropout mask.
+
+    A compiled graph draws from the generator that the ranks share.
+
+    Raises:
+        ConfigError: Ranks would drop the same units of different heads or tokens.
+    """
+    names = _dropouts(model, "" if sequence_parallel else "att")
+    if names:
+        option = "--sequence_parallel" if sequence_parallel else "--tensor_parallel_size"
+        raise ConfigError(
+            f"--torch_compile with {option} would drop the same units on every rank: set "
+            f"--no_torch_compile, or --config_overrides {','.join(f'{name}=0' for name in names)}."
+        )
+
+
+def _dropouts(model: PreTrainedModel, where: str = "") -> list[str]:
+    """Return the fields of the configuration that turn on dropout, or dropout of this name."""
     fields = model.config.to_dict().items()
-    return any("drop" in key and where in key and p for key, p in fields)
+    other_tasks = ("summary", "classifier")
+    return [
+        key
+        for key, p in fields
+        if "drop" in key and where in key and p and not key.startswith(other_tasks)
+    ]
 
 
 def _shard_residual_stream(
@@ -80,7 +103,7 @@ def _shard_residual_stream(
     """Compute norms, residual additions and dropouts on this rank's tokens only."""
     plan = sequence_plan(model)
     first, last = model.get_submodule(plan.start), model.get_submodule(plan.last_norm)
-    if _drops(model):
+    if _dropouts(model):
         rng = TensorParallelRNG(_device_of(mesh), mesh.get_local_rank())
         rng.begin_before(first)
         rng.end_before(last)

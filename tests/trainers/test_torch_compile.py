@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.support.ranks import run_ranks, values
+from tests.support.refusals import assert_refused
 from tests.support.training import NO_DROPOUT, Bench, Run
 
 MORE = pytest.mark.layouts
@@ -63,3 +64,21 @@ def test_compiled_blocks_train_as_uncompiled_ones(bench, request, ranks, options
     for key in ("loss", "eval_loss"):
         ours, theirs = ([m[key] for m in run.metrics if key in m] for run in (compiled, plain))
         assert ours == pytest.approx(theirs, rel=rel)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "options", "words"),
+    [
+        ({"attn_pdrop": 0.1}, {}, "--tensor_parallel_size would drop the same units on every rank"),
+        ({"resid_pdrop": 0.1}, {"sequence_parallel": True}, "--config_overrides resid_pdrop=0"),
+    ],
+)
+def test_compiled_blocks_that_ranks_divide_have_no_dropout(tmp_path, dropout, options, words):
+    assert_refused(
+        Bench(tmp_path, **(NO_DROPOUT | dropout)),
+        ranks=2,
+        words=["--torch_compile with", "set --no_torch_compile", words],
+        tensor_parallel_size=2,
+        torch_compile=True,
+        **options,
+    )

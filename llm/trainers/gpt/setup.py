@@ -27,6 +27,7 @@ from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context import check_divisible
 from llm.parallel.pipeline.stage import check_cut
 from llm.parallel.sharded_init import fill_model
+from llm.parallel.tensor import check_compiled_dropout
 from llm.runtime.agreement import gather
 from llm.runtime.logging import event
 from llm.runtime.world import World, device_of
@@ -97,6 +98,8 @@ def _check_use(config: CoreConfig, setup: RunSetup, model: PreTrainedModel) -> N
         check_documents_apart(model, positions=boundaries.positions, attention=boundaries.attention)
     if dims.context > 1:
         check_divisible(model, ranks=dims.context, block_size=setup.block_size)
+    if dims.tensor > 1 and config.torch_compile:
+        check_compiled_dropout(model, sequence_parallel=config.sequence_parallel)
     if dims.pipeline > 1:
         check_cut(model, dims.pipeline * config.virtual_stages)
 
