@@ -6,6 +6,7 @@ If a worker is lost, Dask gives its shard to another one.
 
 import logging
 import os
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -23,7 +24,7 @@ _WORKER_SECONDS = 60
 _TASKS_PER_WORKER = 32  # at least, with enough shards: a task costs Dask some ms
 _INSTALL = "pip install 'llm-trainers[dask]'"
 
-_made = threading.local()  # the encoder of a worker's thread, and what it was made for
+_kept = threading.local()  # the encoder of a worker's thread, and what it was made from
 
 log = logging.getLogger("llm.data")
 
@@ -54,13 +55,21 @@ class DaskCluster:
         # Results of equal calls are not reused: an earlier client's files may be gone.
         executor = self._client.get_executor(pure=False)
         # A task, which Dask repeats if all workers that have its result are lost.
-        shared = self._client.submit(cloudpickle.loads, cloudpickle.dumps(encoding), pure=False)
+        pickled = self._client.submit(bytes, cloudpickle.dumps(encoding), pure=False)
+        key = (
+            encoding.tokenizer.fingerprint,
+            encoding.end_token,
+            encoding.dtype,
+            encoding.allow_special_tokens,
+            encoding.on_error,
+            fast,
+        )
         folder = os.getcwd()  # as paths of the sources may be relative
         numbered = list(enumerate(shards))
         workers = max(1, len(self._client.nthreads()))
         size = max(1, len(numbered) // (workers * _TASKS_PER_WORKER))
         futures = [
-            executor.submit(_encode_shards, numbered[first : first + size], shared, fast, folder)
+            executor.submit(_encode_shards, numbered[first : first + size], key, pickled, folder)
             for first in range(0, len(numbered), size)
         ]
 
@@ -139,7 +148,7 @@ def connect(scheduler_file: str | None) -> Iterator[DaskCluster]:
 
 
 def _encode_shards(
-    shards: list[tuple[int, Shard]], encoding: Encoding, fast: bool, folder: str
+    shards: list[tuple[int, Shard]], key: tuple[Any, ...], pickled: bytes, folder: str
 ) -> list[tuple[int, ShardStats]]:
     """Write some shards, unless a lost worker has written them; called on a worker."""
     if os.getcwd() != folder:
@@ -148,23 +157,17 @@ def _encode_shards(
     for number, (source, stem) in shards:
         stats = read_shard(stem, verify=True)
         if stats is None:
-            encoder = _encoder(encoding, fast)
+            encoding, encoder = _encoder(key, pickled)
             stats = write_shard(source, stem, encoding, encoder, report=lambda _: None)
         results.append((number, stats))
     return results
 
 
-def _encoder(encoding: Encoding, fast: bool) -> Encoder:
-    # Making one takes a second, so a worker keeps it for the next command, too.
-    of = (
-        encoding.tokenizer.fingerprint,
-        encoding.end_token,
-        encoding.dtype,
-        encoding.allow_special_tokens,
-        fast,
-    )
-    if getattr(_made, "of", None) != of:
-        _made.encoder = make_encoder(encoding, threads=1, fast=fast)
-        _made.of = of
-    encoder: Encoder = _made.encoder
-    return encoder
+def _encoder(key: tuple[Any, ...], pickled: bytes) -> tuple[Encoding, Encoder]:
+    # Both take a second, so a worker keeps them for the next command, too.
+    if getattr(_kept, "key", None) != key:
+        encoding: Encoding = pickle.loads(pickled)
+        _kept.made = encoding, make_encoder(encoding, threads=1, fast=key[-1])
+        _kept.key = key
+    made: tuple[Encoding, Encoder] = _kept.made
+    return made
