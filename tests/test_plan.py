@@ -302,6 +302,17 @@ def test_sequence_parallelism_keeps_less_and_sends_less():
     assert shared.memory.weights == whole.memory.weights
 
 
+def test_gathers_in_float8_send_and_hold_half_of_those_in_bf16():
+    options = {"mixed_precision": "fp8", "gpus_per_node": 4, "data_parallel_shard_size": 4}
+    in_bf16, in_fp8 = (plan_of(fp8_all_gather=each, **options) for each in (False, True))
+    block = num_elements(job_of().param_counts(1).blocks[0])
+
+    # Each rank gathers four blocks twice, and holds one and the next.
+    (bf16,), (fp8,) = in_bf16.transfers, in_fp8.transfers
+    assert bf16.in_node - fp8.in_node == 4 * 2 * block * 3 / 4
+    assert in_bf16.memory.buffers - in_fp8.memory.buffers == 2 * block
+
+
 def test_weights_gradients_and_moments_shrink_with_the_shard_size():
     whole = plan_of(gpus_per_node=4).memory
     quarter = plan_of(gpus_per_node=4, data_parallel_shard_size=4).memory
