@@ -28,7 +28,7 @@ OPTIONS=(
     --num_layers "${NUM_LAYERS:-36}"
     --hidden_size "${HIDDEN_SIZE:-4096}"
     --num_attention_heads "${NUM_ATTENTION_HEADS:-32}"
-    --config_overrides n_positions=2048
+    --config_overrides 'n_positions=2048,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0'
     --tensor_parallel_size "${TP_SIZE:-4}"
     --pipeline_parallel_size "${PP_SIZE:-2}"
     --tokenizer_name gpt2

@@ -81,7 +81,9 @@ def quoted_rows(words: Sequence[str]) -> list[list[str]]:
     for word in words:
         if word.startswith("--") or not rows:
             rows.append([])
-        rows[-1].append(shlex.quote(word))
+        quoted = shlex.quote(word)
+        # ShellCheck takes a bare comma for an attempt to separate elements.
+        rows[-1].append(f"'{word}'" if "," in word and quoted == word else quoted)
     return rows
 
 
