@@ -4,8 +4,8 @@ from typing import ClassVar, Literal
 
 from llm.config.options import option, option_group
 from llm.errors import ConfigError
+from llm.trainers.gpt.config import check_planned
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.rules import check_planned
 from llm.trainers.gpt.seams import extensions_of
 
 

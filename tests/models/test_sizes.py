@@ -11,8 +11,8 @@ from llm.errors import ConfigError
 from llm.models.configuration import find_weights, load_config
 from llm.models.options import ModelOptions
 from llm.models.sizes import SIZES, flops_per_token
+from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.rules import check
 from tests.support.models import tiny_config
 
 # Families whose every matrix product torch's counter sees.

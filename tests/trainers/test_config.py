@@ -12,9 +12,9 @@ from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
 from llm.extensions.kfac.kfac_settings import kfac_method
 from llm.trainers.gpt import resume
+from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
-from llm.trainers.gpt.rules import check
 from tests.support.package import MODULES, PACKAGE, name_of
 
 PATHS = [field for field in fields(GPTConfig) if field.option.path]

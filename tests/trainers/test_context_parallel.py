@@ -3,8 +3,8 @@
 import pytest
 
 from llm.errors import ConfigError
+from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.rules import check
 from tests.support.training import Bench
 
 

@@ -9,10 +9,10 @@ import pytest
 from llm.config.toml import read_toml
 from llm.errors import LLMError
 from llm.runtime.world import World
+from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.inputs import read_training
 from llm.trainers.gpt.main import parse_args
-from llm.trainers.gpt.rules import check
 from llm.trainers.gpt.run_setup import TrainSetup
 from tests.support.faults import Fault
 from tests.support.recovery import check_same, kill_and_go_on, weights_hash, without_times

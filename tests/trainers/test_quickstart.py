@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from llm.config.toml import read_toml
+from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.rules import check
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

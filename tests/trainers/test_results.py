@@ -6,9 +6,9 @@ import shlex
 import pytest
 
 from llm.errors import ConfigError
+from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.results import open_repository, push
-from llm.trainers.gpt.rules import check
 
 
 def test_a_private_repository_named_after_the_run_is_created_at_the_start(hub, tmp_path):

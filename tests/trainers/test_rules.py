@@ -9,8 +9,8 @@ import pytest
 from llm.config.options import option
 from llm.errors import ConfigError
 from llm.parallel.options import PARALLELISM
+from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.rules import check
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/parallelism.md"
 OPTIONS = {

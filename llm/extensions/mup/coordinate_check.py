@@ -21,9 +21,8 @@ from llm.config.command_line import parse
 from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.errors import ConfigError
-from llm.trainers.gpt.config import preset_options
+from llm.trainers.gpt.config import check_planned, preset_options
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.rules import check_planned
 from llm.trainers.gpt.seams import recipe_of, transforms_of
 
 if TYPE_CHECKING:

@@ -34,9 +34,8 @@ from llm.runtime.process_settings import (
 )
 from llm.runtime.signals import watch_launcher
 from llm.runtime.world import World, adopt_launcher, world_from_environment
-from llm.trainers.gpt.config import preset_options
+from llm.trainers.gpt.config import check, preset_options
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.rules import check
 from llm.trainers.gpt.trained_model import inherited_options
 
 GRACE_SECONDS = 3.0

@@ -226,6 +226,10 @@ class Extension(CoreConfig):
         """The extensions in `extensions.py`, in their order."""
         return ()
 
+    def extension_problems(self) -> list[str]:
+        """Return the problems that the listed extensions find in the options."""
+        return [problem for extension in self.listed for problem in extension.problems(self)]
+
     def problems(self) -> list[str]:
         """Return a sentence for each combination of its options, or with the core's, that fails."""
         return []

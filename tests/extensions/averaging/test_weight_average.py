@@ -16,9 +16,9 @@ from llm.errors import ConfigError
 from llm.extensions.averaging.weight_average import WeightAverage
 from llm.models.sampling import sample_text
 from llm.parallel.base import AcceleratedStrategy
+from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.reporting import SAMPLE_TOKENS
-from llm.trainers.gpt.rules import check
 from llm.trainers.gpt.trained_model import load_trained, read_config
 from tests.support.data_parallel import make_strategy
 from tests.support.device_reads import Reads

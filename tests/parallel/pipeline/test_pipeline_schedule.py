@@ -4,8 +4,8 @@ import pytest
 
 from llm.errors import ConfigError
 from llm.parallel.pipeline.pipeline_schedule import bubble_fraction, check_micro_batches
+from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.rules import check
 
 SETTINGS = {
     "train_file": "text.txt",
