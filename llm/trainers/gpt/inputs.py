@@ -27,6 +27,7 @@ from llm.runtime.world import World, device_of, ranks_per_node
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.evaluation import load_metrics
 from llm.trainers.gpt.model_copies import log_other_model, read_model_config, read_tokenizer
+from llm.trainers.gpt.reporting import check_trackers
 from llm.trainers.gpt.resume import (
     branch_of,
     check_folder,
@@ -41,7 +42,6 @@ from llm.trainers.gpt.resume import (
 )
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup, plan_training
 from llm.trainers.gpt.seams import Inputs, choose_layout, extensions_of
-from llm.trainers.gpt.trackers import check_trackers
 
 _NEED_VALIDATION = ("eval_steps", "eval_tokens", "eval_metrics", "save_top_k")
 """Training options that require validation data."""

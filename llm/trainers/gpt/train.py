@@ -32,10 +32,15 @@ from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.model_copies import copy_model
 from llm.trainers.gpt.out_of_memory import explain_out_of_memory
 from llm.trainers.gpt.reporting import (
+    connect_trackers,
+    forget_points,
     generate_command,
     log_end,
     log_sample,
     log_start,
+    make_tracker,
+    open_tensorboard,
+    remember_wandb,
     resume_command,
 )
 from llm.trainers.gpt.results import open_repository, push, write_results
@@ -49,13 +54,6 @@ from llm.trainers.gpt.setup import (
     make_model,
     make_strategy,
     model_for_logging,
-)
-from llm.trainers.gpt.trackers import (
-    connect_trackers,
-    forget_points,
-    make_tracker,
-    open_tensorboard,
-    remember_wandb,
 )
 
 PEER_SECONDS = 5.0
