@@ -323,7 +323,7 @@ def _read_mean(
     chosen = [read_valid(checkpoint.path) for checkpoint in newest]
     _prepare_libraries()
     from llm.checkpoint.mean import mean_state
-    from llm.trainers.gpt.model_copies import check_same_model
+    from llm.trainers.gpt.inputs import check_same_model
 
     check_same_model(config, chosen)
     # Not initialized: a second copy of the weights would double the memory.

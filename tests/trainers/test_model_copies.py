@@ -20,9 +20,8 @@ from llm.runtime.files import sync_file
 from llm.runtime.world import World
 from llm.tokenizers.load_tokenizer import fingerprint
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.inputs import read_evaluation, read_training
+from llm.trainers.gpt.inputs import read_evaluation, read_model_config, read_training
 from llm.trainers.gpt.main import parse_args
-from llm.trainers.gpt.model_copies import read_model_config
 from llm.trainers.gpt.run_setup import RunSetup
 from tests.support.models import tiny_config
 from tests.support.token_files import random_documents, write_pair

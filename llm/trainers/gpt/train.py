@@ -27,9 +27,8 @@ from llm.runtime.signals import EXIT_PREEMPTED
 from llm.runtime.world import World
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.evaluation import make_evaluate
-from llm.trainers.gpt.inputs import read_evaluation, read_training
+from llm.trainers.gpt.inputs import copy_model, read_evaluation, read_training
 from llm.trainers.gpt.loop import Trainer
-from llm.trainers.gpt.model_copies import copy_model
 from llm.trainers.gpt.out_of_memory import explain_out_of_memory
 from llm.trainers.gpt.reporting import (
     connect_trackers,
