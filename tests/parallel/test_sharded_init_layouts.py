@@ -8,9 +8,9 @@ import torch
 
 from llm.models.loss import LanguageModelLoss
 from llm.optim.run_optimizer import Recipe
+from llm.parallel.layout import Layout
 from llm.parallel.sharded_init import fill_model
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.layouts import Layout
 from tests.support.layouts import cpu_accelerator, dims_of, make_optimizer
 from tests.support.models import tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values

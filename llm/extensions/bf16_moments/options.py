@@ -8,7 +8,7 @@ from llm.trainers.gpt.seams import Extension
 
 if TYPE_CHECKING:
     from llm.optim.run_optimizer import Recipe
-    from llm.trainers.gpt.layouts import Layout
+    from llm.parallel.layout import Layout
 
 
 @option_group("Moments in bf16", resume="fixed", extension=True)

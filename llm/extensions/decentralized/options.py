@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llm.checkpoint.format import Checkpoint
     from llm.extensions.decentralized.replicas import ReplicaLayout
     from llm.optim.run_optimizer import Recipe
-    from llm.trainers.gpt.layouts import Layout
+    from llm.parallel.layout import Layout
     from llm.trainers.gpt.seams import Inputs
 
 MOST_ACCUM_STEPS = 8

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llm.extensions.decentralized.modes import DiLoCo, Gossip
+from llm.parallel.layout import Layout
+from llm.parallel.options import ParallelOptions
 from llm.runtime.logging import counted
-from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.layouts import Layout
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -41,7 +41,7 @@ class ReplicaLayout(Layout):
 
     def make(
         self,
-        config: CoreConfig,
+        options: ParallelOptions,
         dims: "ParallelDims",
         accelerator: "Accelerator",
         *,

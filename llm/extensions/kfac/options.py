@@ -12,7 +12,7 @@ from llm.parallel.options import sizes_above_one
 
 if TYPE_CHECKING:
     from llm.optim.run_optimizer import Recipe
-    from llm.trainers.gpt.layouts import Layout
+    from llm.parallel.layout import Layout
 
 _DIVIDED_BY = ("data_parallel_shard_size", "context_parallel_size", "pipeline_parallel_size")
 """Options that leave layers whole, which K-FAC needs."""

@@ -9,7 +9,7 @@ from llm.optim.options import OptimizerKind
 
 if TYPE_CHECKING:
     from llm.optim.run_optimizer import Recipe
-    from llm.trainers.gpt.layouts import Layout
+    from llm.parallel.layout import Layout
 
 
 @option_group("Muon and SOAP", resume="fixed", extension=True)

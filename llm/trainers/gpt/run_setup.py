@@ -21,10 +21,10 @@ from llm.models.build import build_model
 from llm.models.sizes import parameter_counts
 from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.dims import ParallelDims
+from llm.parallel.layout import Layout
 from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
 from llm.tokenizers.load_tokenizer import fingerprint
 from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.layouts import Layout
 from llm.trainers.gpt.resume import Branch, choose_skipped, recorded_options
 
 

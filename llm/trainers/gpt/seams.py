@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from llm.config.program import Program
 from llm.parallel.dims import parallel_dims
+from llm.parallel.layout import Layout
 from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.layouts import Layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

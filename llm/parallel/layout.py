@@ -1,13 +1,13 @@
 """The layout of a run: how its ranks train its model.
 
-`choose_layout` in `llm/trainers/gpt/seams.py` asks the extensions for one before process groups
-form. Strategies are imported when they are made, because job scripts choose a layout without torch.
+It is chosen before process groups form. Strategies are imported when they are made, because job
+scripts choose a layout without torch.
 """
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from llm.trainers.gpt.config import CoreConfig
+from llm.parallel.options import ParallelOptions
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -23,7 +23,7 @@ class Layout:
 
     def make(
         self,
-        config: CoreConfig,
+        options: ParallelOptions,
         dims: "ParallelDims",
         accelerator: "Accelerator",
         *,
@@ -32,7 +32,7 @@ class Layout:
         """Return the strategy of a run, which is given the model by its `prepare`.
 
         Args:
-            config: The options.
+            options: Divide the model, or schedule its stages.
             dims: How the ranks divide one model.
             accelerator: The processes, devices and precision.
             init_weights: Fills a model on the meta device once it is divided; None for a model that
@@ -41,16 +41,16 @@ class Layout:
         if dims.pipeline > 1:
             from llm.parallel.pipeline.pipelined import PipelineStrategy
 
-            return PipelineStrategy(config, accelerator, dims, init_weights=init_weights)
+            return PipelineStrategy(options, accelerator, dims, init_weights=init_weights)
         if not dims.is_replicated:
             from llm.parallel.fsdp import ShardedStrategy
 
             return ShardedStrategy(
                 accelerator,
                 dims,
-                sequence_parallel=config.sequence_parallel,
-                unsharded_gradients=config.unsharded_gradients,
-                fp8_all_gather=config.fp8_all_gather,
+                sequence_parallel=options.sequence_parallel,
+                unsharded_gradients=options.unsharded_gradients,
+                fp8_all_gather=options.fp8_all_gather,
                 init_weights=init_weights,
             )
         from llm.parallel.base import AcceleratedStrategy
