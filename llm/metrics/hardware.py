@@ -165,3 +165,9 @@ def memory_in_use(device: torch.device) -> int | None:
     except OSError:
         return None
     return int(resident) * os.sysconf("SC_PAGE_SIZE")
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether an error says that the device's memory is full."""
+    # torch.OutOfMemoryError comes from torch's allocators; NCCL and MPS raise other classes.
+    return "out of memory" in str(error).lower()

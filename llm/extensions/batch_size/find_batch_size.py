@@ -24,12 +24,11 @@ from llm.data.batch_plan import micro_batch_sizes
 from llm.data.loader import TrainLoader
 from llm.errors import ConfigError
 from llm.extensions.batch_size.trial import trial_step
-from llm.metrics.hardware import GIB, device_memory, host_memory
+from llm.metrics.hardware import GIB, device_memory, host_memory, is_out_of_memory
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.agreement import gather, on_rank0
 from llm.runtime.world import ranks_per_node
 from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.out_of_memory import is_out_of_memory
 from llm.trainers.gpt.run_setup import TrainSetup, plan_training
 
 _HOST_SHARE = 0.8

@@ -140,8 +140,7 @@ def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     expand_segments()
     quiet_libraries()
     # Imported here so that --help and wrong options do not need torch.
-    from llm.trainers.gpt.out_of_memory import explain_out_of_memory
-    from llm.trainers.gpt.train import evaluate, train
+    from llm.trainers.gpt.train import evaluate, explain_out_of_memory, train
 
     deterministic = deterministic_kernels() if config.deterministic else contextlib.nullcontext()
     with explain_out_of_memory(config, world), deterministic:

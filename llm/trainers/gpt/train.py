@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +17,9 @@ from transformers import PreTrainedModel
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.load import load_state, newest_valid
 from llm.config.toml import to_toml
-from llm.errors import LLMError, PeerLostError, RestartError
+from llm.data.options import device_batch_size
+from llm.errors import DeviceMemoryError, LLMError, PeerLostError, RestartError
+from llm.metrics.hardware import GIB, device_memory, is_out_of_memory
 from llm.metrics.tracker import task_values
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.agreement import is_shared, on_all_ranks, on_rank0
@@ -24,12 +27,11 @@ from llm.runtime.files import write_whole
 from llm.runtime.health import Health
 from llm.runtime.logging import EventHandler, event, log_to_file
 from llm.runtime.signals import EXIT_PREEMPTED
-from llm.runtime.world import World
+from llm.runtime.world import World, device_of, ranks_per_node
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.evaluation import make_evaluate
 from llm.trainers.gpt.inputs import copy_model, read_evaluation, read_training
 from llm.trainers.gpt.loop import Trainer
-from llm.trainers.gpt.out_of_memory import explain_out_of_memory
 from llm.trainers.gpt.reporting import (
     connect_trackers,
     forget_points,
@@ -338,3 +340,53 @@ def evaluate(config: CoreConfig, world: World) -> None:
         write_whole(path, json.dumps(results, indent=1) + "\n")
         logger.info(f"results: {path}")
     strategy.close()
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(config: CoreConfig, world: World) -> Iterator[None]:
+    """Replace a device's allocation error by a sentence with remedies.
+
+    Raises:
+        DeviceMemoryError: Replaces an error that says "out of memory".
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DeviceMemoryError(_out_of_memory(config, world)) from error
+
+
+def _out_of_memory(config: CoreConfig, world: World) -> str:
+    device = device_of(world)
+    total = device_memory(device)
+    size = "" if total is None else f" of its {total / GIB:.1f} GiB"
+    per_node = ranks_per_node(os.environ, world.world_size)
+    sentence = f"Out of memory on {device}{size} (rank {world.rank}): {_remedies(config)}."
+    if config.several_models:  # the plan refuses it
+        return sentence
+    words = [f"--nodes {-(-world.world_size // per_node)}", f"--gpus_per_node {per_node}"]
+    if total is not None:
+        words.append(f"--memory_gib {total / GIB:.1f}")
+    return (
+        f"{sentence} `python -m llm.plan` with the options of this run and {' '.join(words)} shows "
+        "how the memory is used, and with --search the layouts that fit."
+    )
+
+
+def _remedies(config: CoreConfig) -> str:
+    """Return the options that can still lower the memory."""
+    remedies = []
+    size = device_batch_size(config)
+    if size > 1 and not config.eval_only:
+        remedies.append(f"lower --per_device_train_batch_size {size}")
+    if config.per_device_eval_batch_size > 1:
+        remedies.append(
+            f"lower --per_device_eval_batch_size {config.per_device_eval_batch_size}"
+            + ("" if config.eval_only else " if it happens in an evaluation")
+        )
+    if config.activation_checkpointing != "full" and not config.eval_only:
+        remedies.append("recompute activations by --activation_checkpointing full")
+    sizes = "--data_parallel_shard_size, --tensor_parallel_size or --pipeline_parallel_size"
+    remedies.append(f"shard the model over more ranks by {sizes}")
+    return ", or ".join(remedies)
