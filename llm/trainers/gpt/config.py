@@ -225,12 +225,12 @@ def preset_options(values: dict[str, Any]) -> dict[str, Any]:
         )
     return {
         option: value
-        for option, value in read_preset(name).items()
+        for option, value in _read_preset(name).items()
         if all(values.get(other) is None for other in _IN_PLACE_OF.get(option, ()))
     }
 
 
-def read_preset(name: str) -> dict[str, Any]:
+def _read_preset(name: str) -> dict[str, Any]:
     """Return the options in the file of a preset.
 
     Raises:
@@ -245,7 +245,7 @@ def read_preset(name: str) -> dict[str, Any]:
 def values_of_preset(config: CoreConfig) -> dict[str, Any]:
     """Return the options of a run's preset that the run does not override."""
     assert config.preset is not None
-    preset = read_preset(config.preset)
+    preset = _read_preset(config.preset)
     return {name: value for name, value in preset.items() if getattr(config, name) == value}
 
 

@@ -214,7 +214,7 @@ def _find_weights_of_run(config: CoreConfig, model_config: PreTrainedConfig) -> 
         return None
     found = find_start(config.init_from, option="init_from")
     check_known(config, found)
-    log_other_model(config, found, model_config)
+    _log_other_model(config, found, model_config)
     return found
 
 
@@ -337,7 +337,7 @@ def read_model_config(config: CoreConfig, start: Checkpoint | None) -> PreTraine
     return current
 
 
-def log_other_model(config: CoreConfig, init_from: Checkpoint, current: PreTrainedConfig) -> None:
+def _log_other_model(config: CoreConfig, init_from: Checkpoint, current: PreTrainedConfig) -> None:
     """Log how a new run's configuration differs from the run that provides its weights."""
     changed = _changes(config, init_from, current)
     if changed:

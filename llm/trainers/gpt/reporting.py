@@ -409,25 +409,21 @@ def report_skipped(
     for step, skipped, _ in steps:
         state.skipped_in_a_row = state.skipped_in_a_row + 1 if skipped else 0
         if skipped:
-            _report(step, loader, run)
+            first, stop = loader.samples_of(step, step + 1)
+            command = inspect_command(run, step + 1)
+            logger.info(
+                f"step {step + 1} was skipped: its gradient is not finite (samples {first:,} to "
+                f"{stop - 1:,}); its text: {command}",
+                extra=event(
+                    "skip", step=step + 1, first_sample=first, last_sample=stop - 1, inspect=command
+                ),
+            )
     if state.skipped_in_a_row >= most:
         raise DivergedError(
             f"The last {state.skipped_in_a_row} steps were skipped because loss or gradient was "
             "not finite (--max_skipped_steps); resume from an earlier checkpoint with a lower "
             "--learning_rate or other data. Earlier checkpoints are untouched."
         )
-
-
-def _report(step: int, loader: TrainLoader, run: str) -> None:
-    first, stop = loader.samples_of(step, step + 1)
-    command = inspect_command(run, step + 1)
-    logger.info(
-        f"step {step + 1} was skipped: its gradient is not finite (samples {first:,} to "
-        f"{stop - 1:,}); its text: {command}",
-        extra=event(
-            "skip", step=step + 1, first_sample=first, last_sample=stop - 1, inspect=command
-        ),
-    )
 
 
 def make_tracker(

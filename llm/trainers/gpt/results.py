@@ -46,7 +46,7 @@ def write_results(
     state_dict = trainer.strategy.full_state_dict()
     if trainer.strategy.rank != 0:
         return
-    results = collect_results(trainer, task_results)
+    results = _collect_results(trainer, task_results)
     folder = setup.run.path
     card = make_card(
         config,
@@ -61,7 +61,7 @@ def write_results(
     write_whole(folder / "all_results.json", json.dumps(results, indent=1) + "\n")
 
 
-def collect_results(
+def _collect_results(
     trainer: Trainer, task_results: Mapping[str, Mapping[str, float]]
 ) -> dict[str, float | None]:
     """Return the results of the run under their names in `all_results.json`."""

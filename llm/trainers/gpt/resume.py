@@ -26,8 +26,8 @@ from llm.parallel.accelerator import default_precision
 from llm.runtime.rng import draw_seed
 from llm.trainers.gpt.config import CoreConfig
 
-NOT_INPUTS = ("output_dir", "data_cache_dir")
-BY_DEVICE = ("mixed_precision", "tf32", "torch_compile")
+_NOT_INPUTS = ("output_dir", "data_cache_dir")
+_BY_DEVICE = ("mixed_precision", "tf32", "torch_compile")
 """Options with a default that depends on the device."""
 
 logger = logging.getLogger("llm")
@@ -76,7 +76,7 @@ def find_resume(config: CoreConfig, run: RunFolder) -> Checkpoint | None:
     check_known(config, checkpoint)
     if config.eval_only:
         return checkpoint  # only its weights are loaded
-    saved = saved_options(config, checkpoint, "fixed")
+    saved = _saved_options(config, checkpoint, "fixed")
     allowed = (*named_changes(config), *lengthened(config, checkpoint))
     fixed = fixed_options(config, like=saved)
     check_unchanged(saved, fixed, allowed=allowed)
@@ -107,7 +107,7 @@ def check_known(config: CoreConfig, checkpoint: Checkpoint) -> None:
         CheckpointError: Names the options; without them the run would silently train another model.
     """
     known = {field.name for field in options.fields(type(config))}
-    unknown = saved_options(config, checkpoint, "fixed").keys() - known
+    unknown = _saved_options(config, checkpoint, "fixed").keys() - known
     if unknown:
         names = " and ".join(f"--{name}" for name in sorted(unknown))
         raise CheckpointError(
@@ -135,7 +135,7 @@ def check_folder(
     if resume_from is not None and not own.isdisjoint(resume_from.path.resolve().parents):
         run.check(resume=True, overwrite=False)
         return
-    inputs = [(name, text) for name, text in options.paths(config) if name not in NOT_INPUTS]
+    inputs = [(name, text) for name, text in options.paths(config) if name not in _NOT_INPUTS]
     if config_file is not None and config.overwrite_output_dir:
         inputs.append(("config", str(config_file)))
     for name, text in inputs:
@@ -246,13 +246,13 @@ def fixed_options(config: CoreConfig, *, like: dict[str, Any] | None = None) -> 
         like: Fixed options of a checkpoint; provide seed and precision if the options do not.
     """
     fixed = _options(config, kind="fixed")
-    for name in ("seed", *BY_DEVICE):
+    for name in ("seed", *_BY_DEVICE):
         if like is not None and name in fixed and fixed[name] is None:
             fixed[name] = like.get(name)
     return fixed
 
 
-def logged_options(config: CoreConfig) -> dict[str, Any]:
+def _logged_options(config: CoreConfig) -> dict[str, Any]:
     """Return the options that a resumed run may change and logs, as JSON values."""
     return _options(config, kind="logged")
 
@@ -279,14 +279,14 @@ def recorded_options(config: CoreConfig) -> dict[str, dict[str, Any]]:
         for field in options.fields(type(config))
         if field.option.extension and getattr(config, field.name) == field.default
     }
-    kinds = {"fixed": fixed_options(config), "logged": logged_options(config)}
+    kinds = {"fixed": fixed_options(config), "logged": _logged_options(config)}
     return {
         kind: {name: value for name, value in values.items() if name not in left_out}
         for kind, values in kinds.items()
     }
 
 
-def saved_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
+def _saved_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
     """Return the fixed or the logged options of a checkpoint.
 
     Extension options that it does not record have their default.
@@ -306,10 +306,10 @@ def named_changes(config: CoreConfig) -> list[str]:
 
 def log_changes(config: CoreConfig, checkpoint: Checkpoint, *, ranks: int) -> None:
     """Log settings that affect the numbers and differ from the checkpoint."""
-    fixed, logged = (saved_options(config, checkpoint, kind) for kind in ("fixed", "logged"))
+    fixed, logged = (_saved_options(config, checkpoint, kind) for kind in ("fixed", "logged"))
     changed = [
         *differences(fixed, fixed_options(config, like=fixed)),
-        *differences(logged, logged_options(config)),
+        *differences(logged, _logged_options(config)),
         *differences({"number of ranks": checkpoint.world_size}, {"number of ranks": ranks}),
     ]
     if changed:
@@ -326,12 +326,12 @@ def log_changes(config: CoreConfig, checkpoint: Checkpoint, *, ranks: int) -> No
 def choose_by_device(
     config: CoreConfig, resume_from: Checkpoint | None, device: torch.device
 ) -> dict[str, Any]:
-    """Return the options in `BY_DEVICE`: as set, from the checkpoint, or the device's defaults."""
+    """Return the options in `_BY_DEVICE`: as set, from the checkpoint, or the device's defaults."""
     values = {**default_precision(device), "torch_compile": compiles_by_default(device)}
     if resume_from is not None and not config.eval_only:
-        fixed, logged = (saved_options(config, resume_from, kind) for kind in ("fixed", "logged"))
-        values = {name: (fixed | logged)[name] for name in BY_DEVICE}
-    given = {name: getattr(config, name) for name in BY_DEVICE}
+        fixed, logged = (_saved_options(config, resume_from, kind) for kind in ("fixed", "logged"))
+        values = {name: (fixed | logged)[name] for name in _BY_DEVICE}
+    given = {name: getattr(config, name) for name in _BY_DEVICE}
     return values | {name: value for name, value in given.items() if value is not None}
 
 
@@ -340,7 +340,7 @@ def keep_batch_size(config: CoreConfig, resume_from: Checkpoint | None) -> CoreC
     if resume_from is None or config.per_device_train_batch_size != "auto":
         return config
     name = "per_device_train_batch_size"
-    size = saved_options(config, resume_from, "logged")[name]
+    size = _saved_options(config, resume_from, "logged")[name]
     return dataclasses.replace(config, **{name: size})
 
 
@@ -415,7 +415,7 @@ def find_parent(config: CoreConfig, resume_from: Checkpoint | None) -> Checkpoin
         return None
     parent = find_start(config.branch_from, option="branch_from")
     check_known(config, parent)
-    saved = saved_options(config, parent, "fixed")
+    saved = _saved_options(config, parent, "fixed")
     allowed = (*named_changes(config), *lengthened(config, parent))
     check_unchanged(
         saved,

@@ -130,7 +130,7 @@ def checkpoint_metadata(config: CoreConfig, setup: TrainSetup) -> dict[str, Any]
     }
 
 
-def budget_parameters(
+def _budget_parameters(
     config: CoreConfig, model_config: PreTrainedConfig, *, vocab_size: int
 ) -> int | None:
     """Return the number of parameters (tied ones once) if the budget depends on it."""
@@ -171,7 +171,7 @@ def saved_batch(config: CoreConfig, setup: RunSetup) -> int | str | None:
     return saved
 
 
-def plan_learning_rates(
+def _plan_learning_rates(
     config: CoreConfig, plan: BatchPlan, *, block_size: int, cooldown_from: int | None = None
 ) -> Schedule:
     """Create the schedule; the options may set its phases in samples or tokens.
@@ -207,7 +207,7 @@ def plan_learning_rates(
     return scaled
 
 
-def add_cooldown(
+def _add_cooldown(
     config: CoreConfig, branch: Branch | None, plan: BatchPlan, *, block_size: int
 ) -> tuple[BatchPlan, Schedule]:
     """Return batch plan and schedule of a run; a cooldown replaces the end.
@@ -222,7 +222,7 @@ def add_cooldown(
         ConfigError: The parent's learning rate is not stable at this step, or the cooldown is
             shorter than a step.
     """
-    schedule = plan_learning_rates(config, plan, block_size=block_size)
+    schedule = _plan_learning_rates(config, plan, block_size=block_size)
     if branch is None or branch.cooldown_from is None or config.cooldown_tokens is None:
         return plan, schedule
     step = branch.cooldown_from
@@ -234,7 +234,7 @@ def add_cooldown(
             f"{batch * block_size:,} tokens; make it longer."
         )
     plan = dataclasses.replace(plan, total_samples=plan.samples_at(step) + samples)
-    falling = plan_learning_rates(config, plan, block_size=block_size, cooldown_from=step)
+    falling = _plan_learning_rates(config, plan, block_size=block_size, cooldown_from=step)
     if schedule(step) != falling(step):
         raise ConfigError(
             f"--cooldown_tokens begins at the stable rate {falling(step):g}, but after step {step} "
@@ -258,12 +258,12 @@ def plan_training(
         num_windows=samples.num_windows,
         world_size=setup.dims.data_ranks,
         block_size=setup.block_size,
-        num_parameters=budget_parameters(
+        num_parameters=_budget_parameters(
             config, setup.model_config, vocab_size=len(setup.tokenizer)
         ),
         global_batch_size=saved_batch(config, setup),
     )
-    plan, schedule = add_cooldown(config, branch, plan, block_size=setup.block_size)
+    plan, schedule = _add_cooldown(config, branch, plan, block_size=setup.block_size)
     if setup.branch_from is not None and setup.branch_from.step >= plan.total_steps:
         raise ConfigError(
             f"--branch_from {config.branch_from} has all {plan.total_steps:,} steps done: give "
