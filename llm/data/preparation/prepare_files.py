@@ -105,23 +105,25 @@ def prepare_files(
     # the shards of all outputs.
     begin = len(todo) * share.rank // share.world_size
     for work, numbers in todo[begin:] + todo[:begin]:
-        output = work.output
         try:
             if share.world_size == 1:
                 work.do_all()
             else:
                 work.do_share(share, numbers)
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            remedy = (
-                f"free some space or choose another {output.option}."
-                if full
-                else f"check the path and its permissions, or choose another {output.option}."
-            )
-            raise DataError(
-                f"{error.filename or output.prefix} cannot be written "
-                f"({error.strerror or error}); {remedy}"
-            ) from error
+            raise _write_error(error, work.output) from error
+
+
+def _write_error(error: OSError, output: Output) -> DataError:
+    """Return the error for a file of an output that cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        remedy = "free some space or"
+    else:
+        remedy = "check the path and its permissions, or"
+    return DataError(
+        f"{error.filename or output.prefix} cannot be written ({error.strerror or error}); "
+        f"{remedy} choose another {output.option}."
+    )
 
 
 class _Work:
