@@ -57,17 +57,21 @@ class LateCopies:
         self._may_end = threading.Event()
         self._lock = threading.Lock()
         finish, allocate = Saver.finish, snapshot._allocate
+        module_of = torch.get_device_module
 
         def wait_for_save(saver: Saver, **kwargs: Any) -> None:
             self._may_end.set()
             finish(saver, **kwargs)
             self._may_end.clear()
 
+        def get_module(device: torch.device) -> Any:
+            return self if device == torch.device("cpu") else module_of(device)
+
         patch(Saver, "finish", wait_for_save)
         patch(snapshot, "_WITH_STREAMS", {"cpu"})
         patch(snapshot, "_allocate", lambda tensors, pinned: allocate(tensors, pinned=False))
         patch(snapshot, "_stream_of_copies", Stream)
-        patch(torch, "get_device_module", lambda device: self)
+        patch(torch, "get_device_module", get_module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)

@@ -37,7 +37,7 @@ class _Stream:
     So are the streams that FSDP makes.
     """
 
-    device_index = 0
+    device_index = device_type = stream_id = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = torch.device(NAME, 0)

@@ -265,8 +265,8 @@ def test_an_invalid_id_that_only_rank_1_reads_is_reported_by_it(bench):
 
 def test_a_model_that_cannot_keep_documents_apart_is_refused(bench, tmp_path):
     assert_refused(
-        Bench(tmp_path, lines=2, family="falcon"),
-        words=["--reset_attention_mask cannot keep documents apart in falcon"],
+        Bench(tmp_path, lines=2, family="mamba"),
+        words=["--reset_attention_mask cannot keep documents apart in mamba"],
         train_file=None,
         data_path=words(bench, "wiki_text_document"),
         reset_attention_mask=True,
