@@ -274,7 +274,7 @@ def test_a_model_that_cannot_keep_documents_apart_is_refused(bench, tmp_path):
 
 
 def train_and_cut(argv: list[str], path: Path) -> int:
-    """The trainer, whose training data another program cuts before the third batch is read."""
+    """Train; the file of the training data is cut before the third batch is read."""
     from llm.data.corpus import TokenStream
     from llm.trainers.gpt import main
 
