@@ -10,6 +10,9 @@ import pytest
 
 from tests.support.hub_server import Hub, serve_hub, use_hub
 
+# So that a failed comparison of two runs shows what differs.
+pytest.register_assert_rewrite("tests.support.recovery")
+
 # In a shell's background job SIGINT is ignored, and processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

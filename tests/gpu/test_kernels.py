@@ -28,9 +28,9 @@ def tokens(samples: int, length: int) -> torch.Tensor:
     return torch.randint(VOCAB_SIZE, (samples, length), generator=generator).to(DEVICE)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=only_on_a_gpu)])
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=only_on_a_gpu)])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 1e-2), (torch.float16, 3e-3)])
-def test_the_chunked_loss_and_its_gradients_are_those_in_float64(compiled, dtype, bound):
+def test_the_chunked_loss_and_its_gradients_are_those_in_float64(fused, dtype, bound):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(700, 96, generator=generator, dtype=torch.float64)
     weight = torch.randn(1000, 96, generator=generator, dtype=torch.float64) / 10
@@ -43,7 +43,7 @@ def test_the_chunked_loss_and_its_gradients_are_those_in_float64(compiled, dtype
     ours = [tensor.to(DEVICE, torch.float32).requires_grad_() for tensor in (hidden, weight)]
     with torch.autocast(DEVICE.type, dtype):
         loss, _ = chunked_cross_entropy(
-            *ours, None, labels.to(DEVICE), vocab_size=1000, rows=256, align=128, compiled=compiled
+            *ours, None, labels.to(DEVICE), vocab_size=1000, rows=256, align=128, fused=fused
         )
     loss.backward()
 
@@ -72,7 +72,8 @@ def test_a_shared_mask_keeps_documents_apart_as_the_mask_of_each_layer(family, f
 
     def gradient(device: torch.device, documents: torch.Tensor | None) -> torch.Tensor:
         dropout = NO_DROPOUT if family == "gpt2" else {}
-        model = tiny_model(tiny_config(family, **dropout), device=device)
+        # Drawn on the CPU: a GPU draws other weights.
+        model = tiny_model(tiny_config(family, **dropout)).to(device)
         if device is DEVICE:
             use_document_attention(model, flex=flex)
             kind = "blocks" if flex else "dense"

@@ -26,7 +26,7 @@ A learning rate that is a tenth higher moves a loss of the eight steps by 0.015 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory) -> GPUBench:
     folder = tmp_path_factory.mktemp("steps")
-    return GPUBench(folder, **NO_DROPOUT, n_embd=64, n_head=2, n_positions=128)
+    return GPUBench(folder, **NO_DROPOUT, n_embd=64, n_head=2, n_positions=128).write_weights()
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_what_saves_memory_does_not_change_the_losses(bench, references, request
 
 
 def test_runs_on_documents_have_the_losses_of_a_cpu(tmp_path):
-    bench = GPUBench(tmp_path, family="llama", max_position_embeddings=128)
+    bench = GPUBench(tmp_path, family="llama", max_position_embeddings=128).write_weights()
     lines = bench.text.read_text(encoding="utf-8").splitlines()
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
+from tests.support.models import tiny_model
 from tests.support.ranks import Ranks
 from tests.support.training import Bench
 
@@ -24,6 +26,11 @@ only_on_a_gpu = pytest.mark.skipif(DEVICE == CPU, reason="a CPU cannot rehearse 
 
 class GPUBench(Bench):
     """Runs the trainer on the tested device, as one process without a launcher."""
+
+    def write_weights(self) -> "GPUBench":
+        """Write initial weights into the model's folder: a GPU draws other ones than a CPU."""
+        tiny_model(AutoConfig.from_pretrained(self.model)).save_pretrained(self.model)
+        return self
 
     def start(self, name: str = "run", *, device: torch.device = DEVICE, **options: Any) -> Ranks:
         """Start the trainer.
