@@ -46,13 +46,16 @@ class BF16AdamW(torch.optim.Optimizer):
     Args:
         params: Groups of parameters, each with `keys`: an integer for each of its parameters, from
             which the random bits follow.
+        compiled: Round in one compiled kernel instead of 30, with the same results.
         settings: lr, betas and eps, for all groups.
     """
 
     found_inf: Tensor | None = None
 
-    def __init__(self, params: Any, **settings: Any) -> None:
+    def __init__(self, params: Any, *, compiled: bool = False, **settings: Any) -> None:
         super().__init__(params, settings)
+        # One graph for all sizes.
+        self._round = torch.compile(round_moments, dynamic=True) if compiled else round_moments
         for p in itertools.chain(*(group["params"] for group in self.param_groups)):
             # Created here and not in the first step, so that a checkpoint can be loaded.
             state = adamw_state(p)
@@ -88,26 +91,41 @@ class BF16AdamW(torch.optim.Optimizer):
             exp_avg, exp_avg_sq = (moment.float() for moment in rounded)
             state = {"step": updates.clone(), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
             adamw_step(group, [part], {part: state}, self.found_inf)
-            bits = random_bits(updates, key=key, first=first, size=len(part))
-            # After a skipped step they are bf16 numbers already, which rounding leaves alone.
-            rounded[0].copy_(round_stochastically(exp_avg, bits & 0xFFFF))
-            rounded[1].copy_(round_stochastically(exp_avg_sq, (bits >> 16) & 0xFFFF))
+            start = torch.tensor(_int32(key + first * _ELEMENT), dtype=torch.int32)
+            self._round(rounded, [exp_avg, exp_avg_sq], updates, start)
         updates += 1.0 if self.found_inf is None else 1.0 - self.found_inf
 
 
-def random_bits(updates: Tensor, *, key: int, first: int, size: int) -> Tensor:
+def round_moments(
+    rounded: list[Tensor], moments: list[Tensor], updates: Tensor, start: Tensor
+) -> None:
+    """Write a slice of a parameter's float32 moments into the bf16 ones, rounded stochastically.
+
+    Args:
+        rounded: First and second moment, bf16 [size]; overwritten.
+        moments: The same in float32. After a skipped step they are bf16 numbers already, which
+            rounding leaves alone.
+        updates: Number of updates before this one, on the device.
+        start: Of the random bits, as for `random_bits`.
+    """
+    bits = random_bits(updates, start, size=len(moments[0]))
+    rounded[0].copy_(round_stochastically(moments[0], bits & 0xFFFF))
+    rounded[1].copy_(round_stochastically(moments[1], (bits >> 16) & 0xFFFF))
+
+
+def random_bits(updates: Tensor, start: Tensor, *, size: int) -> Tensor:
     """Return random integers, int32 [size]: a function of all arguments but the size.
 
     Args:
         updates: Number of updates before this one, on the device.
-        key: Of the parameter.
-        first: Number of the first element.
+        start: The parameter's key plus `_ELEMENT` times the number of the first element, an int32
+            on the host. Triton would compute with 64 bits if it were an integer of Python.
         size: Number of elements.
     """
     # int32 wraps around, and so has the products of uint32; torch has fewer kernels for uint32.
     bits = torch.arange(size, dtype=torch.int32, device=updates.device)
     bits *= _int32(_ELEMENT)
-    bits += updates.to(torch.int32) * _int32(_UPDATE) + _int32(key + first * _ELEMENT)
+    bits += updates.to(torch.int32) * _int32(_UPDATE) + start
     for shift, factor in _MIX:
         bits ^= (bits >> shift) & (2 ** (32 - shift) - 1)  # `>>` repeats the sign
         bits *= _int32(factor)
@@ -129,7 +147,7 @@ def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
 
 
 def make_bf16_adamw(
-    options: OptimizerOptions, model: torch.nn.Module, *, seed: int = 0
+    options: OptimizerOptions, model: torch.nn.Module, *, seed: int = 0, compiled: bool = False
 ) -> BF16AdamW:
     """Make AdamW with moments in bf16.
 
@@ -137,12 +155,13 @@ def make_bf16_adamw(
         options: Learning rate, decay rates, epsilon and weight decay.
         model: The model to train.
         seed: The run's seed, for the rounding.
+        compiled: Round in a compiled kernel.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = parameter_groups(options, model)
     for group in groups:
         group["keys"] = [_key(seed, names[p], p) for p in group["params"]]
-    return BF16AdamW(groups, **adamw_settings(options))
+    return BF16AdamW(groups, compiled=compiled, **adamw_settings(options))
 
 
 def _key(seed: int, name: str, parameter: Tensor) -> int:

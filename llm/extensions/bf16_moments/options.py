@@ -40,4 +40,4 @@ class MomentOptions(Extension):
         from llm.extensions.bf16_moments.bf16_adamw import make_bf16_adamw
         from llm.optim.run_optimizer import Recipe
 
-        return Recipe(partial(make_bf16_adamw, self, seed=seed))
+        return Recipe(partial(make_bf16_adamw, self, seed=seed, compiled=bool(self.torch_compile)))

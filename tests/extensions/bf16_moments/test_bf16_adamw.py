@@ -11,6 +11,7 @@ from llm.extensions.bf16_moments.bf16_adamw import (
     BF16AdamW,
     make_bf16_adamw,
     random_bits,
+    round_moments,
     round_stochastically,
 )
 from llm.models.attention import disable_packing_detection
@@ -26,8 +27,12 @@ from tests.support.ranks import run_ranks, values
 OPTIONS = OptimizerOptions(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
 
 
+def start_of(key: int, first: int) -> Tensor:
+    return torch.tensor(key + first * bf16_adamw._ELEMENT).to(torch.int32)  # wraps around
+
+
 def bits_of(update: int, *, size: int = 1000, key: int = 1, first: int = 0) -> Tensor:
-    return random_bits(torch.tensor(float(update)), key=key, first=first, size=size)
+    return random_bits(torch.tensor(float(update)), start_of(key, first), size=size)
 
 
 def test_the_mean_of_many_roundings_is_the_number_itself():
@@ -121,6 +126,20 @@ def test_small_changes_of_a_moment_add_up():
     assert state["step"] == 2000
     mean = float(state["exp_avg_sq"].double().mean())
     assert mean == pytest.approx(1 - 0.999**2000, rel=0.005)
+
+
+def test_a_compiled_rounding_has_the_same_bits():
+    generator = torch.Generator().manual_seed(0)
+    compiled = torch.compile(round_moments, dynamic=True)
+    for size, key, first in ((1000, 2**32 - 1, 0), (777, 5, 2**24), (2, 3, 2**22)):
+        moments = [torch.randn(size, generator=generator) for _ in range(2)]
+        updates = torch.tensor(7.0)
+        rounded = []
+        for function in (round_moments, compiled):
+            halves = [torch.zeros(size, dtype=torch.bfloat16) for _ in range(2)]
+            function(halves, [m.clone() for m in moments], updates, start_of(key, first))
+            rounded.append(torch.cat(halves))
+        assert torch.equal(*rounded)
 
 
 @pytest.mark.parametrize("size", [7, 1000])
