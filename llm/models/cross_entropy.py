@@ -14,6 +14,7 @@ times a small coefficient (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from llm.models.compilation import compile_for_fixed_shapes
 from llm.models.patches.tied_embedding import TiedEmbedding
 from llm.models.weight_casts import copy_once
 from llm.runtime.labels import IGNORED
+
+_Softmax = Callable[[Tensor, Tensor, int, bool, float], tuple[Tensor, Tensor | None, Tensor | None]]
+"""Of logits, labels, own columns, with gradient, z-loss: losses, squared log-sum-exp, gradient."""
 
 
 def chunked_cross_entropy(
@@ -39,7 +42,7 @@ def chunked_cross_entropy(
     align: int = 1,
     tied: TiedEmbedding | None = None,
     buffer: Tensor | None = None,
-    compiled: bool = False,
+    fused: bool = False,
     token_losses: Tensor | None = None,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
@@ -57,7 +60,7 @@ def chunked_cross_entropy(
             weight is copied into a larger matrix. Gradients have the weight's shape.
         tied: The input embedding, if it has the same weight; receives the gradient of the weight.
         buffer: [rows, columns], memory for the logits of a chunk; cannot be combined with `align`.
-        compiled: Compile the computations on the logits of a chunk; not for a sharded head.
+        fused: Compute on the logits of a chunk in one Triton kernel; not for a sharded head.
         token_losses: Fp32 [tokens]; receives the terms of the sum.
         z_loss: Coefficient of the z-loss.
 
@@ -72,7 +75,9 @@ def chunked_cross_entropy(
         shard, tied, buffer = _Shard(mesh.get_group(), first), None, None
         weight, bias = weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
     matrix = copy_once(whole, lambda: _product_matrix(weight, align))
-    softmax = compile_for_fixed_shapes(_softmax) if compiled and shard is None else _softmax
+    softmax: _Softmax = partial(_softmax, shard)
+    if fused and shard is None:
+        from llm.models.softmax_kernel import softmax_in_place as softmax  # needs Triton
     # Inside the function, gradients are disabled.
     grad_enabled = torch.is_grad_enabled()
     sums: tuple[Tensor, Tensor | None] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -161,7 +166,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         shard: _Shard | None,
         tied: TiedEmbedding | None,
         buffer: Tensor | None,
-        softmax: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]],
+        softmax: _Softmax,
         grad_enabled: bool,
         token_losses: Tensor | None,
         z_loss: float,
@@ -184,7 +189,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 logits = _logits(chunk, matrix, offsets, buffer)
                 own_columns = min(columns, max(0, vocab_size - first))
                 losses[span], of_chunk, grad_logits = softmax(
-                    logits, labels[span], own_columns, shard, any(wanted), z_loss
+                    logits, labels[span], own_columns, any(wanted), z_loss
                 )
                 if squares is not None and of_chunk is not None:
                     squares[span] = of_chunk
@@ -248,23 +253,20 @@ def _logits(chunk: Tensor, matrix: Tensor, bias: Tensor | None, buffer: Tensor |
 
 
 def _softmax(
+    shard: _Shard | None,
     logits: Tensor,
     labels: Tensor,
     own_columns: int,
-    shard: _Shard | None,
     with_gradient: bool,
     z_loss: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the losses of a chunk and their gradient by the logits; may overwrite the logits.
 
-    When compiled, it only reads the logits and writes the gradient. It compares column numbers,
-    because after a write to some columns Inductor would store the whole matrix and read it again.
-
     Args:
+        shard: The part, if the head is sharded.
         logits: [rows, columns], in the precision of the products.
         labels: [rows], int64; -100 for no loss. The gradient of such rows is the plain softmax.
         own_columns: Columns of this rank's part of the vocabulary; the others are padding.
-        shard: The part, if the head is sharded.
         with_gradient: Whether to compute the gradient.
         z_loss: Coefficient of the z-loss.
 
@@ -273,12 +275,7 @@ def _softmax(
         all ranks' logits, fp32 [rows], 0 without a label, or None without z-loss; and the gradient,
         [rows, columns] in the precision of the logits, or None.
     """
-    columns = None
-    if torch.compiler.is_compiling():
-        columns = torch.arange(logits.shape[1], device=logits.device)
-        logits = torch.where(columns < own_columns, logits, -torch.inf)
-    else:
-        logits[:, own_columns:] = -torch.inf  # probability 0
+    logits[:, own_columns:] = -torch.inf  # probability 0
     targets = labels if shard is None else labels - shard.first
     # The rank with the label's column adds its loss.
     mine = (labels != IGNORED) & (targets >= 0) & (targets < own_columns)
@@ -299,11 +296,7 @@ def _softmax(
         # In fp32: half precision cannot represent 1 + 2 z_loss log_sums.
         probs *= 1.0 + 2.0 * z_loss * log_sums
     # Softmax minus one-hot. Rows without a label are zeroed in the products, which are narrower.
-    one = mine.float().unsqueeze(1)
-    if columns is None:
-        probs.scatter_add_(1, targets, -one)
-    else:
-        probs = torch.where(columns == targets, probs - one, probs)
+    probs.scatter_add_(1, targets, -mine.float().unsqueeze(1))
     return losses, squares, probs.to(logits.dtype)
 
 

@@ -21,7 +21,7 @@ _CPU_CHUNK_BYTES = 32 * 2**20
 _CPU_MIN_ROWS = 64
 # 5,248 tokens with GPT-2's vocabulary. Each chunk reads and writes the head's fp32 gradient, so few
 # large chunks are faster. Logits and gradients in half precision together take the same number of
-# bytes; without a compiled softmax, its fp32 probabilities take them once more.
+# bytes; without the fused softmax, its fp32 probabilities take them once more.
 _MAX_CHUNK_BYTES = 2**30
 _MEMORY_SHARE = 64  # 1 GiB of 64 GiB; smaller devices get smaller chunks
 _CHUNK_BYTES = 512 * 2**20  # if the memory is unknown
@@ -43,7 +43,7 @@ class LanguageModelLoss(nn.Module):
         chunk_bytes: Memory for the fp32 logits of one chunk; by default it depends on the device.
         aligned: Whether matrix products have fast sizes for an accelerator: multiples of 128, in
             chunks of equal length. By default on all devices but a CPU.
-        compiled: Whether to compile the computations on the logits of a chunk.
+        fused: Whether one Triton kernel computes on the logits of a chunk.
         sources: Names of the sources for per-source sums; none without.
         z_loss: Coefficient of the z-loss, part of the objective in training mode.
 
@@ -61,7 +61,7 @@ class LanguageModelLoss(nn.Module):
         chunked: bool | None = None,
         chunk_bytes: int | None = None,
         aligned: bool | None = None,
-        compiled: bool = False,
+        fused: bool = False,
         sources: Sequence[str] = (),
         z_loss: float = 0.0,
     ) -> None:
@@ -78,7 +78,7 @@ class LanguageModelLoss(nn.Module):
         self.head_loss = HeadLoss(model.get_output_embeddings()) if chunked else None
         self._chunk_bytes = chunk_bytes
         self._aligned = aligned
-        self._compiled = compiled
+        self._fused = fused
         self._num_sources = len(sources)
         self._z_loss = z_loss
         z_names = ("z_loss",) if z_loss else ()
@@ -215,7 +215,7 @@ class LanguageModelLoss(nn.Module):
             rows=rows,
             align=_TILE if self._is_aligned(hidden.device) else 1,
             tied=tied,
-            compiled=self._compiled,
+            fused=self._fused,
             token_losses=losses,
             z_loss=self._z_loss if self.training else 0.0,
         )

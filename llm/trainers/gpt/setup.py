@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._triton import has_triton
 from transformers import PreTrainedModel
 
 from llm.checkpoint.format import Checkpoint
@@ -127,7 +128,7 @@ def make_strategy(
         model,
         chunked=None if config.chunked_loss else False,
         chunk_bytes=None if on_cpu else accelerator_chunk_bytes(device_memory(strategy.device)),
-        compiled=bool(config.torch_compile) and not on_cpu,  # chunks are small there
+        fused=bool(config.torch_compile) and strategy.device.type == "cuda" and has_triton(),
         sources=[each.name for each in setup.corpus.train] if config.log_source_losses else (),
         z_loss=config.z_loss,
     )
