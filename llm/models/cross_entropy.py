@@ -27,8 +27,8 @@ from llm.models.patches.tied_embedding import TiedEmbedding
 from llm.models.weight_casts import copy_once
 from llm.runtime.labels import IGNORED
 
-_Softmax = Callable[[Tensor, Tensor, int, bool, float], tuple[Tensor, Tensor | None, Tensor | None]]
-"""Of logits, labels, own columns, with gradient, z-loss: losses, squared log-sum-exp, gradient."""
+Softmax = Callable[[Tensor, Tensor, int, bool, float], tuple[Tensor, Tensor | None, Tensor | None]]
+"""Computes on the logits of a chunk; arguments and results as in `_softmax`."""
 
 
 def chunked_cross_entropy(
@@ -42,7 +42,7 @@ def chunked_cross_entropy(
     align: int = 1,
     tied: TiedEmbedding | None = None,
     buffer: Tensor | None = None,
-    fused: bool = False,
+    softmax: Softmax | None = None,
     token_losses: Tensor | None = None,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
@@ -60,7 +60,8 @@ def chunked_cross_entropy(
             weight is copied into a larger matrix. Gradients have the weight's shape.
         tied: The input embedding, if it has the same weight; receives the gradient of the weight.
         buffer: [rows, columns], memory for the logits of a chunk; cannot be combined with `align`.
-        fused: Compute on the logits of a chunk in one Triton kernel; not for a sharded head.
+        softmax: Computes on the logits of a chunk, such as `softmax_in_place`; by default, and with
+            a sharded head, torch's operations do.
         token_losses: Fp32 [tokens]; receives the terms of the sum.
         z_loss: Coefficient of the z-loss.
 
@@ -75,9 +76,8 @@ def chunked_cross_entropy(
         shard, tied, buffer = _Shard(mesh.get_group(), first), None, None
         weight, bias = weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
     matrix = copy_once(whole, lambda: _product_matrix(weight, align))
-    softmax: _Softmax = partial(_softmax, shard)
-    if fused and shard is None:
-        from llm.models.softmax_kernel import softmax_in_place as softmax  # needs Triton
+    if softmax is None or shard is not None:
+        softmax = partial(_softmax, shard)
     # Inside the function, gradients are disabled.
     grad_enabled = torch.is_grad_enabled()
     sums: tuple[Tensor, Tensor | None] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -166,7 +166,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         shard: _Shard | None,
         tied: TiedEmbedding | None,
         buffer: Tensor | None,
-        softmax: _Softmax,
+        softmax: Softmax,
         grad_enabled: bool,
         token_losses: Tensor | None,
         z_loss: float,

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from llm.models.attention import run_model
-from llm.models.cross_entropy import chunked_cross_entropy
+from llm.models.cross_entropy import Softmax, chunked_cross_entropy
 from llm.models.patches.tied_embedding import TiedEmbedding
 from llm.models.sizes import find_blocks
 from llm.runtime.labels import IGNORED
@@ -43,7 +43,7 @@ class LanguageModelLoss(nn.Module):
         chunk_bytes: Memory for the fp32 logits of one chunk; by default it depends on the device.
         aligned: Whether matrix products have fast sizes for an accelerator: multiples of 128, in
             chunks of equal length. By default on all devices but a CPU.
-        fused: Whether one Triton kernel computes on the logits of a chunk.
+        softmax: Computes on the logits of a chunk; by default torch's operations do.
         sources: Names of the sources for per-source sums; none without.
         z_loss: Coefficient of the z-loss, part of the objective in training mode.
 
@@ -61,7 +61,7 @@ class LanguageModelLoss(nn.Module):
         chunked: bool | None = None,
         chunk_bytes: int | None = None,
         aligned: bool | None = None,
-        fused: bool = False,
+        softmax: Softmax | None = None,
         sources: Sequence[str] = (),
         z_loss: float = 0.0,
     ) -> None:
@@ -78,7 +78,7 @@ class LanguageModelLoss(nn.Module):
         self.head_loss = HeadLoss(model.get_output_embeddings()) if chunked else None
         self._chunk_bytes = chunk_bytes
         self._aligned = aligned
-        self._fused = fused
+        self._softmax = softmax
         self._num_sources = len(sources)
         self._z_loss = z_loss
         z_names = ("z_loss",) if z_loss else ()
@@ -215,7 +215,7 @@ class LanguageModelLoss(nn.Module):
             rows=rows,
             align=_TILE if self._is_aligned(hidden.device) else 1,
             tied=tied,
-            fused=self._fused,
+            softmax=self._softmax,
             token_losses=losses,
             z_loss=self._z_loss if self.training else 0.0,
         )

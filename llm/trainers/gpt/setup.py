@@ -18,6 +18,7 @@ from llm.metrics.hardware import device_memory
 from llm.models.attention import check_documents_apart, use_document_attention
 from llm.models.build import build_model
 from llm.models.compilation import compile_blocks
+from llm.models.cross_entropy import Softmax
 from llm.models.init import dummy_weights, without_weights
 from llm.models.loss import LanguageModelLoss, accelerator_chunk_bytes
 from llm.models.weight_files import find_weight_files
@@ -124,11 +125,14 @@ def make_strategy(
         )
     strategy = setup.layout.make(config, setup.dims, accelerator, init_weights=init_weights)
     on_cpu = strategy.device.type == "cpu"
+    softmax: Softmax | None = None
+    if config.torch_compile and strategy.device.type == "cuda" and has_triton():
+        from llm.models.softmax_kernel import softmax_in_place as softmax
     loss = LanguageModelLoss(
         model,
         chunked=None if config.chunked_loss else False,
         chunk_bytes=None if on_cpu else accelerator_chunk_bytes(device_memory(strategy.device)),
-        fused=bool(config.torch_compile) and strategy.device.type == "cuda" and has_triton(),
+        softmax=softmax,
         sources=[each.name for each in setup.corpus.train] if config.log_source_losses else (),
         z_loss=config.z_loss,
     )
