@@ -19,9 +19,9 @@ from llm.runtime.labels import IGNORED
 
 _CPU_CHUNK_BYTES = 32 * 2**20
 _CPU_MIN_ROWS = 64
-# 5,248 tokens with GPT-2's vocabulary. Each chunk reads and writes the head's fp32 gradient, so few
-# large chunks are faster. Logits and gradients in half precision together take the same number of
-# bytes; without the fused softmax, its fp32 probabilities take them once more.
+# 5,248 tokens with GPT-2's vocabulary, twice as many with the softmax kernel. Each chunk reads and
+# writes the head's fp32 gradient, so few large chunks are faster. Logits and gradients in half
+# precision together take the same number of bytes; fp32 probabilities take them once more.
 _MAX_CHUNK_BYTES = 2**30
 _MEMORY_SHARE = 64  # 1 GiB of 64 GiB; smaller devices get smaller chunks
 _CHUNK_BYTES = 512 * 2**20  # if the memory is unknown
@@ -232,7 +232,10 @@ class LanguageModelLoss(nn.Module):
 
     def _chunk_rows(self, hidden: Tensor, columns: int) -> int:
         if self._is_aligned(hidden.device):
-            return aligned_rows(len(hidden), columns, self._chunk_bytes or _CHUNK_BYTES)
+            chunk_bytes = self._chunk_bytes or _CHUNK_BYTES
+            # The kernel's gradient takes the memory of the logits, both in half precision.
+            in_place = self._softmax is not None
+            return aligned_rows(len(hidden), columns, chunk_bytes * (2 if in_place else 1))
         if self._chunk_bytes is None:
             return max(_CPU_MIN_ROWS, _CPU_CHUNK_BYTES // (4 * columns))
         return max(1, self._chunk_bytes // (4 * columns))

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from llm.models.cross_entropy import chunked_cross_entropy
+from llm.models.cross_entropy import _softmax, chunked_cross_entropy
 from llm.models.loss import (
     LanguageModelLoss,
     accelerator_chunk_bytes,
@@ -327,6 +329,22 @@ def test_aligned_products_under_autocast_give_the_same_gradients(dtype):
 )
 def test_chunks_are_equal_and_multiples_of_128(tokens, columns, chunk_bytes, rows):
     assert aligned_rows(tokens, columns, chunk_bytes) == rows
+
+
+def test_chunks_are_twice_as_long_where_the_gradient_replaces_the_logits():
+    model = tiny_model(tiny_config("gpt2"))
+    ids = torch.zeros(8, 64, dtype=torch.long)  # 512 tokens
+    rows: list[int] = []
+
+    def recorded(logits: torch.Tensor, *arguments: Any) -> Any:
+        rows.append(len(logits))
+        return _softmax(None, logits, *arguments)
+
+    chunk_bytes = 128 * 384 * 4  # 128 tokens in fp32
+    for softmax in (None, recorded):
+        loss = LanguageModelLoss(model, aligned=True, chunk_bytes=chunk_bytes, softmax=softmax)
+        assert loss(ids, ids)[0].isfinite()
+    assert rows == [256, 256]
 
 
 @pytest.mark.parametrize(
