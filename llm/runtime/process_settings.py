@@ -117,18 +117,15 @@ def deterministic_kernels() -> Iterator[None]:
     """Choose deterministic kernels; enter it before the first matrix product on a GPU.
 
     Some kernels add atomically, in an order that differs from run to run: the backward passes of
-    flash attention and of embeddings, and cuBLAS when streams share its workspace. Inductor times
-    several kernels for a sum and uses the fastest one, so two processes may add in another order.
+    flash attention and of embeddings, and cuBLAS when streams share its workspace.
 
     Raises:
         ParallelError: An operation has no deterministic kernel.
     """
     import torch
-    import torch._inductor.config
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a workspace for each stream
     os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # read by transformers
-    torch._inductor.config.deterministic = True  # no choice by time
     torch.use_deterministic_algorithms(True)
     # Otherwise every new tensor is filled first, which does not change a correct program's results.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
