@@ -109,6 +109,7 @@ class Job:
         device: The device of each rank.
         usable: Bytes of its memory available to tensors.
         optimizer: Memory of the optimizer.
+        compiled: Whether the steps that need the most memory are compiled.
         trace: Trace of one micro-batch, by sizes of tensor and context parallelism.
         layers_of_ranks: Numbers of the layers on each rank, by size of pipeline parallelism.
 
@@ -118,9 +119,11 @@ class Job:
     """
 
     def __init__(self, options: PlanOptions) -> None:
+        on_cuda = options.device not in ("cpu", "pvc")
         if options.mixed_precision is None:  # as the trainer chooses on the device
-            on_cuda = options.device not in ("cpu", "pvc")
             options = dataclasses.replace(options, mixed_precision="bf16" if on_cuda else "no")
+        if options.torch_compile is None:
+            options = dataclasses.replace(options, torch_compile=on_cuda)
         self.options = options
         self._config = load_config(options)
         self.length = choose_block_size(options, self._config)
@@ -129,6 +132,9 @@ class Job:
         self._memory = int(self.device.gib * GIB)
         self.usable = self._memory if options.device == "cpu" else int(USABLE * self._memory)
         self.optimizer = optimizer_memory(options, self.model)
+        # Steps that record something of each layer run uncompiled.
+        records = any(state.recording for state in self.optimizer.extra.values())
+        self.compiled = bool(options.torch_compile) and not records
         self._rank_model = functools.cache(self._make_rank_model)
         self.trace = functools.cache(self._trace)
         self.layers_of_ranks = functools.cache(self._layers_of_ranks)
@@ -225,6 +231,7 @@ class Job:
             length=self.length,
             tensor=tensor,
             context=context,
+            compiled=self.compiled,
         )
 
     @functools.cached_property

@@ -159,7 +159,8 @@ class StagePlan:
         rest = back - self._kept(self.layers) + self._kept(1) + (self.layers - 1) * gone
         head_cast = 0
         if self.casts_are_held:
-            rest += (self.layers - 1) * trace.block_casts
+            if not self.job.compiled:  # else each block makes its copies itself
+                rest += (self.layers - 1) * trace.block_casts
             head_cast = HALF * num_elements(param_counts.head)  # the loss counts it itself
         left = trace.loss_left - trace.loss_kept if self.is_last else trace.hidden
         moments = [

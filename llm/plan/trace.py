@@ -7,6 +7,7 @@ shapes but no memory. `MemoryMeter` counts the allocations of the forward and ba
 import contextlib
 import dataclasses
 import gc
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -33,11 +34,13 @@ class Level(NamedTuple):
         live: Allocated at the end.
         peak: Most bytes allocated at once.
         casts: The part of `live` that are copies of weights in another precision.
+        unfused: The part of `live`, allocated since the last mark, that compiled code would keep.
     """
 
     live: int
     peak: int
     casts: int
+    unfused: int
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -52,6 +55,11 @@ class MemoryMeter(TorchDispatchMode):
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._sizes: dict[int, int] = {}
         self._casts: set[int] = set()
+        self._unfused: dict[int, int] = {}
+        self._copies: dict[int, Any] = {}
+        self._before: set[int] = set()
+        self._identities: dict[int, int] = {}
+        self._numbers = itertools.count()
         self._live = self._peak = 0
 
     def __torch_dispatch__(
@@ -64,13 +72,28 @@ class MemoryMeter(TorchDispatchMode):
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
                 self._count(value, is_cast=is_cast)
+        if func is torch.ops.aten._to_copy.default:
+            self._note_copy(args[0], result)
+        for value, size in _unfused(func, args, result):
+            key = value.untyped_storage()._cdata
+            if key in self._sizes and key not in self._before:
+                self._unfused[key] = max(size, self._unfused.get(key, 0))
         return result
+
+    def keep(self, tensor: Tensor) -> None:
+        """Count a tensor among those that compiled code keeps."""
+        storage = tensor.untyped_storage()
+        self._unfused[storage._cdata] = storage.nbytes()
 
     def mark(self) -> Level:
         """Return the level; the next peak counts from here."""
         casts = sum(self._sizes[key] for key in self._casts)
-        level = Level(live=self._live, peak=self._peak, casts=casts)
-        self._peak = self._live
+        # Autocast copies a tensor for each product; compiled code makes one copy for all.
+        merged = {self._copies.get(key, key): size for key, size in self._unfused.items()}
+        unfused = sum(merged.values())
+        level = Level(live=self._live, peak=self._peak, casts=casts, unfused=unfused)
+        self._peak, self._before = self._live, set(self._sizes)
+        self._unfused.clear()
         return level
 
     def _count(self, tensor: Tensor, *, is_cast: bool) -> None:
@@ -85,9 +108,43 @@ class MemoryMeter(TorchDispatchMode):
         self._peak = max(self._peak, self._live)
         weakref.finalize(storage, self._forget, key)
 
+    def _note_copy(self, tensor: Tensor, copy: Tensor) -> None:
+        source = tensor.untyped_storage()._cdata
+        if source in self._sizes:
+            # Later storages may have the same key.
+            number = self._identities.setdefault(source, next(self._numbers))
+            view = number, copy.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+            self._copies[copy.untyped_storage()._cdata] = view
+
     def _forget(self, key: int) -> None:
         self._live -= self._sizes.pop(key)
-        self._casts.discard(key)
+        for keys in (self._casts, self._before):
+            keys.discard(key)
+        for of_key in (self._unfused, self._copies, self._identities):
+            of_key.pop(key, None)
+
+
+def _unfused(func: Any, args: tuple[Any, ...], result: Any) -> list[tuple[Tensor, int]]:
+    """Return the tensors of an operation that compiled code would not recompute, and their bytes.
+
+    These are the operands and results of matrix products and attention, which are not fused with
+    other operations, and the masks of dropout. Instead of the sum of two tensors it keeps the
+    smaller one, such as a half-precision branch of the residual stream. The compiler chooses the
+    smallest set of tensors from which it can recompute the others; this is nearly it.
+    """
+    name = func._schema.name.removeprefix("aten::")
+    values: list[Any] = []
+    if name in _PRODUCTS or name.startswith("_scaled_dot_product"):
+        values = [*tree_leaves(args), *tree_leaves(result)]
+    elif name == "native_dropout":
+        values = [result[1]]
+    elif name == "add" and all(isinstance(term, Tensor) for term in args[:2]):
+        terms = (term for term in args[:2] if term.numel() == result.numel())
+        return [(result, min(term.nbytes for term in (result, *terms)))]
+    return [(v, v.untyped_storage().nbytes()) for v in values if isinstance(v, Tensor)]
+
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,6 +196,7 @@ def trace(
     length: int,
     tensor: int,
     context: int,
+    compiled: bool,
 ) -> Trace:
     """Run one block of a model, with its loss, on fake tensors.
 
@@ -149,7 +207,12 @@ def trace(
         length: Tokens of a sample.
         tensor: Size of tensor parallelism; the shapes are already divided by it.
         context: Size of context parallelism.
+        compiled: Whether blocks are compiled. Temporary tensors of a block count as if it
+            were not, which is more than its fused kernels need.
     """
+    # As in the trainer; a divided head has torch's operations.
+    has_kernel = bool(options.torch_compile) and options.device not in ("cpu", "pvc")
+    has_kernel = has_kernel and tensor == 1
     on_host = options.device == "cpu"  # dropout and attention keep more on a CPU
     if not on_host:
         _use_accelerator_kernels(model)
@@ -158,15 +221,16 @@ def trace(
     with FakeTensorMode(), _gathered_keys(model, context):
         model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
         model.tie_weights()
+        ids = torch.zeros(device_batch_size(options), length // context, dtype=torch.long)
+        labels = torch.zeros_like(ids)
+        meter = MemoryMeter([ids, labels, *model.parameters(), *model.buffers()])
         loss = LanguageModelLoss(
             model,
             chunked=options.chunked_loss,
             chunk_bytes=None if on_host else accelerator_chunk_bytes(memory),
             aligned=not on_host,
+            softmax=_softmax_kernel if has_kernel else None,
         )
-        ids = torch.zeros(device_batch_size(options), length // context, dtype=torch.long)
-        labels = torch.zeros_like(ids)
-        meter = MemoryMeter([ids, labels, *model.parameters(), *model.buffers()])
         marks = _Marks(find_blocks(model)[0], meter)
         autocast = torch.autocast("cpu", dtype, enabled=options.mixed_precision != "no")
         _run_micro_batch(loss, ids, labels, autocast, marks)
@@ -176,11 +240,15 @@ def trace(
     level, flops = marks.levels, marks.flops
     before, after = level["block"], level["block done"]
     forward_flops = flops["block done"] - flops["block"]
+    block, casts = after.live - before.live, after.casts - before.casts
+    casts_left = level["backward"].casts
+    if compiled:  # it makes its copies of weights itself, and keeps what its backward pass needs
+        block, casts = after.unfused - casts + casts_left, casts_left
     return Trace(
         inputs=before.live,
-        block=after.live - before.live,
-        block_casts=after.casts - before.casts,
-        casts_left=level["backward"].casts,
+        block=block,
+        block_casts=casts,
+        casts_left=casts_left,
         block_forward_extra=after.peak - after.live,
         loss_extra=max(level["loss"].peak, level["backward"].peak) - after.live,
         loss_left=max(0, level["backward"].live - after.live - head),
@@ -192,6 +260,15 @@ def trace(
         width=config.hidden_size,
         key_width=_key_width(config) // tensor,
     )
+
+
+def _softmax_kernel(
+    logits: Tensor, labels: Tensor, own_columns: int, with_gradient: bool, z_loss: float
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return tensors like those of the trainer's Triton kernel, which replaces the logits."""
+    losses = logits.new_empty(len(logits), dtype=torch.float32)
+    squares = torch.empty_like(losses)
+    return losses, squares if z_loss else None, logits if with_gradient else None
 
 
 def _run_micro_batch(
@@ -259,6 +336,7 @@ class _Marks:
         if "block done" not in self.levels:
             output = output[0] if isinstance(output, tuple) else output
             output.register_hook(lambda _: self.mark("backward"))
+            self._meter.keep(output)
             self.mark("block done")
 
 

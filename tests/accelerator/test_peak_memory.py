@@ -45,6 +45,7 @@ def planned(name: str) -> int:
         block_size=LENGTH,
         gradient_accumulation_steps=MICRO_BATCHES,
         gpus_per_node=case.world_size,
+        torch_compile=False,  # as the case runs
     )
     job = Job(options)
     return estimate(job, job.layout).memory.total - CONTEXT
