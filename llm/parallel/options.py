@@ -20,7 +20,8 @@ class PrecisionOptions:
     )
     deterministic: bool = option(
         False,
-        "Use only deterministic kernels, so that runs are bit-identical on GPUs too; slower.",
+        "Use only deterministic kernels, and compile nothing on a GPU, so that runs are "
+        "bit-identical there too; slower.",
     )
     tf32: bool | None = option(
         None,

@@ -138,7 +138,6 @@ def test_runs_on_documents_have_the_losses_of_a_cpu(tmp_path):
         pytest.param({}, marks=only_on_a_gpu),  # which other tests check on a CPU
         {"kfac": True},
         pytest.param({"mixed_precision": "fp16"}, marks=only_on_a_gpu),
-        pytest.param({"torch_compile": False}, marks=only_on_a_gpu),
     ],
     ids=str,
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from llm.checkpoint.format import Checkpoint
+from llm.errors import ConfigError
 from llm.parallel.accelerator import set_float32_precision
 from llm.parallel.options import PrecisionOptions
 from llm.trainers.gpt.extensions import GPTConfig
@@ -44,6 +45,16 @@ def test_what_a_gpu_lacks_is_off(gpu, monkeypatch):
     monkeypatch.delenv("CC")
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert choose_by_device(GPTConfig(), None, CUDA) == PLAIN | {"tf32": True}
+
+
+def test_a_deterministic_run_is_not_compiled_on_a_gpu(gpu):
+    assert choose_by_device(GPTConfig(deterministic=True), None, CUDA) == FAST | {
+        "torch_compile": False
+    }
+    compiled = GPTConfig(deterministic=True, torch_compile=True)
+    assert choose_by_device(compiled, None, CPU)["torch_compile"]
+    with pytest.raises(ConfigError, match="--deterministic cannot be combined"):
+        choose_by_device(compiled, None, CUDA)
 
 
 def test_what_is_given_counts_on_every_device(gpu):
