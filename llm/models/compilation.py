@@ -19,8 +19,8 @@ _RECOMPILE_LIMIT = 64
 With PyTorch's limit of 8, further graphs would run uncompiled, with a warning."""
 
 
-def compiles_by_default(device: torch.device) -> bool:
-    """Return whether models are compiled on a device unless the options say otherwise.
+def can_compile(device: torch.device) -> bool:
+    """Return whether a device is a GPU for which Triton can compile kernels.
 
     Triton needs a C compiler for the code that launches its kernels, and container images often
     lack one.

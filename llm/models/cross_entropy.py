@@ -28,7 +28,7 @@ from llm.models.weight_casts import copy_once
 from llm.runtime.labels import IGNORED
 
 Softmax = Callable[[Tensor, Tensor, int, bool, float], tuple[Tensor, Tensor | None, Tensor | None]]
-"""Computes on the logits of a chunk; arguments and results as in `_softmax`."""
+"""Computes on the logits of a chunk, and may overwrite them; as `softmax_in_place`."""
 
 
 def chunked_cross_entropy(

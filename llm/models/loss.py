@@ -233,7 +233,7 @@ class LanguageModelLoss(nn.Module):
     def _chunk_rows(self, hidden: Tensor, columns: int) -> int:
         if self._is_aligned(hidden.device):
             chunk_bytes = self._chunk_bytes or _CHUNK_BYTES
-            # The kernel's gradient takes the memory of the logits, both in half precision.
+            # The kernel's gradient replaces the logits: twice as many rows take the same memory.
             in_place = self._softmax is not None
             return aligned_rows(len(hidden), columns, chunk_bytes * (2 if in_place else 1))
         if self._chunk_bytes is None:

@@ -111,8 +111,9 @@ class ModelOptions:
     )
     torch_compile: bool | None = option(
         None,
-        "Compile each block of the model with torch.compile. By default on CUDA GPUs with Triton "
-        "and a C compiler.",
+        "Compile each block of the model with torch.compile, and compute the loss in a Triton "
+        "kernel on a GPU. By default on CUDA GPUs with Triton and a C compiler, except with "
+        "--deterministic.",
         group=SPEED,
         resume="logged",
     )

@@ -123,7 +123,8 @@ class Job:
         if options.mixed_precision is None:  # as the trainer chooses on the device
             options = dataclasses.replace(options, mixed_precision="bf16" if on_cuda else "no")
         if options.torch_compile is None:
-            options = dataclasses.replace(options, torch_compile=on_cuda)
+            compiles = on_cuda and not options.deterministic
+            options = dataclasses.replace(options, torch_compile=compiles)
         self.options = options
         self._config = load_config(options)
         self.length = choose_block_size(options, self._config)

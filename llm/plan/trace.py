@@ -7,7 +7,6 @@ shapes but no memory. `MemoryMeter` counts the allocations of the forward and ba
 import contextlib
 import dataclasses
 import gc
-import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -34,13 +33,13 @@ class Level(NamedTuple):
         live: Allocated at the end.
         peak: Most bytes allocated at once.
         casts: The part of `live` that are copies of weights in another precision.
-        unfused: The part of `live`, allocated since the last mark, that compiled code would keep.
+        kept: The part of `live`, allocated since the last mark, that compiled code would keep.
     """
 
     live: int
     peak: int
     casts: int
-    unfused: int
+    kept: int
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -55,11 +54,10 @@ class MemoryMeter(TorchDispatchMode):
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._sizes: dict[int, int] = {}
         self._casts: set[int] = set()
-        self._unfused: dict[int, int] = {}
+        self._kept: dict[int, int] = {}
         self._copies: dict[int, Any] = {}
         self._before: set[int] = set()
-        self._identities: dict[int, int] = {}
-        self._numbers = itertools.count()
+        self._identities: dict[int, object] = {}
         self._live = self._peak = 0
 
     def __torch_dispatch__(
@@ -67,33 +65,33 @@ class MemoryMeter(TorchDispatchMode):
     ) -> Any:
         """Run an operation and count its results."""
         result = func(*args, **(kwargs or {}))
-        is_cast = func is torch.ops.aten._to_copy.default
-        is_cast = is_cast and args[0].untyped_storage()._cdata in self._known
+        copies = func is torch.ops.aten._to_copy.default
+        is_cast = copies and args[0].untyped_storage()._cdata in self._known
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
                 self._count(value, is_cast=is_cast)
-        if func is torch.ops.aten._to_copy.default:
+        if copies:
             self._note_copy(args[0], result)
-        for value, size in _unfused(func, args, result):
+        for value, size in _kept_by_compiled_code(func, args, result):
             key = value.untyped_storage()._cdata
             if key in self._sizes and key not in self._before:
-                self._unfused[key] = max(size, self._unfused.get(key, 0))
+                self._kept[key] = max(size, self._kept.get(key, 0))
         return result
 
     def keep(self, tensor: Tensor) -> None:
         """Count a tensor among those that compiled code keeps."""
         storage = tensor.untyped_storage()
-        self._unfused[storage._cdata] = storage.nbytes()
+        self._kept[storage._cdata] = storage.nbytes()
 
     def mark(self) -> Level:
         """Return the level; the next peak counts from here."""
         casts = sum(self._sizes[key] for key in self._casts)
         # Autocast copies a tensor for each product; compiled code makes one copy for all.
-        merged = {self._copies.get(key, key): size for key, size in self._unfused.items()}
-        unfused = sum(merged.values())
-        level = Level(live=self._live, peak=self._peak, casts=casts, unfused=unfused)
+        merged = {self._copies.get(key, key): size for key, size in self._kept.items()}
+        kept = sum(merged.values())
+        level = Level(live=self._live, peak=self._peak, casts=casts, kept=kept)
         self._peak, self._before = self._live, set(self._sizes)
-        self._unfused.clear()
+        self._kept.clear()
         return level
 
     def _count(self, tensor: Tensor, *, is_cast: bool) -> None:
@@ -111,20 +109,26 @@ class MemoryMeter(TorchDispatchMode):
     def _note_copy(self, tensor: Tensor, copy: Tensor) -> None:
         source = tensor.untyped_storage()._cdata
         if source in self._sizes:
-            # Later storages may have the same key.
-            number = self._identities.setdefault(source, next(self._numbers))
-            view = number, copy.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+            # The source may be freed before its copy, and a later storage may then get its key.
+            identity = self._identities.setdefault(source, object())
+            view = identity, copy.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
             self._copies[copy.untyped_storage()._cdata] = view
 
     def _forget(self, key: int) -> None:
         self._live -= self._sizes.pop(key)
         for keys in (self._casts, self._before):
             keys.discard(key)
-        for of_key in (self._unfused, self._copies, self._identities):
+        for of_key in (self._kept, self._copies, self._identities):
             of_key.pop(key, None)
 
 
-def _unfused(func: Any, args: tuple[Any, ...], result: Any) -> list[tuple[Tensor, int]]:
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+"""Operations that the compiler leaves to libraries."""
+
+
+def _kept_by_compiled_code(
+    func: Any, args: tuple[Any, ...], result: Any
+) -> list[tuple[Tensor, int]]:
     """Return the tensors of an operation that compiled code would not recompute, and their bytes.
 
     These are the operands and results of matrix products and attention, which are not fused with
@@ -139,12 +143,10 @@ def _unfused(func: Any, args: tuple[Any, ...], result: Any) -> list[tuple[Tensor
     elif name == "native_dropout":
         values = [result[1]]
     elif name == "add" and all(isinstance(term, Tensor) for term in args[:2]):
+        # A term that is broadcast, such as a bias, cannot replace the sum.
         terms = (term for term in args[:2] if term.numel() == result.numel())
         return [(result, min(term.nbytes for term in (result, *terms)))]
     return [(v, v.untyped_storage().nbytes()) for v in values if isinstance(v, Tensor)]
-
-
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,9 +212,8 @@ def trace(
         compiled: Whether blocks are compiled. Temporary tensors of a block count as if it
             were not, which is more than its fused kernels need.
     """
-    # As in the trainer; a divided head has torch's operations.
-    has_kernel = bool(options.torch_compile) and options.device not in ("cpu", "pvc")
-    has_kernel = has_kernel and tensor == 1
+    # As in the trainer.
+    has_kernel = options.torch_compile and options.device not in ("cpu", "pvc") and tensor == 1
     on_host = options.device == "cpu"  # dropout and attention keep more on a CPU
     if not on_host:
         _use_accelerator_kernels(model)
@@ -243,7 +244,7 @@ def trace(
     block, casts = after.live - before.live, after.casts - before.casts
     casts_left = level["backward"].casts
     if compiled:  # it makes its copies of weights itself, and keeps what its backward pass needs
-        block, casts = after.unfused - casts + casts_left, casts_left
+        block, casts = after.kept - casts + casts_left, casts_left
     return Trace(
         inputs=before.live,
         block=block,

@@ -67,6 +67,10 @@ def test_the_plan_of_the_llama_is_the_one_on_its_page(capsys, monkeypatch):
 
     printed = capsys.readouterr().out.splitlines()
     assert printed[:3] == shown[:3]
+    [total, in_page] = (
+        float(re.search(r"total +([\d.]+) GiB", "\n".join(lines))[1]) for lines in (printed, shown)
+    )
+    assert total == pytest.approx(in_page, rel=0.05)
     assert "1,086,932,992 parameters, on 8 nodes of 8 h100-80gb: 64 ranks" in printed[0]
     assert any(line.startswith("It fits: ") for line in shown)
     assert any(line.startswith("22,000,001,024 tokens take ") for line in shown)

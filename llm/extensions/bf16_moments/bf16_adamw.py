@@ -133,17 +133,14 @@ def random_bits(updates: Tensor, start: Tensor, *, size: int) -> Tensor:
 
 
 def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
-    """Round to bf16, away from zero with the probability that keeps the mean; returns `values`.
+    """Round to bf16, away from zero with the probability that keeps the mean; returns float32.
 
     Args:
-        values: Float32, finite; overwritten by the rounded numbers.
+        values: Float32, finite.
         bits: Int32 of the same shape, at random of 0 to 2**16 - 1.
     """
     # bf16 is float32 without its last 16 bits: their sum with 16 random ones carries, or not.
-    pattern = values.view(torch.int32)
-    pattern += bits
-    pattern &= -0x10000
-    return values
+    return ((values.view(torch.int32) + bits) & -0x10000).view(torch.float32)
 
 
 def make_bf16_adamw(

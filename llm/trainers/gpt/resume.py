@@ -20,7 +20,7 @@ from llm.data.formats.parts import part_files
 from llm.data.options import LENGTHS, SOURCES
 from llm.data.skipped_samples import NONE_SKIPPED, SkippedSamples, skipped_ranges
 from llm.errors import CheckpointError, ConfigError
-from llm.models.compilation import compiles_by_default
+from llm.models.compilation import can_compile
 from llm.optim.schedule import is_constant
 from llm.parallel.accelerator import default_precision
 from llm.runtime.rng import draw_seed
@@ -331,7 +331,7 @@ def choose_by_device(
     Raises:
         ConfigError: A compiled run on a GPU is to be deterministic.
     """
-    compiles = compiles_by_default(device) and not config.deterministic
+    compiles = can_compile(device) and not config.deterministic
     values = {**default_precision(device), "torch_compile": compiles}
     if resume_from is not None and not config.eval_only:
         fixed, logged = (_saved_options(config, resume_from, kind) for kind in ("fixed", "logged"))

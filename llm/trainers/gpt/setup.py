@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._triton import has_triton
 from transformers import PreTrainedModel
 
 from llm.checkpoint.format import Checkpoint
@@ -17,7 +16,7 @@ from llm.errors import ParallelError
 from llm.metrics.hardware import device_memory
 from llm.models.attention import check_documents_apart, use_document_attention
 from llm.models.build import build_model
-from llm.models.compilation import compile_blocks
+from llm.models.compilation import can_compile, compile_blocks
 from llm.models.cross_entropy import Softmax
 from llm.models.init import dummy_weights, without_weights
 from llm.models.loss import LanguageModelLoss, accelerator_chunk_bytes
@@ -94,8 +93,9 @@ def _check_use(config: CoreConfig, setup: RunSetup, model: PreTrainedModel) -> N
         and dims.context == 1
         and model.device.type != "cpu"
     ):
+        # FlexAttention is compiled, and a deterministic run on a GPU must not be.
         flex = config.attention_implementation is None and model.device.type == "cuda"
-        use_document_attention(model, flex=flex)
+        use_document_attention(model, flex=flex and not config.deterministic)
     if boundaries is not None:
         check_documents_apart(model, positions=boundaries.positions, attention=boundaries.attention)
     if dims.context > 1:
@@ -126,7 +126,8 @@ def make_strategy(
     strategy = setup.layout.make(config, setup.dims, accelerator, init_weights=init_weights)
     on_cpu = strategy.device.type == "cpu"
     softmax: Softmax | None = None
-    if config.torch_compile and strategy.device.type == "cuda" and has_triton():
+    # A divided head has torch's operations.
+    if config.torch_compile and setup.dims.tensor == 1 and can_compile(strategy.device):
         from llm.models.softmax_kernel import softmax_in_place as softmax
     loss = LanguageModelLoss(
         model,
