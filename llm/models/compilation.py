@@ -20,7 +20,7 @@ With PyTorch's limit of 8, further graphs would run uncompiled, with a warning."
 
 
 def can_compile(device: torch.device) -> bool:
-    """Return whether a device is a GPU for which Triton can compile kernels.
+    """Return whether Triton can compile kernels for a device.
 
     Triton needs a C compiler for the code that launches its kernels, and container images often
     lack one.

@@ -266,7 +266,7 @@ def trace(
 def _softmax_kernel(
     logits: Tensor, labels: Tensor, own_columns: int, with_gradient: bool, z_loss: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return tensors like those of the trainer's Triton kernel, which replaces the logits."""
+    """Return tensors as the trainer's Triton kernel does, which replaces the logits."""
     losses = logits.new_empty(len(logits), dtype=torch.float32)
     squares = torch.empty_like(losses)
     return losses, squares if z_loss else None, logits if with_gradient else None
