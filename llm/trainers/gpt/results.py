@@ -42,6 +42,8 @@ def write_results(
     task_results: Mapping[str, Mapping[str, float]],
 ) -> None:
     """Export the model and write its card and `all_results.json`; every rank calls it."""
+    # The last gradients take as much memory as the exported weights.
+    trainer.strategy.optimizer.zero_grad(set_to_none=True)
     # If ranks hold shards, this is a collective: all ranks gather, rank 0 writes.
     state_dict = trainer.strategy.full_state_dict()
     if trainer.strategy.rank != 0:
