@@ -52,8 +52,13 @@ if __name__ == "__main__":
     prepare_files._MOST_SHARDS = 1 << 20
     warm_up, words = sys.argv[3], sys.argv[4:]
     if workers:
+        # Set as in examples/slurm/prepare_dask.sh; Dask reads it when it is imported.
+        os.environ["DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED"] = "False"
+        os.environ["DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL"] = "1s"
         from distributed import Client, LocalCluster
-        cluster = LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=None)
+        cluster = LocalCluster(
+            n_workers=workers, threads_per_worker=1, memory_limit=0, dashboard_address=None
+        )
         os.environ["DASK_SCHEDULER_ADDRESS"] = cluster.scheduler_address
         at, to = words.index("--input") + 1, words.index("--output_prefix") + 1
         shorter = [*words[:at], warm_up, *words[at + 1 : to], "warm-up", *words[to + 1 :]]
@@ -226,12 +231,14 @@ def _shards_section(program: _Program, folder: Path) -> Section:
 
 
 def _memory_section(program: _Program, corpus: Path, folder: Path) -> Section:
-    """The peak memory of a worker for a text, and for a quarter of it."""
-    small = folder / "small.jsonl"
-    cut(corpus, small, program.options.megabytes / 4)
+    """The peak memory of a worker for a text, and for four times as much."""
+    large = folder / "large.jsonl"
+    with open(large, "wb") as file:
+        for _ in range(4):
+            file.write(corpus.read_bytes())
     cases = [
-        program.processes("a quarter of the text", small, workers=2, shard_bytes=1 << 23),
         program.processes("the text", corpus, workers=2, shard_bytes=1 << 23),
+        program.processes("four times the text", large, workers=2, shard_bytes=1 << 23),
     ]
     results = interleave(cases, 1)
     lines = program_table(
