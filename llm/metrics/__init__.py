@@ -1,1 +1,1 @@
-"""Loss, throughput, memory, and profiles of a run."""
+"""Loss, throughput, and memory of a run."""

@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from llm.models.attention import run_model
+from llm.models.compilation import can_compile
 from llm.models.cross_entropy import Softmax, chunked_cross_entropy
+from llm.models.options import ModelOptions
 from llm.models.patches.tied_embedding import TiedEmbedding
 from llm.models.sizes import find_blocks
 from llm.runtime.labels import IGNORED
@@ -110,7 +112,7 @@ class LanguageModelLoss(nn.Module):
             once per token.
         """
         losses = None if sources is None else labels.new_empty(labels.numel(), dtype=torch.float32)
-        # Two paths: add new loss terms here and in `_ChunkedCrossEntropy`.
+        # Two paths: a term of the logits also belongs in `_ChunkedCrossEntropy` and the kernel.
         if self.head_loss is not None:
             loss_sum, z_sum = self._chunked_loss(
                 self.head_loss, input_ids, labels, positions, documents, losses
@@ -312,6 +314,39 @@ def _likeliest(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the likeliest tokens and the losses of the labels, [tokens] each."""
     losses = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
     return logits.argmax(dim=-1), losses
+
+
+def make_loss(
+    options: ModelOptions,
+    model: PreTrainedModel,
+    *,
+    device: torch.device,
+    memory: int | None,
+    divided_head: bool,
+    sources: Sequence[str] = (),
+) -> LanguageModelLoss:
+    """Make the loss of a model with the softmax and the chunks for a device.
+
+    Args:
+        options: How the loss is computed, and its terms.
+        model: The model.
+        device: The device that it will be on.
+        memory: Bytes of the device; None if unknown.
+        divided_head: Whether ranks hold parts of the output head.
+        sources: Names of the sources for per-source sums.
+    """
+    softmax: Softmax | None = None
+    # A divided head has torch's operations.
+    if options.torch_compile and not divided_head and can_compile(device):
+        from llm.models.softmax_kernel import softmax_in_place as softmax
+    return LanguageModelLoss(
+        model,
+        chunked=None if options.chunked_loss else False,
+        chunk_bytes=None if device.type == "cpu" else accelerator_chunk_bytes(memory),
+        softmax=softmax,
+        sources=sources,
+        z_loss=options.z_loss,
+    )
 
 
 def accelerator_chunk_bytes(memory: int | None) -> int:

@@ -235,8 +235,15 @@ def trace(
         marks = _Marks(find_blocks(model)[0], meter)
         autocast = torch.autocast("cpu", dtype, enabled=options.mixed_precision != "no")
         _run_micro_batch(loss, ids, labels, autocast, marks)
-        gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-        head = sum(p.nbytes for p in model.get_output_embeddings().parameters())
+    return _trace_of(marks, model, tensor=tensor, compiled=compiled, on_host=on_host)
+
+
+def _trace_of(
+    marks: "_Marks", model: PreTrainedModel, *, tensor: int, compiled: bool, on_host: bool
+) -> Trace:
+    """Return what the marks of a forward and a backward pass say."""
+    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    head = sum(p.nbytes for p in model.get_output_embeddings().parameters())
     config = model.config.get_text_config()
     level, flops = marks.levels, marks.flops
     before, after = level["block"], level["block done"]

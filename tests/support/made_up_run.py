@@ -29,7 +29,7 @@ from llm.parallel import base, context
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.dims import parallel_dims
 from llm.runtime.world import World
-from llm.trainers.gpt import setup
+from llm.trainers.gpt import build_run
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import choose_layout
 from tests.support import made_up_device
@@ -94,7 +94,7 @@ def prepared(
 
 def _prepare(case: Case, config: GPTConfig, device: torch.device) -> AcceleratedStrategy:
     """Make the strategy as the trainer does, but for what this device cannot do."""
-    make_accelerator = setup.make_accelerator
+    make_accelerator = build_run.make_accelerator
 
     def join(*args: Any, **kwargs: Any) -> Any:
         """Accelerate knows no process groups of this device: let it take them for those of GPUs."""
@@ -106,8 +106,8 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
                 state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         return accelerator
 
-    setup.device_of, setup.make_accelerator = lambda _: device, join
-    setup._check_use = lambda *_: None  # it compares values
+    build_run.device_of, build_run.make_accelerator = lambda _: device, join
+    build_run._check_use = lambda *_: None  # it compares values
     snapshot._WITH_STREAMS = {made_up_device.NAME}
     snapshot._allocate = _allocate
     Saver._save = lambda *_: None  # its messages are lost
@@ -132,7 +132,7 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
         ),
     )
     world = World(rank=case.rank, local_rank=0, world_size=case.world_size)
-    model = setup.make_model(config, inputs, world)
+    model = build_run.make_model(config, inputs, world)
     made_up_device.cast_as_on_cuda()
     order_buckets = base.order_buckets
 
@@ -141,7 +141,7 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
         order_buckets(loss, device)
 
     base.order_buckets = answer_and_order
-    return setup.make_strategy(config, inputs, model, world)
+    return build_run.make_strategy(config, inputs, model, world)
 
 
 def _train(

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from llm.errors import ParallelError
+from llm.trainers.gpt.build_run import check_same_start
 from llm.trainers.gpt.run_setup import TrainSetup
-from llm.trainers.gpt.setup import check_same_start
 from tests.support.data_parallel import make_strategy
 from tests.support.ranks import run_ranks, values
 from tests.support.recovery import check_resume, weights_hash, without_times

@@ -10,7 +10,7 @@ from tests.support.faults import Fault
 from tests.support.training import Bench
 
 STEP = "llm.parallel.base:AcceleratedStrategy.forward_backward"
-START = "llm.trainers.gpt.setup:make_accelerator"
+START = "llm.trainers.gpt.build_run:make_accelerator"
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 from llm.config.toml import read_toml
 from llm.data.batch_plan import BatchPlan
 from llm.data.loader import TrainLoader
+from llm.trainers.gpt.build_run import make_model
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.setup import make_model
 from tests.support.faults import Fault
 from tests.support.recovery import last_hash, without_times
 from tests.support.training import Bench, Run
@@ -38,10 +38,10 @@ def origin(bench) -> Run:
 @pytest.mark.parametrize(("device", "taken"), [("cuda:1", [1]), ("xpu:1", [1]), ("cpu", [])])
 def test_a_rank_selects_its_accelerator_before_the_model_is_built(monkeypatch, device, taken):
     chosen = []
-    monkeypatch.setattr("llm.trainers.gpt.setup.device_of", lambda world: torch.device(device))
+    monkeypatch.setattr("llm.trainers.gpt.build_run.device_of", lambda world: torch.device(device))
     monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     monkeypatch.setattr(
-        "llm.trainers.gpt.setup.build_model", MagicMock(side_effect=InterruptedError)
+        "llm.trainers.gpt.build_run.build_model", MagicMock(side_effect=InterruptedError)
     )
 
     with pytest.raises(InterruptedError):

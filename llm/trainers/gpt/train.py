@@ -28,6 +28,15 @@ from llm.runtime.health import Health
 from llm.runtime.logging import EventHandler, event, log_to_file
 from llm.runtime.signals import EXIT_PREEMPTED
 from llm.runtime.world import World, device_of, ranks_per_node
+from llm.trainers.gpt.build_run import (
+    check_same_start,
+    leave_later_steps,
+    load_start,
+    load_weights,
+    make_model,
+    make_strategy,
+    model_for_logging,
+)
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.evaluation import make_evaluate
 from llm.trainers.gpt.inputs import copy_model, read_evaluation, read_training
@@ -47,15 +56,6 @@ from llm.trainers.gpt.reporting import (
 from llm.trainers.gpt.results import open_repository, push, write_results
 from llm.trainers.gpt.run_setup import TrainSetup, resolved_config
 from llm.trainers.gpt.seams import Running, extensions_of, loop_extensions
-from llm.trainers.gpt.setup import (
-    check_same_start,
-    leave_later_steps,
-    load_start,
-    load_weights,
-    make_model,
-    make_strategy,
-    model_for_logging,
-)
 
 PEER_SECONDS = 5.0
 """Seconds to wait for the watchdog to name the failed rank."""

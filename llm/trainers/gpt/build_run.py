@@ -16,10 +16,9 @@ from llm.errors import ParallelError
 from llm.metrics.hardware import device_memory
 from llm.models.attention import check_documents_apart, use_document_attention
 from llm.models.build import build_model
-from llm.models.compilation import can_compile, compile_blocks
-from llm.models.cross_entropy import Softmax
+from llm.models.compilation import compile_blocks
 from llm.models.init import dummy_weights, without_weights
-from llm.models.loss import LanguageModelLoss, accelerator_chunk_bytes
+from llm.models.loss import make_loss
 from llm.models.weight_files import find_weight_files
 from llm.optim.groups import scale_learning_rates
 from llm.optim.run_optimizer import RunOptimizer
@@ -124,18 +123,13 @@ def make_strategy(
             transforms=transforms,
         )
     strategy = setup.layout.make(config, setup.dims, accelerator, init_weights=init_weights)
-    on_cpu = strategy.device.type == "cpu"
-    softmax: Softmax | None = None
-    # A divided head has torch's operations.
-    if config.torch_compile and setup.dims.tensor == 1 and can_compile(strategy.device):
-        from llm.models.softmax_kernel import softmax_in_place as softmax
-    loss = LanguageModelLoss(
+    loss = make_loss(
+        config,
         model,
-        chunked=None if config.chunked_loss else False,
-        chunk_bytes=None if on_cpu else accelerator_chunk_bytes(device_memory(strategy.device)),
-        softmax=softmax,
+        device=strategy.device,
+        memory=device_memory(strategy.device),
+        divided_head=setup.dims.tensor > 1,
         sources=[each.name for each in setup.corpus.train] if config.log_source_losses else (),
-        z_loss=config.z_loss,
     )
     if config.torch_compile:
         compile_blocks(model)
