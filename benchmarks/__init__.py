@@ -1,1 +1,1 @@
-"""Measurements beside other programs; see README.md."""
+"""Measurements, also of other programs; see README.md."""

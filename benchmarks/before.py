@@ -212,7 +212,7 @@ def report(options: BeforeOptions, folder: Path) -> str:
         "ratio is the median of those of the pairs",
     ]
     sections = [measure(options, one) for one in comparisons(options, folder)]
-    return render("This checkout beside an earlier one", facts, sections)
+    return render("This checkout compared with an earlier one", facts, sections)
 
 
 if __name__ == "__main__":

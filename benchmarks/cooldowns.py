@@ -1,4 +1,4 @@
-"""Branches with cooldowns beside runs of their lengths, and means of checkpoints beside the last.
+"""Branches with cooldowns against runs of their lengths, and means of checkpoints against the last.
 
 python -m benchmarks.cooldowns [--lengths 300 450 600] [--seeds 5]
 """

@@ -211,7 +211,7 @@ def measure_start(options: TrainBenchmarkOptions, folder: Path) -> Section:
     ]
     if results.get(ANCESTOR):
         ratio = first / median(results[ANCESTOR], "milestone_seconds")
-        reached.append(at_most("first step, beside llm-pytorch", ratio, 0.8, "x"))
+        reached.append(at_most("first step, over llm-pytorch", ratio, 0.8, "x"))
     return Section(title="Start to first step (A)", lines=lines, goals=reached)
 
 
@@ -262,7 +262,7 @@ def measure_long(options: TrainBenchmarkOptions, folder: Path) -> Section:
         lines=table(["step", "ms a step", "resident MB"], rows),
         goals=[
             at_most("growth of resident memory after the first tenth", 100 * memory, 1.0, " %"),
-            at_most("ms a step, second half beside the first", late / early, 1.05, "x"),
+            at_most("ms per step, second half over the first", late / early, 1.05, "x"),
         ],
     )
 
