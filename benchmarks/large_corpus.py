@@ -4,6 +4,7 @@ python -m benchmarks.large_corpus --tokenizer_name FOLDER --megabytes 200
 """
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ if __name__ == "__main__":
     prepare_files._MOST_SHARDS = 1 << 20
     warm_up, words = sys.argv[3], sys.argv[4:]
     if workers:
-        # Set as in examples/slurm/prepare_dask.sh; Dask reads it when it is imported.
+        # Set as in examples/slurm/prepare_dask.sh; Dask reads them when it is imported.
         os.environ["DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED"] = "False"
         os.environ["DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL"] = "1s"
         from distributed import Client, LocalCluster
@@ -235,7 +236,8 @@ def _memory_section(program: _Program, corpus: Path, folder: Path) -> Section:
     large = folder / "large.jsonl"
     with open(large, "wb") as file:
         for _ in range(4):
-            file.write(corpus.read_bytes())
+            with open(corpus, "rb") as text:
+                shutil.copyfileobj(text, file)
     cases = [
         program.processes("the text", corpus, workers=2, shard_bytes=1 << 23),
         program.processes("four times the text", large, workers=2, shard_bytes=1 << 23),

@@ -42,8 +42,7 @@ else
     exit 2
 fi
 
-# Dask observes its workers up to a hundred times per second; that and the memory limit take 10 to
-# 20 % of the time.
+# Dask's profiler, its clock, and its memory limit take 10 to 20 % of the time.
 export DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED=False
 export DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL=1s
 

@@ -336,7 +336,7 @@ def make_loss(
         sources: Names of the sources for per-source sums.
     """
     softmax: Softmax | None = None
-    # A divided head has torch's operations.
+    # A divided head uses torch's operations.
     if options.torch_compile and not divided_head and can_compile(device):
         from llm.models.softmax_kernel import softmax_in_place as softmax
     return LanguageModelLoss(

@@ -241,7 +241,7 @@ def trace(
 def _trace_of(
     marks: "_Marks", model: PreTrainedModel, *, tensor: int, compiled: bool, on_host: bool
 ) -> Trace:
-    """Return what the marks of a forward and a backward pass say."""
+    """Return the trace from the marks of a forward and a backward pass."""
     gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     head = sum(p.nbytes for p in model.get_output_embeddings().parameters())
     config = model.config.get_text_config()

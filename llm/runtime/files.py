@@ -12,16 +12,16 @@ from typing import IO, Any
 _POLL_SECONDS = 0.1  # between two attempts to lock a file
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a kill leaves either the old content or the new one.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file so that a kill leaves either the old content or the new one; text as UTF-8.
 
     Raises:
         OSError: The file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             # Before the rename: otherwise a power cut can leave the new name on an empty file.
             sync(file)
         temporary.replace(path)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from llm.data.preparation import dask_cluster
 from llm.data.prepare import main
+from llm.errors import DataError
 from tests.support.corpora import write
 from tests.support.preparation import expected_pair, json_lines, pair
 from tests.support.processes import wait_until
@@ -153,3 +155,8 @@ def test_without_dask_a_sentence_says_what_to_install(tmp_path, monkeypatch, cap
     assert main([*GOOD, "--output_prefix", "out"]) == 2
 
     assert capsys.readouterr().err.endswith("needs Dask: pip install 'llm-trainers[dask]'\n")
+
+
+def test_a_worker_that_does_not_see_the_output_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"does not find /.*/encoding-0.pickle; start the workers"):
+        dask_cluster._encoder(("other",), tmp_path / "encoding-0.pickle")

@@ -8,19 +8,26 @@ from tests.support.package import ROOT
 from tests.support.training import Bench
 
 
+PAGE = (ROOT / "docs/run-folder.md").read_text(encoding="utf-8")
+
+
 def explained(name: str) -> set[str]:
     """The words in code in the first column of the table below a heading."""
-    page = (ROOT / "docs/run-folder.md").read_text(encoding="utf-8")
-    section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+    section = PAGE.split(f"\n## {name}\n")[1].split("\n## ")[0]
     cells = re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
     return {word for cell in cells for word in re.findall(r"`([^`]+)`", cell)}
 
 
 def test_the_page_of_the_runs_folder_explains_every_key_that_is_written(tmp_path):
-    run = Bench(tmp_path, lines=60).train_well(max_train_steps=2)
+    run = Bench(tmp_path, lines=60).train_well(max_train_steps=2, checkpointing_steps=2)
 
     written = {key for line in run.lines for key in line}
     assert {"loss", "eval_loss", "memory"} <= written <= explained("metrics.jsonl")
     assert run.read_json("all_results.json").keys() <= explained("all_results.json")
     assert run.read_json("status.json").keys() == explained("status.json")
     assert {"event", *get_args(Kind)} == explained("events.jsonl")
+
+    manifest = run.read_json("checkpoints/step_00000002/manifest.json")
+    [row] = [line for line in PAGE.splitlines() if line.startswith("| `manifest.json` |")]
+    assert manifest.keys() - set(re.findall("`([a-z_]+)`", row)) == {"files", "checksum"}
+    assert f"`format` ({manifest['format']})" in row

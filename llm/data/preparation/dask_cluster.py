@@ -5,9 +5,11 @@ If a worker is lost, Dask gives its shard to another one.
 """
 
 import ctypes
+import hashlib
 import logging
 import os
 import pickle
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -19,6 +21,7 @@ from llm.data.preparation.encoder import Encoder, Encoding, make_encoder
 from llm.data.preparation.shards import ShardStats, read_shard, write_shard
 from llm.data.preparation.tokenize_shards import Shard, finish_tasks
 from llm.errors import ConfigError, DataError, one_line
+from llm.runtime.files import write_whole
 
 _CONNECT_SECONDS = 30
 _WORKER_SECONDS = 60
@@ -56,8 +59,11 @@ class DaskCluster:
 
         # Results of equal calls are not reused: an earlier client's files may be gone.
         executor = self._client.get_executor(pure=False)
-        # A task, which Dask repeats if all workers that have its result are lost.
-        pickled = self._client.submit(bytes, cloudpickle.dumps(encoding), pure=False)
+        # A file, because a worker that encodes holds Python's lock and cannot send it to others.
+        pickled = cloudpickle.dumps(encoding)
+        digest = hashlib.blake2b(pickled, digest_size=8).hexdigest()
+        file = shards[0][1].with_name(f"encoding-{digest}.pickle")
+        write_whole(file, pickled)
         key = (
             encoding.tokenizer.fingerprint,
             encoding.end_token,
@@ -70,19 +76,16 @@ class DaskCluster:
         numbered = list(enumerate(shards))
         workers = max(1, len(self._client.nthreads()))
         size = max(1, len(numbered) // (workers * _TASKS_PER_WORKER))
+        futures = [
+            executor.submit(_encode_shards, numbered[first : first + size], key, file, folder)
+            for first in range(0, len(numbered), size)
+        ]
+
         def take_all(results: list[tuple[int, ShardStats]]) -> None:
             for result in results:
                 take(result)
 
         try:
-            # Now, because a worker that encodes holds Python's lock and would send it late.
-            self._client.replicate([pickled])
-            futures = [
-                executor.submit(
-                    _encode_shards, numbered[first : first + size], key, pickled, folder
-                )
-                for first in range(0, len(numbered), size)
-            ]
             finish_tasks(futures, report=report, take=take_all)
         except CancelledError as error:
             raise DataError(
@@ -153,7 +156,7 @@ def connect(scheduler_file: str | None) -> Iterator[DaskCluster]:
 
 
 def _encode_shards(
-    shards: list[tuple[int, Shard]], key: tuple[Any, ...], pickled: bytes, folder: str
+    shards: list[tuple[int, Shard]], key: tuple[Any, ...], file: Path, folder: str
 ) -> list[tuple[int, ShardStats]]:
     """Write some shards, unless a lost worker has written them; called on a worker."""
     if os.getcwd() != folder:
@@ -162,17 +165,23 @@ def _encode_shards(
     for number, (source, stem) in shards:
         stats = read_shard(stem, verify=True)
         if stats is None:
-            encoding, encoder = _encoder(key, pickled)
+            encoding, encoder = _encoder(key, file)
             stats = write_shard(source, stem, encoding, encoder, report=lambda _: None)
         results.append((number, stats))
     return results
 
 
-def _encoder(key: tuple[Any, ...], pickled: bytes) -> tuple[Encoding, Encoder]:
+def _encoder(key: tuple[Any, ...], file: Path) -> tuple[Encoding, Encoder]:
     # Both take a second, so a worker keeps them for the next command, too.
     if getattr(_kept, "key", None) != key:
         _keep_freed_memory()
-        encoding: Encoding = pickle.loads(pickled)
+        try:
+            encoding: Encoding = pickle.loads(file.read_bytes())
+        except FileNotFoundError as error:
+            raise DataError(
+                f"The Dask worker on {socket.gethostname()} does not find {file.absolute()}; start "
+                "the workers where they see the texts and the output under the same paths."
+            ) from error
         _kept.made = encoding, make_encoder(encoding, threads=1, fast=key[-1])
         _kept.key = key
     made: tuple[Encoding, Encoder] = _kept.made
@@ -182,8 +191,9 @@ def _encoder(key: tuple[Any, ...], pickled: bytes) -> tuple[Encoding, Encoder]:
 def _keep_freed_memory() -> None:
     """Let malloc keep freed memory, up to the limits that glibc itself would reach.
 
-    Dask starts workers with MALLOC_TRIM_THRESHOLD_=65536, which also fixes the size from which an
-    array is mapped anew. Encoding then takes 1.3 times as long, because of page faults.
+    Dask starts workers with MALLOC_TRIM_THRESHOLD_=65536. This also turns off glibc's dynamic
+    limit, so that every array above 128 KiB is mapped and unmapped, and the page faults make
+    encoding take about 1.2 times as long. The worker keeps this setting until it ends.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl and macOS have none
     if mallopt is not None:

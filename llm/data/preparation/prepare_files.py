@@ -49,7 +49,8 @@ from llm.runtime.files import try_lock, write_whole
 from llm.runtime.logging import counted
 
 _OWN_NAMES = re.compile(
-    r"\.?\d{6,}[.-]|out\.|\.out\.|\.?plan\.|reference-encoder$|rank-\d+-of-\d+$|join-\d+$"
+    r"\.?\d{6,}[.-]|out\.|\.out\.|\.?plan\.|\.?encoding-|reference-encoder$|rank-\d+-of-\d+$"
+    r"|join-\d+$"
 )
 _NAMES_BEFORE_PLAN = re.compile(r"\.plan\.")
 _ALL = Share()
