@@ -7,7 +7,6 @@ from llm.runtime.logging import Kind
 from tests.support.package import ROOT
 from tests.support.training import Bench
 
-
 PAGE = (ROOT / "docs/run-folder.md").read_text(encoding="utf-8")
 
 
