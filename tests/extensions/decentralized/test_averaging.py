@@ -1,6 +1,7 @@
 """Rounds on gloo ranks against their matrices."""
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from llm.extensions.decentralized.convergence import mixing_matrix
 from llm.extensions.decentralized.modes import Gossip
 from llm.extensions.decentralized.rounds import make_rounds
 from llm.parallel import buckets
+from tests.support.processes import wait_until
 from tests.support.ranks import run_ranks, values
 
 SHAPES = [(5, 3), (7,), (2, 2, 2), ()]
@@ -146,24 +148,27 @@ def test_weights_of_each_dtype_are_averaged_separately():
         assert [found for _, found in everyone] == [[1.5]] * 5
 
 
-def seconds_held_up(topology: str) -> tuple[float, float]:
-    """How long rank 0 is held up by a step's end and by the next one's, if another rank is late."""
+def times_of_an_exchange(topology: str, file: Path) -> tuple[float, float]:
+    """When a rank begins its exchange and has waited for it; rank 1 begins last, after `file`."""
     rank = join()
     rounds = make_rounds(topology, ranks=dist.get_world_size())
     averager = GossipAverager(Gossip(rounds=rounds), start(rank), rank=rank)
     dist.barrier()
     if rank == 1:
-        time.sleep(1)
-    began = time.perf_counter()
+        wait_until(file.exists)
+    began = time.monotonic()
     averager.after_step()
-    ended = time.perf_counter()
+    if rank == 0:
+        file.touch()
     averager.before_step()
+    waited = time.monotonic()
     dist.barrier()
-    return ended - began, time.perf_counter() - ended
+    return began, waited
 
 
 @pytest.mark.parametrize("topology", ["exp", "complete"])
-def test_an_exchange_is_waited_for_only_before_the_next_step(topology):
-    at_end, before_next = values(run_ranks(seconds_held_up, 4, topology))[0]
-    assert at_end < 0.5
-    assert before_next > 0.5
+def test_an_exchange_is_waited_for_only_before_the_next_step(topology, tmp_path):
+    # If a step's end waited, rank 0 would never write the file that rank 1 waits for.
+    outcomes = values(run_ranks(times_of_an_exchange, 4, topology, tmp_path / "ended"))
+    (_, waited), (late, _) = outcomes[:2]
+    assert waited > late
