@@ -7,7 +7,6 @@ Exit codes: 0, shown, or verified without fault; 1, `--verify` reports faults; 2
 files that are missing or (without `--verify`) too damaged to show.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -197,14 +196,13 @@ def _tokenizer(
             named = TokenizerOptions(vocab_file=vocab_file, merges_file=merges_file)
         else:
             named = TokenizerOptions(tokenizer_name=sidecar.tokenizer)
-        # The user has named no tokenizer, so nothing is downloaded.
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from llm.runtime.logging import quiet_libraries
     from llm.tokenizers.load_tokenizer import fingerprint, load_tokenizer
 
     quiet_libraries()
     try:
-        tokenizer = load_tokenizer(named)
+        # Where the user has named no tokenizer, nothing is downloaded.
+        tokenizer = load_tokenizer(named, local_files_only=not is_named)
     except ConfigError as error:
         if is_named:
             raise

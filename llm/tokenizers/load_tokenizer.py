@@ -120,6 +120,7 @@ def load_tokenizer(
     *,
     model_name_or_path: str | None = None,
     trust_remote_code: bool = False,
+    local_files_only: bool = False,
 ) -> "PreTrainedTokenizerBase":
     """Load a tokenizer.
 
@@ -128,6 +129,7 @@ def load_tokenizer(
         model_name_or_path: A model's Hub name or folder; its tokenizer is used if the options name
             none.
         trust_remote_code: Run the Python code that comes with a tokenizer.
+        local_files_only: Do not ask the Hub; a name is looked up in its cache alone.
 
     Returns:
         The tokenizer, which encodes texts of any length without a warning.
@@ -154,9 +156,10 @@ def load_tokenizer(
                     files.name,
                     use_fast=not options.use_slow_tokenizer,
                     trust_remote_code=trust_remote_code,
+                    local_files_only=local_files_only,
                 )
         except Exception as error:  # the libraries raise many types of errors
-            raise ConfigError(_explain(files, error)) from error
+            raise ConfigError(_explain(files, error, local_files_only)) from error
     # Documents are encoded whole, regardless of the model's length, and without padding.
     tokenizer.deprecation_warnings[_TOO_LONG] = True
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -182,7 +185,7 @@ def _convert_sentencepiece(path: str) -> "PreTrainedTokenizerBase":
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **model["special_tokens"])
 
 
-def _explain(files: TokenizerFiles, error: Exception) -> str:
+def _explain(files: TokenizerFiles, error: Exception, local_files_only: bool) -> str:
     reason, name = one_line(error), files.name
     if files.kind == "pair":
         return (
@@ -198,6 +201,11 @@ def _explain(files: TokenizerFiles, error: Exception) -> str:
         )
     if Path(name).is_dir():
         return f"The tokenizer in the folder {name} cannot be read: {reason}."
+    if local_files_only:
+        return (
+            f"The tokenizer {name} is neither a local folder nor in the Hugging Face Hub's cache; "
+            "name it in --tokenizer_name to download it."
+        )
     return (
         f"The tokenizer {name} is not a local folder, and the Hugging Face Hub does not provide it "
         "or cannot be reached: check the name and the network, or set --tokenizer_name to a local "

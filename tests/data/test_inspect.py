@@ -9,11 +9,6 @@ from tests.support.token_files import write_flat, write_pair
 from tests.support.tokenizers import save_tiny_tokenizer, tiny_tokenizer
 
 
-@pytest.fixture(autouse=True)
-def without_the_hub(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
 def described(prefix, *, tokenizer, tokenizer_fingerprint):
     """Adds a sidecar to a pair of two documents."""
     kinds = ("bin", "idx")
@@ -151,14 +146,19 @@ def test_a_folder_with_a_comma_is_not_a_vocabulary_and_merges_pair(tmp_path, cap
     assert shown(capsys, prefix)[-1] == "'the fox'"
 
 
-def test_ids_are_shown_if_the_tokenizer_is_missing(tmp_path, capsys):
+@pytest.mark.parametrize("name", ["gone.json", "me/not-downloaded"])
+def test_ids_are_shown_if_the_tokenizer_is_missing(name, tmp_path, hub, capsys):
     prefix = write_pair(tmp_path / "text", [[1, 0]])
-    described(prefix, tokenizer=f"{tmp_path}/gone.json", tokenizer_fingerprint="0")
+    described(prefix, tokenizer=name, tokenizer_fingerprint="0")
 
     lines = shown(capsys, prefix)
 
     assert "1 0" in lines
-    assert lines[-1].startswith("Not shown as text: ")
+    assert lines[-1] == (
+        f"Not shown as text: The tokenizer {name} is neither a local folder nor in the Hugging "
+        "Face Hub's cache; name it in --tokenizer_name to download it."
+    )
+    assert not [request for request in hub.requests if name in request]
 
 
 def test_ids_beyond_a_named_tokenizer_are_shown_as_numbers(tmp_path, capsys):
