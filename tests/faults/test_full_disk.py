@@ -1,17 +1,14 @@
 """A disk that has no room for a checkpoint: training goes on, and older checkpoints load."""
 
-from collections.abc import Sequence
-
 import pytest
 
-from tests.support.faults import Fault, install
-from tests.support.ranks import run_ranks
+from tests.support.faults import Fault
 from tests.support.recovery import last_hash, saved_hash, without_times
 from tests.support.training import Bench, Run
 
 pytestmark = pytest.mark.faults
 
-OPTIONS = {"max_train_steps": 16, "checkpointing_steps": 4}
+OPTIONS = {"ranks": 2, "max_train_steps": 16, "checkpointing_steps": 4}
 ROOM = 100_000  # bytes; more than a log takes, less than the tensors of a rank
 
 
@@ -22,22 +19,7 @@ def bench(tmp_path_factory) -> Bench:
 
 @pytest.fixture(scope="module")
 def straight(bench) -> Run:
-    return bench.train_well("straight", ranks=2, **OPTIONS)
-
-
-def train_impatiently(argv: list[str], faults: Sequence[Fault]) -> int:
-    """The trainer, with short pauses before a save is tried again."""
-    from llm.checkpoint import save
-    from llm.trainers.gpt import main
-
-    save._PAUSES = (0.05, 0.1)
-    install(faults)
-    return main.main(argv)
-
-
-def train(bench: Bench, name: str, faults: Sequence[Fault], **options) -> Run:
-    argv = bench.command(name, **{**OPTIONS, **options})
-    return Run(bench.folder / name, run_ranks(train_impatiently, 2, argv, faults))
+    return bench.train_well("straight", **OPTIONS)
 
 
 def checkpoints(run: Run) -> list[str]:
@@ -54,7 +36,7 @@ def test_a_save_on_a_full_disk_is_skipped_and_training_is_unchanged(bench, strai
         Fault(at="llm.checkpoint.save:Saver._save", what="large files", call=4, rank=rank),
     ]
 
-    run = train(bench, name, faults)
+    run = bench.train(name, faults=faults, **OPTIONS)
 
     assert run.codes == [0, 0], run.output
     for step in (8, 12):
@@ -74,7 +56,7 @@ def test_a_run_on_a_full_disk_ends_and_resumes_from_the_old_checkpoint(bench, st
     save = "llm.checkpoint.save:Saver._save"
     full = Fault(at=save, what="small files", call=2, amount=ROOM)
 
-    run = train(bench, "full", [full])
+    run = bench.train("full", faults=[full], **OPTIONS)
 
     assert run.codes == [2, 2]
     assert (
@@ -83,7 +65,7 @@ def test_a_run_on_a_full_disk_ends_and_resumes_from_the_old_checkpoint(bench, st
     assert "Traceback" not in run.output
     assert run.read_json("status.json")["status"] == "failed"
     assert checkpoints(run) == ["step_00000004"]
-    resumed = train(bench, "full", [], resume_from_checkpoint=True)
+    resumed = bench.train("full", resume_from_checkpoint=True, **OPTIONS)
     assert resumed.codes == [0, 0]
     assert "at step 4" in resumed.output
     assert last_hash(resumed) == last_hash(straight)
@@ -92,7 +74,7 @@ def test_a_run_on_a_full_disk_ends_and_resumes_from_the_old_checkpoint(bench, st
 def test_training_stops_after_four_failed_saves_in_a_row(bench):
     full = Fault(at="llm.checkpoint.save:Saver._save", what="small files", call=1, amount=ROOM)
 
-    run = train(bench, "impatient", [full], checkpointing_steps=2)
+    run = bench.train("impatient", faults=[full], **OPTIONS | {"checkpointing_steps": 2})
 
     assert run.codes == [2, 2]
     assert "error: The checkpoint of step 8 could not be written" in run.output

@@ -18,9 +18,19 @@ import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+import llm.extensions.decentralized.decentralized
+import llm.extensions.decentralized.sharded_replicas
+import llm.extensions.kfac.make_kfac
+import llm.extensions.matrix_optim.matrix_recipe
+import llm.extensions.spikes.loss_spikes
+import llm.parallel.fsdp
+import llm.parallel.pipeline.pipelined
 import llm.trainers.gpt.main
 import llm.trainers.gpt.train
+from llm.config.command_line import check_library_versions
 
+# Reads the metadata of all libraries, which every run would do again.
+check_library_versions()
 # Compiles a thousand patterns, which every export would do again.
 get_checkpoint_conversion_mapping("gpt2")
 

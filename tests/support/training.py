@@ -160,9 +160,11 @@ class Bench:
 
 
 def _main(argv: list[str], faults: Sequence[Fault]) -> int:
+    from llm.checkpoint import save
     from llm.trainers.gpt import main
 
     main.GRACE_SECONDS = 0.5  # no launcher here kills the failing rank
+    save._PAUSES = (0.05, 0.1)
     install(faults)
     return main.main(argv)
 

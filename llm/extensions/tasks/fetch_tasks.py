@@ -1,5 +1,6 @@
 """Tasks with data on the Hub, for a machine without a network."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -48,13 +49,12 @@ def _find_task(name: str) -> Path:
     if Path(name).is_file():
         return Path(name).absolute()
     try:
-        from lm_eval.tasks import TaskManager
+        entry = _task_index().get(name)
     except ImportError as error:
         raise ConfigError(
             f"--eval_tasks {name} is not a file; the tasks of lm-eval need pip install "
             "'llm-trainers[tasks]'."
         ) from error
-    entry = TaskManager().task_index.get(name)
     if entry is None:
         raise ConfigError(
             f"--eval_tasks {name} is neither a YAML file nor a task that comes with lm-eval; "
@@ -63,6 +63,14 @@ def _find_task(name: str) -> Path:
     if entry.yaml_path is None:
         raise ConfigError(f"--eval_tasks {name} is a group of tasks; name its tasks one by one.")
     return Path(entry.yaml_path)
+
+
+@functools.cache  # it reads thousands of files
+def _task_index() -> dict[str, Any]:
+    from lm_eval.tasks import TaskManager
+
+    index: dict[str, Any] = TaskManager().task_index
+    return index
 
 
 def _task_settings(path: Path) -> dict[str, Any]:
