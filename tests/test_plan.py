@@ -62,7 +62,7 @@ PAPER = {
 }
 
 
-@pytest.mark.parametrize("size", PAPER)
+@pytest.mark.parametrize("size", ["1.7B", pytest.param("310.1B", marks=pytest.mark.slow)])
 def test_operations_of_a_step_are_those_of_the_papers_formula(size):
     layers, h, batch = PAPER[size]
     plan = plan_of(

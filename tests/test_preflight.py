@@ -60,7 +60,9 @@ def test_a_rank_0_that_does_not_answer_is_named_by_the_others():
     assert f"rank 1 on {HERE} does not reach rank 0 at 127.0.0.1" in rank_1.output
 
 
-@pytest.mark.parametrize("fault", [HANG, DIE], ids=["hangs", "dies"])
+@pytest.mark.parametrize(
+    "fault", [HANG, pytest.param(DIE, marks=pytest.mark.faults)], ids=["hangs", "dies"]
+)
 def test_a_rank_that_keeps_the_others_waiting_is_named(fault):
     rank_0, rank_1 = run_ranks(preflight, 2, [fault])
     assert rank_0.value == 1

@@ -574,7 +574,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs the browser Chromium (apt install chromium)")
-@pytest.mark.parametrize("width", [390, 1400])
+@pytest.mark.parametrize("width", [390, pytest.param(1400, marks=pytest.mark.slow)])
 def test_in_a_browser_no_page_scrolls_sideways_and_the_axis_can_be_chosen(run, tmp_path, width):
     check = """
     const said = [];

@@ -121,6 +121,7 @@ def gather_each_layer_alone() -> None:
     ShardedStrategy._shard_modules = shard_modules
 
 
+@pytest.mark.layouts
 def test_one_more_all_gather_for_each_block_is_noticed():
     collectives = notes_with(gather_each_layer_alone, Case(4, {"data_parallel_shard_size": 4}))
     # In two blocks and two micro-batches, forward and backward: 9 and 6 without it.

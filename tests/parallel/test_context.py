@@ -115,7 +115,9 @@ def half_precision_loss(mixed_precision: str):
     return strategy.reduce_sum(loss.clone()).item(), norm.item()
 
 
-@pytest.mark.parametrize("mixed_precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "mixed_precision", ["bf16", pytest.param("fp16", marks=pytest.mark.layouts)]
+)
 def test_sharded_sequences_train_in_half_precision(mixed_precision):
     expected = values(run_ranks(half_precision_loss, 1, mixed_precision))[0]
     for found in values(run_ranks(half_precision_loss, 2, mixed_precision)):

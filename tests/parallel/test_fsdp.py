@@ -63,7 +63,7 @@ MORE = pytest.mark.layouts
     ("family", "ranks", "sizes"),
     [
         ("gpt2", 4, {"shard": 2}),
-        ("llama", 2, {"shard": 2}),
+        pytest.param("llama", 2, {"shard": 2}, marks=MORE),
         pytest.param("gpt2", 2, {"shard": 2}, marks=MORE),
         pytest.param("gpt2", 4, {"shard": 4}, marks=MORE),
         pytest.param("llama", 4, {"shard": 4}, marks=MORE),

@@ -162,8 +162,15 @@ def messages_of_a_layer(family: str, sharded: bool, precision: str):
     return Counter(counts), (many.sent - few.sent) / 2 / elements
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [
+        ("llama", "bf16"),
+        ("gpt2", "no"),
+        pytest.param("llama", "no", marks=pytest.mark.layouts),
+        pytest.param("gpt2", "bf16", marks=pytest.mark.layouts),
+    ],
+)
 def test_gathers_and_scatters_replace_the_all_reduces_of_a_layer(family, precision):
     (before, sent), _ = values(run_ranks(messages_of_a_layer, 2, family, False, precision))
     (after, less), _ = values(run_ranks(messages_of_a_layer, 2, family, True, precision))

@@ -137,7 +137,13 @@ def test_a_rank_takes_the_memory_of_its_shards_and_one_file(tmp_path):
         assert whole / 4 < peak < whole / 4 + 20e6 + 10e6
 
 
-@pytest.mark.parametrize("sizes", [{"data_parallel_shard_size": 2}, {"pipeline_parallel_size": 2}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data_parallel_shard_size": 2},
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.layouts),
+    ],
+)
 def test_a_sharded_run_from_weights_has_the_losses_of_an_unsharded_one(tmp_path, sizes):
     bench = Bench(tmp_path, **NO_DROPOUT)
     save_weights(bench.model, tiny_config("gpt2", **NO_DROPOUT), dtype=torch.float32)

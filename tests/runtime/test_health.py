@@ -107,7 +107,8 @@ def test_a_rank_that_dies_before_its_first_step_is_named():
     assert "rank 1 on" in ranks.said()[0]
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_was_stopped_is_named_after_its_limit(victim):
     ranks = Ranks(3)
     others = {0, 1, 2} - {victim}
@@ -142,6 +143,7 @@ def test_a_hanging_rank_is_named_and_all_ranks_dump_their_stacks():
     assert all("rank 2 on" in text and "in work" in text for text in stacks)
 
 
+@pytest.mark.faults
 def test_a_hang_is_reported_if_a_rank_has_not_connected():
     ranks = Ranks(3, hang={0, 1, 2}, alone=2)
     for rank in (0, 1):

@@ -141,6 +141,7 @@ def test_ranks_and_micro_batches_do_not_change_a_growing_batch(plain, alone, ran
     assert [record["samples"] for record in run.metrics if "samples" in record] == STOPS
 
 
+@pytest.mark.layouts
 def test_kfac_trains_through_the_borders_of_a_growing_batch(plain):
     options = {**GROWING, "kfac": True, "kfac_factor_update_steps": 1, "kfac_inv_update_steps": 2}
     one = plain.train_well("kfac-1", per_device_train_batch_size=8, **options)

@@ -139,6 +139,7 @@ def test_an_average_changes_nothing_else_and_is_resumed_to_the_same_bits(bench):
     assert again.read_json("eval_results.json")["ema_loss"] == expected["eval_ema_loss"]
 
 
+@pytest.mark.layouts
 def test_another_number_of_ranks_continues_the_average(bench):
     options = {"checkpointing_steps": 1, "ema_decay": 0.5, "global_batch_size": 8}
     bench.train_well("fewer", ranks=2, max_train_steps=3, **options, **SHARDED)

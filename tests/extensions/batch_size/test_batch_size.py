@@ -59,6 +59,7 @@ def test_ranks_agree_on_what_fits_on_all_and_a_resume_keeps_it(bench):
     assert without_times(resumed) == without_times(given)
 
 
+@pytest.mark.slow
 def test_a_branch_takes_a_divisor_of_the_parents_global_batch(bench):
     """Which the parent was not given: it follows from its micro-batch."""
     options = {"gradient_accumulation_steps": 2, "checkpointing_steps": 2, "max_train_steps": 4}

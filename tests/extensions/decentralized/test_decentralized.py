@@ -222,7 +222,10 @@ def gpt2_steps(kind: str, mixed_precision: str) -> tuple[list[float], torch.Tens
     return losses, trained(strategy.model)
 
 
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "mixed_precision",
+    ["bf16", *(pytest.param(name, marks=pytest.mark.layouts) for name in ("no", "fp16"))],
+)
 def test_gpt2_trains_as_with_all_reduce_in_every_precision(mixed_precision):
     for ranks in (1, 2):
         for (losses, weights), (expected, expected_weights) in values(

@@ -59,7 +59,11 @@ def resumed(case: Case, folder):
     return before, trained(strategy.model)
 
 
-@pytest.mark.parametrize("case", [RING, DILOCO, NODES], ids=["ring", "diloco", "nodes"])
+@pytest.mark.parametrize(
+    "case",
+    [RING, DILOCO, pytest.param(NODES, marks=pytest.mark.layouts)],
+    ids=["ring", "diloco", "nodes"],
+)
 def test_a_decentralized_checkpoint_resumes_and_loads_as_the_mean(case, tmp_path):
     folder = tmp_path / "checkpoints"
     saved = values(run_ranks(trained_and_saved, 4, case, folder))

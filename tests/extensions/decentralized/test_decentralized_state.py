@@ -55,7 +55,11 @@ def undisturbed(case: Case) -> torch.Tensor:
     return trained(strategy.model)
 
 
-@pytest.mark.parametrize("case", [RING, BLOCKING, DILOCO], ids=["ring", "blocking", "diloco"])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(RING, marks=pytest.mark.layouts), BLOCKING, DILOCO],
+    ids=["ring", "blocking", "diloco"],
+)
 def test_the_mean_is_swapped_in_and_the_weights_back_bit_for_bit(case):
     of_ranks = values(run_ranks(averaged_weights, 4, case))
     own = torch.stack([found["own"] for found in of_ranks])
@@ -127,7 +131,9 @@ def loaded_from(case: Case, files: dict[str, torch.Tensor], replicas: int, steps
     return loaded, torch.isfinite(trained(strategy.model)).all().item()
 
 
-@pytest.mark.parametrize("case", [RING, DILOCO], ids=["gossip", "diloco"])
+@pytest.mark.parametrize(
+    "case", [RING, pytest.param(DILOCO, marks=pytest.mark.layouts)], ids=["gossip", "diloco"]
+)
 def test_resuming_4_ranks_on_2_and_on_4_keeps_the_mean(case):
     of_four = values(run_ranks(saved_states, 4, case, 4))
     files = {path: tensor for state in of_four for path, tensor in state.items()}

@@ -79,7 +79,7 @@ def test_only_ekfac_has_blocks_of_two_widths_unless_they_are_asked_for(options, 
     ("ranks", "options"),
     [
         (1, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}),
-        (2, {"per_device_train_batch_size": 4}),
+        pytest.param(2, {"per_device_train_batch_size": 4}, marks=MORE),
         (2, {"per_device_train_batch_size": 4, "data_parallel_shard_size": 2}),
         (2, {"gradient_accumulation_steps": 2, "pipeline_parallel_size": 2}),
     ],
@@ -111,7 +111,7 @@ OPEN = {
         pytest.param(2, {"mixed_precision": "fp16"}, marks=MORE),
         (2, {"kfac_method": "eigen"}),
         (1, {"optimizer": "soap", "soap_update_steps": 4, "nesterov": True}),
-        (2, {"data_parallel_shard_size": 2, "mixed_precision": "fp16"}),
+        pytest.param(2, {"data_parallel_shard_size": 2, "mixed_precision": "fp16"}, marks=MORE),
     ],
 )
 def test_a_resumed_run_is_bit_identical(dropout, ranks, options):
@@ -119,7 +119,7 @@ def test_a_resumed_run_is_bit_identical(dropout, ranks, options):
     check_resume(dropout, name, ranks=ranks, **{**OPEN, **options})
 
 
-@pytest.mark.parametrize("method", ["ekfac", "eigen"])
+@pytest.mark.parametrize("method", ["ekfac", pytest.param("eigen", marks=MORE)])
 def test_a_nan_on_one_rank_of_shards_skips_the_step_on_all(plain, method):
     run = plain.train_well(
         f"nan-shards-{method}",

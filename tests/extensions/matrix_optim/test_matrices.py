@@ -48,7 +48,7 @@ def alone():
     ("ranks", "sizes"),
     [
         (2, {"shard": 2}),
-        (2, {"pipeline": 2}),
+        pytest.param(2, {"pipeline": 2}, marks=MORE),
         pytest.param(4, {"shard": 2, "pipeline": 2}, marks=MORE),
         pytest.param(4, {"shard": 2}, marks=MORE),
         pytest.param(4, {"shard": 4}, marks=MORE),

@@ -29,7 +29,7 @@ def powers(printed: str) -> dict[str, dict[str, float]]:
     ("model", "optimizer"),
     [
         ("gpt2", "adamw"),
-        ("llama", "muon"),
+        pytest.param("llama", "muon", marks=pytest.mark.slow),
         pytest.param("gpt2", "muon", marks=pytest.mark.slow),
         pytest.param("llama", "adamw", marks=pytest.mark.slow),
     ],

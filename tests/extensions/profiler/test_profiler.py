@@ -94,7 +94,7 @@ def test_time_without_any_operation_counts_as_waiting():
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.layouts)])
 def test_a_run_profiles_the_steps_that_are_asked_for(tmp_path, ranks):
     run = Bench(tmp_path).train_well(ranks=ranks, max_train_steps=5, profile="2:4")
     folder = run.folder / "profile"

@@ -164,7 +164,12 @@ def test_results_are_those_of_lm_eval_on_the_export(trained, tasks):
     [
         ("gpt2", 2, {}),
         pytest.param("gpt2", 2, {"data_parallel_shard_size": 2}, marks=pytest.mark.layouts),
-        ("llama", 2, {"tensor_parallel_size": 2, "pad_vocab_to_multiple_of": 128}),
+        pytest.param(
+            "llama",
+            2,
+            {"tensor_parallel_size": 2, "pad_vocab_to_multiple_of": 128},
+            marks=pytest.mark.layouts,
+        ),
         pytest.param(
             "gpt2",
             2,

@@ -94,7 +94,7 @@ def assert_trains_as_one_rank(ranks, family, layers, cases):
             torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.layouts)])
 def test_two_stages_train_as_one_rank(family):
     cases = [
         ({"pipeline": 2}, "gpipe", 1, 1),
