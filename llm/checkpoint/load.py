@@ -212,9 +212,6 @@ def read_tensors(
     paths, prefixes = sorted(planner.metadata.state_dict_metadata), tuple(of)
     marks = torch.tensor([2 if p in tensors else int(p.startswith(prefixes)) for p in paths])
     if prefixes and not alone:
-        # On the model's device, because NCCL cannot reduce tensors on the host.
-        devices = {tensor.device for tensor in tensors.values()}
-        marks = marks.to(min(devices, key=lambda device: device.type == "cpu"))
         distributed.all_reduce(marks, distributed.ReduceOp.MAX)
     unread = [path for path, mark in zip(paths, marks.tolist(), strict=True) if mark == 1]
     if unread:

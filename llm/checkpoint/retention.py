@@ -111,7 +111,13 @@ def remove(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:  # not written by this package, but named like a checkpoint
-        path.unlink()
+    """Delete what does not count as a checkpoint; if that fails, the next save tries again."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:  # not written by this package, but named like a checkpoint
+            path.unlink()
+    except OSError as error:  # NFS keeps a file that a reader has open, and so its folder
+        logger.warning(
+            f"{path} could not be removed ({error.strerror}); the next save tries again."
+        )

@@ -28,9 +28,9 @@ _FILES = (
     "all_results.json",
 )
 _FOLDERS = {
-    "checkpoints": r"step_\d+(\.replaced|\.superseded)?|\.step_.*\.tmp|best|\.best\.link",
+    "checkpoints": r"step_\d+(\.replaced)?(\.superseded)?|\.step_.*\.tmp|best|\.best\.link",
     "tensorboard": r"events\.out\.tfevents\..*",
-    "stacks": r"rank_\d+\.txt",
+    "stacks": r"rank_\d+\.txt|(nccl|gloo)_rank_\d+",
     "wandb": r"run\.json",  # W&B manages its other files
     "profile": r"rank\d+\.trace\.json\.gz|profile\.txt",
 }

@@ -118,8 +118,10 @@ def test_overwriting_removes_only_the_files_of_a_run(tmp_path):
     written = (
         "metrics.jsonl", ".metrics.jsonl.12.tmp", "tensorboard/events.out.tfevents.1.host.2.0",
         "profile/rank0.trace.json.gz", "profile/profile.txt", "stacks/rank_00000.txt",
+        "stacks/gloo_rank_0",
         "checkpoints/step_00000001/manifest.json", "checkpoints/.step_00000002.tmp/state.json",
         "checkpoints/step_00000003.superseded/manifest.json",
+        "checkpoints/step_00000004.replaced.superseded/manifest.json",
     )  # fmt: skip
     mine = (
         "notes.txt", ".notes.tmp", "profile/mine/table", "tensorboard/.mine",

@@ -341,6 +341,27 @@ def test_a_removal_that_fails_is_a_warning_and_no_failed_save(tmp_path, monkeypa
     assert "could not be written" not in caplog.text
 
 
+def test_saving_continues_beside_a_checkpoint_that_cannot_be_deleted(tmp_path, monkeypatch, caplog):
+    """As on NFS, while a process of the same machine reads a file of it."""
+    rmtree = shutil.rmtree
+
+    def refuse_the_first(path):
+        if "step_00000001" in path.name:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse_the_first)
+    saver = saver_of(tmp_path, filled(2.0), keep_checkpoints=1)
+    for step in (1, 2, 3):
+        saver.save(step=step, eval_loss=None)
+
+    assert steps(tmp_path) == [3]
+    assert "could not be removed (Directory not empty); the next save tries again." in caplog.text
+    monkeypatch.undo()
+    saver.save(step=4, eval_loss=None)
+    assert os.listdir(tmp_path) == ["step_00000004"]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_a_state_that_is_not_finite_is_never_written(tmp_path, bad, dtype):

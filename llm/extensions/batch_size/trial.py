@@ -5,12 +5,14 @@ from collections.abc import Sequence
 import torch
 
 from llm.data.loader import MicroBatch
+from llm.models.patches.tied_embedding import drop_head_gradient
 from llm.parallel.base import AcceleratedStrategy
 
 
 def trial_step(strategy: AcceleratedStrategy, micro_batches: Sequence[MicroBatch]) -> None:
     """Run forward and backward without a collective, and drop the gradient.
 
+    DistributedDataParallel is left out: it cannot be used again after a backward pass that failed.
     An update would need no more memory: the optimizer's state exists, and activations are freed.
 
     Args:
@@ -18,15 +20,15 @@ def trial_step(strategy: AcceleratedStrategy, micro_batches: Sequence[MicroBatch
             memory would leave the others waiting in a collective.
         micro_batches: On the device; two, if gradients will accumulate.
     """
-    strategy.wrapped.train()
+    strategy.loss.train()
     try:
-        casts = strategy._weight_casts(len(micro_batches))
-        with casts, strategy.accelerator.no_sync(strategy.wrapped):
+        with strategy._weight_casts(len(micro_batches)):
             for micro_batch in micro_batches:
                 with strategy.autocast():
-                    objective, _ = strategy.wrapped(*micro_batch)
+                    objective, _ = strategy.loss(*micro_batch)
                 objective.backward()
         if strategy.device.type != "cpu":
             torch.accelerator.synchronize(strategy.device)
     finally:
         strategy.optimizer.zero_grad(set_to_none=True)
+        drop_head_gradient(strategy.loss)

@@ -14,6 +14,7 @@ from llm.errors import ConfigError
 from llm.extensions.batch_size import find_batch_size
 from llm.extensions.batch_size.trial import trial_step
 from llm.models.loss import LanguageModelLoss
+from llm.models.patches.tied_embedding import tie_gradients
 from llm.plan.__main__ import main as plan
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
@@ -133,6 +134,28 @@ def changes_of_a_trial(options: GPTConfig) -> list[bool]:
     strategy.optimizer_step(1.0)
     changes.append(not all(torch.equal(*pair) for pair in zip(before, tensors(), strict=True)))
     return changes
+
+
+def fail_and_try_again() -> None:
+    strategy, model = make_strategy({}), tiny_model(tiny_config("gpt2"))
+    tie_gradients(model)
+    strategy.prepare(LanguageModelLoss(model), recipe_of(GPTConfig(), seed=1).make)
+    batches, _ = share(0, strategy, 1)
+
+    def run_out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    # After the backward pass of the head, before that of the lookup.
+    hook = model.transformer.h[0].register_full_backward_hook(run_out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        trial_step(strategy, batches)
+    hook.remove()
+    trial_step(strategy, batches)
+    strategy.forward_backward(batches, num_tokens=1)
+
+
+def test_a_trial_follows_one_that_failed_in_its_backward_pass():
+    values(run_ranks(fail_and_try_again, 2))
 
 
 @pytest.mark.parametrize("options", [{}, {"kfac": True}], ids=str)

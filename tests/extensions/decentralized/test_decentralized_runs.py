@@ -175,7 +175,8 @@ def test_a_signal_to_one_of_four_ranks_stops_all_after_the_same_step(bench):
 def test_a_run_resumes_under_another_world_size(bench, options, first):
     name = f"grows-{options['data_parallel']}-{first}"
     # The schedule has no end, and so a run may become longer.
-    options = {**options, "global_batch_size": 8, "checkpointing_steps": 4}
+    sizes = {"global_batch_size": 8, "checkpointing_steps": 4, "log_source_losses": True}
+    options = {**options, **sizes}
     saved = {}
     for steps, ranks in ((4, 4), (8, 2), (12, 1), (16, 2))[first == 2 :]:
         run = bench.train_well(
