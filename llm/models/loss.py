@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from llm.errors import ConfigError
 from llm.models.attention import run_model
 from llm.models.compilation import can_compile
 from llm.models.cross_entropy import Softmax, chunked_cross_entropy
@@ -73,7 +74,7 @@ class LanguageModelLoss(nn.Module):
         self.vocab_size: int = text_config.vocab_size if vocab_size is None else vocab_size
         # The router's balancing loss is only available with the full logits.
         self._router = bool(getattr(text_config, "output_router_logits", False))
-        self._router_coefficient = float(getattr(text_config, "router_aux_loss_coef", 0.0))
+        self._router_coefficient = _router_coefficient(text_config) if self._router else 0.0
         if chunked is None:
             chunked = not self._router and has_plain_head(model)
         self.chunked = chunked
@@ -128,6 +129,11 @@ class LanguageModelLoss(nn.Module):
         loss_sum = losses if sources is None else losses.sum()
         objective, z_sum = loss_sum, None
         if self._router:
+            if outputs.aux_loss is None:
+                raise ConfigError(
+                    f"{self.model.config.model_type} has no balancing loss of its router: set "
+                    "output_router_logits to false."
+                )
             tokens = (labels != IGNORED).sum()
             objective = loss_sum + self._router_coefficient * outputs.aux_loss * tokens
         if self._z_loss and self.training:
@@ -316,6 +322,16 @@ def _likeliest(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return logits.argmax(dim=-1), losses
 
 
+def _router_coefficient(config: PreTrainedConfig) -> float:
+    for name in ("router_aux_loss_coef", "aux_loss_coef"):
+        if (value := getattr(config, name, None)) is not None:
+            return float(value)
+    raise ConfigError(
+        f"{config.model_type} has no coefficient for the balancing loss of its router: set "
+        "output_router_logits to false."
+    )
+
+
 def make_loss(
     options: ModelOptions,
     model: PreTrainedModel,
@@ -405,23 +421,24 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     finally:
         blocks._modules = modules
         torch.clear_autocast_cache()  # PyTorch 2.10 would reuse these casts without a gradient
-    same: bool = whole.names == pieces.names
+    same: bool = whole.calls == pieces.calls
     return same
 
 
 class _Operations(TorchDispatchMode):
-    """Records the operations that run inside the context, in order."""
+    """Records the operations that run inside the context, in order, and the shapes of results."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
+        self.calls: list[tuple[str, torch.Size | None]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        result = func(*args, **(kwargs or {}))
         if not func.is_view and func.namespace != "prim":  # such as to ask for the device
-            self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
+            self.calls.append((str(func), getattr(result, "shape", None)))
+        return result
 
 
 def hidden_states(

@@ -97,6 +97,9 @@ class AcceleratedStrategy:
 
     def _wrap(self) -> nn.Module:
         """Return the loss in Accelerate's autocast; evaluation mode bypasses DDP."""
+        if getattr(self.model.config.get_text_config(), "is_decoder", None):
+            # Decoders of translation models, such as BART, have unused cross-attention.
+            self.accelerator.ddp_handler.find_unused_parameters = True
         with warnings.catch_warnings():
             # Accelerate passes broadcast_buffers by its older name.
             warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)

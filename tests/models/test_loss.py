@@ -1,3 +1,4 @@
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     GraniteConfig,
+    JetMoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    ProphetNetConfig,
 )
 
+from llm.errors import ConfigError
 from llm.models.cross_entropy import _softmax, chunked_cross_entropy
 from llm.models.loss import (
     LanguageModelLoss,
@@ -191,6 +195,13 @@ def test_logits_that_are_capped_or_scaled_are_seen(config: PreTrainedConfig, dev
     assert not has_plain_head(tiny_model(config, device=torch.device(device)))
 
 
+def test_a_head_of_another_stream_than_the_first_is_seen() -> None:
+    config = ProphetNetConfig(
+        vocab_size=320, hidden_size=32, num_decoder_layers=1, num_decoder_attention_heads=2
+    )
+    assert not has_plain_head(tiny_model(config))
+
+
 def test_the_probe_leaves_the_models_mode_alone() -> None:
     model = tiny_model(tiny_config("gpt2"))
 
@@ -215,6 +226,26 @@ def test_the_routers_loss_is_trained_on_but_not_reported() -> None:
 
     torch.testing.assert_close(loss_sum, reference_loss(model).detach())
     torch.testing.assert_close(objective, loss_sum + 0.5 * balance * 58)
+
+
+def test_a_model_is_refused_if_it_lacks_the_routers_loss_that_is_asked_for() -> None:
+    jetmoe = {"kv_channels": 16, "num_local_experts": 2}
+    asked = JetMoeConfig(**NARROW, **jetmoe, output_router_logits=True, aux_loss_coef=0.5)
+    input_ids, labels = batch()
+    model = tiny_model(asked).eval()
+    objective, (loss_sum,) = LanguageModelLoss(model)(input_ids, labels)
+    balance = model(input_ids, output_router_logits=True).aux_loss
+    torch.testing.assert_close(objective, loss_sum + 0.5 * balance * 58)
+
+    unknown = tiny_model(tiny_config("gpt2", output_router_logits=True))
+    with pytest.raises(ConfigError, match="gpt2 has no coefficient for the balancing loss"):
+        LanguageModelLoss(unknown)
+    unknown.config.router_aux_loss_coef = 0.1
+    unknown.forward = lambda **kwargs: SimpleNamespace(
+        logits=torch.zeros(3, 21, 320), aux_loss=None
+    )
+    with pytest.raises(ConfigError, match="gpt2 has no balancing loss of its router: set output_r"):
+        LanguageModelLoss(unknown)(input_ids, labels)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gptj"])

@@ -59,6 +59,13 @@ REFUSALS: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"block_size": 65}, ["--block_size 65", "64 positions"]),
     ({"global_batch_size": 6}, ["--global_batch_size 6", "not a multiple"]),
+    (
+        {
+            **{"model_name_or_path": None, "tokenizer_name": "model", "model_type": "bert"},
+            "config_overrides": "hidden_size=32,num_hidden_layers=1,num_attention_heads=2",
+        },
+        ["In this bert model, tokens see later tokens", "--config_overrides is_decoder=true"],
+    ),
     ({"config_overrides": "n_layers=2"}, ["n_layers", "n_layer"]),
     (
         {"attention_implementation": "flash_attention_2"},

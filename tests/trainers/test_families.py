@@ -1,7 +1,7 @@
 """Any causal language model trains, saves, resumes, exports and generates."""
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BartConfig
 
 from tests.support.models import FAMILIES
 from tests.support.recovery import check_resume
@@ -46,3 +46,16 @@ def test_a_family_trains_exports_and_generates(family, tmp_path):
     output = model.generate(input_ids=inputs["input_ids"], max_new_tokens=5, do_sample=False)
     assert output.shape[1] >= inputs["input_ids"].shape[1] + 1
     assert tokenizer.decode(output[0]).startswith("The king")
+
+
+def test_a_decoder_with_unused_cross_attention_trains_on_two_ranks(tmp_path):
+    bench = Bench(tmp_path)
+    layers = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 64}
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "decoder_start_token_id"), 0)
+    bart = BartConfig(vocab_size=320, d_model=32, dropout=0.0, **layers, **special)
+    bart.save_pretrained(bench.model)
+
+    alone = bench.train_well("alone", per_device_train_batch_size=8, max_train_steps=4)
+    pair = bench.train_well("pair", ranks=2, max_train_steps=4, gradient_accumulation_steps=1)
+
+    assert pair.losses == pytest.approx(alone.losses, rel=1e-5)

@@ -282,6 +282,15 @@ def test_exit_after_ends_with_code_75_and_the_run_resumes_to_the_same_bits(bench
     assert (resumed.folder / model).read_bytes() == (straight.folder / model).read_bytes()
 
 
+def test_the_time_until_a_run_ends_includes_that_of_reading_its_inputs(bench):
+    slow = Fault(at="llm.trainers.gpt.train:make_model", what="wait", amount=1.5)
+
+    run = bench.train("reads long", exit_after=1 / 60, faults=[slow])
+
+    assert run.codes == [75]
+    assert run.read_json("status.json")["step"] == 1
+
+
 def test_a_run_forms_two_gloo_groups_of_all_ranks(bench, tmp_path):
     formed = tmp_path / "formed"
     fault = Fault(

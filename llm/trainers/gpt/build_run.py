@@ -14,7 +14,7 @@ from llm.checkpoint.load import load_state, parts_of
 from llm.checkpoint.retention import mark_superseded
 from llm.errors import ParallelError
 from llm.metrics.hardware import device_memory
-from llm.models.attention import check_documents_apart, use_document_attention
+from llm.models.attention import check_causal, check_documents_apart, use_document_attention
 from llm.models.build import build_model
 from llm.models.compilation import compile_blocks
 from llm.models.init import dummy_weights, without_weights
@@ -69,7 +69,12 @@ def make_model(config: CoreConfig, setup: RunSetup, world: World) -> PreTrainedM
     settings = generation_settings(setup.start)
     if settings is not None:
         model.generation_config = settings
+    is_encoder = getattr(model.config.get_text_config(), "is_decoder", None) is False
+    # Dummy values also replace the causal masks that some models hold in buffers.
+    is_checked = is_encoder or model.device.type != "meta"
     with dummy_weights(model, device):
+        if is_checked:
+            check_causal(model)
         _check_use(config, setup, model)
     return model
 

@@ -98,8 +98,8 @@ class RunOptions:
     )
     exit_after: float | None = option(
         None,
-        "Minutes until the run saves a checkpoint and ends with exit code 75 (1 under torchrun), "
-        "as after a signal.",
+        "Minutes after the start until the run saves a checkpoint and ends with exit code 75 (1 "
+        "under torchrun), as after a signal.",
         one_shot=True,
         above=0,
     )

@@ -34,6 +34,7 @@ class Trainer:
         setup: The run's folder, seed, samples, batch plan and schedule.
         strategy: Forward, backward and optimizer step, on any layout.
         health: Receives a heartbeat after each step and before long operations.
+        interruption: Why training should stop, which it asks after each step.
         tracker: Reports metrics.
         evaluate: Evaluates on all ranks; None without validation data.
         sample: Logs a text sample after a step, or without a step at the end; all ranks call it.
@@ -54,6 +55,7 @@ class Trainer:
         strategy: AcceleratedStrategy,
         *,
         health: Health,
+        interruption: Interruption,
         tracker: Tracker,
         evaluate: Callable[[], dict[str, float]] | None,
         sample: Callable[[int | None], None],
@@ -65,8 +67,8 @@ class Trainer:
         self.plan, self.schedule = setup.plan, setup.schedule
         self.block_size = setup.block_size
         self.loader = _loader(config, setup, strategy)
-        self.corpus, self.folder = setup.corpus, str(setup.run.path)
-        self.health, self.tracker = health, tracker
+        self.folder = str(setup.run.path)
+        self.health, self.interruption, self.tracker = health, interruption, tracker
         self.evaluate, self.sample = evaluate, sample
         self.extensions = extensions
         self.state = TrainState()
@@ -82,9 +84,6 @@ class Trainer:
             owner_ranks=strategy.owner_ranks,
             copies=copies,
             copied_first=strategy.copied_first(),
-        )
-        self.interruption = Interruption(
-            after=None if config.exit_after is None else 60 * config.exit_after
         )
         minutes = config.checkpointing_minutes
         self.save_every: Every = config.checkpointing_tokens or config.checkpointing_steps

@@ -26,7 +26,7 @@ from llm.runtime.agreement import is_shared, on_all_ranks, on_rank0
 from llm.runtime.files import write_whole
 from llm.runtime.health import Health
 from llm.runtime.logging import EventHandler, event, log_to_file
-from llm.runtime.signals import EXIT_PREEMPTED
+from llm.runtime.signals import EXIT_PREEMPTED, Interruption
 from llm.runtime.world import World, device_of, ranks_per_node
 from llm.trainers.gpt.build_run import (
     check_same_start,
@@ -79,6 +79,9 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
         LLMError: An option, the data or a checkpoint cannot be used.
     """
     began = time.perf_counter()
+    # Created here, so that the time limit includes reading the text and the weights.
+    limit = None if config.exit_after is None else 60 * config.exit_after
+    interruption = Interruption(after=limit)
     # Read everything before process groups form: bad input is refused with one sentence.
     setup = on_all_ranks(lambda: read_training(config, world, config_file=config_file))
     given, config = config, resolved_config(config, setup)
@@ -95,9 +98,9 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
         for extension, options in extensions_of(given):
             config, setup = extension.adjust(options, config, setup, strategy)
         with run_context(config, setup, strategy, world) as health:
-            trainer = make_trainer(config, setup, strategy, model, health)
+            trainer = make_trainer(config, setup, strategy, model, health, interruption)
             # From here on a signal saves and stops; earlier it ends the process at once.
-            trainer.interruption.watch()
+            interruption.watch()
             load_start(setup, trainer)
             on_all_ranks(lambda: connect_trackers(config, setup, strategy))
             # From here on, no rank refuses the run.
@@ -114,7 +117,7 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
         strategy.close()
         if repository is not None and outcome == "finished":
             push(setup.run.path, repository)
-    trainer.interruption.ignore()
+    interruption.ignore()
     return EXIT_PREEMPTED if outcome == "preempted" else 0
 
 
@@ -124,6 +127,7 @@ def make_trainer(
     strategy: AcceleratedStrategy,
     model: PreTrainedModel,
     health: Health,
+    interruption: Interruption,
 ) -> Trainer:
     """Return the trainer of a prepared model.
 
@@ -138,6 +142,7 @@ def make_trainer(
         setup,
         strategy,
         health=health,
+        interruption=interruption,
         tracker=make_tracker(config, setup, strategy, model),
         evaluate=make_evaluate(config, setup, strategy, on_batch=on_batch),
         sample=partial(log_sample, config, setup, strategy, model),
