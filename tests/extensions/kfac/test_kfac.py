@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from llm.extensions.kfac.make_kfac import max_dim
+from llm.errors import ConfigError
+from llm.extensions.kfac.make_kfac import cover_model, make_kfac, max_dim
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.faults import Fault
-from tests.support.models import tiny_config
+from tests.support.models import tiny_config, tiny_model
 from tests.support.recovery import check_resume
 from tests.support.refusals import assert_refused
 from tests.support.training import NO_DROPOUT, Bench, Run
@@ -214,3 +215,12 @@ def test_a_run_with_kfac_is_evaluated_and_started_from_without_it(plain):
 def test_a_pattern_that_matches_no_layer_is_refused(plain):
     words = ["--kfac_skip_layers 'atn' matches no Linear"]
     assert_refused(plain, kfac=True, kfac_skip_layers=["mlp", "atn"], words=words)
+
+
+def test_a_pipeline_stage_without_a_layer_for_kfac_is_refused():
+    options = GPTConfig(kfac=True, kfac_skip_layers=[r"h\.0\."])
+    model = tiny_model(tiny_config("gpt2"))
+    coverage = cover_model(options, model)
+    model.transformer.h = model.transformer.h[:1]
+    with pytest.raises(ConfigError, match="A pipeline stage has no layer for K-FAC: leave out"):
+        make_kfac(options, model, coverage=coverage)
