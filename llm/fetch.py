@@ -153,7 +153,8 @@ def fetch(config: GPTConfig, folder: Path) -> GPTConfig:
         added = "".join(f"--{field.name}, " for each in _ADDED for field in fields(each))
         raise ConfigError(
             "There is nothing to fetch: the options name nothing on the Hub. Give "
-            f"--model_name_or_path, --dataset_name, --eval_metrics, {added}or --config."
+            f"--model_name_or_path, --dataset_name, {added}or --eval_metrics, or a --config with "
+            "one of them."
         )
     return dataclasses.replace(config, **changes)
 

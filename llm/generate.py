@@ -261,7 +261,8 @@ def _room(
     room = max(1, limit - used)
     _say(
         f"The model has {limit:,} positions, and the prompt takes {used:,}: "
-        f"at most {room:,} tokens are written instead of {wanted:,}."
+        f"at most {room:,} tokens are written instead of {wanted:,}"
+        + (", and the beginning of the prompt is left out." if used >= limit else ".")
     )
     return room
 

@@ -3,6 +3,7 @@
 import logging
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def package_log() -> None:
+def package_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package's log as Python makes it: programs that run in a test's process change it."""
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     logger = logging.getLogger("llm")
     logger.handlers = []
     logger.propagate = True

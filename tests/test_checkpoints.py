@@ -345,7 +345,7 @@ def damaged(trained, tmp_path):
         ("4", f"step_00000004 is damaged: {SHARD} does not match its checksum."),
         ("best", f"step_00000004 is damaged: {SHARD} does not match its checksum."),
         ("3", "--export 3 names no checkpoint of"),
-        ("newest", "there are 2, 4, latest and best."),
+        ("newest", "there are 2, 4, latest, best."),
     ],
 )
 def test_a_damaged_or_missing_checkpoint_is_refused_before_any_write(
@@ -451,4 +451,4 @@ def test_a_step_that_is_removed_while_it_is_read_is_named(training, tmp_path, ca
     error = capsys.readouterr().err
     assert AGAIN.format(training) in error
     assert "--export 2 names no checkpoint of" in error
-    assert "there are 4, latest and best." in error
+    assert "there are 4, latest" in error

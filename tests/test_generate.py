@@ -135,6 +135,11 @@ def test_a_prompt_is_kept_whole_where_the_positions_end_sooner(trained, capsys):
     assert "tokens are written instead of 5,000." in captured.err
 
 
+def test_a_prompt_beyond_the_positions_loses_its_beginning_and_says_so(trained, capsys):
+    assert main([str(trained), "--prompt", "the king said " * 40, "--max_new_tokens", "5"]) == 0
+    assert "and the beginning of the prompt is left out." in capsys.readouterr().err
+
+
 def test_a_character_of_several_tokens_is_written_once_it_is_whole(monkeypatch):
     tokenizer = tiny_tokenizer()
     text = "the caf\u00e9 \u72d0 on"

@@ -237,7 +237,11 @@ class Tracker:
         if step == self._started_at and not self._written.isdisjoint(record):
             return
         # Write the line last: once it is on disk, a resumed run does not send points again.
-        self._log_to_trackers({_tag(name): value for name, value in record.items()}, step)
+        try:
+            self._log_to_trackers({_tag(name): value for name, value in record.items()}, step)
+        except OSError as error:  # the disk is full
+            logger.warning(f"The trackers get no more points ({error}); metrics.jsonl does.")
+            self._log_to_trackers = lambda values, step: None
         if self._file is not None:
             values = {name: _json_safe(value) for name, value in record.items()}
             self._file.write(json.dumps({"step": step} | values) + "\n")

@@ -97,9 +97,6 @@ class AcceleratedStrategy:
 
     def _wrap(self) -> nn.Module:
         """Return the loss in Accelerate's autocast; evaluation mode bypasses DDP."""
-        if getattr(self.model.config.get_text_config(), "is_decoder", None):
-            # Decoders of translation models, such as BART, have unused cross-attention.
-            self.accelerator.ddp_handler.find_unused_parameters = True
         with warnings.catch_warnings():
             # Accelerate passes broadcast_buffers by its older name.
             warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
@@ -286,7 +283,11 @@ class AcceleratedStrategy:
         # Gloo's threads must drop their last tensors first: destroying a group waits with the GIL
         # held.
         self.barrier()
-        self.accelerator.end_training()
+        try:
+            self.accelerator.end_training()
+        except OSError:  # a tracker has no room on the disk; without it, leave the groups
+            self.accelerator.trackers = []
+            self.accelerator.end_training()
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer and loss scale, by parameter name, as live tensors."""

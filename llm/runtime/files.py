@@ -25,6 +25,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
             # Before the rename: otherwise a power cut can leave the new name on an empty file.
             sync(file)
         temporary.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # a message must not show the temporary name
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

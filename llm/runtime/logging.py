@@ -3,12 +3,14 @@
 events.jsonl records the events of all starts of a run, one JSON object per line.
 """
 
+import errno
 import json
 import logging
 import logging.handlers
 import math
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -29,8 +31,13 @@ class _ConsoleHandler(logging.Handler):
         bars = sys.modules.get("tqdm")
         write = print if bars is None else bars.tqdm.write
         short = getattr(record, "short", None) if sys.stdout.isatty() else None
-        write(self.format(record) if short is None else short, file=sys.stdout)
-        sys.stdout.flush()
+        try:
+            write(self.format(record) if short is None else short, file=sys.stdout)
+            sys.stdout.flush()
+        except OSError as error:
+            # The terminal or the reader of a pipe has gone. Training and log.txt continue.
+            if error.errno in (errno.EPIPE, errno.EIO):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def set_up_logging(*, rank: int, others: int = logging.WARNING) -> None:
@@ -43,6 +50,7 @@ def set_up_logging(*, rank: int, others: int = logging.WARNING) -> None:
         others: The least level of the lines from other ranks than 0.
     """
     logging.raiseExceptions = False  # a full disk must not cause tracebacks from the log
+    threading.excepthook = _log_thread_error
     logger = logging.getLogger("llm")
     console = _ConsoleHandler()
     prefix = "" if rank == 0 else f"[rank {rank}] "
@@ -52,6 +60,14 @@ def set_up_logging(*, rank: int, others: int = logging.WARNING) -> None:
     logger.handlers = [console, waiting]
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+def _log_thread_error(raised: threading.ExceptHookArgs) -> None:
+    """Log the error that ends a thread; without its stack if something could not be written."""
+    logging.getLogger("llm").warning(
+        f"A background thread failed ({raised.exc_type.__name__}: {raised.exc_value}).",
+        exc_info=None if isinstance(raised.exc_value, OSError) else raised.exc_value,
+    )
 
 
 def log_to_file(path: Path) -> None:

@@ -41,18 +41,18 @@ def _end_if_orphaned() -> None:
 
 
 class Interruption:
-    """A request to stop: SIGTERM, SIGINT, SIGUSR1, a time limit, or the launcher's death.
+    """A request to stop: a signal, a time limit, or the launcher's death.
 
-    Schedulers send a signal before the time limit. The first signal is recorded, and the training
-    loop reads it between two steps; a second one ends the process at once. A scheduler may signal
-    both the processes and their launcher, which forwards the signal: signals within seconds of the
-    first count as the same request.
+    Schedulers send a signal before the time limit, and a terminal that closes sends SIGHUP. The
+    first signal is recorded, and the training loop reads it between two steps; a second one ends
+    the process at once. A scheduler may signal both the processes and their launcher, which
+    forwards the signal: signals within seconds of the first count as the same request.
 
     Args:
         after: Seconds until it stops without a signal; None: no limit.
     """
 
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
     def __init__(self, *, after: float | None = None) -> None:
         self.received: signal.Signals | None = None

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 _PROBE = "The  Quick br\u00f6wn fox;\n\t12345 + don't, \uff21\uff22 \uff11 \u72d0 \U0001f98a"
 """A text with case, accents, spaces, digits, wide letters and rare characters."""
 _ADDED_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+
+logger = logging.getLogger("llm.tokenizers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +155,8 @@ def load_tokenizer(
                 tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=files.name)
                 tokenizer.eos_token = end_of_text(tokenizer.get_added_vocab())
             else:
+                if not (local_files_only or Path(files.name).exists()):
+                    logger.info(f"asking the Hugging Face Hub for the tokenizer {files.name}")
                 tokenizer = transformers.AutoTokenizer.from_pretrained(
                     files.name,
                     use_fast=not options.use_slow_tokenizer,

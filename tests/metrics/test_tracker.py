@@ -1,3 +1,4 @@
+import errno
 import json
 import logging
 import math
@@ -130,6 +131,21 @@ def make_tracker(path, seen, *, peak_flops=1e15):
         flops_per_token=1e6,
         find_peak_flops=lambda: peak_flops,
     )
+
+
+def test_trackers_that_cannot_write_are_left_out_and_metrics_continue(tmp_path, caplog):
+    def fail(values, step):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tracker = make_tracker(tmp_path / "metrics.jsonl", [])
+    tracker._log_to_trackers = fail
+    tracker.start(step=0, tokens=0, seconds=0)
+    for step in (1, 2):
+        tracker.write({"loss": 1.0}, step=step)
+    tracker.close()
+
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert caplog.text.count("The trackers get no more points") == 1
 
 
 def log(tracker: Tracker, step: int, **optimizer: torch.Tensor) -> None:

@@ -1,7 +1,10 @@
+import errno
 import io
 import json
 import logging
+import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -86,3 +89,40 @@ def test_a_terminal_gets_the_short_form_and_a_file_the_line(tmp_path, monkeypatc
     assert stream.getvalue() == f"{shown}\nsaved\n"
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert [line.split(" ", 2)[2] for line in lines] == ["step 9/9 | lm loss: 7.5", "saved"]
+
+
+def test_the_log_continues_in_its_file_when_the_console_is_gone(tmp_path):
+    code = (
+        "import logging, sys, threading; from pathlib import Path\n"
+        "from llm.runtime.logging import log_to_file, set_up_logging\n"
+        "set_up_logging(rank=0); log_to_file(Path(sys.argv[1]))\n"
+        "logger = logging.getLogger('llm')\n"
+        "logger.info('first'); sys.stdin.read(); logger.info('second'); logger.info('third')"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "log.txt")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout.readline() == "first\n"
+        process.stdout.close()
+        _, errors = process.communicate()
+
+    assert (process.returncode, errors) == (0, "")
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line.split()[-1] for line in lines] == ["first", "second", "third"]
+
+
+def test_a_thread_that_cannot_write_to_the_disk_ends_in_one_line(capsys):
+    set_up_logging(rank=0)
+
+    def write() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+
+    output = capsys.readouterr()
+    assert output.err == ""
+    assert output.out == (
+        "A background thread failed (OSError: [Errno 28] No space left on device).\n"
+    )

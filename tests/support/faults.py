@@ -22,7 +22,7 @@ from typing import Any, Literal
 VARIABLE = "LLM_TEST_FAULTS"
 
 What = Literal[
-    *("SIGKILL", "SIGTERM", "SIGINT", "SIGUSR1", "SIGSTOP"),
+    *("SIGKILL", "SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGSTOP"),
     *("wait", "nan", "small files", "large files", "note", "out of memory"),
 ]
 

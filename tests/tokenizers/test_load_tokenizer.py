@@ -95,11 +95,13 @@ def test_a_model_file_that_is_none_of_sentencepiece_is_refused(tmp_path):
         load(tmp_path)
 
 
-def test_an_unreachable_hub_is_reported_with_the_name_and_a_remedy(monkeypatch):
+def test_an_unreachable_hub_is_reported_with_the_name_and_a_remedy(monkeypatch, caplog):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    caplog.set_level("INFO")
 
     with pytest.raises(ConfigError, match=r"nobody/nothing .* to a local folder"):
         load("nobody/nothing")
+    assert "asking the Hugging Face Hub for the tokenizer nobody/nothing" in caplog.text
 
 
 def test_the_fingerprint_survives_saving_truncation_and_padding(tmp_path):

@@ -33,6 +33,11 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"data_parallel": "diloco", "change_on_resume": "data_parallel"},
         "was written with --data_parallel allreduce",
     ),
+    "a resume of a run that shall end before its checkpoint": (
+        RESUME,
+        {"max_train_steps": 1, "change_on_resume": "max_train_steps"},
+        "step_00000002 has 2 steps, more than the 1 of this run: give a greater length",
+    ),
     "a new run with validation data of one token": (
         OVERWRITE,
         {"valid_data_path": "one"},

@@ -69,13 +69,9 @@ def make_model(config: CoreConfig, setup: RunSetup, world: World) -> PreTrainedM
     settings = generation_settings(setup.start)
     if settings is not None:
         model.generation_config = settings
-    is_encoder = getattr(model.config.get_text_config(), "is_decoder", None) is False
-    # Dummy values also replace the causal masks that some models hold in buffers.
-    is_checked = is_encoder or model.device.type != "meta"
+    has_values = model.device.type != "meta"
     with dummy_weights(model, device):
-        if is_checked:
-            check_causal(model)
-        _check_use(config, setup, model)
+        _check_use(config, setup, model, has_values)
     return model
 
 
@@ -87,9 +83,22 @@ def model_for_logging(setup: RunSetup, model: PreTrainedModel) -> PreTrainedMode
     return without_weights(model) if setup.dims.pipeline > 1 else model
 
 
-def _check_use(config: CoreConfig, setup: RunSetup, model: PreTrainedModel) -> None:
-    """Refuse a model if the options would change its results."""
+def _check_use(
+    config: CoreConfig, setup: RunSetup, model: PreTrainedModel, has_values: bool
+) -> None:
+    """Refuse a model that is not causal, or if the options would change its results.
+
+    Args:
+        config: The options.
+        setup: The run's inputs.
+        model: The model, perhaps with dummy weights.
+        has_values: Whether it has its own weights and buffers.
+    """
     boundaries, dims = setup.document_boundaries, setup.dims
+    is_encoder = getattr(model.config.get_text_config(), "is_decoder", None) is False
+    # Dummy values also replace the causal masks that some models hold in buffers.
+    if has_values or is_encoder:
+        check_causal(model)
     # Context parallelism uses a different attention.
     if (
         boundaries is not None
@@ -115,6 +124,9 @@ def make_strategy(
 ) -> AcceleratedStrategy:
     """Form the process groups, and prepare the strategy with the model and its optimizer."""
     accelerator = make_accelerator(config, device=device_of(world), timeout=config.timeout)
+    if getattr(model.config.get_text_config(), "is_decoder", None):
+        # Decoders of translation models, such as BART, have unused cross-attention.
+        accelerator.ddp_handler.find_unused_parameters = True
     transforms = transforms_of(config, setup.model_config)
     init_weights = None
     if model.device.type == "meta":

@@ -269,6 +269,12 @@ def plan_training(
             f"--branch_from {config.branch_from} has all {plan.total_steps:,} steps done: give "
             "--cooldown_tokens, or a greater length."
         )
+    start = setup.resume_from
+    if start is not None and start.step > plan.total_steps:
+        raise ConfigError(
+            f"{start.path} has {start.step:,} steps, more than the {plan.total_steps:,} of this "
+            "run: give a greater length, or an earlier checkpoint with --resume_from_checkpoint."
+        )
     for phase in plan.phases:
         micro_batches, _ = plan.shape(phase.first_step)
         check_micro_batches(

@@ -171,10 +171,10 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
         return read_valid(best)
     there = [path for path in checkpoint_folders(folder) if str(step_of(path)) == step]
     if not there:
-        steps = ", ".join(str(step_of(path)) for path in checkpoint_folders(folder))
+        names = ["latest", *(["best"] if (folder / BEST).exists() else [])]
+        steps = [*(str(step_of(path)) for path in checkpoint_folders(folder)), *names]
         raise ConfigError(
-            f"{option} {step} names no checkpoint of {folder}; there are {steps or 'none'}, "
-            "latest and best."
+            f"{option} {step} names no checkpoint of {folder}; there are {', '.join(steps)}."
         )
     return read_valid(there[-1])
 
