@@ -14,8 +14,9 @@ from tests.support.hub_server import Hub, serve_hub, use_hub
 # So that a failed comparison of two runs shows what differs.
 pytest.register_assert_rewrite("tests.support.recovery")
 
-# In a shell's background job SIGINT is ignored, and processes inherit that.
+# In a shell's background job SIGINT is ignored, under nohup SIGHUP, and processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
