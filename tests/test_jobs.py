@@ -382,7 +382,7 @@ def test_a_requeued_job_is_signalled_and_appends_to_its_log(capsys):
         (["slurm", "--chain"], "--chain is for pbs; on slurm --requeue"),
         (["slurm", "--time", "soon"], "--time soon is not a time limit; write it as 6:00:00"),
         (["slurm", "--time", "24:00"], "--time 24:00 is not a time limit"),
-        (["slurm", "--sweep", "seed"], "--sweep seed expects an option and its values"),
+        (["slurm", "--sweep", "seed"], "--sweep seed expects an option and two values or more"),
         (["slurm", "--sweep", "sead=1,2"], "There is no option --sead"),
         (["slurm", "--requeue", "--sweep", "seed=1,2"], "do not go together"),
         (["--site", "polaris", "--nodes", "600"], "No queue takes --nodes 600"),

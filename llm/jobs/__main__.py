@@ -183,7 +183,7 @@ def _read_sweep(sweep: str | None) -> tuple[str, list[str]]:
     values = [value for value in after.split(",") if value]
     if len(values) < 2:
         raise ConfigError(
-            f"--sweep {sweep} expects an option and its values, as in "
+            f"--sweep {sweep} expects an option and two values or more, as in "
             "--sweep learning_rate=1e-4,3e-4."
         )
     if len(set(values)) < len(values):
