@@ -2,16 +2,16 @@
 
 import dataclasses
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from llm.data.loader import MicroBatch
 from llm.extensions.decentralized.accum_adamw import make_accum_adamw
-from llm.extensions.decentralized.convergence import mixing_matrix
 from llm.extensions.decentralized.decentralized import DecentralizedStrategy
 from llm.extensions.decentralized.modes import DiLoCo, Gossip
-from llm.extensions.decentralized.rounds import make_rounds
+from llm.extensions.decentralized.rounds import Round, make_rounds
 from llm.optim.groups import parameter_groups
 from llm.optim.optimizers import make_adamw
 from llm.optim.options import OptimizerOptions
@@ -21,6 +21,15 @@ from llm.parallel.base import AcceleratedStrategy
 from tests.support.layouts import cpu_accelerator
 
 VOCAB, WIDTH, LENGTH, BATCH = 11, 4, 5, 24
+
+
+def mixing_matrix(groups: Round) -> np.ndarray:
+    """Return W of a round, float64 [ranks, ranks]: `x_i <- sum_j W[i, j] x_j`."""
+    ranks = sum(map(len, groups))
+    matrix = np.zeros((ranks, ranks))
+    for group in groups:
+        matrix[np.ix_(group, group)] = 1 / len(group)
+    return matrix
 
 
 class Model(nn.Module):

@@ -13,17 +13,8 @@ from llm.extensions.decentralized.rounds import Round
 Matrix = npt.NDArray[np.float64]
 
 
-def mixing_matrix(groups: Round) -> Matrix:
-    """Return W of a round, float64 [ranks, ranks]: `x_i <- sum_j W[i, j] x_j`."""
-    ranks = sum(map(len, groups))
-    matrix = np.zeros((ranks, ranks))
-    for group in groups:
-        matrix[np.ix_(group, group)] = 1 / len(group)
-    return matrix
-
-
 def average(values: Matrix, groups: Round) -> Matrix:
-    """Apply one round to `values` [ranks, dimensions], without its matrix."""
+    """Apply one round to `values` [ranks, dimensions]: each becomes the mean of its group."""
     mixed = np.empty_like(values)
     for size in {len(group) for group in groups}:
         members = np.array([group for group in groups if len(group) == size])

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from llm.extensions.decentralized.averaging import GossipAverager
-from llm.extensions.decentralized.convergence import mixing_matrix
 from llm.extensions.decentralized.modes import Gossip
 from llm.extensions.decentralized.rounds import make_rounds
 from llm.parallel import buckets
+from tests.support.decentralized import mixing_matrix
 from tests.support.processes import wait_until
 from tests.support.ranks import run_ranks, values
 

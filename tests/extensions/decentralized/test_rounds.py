@@ -10,9 +10,9 @@ from llm.extensions.decentralized.convergence import (
     consensus_distance,
     contraction,
     link_bytes,
-    mixing_matrix,
 )
 from llm.extensions.decentralized.rounds import TOPOLOGIES, check_topology, make_rounds
+from tests.support.decentralized import mixing_matrix
 
 
 def allowed() -> list[tuple[str, int, int]]:
