@@ -105,8 +105,8 @@ def _answering(documents: Tensor) -> Iterator[None]:
 def check_causal(model: PreTrainedModel) -> None:
     """Refuse a model with tokens that see later ones: it would learn to copy them.
 
-    transformers lists encoders such as BERT among the causal language models, which they only are
-    as decoders.
+    transformers lists encoders such as BERT among the causal language models, but they are causal
+    only if they are configured as decoders.
 
     Args:
         model: A causal language model with weights; its mode is restored.

@@ -93,7 +93,7 @@ def test_a_terminal_gets_the_short_form_and_a_file_the_line(tmp_path, monkeypatc
 
 def test_the_log_continues_in_its_file_when_the_console_is_gone(tmp_path):
     code = (
-        "import logging, sys, threading; from pathlib import Path\n"
+        "import logging, sys; from pathlib import Path\n"
         "from llm.runtime.logging import log_to_file, set_up_logging\n"
         "set_up_logging(rank=0); log_to_file(Path(sys.argv[1]))\n"
         "logger = logging.getLogger('llm')\n"

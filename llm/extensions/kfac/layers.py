@@ -127,9 +127,18 @@ class Coverage:
     factor_sizes: dict[str, dict[str, int]]
 
     def within(self, model: nn.Module) -> "Coverage":
-        """Return the coverage of a pipeline stage: the layers with modules in `model`."""
+        """Return the coverage of a pipeline stage: the layers with modules in `model`.
+
+        Raises:
+            ConfigError: There are none.
+        """
         own = set(model.modules())
         layers = tuple(layer for layer in self.layers if layer.module in own)
+        if not layers:
+            raise ConfigError(
+                "A pipeline stage has no layer for K-FAC: leave out --kfac_skip_layers, or make "
+                "--pipeline_parallel_size smaller."
+            )
         return dataclasses.replace(self, layers=layers)
 
     def describe(self) -> str:

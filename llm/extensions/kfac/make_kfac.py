@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from llm.errors import ConfigError
 from llm.extensions.kfac.curvature import Curvature
 from llm.extensions.kfac.ekfac import EKFAC
 from llm.extensions.kfac.external import ExternalPreconditioner
@@ -186,11 +185,6 @@ def make_kfac(
             missing.
     """
     coverage = cover_model(options, model) if coverage is None else coverage.within(model)
-    if not coverage.layers:
-        raise ConfigError(
-            "A pipeline stage has no layer for K-FAC: leave out --kfac_skip_layers, or make "
-            "--pipeline_parallel_size smaller."
-        )
     method, settings = kfac_method(options), _settings(options)
     made = partial(
         KFAC,

@@ -61,7 +61,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def drop_head_gradient(module: nn.Module) -> None:
-    """Drop the gradient that a backward pass left for the lookup and did not finish with."""
+    """Drop the head's gradient, which a backward pass that failed did not give to the lookup."""
     for child in module.modules():
         if isinstance(child, TiedEmbedding):
             child.head_gradient = None

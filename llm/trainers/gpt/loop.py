@@ -34,7 +34,7 @@ class Trainer:
         setup: The run's folder, seed, samples, batch plan and schedule.
         strategy: Forward, backward and optimizer step, on any layout.
         health: Receives a heartbeat after each step and before long operations.
-        interruption: Why training should stop, which it asks after each step.
+        interruption: Says after each step whether training should stop.
         tracker: Reports metrics.
         evaluate: Evaluates on all ranks; None without validation data.
         sample: Logs a text sample after a step, or without a step at the end; all ranks call it.

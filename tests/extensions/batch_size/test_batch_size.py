@@ -4,10 +4,12 @@ import io
 import subprocess
 import tomllib
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from llm.errors import ConfigError
@@ -15,14 +17,15 @@ from llm.extensions.batch_size import find_batch_size
 from llm.extensions.batch_size.trial import trial_step
 from llm.models.loss import LanguageModelLoss
 from llm.models.patches.tied_embedding import tie_gradients
+from llm.parallel.base import AcceleratedStrategy
 from llm.plan.__main__ import main as plan
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from llm.trainers.gpt.seams import recipe_of
 from tests.support.data_parallel import share
 from tests.support.faults import Fault
-from tests.support.layouts import make_strategy
-from tests.support.models import tiny_config, tiny_model
+from tests.support.layouts import cpu_accelerator, make_strategy
+from tests.support.models import still_model, tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
 from tests.support.recovery import without_times
 from tests.support.training import NO_DROPOUT, Bench
@@ -136,26 +139,35 @@ def changes_of_a_trial(options: GPTConfig) -> list[bool]:
     return changes
 
 
-def fail_and_try_again() -> None:
-    strategy, model = make_strategy({}), tiny_model(tiny_config("gpt2"))
+def gradient_after_trials(*, fails: bool) -> tuple[bool, torch.Tensor]:
+    """Whether ranks all-reduce by DDP, and the gradient of a step after trials."""
+    strategy, model = AcceleratedStrategy(cpu_accelerator("no")), still_model()
     tie_gradients(model)
     strategy.prepare(LanguageModelLoss(model), recipe_of(GPTConfig(), seed=1).make)
-    batches, _ = share(0, strategy, 1)
+    batches, num_tokens = share(0, strategy, 1)
 
     def run_out_of_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    # After the backward pass of the head, before that of the lookup.
-    hook = model.transformer.h[0].register_full_backward_hook(run_out_of_memory)
-    with pytest.raises(torch.OutOfMemoryError):
-        trial_step(strategy, batches)
-    hook.remove()
+    if fails:
+        # After the backward pass of the head, before that of the lookup.
+        hook = model.transformer.h[0].register_full_backward_hook(run_out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            trial_step(strategy, batches)
+        hook.remove()
     trial_step(strategy, batches)
-    strategy.forward_backward(batches, num_tokens=1)
+    strategy.forward_backward(batches, num_tokens=num_tokens)
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return isinstance(strategy.wrapped, DistributedDataParallel), gradient
 
 
-def test_a_trial_follows_one_that_failed_in_its_backward_pass():
-    values(run_ranks(fail_and_try_again, 2))
+def test_a_trial_that_fails_in_its_backward_pass_leaves_no_trace():
+    found, expected = (
+        values(run_ranks(partial(gradient_after_trials, fails=fails), 2)) for fails in (True, False)
+    )
+    for (is_ddp, gradient), (_, undisturbed) in zip(found, expected, strict=True):
+        assert is_ddp
+        assert torch.equal(gradient, undisturbed)
 
 
 @pytest.mark.parametrize("options", [{}, {"kfac": True}], ids=str)
