@@ -19,7 +19,6 @@ from benchmarks.characters import BETAS, WEIGHT_DECAY, Text, make_model, validat
 from benchmarks.measure import say
 from benchmarks.report import Section, table
 from llm.extensions.decentralized.accum_adamw import AccumAdamW
-from llm.extensions.decentralized.convergence import mixing_matrix
 from llm.extensions.decentralized.diloco import OuterOptimizer
 from llm.extensions.decentralized.modes import DiLoCo
 from llm.extensions.decentralized.rounds import TOPOLOGIES, make_rounds
@@ -28,6 +27,7 @@ from llm.models.options import ModelOptions
 from llm.optim.groups import decays
 from llm.optim.options import OptimizerOptions
 from llm.optim.schedule import make_schedule
+from tests.support.decentralized import mixing_matrix
 
 _MOST_EXTENSIONS = 3
 MAX_GRAD_NORM = 1.0

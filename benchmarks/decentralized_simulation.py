@@ -13,9 +13,9 @@ from llm.extensions.decentralized.convergence import (
     consensus_distance,
     contraction,
     link_bytes,
-    mixing_matrix,
 )
 from llm.extensions.decentralized.rounds import Round, make_rounds
+from tests.support.decentralized import mixing_matrix
 
 TOPOLOGIES = ("complete", "exp", "ring", "alternating-exp-ring")
 _DIMENSIONS = 8
