@@ -67,15 +67,13 @@ class Comparison:
 
     Attributes:
         title: The section's heading.
-        now: The case of this checkout.
-        before: The case of the earlier checkout.
+        cases: The case of this checkout, and of the earlier one.
         figures: Names of figures, each with its number of digits.
         warm_up: Whether each case first runs once, unmeasured, to fill its cache.
     """
 
     title: str
-    now: Case
-    before: Case
+    cases: tuple[Case, Case]
     figures: dict[str, int]
     warm_up: bool = True
 
@@ -97,22 +95,23 @@ def check(options: BeforeOptions) -> None:
                 raise ConfigError(f"--{name} {path} is no file; --only prepare needs it.")
 
 
-def both(case: Case, earlier: Path) -> dict[str, Case]:
+def both(case: Case, earlier: Path) -> tuple[Case, Case]:
     """Return a case for this checkout and the same for the earlier one, each in its own folder."""
-    pair = {}
-    for name, checkout in (("now", ROOT), ("before", earlier)):
+
+    def at(name: str, checkout: Path) -> Case:
         command = list(case.command)
         if "--data_cache_dir" in command:
             # Separate caches: the two checkouts may write different files.
             command[command.index("--data_cache_dir") + 1] += f"-{name}"
-        pair[name] = replace(
+        return replace(
             case,
             name=name,
             command=command,
             folder=case.folder / name,
             environment={**case.environment, "PYTHONPATH": str(checkout)},
         )
-    return pair
+
+    return at("now", ROOT), at("before", earlier)
 
 
 def comparisons(options: BeforeOptions, folder: Path) -> Iterator[Comparison]:
@@ -124,7 +123,7 @@ def comparisons(options: BeforeOptions, folder: Path) -> Iterator[Comparison]:
             inputs = make_inputs(shape, folder / name)
             case = our_case(shape, inputs, folder, name=f"train {name}")
             counted = {"tokens_per_second": 0, "cpu_seconds": 1, "peak_megabytes": 0}
-            yield Comparison(title=f"Training {shape}", figures=counted, **both(case, earlier))
+            yield Comparison(title=f"Training {shape}", figures=counted, cases=both(case, earlier))
     if "start" in options.only:
         shape = replace(SHAPES[options.shapes[0]], steps=10)
         inputs = make_inputs(shape, folder / "start")
@@ -132,7 +131,7 @@ def comparisons(options: BeforeOptions, folder: Path) -> Iterator[Comparison]:
         yield Comparison(
             title=f"From the command to the first step ({shape.name})",
             figures={"milestone_seconds": 2},
-            **both(case, earlier),
+            cases=both(case, earlier),
         )
     if "prepare" in options.only:
         vocab_file, merges_file = (
@@ -147,7 +146,7 @@ def comparisons(options: BeforeOptions, folder: Path) -> Iterator[Comparison]:
                     title=f"Text to token files, {size:g} MB, --workers {workers}",
                     figures={"wall_seconds": 2, "cpu_seconds": 2, "peak_megabytes": 0},
                     warm_up=False,
-                    **both(case, earlier),
+                    cases=both(case, earlier),
                 )
     if "save" in options.only:
         case = Case(
@@ -160,7 +159,7 @@ def comparisons(options: BeforeOptions, folder: Path) -> Iterator[Comparison]:
             title="A checkpoint of GPT-2 124M",
             figures={"held_up_seconds": 3, "written_seconds": 2, "blocking_seconds": 2},
             warm_up=False,
-            **both(case, earlier),
+            cases=both(case, earlier),
         )
 
 
@@ -180,7 +179,7 @@ def _held_up(folder: Path) -> dict[str, Any]:
 
 def measure(options: BeforeOptions, comparison: Comparison) -> Section:
     """Run both cases alternately; the ratio is the median of the pairs' ratios."""
-    cases = [comparison.now, comparison.before]
+    cases = comparison.cases
     if comparison.warm_up:
         for case in cases:
             run(case)

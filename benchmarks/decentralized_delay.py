@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.delayed_link import DelayedNetwork, why_not
 from benchmarks.measure import say
@@ -129,7 +130,7 @@ def _start(
     )
 
 
-def _answer(ranks: "Sequence[subprocess.Popen[str]]", name: str) -> object:
+def _answer(ranks: "Sequence[subprocess.Popen[str]]", name: str) -> Any:
     """Return the next value that rank 0 prints under a name."""
     assert ranks[0].stdout is not None
     for line in ranks[0].stdout:

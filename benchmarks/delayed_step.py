@@ -60,7 +60,7 @@ class _Loss(nn.Module):
     def forward(self, inputs: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the summed loss of inputs [batch, width], and the sums for the log."""
         for layer in self.model:
-            inputs = _Compute.apply(layer(inputs), self._seconds)
+            inputs = _Compute.apply(layer(inputs), self._seconds)  # type: ignore[no-untyped-call]
         loss = inputs.square().sum()
         return loss, loss.detach()[None]
 
@@ -87,11 +87,10 @@ def make_strategy(options: dict[str, Any]) -> AcceleratedStrategy:
         rounds = make_rounds(mode, ranks=ranks, ranks_per_node=options["ranks_per_node"])
         strategy = DecentralizedStrategy(Gossip(rounds=rounds), accelerator)
     if mode in ("allreduce", "diloco"):
-        strategy.prepare(loss, Recipe(lambda model: make_adamw(adamw, model)).make)
+        recipe = Recipe(lambda model: make_adamw(adamw, model))
     else:
-        strategy.prepare(
-            loss, lambda model: make_accum_adamw(adamw, model, accum_steps=min(8, ranks))
-        )
+        recipe = Recipe(lambda model: make_accum_adamw(adamw, model, accum_steps=min(8, ranks)))
+    strategy.prepare(loss, recipe.make)
     return strategy
 
 

@@ -36,10 +36,7 @@ from benchmarks.report import (
 from llm.config.options import option
 from llm.errors import ConfigError
 
-Method = Literal[
-    *("adamw", "ekfac", "ekfac-soap", "muon"),
-    *("soap", "soap-nesterov", "soap-library"),
-]
+Method = Literal["adamw", "ekfac", "ekfac-soap", "muon", "soap", "soap-nesterov", "soap-library"]
 Part = Literal["convergence", "bases", "step"]
 ROWS = {
     "ekfac-soap": "ekfac, soap, Nesterov",

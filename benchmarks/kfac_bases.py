@@ -169,7 +169,8 @@ def _normalized(factor: Tensor) -> Tensor:
 
 def _eigenvectors(matrix: Tensor) -> Tensor:
     # In double precision, since an average of few gradients has no full rank.
-    return torch.linalg.eigh(matrix.double())[1].float()
+    vectors: Tensor = torch.linalg.eigh(matrix.double())[1]
+    return vectors.float()
 
 
 def diagonal_share(rotated: Tensor) -> float:

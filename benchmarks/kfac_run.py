@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -53,7 +54,9 @@ class Text:
         self, path: Path, *, batch_size: int, block_size: int, device: torch.device
     ) -> None:
         if path.is_dir():
-            parts = [np.memmap(path / f"{name}.bin", dtype=np.uint16) for name in ("train", "val")]
+            parts: list[NDArray[Any]] = [
+                np.memmap(path / f"{name}.bin", dtype=np.uint16) for name in ("train", "val")
+            ]
             self.vocab_size = 1 + int(max(part.max() for part in parts))
         else:
             characters = np.array(list(path.read_text(encoding="utf-8")))

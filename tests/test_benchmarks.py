@@ -333,9 +333,10 @@ def test_a_packet_on_a_delayed_link_takes_its_time_and_is_counted():
 
 
 @pytest.mark.benchmarks
-def test_one_rank_of_the_slow_link_takes_steps_without_a_network():
+@pytest.mark.parametrize("mode", ["allreduce", "diloco", "ring"])
+def test_one_rank_of_the_slow_link_takes_steps_without_a_network(mode):
     options = {
-        "mode": "allreduce", "phases": 1, "warmup": 1, "steps": 2, "layers": 2, "width": 4,
+        "mode": mode, "phases": 1, "warmup": 1, "steps": 2, "layers": 2, "width": 4,
         "compute": 0.01, "sync_every": 2, "ranks_per_node": 1,
     }  # fmt: skip
     done = benchmark("delayed_step", json.dumps(options), given="go\n")
