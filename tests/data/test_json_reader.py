@@ -111,7 +111,7 @@ def test_a_file_with_two_columns_of_text_is_refused_with_its_keys(tmp_path, name
     content = "\n".join(records) if name == "a.jsonl" else f"[{','.join(records)}]"
     path = write(tmp_path / name, content)
 
-    message = rf"{name} has no column 'text'; choose one with --text_column from: id, title, body"
+    message = rf"{name} has no column 'text'; choose one with --text_column from: title, body\."
     for on_error in ("stop", "skip"):
         with pytest.raises(DataError, match=message):
             texts_in_parts(path, num_bytes, BadRecordPolicy(on_error))

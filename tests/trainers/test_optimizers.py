@@ -106,13 +106,13 @@ def test_no_change_on_resume_makes_one_optimizer_of_another(plain):
     run = plain.train_well("of-kfac", **saved)
     before = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
     again = {**saved, "max_train_steps": 4, "resume_from_checkpoint": True}
-    for name, changed in {"kfac": {"kfac": False}, "kfac_max_dim": {"kfac_max_dim": 16}}.items():
-        names = ("max_train_steps", name)
-        refused = plain.train("of-kfac", change_on_resume=names, **{**again, **changed})
-        assert refused.codes == [2]
-        assert "cannot allow another state of the optimizer" in refused.output
-        assert f"({name} was " in refused.output
-        assert "start another run from its weights with --init_from" in refused.output
+    for changed in ({"kfac": False}, {"kfac_max_dim": 16}, {"optimizer": "sgd", "kfac": False}):
+        for allowed in ({}, {"change_on_resume": ("max_train_steps", *changed)}):
+            refused = plain.train("of-kfac", **{**again, **changed, **allowed})
+            assert refused.codes == [2]
+            assert "holds another state of the optimizer" in refused.output
+            assert all(f"{name} was " in refused.output for name in changed)
+            assert "start another run from its weights with --init_from" in refused.output
     assert before == {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
     names = ("max_train_steps", "optimizer")  # that of the default by its name is no other
     plain.train_well("of-kfac", change_on_resume=names, optimizer="adamw", **again)

@@ -59,8 +59,8 @@ def choose_column(
         log_choice: Whether to log the choice of another column than `text`.
 
     Raises:
-        DataError: The column does not exist, or exists more than once; the message lists all
-            columns.
+        DataError: The column does not exist, or exists more than once; the message lists the
+            columns of strings.
     """
     if wanted is None:
         wanted = texts[0] if "text" not in columns and len(texts) == 1 else "text"
@@ -71,7 +71,7 @@ def choose_column(
     if wanted not in columns:
         raise DataError(
             f"{where} has no column {wanted!r}; choose one with --text_column from: "
-            f"{', '.join(columns) or 'none at all'}."
+            f"{', '.join(texts or columns) or 'none at all'}."
         )
     if columns.count(wanted) > 1:
         raise DataError(f"{where} has several columns {wanted!r}; rename all but the right one.")

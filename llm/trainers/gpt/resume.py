@@ -77,18 +77,16 @@ def find_resume(config: CoreConfig, run: RunFolder) -> Checkpoint | None:
     if config.eval_only:
         return checkpoint  # only its weights are loaded
     saved = _saved_options(config, checkpoint, "fixed")
-    allowed = (*named_changes(config), *lengthened(config, checkpoint))
-    fixed = fixed_options(config, like=saved)
-    check_unchanged(saved, fixed, allowed=allowed)
     # If an older checkpoint lacks an option, the option did not exist yet, so it has not changed.
     before = dataclasses.replace(config, **saved)
     changed = differences(_state_options(before), _state_options(config))
     if changed:
         raise CheckpointError(
-            "--change_on_resume cannot allow another state of the optimizer "
-            f"({'; '.join(changed)}) than {checkpoint.path} holds. Give the former value, or start "
-            "another run from its weights with --init_from."
+            f"{checkpoint.path} holds another state of the optimizer: {'; '.join(changed)}. Give the "
+            "former value, or start another run from its weights with --init_from."
         )
+    allowed = (*named_changes(config), *lengthened(config, checkpoint))
+    check_unchanged(saved, fixed_options(config, like=saved), allowed=allowed)
     return checkpoint
 
 
