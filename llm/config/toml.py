@@ -33,6 +33,10 @@ def read_toml(cls: type, path: Path) -> dict[str, Any]:
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except IsADirectoryError as error:
+        raise ConfigError(
+            f"--config {path} is a folder; name a TOML file, such as a run's config.toml."
+        ) from error
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -110,6 +110,7 @@ def test_none_unsets_an_optional_value(tmp_path: Path):
         (["--learning_rate", "inf"], ["--learning_rate", "a finite number", "inf"]),
         (["word"], ["'word'", "no option before it"]),
         (["--config", "missing.toml"], ["--config missing.toml", "No such file"]),
+        (["--config", "."], ["--config . is a folder", "config.toml"]),
     ],
 )
 def test_a_wrong_option_is_refused_with_its_name_its_value_and_a_remedy(argv, words):
