@@ -116,18 +116,7 @@ def assemble_output(
         assemble_shuffled(stems, whole, dtype=encoding.dtype, seed=output.shuffle_seed)
     elif not output.parts:
         assemble(stems, whole, dtype=encoding.dtype)
-    common: dict[str, Any] = {
-        "tokenizer": encoding.tokenizer.name,
-        "tokenizer_fingerprint": encoding.tokenizer.fingerprint,
-        "vocab_size": encoding.tokenizer.size,
-        "eos_token_id": encoding.tokenizer.eos_token_id,
-        "append_eos": encoding.end_token is not None,
-        "dtype": encoding.dtype.name,
-        "empty_documents": sum(shard.empty for shard in stats if not shard.one_document),
-        "skipped_documents": sum(shard.skipped for shard in stats),
-        "sources": sources,
-        "plan": digest,
-    }
+    common = _common_entries(stats, encoding=encoding, sources=sources, digest=digest)
     if output.nanogpt:
         _assemble_flat(stems, output, common)
         return
@@ -155,6 +144,24 @@ def assemble_output(
             for block in each_row_bytes(stems, _BLOCK):
                 file.write(np.ascontiguousarray(block).data)
             sync(file)
+
+
+def _common_entries(
+    stats: list[ShardStats], *, encoding: Encoding, sources: list[str], digest: str
+) -> dict[str, Any]:
+    """Return the entries that the sidecar of every form of output has."""
+    return {
+        "tokenizer": encoding.tokenizer.name,
+        "tokenizer_fingerprint": encoding.tokenizer.fingerprint,
+        "vocab_size": encoding.tokenizer.size,
+        "eos_token_id": encoding.tokenizer.eos_token_id,
+        "append_eos": encoding.end_token is not None,
+        "dtype": encoding.dtype.name,
+        "empty_documents": sum(shard.empty for shard in stats if not shard.one_document),
+        "skipped_documents": sum(shard.skipped for shard in stats),
+        "sources": sources,
+        "plan": digest,
+    }
 
 
 def _pair_checksums(prefix: Path) -> dict[str, list[str]]:

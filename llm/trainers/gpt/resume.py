@@ -82,8 +82,8 @@ def find_resume(config: CoreConfig, run: RunFolder) -> Checkpoint | None:
     changed = differences(_state_options(before), _state_options(config))
     if changed:
         raise CheckpointError(
-            f"{checkpoint.path} holds another state of the optimizer: {'; '.join(changed)}. Give the "
-            "former value, or start another run from its weights with --init_from."
+            f"{checkpoint.path} holds another state of the optimizer: {'; '.join(changed)}. Give "
+            "the former value, or start another run from its weights with --init_from."
         )
     allowed = (*named_changes(config), *lengthened(config, checkpoint))
     check_unchanged(saved, fixed_options(config, like=saved), allowed=allowed)
