@@ -115,7 +115,8 @@ def output_head(model: torch.nn.Module) -> torch.nn.Module | None:
 def embeddings_and_head(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     """Return the matrices with a row for each token or position: [tokens, width]."""
     modules = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    weights = [module.weight for module in (*modules, output_head(model)) if module is not None]
+    # A pipeline stage without the head holds a placeholder for it, without a weight.
+    weights = [getattr(module, "weight", None) for module in (*modules, output_head(model))]
     return {weight for weight in weights if isinstance(weight, torch.nn.Parameter)}
 
 

@@ -73,6 +73,23 @@ def test_steps_are_those_of_one_rank(alone, ranks, sizes):
             assert largest < (1 / ranks + (1 / 4 if kind == "ekfac-soap" else 1 / 10)) * num_bytes
 
 
+def run_untied(sizes):
+    found = {}
+    for kind in ("muon", "soap"):
+        strategy = make_strategy(kind, sizes, still_model("llama", tie_word_embeddings=False))
+        train(strategy, range(2))
+        found[kind] = whole_weights(strategy)
+    strategy.close()
+    return found
+
+
+def test_a_stage_without_the_head_trains_as_one_rank_does():
+    cut, alone = (values(run_ranks(run_untied, *on))[0] for on in ((2, {"pipeline": 2}), (1, {})))
+    for kind, weights in alone.items():
+        for name, weight in weights.items():
+            torch.testing.assert_close(cut[kind][name], weight, rtol=0, atol=1e-4)
+
+
 def run_in_small_buckets(*args):
     matrices.BUCKET = 1000
     return run(*args)
