@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from transformers import GPT2LMHeadModel
+from transformers import GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
 from llm.config.options import Tokens
 from llm.errors import ConfigError
@@ -99,6 +99,15 @@ def test_moments_in_bf16_take_half_the_memory_but_for_vectors():
     assert whole.memory.optimizer == pytest.approx(8 * num_elements(parameters), rel=0.01)
     expected = 4 * num_elements(parameters) + 4 * vectors
     assert half.memory.optimizer == pytest.approx(expected, rel=0.01)
+
+
+def test_a_model_without_attention_is_planned():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 512}
+    overrides = ",".join(f"{name}={size}" for name, size in sizes.items())
+    shape = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads"))
+    plan = plan_of(model_type="mamba", config_overrides=overrides, block_size=4, **shape)
+    model = MambaForCausalLM(MambaConfig(**sizes))
+    assert plan.memory.parameters == num_elements(model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -296,9 +296,10 @@ def _run_micro_batch(
 
 
 def _key_width(config: PreTrainedConfig) -> int:
-    """Return the width of a token's key and value together."""
-    key_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return 2 * key_heads * head_width(config)
+    """Return the width of a token's key and value together; 0 without attention, as in Mamba."""
+    heads: int = getattr(config, "num_attention_heads", None) or 0
+    key_heads: int = getattr(config, "num_key_value_heads", None) or heads
+    return 2 * key_heads * head_width(config) if heads else 0
 
 
 class _Marks:
