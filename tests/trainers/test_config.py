@@ -191,6 +191,14 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
             ["--kfac_max_dim is for --kfac_library native"],
         ),
         (
+            {
+                "kfac": True,
+                "kfac_library": "kfac-pytorch",
+                "activation_checkpointing": "selective",
+            },
+            ["--activation_checkpointing selective does not go with --kfac_library kfac-pytorch"],
+        ),
+        (
             {"kfac": True, "kfac_method": "eigen", "optimizer": "soap", "nesterov": True},
             ["--optimizer soap does not go with --kfac", "--nesterov is for --kfac_method ekfac"],
         ),

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from llm.extensions.kfac.layers import Layer, read_input
 
@@ -238,7 +239,9 @@ def _make_hook(
     def record(factor: Factor, values: Tensor, *, with_one: bool) -> None:
         # Autocast would multiply in bf16 or fp16, too coarse for sums over tokens.
         off = torch.autocast(values.device.type, enabled=False)
-        with times.measure("factor", ends=False), off:
+        # Selective recomputation must not see these products, because it does not repeat them: it
+        # would take them for those of the layers.
+        with times.measure("factor", ends=False), off, _disable_current_modes():
             rows = values.detach().flatten(0, -2).float()
             if with_one:
                 rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)

@@ -106,6 +106,12 @@ def _layout_problems(options: KFACOptions) -> list[str]:
             f"--kfac_library {options.kfac_library} needs whole weights on every rank, which "
             f"--{sizes[0]} divides; leave one of them out."
         )
+    if options.kfac_library == "kfac-pytorch" and options.activation_checkpointing == "selective":
+        problems.append(
+            "--activation_checkpointing selective does not go with --kfac_library kfac-pytorch, "
+            "because recomputation takes the library's products for those of the layers; choose "
+            "full."
+        )
     if precision not in (None, "no", "fp16", "bf16"):
         problems.append(
             f"--mixed_precision {precision} has no layers that --kfac covers; use bf16 or no."

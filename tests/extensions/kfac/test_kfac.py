@@ -204,6 +204,16 @@ def test_activation_recomputation_does_not_change_kfac(plain, alone, which):
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
+def test_selective_recomputation_keeps_no_product_of_kfac(tmp_path):
+    llama = Bench(tmp_path, family="llama")  # its layers, too, are products without a bias
+    options = {"kfac": True, "kfac_factor_update_steps": 2, "max_train_steps": 4}
+    none, selective = (
+        llama.train_well(which, activation_checkpointing=which, **options)
+        for which in ("none", "selective")
+    )
+    assert selective.losses == pytest.approx(none.losses, rel=1e-5)
+
+
 def test_a_run_with_kfac_is_evaluated_and_started_from_without_it(plain):
     run = plain.train_well("saved", kfac=True, max_train_steps=2, checkpointing_steps=2)
     loss = run.read_json("all_results.json")["eval_loss"]
