@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from transformers import GPT2LMHeadModel, MambaConfig, MambaForCausalLM
+from transformers import GPT2LMHeadModel, GPT2Model, MambaConfig, MambaForCausalLM
 
 from llm.config.options import Tokens
 from llm.errors import ConfigError
@@ -108,6 +108,17 @@ def test_a_model_without_attention_is_planned():
     plan = plan_of(model_type="mamba", config_overrides=overrides, block_size=4, **shape)
     model = MambaForCausalLM(MambaConfig(**sizes))
     assert plan.memory.parameters == num_elements(model.parameters())
+
+
+def test_a_model_that_reads_its_values_is_refused(monkeypatch):
+    forward = GPT2Model.forward
+
+    def skips_empty(self, input_ids, **other):
+        return forward(self, input_ids, **other) if input_ids.any().item() else None
+
+    monkeypatch.setattr(GPT2Model, "forward", skips_empty)
+    with pytest.raises(ConfigError, match="A gpt2 model cannot be planned, because its passes"):
+        plan_of()
 
 
 @pytest.mark.parametrize(

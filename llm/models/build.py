@@ -127,7 +127,7 @@ def _fresh_model(
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **_library_arguments(options))
-    except (ValueError, ImportError, RuntimeError, TypeError) as error:
+    except Exception as error:  # of the library's model, which checks its configuration as it may
         raise _refusal(options, config, error) from error
     if device.type != "meta":
         materialize(model, seed=seed, device=device)
@@ -158,7 +158,7 @@ def _loaded_model(
             f"The weights of {weights_from} do not fit the {config.model_type} configuration: "
             f"leave out options that change its sizes, or start from scratch ({one_line(error)})."
         ) from error
-    except (ValueError, ImportError, TypeError) as error:
+    except Exception as error:  # of the library's model
         raise _refusal(options, config, error) from error
     return model.to(device)
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llm.data.options import device_batch_size
+from llm.errors import ConfigError, one_line
 from llm.models.loss import LanguageModelLoss, accelerator_chunk_bytes
 from llm.models.sizes import find_blocks, head_width
 from llm.plan.options import PlanOptions
@@ -211,6 +212,9 @@ def trace(
         context: Size of context parallelism.
         compiled: Whether blocks are compiled. Temporary tensors of a block count as if it
             were not, which is more than its fused kernels need.
+
+    Raises:
+        ConfigError: The model reads values during its passes.
     """
     # As in the trainer.
     has_kernel = options.torch_compile and options.device not in ("cpu", "pvc") and tensor == 1
@@ -234,7 +238,13 @@ def trace(
         )
         marks = _Marks(find_blocks(model)[0], meter)
         autocast = torch.autocast("cpu", dtype, enabled=options.mixed_precision != "no")
-        _run_micro_batch(loss, ids, labels, autocast, marks)
+        try:
+            _run_micro_batch(loss, ids, labels, autocast, marks)
+        except RuntimeError as error:  # such as shapes that depend on the tokens
+            raise ConfigError(
+                f"A {model.config.model_type} model cannot be planned, because its passes do not "
+                f"run without data: {one_line(error)}."
+            ) from error
     return _trace_of(marks, model, tensor=tensor, compiled=compiled, on_host=on_host)
 
 

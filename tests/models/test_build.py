@@ -56,6 +56,13 @@ def test_a_folder_without_weights_is_refused_as_a_source_of_weights(tmp_path: Pa
         tiny_model(tiny_config("gpt2"), weights_from=str(tmp_path))
 
 
+def test_a_configuration_that_the_library_cannot_build_is_refused() -> None:
+    config = tiny_config("llama")
+    config.rope_parameters = {"rope_type": "spiral", "rope_theta": 10000.0}
+    with pytest.raises(ConfigError, match="llama model cannot be built: there is no key 'spiral'"):
+        tiny_model(config)
+
+
 def test_a_larger_tokenizer_enlarges_a_fresh_embedding_with_a_message(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
