@@ -110,6 +110,19 @@ def test_a_model_without_attention_is_planned():
     assert plan.memory.parameters == num_elements(model.parameters())
 
 
+def test_a_mixture_of_experts_is_planned_in_every_precision():
+    shape = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads"))
+    sizes = "hidden_size=64,intermediate_size=128,num_hidden_layers=2,vocab_size=512"
+    options = {"model_type": "mixtral", "config_overrides": sizes, **shape}
+    fp32, bf16, fp16 = (
+        job_of(mixed_precision=precision, **options).trace(1, 1)
+        for precision in ("no", "bf16", "fp16")
+    )
+    assert fp16.block == bf16.block
+    assert fp32.block_casts == 0 < bf16.block_casts
+    assert fp32.block_flops == bf16.block_flops
+
+
 def test_a_model_that_reads_its_values_is_refused(monkeypatch):
     forward = GPT2Model.forward
 

@@ -65,7 +65,13 @@ class MemoryMeter(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation and count its results."""
-        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default:
+            # For tensors without data, PyTorch has this product in bf16 only.
+            left, right, *others = args
+            halves = left.to(torch.bfloat16), right.to(torch.bfloat16)
+            result = func(*halves, *others, **(kwargs or {})).to(left.dtype)
+        else:
+            result = func(*args, **(kwargs or {}))
         copies = func is torch.ops.aten._to_copy.default
         is_cast = copies and args[0].untyped_storage()._cdata in self._known
         for value in tree_leaves(result):
