@@ -1,6 +1,5 @@
 """Peak FLOP/s of a device, and the memory that a process uses."""
 
-import contextlib
 import logging
 import os
 import re
@@ -127,27 +126,6 @@ def device_memory(device: torch.device) -> int | None:
         return None
     memory: int = backend.get_device_properties(device).total_memory
     return memory
-
-
-def host_memory(root: Path = Path("/")) -> int | None:
-    """Return the bytes of host memory that this process's control groups allow.
-
-    Args:
-        root: The folder with `proc` and `sys`.
-    """
-    limits = [device_memory(torch.device("cpu"))]
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            if controllers not in ("", "memory"):  # version 2 has one line without names
-                continue
-            folder = root / "sys/fs/cgroup" / controllers
-            name = "memory.limit_in_bytes" if controllers else "memory.max"
-            # In a container the path may belong to the host; the container's path is then the root.
-            for path in (Path(group), *Path(group).parents):
-                with contextlib.suppress(OSError, ValueError):  # "max" means no limit
-                    limits.append(int((folder / path.relative_to("/") / name).read_text()))
-    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def memory_in_use(device: torch.device) -> int | None:

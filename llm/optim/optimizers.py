@@ -1,6 +1,5 @@
 """The optimizers of the core: torch's fused AdamW, its state and step for variants, and SGD."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -80,50 +79,6 @@ def adamw_step(
         eps=group["eps"],
         maximize=False,
     )
-
-
-def nesterov_step(
-    group: Mapping[str, Any],
-    gradient: Tensor,
-    state: Mapping[str, Tensor],
-    found_inf: Tensor | None,
-) -> Tensor:
-    """Update AdamW's moments; return its step with Nesterov's momentum (Dozat 2016, NAdam).
-
-    The first moment in the step is one gradient ahead of the stored one.
-
-    Args:
-        group: lr, betas and eps; the caller applies weight decay.
-        gradient: Gradient of one tensor.
-        state: As `adamw_state` returns it.
-        found_inf: 1.0 where the step is skipped, and zeros are returned; read on the device.
-    """
-    beta1, beta2 = group["betas"]
-    first, second, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
-    gradient, keep = kept_gradient(gradient, found_inf)
-    step += keep
-    first.lerp_(gradient, (1 - beta1) * keep)
-    second.lerp_(gradient.square(), (1 - beta2) * keep)
-    ahead = first.lerp(gradient, 1 - beta1) / bias_correction(beta1, step + 1)
-    denominator = (second / bias_correction(beta2, step)).sqrt() + group["eps"]
-    update: Tensor = ahead / denominator * (-group["lr"] * keep)
-    return update
-
-
-def kept_gradient(gradient: Tensor, found_inf: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the gradient and 1.0, or zeros and 0.0 if the step is skipped."""
-    keep = torch.ones((), dtype=torch.float32, device=gradient.device)
-    if found_inf is not None:
-        keep = keep - found_inf
-        # Not multiplied by 0, because infinity times 0 is NaN.
-        gradient = torch.where(keep > 0, gradient, torch.zeros_like(gradient))
-    return gradient, keep
-
-
-def bias_correction(beta: float, step: Tensor) -> Tensor:
-    """Return 1 - beta^step; for step 0, the value of step 1."""
-    # Accurate in fp32, also for a beta close to 1 in the first steps.
-    return -torch.expm1(step.clamp(min=1) * math.log(max(beta, 1e-30)))
 
 
 def make_optimizer(options: OptimizerOptions, model: torch.nn.Module) -> torch.optim.Optimizer:

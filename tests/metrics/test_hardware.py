@@ -6,7 +6,6 @@ import torch
 from llm.metrics.hardware import (
     device_memory,
     device_peak_flops,
-    host_memory,
     measured_flops,
     memory_in_use,
     peak_flops,
@@ -41,29 +40,6 @@ def test_the_peak_flops_are_those_of_the_device(name, tflops):
 @pytest.mark.parametrize("name", ["Abacus 2000", "NVIDIA RTX A4000", "NVIDIA A16", "RTX A1000"])
 def test_the_peak_of_an_unknown_device_is_unknown(name):
     assert peak_flops(name) is None
-
-
-@pytest.mark.parametrize(
-    ("groups", "files", "expected"),
-    [
-        ("0::/jobs/7\n", {"jobs/7/memory.max": "max", "jobs/memory.max": "4096"}, 4096),
-        ("0::/on/the/host\n", {"memory.max": "8192"}, 8192),  # in a container
-        (
-            "5:cpu,cpuacct:/a\n4:memory:/a\n0::/a\n",
-            {"memory/a/memory.limit_in_bytes": "512", "memory/memory.limit_in_bytes": "9" * 18},
-            512,
-        ),
-        ("0::/\n", {}, None),
-    ],
-)
-def test_the_memory_of_the_host_is_what_control_groups_leave(tmp_path, groups, files, expected):
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text(groups)
-    for name, text in files.items():
-        path = tmp_path / "sys/fs/cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    assert host_memory(tmp_path) == (expected or device_memory(CPU))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ take the smallest batch. Ranks that share a model take the plan's result: a rank
 memory would leave the others waiting in a collective.
 """
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -24,7 +25,7 @@ from llm.data.batch_plan import micro_batch_sizes
 from llm.data.loader import TrainLoader
 from llm.errors import ConfigError
 from llm.extensions.batch_size.trial import trial_step
-from llm.metrics.hardware import GIB, device_memory, host_memory, is_out_of_memory
+from llm.metrics.hardware import GIB, device_memory, is_out_of_memory
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.agreement import gather, on_rank0
 from llm.runtime.world import ranks_per_node
@@ -125,3 +126,24 @@ def ask_plan(config: CoreConfig, ranks: int, device: torch.device) -> int | str:
     if done.returncode in (0, 1):
         return int(json.loads(done.stdout)["micro_batch_size"])
     return done.stderr.strip().rpartition("error: ")[2]
+
+
+def host_memory(root: Path = Path("/")) -> int | None:
+    """Return the bytes of host memory that this process's control groups allow.
+
+    Args:
+        root: The folder with `proc` and `sys`.
+    """
+    limits = [device_memory(torch.device("cpu"))]
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers not in ("", "memory"):  # version 2 has one line without names
+                continue
+            folder = root / "sys/fs/cgroup" / controllers
+            name = "memory.limit_in_bytes" if controllers else "memory.max"
+            # In a container the path may belong to the host; the container's path is then the root.
+            for path in (Path(group), *Path(group).parents):
+                with contextlib.suppress(OSError, ValueError):  # "max" means no limit
+                    limits.append(int((folder / path.relative_to("/") / name).read_text()))
+    return min((limit for limit in limits if limit is not None), default=None)

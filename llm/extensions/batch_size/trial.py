@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from llm.data.loader import MicroBatch
-from llm.models.patches.tied_embedding import drop_head_gradient
+from llm.models.patches.tied_embedding import TiedEmbedding
 from llm.parallel.base import AcceleratedStrategy
 
 
@@ -31,4 +32,11 @@ def trial_step(strategy: AcceleratedStrategy, micro_batches: Sequence[MicroBatch
             torch.accelerator.synchronize(strategy.device)
     finally:
         strategy.optimizer.zero_grad(set_to_none=True)
-        drop_head_gradient(strategy.loss)
+        _drop_head_gradient(strategy.loss)
+
+
+def _drop_head_gradient(module: nn.Module) -> None:
+    """Drop the head's gradient, which a backward pass that failed did not give to the lookup."""
+    for child in module.modules():
+        if isinstance(child, TiedEmbedding):
+            child.head_gradient = None

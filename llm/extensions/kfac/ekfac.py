@@ -1,7 +1,7 @@
 """EKFAC for language models: AdamW in the eigenbasis of the Kronecker factors."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from llm.extensions.matrix_optim.matrix_owners import (
     lay_together,
     stacked_state,
 )
-from llm.extensions.matrix_optim.soap import SOAP
-from llm.optim.optimizers import adamw_state, adamw_step, nesterov_step
+from llm.extensions.matrix_optim.soap import SOAP, bias_correction, kept_gradient
+from llm.optim.optimizers import adamw_state, adamw_step
 
 NOISE = 3e-6
 """Entries of a rotated matrix below this fraction of its root mean square are set to zero.
@@ -204,6 +204,34 @@ class EKFAC(MatrixOptimizer):
                 update.grad = gradient
             adamw_step(group, list(state_of), state_of, self.found_inf)
         return rotate_back(updates, left, right)
+
+
+def nesterov_step(
+    group: Mapping[str, Any],
+    gradient: Tensor,
+    state: Mapping[str, Tensor],
+    found_inf: Tensor | None,
+) -> Tensor:
+    """Update AdamW's moments; return its step with Nesterov's momentum (Dozat 2016, NAdam).
+
+    The first moment in the step is one gradient ahead of the stored one.
+
+    Args:
+        group: lr, betas and eps; the caller applies weight decay.
+        gradient: Gradient of one tensor.
+        state: As `adamw_state` returns it.
+        found_inf: 1.0 where the step is skipped, and zeros are returned; read on the device.
+    """
+    beta1, beta2 = group["betas"]
+    first, second, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
+    gradient, keep = kept_gradient(gradient, found_inf)
+    step += keep
+    first.lerp_(gradient, (1 - beta1) * keep)
+    second.lerp_(gradient.square(), (1 - beta2) * keep)
+    ahead = first.lerp(gradient, 1 - beta1) / bias_correction(beta1, step + 1)
+    denominator = (second / bias_correction(beta2, step)).sqrt() + group["eps"]
+    update: Tensor = ahead / denominator * (-group["lr"] * keep)
+    return update
 
 
 def _without_noise(rotated: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from llm.runtime.float32 import full_float32, may_use_tf32, product_of_three
+from llm.runtime.float32 import full_float32
 
 Blocks = list[Tensor] | None
 """The [n, n] blocks of a block-diagonal matrix, or of a stack of matrices with the stack's
@@ -93,12 +93,45 @@ def rotate(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:
         left: Blocks of a matrix [rows, rows].
         right: Blocks of a matrix [columns, columns].
     """
-    if may_use_tf32(matrix.device):
+    if _may_use_tf32(matrix.device):
         turned = _times_blocks(matrix, right, product_of_three, dim=-1)
         return _times_blocks(turned, left, product_of_three, dim=-2)
     with full_float32():
         turned = _times_blocks(matrix, right, torch.matmul, dim=-1)
         return _times_blocks(turned, left, torch.matmul, dim=-2)
+
+
+def _may_use_tf32(device: torch.device) -> bool:
+    """Return whether a device multiplies float32 matrices in TF32, as `--tf32` lets it."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    allowed = torch.get_float32_matmul_precision() != "highest"
+    return allowed and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def product_of_three(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return a @ b in float32 from three TF32 products, which are faster than one in float32.
+
+    Each factor is split into a TF32 part and a remainder. The product of both remainders, 2^-22 of
+    the whole, is left out (3xTF32 of NVIDIA's CUTLASS). On a device without TF32, the result is a
+    float32 product, computed more slowly.
+
+    Args:
+        a: [..., rows, n], fp32.
+        b: [..., n, columns], fp32.
+        out: Tensor that receives the product.
+    """
+    (a_high, a_low), (b_high, b_low) = _split(a), _split(b)
+    # Add the smallest terms first.
+    return torch.add((a_low @ b_high).add_(a_high @ b_low), a_high @ b_high, out=out)
+
+
+def _split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float32 values rounded to the ten bits of mantissa that TF32 has, and the rest."""
+    # Add half of the last kept bit, then clear the 13 bits below it.
+    high = (values.view(torch.int32) + (1 << 12)).bitwise_and_(-(1 << 13))
+    rounded = high.view(torch.float32)
+    return rounded, values - rounded
 
 
 def rotate_back(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:

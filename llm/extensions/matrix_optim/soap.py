@@ -1,5 +1,6 @@
 """SOAP: AdamW in the eigenbasis of Shampoo's factors, computed from gradients alone."""
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from llm.extensions.matrix_optim.matrix_owners import (
 )
 from llm.extensions.matrix_optim.matrix_settings import MatrixSettings
 from llm.optim.groups import embeddings_and_head, parameter_groups, split_groups
-from llm.optim.optimizers import adamw_settings, adamw_state, bias_correction, kept_gradient
+from llm.optim.optimizers import adamw_settings, adamw_state
 
 MAX_DIM = 10_000
 """Maximum width of a side with a basis."""
@@ -331,3 +332,19 @@ def _with_bases(
             sides = [side for side in narrow if side == 1 or p not in outside]
             if sides:
                 yield name, p, sides
+
+
+def kept_gradient(gradient: Tensor, found_inf: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the gradient and 1.0, or zeros and 0.0 if the step is skipped."""
+    keep = torch.ones((), dtype=torch.float32, device=gradient.device)
+    if found_inf is not None:
+        keep = keep - found_inf
+        # Not multiplied by 0, because infinity times 0 is NaN.
+        gradient = torch.where(keep > 0, gradient, torch.zeros_like(gradient))
+    return gradient, keep
+
+
+def bias_correction(beta: float, step: Tensor) -> Tensor:
+    """Return 1 - beta^step; for step 0, the value of step 1."""
+    # Accurate in fp32, also for a beta close to 1 in the first steps.
+    return -torch.expm1(step.clamp(min=1) * math.log(max(beta, 1e-30)))

@@ -60,13 +60,6 @@ class _Lookup(torch.autograd.Function):
         return total.index_add_(0, ids, rows), None, None
 
 
-def drop_head_gradient(module: nn.Module) -> None:
-    """Drop the head's gradient, which a backward pass that failed did not give to the lookup."""
-    for child in module.modules():
-        if isinstance(child, TiedEmbedding):
-            child.head_gradient = None
-
-
 def tie_gradients(model: PreTrainedModel) -> None:
     """Accumulate the gradients of head and lookup in one tensor, if the head is the embedding.
 

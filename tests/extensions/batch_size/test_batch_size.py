@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from llm.errors import ConfigError
 from llm.extensions.batch_size import find_batch_size
 from llm.extensions.batch_size.trial import trial_step
+from llm.metrics.hardware import device_memory
 from llm.models.loss import LanguageModelLoss
 from llm.models.patches.tied_embedding import tie_gradients
 from llm.parallel.base import AcceleratedStrategy
@@ -173,3 +174,27 @@ def test_a_trial_that_fails_in_its_backward_pass_leaves_no_trace():
 @pytest.mark.parametrize("options", [{}, {"kfac": True}], ids=str)
 def test_a_trial_changes_neither_weights_nor_states(options):
     assert values(run_ranks(changes_of_a_trial, 1, GPTConfig(**options))) == [[False, True]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/jobs/7\n", {"jobs/7/memory.max": "max", "jobs/memory.max": "4096"}, 4096),
+        ("0::/on/the/host\n", {"memory.max": "8192"}, 8192),  # in a container
+        (
+            "5:cpu,cpuacct:/a\n4:memory:/a\n0::/a\n",
+            {"memory/a/memory.limit_in_bytes": "512", "memory/memory.limit_in_bytes": "9" * 18},
+            512,
+        ),
+        ("0::/\n", {}, None),
+    ],
+)
+def test_the_memory_of_the_host_is_what_control_groups_leave(tmp_path, groups, files, expected):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    known = find_batch_size.host_memory(tmp_path)
+    assert known == (expected or device_memory(torch.device("cpu")))

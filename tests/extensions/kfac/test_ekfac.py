@@ -6,12 +6,12 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from llm.extensions.kfac.curvature import Curvature
-from llm.extensions.kfac.ekfac import EKFAC, _without_noise
+from llm.extensions.kfac.ekfac import EKFAC, _without_noise, nesterov_step
 from llm.extensions.kfac.layers import find_layers
 from llm.extensions.kfac.make_kfac import make_kfac
 from llm.extensions.matrix_optim.eigenbases import rotate
 from llm.extensions.matrix_optim.soap import SOAP
-from llm.optim.optimizers import adamw_state, nesterov_step
+from llm.optim.optimizers import adamw_state
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.extensions.kfac.toy import forward_backward, loss_sum, toy_batch, toy_ekfac, toy_model
 from tests.support.models import tiny_config

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llm.extensions.matrix_optim.eigenbases import rotate
-from llm.runtime.float32 import product_of_three
+from llm.extensions.matrix_optim.eigenbases import product_of_three, rotate
 
 aten = torch.ops.aten
 
@@ -54,7 +53,7 @@ def test_three_products_take_transposed_factors_and_write_into_out():
 
 
 def test_a_device_that_may_use_tf32_rotates_by_three_products(monkeypatch):
-    monkeypatch.setattr("llm.extensions.matrix_optim.eigenbases.may_use_tf32", lambda device: True)
+    monkeypatch.setattr("llm.extensions.matrix_optim.eigenbases._may_use_tf32", lambda device: True)
     a, b = factors()
     with TF32(nearest=True):
         rotated = rotate(a, None, [b])
