@@ -40,6 +40,7 @@ from llm.trainers.gpt.trained_model import (
     load_trained,
     read_config,
     read_while_training,
+    with_copies,
 )
 
 if TYPE_CHECKING:
@@ -323,12 +324,36 @@ def _read_mean(
     chosen = [read_valid(checkpoint.path) for checkpoint in newest]
     _prepare_libraries()
     from llm.checkpoint.mean import mean_state
-    from llm.trainers.gpt.inputs import check_same_model
 
-    check_same_model(config, chosen)
+    _check_same_model(config, chosen)
     # Not initialized: a second copy of the weights would double the memory.
     model, tokenizer = build_untrained(config, chosen[-1], device="meta")
     return chosen, model, tokenizer, mean_state(chosen, model)
+
+
+def _check_same_model(config: CoreConfig, checkpoints: Sequence[Checkpoint]) -> None:
+    """Refuse to average checkpoints if the model's configuration changed between them.
+
+    Args:
+        config: The run's options.
+        checkpoints: Some of its checkpoints.
+
+    Raises:
+        CheckpointError: The configuration of one differs from the last one's.
+    """
+    from llm.models.configuration import load_config
+    from llm.trainers.gpt.inputs import config_changes
+
+    last = checkpoints[-1]
+    options = with_copies(config, last)
+    current = load_config(options)
+    for other in checkpoints:
+        changed = config_changes(options, other, current)
+        if changed:
+            raise CheckpointError(
+                f"{last.path} and {other.path} have different models: {'; '.join(changed)}. "
+                "Average checkpoints of one model, with a smaller --last."
+            )
 
 
 def _check_empty(target: Path, option: str) -> None:

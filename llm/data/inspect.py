@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     if options.step is not None:
         lines = _describe_step(options, options.step)
     elif options.verify:
-        from llm.data.formats.sidecar import verify
+        from llm.data.preparation.verification import verify
 
         faults = verify(Path(options.path))
         lines, code = (faults, 1) if faults else (["all checks passed"], 0)
@@ -125,9 +125,8 @@ def _check(options: InspectOptions) -> None:
 
 def _describe_step(options: InspectOptions, number: int) -> list[str]:
     """Describe the documents that a step of a run was trained on."""
-    from llm.data.documents import passages
     from llm.runtime.logging import quiet_libraries
-    from llm.trainers.gpt.trained_step import read_step
+    from llm.trainers.gpt.trained_step import passages, read_step
 
     quiet_libraries()
     run = Path(options.path)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llm.data.formats.megatron import TokenFile, read_row_bytes
-from llm.data.formats.sidecar import verify
+from llm.data.preparation.verification import verify
 from llm.data.text.sources import file_source
 from llm.errors import DataError
 from tests.support.corpora import (

@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from llm.data.formats.sidecar import Sidecar, checksums, write_sidecar
+from llm.data.formats.sidecar import Sidecar, write_sidecar
 from llm.data.inspect import main
+from llm.data.preparation.verification import checksums
 from llm.tokenizers.load_tokenizer import fingerprint
 from tests.support.token_files import write_flat, write_pair
 from tests.support.tokenizers import save_tiny_tokenizer, tiny_tokenizer

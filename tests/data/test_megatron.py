@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm.data.formats.megatron import TokenFile, token_dtype
-from llm.data.formats.sidecar import verify
+from llm.data.preparation.verification import verify
 from llm.errors import DataError
 from tests.support.token_files import TokenFileWriter, describe, write_sequences
 

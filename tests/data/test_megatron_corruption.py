@@ -13,7 +13,7 @@ import pytest
 
 from llm.data.formats.flat import open_token_file
 from llm.data.formats.megatron import TokenFile
-from llm.data.formats.sidecar import verify
+from llm.data.preparation.verification import verify
 from llm.errors import DataError
 from tests.support.token_files import write_sequences
 

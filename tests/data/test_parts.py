@@ -5,13 +5,14 @@ import pytest
 
 from llm.data.corpus import CorpusSource, Samples, TokenStream, hold_in_memory
 from llm.data.data_digest import digest_of, has_changed
-from llm.data.documents import passages
 from llm.data.formats.flat import open_token_file
 from llm.data.formats.parts import PartedTokens, TokenFileParts, part_prefix
-from llm.data.formats.sidecar import checksums, open_described, verify
+from llm.data.formats.sidecar import open_described
 from llm.data.inspect import main as inspect
+from llm.data.preparation.verification import checksums, verify
 from llm.data.splits import split_documents
 from llm.errors import DataError
+from llm.trainers.gpt.trained_step import passages
 from tests.support.token_files import describe, write_pair, write_parts
 
 DOCUMENTS = [[10 * number + i for i in range(number % 7)] for number in range(40)]

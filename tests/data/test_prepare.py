@@ -16,8 +16,9 @@ from transformers import ByT5Tokenizer
 
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import TokenFile
-from llm.data.formats.sidecar import read_sidecar, verify
+from llm.data.formats.sidecar import read_sidecar
 from llm.data.preparation import prepare_files
+from llm.data.preparation.verification import verify
 from llm.data.prepare import main
 from tests.support.corpora import write
 from tests.support.preparation import expected_pair, json_lines, names, pair

@@ -7,8 +7,9 @@ import pytest
 
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import TokenFile
-from llm.data.formats.sidecar import checksums, read_sidecar, verify
+from llm.data.formats.sidecar import read_sidecar
 from llm.data.preparation.output_files import Output
+from llm.data.preparation.verification import checksums, verify
 from llm.data.text.sources import file_source
 from llm.errors import ConfigError, DataError
 from tests.support.corpora import ListSource, byte_tokenizer, error_on_a_full_disk, write

@@ -4,9 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm.data.formats.sidecar import verify
 from llm.data.preparation import prepare_files
 from llm.data.preparation.output_files import Output
+from llm.data.preparation.verification import verify
 from llm.errors import DataError
 from tests.support.corpora import ListSource, byte_tokenizer
 from tests.support.preparation import (

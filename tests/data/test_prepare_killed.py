@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llm.data.formats.sidecar import verify
+from llm.data.preparation.verification import verify
 from tests.support.corpora import write
 from tests.support.preparation import expected_pair, json_lines, names, pair
 from tests.support.processes import is_alive, wait_until

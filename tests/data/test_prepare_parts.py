@@ -7,9 +7,10 @@ import pytest
 
 from llm.data.formats.flat import open_token_file
 from llm.data.formats.megatron import TokenFile
-from llm.data.formats.sidecar import read_sidecar, verify
+from llm.data.formats.sidecar import read_sidecar
 from llm.data.preparation import prepare_files
 from llm.data.preparation.shares import Share
+from llm.data.preparation.verification import verify
 from llm.data.prepare import main
 from llm.errors import DataError
 from tests.support.corpora import ListSource

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from llm.data.formats.sidecar import verify
 from llm.data.preparation import prepare_files
 from llm.data.preparation.output_files import Output
 from llm.data.preparation.shards import require_reference
 from llm.data.preparation.shares import JoinClaim, Share, find_share
+from llm.data.preparation.verification import verify
 from llm.data.prepare import main
 from llm.errors import ConfigError, DataError
 from tests.support.corpora import ListSource, write

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from llm.data.documents import passages
-from llm.trainers.gpt.trained_step import TrainedStep
+from llm.trainers.gpt.trained_step import TrainedStep, passages
 
 
 def train_and_note(argv: list[str]) -> tuple[int, dict[int, list[list[int]]]]:

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from llm.config.toml import to_toml
-from llm.data.documents import passages
 from llm.data.formats.megatron import TokenFile, write_index
 from llm.data.inspect import main
 from llm.errors import DataError
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.trained_step import read_step
+from llm.trainers.gpt.trained_step import passages, read_step
 from tests.support.loaded_samples import tokens_of, train_and_note
 from tests.support.ranks import run_ranks, values
 from tests.support.token_files import random_documents, write_flat, write_pair

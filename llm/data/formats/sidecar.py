@@ -9,21 +9,13 @@ import typing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import xxhash
-
-from llm.data.formats.flat import AnyTokenFile, FlatTokenFile, locate, open_token_file
+from llm.data.formats.flat import AnyTokenFile, FlatTokenFile, open_token_file
 from llm.data.formats.megatron import TokenFile, add_suffix
-from llm.data.formats.parts import TokenFileParts, part_prefix
+from llm.data.formats.parts import TokenFileParts
 from llm.errors import DataError
 from llm.runtime.files import write_whole
 
 FORMAT = 1
-CHUNK_BYTES = 64 << 20
-"""Bytes per checksum; a changed byte is located to this accuracy."""
-
-_READ_BYTES = 1 << 20
-_NUM_TOKENS = 1 << 20  # tokens that are checked at once
 _LARGEST_SIDECAR = 256 << 20  # bytes, enough for the checksums of a .bin of 400 TB
 
 log = logging.getLogger("llm.data")
@@ -157,11 +149,11 @@ def open_described(path: Path) -> tuple[AnyTokenFile, Sidecar | None]:
     file = open_token_file(path)
     sidecar = read_sidecar(file.prefix)
     if sidecar is not None:
-        _check_parts(file, sidecar)
+        check_parts(file, sidecar)
     return file, sidecar
 
 
-def _check_parts(file: AnyTokenFile, sidecar: Sidecar) -> None:
+def check_parts(file: AnyTokenFile, sidecar: Sidecar) -> None:
     """Refuse parts that a sidecar does not describe."""
     parts = file.parts if isinstance(file, TokenFileParts) else []
     if bool(parts) != bool(sidecar.part_tokens):
@@ -183,52 +175,6 @@ def _check_parts(file: AnyTokenFile, sidecar: Sidecar) -> None:
                 f"{part.num_tokens:,} tokens, and {file.prefix}.json says {recorded:,}; restore "
                 "the files that were prepared together."
             )
-
-
-class ChunkHash:
-    """The result of `checksums`, for the bytes that were passed in so far."""
-
-    def __init__(self) -> None:
-        self._digests: list[str] = []
-        self._restart()
-
-    def _restart(self) -> None:
-        self._hash = xxhash.xxh3_128()
-        self._left = CHUNK_BYTES
-
-    def update(self, data: memoryview) -> None:
-        """Add bytes [num_bytes]."""
-        while len(data):
-            piece, data = data[: self._left], data[self._left :]
-            self._hash.update(piece)
-            self._left -= len(piece)
-            if not self._left:
-                self._digests.append(self._hash.hexdigest())
-                self._restart()
-
-    def digests(self) -> list[str]:
-        """Return the hex digests of the chunks; the last chunk may be shorter."""
-        if self._left == CHUNK_BYTES:
-            return self._digests
-        return [*self._digests, self._hash.hexdigest()]
-
-
-def checksums(path: Path) -> list[str]:
-    """Return the XXH3-128 hex digests of a file's consecutive chunks of 64 MiB; [] if it is empty.
-
-    Raises:
-        DataError: The file cannot be read.
-    """
-    # Read into one buffer, without Python's buffering: this runs at the speed of the disk.
-    buffer = memoryview(bytearray(_READ_BYTES))
-    chunks = ChunkHash()
-    try:
-        with open(path, "rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                chunks.update(buffer[:count])
-        return chunks.digests()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def damage(prefix: Path, *, nanogpt: bool = False, row_bytes: bool = False) -> list[str]:
@@ -264,120 +210,6 @@ def damage(prefix: Path, *, nanogpt: bool = False, row_bytes: bool = False) -> l
             f"{prefix}.json says."
         ]
     return []
-
-
-def verify(path: Path) -> list[str]:
-    """Read token files completely and list all faults.
-
-    With a sidecar, every changed byte is found. Without one, only faults in the index's tables are.
-
-    Args:
-        path: As for `open_token_file`.
-
-    Returns:
-        A sentence for each fault.
-
-    Raises:
-        DataError: The files do not exist.
-    """
-    prefix, _ = locate(path)
-    faults: list[str] = []
-    sidecar: Sidecar | None = None
-    try:
-        sidecar = read_sidecar(prefix)
-    except DataError as error:
-        faults.append(str(error))
-    if sidecar is not None:
-        faults += _changed_bytes(prefix, sidecar)
-    try:
-        token_file = open_token_file(path)
-        if sidecar is not None:
-            _check_parts(token_file, sidecar)
-    except DataError as error:
-        return [*faults, str(error)]
-    parts = [token_file] if isinstance(token_file, TokenFile) else []
-    if isinstance(token_file, TokenFileParts):
-        parts = token_file.parts
-    for part in parts:
-        index = add_suffix(part.prefix, ".idx")
-        faults += [f"{index} {fault}." for fault in part.index_faults(sample=False)]
-    if token_file.num_tokens == 0:
-        faults.append(f"{add_suffix(prefix, '.bin')} is empty: it contains no tokens.")
-    if sidecar is not None:
-        faults += _disagreements(token_file, sidecar)
-    return faults
-
-
-def _changed_bytes(prefix: Path, sidecar: Sidecar) -> list[str]:
-    faults: list[str] = []
-    files = {kind: add_suffix(prefix, f".{kind}") for kind in ("bin", "idx")}
-    if count := len(sidecar.part_tokens):
-        files = {
-            f"{number:05d}.{kind}": add_suffix(part_prefix(prefix, number, count), f".{kind}")
-            for number in range(count)
-            for kind in ("bin", "idx")
-        }
-    for kind, path in files.items():
-        expected = sidecar.checksums.get(kind)
-        if expected is None:
-            if path.exists():
-                faults.append(f"{prefix}.json has no checksums of {path}.")
-            continue
-        try:
-            actual = checksums(path)
-        except DataError as error:
-            faults.append(str(error))
-            continue
-        size = path.stat().st_size
-        for number, digest in enumerate(actual):
-            if expected[number : number + 1] != [digest]:
-                start, stop = number * CHUNK_BYTES, min((number + 1) * CHUNK_BYTES, size)
-                faults.append(
-                    f"{path}: somewhere in the bytes {start:,} to {stop - 1:,} it has changed "
-                    "since it was written."
-                )
-        if len(actual) < len(expected):
-            faults.append(f"{path} ends after {size:,} bytes; it was longer when it was written.")
-    return faults
-
-
-def _disagreements(token_file: AnyTokenFile, sidecar: Sidecar) -> list[str]:
-    """Compare a sidecar with the contents of the files; reads all tokens."""
-    path = add_suffix(token_file.prefix, ".bin")
-    smallest, largest = _id_range(token_file)
-    faults = []
-    if smallest < 0:
-        faults.append(f"{path} has negative ids, down to {smallest}.")
-    if largest >= sidecar.vocab_size:
-        faults.append(
-            f"{path} has ids up to {largest}, which a vocabulary of {sidecar.vocab_size} does not "
-            "reach."
-        )
-    fields: list[tuple[str, object, object]] = [
-        ("dtype", sidecar.dtype, token_file.tokens.dtype.name),
-        ("tokens", sidecar.tokens, token_file.num_tokens),
-        ("largest_token", sidecar.largest_token, largest),
-    ]
-    if not isinstance(token_file, FlatTokenFile):
-        fields.append(("documents", sidecar.documents, token_file.num_documents))
-    faults += [
-        f"{token_file.prefix}.json says {name} {recorded}, but it is {actual}."
-        for name, recorded, actual in fields
-        if recorded != actual
-    ]
-    return faults
-
-
-def _id_range(token_file: AnyTokenFile) -> tuple[int, int]:
-    """Return the smallest and the largest id of all tokens; (0, -1) without tokens."""
-    tokens = token_file.tokens
-    smallest, largest = 0, -1
-    for start in range(0, tokens.size, _NUM_TOKENS):
-        chunk = np.asarray(tokens[start : start + _NUM_TOKENS])
-        low, high = int(chunk.min()), int(chunk.max())
-        smallest = min(smallest, low) if start else low
-        largest = max(largest, high) if start else high
-    return smallest, largest
 
 
 def check_tokenizer(

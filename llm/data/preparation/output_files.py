@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from llm.data.formats.megatron import TokenFile, add_suffix, write_index
 from llm.data.formats.parts import part_files, part_prefix
-from llm.data.formats.sidecar import Sidecar, checksums, read_sidecar, verify, write_sidecar
+from llm.data.formats.sidecar import Sidecar, read_sidecar, write_sidecar
 from llm.data.order import permute
 from llm.data.preparation.encoder import Encoding
 from llm.data.preparation.shards import ShardStats, each_row_bytes, read_array
+from llm.data.preparation.verification import checksums, verify
 from llm.errors import DataError
 from llm.runtime.files import sync, sync_folder
 

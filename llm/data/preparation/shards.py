@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm.data.formats.megatron import ROW_BYTES, write_index
-from llm.data.formats.sidecar import ChunkHash, checksums
 from llm.data.preparation.encoder import Encoder, Encoding, OtherIds, ReferenceEncoder
+from llm.data.preparation.verification import ChunkHash, checksums
 from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.sources import Source
 from llm.errors import DataError
@@ -46,7 +46,7 @@ class ShardStats:
         largest_token: The largest id; 0 without tokens.
         fast: Whether another encoder than the reference made the ids.
         sizes: The size of each of the three files in bytes.
-        checksums: The result of `sidecar.checksums` for each of them.
+        checksums: The result of `verification.checksums` for each of them.
     """
 
     one_document: bool

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -324,7 +323,7 @@ def read_model_config(config: CoreConfig, start: Checkpoint | None) -> PreTraine
         )
         return load_config(with_copies(config, start))
     current = load_config(config)
-    changed = _changes(config, start, current)
+    changed = config_changes(config, start, current)
     if changed and not allowed:
         named = next(option for option in ARCHITECTURE if getattr(config, option) is not None)
         raise CheckpointError(
@@ -339,7 +338,7 @@ def read_model_config(config: CoreConfig, start: Checkpoint | None) -> PreTraine
 
 def _log_other_model(config: CoreConfig, init_from: Checkpoint, current: PreTrainedConfig) -> None:
     """Log how a new run's configuration differs from the run that provides its weights."""
-    changed = _changes(config, init_from, current)
+    changed = config_changes(config, init_from, current)
     if changed:
         logger.info(
             f"The weights of {init_from.path} were trained in another configuration: "
@@ -347,29 +346,9 @@ def _log_other_model(config: CoreConfig, init_from: Checkpoint, current: PreTrai
         )
 
 
-def check_same_model(config: CoreConfig, checkpoints: Sequence[Checkpoint]) -> None:
-    """Refuse to average checkpoints if the model's configuration changed between them.
-
-    Args:
-        config: The run's options.
-        checkpoints: Some of its checkpoints.
-
-    Raises:
-        CheckpointError: The configuration of one differs from the last one's.
-    """
-    last = checkpoints[-1]
-    options = with_copies(config, last)
-    current = load_config(options)
-    for other in checkpoints:
-        changed = _changes(options, other, current)
-        if changed:
-            raise CheckpointError(
-                f"{last.path} and {other.path} have different models: {'; '.join(changed)}. "
-                "Average checkpoints of one model, with a smaller --last."
-            )
-
-
-def _changes(config: CoreConfig, checkpoint: Checkpoint, current: PreTrainedConfig) -> list[str]:
+def config_changes(
+    config: CoreConfig, checkpoint: Checkpoint, current: PreTrainedConfig
+) -> list[str]:
     """Return a clause for each field that differs from the copy in a checkpoint."""
     saved = load_config(with_copies(config, checkpoint))
     # Built from all fields, like the copy: some classes then derive other values.
