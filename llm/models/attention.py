@@ -100,6 +100,24 @@ def _answering(documents: Tensor) -> Iterator[None]:
         _answer.documents = None
 
 
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode; restore its mode afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def random_tokens(model: PreTrainedModel, *shape: int) -> Tensor:
+    """Return token ids on the model's device, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = model.config.get_text_config().vocab_size
+    return torch.randint(vocab_size, shape, generator=generator).to(model.device)
+
+
 @torch.no_grad()
 @full_float32()
 def check_causal(model: PreTrainedModel) -> None:
@@ -117,16 +135,11 @@ def check_causal(model: PreTrainedModel) -> None:
     text = model.config.get_text_config()
     if getattr(text, "_attn_implementation", None) not in (None, "eager", "sdpa", "flex_attention"):
         return  # other kernels may refuse float32
-    generator = torch.Generator().manual_seed(0)
-    input_ids = torch.randint(text.vocab_size, (2, 2 * _LENGTH), generator=generator)
+    input_ids = random_tokens(model, 2, 2 * _LENGTH)
     input_ids[1, :_LENGTH] = input_ids[0, :_LENGTH]
-    training = model.training
-    model.eval()
-    try:
-        logits = run_model(model, input_ids.to(model.device), None, None).logits.float()
-    finally:
-        model.train(training)
-    earlier, later = (_distance(*half) for half in logits.split(_LENGTH, dim=1))
+    with evaluating(model):
+        logits = run_model(model, input_ids, None, None).logits.float()
+    earlier, later = (distance(*half) for half in logits.split(_LENGTH, dim=1))
     if earlier > _ROUNDING * later:
         remedy = "name another architecture"
         if getattr(text, "is_decoder", None) is False:
@@ -159,9 +172,7 @@ def check_documents_apart(model: PreTrainedModel, *, positions: bool, attention:
             "--reset_position_ids and --reset_attention_mask do not work with "
             f"--attention_implementation {kernel}; choose sdpa or eager."
         )
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         logits = _logits_function(model)
         if attention and not _keeps_attention_apart(logits):
             raise ConfigError(
@@ -173,8 +184,6 @@ def check_documents_apart(model: PreTrainedModel, *, positions: bool, attention:
                 f"--reset_position_ids has no effect on {name}, which ignores position ids; leave "
                 "it out."
             )
-    finally:
-        model.train(training)
 
 
 @torch.no_grad()
@@ -184,12 +193,8 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool:
     Args:
         model: A causal language model with weights; its mode is restored.
     """
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         return _keeps_attention_apart(_logits_function(model))
-    finally:
-        model.train(training)
 
 
 _Logits = Callable[[list[str], bool, bool], Tensor]
@@ -200,12 +205,10 @@ def _logits_function(model: PreTrainedModel) -> _Logits:
 
     Its arguments: names of the documents, and whether positions and attention keep them apart.
     """
-    generator = torch.Generator().manual_seed(0)
-    size = model.config.get_text_config().vocab_size
-    tokens = {name: torch.randint(size, (1, _LENGTH), generator=generator) for name in "ABC"}
+    tokens = dict(zip("ABC", random_tokens(model, 3, 1, _LENGTH), strict=True))
 
     def logits(names: list[str], positions: bool, attention: bool) -> Tensor:
-        input_ids = torch.cat([tokens[name] for name in names], dim=1).to(model.device)
+        input_ids = torch.cat([tokens[name] for name in names], dim=1)
         indices = torch.arange(input_ids.shape[1], device=model.device).unsqueeze(0)
         outputs = run_model(
             model,
@@ -221,8 +224,8 @@ def _logits_function(model: PreTrainedModel) -> _Logits:
 
 def _keeps_attention_apart(logits: _Logits) -> bool:
     """Return whether a document's logits do not depend on the previous document."""
-    apart = _distance(logits(["A", "C"], False, True), logits(["B", "C"], False, True))
-    mixed = _distance(logits(["A", "C"], False, False), logits(["B", "C"], False, False))
+    apart = distance(logits(["A", "C"], False, True), logits(["B", "C"], False, True))
+    mixed = distance(logits(["A", "C"], False, False), logits(["B", "C"], False, False))
     return apart <= _NEGLIGIBLE * mixed
 
 
@@ -238,11 +241,12 @@ def _uses_positions(logits: _Logits, *, together: bool) -> bool:
     if not changed or not together:
         return changed
     alone = logits(["C"], False, False)
-    apart = _distance(logits(["A", "C"], True, True), alone)
-    return apart <= _NEGLIGIBLE * _distance(logits(["A", "C"], False, False), alone)
+    apart = distance(logits(["A", "C"], True, True), alone)
+    return apart <= _NEGLIGIBLE * distance(logits(["A", "C"], False, False), alone)
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
+def distance(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference between the entries of two tensors."""
     return float((one - other).abs().max())
 
 
@@ -313,6 +317,17 @@ def _mask(
     )
     if documents_of_forward() is None or visible is None:
         return visible
+    return additive_mask(visible, dtype)
+
+
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask that layers can share; each would make and keep one from a boolean mask.
+
+    Args:
+        visible: Whether a query sees a key.
+        dtype: The dtype of the queries.
+    """
+    device = visible.device
     bias = torch.zeros(visible.shape, dtype=kernel_dtype(dtype, device), device=device)
     return bias.masked_fill_(~visible, -torch.inf)
 

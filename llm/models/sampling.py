@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llm.errors import DivergedError
+from llm.models.attention import evaluating
 from llm.models.configuration import max_positions
 from llm.models.init import keyed_generator
 
@@ -79,24 +80,19 @@ def continue_tokens(
     input_ids = torch.tensor([start], device=model.device)
     # Never draw rows of the head that are not tokens, such as padding.
     unused = list(range(len(tokenizer), model.get_input_embeddings().weight.shape[0]))
-    training = model.training
-    model.eval()
-    try:
-        # A compiled model would recompile as the text grows.
-        eager = torch.compiler.set_stance("force_eager")
-        with eager, keyed_generator(seed, "sample", model.device):
-            output = model.generate(
-                input_ids=input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                max_new_tokens=max_new_tokens,
-                pad_token_id=end if end is not None else 0,
-                eos_token_id=end,
-                suppress_tokens=unused or None,
-                logits_processor=[partial(_check_logits, model)],
-                **{"do_sample": True, **generation},
-            )
-    finally:
-        model.train(training)
+    # A compiled model would recompile as the text grows.
+    eager = torch.compiler.set_stance("force_eager")
+    with evaluating(model), eager, keyed_generator(seed, "sample", model.device):
+        output = model.generate(
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=end if end is not None else 0,
+            eos_token_id=end,
+            suppress_tokens=unused or None,
+            logits_processor=[partial(_check_logits, model)],
+            **{"do_sample": True, **generation},
+        )
     new: list[int] = output[0, len(start) :].tolist()
     return new
 

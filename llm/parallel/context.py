@@ -24,7 +24,15 @@ from transformers.masking_utils import causal_mask_function
 
 from llm.data.loader import MicroBatch
 from llm.errors import ConfigError
-from llm.models.attention import documents_of_forward, kernel_dtype, run_model
+from llm.models.attention import (
+    additive_mask,
+    distance,
+    documents_of_forward,
+    evaluating,
+    kernel_dtype,
+    random_tokens,
+    run_model,
+)
 from llm.parallel.dims import ParallelDims
 from llm.runtime import torch_names
 from llm.runtime.float32 import full_float32
@@ -147,9 +155,7 @@ class _ShardedAttention:
         if documents is not None:
             of_keys = shard.gather(documents, 1)[:, None, None]
             visible = visible & (documents[:, None, :, None] == of_keys)
-        # An additive mask: each layer would make and keep one from a boolean mask.
-        bias = torch.zeros(visible.shape, dtype=kernel_dtype(dtype, device), device=device)
-        return bias.masked_fill_(~visible, -torch.inf)
+        return additive_mask(visible, dtype)
 
     def attend(
         self,
@@ -229,30 +235,27 @@ def check_divisible(model: PreTrainedModel, *, ranks: int, block_size: int) -> N
     positions, tokens = ends.flatten(), torch.arange(ends.numel(), device=model.device)
     front, back = tokens.view(2, ranks, -1).unbind()
     shards = torch.cat([front, back.flip(0)], dim=1)
-    generator = torch.Generator().manual_seed(0)
-    vocab_size = model.config.get_text_config().vocab_size
-    input_ids = torch.randint(vocab_size, tokens.shape, generator=generator).to(model.device)
+    input_ids = random_tokens(model, len(tokens))
 
     def logits(of: Tensor) -> Tensor:
         outputs: Tensor = run_model(model, input_ids[of], positions[of], None).logits
         return outputs.float()
 
-    training, kernel = model.training, model.config._attn_implementation
-    model.eval()
+    kernel = model.config._attn_implementation
     try:
-        # Before the whole sequence: some rotary embeddings remember the longest they have seen.
-        alone = logits(shards[-1:])
-        whole = logits(tokens.unsqueeze(0))[0, shards]
-        apart = logits(shards)
-        _simulate_ranks(model, shards)
-        divided = logits(shards)
-        error = max(_distance(divided, whole), _distance(alone, apart[-1:]))
-        divisible = not model._is_stateful and error <= _TOLERANCE * _distance(apart, whole)
+        with evaluating(model):
+            # Before the whole sequence: some rotary embeddings remember the longest they have seen.
+            alone = logits(shards[-1:])
+            whole = logits(tokens.unsqueeze(0))[0, shards]
+            apart = logits(shards)
+            _simulate_ranks(model, shards)
+            divided = logits(shards)
+        error = max(distance(divided, whole), distance(alone, apart[-1:]))
+        divisible = not model._is_stateful and error <= _TOLERANCE * distance(apart, whole)
     except (TypeError, ValueError, IndexError, RuntimeError):
         divisible = False  # it takes no positions, or its attention has another interface
     finally:
         model.set_attn_implementation(kernel)
-        model.train(training)
     if not divisible:
         raise ConfigError(
             f"--context_parallel_size {ranks} cannot divide samples of {block_size} tokens of "
@@ -328,7 +331,3 @@ def _for_all_heads(query: Tensor, tensor: Tensor) -> Tensor:
     """Repeat key or value heads that several query heads share."""
     repeated: Tensor = repeat_kv(tensor, query.shape[1] // tensor.shape[1])
     return repeated
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max())

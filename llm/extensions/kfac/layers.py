@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from llm.errors import ConfigError
 from llm.extensions.matrix_optim.fused import Fusion
 from llm.extensions.matrix_optim.matrix_owners import gradients_of
+from llm.models.attention import evaluating
 from llm.optim.groups import output_head
 
 
@@ -336,12 +337,10 @@ def _shared_inputs(
         return layer.module.register_forward_hook(hook, with_kwargs=True)
 
     handles = [watch(layer) for layer in layers if not layer.is_stack]
-    training = model.training
-    model.eval()
     try:
-        sample_forward(model)
+        with evaluating(model):
+            sample_forward(model)
     finally:
-        model.train(training)
         for handle in handles:
             handle.remove()
     # A layer that runs twice reads two tensors, and only one would be shared.

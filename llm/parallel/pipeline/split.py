@@ -10,11 +10,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from llm.errors import ConfigError, one_line
-from llm.models.attention import run_model
+from llm.models.attention import evaluating, random_tokens, run_model
 from llm.models.sizes import find_blocks
 
 _LOOKUP_COST = 0.1
 """Cost of a weight in a lookup, relative to one in a matrix product."""
+
+SAMPLE = (2, 8)
+"""Shape of the tokens on which models are tried."""
 
 
 @dataclass(frozen=True)
@@ -139,24 +142,15 @@ def _trace(
         lengths[module] = len(output) if isinstance(output, tuple) else 0
 
     hooks = [module.register_forward_hook(note) for module in modules]
-    training = model.training
-    model.eval()
     try:
-        run_model(model, sample_tokens(model), None, None)
+        with evaluating(model):
+            run_model(model, random_tokens(model, *SAMPLE), None, None)
     except Exception as error:
         raise cannot_cut(model, one_line(error)) from error
     finally:
-        model.train(training)
         for hook in hooks:
             hook.remove()
     return calls, lengths
-
-
-def sample_tokens(model: PreTrainedModel) -> torch.Tensor:
-    """Return token ids [2, 8] on the model's device, always the same."""
-    generator = torch.Generator().manual_seed(0)
-    vocab_size = model.config.get_text_config().vocab_size
-    return torch.randint(vocab_size, (2, 8), generator=generator).to(model.device)
 
 
 def cannot_cut(model: PreTrainedModel, reason: str) -> ConfigError:

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llm.errors import ConfigError, one_line
-from llm.models.attention import run_model
+from llm.models.attention import evaluating, random_tokens, run_model
 from llm.models.loss import LanguageModelLoss
 from llm.parallel.pipeline.split import (
+    SAMPLE,
     PipelineModules,
     cannot_cut,
     find_pipeline_modules,
     num_parameters,
-    sample_tokens,
 )
 from llm.runtime.float32 import full_float32
 
@@ -223,25 +223,22 @@ def check_cut(model: PreTrainedModel, num_stages: int) -> None:
     modules = find_pipeline_modules(model)
     check_depth(len(modules.layers), num_stages)
     loss = LanguageModelLoss(model, chunked=False)
-    input_ids = sample_tokens(model)
-    training = model.training
-    model.eval()
+    input_ids = random_tokens(model, *SAMPLE)
     try:
-        layers = modules.assign_layers(num_stages)
-        stages = [_make_stage(loss, modules, of_stage)[0] for of_stage in layers]
-        passed: list[Any] = [input_ids]
-        for stage in stages:
-            passed.append(stage(passed[-1], input_ids=input_ids, labels=input_ids))
-        passed[-1] = loss(input_ids, input_ids)
-        loss(input_ids.flip(1), input_ids)
-        for number in reversed(range(num_stages)):
-            alone = stages[number](passed[number], input_ids=input_ids, labels=input_ids)
-            if not _alike(alone, passed[number + 1]):
-                raise ValueError("its layers pass each other more than their outputs")
+        with evaluating(model):
+            layers = modules.assign_layers(num_stages)
+            stages = [_make_stage(loss, modules, of_stage)[0] for of_stage in layers]
+            passed: list[Any] = [input_ids]
+            for stage in stages:
+                passed.append(stage(passed[-1], input_ids=input_ids, labels=input_ids))
+            passed[-1] = loss(input_ids, input_ids)
+            loss(input_ids.flip(1), input_ids)
+            for number in reversed(range(num_stages)):
+                alone = stages[number](passed[number], input_ids=input_ids, labels=input_ids)
+                if not _alike(alone, passed[number + 1]):
+                    raise ValueError("its layers pass each other more than their outputs")
     except Exception as error:
         raise cannot_cut(model, one_line(error)) from error
-    finally:
-        model.train(training)
 
 
 def _alike(one: Tensor | tuple[Tensor, ...], other: Tensor | tuple[Tensor, ...]) -> bool:
