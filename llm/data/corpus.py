@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from llm.data.formats.flat import AnyTokenFile
 from llm.data.formats.megatron import add_suffix, mapping_of
 from llm.data.formats.parts import PartedTokens, TokenFileParts, Tokens, arrays_of
-from llm.data.mixture import Mixture, MixtureStage
-from llm.data.order import WindowSampler
+from llm.data.order import Mixture, MixtureStage, WindowSampler
 from llm.errors import DataError
 
 _READ_BYTES = 32 * 2**20

@@ -13,9 +13,8 @@ from llm.data.corpus import Corpus, CorpusSource, TokenStream, beyond_vocabulary
 from llm.data.formats.flat import AnyTokenFile, FlatTokenFile
 from llm.data.formats.megatron import TokenFile, read_row_bytes, token_dtype
 from llm.data.formats.sidecar import check_tokenizer, open_described
-from llm.data.mixture import MixtureStage
 from llm.data.options import DataOptions
-from llm.data.order import DocumentBoundaries
+from llm.data.order import DocumentBoundaries, MixtureStage
 from llm.data.splits import DEFAULT_SPLIT, parse_blend, parse_split, split_documents, split_rows
 from llm.data.text_to_tokens import Text, TextEncoding
 from llm.data.workers import bounded_workers

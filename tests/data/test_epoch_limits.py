@@ -5,8 +5,8 @@ import pytest
 from llm.data.corpus import CorpusSource, Samples, TokenStream
 from llm.data.epoch_limits import check_epochs
 from llm.data.formats.flat import open_token_file
-from llm.data.mixture import MixtureStage
 from llm.data.options import DataOptions
+from llm.data.order import MixtureStage
 from llm.errors import ConfigError
 from tests.support.token_files import write_pair
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from llm.data.corpus import CorpusSource, Samples, TokenStream
 from llm.data.formats.flat import open_token_file
-from llm.data.mixture import Mixture, MixtureStage, stage_starts
-from llm.data.order import Blend, WindowSampler
+from llm.data.order import Blend, Mixture, MixtureStage, WindowSampler, stage_starts
 from llm.errors import ConfigError, DataError
 from tests.support.token_files import write_pair
 

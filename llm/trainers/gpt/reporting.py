@@ -26,7 +26,7 @@ from llm.config.options import format_default, non_default
 from llm.config.toml import to_toml
 from llm.data.corpus import CorpusSource
 from llm.data.loader import TrainLoader
-from llm.data.mixture import stage_starts
+from llm.data.order import stage_starts
 from llm.errors import ConfigError, DivergedError, one_line
 from llm.metrics.hardware import device_peak_flops
 from llm.metrics.tracker import Tracker

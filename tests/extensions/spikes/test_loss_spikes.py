@@ -14,7 +14,7 @@ from llm.data.corpus import Corpus, CorpusSource, Samples, TokenStream
 from llm.data.formats.megatron import TokenFile
 from llm.data.inspect import main
 from llm.data.loader import TrainLoader
-from llm.data.mixture import MixtureStage
+from llm.data.order import MixtureStage
 from llm.errors import DivergedError
 from llm.extensions.spikes.loss_spikes import LossSpikes
 from llm.trainers.gpt.extensions import GPTConfig
