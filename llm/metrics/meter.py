@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from llm.runtime.float32 import sums_dtype
+
 _COUNTS = ("num_tokens", "skipped_steps", "nan_steps", "grad_norm")
 """The numbers in a checkpoint, except the sums."""
 
@@ -31,7 +33,7 @@ class Meter:
     ) -> None:
         self._rank, self._names = rank, names
         self._counted = [name for name in names if f"#{name}" in names]
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+        dtype = sums_dtype(device)
         self.sums = torch.zeros(len(names), dtype=dtype, device=device)
         self.num_tokens = torch.zeros((), dtype=dtype, device=device)
         self.skipped_steps = torch.zeros((), device=device)

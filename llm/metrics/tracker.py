@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from llm.metrics.hardware import memory_in_use
-from llm.runtime.files import read_json_lines, sync, write_whole
+from llm.runtime.files import json_safe, read_json_lines, sync, write_whole
 from llm.runtime.logging import event, short_form
 
 logger = logging.getLogger("llm")
@@ -243,7 +242,7 @@ class Tracker:
             logger.warning(f"The trackers get no more points ({error}); metrics.jsonl does.")
             self._log_to_trackers = lambda values, step: None
         if self._file is not None:
-            values = {name: _json_safe(value) for name, value in record.items()}
+            values = {name: json_safe(value) for name, value in record.items()}
             self._file.write(json.dumps({"step": step} | values) + "\n")
             sync(self._file)
 
@@ -332,8 +331,3 @@ def _tag(name: str) -> str:
         (group for group in ("eval", "kfac", "task") if name.startswith(f"{group}_")), "train"
     )
     return f"{group}/{name.removeprefix(f'{group}_')}"
-
-
-def _json_safe(value: Any) -> Any:
-    """Replace infinite numbers and NaN by None, because JSON cannot hold them."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -18,6 +18,7 @@ from llm.models.cross_entropy import Softmax, chunked_cross_entropy
 from llm.models.options import ModelOptions
 from llm.models.patches.tied_embedding import TiedEmbedding
 from llm.models.sizes import find_blocks
+from llm.runtime.float32 import sums_dtype
 from llm.runtime.labels import IGNORED
 
 _CPU_CHUNK_BYTES = 32 * 2**20
@@ -447,12 +448,6 @@ def hidden_states(
     """Return the input of the output head, [batch, length, width]; arguments as for `run_model`."""
     hidden: Tensor = run_model(model.base_model, input_ids, positions, documents)[0]
     return hidden
-
-
-def sums_dtype(device: torch.device) -> torch.dtype:
-    """Return the type of per-source sums."""
-    # In float64 (not available on MPS), sums of float32 losses are nearly exact in any order.
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 @torch.no_grad()

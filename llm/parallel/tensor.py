@@ -6,6 +6,7 @@ styles come from transformers, or are ours if transformers has none that is exac
 weight is a DTensor with the name and shape of the whole one, contiguous on each rank.
 """
 
+import functools
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -158,44 +159,31 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _colwise(module: Any, mesh: DeviceMesh, stream: ResidualStream) -> None:
-    """Shard the outputs of a linear layer."""
-    _shard(module, mesh, weight=Shard(0), **({} if module.bias is None else {"bias": Shard(0)}))
+def _colwise(
+    module: Any, mesh: DeviceMesh, stream: ResidualStream, *, transposed: bool = False
+) -> None:
+    """Shard the outputs of a linear layer; the weight of a Conv1D is transposed."""
+    bias_placement = {} if module.bias is None else {"bias": Shard(0)}
+    _shard(module, mesh, weight=Shard(1 if transposed else 0), **bias_placement)
 
     def forward(inputs: Tensor) -> Tensor:
+        weight = module.weight.to_local()
         bias = None if module.bias is None else module.bias.to_local()
-        return F.linear(stream.read(inputs), module.weight.to_local(), bias)
+        return F.linear(stream.read(inputs), weight.t() if transposed else weight, bias)
 
     module.forward = forward
 
 
-def _rowwise(module: Any, mesh: DeviceMesh, stream: ResidualStream) -> None:
-    """Shard the inputs of a linear layer, which come sharded."""
-    _shard(module, mesh, weight=Shard(1))
+def _rowwise(
+    module: Any, mesh: DeviceMesh, stream: ResidualStream, *, transposed: bool = False
+) -> None:
+    """Shard the inputs of a linear layer, which come sharded; as for `_colwise`."""
+    _shard(module, mesh, weight=Shard(0 if transposed else 1))
 
     def forward(inputs: Tensor) -> Tensor:
-        return stream.add(F.linear(inputs, module.weight.to_local()), module.bias)
-
-    module.forward = forward
-
-
-def _conv1d_colwise(module: Any, mesh: DeviceMesh, stream: ResidualStream) -> None:
-    """Shard the outputs of a transposed linear layer."""
-    _shard(module, mesh, weight=Shard(1), bias=Shard(0))
-
-    def forward(inputs: Tensor) -> Tensor:
-        weight, bias = module.weight.to_local(), module.bias.to_local()
-        return F.linear(stream.read(inputs), weight.t(), bias)
-
-    module.forward = forward
-
-
-def _conv1d_rowwise(module: Any, mesh: DeviceMesh, stream: ResidualStream) -> None:
-    """Shard the inputs of a transposed linear layer, which come sharded."""
-    _shard(module, mesh, weight=Shard(0))
-
-    def forward(inputs: Tensor) -> Tensor:
-        return stream.add(F.linear(inputs, module.weight.to_local().t()), module.bias)
+        weight = module.weight.to_local()
+        product = F.linear(inputs, weight.t() if transposed else weight)
+        return stream.add(product, module.bias)
 
     module.forward = forward
 
@@ -244,8 +232,8 @@ def _replicated_with_grad_allreduce(
 
 _Style = Callable[[Any, DeviceMesh, ResidualStream], None]
 _OURS: dict[str, _Style] = {
-    "conv1d_colwise": _conv1d_colwise,
-    "conv1d_rowwise": _conv1d_rowwise,
+    "conv1d_colwise": functools.partial(_colwise, transposed=True),
+    "conv1d_rowwise": functools.partial(_rowwise, transposed=True),
     "conv1d_heads": _conv1d_heads,
     "replicated_with_grad_allreduce": _replicated_with_grad_allreduce,
 }

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -49,6 +50,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
         return []
     with path.open(encoding="utf-8", errors="replace") as file:
         return [read(line) for line in file]
+
+
+def json_safe(value: Any) -> Any:
+    """Replace infinite numbers and NaN by None, because JSON cannot hold them."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def sync(file: IO[bytes] | IO[str]) -> None:

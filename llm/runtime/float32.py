@@ -1,4 +1,4 @@
-"""The precision of matrix products: full float32 if accuracy matters, bf16 on fast hardware."""
+"""The precision of matrix products (float32 for accuracy, bf16 for speed) and of long sums."""
 
 import contextlib
 from collections.abc import Iterator
@@ -40,3 +40,8 @@ def has_half_products(device: torch.device, dtype: torch.dtype = torch.bfloat16)
         mkldnn = torch.backends.mkldnn.is_available()
         return mkldnn and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+def sums_dtype(device: torch.device) -> torch.dtype:
+    """Return the type of sums of float32 values that are nearly exact in any order."""
+    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64

@@ -7,13 +7,14 @@ import errno
 import json
 import logging
 import logging.handlers
-import math
 import os
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any, Literal
+
+from llm.runtime.files import json_safe
 
 Kind = Literal[
     "start", "resume", "branch", "save", "evaluation", "task", "skip", "spike", "rewind", "stop"
@@ -129,8 +130,7 @@ def append_event(path: Path, kind: Kind, *, step: int | None, **values: object) 
         "event": kind,
         "step": step,
     }
-    for name, value in values.items():
-        record[name] = None if isinstance(value, float) and not math.isfinite(value) else value
+    record |= {name: json_safe(value) for name, value in values.items()}
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
 

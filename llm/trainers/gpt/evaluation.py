@@ -13,6 +13,7 @@ import torch
 from llm.data.loader import EvalLoader, MicroBatch
 from llm.errors import ConfigError, one_line
 from llm.parallel.base import AcceleratedStrategy
+from llm.runtime.float32 import sums_dtype
 from llm.runtime.labels import IGNORED
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.run_setup import RunSetup
@@ -164,8 +165,7 @@ def evaluate_source(
         `loss` (nats per token), `perplexity`, `bits_per_byte` if the bytes are known, and the
         values of the metrics; equal on all ranks.
     """
-    # Sums in float64 (MPS has none) do not depend on the order of the batches.
-    dtype = torch.float32 if strategy.device.type == "mps" else torch.float64
+    dtype = sums_dtype(strategy.device)
     totals = torch.zeros(2, dtype=dtype, device=strategy.device)
     for batch in source.batches:
         loss_sum, num_tokens = strategy.evaluate(batch)

@@ -66,7 +66,15 @@ class Trainer:
         self.strategy = strategy
         self.plan, self.schedule = setup.plan, setup.schedule
         self.block_size = setup.block_size
-        self.loader = _loader(config, setup, strategy)
+        self.loader = TrainLoader(
+            samples=setup.samples,
+            plan=setup.plan,
+            rank=strategy.data_rank,
+            device=strategy.device,
+            document_boundaries=setup.document_boundaries,
+            with_sources=config.log_source_losses,
+            skipped=setup.skipped,
+        )
         self.folder = str(setup.run.path)
         self.health, self.interruption, self.tracker = health, interruption, tracker
         self.evaluate, self.sample = evaluate, sample
@@ -313,16 +321,3 @@ class Trainer:
             words.append(f"ms per step: {1000 * seconds / steps:.1f}")
         self.last_eval_mark = self.state.step, self.state.seconds
         return [*words, f"total train time: {self.state.seconds:.1f} s"]
-
-
-def _loader(config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> TrainLoader:
-    """Return the loader of this rank's samples."""
-    return TrainLoader(
-        samples=setup.samples,
-        plan=setup.plan,
-        rank=strategy.data_rank,
-        device=strategy.device,
-        document_boundaries=setup.document_boundaries,
-        with_sources=config.log_source_losses,
-        skipped=setup.skipped,
-    )

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import logging
-import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from llm.errors import ConfigError, one_line
 from llm.metrics.tracker import task_values
 from llm.models.model_card import Card
 from llm.models.sizes import parameter_counts
-from llm.runtime.files import write_whole
+from llm.runtime.files import json_safe, write_whole
 from llm.runtime.logging import counted
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.loop import Trainer
@@ -76,7 +75,7 @@ def _collect_results(
     if state.best_loss is not None:
         evaluation["best_eval_loss"] = state.best_loss
     return {
-        **{name: value if math.isfinite(value) else None for name, value in evaluation.items()},
+        **{name: json_safe(value) for name, value in evaluation.items()},
         "steps": state.step,
         "samples": state.samples,
         "tokens": state.tokens,

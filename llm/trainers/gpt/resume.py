@@ -243,19 +243,15 @@ def fixed_options(config: CoreConfig, *, like: dict[str, Any] | None = None) -> 
         config: The options.
         like: Fixed options of a checkpoint; provide seed and precision if the options do not.
     """
-    fixed = _options(config, kind="fixed")
+    fixed = _options(config, "fixed")
     for name in ("seed", *_BY_DEVICE):
         if like is not None and name in fixed and fixed[name] is None:
             fixed[name] = like.get(name)
     return fixed
 
 
-def _logged_options(config: CoreConfig) -> dict[str, Any]:
-    """Return the options that a resumed run may change and logs, as JSON values."""
-    return _options(config, kind="logged")
-
-
-def _options(config: CoreConfig, *, kind: str) -> dict[str, Any]:
+def _options(config: CoreConfig, kind: str) -> dict[str, Any]:
+    """Return the options that checkpoints record as fixed or as logged, as JSON values."""
     return _as_json({field.name: getattr(config, field.name) for field in _recorded(config, kind)})
 
 
@@ -277,7 +273,7 @@ def recorded_options(config: CoreConfig) -> dict[str, dict[str, Any]]:
         for field in options.fields(type(config))
         if field.option.extension and getattr(config, field.name) == field.default
     }
-    kinds = {"fixed": fixed_options(config), "logged": _logged_options(config)}
+    kinds = {"fixed": fixed_options(config), "logged": _options(config, "logged")}
     return {
         kind: {name: value for name, value in values.items() if name not in left_out}
         for kind, values in kinds.items()
@@ -307,7 +303,7 @@ def log_changes(config: CoreConfig, checkpoint: Checkpoint, *, ranks: int) -> No
     fixed, logged = (_saved_options(config, checkpoint, kind) for kind in ("fixed", "logged"))
     changed = [
         *differences(fixed, fixed_options(config, like=fixed)),
-        *differences(logged, _logged_options(config)),
+        *differences(logged, _options(config, "logged")),
         *differences({"number of ranks": checkpoint.world_size}, {"number of ranks": ranks}),
     ]
     if changed:
