@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from llm.checkpoints import CheckpointsOptions
-from llm.config.options import to_markdown
+from llm.config.options import fields, format_default
 from llm.data.inspect import InspectOptions
 from llm.data.preparation.options import PrepareConfig
 from llm.data.train_tokenizer import TrainTokenizerOptions
@@ -38,6 +38,30 @@ PAGES = {
         TopologyOptions,
     ),
 }
+
+
+def to_markdown(cls: type) -> str:
+    """Describe every option, in one Markdown table per group."""
+    lines: list[str] = []
+    group = ""
+    for field in fields(cls):
+        if field.option.group != group:
+            group = field.option.group
+            lines += ["", f"## {group}", "", "| Option | Default | Meaning |", "|---|---|---|"]
+        names = ", ".join(f"`{name}`" for name in field.names)
+        default = "" if field.default in (None, (), "") else f"`{format_default(field.default)}`"
+        text = field.option.help.replace("|", "\\|")
+        if field.choices and field.members == (str,):
+            text += " One of " + ", ".join(f"`{choice}`" for choice in field.choices) + "."
+        needs = [need.replace("=", " ") for need in field.option.requires]
+        if needs and not set(needs[0].split()[-1:]) & set(re.findall(r"[\w-]+", text)):
+            text += " Needs " + " or ".join(f"`{need}`" for need in needs) + "."
+        if field.option.resume in ("state", "fixed"):
+            text += " *Fixed.*"
+        if field.option.one_shot:
+            text += " *Not recorded.*"
+        lines.append(f"| {names} | {default} | {text} |")
+    return "\n".join(lines).lstrip("\n") + "\n"
 
 
 def configuration_page(page: str) -> str:

@@ -5,7 +5,6 @@ import bz2
 import importlib
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -36,11 +35,10 @@ from llm.runtime.signals import EXIT_PREEMPTED
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from tests.support.package import LAYERS, MODULES, ROOT
+from tests.support.pages import GENERATOR
 
 SITE = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *SITE]
-
-GENERATOR = runpy.run_path(str(ROOT / "docs/generate.py"))
 
 COMMAND_PROGRAMS = all_programs()
 OPTIONS = {

@@ -1,1 +1,1 @@
-"""Options as a dataclass: command-line flags, TOML files, and a page of the documentation."""
+"""Options as a dataclass: command-line flags and TOML files."""

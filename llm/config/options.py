@@ -1,8 +1,9 @@
-"""Options as a flat dataclass: declaration, checks, Markdown page; numbers of tokens as 1.5M.
+"""Options as a flat dataclass: declaration and checks; numbers of tokens as 1.5M.
 
 A program declares its settings once, as a dataclass with fields made by
 [option][llm.config.options.option]. The rest follows from the declaration: the flags
-(`llm/config/command_line.py`), the TOML file (`llm/config/toml.py`), the page of the documentation.
+(`llm/config/command_line.py`), the TOML file (`llm/config/toml.py`), and the tables of the
+documentation (`docs/generate.py`).
 """
 
 import dataclasses
@@ -17,12 +18,13 @@ import types
 import typing
 from collections.abc import Callable, Iterable
 from fractions import Fraction
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 from llm.config.other_trainers import counterpart
 from llm.errors import ConfigError
 
 T = TypeVar("T")
+Declared = ParamSpec("Declared")
 
 _BELOW = 128
 """Bytes reserved for names below a path, such as checkpoint files in a run's folder."""
@@ -33,52 +35,11 @@ unless the user allows the change (fixed), may change it and logs the change, be
 evaluation change too (logged), or may change it (free)."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Option:
-    """The declaration of an option, besides its type and default; see `option`."""
+    """The declaration of an option, besides its type and default.
 
-    help: str
-    group: str = ""
-    aliases: tuple[str, ...] = ()
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-    resume: Resume | None = None
-    one_shot: bool = False
-    path: bool = False
-    requires: tuple[str, ...] = ()
-    choices: Callable[[type], Iterable[str]] | None = None
-    common: bool = False
-    extension: bool = False
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether a resumed run must keep the value."""
-        return self.resume in ("state", "fixed")
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    group: str = "",
-    aliases: tuple[str, ...] = (),
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-    resume: Resume | None = None,
-    one_shot: bool = False,
-    path: bool = False,
-    requires: tuple[str, ...] = (),
-    choices: Callable[[type], Iterable[str]] | None = None,
-    common: bool = False,
-) -> Any:
-    """Declare a field of an option dataclass.
-
-    Args:
-        default: Value when neither the TOML file nor the command line gives one.
+    Attributes:
         help: One or two sentences for `--help` and the configuration page.
         group: Heading that lists it; by default the heading of its class.
         aliases: Other names that mean the same.
@@ -94,23 +55,39 @@ def option(
         choices: Returns the strings that it allows, from the class with all options; by default
             its type lists them.
         common: Whether `--help` shows it, although `COMMON` of the class does not name it.
+        extension: Whether it belongs to an extension, as its class says.
     """
-    described = Option(
-        help=help,
-        group=group,
-        aliases=aliases,
-        at_least=at_least,
-        above=above,
-        at_most=at_most,
-        below=below,
-        resume=resume,
-        one_shot=one_shot,
-        path=path,
-        requires=requires,
-        choices=choices,
-        common=common,
-    )
-    return dataclasses.field(default=default, metadata={"option": described})
+
+    help: str
+    _: dataclasses.KW_ONLY
+    group: str = ""
+    aliases: tuple[str, ...] = ()
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    resume: Resume | None = None
+    one_shot: bool = False
+    path: bool = False
+    requires: tuple[str, ...] = ()
+    choices: Callable[[type], Iterable[str]] | None = None
+    common: bool = False
+    extension: bool = False
+
+
+def _field_maker(declare: Callable[Declared, Option]) -> Callable[Concatenate[Any, Declared], Any]:
+    """Return a function that takes a default and the arguments of a declaration."""
+
+    def option(default: Any, /, *args: Declared.args, **kwargs: Declared.kwargs) -> Any:
+        return dataclasses.field(default=default, metadata={"option": declare(*args, **kwargs)})
+
+    return option
+
+
+option = _field_maker(Option)
+"""Declare a field of an option dataclass: its default, then the attributes of its `Option`.
+
+The default is the value when neither the TOML file nor the command line gives one."""
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -343,30 +320,6 @@ def format_default(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def to_markdown(cls: type) -> str:
-    """Describe every option, in one Markdown table per group."""
-    lines: list[str] = []
-    group = ""
-    for field in fields(cls):
-        if field.option.group != group:
-            group = field.option.group
-            lines += ["", f"## {group}", "", "| Option | Default | Meaning |", "|---|---|---|"]
-        names = ", ".join(f"`{name}`" for name in field.names)
-        default = "" if field.default in (None, (), "") else f"`{format_default(field.default)}`"
-        text = field.option.help.replace("|", "\\|")
-        if field.choices and field.members == (str,):
-            text += " One of " + ", ".join(f"`{choice}`" for choice in field.choices) + "."
-        needs = [need.replace("=", " ") for need in field.option.requires]
-        if needs and not set(needs[0].split()[-1:]) & set(re.findall(r"[\w-]+", text)):
-            text += " Needs " + " or ".join(f"`{need}`" for need in needs) + "."
-        if field.option.is_fixed:
-            text += " *Fixed.*"
-        if field.option.one_shot:
-            text += " *Not recorded.*"
-        lines.append(f"| {names} | {default} | {text} |")
-    return "\n".join(lines).lstrip("\n") + "\n"
 
 
 def paths(config: Any) -> list[tuple[str, str]]:

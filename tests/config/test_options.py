@@ -6,15 +6,10 @@ from typing import Literal
 import pytest
 
 from llm.config.command_line import parse
-from llm.config.options import (
-    fields,
-    missing_requirements,
-    option,
-    option_group,
-    to_markdown,
-)
+from llm.config.options import fields, missing_requirements, option, option_group
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
+from tests.support.pages import to_markdown
 
 
 @dataclass(kw_only=True)

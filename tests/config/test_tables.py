@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from llm.config.command_line import parse
-from llm.config.options import Tokens, option, paths, to_markdown
+from llm.config.options import Tokens, option, paths
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
+from tests.support.pages import to_markdown
 
 
 @dataclass(frozen=True, kw_only=True)
