@@ -79,25 +79,16 @@ def run_model(
     """
     if positions is not None:
         kwargs["position_ids"] = positions
-    if documents is None:
-        # Without documents, SDPA uses its causal kernel.
+    _answer.documents = documents  # without documents, SDPA uses its causal kernel
+    try:
         return model(input_ids=input_ids, use_cache=False, **kwargs)
-    with _answering(documents):
-        return model(input_ids=input_ids, use_cache=False, **kwargs)
+    finally:
+        _answer.documents = None
 
 
 def documents_of_forward() -> Tensor | None:
     """Return the documents that `run_model` received for the current forward pass."""
     return _answer.documents
-
-
-@contextmanager
-def _answering(documents: Tensor) -> Iterator[None]:
-    _answer.documents = documents
-    try:
-        yield
-    finally:
-        _answer.documents = None
 
 
 @contextmanager

@@ -99,29 +99,20 @@ def _eval_results(card: Card) -> "list[EvalResult]":
     """Return the finite results in the format of the Hub's model index."""
     from huggingface_hub import EvalResult
 
-    dataset = _on_hub(card.dataset)
-    validation = [
+    dataset = _on_hub(card.dataset) or "text"
+    validation = (dataset, card.validation, "validation", card.results)
+    tasks = ((task, task, None, results) for task, results in card.task_results.items())
+    return [
         EvalResult(
             task_type="text-generation",
-            dataset_type=dataset or "text",
-            dataset_name=card.validation,
-            dataset_split="validation",
-            metric_type=name,
+            dataset_type=kind,
+            dataset_name=name,
+            dataset_split=split,
+            metric_type=metric,
             metric_value=value,
         )
-        for name, value in card.results.items()
-        if math.isfinite(value)
-    ]
-    return validation + [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=task,
-            dataset_name=task,
-            metric_type=name,
-            metric_value=value,
-        )
-        for task, metrics in card.task_results.items()
-        for name, value in metrics.items()
+        for kind, name, split, results in (validation, *tasks)
+        for metric, value in results.items()
         if math.isfinite(value)
     ]
 

@@ -1,7 +1,5 @@
 """A pretrained model's safetensors files, so that each rank can read just its shards."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +22,6 @@ class WeightFile:
 
     path: str
     key_of: dict[str, str]
-
-    @contextmanager
-    def open(self) -> Iterator[Any]:
-        """Map the file into memory until the context ends."""
-        with safe_open(self.path, framework="pt") as opened:
-            yield opened
 
 
 def find_weight_files(model: PreTrainedModel, weights_from: str) -> list[WeightFile] | None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -69,7 +70,7 @@ def fill_model(
     init_shards(model, make_recipe, seed=seed, device=device, loaded=loaded)
     own = _tensors(model)
     for file in files:
-        with file.open() as opened, torch.no_grad():
+        with safe_open(file.path, framework="pt") as opened, torch.no_grad():
             for name in file.key_of.keys() & own.keys():
                 _copy_shard(own[name], opened.get_slice(file.key_of[name]))
     for transform in transforms:

@@ -17,7 +17,7 @@ _LOOKUP_COST = 0.1
 """Cost of a weight in a lookup, relative to one in a matrix product."""
 
 SAMPLE = (2, 8)
-"""Shape of the tokens on which models are tried."""
+"""Shape of the tokens that models are tried with."""
 
 
 @dataclass(frozen=True)
