@@ -24,6 +24,7 @@ from llm.runtime.files import write_whole
 from llm.runtime.logging import quiet_libraries, set_up_logging
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import extensions_of
+from llm.trainers.gpt.trained_model import tokenizer_of
 
 # Files at the top of a model's repository. Weights are read as safetensors if possible.
 _SETTINGS = (".jinja", ".json", ".model", ".py", ".tiktoken", ".txt")
@@ -166,17 +167,12 @@ def check(config: GPTConfig) -> None:
         ConfigError: A part is missing, or a metric needs a Python package.
     """
     from llm.models.configuration import load_config
-    from llm.tokenizers.load_tokenizer import load_tokenizer
     from llm.trainers.gpt.evaluation import load_metrics
 
     if config.config_name or config.model_name_or_path:
         load_config(config)
     if config.tokenizer_name or config.model_name_or_path:
-        load_tokenizer(
-            config,
-            model_name_or_path=config.model_name_or_path,
-            trust_remote_code=config.trust_remote_code,
-        )
+        tokenizer_of(config)
     load_metrics(config.eval_metrics)
 
 

@@ -74,12 +74,7 @@ def make_strategy(options: PlanOptions, accelerator: Any) -> AcceleratedStrategy
     layout = choose_dims(options, config, options.nodes * options.gpus_per_node)
     strategy: Any = AcceleratedStrategy(accelerator)
     if not layout.is_replicated:
-        strategy = ShardedStrategy(
-            accelerator,
-            layout,
-            sequence_parallel=options.sequence_parallel,
-            unsharded_gradients=options.unsharded_gradients,
-        )
+        strategy = ShardedStrategy(options, accelerator, layout)
     recipe = recipe_of(options, seed=1)
     recipe.plan(model)
     loss = LanguageModelLoss(model, chunked=options.chunked_loss)

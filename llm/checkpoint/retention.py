@@ -6,12 +6,11 @@ name that does not count. Only rank 0 uses this module.
 
 import logging
 import math
-import shutil
 from pathlib import Path
 
 from llm.checkpoint.format import REPLACED, Checkpoint, checkpoint_folders, step_of
 from llm.checkpoint.load import list_checkpoints
-from llm.runtime.files import sync_folder
+from llm.runtime.files import delete, sync_folder
 
 BEST = "best"
 """The link to the checkpoint with the lowest validation loss."""
@@ -113,10 +112,7 @@ def remove(path: Path) -> None:
 def _delete(path: Path) -> None:
     """Delete what does not count as a checkpoint; if that fails, the next save tries again."""
     try:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:  # not written by this package, but named like a checkpoint
-            path.unlink()
+        delete(path)  # perhaps a file or a link that is named like a checkpoint
     except OSError as error:  # NFS keeps a file that a reader has open, and so its folder
         logger.warning(
             f"{path} could not be removed ({error.strerror}); the next save tries again."

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import IO, Literal
 
 from llm.config.options import is_too_long
 from llm.errors import CheckpointError, ConfigError, DataError
-from llm.runtime.files import sync, try_lock, write_whole
+from llm.runtime.files import delete, sync, try_lock, write_whole
 from llm.runtime.logging import append_event
 
 Status = Literal["running", "finished", "preempted", "failed"]
@@ -260,12 +259,8 @@ class RunFolder:
             if overwrite:
                 # status.json marks the folder as a run, even if a kill interrupts the removal.
                 for path in self._of_training():
-                    if path.name == "status.json":
-                        continue
-                    if path.is_dir() and not path.is_symlink():
-                        shutil.rmtree(path)
-                    else:
-                        path.unlink()
+                    if path.name != "status.json":
+                        delete(path)
                 for name in _FOLDERS:
                     with contextlib.suppress(OSError):  # missing, or it contains files of the user
                         (self.path / name).rmdir()

@@ -40,8 +40,6 @@ class LanguageModelLoss(nn.Module):
 
     Args:
         model: A Hugging Face causal language model; not changed.
-        vocab_size: Number of tokens; further rows of the output head are padding, excluded from the
-            softmax. By default the size in the model's configuration.
         chunked: Whether to compute the loss in chunks. The logits must then be exactly `head(hidden
             states)`. By default `has_plain_head` decides.
         chunk_bytes: Memory for the fp32 logits of one chunk; by default it depends on the device.
@@ -61,7 +59,6 @@ class LanguageModelLoss(nn.Module):
         self,
         model: PreTrainedModel,
         *,
-        vocab_size: int | None = None,
         chunked: bool | None = None,
         chunk_bytes: int | None = None,
         aligned: bool | None = None,
@@ -72,7 +69,8 @@ class LanguageModelLoss(nn.Module):
         super().__init__()
         text_config = model.config.get_text_config()
         self.model = model
-        self.vocab_size: int = text_config.vocab_size if vocab_size is None else vocab_size
+        # Further rows of the output head are padding, excluded from the softmax.
+        self.vocab_size: int = text_config.vocab_size
         # The router's balancing loss is only available with the full logits.
         self._router = bool(getattr(text_config, "output_router_logits", False))
         self._router_coefficient = _router_coefficient(text_config) if self._router else 0.0

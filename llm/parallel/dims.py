@@ -3,13 +3,13 @@
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from llm.errors import ConfigError
 from llm.parallel.options import ParallelOptions
 
 Axis = Literal["pipeline", "replicate", "shard", "context", "tensor"]
-AXES: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "context", "tensor")
+AXES: tuple[Axis, ...] = get_args(Axis)
 """From the outermost to the innermost: ranks next to each other, on one node, send the most."""
 
 

@@ -35,6 +35,7 @@ from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context import SequenceShard, divide_attention
 from llm.parallel.dims import ParallelDims
 from llm.parallel.float8 import scaled_for_gathers, without_scale
+from llm.parallel.options import ParallelOptions
 from llm.parallel.tensor import divide_layers, partial_gradients
 
 _IN_BF16 = MixedPrecisionPolicy(
@@ -46,12 +47,9 @@ class ShardedStrategy(AcceleratedStrategy):
     """Every rank holds a shard of the weights, gradients and optimizer state.
 
     Args:
+        options: What the ranks send, and when.
         accelerator: The processes, devices and precision.
         dims: How many ranks each kind of parallelism has.
-        sequence_parallel: Whether tensor-parallel ranks each hold some tokens between the layers.
-        unsharded_gradients: Whether to accumulate unsharded gradients and reduce-scatter them only
-            in a step's last micro-batch.
-        fp8_all_gather: Whether the weights of float8 layers are gathered in float8.
         init_weights: Allocates and initializes this rank's shards of a model on the meta device;
             None if the model has weights.
 
@@ -65,12 +63,10 @@ class ShardedStrategy(AcceleratedStrategy):
 
     def __init__(
         self,
+        options: ParallelOptions,
         accelerator: Accelerator,
         dims: ParallelDims,
         *,
-        sequence_parallel: bool = False,
-        unsharded_gradients: bool = False,
-        fp8_all_gather: bool = False,
         init_weights: Callable[[PreTrainedModel], None] | None = None,
     ) -> None:
         super().__init__(accelerator)
@@ -84,10 +80,10 @@ class ShardedStrategy(AcceleratedStrategy):
             mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
         )
         self._sequence = SequenceShard(dims, self.rank) if dims.context > 1 else None
-        self._sequence_parallel = sequence_parallel
+        self._sequence_parallel = options.sequence_parallel
         self._partial_gradients: list[str] = []
-        self._unsharded_gradients = unsharded_gradients
-        self._gathers_in_fp8 = fp8_all_gather
+        self._unsharded_gradients = options.unsharded_gradients
+        self._gathers_in_fp8 = options.fp8_all_gather
         self._init_weights = init_weights
         self._embedding: FSDPModule | None = None
         self._head: FSDPModule | None = None

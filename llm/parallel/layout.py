@@ -45,14 +45,7 @@ class Layout:
         if not dims.is_replicated:
             from llm.parallel.fsdp import ShardedStrategy
 
-            return ShardedStrategy(
-                accelerator,
-                dims,
-                sequence_parallel=options.sequence_parallel,
-                unsharded_gradients=options.unsharded_gradients,
-                fp8_all_gather=options.fp8_all_gather,
-                init_weights=init_weights,
-            )
+            return ShardedStrategy(options, accelerator, dims, init_weights=init_weights)
         from llm.parallel.base import AcceleratedStrategy
 
         return AcceleratedStrategy(accelerator)

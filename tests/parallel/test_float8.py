@@ -22,6 +22,7 @@ from llm.models.options import ModelOptions
 from llm.optim.run_optimizer import Recipe
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.fsdp import ShardedStrategy
+from llm.parallel.options import ParallelOptions
 from llm.parallel.sharded_init import fill_model
 from tests.support.layouts import cpu_accelerator, dims_of, make_optimizer
 from tests.support.messages import Messages
@@ -59,12 +60,9 @@ def start(shard: int, *, fp8_all_gather: bool = True, recompute: bool = False, c
     strategy = AcceleratedStrategy(accelerator)
     if shard > 1:
         init_weights = functools.partial(fill_model, ModelOptions(), seed=1, device=CPU)
-        strategy = ShardedStrategy(
-            accelerator,
-            dims_of(shard=shard),
-            fp8_all_gather=fp8_all_gather,
-            init_weights=init_weights,
-        )
+        sends = ParallelOptions(fp8_all_gather=fp8_all_gather)
+        dims = dims_of(shard=shard)
+        strategy = ShardedStrategy(sends, accelerator, dims, init_weights=init_weights)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if compiled:

@@ -14,6 +14,7 @@ from llm.models.options import ModelOptions
 from llm.optim.run_optimizer import Recipe
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.fsdp import ShardedStrategy
+from llm.parallel.options import ParallelOptions
 from llm.parallel.sharded_init import fill_model
 from tests.support.layouts import cpu_accelerator, dims_of, make_optimizer
 from tests.support.models import FAMILIES, tiny_config, tiny_model
@@ -29,7 +30,8 @@ def start(
     """A strategy over all ranks whose model has started on the meta device."""
     model = tiny_model(config, device=META, **options)
     init_weights = functools.partial(fill_model, ModelOptions(**options), seed=1, device=CPU)
-    strategy = ShardedStrategy(accelerator, dims_of(shard=shard), init_weights=init_weights)
+    dims = dims_of(shard=shard)
+    strategy = ShardedStrategy(ParallelOptions(), accelerator, dims, init_weights=init_weights)
     strategy.prepare(LanguageModelLoss(model), Recipe(make_optimizer).make)
     return strategy
 

@@ -13,6 +13,7 @@ from llm.models.options import ModelOptions
 from llm.models.weight_files import find_weight_files
 from llm.optim.run_optimizer import Recipe
 from llm.parallel.fsdp import ShardedStrategy
+from llm.parallel.options import ParallelOptions
 from llm.parallel.sharded_init import fill_model
 from tests.support.layouts import cpu_accelerator, dims_of, make_optimizer
 from tests.support.models import tiny_config, tiny_model
@@ -39,6 +40,7 @@ def start(accelerator, config, folder: str, sizes: dict[str, int], optimizer, **
     files = find_weight_files(model, folder)
     assert files is not None
     strategy = ShardedStrategy(
+        ParallelOptions(),
         accelerator,
         dims_of(**sizes),
         init_weights=functools.partial(

@@ -41,14 +41,7 @@ def make_strategy(
     if dims.pipeline > 1:
         return PipelineStrategy(ParallelOptions(**options), accelerator, dims)
     if dims.world_size > 1:
-        given = ParallelOptions(**options)
-        return ShardedStrategy(
-            accelerator,
-            dims,
-            sequence_parallel=given.sequence_parallel,
-            unsharded_gradients=given.unsharded_gradients,
-            fp8_all_gather=given.fp8_all_gather,
-        )
+        return ShardedStrategy(ParallelOptions(**options), accelerator, dims)
     return AcceleratedStrategy(accelerator)
 
 

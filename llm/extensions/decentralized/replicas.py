@@ -52,7 +52,9 @@ class ReplicaLayout(Layout):
         from llm.extensions.decentralized.sharded_replicas import ShardedReplicas
 
         if isinstance(self.averaging, Gossip) and not dims.is_replicated:
-            return ShardedReplicas(self.averaging, accelerator, dims, init_weights=init_weights)
+            return ShardedReplicas(
+                self.averaging, options, accelerator, dims, init_weights=init_weights
+            )
         return DecentralizedStrategy(self.averaging, accelerator, ranks_per_replica=self.ranks_each)
 
     def load(self, checkpoint: "Checkpoint", parts: "Mapping[str, Stateful]") -> None:

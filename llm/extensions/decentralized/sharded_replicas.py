@@ -20,6 +20,7 @@ from llm.extensions.decentralized.decentralized import DecentralizedStrategy
 from llm.extensions.decentralized.modes import Gossip
 from llm.parallel.dims import ParallelDims
 from llm.parallel.fsdp import ShardedStrategy, as_dtensor, local_tensor, reshard
+from llm.parallel.options import ParallelOptions
 
 
 class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
@@ -27,6 +28,7 @@ class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
 
     Args:
         gossip: Which replicas average, and when.
+        options: As for `ShardedStrategy`.
         accelerator: The processes, devices and precision.
         dims: `shard` is the number of ranks of a node, `replicate` the number of nodes.
         init_weights: As for `ShardedStrategy`.
@@ -37,12 +39,13 @@ class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
     def __init__(
         self,
         gossip: Gossip,
+        options: ParallelOptions,
         accelerator: Accelerator,
         dims: ParallelDims,
         *,
         init_weights: Callable[[PreTrainedModel], None] | None = None,
     ) -> None:
-        ShardedStrategy.__init__(self, accelerator, dims, init_weights=init_weights)
+        ShardedStrategy.__init__(self, options, accelerator, dims, init_weights=init_weights)
         self._init_replicas(gossip, dims.shard)
         self._whole_mesh = self.mesh["replicate", "shard"]
         if self.scaler is not None:

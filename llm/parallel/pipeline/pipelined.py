@@ -55,7 +55,7 @@ class PipelineStrategy(ShardedStrategy):
         *,
         init_weights: Callable[[PreTrainedModel], None] | None = None,
     ) -> None:
-        super().__init__(accelerator, dims, init_weights=init_weights)
+        super().__init__(options, accelerator, dims, init_weights=init_weights)
         self._schedule_name = options.pipeline_schedule
         self._schedule: tuple[tuple[int, ...], Any] | None = None
         self.num_stages = dims.pipeline * options.virtual_stages

@@ -75,14 +75,6 @@ def make_model(config: CoreConfig, setup: RunSetup, world: World) -> PreTrainedM
     return model
 
 
-def model_for_logging(setup: RunSetup, model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model for the log and the model card, before it is divided.
-
-    With pipeline stages it is a copy without weights, because each stage keeps only its layers.
-    """
-    return without_weights(model) if setup.dims.pipeline > 1 else model
-
-
 def _check_use(
     config: CoreConfig, setup: RunSetup, model: PreTrainedModel, has_values: bool
 ) -> None:
@@ -121,8 +113,14 @@ def _check_use(
 
 def make_strategy(
     config: CoreConfig, setup: RunSetup, model: PreTrainedModel, world: World
-) -> AcceleratedStrategy:
-    """Form the process groups, and prepare the strategy with the model and its optimizer."""
+) -> tuple[AcceleratedStrategy, PreTrainedModel]:
+    """Form the process groups, and prepare the strategy with the model and its optimizer.
+
+    Returns:
+        The strategy; and the model for the log and the model card. With pipeline stages this is a
+        copy without weights, because each stage keeps only its layers.
+    """
+    whole = without_weights(model) if setup.dims.pipeline > 1 else model
     accelerator = make_accelerator(config, device=device_of(world), timeout=config.timeout)
     if getattr(model.config.get_text_config(), "is_decoder", None):
         # Decoders of translation models, such as BART, have unused cross-attention.
@@ -162,7 +160,7 @@ def make_strategy(
         return made
 
     strategy.prepare(loss, optimizer_of)
-    return strategy
+    return strategy, whole
 
 
 def check_same_start(setup: RunSetup) -> None:

@@ -35,7 +35,6 @@ from llm.trainers.gpt.build_run import (
     load_weights,
     make_model,
     make_strategy,
-    model_for_logging,
 )
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.evaluation import make_evaluate
@@ -90,9 +89,8 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
         repository = on_all_ranks(
             lambda: open_repository(config, setup.run.path) if world.is_main else None
         )
-        whole = model_for_logging(setup, model)
-        strategy = make_strategy(config, setup, model, world)
-        model = whole  # drops the last reference to the layers of other stages
+        # Assigned to `model`, to drop the last reference to the layers of other stages.
+        strategy, model = make_strategy(config, setup, model, world)
         check_same_start(setup)
         load_weights(setup.init_from, strategy)
         for extension, options in extensions_of(given):
@@ -321,9 +319,8 @@ def evaluate(config: CoreConfig, world: World) -> None:
     setup = on_all_ranks(lambda: read_evaluation(config, world))
     config = replace(config, **setup.by_device)
     model = on_all_ranks(lambda: make_model(config, setup, world))
-    whole = model_for_logging(setup, model)
-    strategy = make_strategy(config, setup, model, world)
-    model = whole  # drops the last reference to the layers of other stages
+    # Assigned to `model`, to drop the last reference to the layers of other stages.
+    strategy, model = make_strategy(config, setup, model, world)
     check_same_start(setup)
     log_start(config, setup, strategy, model)
     load_weights(setup.resume_from, strategy)
