@@ -148,13 +148,17 @@ def load_state(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
         part.load_state_dict(merge_state(plain[name], tensors, prefix=name))
 
 
-def load_model(checkpoint: Checkpoint, model: "torch.nn.Module") -> None:
+def load_model(checkpoint: Checkpoint, own: Mapping[str, "torch.Tensor"]) -> None:
     """Load the weights and persistent buffers of a model, but no other state of its run.
+
+    Args:
+        checkpoint: What to read from.
+        own: The tensors to overwrite, by name, as `model_tensors` returns them; perhaps shards.
 
     Raises:
         CheckpointError: The checkpoint belongs to another model.
     """
-    tensors = {f"{MODEL_TENSORS}{name}": tensor for name, tensor in model_tensors(model).items()}
+    tensors = {f"{MODEL_TENSORS}{name}": tensor for name, tensor in own.items()}
     read_tensors(checkpoint, tensors, of=[MODEL_TENSORS])
 
 
@@ -169,7 +173,7 @@ def load_weights_of(part: str, checkpoint: Checkpoint, model: "torch.nn.Module")
     Raises:
         CheckpointError: The checkpoint lacks this part, or belongs to another model.
     """
-    load_model(checkpoint, model)
+    load_model(checkpoint, model_tensors(model))
     named = model.named_parameters()
     weights = {f"{part}/{name}": p.detach() for name, p in named if p.requires_grad}
     read_tensors(checkpoint, weights, of=[f"{part}/"])

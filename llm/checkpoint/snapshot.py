@@ -184,8 +184,7 @@ def copy_to_host(
     at_once = {path: source for path, source in local.items() if path in first}
     later = {path: source for path, source in local.items() if path not in first}
     if at_once:
-        done = _copy_aside(at_once, buffers, device)
-        HostCopies({}, sources=[*at_once.values()], done=done).wait_on_device()
+        _copy_aside(at_once, buffers, device).wait()  # in the stream of the caller
     return HostCopies(copies, sources=[*later.values()], done=_copy_aside(later, buffers, device))
 
 

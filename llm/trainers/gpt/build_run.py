@@ -2,7 +2,6 @@
 
 import logging
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from llm.checkpoint.format import Checkpoint
-from llm.checkpoint.load import load_state, parts_of
+from llm.checkpoint.load import load_model, parts_of
 from llm.checkpoint.retention import mark_superseded
 from llm.errors import ParallelError
 from llm.metrics.hardware import device_memory
@@ -196,20 +195,7 @@ def load_weights(checkpoint: Checkpoint | None, strategy: AcceleratedStrategy) -
         CheckpointError: The checkpoint belongs to another model.
     """
     if checkpoint is not None:
-        load_state(checkpoint, {"strategy": _Weights(strategy)})
-
-
-class _Weights:
-    """The state of a strategy without its optimizer."""
-
-    def __init__(self, strategy: AcceleratedStrategy) -> None:
-        self._strategy = strategy
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"model": self._strategy.state_dict()["model"]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: `load_state` has read the weights into the live tensors."""
+        load_model(checkpoint, strategy.state_dict()["model"])
 
 
 def load_start(setup: TrainSetup, trainer: Trainer) -> None:

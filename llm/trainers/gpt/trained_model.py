@@ -12,6 +12,7 @@ from llm.checkpoint.format import (
     TOKENIZER_FOLDER,
     Checkpoint,
     checkpoint_folders,
+    model_tensors,
     step_of,
 )
 from llm.checkpoint.load import load_model, load_weights_of, newest_valid, read_valid
@@ -223,7 +224,7 @@ def load_trained(
     """
     model, tokenizer = build_untrained(config, chosen, device="cpu")
     if part is None:
-        load_model(chosen, model)
+        load_model(chosen, model_tensors(model))
     else:
         load_weights_of(part, chosen, model)
     return model, tokenizer

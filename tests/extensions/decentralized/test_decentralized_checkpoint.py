@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from llm.checkpoint.format import model_tensors
 from llm.checkpoint.load import load_model, load_state, newest_valid, read_tensors
 from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import Saver
@@ -75,7 +76,7 @@ def test_a_decentralized_checkpoint_resumes_and_loads_as_the_mean(case, tmp_path
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    load_model(newest_valid(folder), model)
+    load_model(newest_valid(folder), model_tensors(model))
     for before, after in values(run_ranks(resumed, 2, case, folder)):
         assert torch.equal(before, trained(model))
         assert torch.isfinite(after).all()
