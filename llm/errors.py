@@ -9,17 +9,12 @@ class LLMError(Exception):
 
     Args:
         message: One full sentence: the option, the value, the remedy.
-        reported: Whether it has been logged already.
 
     Attributes:
         found_here: Whether only this rank can find the error, so that this rank prints it.
     """
 
     found_here = False
-
-    def __init__(self, message: str, *, reported: bool = False) -> None:
-        super().__init__(message)
-        self.reported = reported
 
 
 class ConfigError(LLMError):
@@ -66,7 +61,16 @@ class DeviceMemoryError(LLMError):
 
 
 class PeerLostError(LLMError):
-    """Another rank has died or hangs, which the watchdog has logged."""
+    """Another rank has died or hangs.
+
+    Args:
+        message: Which rank, and why.
+        reported: Whether the watchdog has logged it.
+    """
+
+    def __init__(self, message: str, *, reported: bool = False) -> None:
+        super().__init__(message)
+        self.reported = reported
 
 
 def one_line(error: BaseException) -> str:

@@ -102,7 +102,8 @@ class ShardedStrategy(AcceleratedStrategy):
             blocks, ends = [*find_blocks(self.model)], _untied_ends(self.loss)
             self._shard_modules(self.loss, blocks, self._fsdp_mesh, ends=ends)
             register_fsdp_forward_method(self.loss, "predictions")
-            self._shard_ends(*ends)
+            if ends:
+                self._shard_ends(*ends)
             _prefetch(self.loss, *ends[:1], *blocks, *ends[1:])
         # The head belongs to the group of its loss, which is not inside the model.
         self._materialize([self.loss, *([] if self._head is None else [self._head])])
@@ -159,17 +160,13 @@ class ShardedStrategy(AcceleratedStrategy):
     def _gathers_in_bf16(self) -> bool:
         return self.accelerator.mixed_precision in ("bf16", "fp8")
 
-    def _shard_ends(
-        self, embedding: nn.Module | None = None, head: nn.Module | None = None
-    ) -> None:
+    def _shard_ends(self, embedding: nn.Module, head: nn.Module) -> None:
         """Shard embedding and head as separate groups, so that blocks do not wait for the head.
 
         The embedding is gathered in float32 because its rows begin the residual stream. In bf16
         runs the loss uses the head in bf16, so it is gathered in bf16. Its gradient stays float32
         because the loss sums it in float32.
         """
-        if embedding is None or head is None:
-            return
         mesh = self._fsdp_mesh
         self._embedding = fully_shard(embedding, mesh=mesh)
         self._embedding.set_unshard_in_backward(False)  # the gradient of a lookup needs no rows

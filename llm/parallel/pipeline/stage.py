@@ -96,7 +96,7 @@ class PipelineStage(nn.Module):
         received: Tensor,
         *,
         input_ids: Tensor,
-        labels: Tensor | None = None,
+        labels: Tensor,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         sources: Tensor | None = None,
@@ -108,7 +108,7 @@ class PipelineStage(nn.Module):
             received: Hidden states [batch, length, width] of the stage before, of `sent_dtype`; the
                 first stage ignores it.
             input_ids: As for the loss; every stage has them.
-            labels: As for the loss; the last stage needs them.
+            labels: As for the loss.
             positions: As for the loss.
             documents: As for the loss.
             sources: As for the loss.
@@ -125,7 +125,6 @@ class PipelineStage(nn.Module):
         try:
             with self.autocast():
                 if self.is_last:
-                    assert labels is not None
                     outputs: tuple[Tensor, Tensor]
                     if predicting:
                         outputs = loss.predictions(input_ids, labels, positions, documents)

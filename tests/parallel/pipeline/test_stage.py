@@ -28,7 +28,7 @@ def test_the_stages_of_every_family_pass_the_whole_gradient(family):
     model.zero_grad()
 
     first, last = cut_model(find_pipeline_modules(model), loss, 2, [0, 1]).stages
-    sent = first(ids, input_ids=ids)
+    sent = first(ids, input_ids=ids, labels=ids)
     received = sent.detach().requires_grad_()
     staged, _ = last(received, input_ids=ids, labels=ids)
     staged.backward()
@@ -86,8 +86,10 @@ def test_positions_and_documents_reach_every_stage():
     apart = {"positions": places % 6, "documents": places // 6}
     expected, _ = loss(ids, ids, **apart)
     first, last = cut_model(find_pipeline_modules(model), loss, 2, [0, 1]).stages
-    _, together = last(first(ids, input_ids=ids), input_ids=ids, labels=ids)
-    _, staged = last(first(ids, input_ids=ids, **apart), input_ids=ids, labels=ids, **apart)
+    _, together = last(first(ids, input_ids=ids, labels=ids), input_ids=ids, labels=ids)
+    _, staged = last(
+        first(ids, input_ids=ids, labels=ids, **apart), input_ids=ids, labels=ids, **apart
+    )
     torch.testing.assert_close(staged, expected.detach()[None])
     assert abs(staged - together) > 1e-3
 
