@@ -47,7 +47,7 @@ class ShardedStrategy(AcceleratedStrategy):
     """Every rank holds a shard of the weights, gradients and optimizer state.
 
     Args:
-        options: What the ranks send, and when.
+        options: Sequence parallelism, unsharded gradients, and float8 messages.
         accelerator: The processes, devices and precision.
         dims: How many ranks each kind of parallelism has.
         init_weights: Allocates and initializes this rank's shards of a model on the meta device;
