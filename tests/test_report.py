@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from llm.report.__main__ import main
+from llm.report.page import make_page
 from llm.report.panels import MAX_POINTS, make_panels
 from llm.report.runs import read_runs
 from tests.support.checkpoints import filled, save, saver_of
@@ -113,6 +114,23 @@ class Reader(html.parser.HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
+class Undrawn:
+    """In the place of the charts, which take most of the time that a page takes."""
+
+    def __init__(self, runs, panels, *, x):
+        pass
+
+    def embed(self):
+        return "", {}
+
+
+def text_of(*folders) -> str:
+    """The words of a page without its charts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("llm.report.page.Charts", Undrawn)
+        return Reader(make_page(read_runs(folders), x="step")).text
+
+
 def page_of(*words: object) -> str:
     assert main([str(word) for word in words]) == 0
     output = (
@@ -150,7 +168,7 @@ def test_the_page_needs_nothing_but_itself(run):
 
 
 def test_the_summary_says_how_the_run_stands(run):
-    text = Reader(page_of(run)).text
+    text = text_of(run)
     assert re.search(r"Status running last sign \d+ s ago", text)
     assert "Model tiny, gpt2" in text
     assert "Parameters 1.07M" in text
@@ -167,7 +185,7 @@ def test_the_summary_says_how_the_run_stands(run):
 def test_the_summary_shows_why_a_run_failed_even_before_its_first_step(tmp_path):
     run = write_run(tmp_path / "a", [], status="failed", reason="DataError: <no> text")
     (run / "metrics.jsonl").unlink()
-    text = Reader(page_of(run)).text
+    text = text_of(run)
     assert "a failed: DataError: <no> text" in text
     assert "No step has been reported yet." in text
 
@@ -175,7 +193,7 @@ def test_the_summary_shows_why_a_run_failed_even_before_its_first_step(tmp_path)
 def test_a_run_that_has_been_silent_for_hours_may_be_dead(run):
     for file in ("metrics.jsonl", "status.json"):
         os.utime(run / file, (1_000_000_000, 1_000_000_000))
-    assert "it may have been killed" in Reader(page_of(run)).text
+    assert "it may have been killed" in text_of(run)
 
 
 def test_a_half_written_last_line_is_ignored(run):
@@ -185,7 +203,7 @@ def test_a_half_written_last_line_is_ignored(run):
     with (run / "events.jsonl").open("a") as file:
         file.write('{"time": "2026-11-20T10')
     assert read_runs([run]) == [whole]
-    assert "could not be read" not in page_of(run)
+    assert "could not be read" not in text_of(run)
 
 
 def test_lines_of_a_step_are_read_together(run):
@@ -204,7 +222,7 @@ def test_a_broken_line_in_the_middle_is_reported(run):
     lines = (run / "metrics.jsonl").read_text().splitlines()
     lines[1:3] = ['{"step": null, "loss": 1.0}', '{"step": 30, "lo']
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert "2 lines of first/metrics.jsonl could not be read." in Reader(page_of(run)).text
+    assert "2 lines of first/metrics.jsonl could not be read." in text_of(run)
 
 
 def test_curves_have_the_numbers_of_the_metrics_on_all_axes(run):
@@ -289,7 +307,7 @@ def test_long_runs_are_thinned_to_means_with_the_range_beside_them(tmp_path):
     assert points["step"][:2] == [2.0, 5.0]
     assert set(points["low"][:-1]) == {0.0}
     assert set(points["high"][:-1]) == {1.0}
-    assert "more than 2,000 reports, a point is the mean of several" in Reader(page_of(run)).text
+    assert "more than 2,000 reports, a point is the mean of several" in text_of(run)
 
 
 def test_events_undone_by_a_resume_are_listed_but_not_marked_on_the_curves(run):
@@ -305,7 +323,7 @@ def test_events_undone_by_a_resume_are_listed_but_not_marked_on_the_curves(run):
         ("save", 40, True),
         ("best", 40, True),
     ]
-    text = Reader(page_of(run)).text
+    text = text_of(run)
     assert "9 events" in text
     assert (
         "25 skipped: its gradient is not finite (samples 192 to 199); taken back by a resume "
@@ -322,7 +340,7 @@ def test_a_finished_run_has_no_stop_mark_and_a_failed_one_needs_no_step(tmp_path
         {"event": "stop", "step": 10, "status": "finished", "reason": None},
     ]
     run = write_run(tmp_path / "a", [report(10)], events=events)
-    text = Reader(page_of(run)).text
+    text = text_of(run)
     assert "10 finished: all steps are done" in text
     assert "- failed: DataError: no text" in text
     assert [event.kind for event in read_runs([run])[0].events] == ["stop", "finish"]
@@ -340,11 +358,11 @@ def test_checkpoints_are_events_in_runs_that_are_older_than_events_jsonl(run):
         ("save", 50),
         ("best", 40),
     ]
-    assert "Steps 60 Tokens 6,000" in Reader(page_of(run)).text
+    assert "Steps 60 Tokens 6,000" in text_of(run)
 
 
 def test_the_page_explains_the_marks_that_it_has(run):
-    legend = Reader(page_of(run)).text.partition(" Loss nats per token")[0]
+    legend = text_of(run).partition(" Loss nats per token")[0]
     assert legend.endswith(
         "training validation | checkpoint saved ▶ resumed ★ lowest validation loss"
     )
@@ -423,7 +441,7 @@ def test_a_family_has_marks_where_stages_batches_and_cooldowns_begin(tmp_path):
     assert planned(stable) == [("batch", 10), ("stage", 20)]
     assert planned(cooled) == [("branch", 20), ("cooldown", 20)]
     assert planned(mean) == [("mean", 40)]
-    text = Reader(page_of(*family)).text
+    text = text_of(*family)
     for words in (
         "20 data stage 2: 0.5 web 0.5 books",
         "10 the batch grows to 8 samples",
@@ -435,7 +453,7 @@ def test_a_family_has_marks_where_stages_batches_and_cooldowns_begin(tmp_path):
 
 
 def test_the_summary_names_the_parents_of_a_branch_and_of_a_mean(tmp_path):
-    text = Reader(page_of(*write_family(tmp_path))).text
+    text = text_of(*write_family(tmp_path))
     assert (
         "Made of - branch of stable step 20 , cooldown of 2k tokens (sqrt) "
         "mean of stable 3 checkpoints, steps 30 to 40" in text
@@ -472,7 +490,7 @@ def test_the_mean_of_checkpoints_is_a_point_at_the_last_of_them(tmp_path):
     assert "task_cloze_acc" in panels_of(mean)
     alone = points_of(mean, "validation_loss")
     assert math.isnan(alone["tokens"][0])
-    assert "Validation loss, last 6.9000" in Reader(page_of(mean)).text
+    assert "Validation loss, last 6.9000" in text_of(mean)
 
 
 def test_a_family_that_was_moved_together_is_still_one(tmp_path):
@@ -491,12 +509,12 @@ def test_the_moving_average_is_shown_beside_the_loss_of_the_weights(tmp_path):
     assert keys["loss"] == ["loss", "eval_loss", "eval_ema_loss"]
     assert keys["validation_loss"] == ["eval_loss", "eval_ema_loss"]
     assert keys["eval_loss_web"] == ["eval_loss/web", "eval_ema_loss/web"]
-    assert "training validation validation, moving average" in Reader(page_of(run)).text
+    assert "training validation validation, moving average" in text_of(run)
 
 
 def test_many_runs_have_a_row_each(tmp_path):
     folders = [write_run(tmp_path / f"run{number}", [report(number)]) for number in range(1, 11)]
-    text = Reader(page_of(*folders, "--output", tmp_path / "all.html")).text
+    text = text_of(*folders)
     assert "10 runs Training report" in text
     assert "run3 3 300 1.5 s" in text
 
