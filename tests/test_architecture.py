@@ -17,6 +17,7 @@ from tests.support.package import (
     USES,
     imports_of,
     name_of,
+    tree_of,
 )
 
 
@@ -101,7 +102,7 @@ def test_at_most_five_files_read_the_learning_rate():
             return node.target.id == "learning_rate"
         return isinstance(node, ast.Attribute) and node.attr == "learning_rate"
 
-    trees = {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
+    trees = {name_of(path): tree_of(path) for path in MODULES}
     files = [name for name, tree in trees.items() if any(map(reads, ast.walk(tree)))]
     assert "optim.options" in files
     assert len(files) <= 5, files
@@ -112,7 +113,7 @@ def option_classes() -> dict[str, str]:
     classes = {
         node.name: (name_of(path), node)
         for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ClassDef)
     }
 
@@ -129,7 +130,7 @@ def option_classes() -> dict[str, str]:
 
 def parameters_of(path: Path) -> Iterator[tuple[str, ast.arg]]:
     """The parameters of a module's functions, and the names of their functions."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef):
             for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
                 yield node.name, arg
@@ -152,9 +153,8 @@ def test_a_package_takes_its_own_options_or_those_of_lower_layers():
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_files_have_at_most_600_lines_and_functions_under_60(path):
-    source = path.read_text(encoding="utf-8")
-    assert source.count("\n") <= 600
-    for node in ast.walk(ast.parse(source)):
+    assert path.read_text(encoding="utf-8").count("\n") <= 600
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef):
             first = node.body[0]
             documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
@@ -164,7 +164,7 @@ def test_files_have_at_most_600_lines_and_functions_under_60(path):
 
 def test_nothing_is_printed_past_the_log():
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             is_print = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
             assert not is_print, f"{name_of(path)}:{node.lineno} prints"
 
@@ -179,7 +179,7 @@ def test_names_of_tests_have_at_most_70_characters():
     names = [
         node.name
         for path in (ROOT / "tests").rglob("test_*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     ]
     assert [name for name in names if len(name) > 70] == []
