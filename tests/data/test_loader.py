@@ -203,14 +203,18 @@ def test_evaluation_predicts_each_token_but_the_first_once(
     assert {tuple(micro.input_ids.shape) for micro in pairs} == {(micro_batch_size, BLOCK_SIZE)}
 
 
-def test_evaluation_may_stop_after_some_batches(stream):
-    loader = eval_loader(stream, max_batches=3)
+@pytest.mark.parametrize(("world_size", "batches"), [(1, 3), (2, 2), (3, 1)])
+def test_evaluation_may_stop_after_some_batches(stream, world_size, batches):
+    loaders = [
+        eval_loader(stream, max_batches=3, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
 
-    labels = torch.cat([micro.labels.reshape(-1) for micro in loader])
+    labels = torch.cat([micro.labels.reshape(-1) for loader in loaders for micro in loader])
 
-    assert len(loader) == 3
-    assert labels.tolist() == list(range(1, 25))
-    assert loader.num_tokens == 24
+    assert {len(loader) for loader in loaders} == {batches}
+    assert sorted(labels[labels != -100].tolist()) == list(range(1, 25))
+    assert {loader.num_tokens for loader in loaders} == {24}
     assert len(eval_loader(stream, max_batches=100)) == 6
     assert eval_loader(stream, max_batches=100).num_tokens == 41
 

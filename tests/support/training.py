@@ -124,6 +124,16 @@ class Bench:
                 argv += [f"--{key}", str(value)]
         return argv
 
+    def read(self, name: str = "unread", *, ranks: int = 1, **options: Any) -> Any:
+        """Read in this process what a run, or an evaluation, reads before it starts."""
+        from llm.runtime.world import World
+        from llm.trainers.gpt.inputs import read_evaluation, read_training
+        from llm.trainers.gpt.main import parse_args
+
+        config = parse_args(self.command(name, **options))
+        read = read_evaluation if config.eval_only else read_training
+        return read(config, World(rank=0, local_rank=0, world_size=ranks))
+
     def start(
         self,
         name: str = "run",
@@ -172,5 +182,14 @@ def _main(argv: list[str], faults: Sequence[Fault]) -> int:
 def _report(run: Run) -> str:
     return "\n".join(f"{outcome.error}\n{outcome.output}" for outcome in run.outcomes)
 
+
+FROM_PARENT = dict.fromkeys(
+    [
+        *("model_name_or_path", "train_file", "block_size", "learning_rate", "lr_scheduler_type"),
+        *("per_device_train_batch_size", "per_device_eval_batch_size", "max_train_steps", "seed"),
+        *("data_cache_dir", "logging_steps", "report_to", "device_peak_tflops"),
+    ]
+)
+"""None of the options of `Bench`, for a branch that takes them from its parent."""
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

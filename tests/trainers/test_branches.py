@@ -9,10 +9,7 @@ import pytest
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoints import main as checkpoints
 from llm.errors import CheckpointError, LLMError
-from llm.runtime.world import World
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.inputs import read_training
-from llm.trainers.gpt.main import parse_args
 from llm.trainers.gpt.resume import branch_of
 from tests.support.faults import Fault
 from tests.support.recovery import (
@@ -23,17 +20,9 @@ from tests.support.recovery import (
     weights_hash,
     without_times,
 )
-from tests.support.training import Bench, Run
+from tests.support.training import FROM_PARENT, Bench, Run
 
 PARENT = {"max_train_steps": 8, "checkpointing_steps": 2, "eval_steps": 4}
-NOTHING = dict.fromkeys(
-    [
-        *("model_name_or_path", "train_file", "block_size", "learning_rate", "lr_scheduler_type"),
-        *("per_device_train_batch_size", "per_device_eval_batch_size", "max_train_steps", "seed"),
-        *("data_cache_dir", "logging_steps", "report_to", "device_peak_tflops"),
-    ]
-)
-"""None of the options of `Bench`: they come from the parent."""
 STEP_TOKENS = 4 * 32
 
 
@@ -50,7 +39,7 @@ def parent(bench) -> Run:
 
 @pytest.fixture(scope="module")
 def cooled(bench, parent) -> Run:
-    options = {"cooldown_tokens": 6 * STEP_TOKENS, "cooldown_shape": "sqrt", **NOTHING}
+    options = {"cooldown_tokens": 6 * STEP_TOKENS, "cooldown_shape": "sqrt", **FROM_PARENT}
     return bench.train_well("cooled", branch_from=parent.folder / "4", **options)
 
 
@@ -71,7 +60,7 @@ def test_a_branch_continues_as_its_parent_bit_for_bit(bench, parent, ranks):
     before = files(parent.folder)
 
     branch = bench.train_well(
-        f"branch-{ranks}", ranks=ranks, branch_from=parent.folder / "4", **NOTHING
+        f"branch-{ranks}", ranks=ranks, branch_from=parent.folder / "4", **FROM_PARENT
     )
 
     assert [record["step"] for record in after(parent, 4)] == [5, 6, 7, 8, 8]
@@ -97,7 +86,7 @@ def test_a_cooldown_ends_as_a_run_that_decays_there_from_the_start(bench, parent
     minimum = {"min_learning_rate": 1e-4}
     branch = bench.train_well(
         "linear", branch_from=parent.folder / "2", cooldown_tokens=4 * STEP_TOKENS,
-        **{**NOTHING, **minimum},
+        **{**FROM_PARENT, **minimum},
     )  # fmt: skip
     decay = {"lr_scheduler_type": "warmup_stable_decay", "num_decay_steps": 4, **minimum}
     straight = bench.train_well("straight", **{**PARENT, "max_train_steps": 6, **decay})
@@ -107,7 +96,7 @@ def test_a_cooldown_ends_as_a_run_that_decays_there_from_the_start(bench, parent
 
 
 def test_a_branch_of_a_run_in_its_cooldown_continues_that(bench, cooled):
-    options = {**NOTHING, "max_train_steps": 20}  # as if the parent had been made longer since
+    options = {**FROM_PARENT, "max_train_steps": 20}  # as if the parent had been made longer since
     again = bench.train_well("again", branch_from=cooled.folder / "8", **options)
     assert without_times(again) == after(cooled, 8)
     assert last_hash(again) == last_hash(cooled)
@@ -125,13 +114,13 @@ def test_a_branch_is_resumed_without_its_parent(bench, parent, cooled):
     for manifest in moved.glob("checkpoints/*/manifest.json"):
         assert "parent/checkpoints" in manifest.read_text(encoding="utf-8")
 
-    refused = bench.train("cut", config=recorded, resume_from_checkpoint=True, **NOTHING)
+    refused = bench.train("cut", config=recorded, resume_from_checkpoint=True, **FROM_PARENT)
     assert refused.codes == [2]
     assert "not from --branch_from" in refused.output
 
     recorded.write_text(text, encoding="utf-8")
     aside = parent.folder.rename(bench.folder / "aside")
-    resumed = bench.train_well("cut", config=recorded, resume_from_checkpoint=True, **NOTHING)
+    resumed = bench.train_well("cut", config=recorded, resume_from_checkpoint=True, **FROM_PARENT)
     aside.rename(parent.folder)
     assert last_hash(resumed) == last_hash(cooled)
     assert without_times(resumed) == without_times(cooled)
@@ -146,7 +135,7 @@ def test_the_list_of_checkpoints_names_the_parent_of_a_branch(parent, cooled, ca
 
 
 def test_the_log_says_in_what_a_branch_differs(bench, parent):
-    options = {**NOTHING, "learning_rate": 5e-4, "change_on_resume": "learning_rate"}
+    options = {**FROM_PARENT, "learning_rate": 5e-4, "change_on_resume": "learning_rate"}
     branch = bench.train_well("slower", branch_from=f"{parent.folder}/6", **options)
     assert "learning_rate was 0.001 and is 0.0005" in branch.output
     events = (branch.folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
@@ -159,7 +148,7 @@ def test_a_killed_branch_starts_again_from_its_parent_then_from_itself(bench):
     options = {"report_to": "tensorboard", "logging_steps": 3}
     parent = bench.train_well("split", ranks=2, **PARENT, **options)
     options = {
-        **NOTHING, "branch_from": parent.folder / "4", "cooldown_tokens": 20 * STEP_TOKENS,
+        **FROM_PARENT, "branch_from": parent.folder / "4", "cooldown_tokens": 20 * STEP_TOKENS,
     }  # fmt: skip
     straight = bench.train_well("whole", ranks=2, **options)
     step = "llm.trainers.gpt.loop:Trainer.train_step"
@@ -176,8 +165,7 @@ def refusal(bench: Bench, name: str = "refused", **options) -> str:
     """The sentence with which a start is refused, which writes nothing."""
     before = files(bench.folder)
     try:
-        config = parse_args(bench.command(name, **{**NOTHING, **options}))
-        read_training(config, World(rank=0, local_rank=0, world_size=1))
+        bench.read(name, **{**FROM_PARENT, **options})
     except LLMError as error:
         assert files(bench.folder) == before
         return str(error)

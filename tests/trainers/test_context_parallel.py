@@ -5,23 +5,23 @@ import pytest
 from llm.errors import ConfigError
 from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
+from tests.support.refusals import assert_refused
 from tests.support.training import Bench
 
 
+def test_a_sample_that_cannot_be_cut_into_equal_chunks_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--block_size 30 cannot be cut into 4 equal chunks"):
+        Bench(tmp_path).read(ranks=2, context_parallel_size=2, block_size=30)
+
+
 @pytest.mark.layouts
-@pytest.mark.parametrize(
-    ("family", "options", "sentence"),
-    [
-        ("llama", {"block_size": 30}, "--block_size 30 cannot be cut into 4 equal chunks"),
-        ("bloom", {}, "cannot divide samples of 32 tokens of bloom"),
-    ],
-)
-def test_sequences_that_cannot_be_sharded_are_refused(tmp_path, family, options, sentence):
-    run = Bench(tmp_path, family=family).train(ranks=2, context_parallel_size=2, **options)
-    assert run.codes == [2, 2]
-    assert sentence in run.output
-    assert "Traceback" not in run.output
-    assert not run.folder.exists()
+def test_a_model_whose_attention_cannot_be_divided_is_refused(tmp_path):
+    assert_refused(
+        Bench(tmp_path, family="bloom"),
+        ranks=2,
+        words=["cannot divide samples of 32 tokens of bloom"],
+        context_parallel_size=2,
+    )
 
 
 @pytest.mark.parametrize(

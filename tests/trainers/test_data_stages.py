@@ -8,12 +8,7 @@ import pytest
 
 from llm.config.toml import read_toml
 from llm.errors import LLMError
-from llm.runtime.world import World
-from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.inputs import read_training
-from llm.trainers.gpt.main import parse_args
-from llm.trainers.gpt.run_setup import TrainSetup
 from tests.support.faults import Fault
 from tests.support.recovery import check_same, kill_and_go_on, weights_hash, without_times
 from tests.support.refusals import assert_refused
@@ -95,15 +90,8 @@ def test_each_report_has_the_loss_of_the_sources_of_its_stage(staged):
     assert re.search(r"nan steps: +0 \| loss/web: [\d.]+E\+00 \| loss/code: ", staged.output)
 
 
-def read(bench: Bench, config: Path, **options) -> TrainSetup:
-    """What a run reads before it trains."""
-    parsed = parse_args(bench.command("unread", config=config, **{**OPTIONS, **options}))
-    check(parsed)
-    return read_training(parsed, World(rank=0, local_rank=0, world_size=1))
-
-
 def test_the_losses_of_the_sources_weighted_by_tokens_are_the_loss(bench, staged):
-    samples = read(bench, three_stages(bench)).samples
+    samples = bench.read(config=three_stages(bench), **OPTIONS).samples
     before = [0, 0, 0]
     for row in (row for row in staged.metrics if "loss" in row):
         served = samples.served(row["samples"])
@@ -237,7 +225,7 @@ def test_bad_stages_are_refused_in_a_sentence_each(bench):
         ([(BORDER, web), (None, [*web, 0.1, "short"])], "The source short has 20 tokens, too few"),
     ):
         with pytest.raises(LLMError, match=re.escape(words)):
-            read(bench, stages_file(bench, *stages), split="1")
+            bench.read(config=stages_file(bench, *stages), **{**OPTIONS, "split": "1"})
 
 
 def test_a_run_that_would_use_a_source_up_is_refused_before_it_begins(bench):
@@ -253,11 +241,11 @@ def test_a_run_that_would_use_a_source_up_is_refused_before_it_begins(bench):
 
 def test_samples_that_are_left_out_count_as_used_up(bench):
     two = [(BORDER, [1.0, "web"]), (None, [1.0, "code"])]
-    file = stages_file(bench, *two, head="max_epochs = 1.4\n")
-    options = {"split": "1", "per_device_train_batch_size": 8}
-    assert read(bench, file, **options).plan.total_samples == 160  # 98 of code, of which 105 may be
+    options = {**OPTIONS, "split": "1", "per_device_train_batch_size": 8}
+    options["config"] = stages_file(bench, *two, head="max_epochs = 1.4\n")
+    assert bench.read(**options).plan.total_samples == 160  # 98 of code, of which 105 may be
     with pytest.raises(LLMError, match=r"the source code, .* would take 106 "):
-        read(bench, file, **options, skip_samples="100:108")
+        bench.read(**options, skip_samples="100:108")
 
 
 def test_a_resume_with_other_stages_is_refused_unless_it_is_allowed(bench):

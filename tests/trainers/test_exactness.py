@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from llm.errors import ParallelError
+from llm.errors import LLMError, ParallelError
 from llm.trainers.gpt.build_run import check_same_start
 from llm.trainers.gpt.run_setup import TrainSetup
 from tests.support.data_parallel import make_strategy
@@ -185,29 +185,14 @@ def test_checkpoints_that_cannot_be_used_are_not_trained_over(plain):
     for manifest in run.folder.glob("checkpoints/*/manifest.json"):
         manifest.write_text(manifest.read_text().replace('"format"', '"forma"'))
 
-    again = plain.train("broken", max_train_steps=2, resume_from_checkpoint=True)
-
-    assert again.codes == [2]
-    assert "none of the 2 checkpoints" in again.output
-    assert len(list(run.folder.glob("checkpoints/step_*"))) == 2
+    with pytest.raises(LLMError, match="none of the 2 checkpoints"):
+        plain.read("broken", resume_from_checkpoint=True)
+    assert run.saved_steps == [1, 2]
 
 
-def test_a_finished_run_without_checkpoints_is_not_trained_over(plain):
-    run = plain.train_well("once", max_train_steps=2)
-    weights = weights_hash(run.folder)
-    again = plain.train("once", max_train_steps=3, resume_from_checkpoint=True)
-    assert again.codes == [2]
-    assert "holds a finished run without checkpoints" in again.output
-    assert weights_hash(run.folder) == weights
-
-
-def test_some_evaluation_steps_are_the_same_text_on_any_ranks(plain, alone):
-    options = {"model_name_or_path": alone.folder, "eval_only": True, "max_eval_steps": 3}
-    one, two = (
-        plain.train_well(f"some-{ranks}", ranks=ranks, **options).read_json("eval_results.json")
-        for ranks in (1, 2)
-    )
-    assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)
+def test_a_finished_run_without_checkpoints_is_not_trained_over(plain, alone):
+    with pytest.raises(LLMError, match="holds a finished run without checkpoints"):
+        plain.read("alone", resume_from_checkpoint=True)
 
 
 def test_a_random_seed_is_logged_and_kept_on_resume(plain):
@@ -221,11 +206,10 @@ def test_a_random_seed_is_logged_and_kept_on_resume(plain):
     assert again.losses == losses
 
 
-@pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 3)])
-def test_validation_does_not_depend_on_batch_or_ranks(plain, alone, ranks, batch):
-    options = {"per_device_eval_batch_size": batch, "model_name_or_path": alone.folder}
+def test_validation_does_not_depend_on_batch_or_ranks(plain, alone):
+    options = {"per_device_eval_batch_size": 3, "model_name_or_path": alone.folder}
     options["eval_metrics"] = "accuracy"
-    run = plain.train_well(f"eval-{ranks}-{batch}", ranks=ranks, eval_only=True, **options)
+    run = plain.train_well("evaluated", ranks=2, eval_only=True, **options)
     found = run.read_json("eval_results.json")
     expected = alone.read_json("all_results.json")
     assert found["loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
@@ -243,16 +227,3 @@ def test_a_checkpoint_can_be_evaluated_alone(plain):
     assert run.read_json("eval_results.json")["loss"] == pytest.approx(by_step[2], rel=1e-6)
     plain.train_well("saved", eval_only=True, resume_from_checkpoint=True, **options)
     assert run.read_json("eval_results.json")["loss"] == pytest.approx(by_step[4], rel=1e-6)
-
-
-def test_other_data_under_the_same_name_are_refused_on_resume(plain, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox\n" * 200)
-    options = {"train_file": text, "checkpointing_steps": 1, "max_train_steps": 2}
-    plain.train_well("changed", **options)
-    text.write_text("a lazy dog sleeps on\n" * 300)
-
-    again = plain.train("changed", resume_from_checkpoint=True, **options)
-
-    assert again.codes == [2]
-    assert "The training data have changed since" in again.output

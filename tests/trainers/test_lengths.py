@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from llm.checkpoint.format import Checkpoint
-from llm.errors import CheckpointError
+from llm.errors import CheckpointError, LLMError
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.run_setup import saved_batch
 from tests.support.faults import Fault
 from tests.support.recovery import check_same, kill_and_go_on, weights_hash, without_times
-from tests.support.refusals import assert_refused
 from tests.support.training import NO_DROPOUT, Bench, Run
 
 STEP = "llm.trainers.gpt.loop:Trainer.train_step"
@@ -85,17 +84,11 @@ def test_tokens_per_parameter_set_the_budget_and_the_log_says_its_cost(bench):
     assert weights_hash(run.folder) == weights_hash(same.folder)
 
 
-def test_a_budget_below_one_step_is_refused_before_anything_is_written(bench):
-    words = ["--max_train_tokens 100 is a budget of 100 tokens", "the 128 of one step"]
-    assert_refused(bench, max_train_steps=None, max_train_tokens=100, words=words)
-
-
 def test_warmup_and_decay_longer_than_the_budget_are_refused(bench):
     options = {"max_train_tokens": "2K", "num_warmup_tokens": "1K", "num_decay_tokens": "1.5K"}
     options |= {"lr_scheduler_type": "warmup_stable_decay", "max_train_steps": None}
-    assert_refused(
-        bench, words=["--num_decay_tokens", "longer than the run of 16 steps"], **options
-    )
+    with pytest.raises(LLMError, match=r"--num_decay_tokens.*longer than the run of 16 steps"):
+        bench.read(**options)
 
 
 def test_a_growing_batch_reads_the_same_samples_in_the_same_order(plain, alone):
@@ -196,9 +189,9 @@ def test_a_growing_batch_is_kept_on_resume_and_another_one_refused(bench):
     assert "at step 3" in same.output
     longer = bench.train_well("kept", ranks=2, **{**options, "max_train_steps": 4})
     assert longer.metrics[-1]["samples"] == 24
-    other = bench.train("kept", global_batch_size="4@0,16@256", **{**options, "max_train_steps": 4})
-    assert other.codes == [2]
-    assert "global_batch_size was '4@0,8@250' and is '4@0,16@256'" in other.output
+    other = {**options, "max_train_steps": 4, "global_batch_size": "4@0,16@256"}
+    with pytest.raises(LLMError, match="global_batch_size was '4@0,8@250' and is '4@0,16@256'"):
+        bench.read("kept", **other)
 
 
 @pytest.mark.parametrize("branches", [True, False])

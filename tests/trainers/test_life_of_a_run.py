@@ -10,7 +10,7 @@ from tests.support.faults import Fault
 from tests.support.loaded_samples import tokens_of, train_and_note
 from tests.support.ranks import run_ranks, values
 from tests.support.token_files import random_documents, write_pair
-from tests.support.training import NO_DROPOUT, Bench, Run
+from tests.support.training import FROM_PARENT, NO_DROPOUT, Bench, Run
 
 STAGES = """
 [[data_stage]]
@@ -36,12 +36,6 @@ STABLE = {
     "checkpointing_steps": 2,
     "async_checkpoint": False,
 }
-RECORDED = (
-    *("model_name_or_path", "train_file", "block_size", "learning_rate", "lr_scheduler_type"),
-    *("per_device_train_batch_size", "per_device_eval_batch_size", "max_train_steps", "seed"),
-    *("data_cache_dir", "logging_steps", "report_to", "device_peak_tflops"),
-)
-"""What the bench would set, and a branch takes from its parent."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +61,7 @@ def stable(bench) -> list[dict[int, list[list[int]]]]:
 
 def of_branch(bench: Bench) -> dict[str, object]:
     """A cooldown of 31 windows after step 8: 3 steps of 8 and one of 7."""
-    return dict.fromkeys(RECORDED) | {
+    return FROM_PARENT | {
         "branch_from": bench.folder / "stable" / "8",
         "cooldown_tokens": 992,
         "cooldown_shape": "sqrt",

@@ -17,11 +17,9 @@ from llm.generate import main as generate
 from llm.models.configuration import load_config
 from llm.report.__main__ import main as report
 from llm.runtime.files import sync_file
-from llm.runtime.world import World
 from llm.tokenizers.load_tokenizer import fingerprint
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.inputs import read_evaluation, read_model_config, read_training
-from llm.trainers.gpt.main import parse_args
+from llm.trainers.gpt.inputs import read_model_config
 from llm.trainers.gpt.run_setup import RunSetup
 from tests.support.models import tiny_config
 from tests.support.token_files import random_documents, write_pair
@@ -88,9 +86,7 @@ def other_tokenizer(folder: Path) -> None:
 def start(bench: Bench, name: str, **changes: object) -> RunSetup:
     """What a start reads before it trains."""
     settings = {**options(bench, bench.folder / "originals"), **changes}
-    config = parse_args(bench.command(name, **settings))
-    read = read_evaluation if config.eval_only else read_training
-    return read(config, World(rank=0, local_rank=0, world_size=1))
+    return bench.read(name, **settings)
 
 
 CONTINUATIONS = {
@@ -362,8 +358,7 @@ def test_a_run_keeps_the_python_code_of_its_model(tmp_path, capsys):
     run = bench.train_well(**words)
 
     def resumed() -> RunSetup:
-        config = parse_args(bench.command("run", resume_from_checkpoint=True, **words))
-        return read_training(config, World(rank=0, local_rank=0, world_size=1))
+        return bench.read("run", resume_from_checkpoint=True, **words)
 
     resumed()
     (bench.model / "modeling_own.py").write_text(MODEL + "# edited")

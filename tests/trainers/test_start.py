@@ -3,7 +3,6 @@
 import re
 import shlex
 import shutil
-from contextlib import closing
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -13,8 +12,7 @@ import torch
 from safetensors.numpy import load_file
 
 from llm.config.toml import read_toml
-from llm.data.batch_plan import BatchPlan
-from llm.data.loader import TrainLoader
+from llm.errors import CheckpointError, LLMError
 from llm.trainers.gpt.build_run import make_model
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.faults import Fault
@@ -60,18 +58,30 @@ def part(tensors: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
     return {key: value for key, value in tensors.items() if key.startswith(f"strategy/{name}/")}
 
 
-@pytest.mark.parametrize("how", ["origin", "origin/3", "origin/best", "checkpoints"])
-def test_init_from_loads_the_weights_and_nothing_else(bench, origin, how):
-    first, last = (origin.folder / "checkpoints" / f"step_0000000{step}" for step in (3, 6))
-    source = first if how == "origin/3" else last
-    path = first.parent / source.name if how == "checkpoints" else bench.folder / how
+@pytest.mark.parametrize(
+    ("named", "step"),
+    [
+        ("origin", 6),
+        ("origin/3", 3),
+        ("origin/best", 6),
+        ("origin/checkpoints/step_00000003", 3),
+    ],
+)
+def test_a_start_is_a_run_its_step_its_best_or_a_checkpoints_folder(bench, origin, named, step):
+    setup = bench.read(init_from=bench.folder / named)
 
+    assert setup.init_from.step == step
+    assert setup.initial_weights == f"from {origin.folder}/checkpoints/step_0000000{step}"
+
+
+def test_init_from_loads_the_weights_and_nothing_else(bench, origin):
     # A rate of zero: what is saved after the first step are the weights it started with.
     run = bench.train_well(
-        f"from-{how.replace('/', '-')}", init_from=path, learning_rate=0.0, max_train_steps=1,
+        "from", init_from=origin.folder, learning_rate=0.0, max_train_steps=1,
         checkpointing_steps=1, weight_decay=0.0,
     )  # fmt: skip
 
+    source = origin.folder / "checkpoints" / "step_00000006"
     ours, theirs = saved(run.folder / "checkpoints" / "step_00000001"), saved(source)
     assert part(ours, "model").keys() == part(theirs, "model").keys()
     for name, weights in part(theirs, "model").items():
@@ -79,9 +89,8 @@ def test_init_from_loads_the_weights_and_nothing_else(bench, origin, how):
     counts = {v.item() for k, v in part(ours, "optimizer").items() if k.endswith("/step")}
     assert counts == {1.0}
     assert [(record["step"], record["samples"]) for record in run.metrics] == [(1, 4)]
-    initial = f"from {bench.folder}/origin/checkpoints/{source.name}"
-    assert f"weights: {initial}" in run.output
-    assert f"| initial weights | {initial} |" in (run.folder / "README.md").read_text()
+    assert f"weights: from {source}" in run.output
+    assert f"| initial weights | from {source} |" in (run.folder / "README.md").read_text()
 
 
 def test_init_from_is_ignored_when_the_run_resumes(bench, origin):
@@ -98,39 +107,31 @@ def test_init_from_is_ignored_when_the_run_resumes(bench, origin):
     assert without_times(resumed) == without_times(straight)
 
 
-@pytest.mark.parametrize("path", ["nowhere", "origin/7", "origin/oldest", "model"])
-def test_init_from_a_place_without_a_checkpoint_is_refused_in_one_sentence(bench, origin, path):
-    run = bench.train("wrong", init_from=bench.folder / path, max_train_steps=1)
-
-    assert run.codes == [2]
-    errors = [line for line in run.output.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert Path(path).name in errors[0] or "step_00000007" in errors[0]
-    assert "Traceback" not in run.output
-    assert not (bench.folder / "wrong").exists()
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("nowhere", "/nowhere holds no valid checkpoint"),
+        ("origin/7", "/origin/7 names no checkpoint of .*/origin, which has the steps 3, 6"),
+        ("origin/oldest", "/origin/oldest names no checkpoint of"),
+        ("model", "/model holds no valid checkpoint"),
+    ],
+)
+def test_init_from_a_place_without_a_checkpoint_is_refused(bench, origin, path, said):
+    with pytest.raises(CheckpointError, match=f"--init_from .*{said}"):
+        bench.read(init_from=bench.folder / path)
 
 
 @pytest.mark.parametrize("how", ["origin", "origin/3", "origin/best"])
 def test_a_run_is_not_written_over_what_it_starts_from(bench, origin, how):
-    run = bench.train("origin", init_from=bench.folder / how, overwrite_output_dir=True)
-
-    assert run.codes == [2]
-    assert "which this run would replace" in run.output
-    assert origin.saved_steps == [3, 6]
+    with pytest.raises(LLMError, match="which this run would replace"):
+        bench.read("origin", init_from=bench.folder / how, overwrite_output_dir=True)
 
 
 def test_a_checkpoint_of_another_run_does_not_permit_overwriting_a_run(bench, origin):
-    other = bench.train_well("other", max_train_steps=1)
-    before = other.metrics
-
-    run = bench.train(
-        "other", resume_from_checkpoint=origin.folder / "checkpoints" / "step_00000003",
-        max_train_steps=6,
-    )  # fmt: skip
-
-    assert run.codes == [2]
-    assert "other holds a run already" in run.output
-    assert other.metrics == before
+    shutil.copytree(origin.folder, bench.folder / "other", symlinks=True)
+    named = origin.folder / "checkpoints" / "step_00000003"
+    with pytest.raises(LLMError, match="other holds a run already"):
+        bench.read("other", resume_from_checkpoint=named, max_train_steps=6)
 
 
 def test_init_from_another_model_is_refused_in_one_sentence(bench, origin, tmp_path):
@@ -141,35 +142,6 @@ def test_init_from_another_model_is_refused_in_one_sentence(bench, origin, tmp_p
     assert run.codes == [2]
     assert "does not fit this model" in run.output
     assert "Traceback" not in run.output
-
-
-class CountedSamples:
-    """Samples that are all alike, and how many of them were read."""
-
-    block_size = 4
-    read_so_far = 0
-
-    def read(self, numbers: np.ndarray) -> np.ndarray:
-        self.read_so_far += len(numbers)
-        return np.zeros((len(numbers), 5), np.int64)
-
-
-def test_the_first_batch_after_a_million_steps_is_as_fast_as_after_ten():
-    plan = BatchPlan(
-        num_windows=1000,
-        micro_batch_size=2,
-        world_size=1,
-        global_batch_size=2,
-        total_samples=3_000_000,
-    )
-    for step in (10, 1_000_000):
-        samples = CountedSamples()
-        loader = TrainLoader(samples=samples, plan=plan, rank=0, device=torch.device("cpu"))
-        with closing(loader.steps(step)) as batches:
-            first = next(batches)
-
-        assert first.samples.tolist() == [2 * step, 2 * step + 1]
-        assert samples.read_so_far <= 6  # its own, and two steps ahead
 
 
 WSD = {"lr_scheduler_type": "warmup_stable_decay", "num_warmup_steps": 1, "num_decay_steps": 3}
@@ -213,34 +185,16 @@ def test_extending_a_run_is_refused_if_it_changes_completed_steps(bench, options
     name = f"refused-{options['lr_scheduler_type']}"
     cut_after(bench, name, reached, **options)
 
-    run = bench.train(name, resume_from_checkpoint=True, max_train_steps=12, **options)
-
-    assert run.codes == [2]
-    assert "max_train_steps was 8 and is 12" in run.output
+    with pytest.raises(LLMError, match="max_train_steps was 8 and is 12"):
+        bench.read(name, resume_from_checkpoint=True, max_train_steps=12, **options)
 
 
 def test_a_shorter_run_is_refused(bench):
     constant = {"lr_scheduler_type": "constant"}
     cut_after(bench, "shorter", 4, **constant)
 
-    run = bench.train("shorter", resume_from_checkpoint=True, max_train_steps=6, **constant)
-
-    assert run.codes == [2]
-    assert "max_train_steps was 8 and is 6" in run.output
-
-
-def test_checkpoints_are_saved_by_the_clock(bench):
-    slow = Fault(at=STEP, what="wait", call=0, amount=0.1)
-
-    run = bench.train_well(
-        "clock", max_train_steps=12, checkpointing_minutes=0.5 / 60, faults=[slow]
-    )
-
-    # A step takes a tenth of a second or more, and a checkpoint falls due after half a second.
-    steps = run.saved_steps
-    assert steps[-1] == 12
-    assert 2 <= len(steps) < 12
-    assert all(b - a <= 6 for a, b in zip([0, *steps], steps, strict=False))
+    with pytest.raises(LLMError, match="max_train_steps was 8 and is 6"):
+        bench.read("shorter", resume_from_checkpoint=True, max_train_steps=6, **constant)
 
 
 def test_two_ranks_save_by_the_clock_of_the_first(bench):
@@ -250,7 +204,11 @@ def test_two_ranks_save_by_the_clock_of_the_first(bench):
         "clocks", ranks=2, max_train_steps=12, checkpointing_minutes=0.5 / 60, faults=[slow]
     )
 
-    assert len(run.saved_steps) >= 2
+    # A step takes a tenth of a second or more, and a checkpoint falls due after half a second.
+    steps = run.saved_steps
+    assert steps[-1] == 12
+    assert 2 <= len(steps) < 12
+    assert all(b - a <= 6 for a, b in zip([0, *steps], steps, strict=False))
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.layouts), 2])

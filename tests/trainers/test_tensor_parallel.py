@@ -6,16 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.training import Bench
+from tests.support.training import NO_DROPOUT, Bench
 
 pytestmark = pytest.mark.layouts
-
-STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("bench"), **STILL)
+    return Bench(tmp_path_factory.mktemp("bench"), **NO_DROPOUT)
 
 
 def test_two_ranks_train_and_export_the_model_that_one_does(bench):

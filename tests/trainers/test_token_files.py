@@ -12,11 +12,8 @@ import pytest
 
 from llm.data.order import WindowSampler
 from llm.errors import LLMError
-from llm.runtime.world import World
 from llm.tokenizers.load_tokenizer import fingerprint
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.inputs import read_training
-from llm.trainers.gpt.main import parse_args
 from tests.support.ranks import run_ranks
 from tests.support.recovery import without_times
 from tests.support.refusals import assert_refused
@@ -28,9 +25,7 @@ from tests.support.token_files import (
     write_parts,
 )
 from tests.support.tokenizers import tiny_tokenizer
-from tests.support.training import Bench, Run
-
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+from tests.support.training import NO_DROPOUT, Bench, Run
 
 
 @pytest.fixture(scope="module")
@@ -163,13 +158,10 @@ def test_token_files_alone_can_be_evaluated(bench, blended):
     assert run.read_json("eval_results.json")["loss"] > 0
 
 
-def read(bench: Bench, **options):
-    config = parse_args(bench.command("unused", train_file=None, **options))
-    return read_training(config, World(rank=0, local_rank=0, world_size=1))
-
-
 def test_an_epoch_of_a_blend_has_the_samples_of_all_its_sources(bench):
-    inputs = read(bench, data_path=blend(bench), max_train_steps=None, num_train_epochs=2)
+    inputs = bench.read(
+        train_file=None, data_path=blend(bench), max_train_steps=None, num_train_epochs=2
+    )
 
     windows = sum(part.stream.num_tokens // 32 for part in inputs.corpus.train)
     assert inputs.plan.num_windows == windows
@@ -218,8 +210,9 @@ def test_bad_weights_missing_files_and_empty_splits_are_refused(bench, blend, op
     write_pair(bench.folder / "endless_text_document", [[1, 2, 3] * 30] * 100)
     names = {name: str(bench.folder / f"{name}_text_document") for name in ("wiki", "code")}
     names["endless"] = str(bench.folder / "endless_text_document")
+    words = [names.get(word, word) for word in blend]
     with pytest.raises(LLMError, match=sentence):
-        read(bench, data_path=[names.get(word, word) for word in blend], **options)
+        bench.read(train_file=None, data_path=words, **options)
 
 
 def test_token_files_of_another_tokenizer_are_refused_on_two_ranks_once(bench):
