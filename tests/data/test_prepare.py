@@ -1,16 +1,10 @@
-import bz2
 import gzip
-import json
-import lzma
 import sys
 from pathlib import Path
 
 import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import zstandard
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer
 
@@ -78,35 +72,6 @@ def test_the_bytes_do_not_depend_on_workers_shards_or_encoder(
     assert prepare("--input", "a.jsonl", "--output_prefix", "wiki", "--workers", workers) == 0
 
     assert pair("wiki_text_document") == expected_pair(tmp_path / "e", TEXTS)
-
-
-def write_inputs(folder):
-    """The same texts as files of every kind; the names of those."""
-    lines = json_lines(TEXTS).encode()
-    array = json.dumps([{"text": text} for text in TEXTS]).encode()
-    table = pa.table({"text": TEXTS})
-    pq.write_table(table, folder / "a.parquet", row_group_size=7)
-    packed = {
-        "a.jsonl": lines,
-        "a.json": array,
-        "b.json.gz": gzip.compress(array),
-        "b.jsonl.gz": gzip.compress(lines[:100]) + gzip.compress(lines[100:]),
-        "c.jsonl.xz": lzma.compress(lines),
-        "d.jsonl.bz2": bz2.compress(lines),
-        "e.jsonl.zst": zstandard.compress(lines[:100]) + zstandard.compress(lines[100:]),
-    }
-    for name, content in packed.items():
-        write(folder / name, content)
-    return ["a.parquet", *packed]
-
-
-def test_the_bytes_are_the_same_for_any_kind_of_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_files, "SHARD_BYTES", 500)
-    expected = expected_pair(tmp_path / "e", TEXTS)
-
-    for name in write_inputs(tmp_path):
-        assert prepare("--input", name, "--output_prefix", name, "--workers", 2) == 0
-        assert pair(f"{name}_text_document") == expected
 
 
 @pytest.mark.parametrize("streaming", [[], ["--streaming"]])
