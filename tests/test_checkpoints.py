@@ -314,22 +314,6 @@ def test_averaging_takes_little_more_memory_than_one_model(trained, tmp_path):
     assert 0.9 * size < after - before < 1.2 * size
 
 
-def test_a_run_from_pretrained_weights_exports_their_generation_settings(trained, tmp_path):
-    base = tmp_path / "base"
-    shutil.copytree(trained, base, ignore=shutil.ignore_patterns("checkpoints", ".*"))
-    settings = json.loads((base / "generation_config.json").read_text())
-    (base / "generation_config.json").write_text(json.dumps({**settings, "num_beams": 3}))
-    bench = Bench(tmp_path / "bench", lines=60)
-    run = bench.train_well(model_name_or_path=base, max_train_steps=1, checkpointing_steps=1)
-
-    assert main([str(run.folder), "--export", "1", str(tmp_path / "out")]) == 0
-
-    for path in (tmp_path / "out").iterdir():
-        if path.name != "README.md":
-            assert path.read_bytes() == (run.folder / path.name).read_bytes()
-    assert '"num_beams": 3' in (tmp_path / "out" / "generation_config.json").read_text()
-
-
 @pytest.fixture
 def damaged(trained, tmp_path):
     """A copy of the run in which the last checkpoint has a flipped bit."""

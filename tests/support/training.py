@@ -126,13 +126,16 @@ class Bench:
 
     def read(self, name: str = "unread", *, ranks: int = 1, **options: Any) -> Any:
         """Read in this process what a run, or an evaluation, reads before it starts."""
+        from llm.config.command_line import config_file_of
         from llm.runtime.world import World
         from llm.trainers.gpt.inputs import read_evaluation, read_training
         from llm.trainers.gpt.main import parse_args
 
-        config = parse_args(self.command(name, **options))
-        read = read_evaluation if config.eval_only else read_training
-        return read(config, World(rank=0, local_rank=0, world_size=ranks))
+        words = self.command(name, **options)
+        config, world = parse_args(words), World(rank=0, local_rank=0, world_size=ranks)
+        if config.eval_only:
+            return read_evaluation(config, world)
+        return read_training(config, world, config_file=config_file_of(words))
 
     def start(
         self,

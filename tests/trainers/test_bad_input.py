@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llm.config.toml import read_toml
-from llm.errors import LLMError
+from llm.errors import ConfigError, LLMError
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.models import tiny_config, tiny_model
 from tests.support.refusals import assert_refused
@@ -110,11 +110,9 @@ def test_inputs_that_do_not_fit_are_refused_before_training(bench, trained, opti
 def test_an_unusable_folder_is_refused_before_the_text_is_read(bench, trained, tmp_path):
     (tmp_path / "file").write_text("mine")
     for options in ({}, {"eval_only": True, "model_name_or_path": trained}):
-        run = bench.train(
-            output_dir=tmp_path / "file" / "run", data_cache_dir=tmp_path / "cache", **options
-        )
-        assert run.codes == [2]
-        assert f"{tmp_path}/file is a file; name a folder" in run.output
+        folders = {"output_dir": tmp_path / "file" / "run", "data_cache_dir": tmp_path / "cache"}
+        with pytest.raises(ConfigError, match=f"{tmp_path}/file is a file; name a folder"):
+            bench.read(**folders, **options)
         assert not (tmp_path / "cache").exists()
 
 
@@ -154,15 +152,11 @@ def test_overwriting_starts_over_and_keeps_the_users_files(twice):
 
 
 def test_the_written_configuration_overwrites_no_other_run(bench, twice):
-    taken = bench.train_well("taken-too", max_train_steps=1)
+    taken = shutil.copytree(twice.folder, bench.folder / "taken-too")
     recorded = dict.fromkeys(read_toml(GPTConfig, twice.folder / "config.toml"))
-    again = {**recorded, "config": twice.folder / "config.toml", "output_dir": taken.folder}
-
-    run = bench.train("taken-too", **again)
-
-    assert run.codes == [2]
-    assert "holds a run already" in run.output
-    assert len(taken.losses) == 1
+    again = {**recorded, "config": twice.folder / "config.toml", "output_dir": taken}
+    with pytest.raises(ConfigError, match="holds a run already"):
+        bench.read(**again)
 
 
 @pytest.mark.parametrize(
@@ -176,28 +170,19 @@ def test_an_input_in_the_run_that_is_overwritten_is_refused(bench, twice, option
     }.get(option, twice.folder / "checkpoints" / "mine.txt")
     if option == "data_path":
         named.with_suffix(".bin").write_text("")
-    options = {option: named, "overwrite_output_dir": True}
-
-    run = bench.train(
-        "again", **{"train_file": None if option == "data_path" else bench.text, **options}
-    )
-
-    assert run.codes == [2]
-    assert f"--{option} {named} is in --output_dir {twice.folder}" in run.output
-    assert (twice.folder / "checkpoints" / "mine.txt").read_bytes() == bench.text.read_bytes()
-    assert len(twice.losses) == 3
+    text = {"train_file": None if option == "data_path" else bench.text}
+    said = f"--{option} {named} is in --output_dir {twice.folder}"
+    with pytest.raises(ConfigError, match=said):
+        bench.read("again", overwrite_output_dir=True, **text | {option: named})
 
 
 @pytest.mark.parametrize("how", [{}, {"overwrite_output_dir": True}])
-def test_a_model_that_lies_in_the_folder_is_left_as_it_is(bench, twice, how):
+def test_a_model_that_lies_in_the_folder_is_not_replaced(bench, how):
     folder = bench.folder / "exported"
     folder.mkdir(exist_ok=True)
     for name in ("config.json", "model.safetensors", "README.md"):
         (folder / name).write_text("mine")
 
-    run = bench.train("exported", **how)
-
-    assert run.codes == [2]
-    assert "holds no run, but files that this run would replace" in run.output
-    assert "(README.md, config.json, model.safetensors)" in run.output
-    assert {path.read_text() for path in folder.iterdir()} == {"mine"}
+    said = r"holds no run, but files .* \(README.md, config.json, model.safetensors\)"
+    with pytest.raises(ConfigError, match=said):
+        bench.read("exported", **how)

@@ -117,12 +117,11 @@ def test_a_run_resumes_with_the_same_losses_under_another_world_size(plain, alon
 def test_a_resumed_run_refuses_other_settings_all_in_one_sentence(plain):
     plain.train_well("fixed", max_train_steps=2, checkpointing_steps=1)
     options = {"max_train_steps": 2, "resume_from_checkpoint": True}
-    run = plain.train("fixed", **options, seed=7, learning_rate=0.5, mixed_precision="bf16")
-    assert run.codes == [2]
-    assert "seed was 1 and is 7" in run.output
-    assert "learning_rate was 0.001 and is 0.5" in run.output
-    assert "mixed_precision was 'no' and is 'bf16'" in run.output
-    assert run.output.count("error:") == 1
+    with pytest.raises(LLMError) as refusal:
+        plain.read("fixed", **options, seed=7, learning_rate=0.5, mixed_precision="bf16")
+    assert "seed was 1 and is 7" in str(refusal.value)
+    assert "learning_rate was 0.001 and is 0.5" in str(refusal.value)
+    assert "mixed_precision was 'no' and is 'bf16'" in str(refusal.value)
 
     changes = {"mixed_precision": "bf16", "change_on_resume": ["mixed_precision"]}
     changes |= {"attention_implementation": "eager", "max_eval_steps": 1, "logging_steps": 2}

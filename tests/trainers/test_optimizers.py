@@ -2,7 +2,7 @@
 
 import pytest
 
-from llm.errors import ConfigError
+from llm.errors import CheckpointError, ConfigError
 from llm.trainers.gpt.main import parse_args
 from tests.support.faults import Fault
 from tests.support.recovery import check_resume
@@ -103,17 +103,13 @@ def test_gossip_resumes_under_another_world_size(plain, optimizer):
 
 def test_no_change_on_resume_makes_one_optimizer_of_another(plain):
     saved = {"max_train_steps": 2, "checkpointing_steps": 2, "kfac": True}
-    run = plain.train_well("of-kfac", **saved)
-    before = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+    plain.train_well("of-kfac", **saved)
     again = {**saved, "max_train_steps": 4, "resume_from_checkpoint": True}
     for changed in ({"kfac": False}, {"kfac_max_dim": 16}, {"optimizer": "sgd", "kfac": False}):
         for allowed in ({}, {"change_on_resume": ("max_train_steps", *changed)}):
-            refused = plain.train("of-kfac", **{**again, **changed, **allowed})
-            assert refused.codes == [2]
-            assert "holds another state of the optimizer" in refused.output
-            assert all(f"{name} was " in refused.output for name in changed)
-            assert "start another run from its weights with --init_from" in refused.output
-    assert before == {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+            said = f"holds another state of the optimizer: {next(iter(changed))} was .* --init_from"
+            with pytest.raises(CheckpointError, match=said):
+                plain.read("of-kfac", **{**again, **changed, **allowed})
     names = ("max_train_steps", "optimizer")  # that of the default by its name is no other
     plain.train_well("of-kfac", change_on_resume=names, optimizer="adamw", **again)
 

@@ -20,7 +20,6 @@ from llm.trainers.gpt.seams import Inputs
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 from tests.support.recovery import weights_hash, without_times
-from tests.support.refusals import assert_refused
 from tests.support.tokenizers import tiny_tokenizer
 from tests.support.training import WORDS, Bench, Run
 
@@ -279,7 +278,8 @@ def test_files_that_are_no_tasks_are_named(tmp_path):
 def test_a_task_whose_data_are_missing_is_refused_before_training(bench, tmp_path):
     lost = write_task(tmp_path, "lost", **CHOICE)
     (tmp_path / "lost.jsonl").unlink()
-    assert_refused(bench, ranks=2, eval_tasks=lost, words=["--eval_tasks", "lost.jsonl"])
+    with pytest.raises(ConfigError, match=r"--eval_tasks.*lost\.jsonl"):
+        bench.read(eval_tasks=lost)
 
 
 @needs_library
@@ -312,7 +312,8 @@ def test_tasks_that_do_not_fit_their_data_or_the_model_are_refused(tmp_path, tas
 
 
 def test_tasks_at_steps_without_tasks(bench):
-    assert_refused(bench, eval_tasks_steps=5, words=["--eval_tasks_steps needs --eval_tasks"])
+    with pytest.raises(ConfigError, match="--eval_tasks_steps needs --eval_tasks"):
+        bench.read(eval_tasks_steps=5)
 
 
 def test_tasks_without_the_library_print_its_pip_line(monkeypatch):
