@@ -54,15 +54,6 @@ def test_samples_are_windows_of_the_blends_sources(streams):
     assert (places == (places[:, :1] + np.arange(11)) % sizes[:, None]).all()
 
 
-def test_each_source_gives_each_window_once_per_epoch(streams):
-    tokens = blend(streams, [0.5, 0.25, 0.25]).read(np.arange(400))
-    small = tokens[np.array(source_of(tokens)) == 2][:, 0].astype(int) - 2000
-
-    for epoch in range(25):
-        starts = np.sort(small[4 * epoch : 4 * epoch + 4])
-        assert (np.diff(starts) == 10).all()
-
-
 def test_an_epoch_has_as_many_samples_as_all_sources_together(streams):
     assert blend(streams, [0.5, 0.25, 0.25]).num_windows == 40 + 10 + 4
     assert blend(streams, [0.5, 0.5, 0.0]).num_windows == 40 + 10

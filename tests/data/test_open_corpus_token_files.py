@@ -1,12 +1,10 @@
-import numpy as np
 import pytest
 
 from llm.data.open_corpus import open_corpus
 from llm.data.options import DataOptions
-from llm.data.order import DocumentBoundaries
 from llm.errors import DataError
 from llm.tokenizers.load_tokenizer import fingerprint
-from tests.support.token_files import describe, random_documents, write_flat, write_pair
+from tests.support.token_files import describe, random_documents, write_pair
 from tests.support.tokenizers import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -96,25 +94,6 @@ def test_sources_of_the_same_name_are_labelled_with_their_folders(tmp_path):
     assert [part.name for part in same] == ["0-text", "1-text"]
 
 
-def test_a_flat_file_is_named_with_its_suffix(tmp_path):
-    path = write_flat(tmp_path / "train.bin", list(range(1, 101)))
-
-    corpus = opened(data_path=(str(path),), split="90,10")
-
-    assert [part.stream.num_tokens for part in (*corpus.train, *corpus.validation)] == [90, 10]
-
-
-def test_files_of_another_tokenizer_are_refused_unless_forced(wiki, caplog):
-    describe(wiki, fingerprint="theirs", largest_token=100)
-
-    with pytest.raises(
-        DataError, match=r"made with the tokenizer some-tokenizer.*--ignore_tokenizer_mismatch"
-    ):
-        opened(data_path=(str(wiki),))
-    assert opened(data_path=(str(wiki),), ignore_tokenizer_mismatch=True).train
-    assert "continuing because of --ignore_tokenizer_mismatch" in caplog.text
-
-
 def test_ids_beyond_the_vocabulary_are_refused_by_the_sidecar_at_once(wiki):
     describe(wiki, fingerprint=FINGERPRINT, largest_token=100)
 
@@ -123,22 +102,6 @@ def test_ids_beyond_the_vocabulary_are_refused_by_the_sidecar_at_once(wiki):
         DataError, match=r"holds the token id 100, and the vocabulary of .* has 100 "
     ):
         opened(data_path=(str(wiki),), vocab_size=100)
-
-
-def test_ids_beyond_the_vocabulary_without_a_sidecar_are_refused_when_read(wiki):
-    stream = opened(data_path=(str(wiki),), vocab_size=50).train[0].stream
-
-    with pytest.raises(DataError, match=r"wiki_text_document\.bin holds the token id \d+"):
-        stream.windows(np.arange(100), 20)
-
-
-def test_documents_without_ends_are_refused_where_ends_matter(tmp_path):
-    prefix = write_pair(tmp_path / "text", [[1, 2, 3]] * 100)
-
-    assert opened(data_path=(str(prefix),)).train
-    document_boundaries = DocumentBoundaries(0, positions=False, attention=True)
-    with pytest.raises(DataError, match="--reset_attention_mask need documents that end"):
-        opened(data_path=(str(prefix),), document_boundaries=document_boundaries)
 
 
 def test_a_file_without_tokens_is_refused(tmp_path):

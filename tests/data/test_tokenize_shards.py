@@ -3,7 +3,6 @@ import multiprocessing
 import numpy as np
 import pytest
 
-from llm.data.preparation import shards
 from llm.data.preparation.encoder import Encoding, OtherIds, make_encoder
 from llm.data.preparation.shards import read_array
 from llm.data.preparation.tokenize_shards import tokenize_shards
@@ -76,20 +75,6 @@ def test_a_wrong_encoder_is_remembered_after_a_restart(tmp_path, wrong_encoder):
 
     assert found == [[*ids(name), 0] for name in "acd"]
     assert wrong_encoder == [True, False, False]
-
-
-def test_a_full_disk_leaves_finished_shards_and_no_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "working_stem", lambda stem: stem.with_name(f".{stem.name}"))
-    parts = tmp_path / "parts"
-    parts.mkdir()
-    (parts / ".000001.idx").symlink_to("/dev/full")
-
-    with pytest.raises(OSError, match="No space left on device"):
-        tokens_of([ListSource(["a"]), ListSource(["b"])], parts)
-
-    assert sorted(path.name for path in parts.iterdir()) == [
-        f"000000.{suffix}" for suffix in ("bin", "bytes", "idx", "json")
-    ]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -17,11 +17,11 @@ from tests.support import layouts
 from tests.support.layouts import make_optimizer
 from tests.support.models import tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
+from tests.support.training import NO_DROPOUT
 
 BATCH, LENGTH, STEPS = 4, 32, 3
 # Learned positions and a tied head; shared keys; norms of queries and keys; a window of 8 tokens.
 FAMILIES = ["gpt2", "llama", "qwen3", "mistral"]
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def make_strategy(family: str, sizes: dict[str, int], mixed_precision: str = "no"):

@@ -214,7 +214,6 @@ def test_bad_stages_are_refused_in_a_sentence_each(bench):
     web = [1.0, "web"]
     for stages, words in (
         ([(2000, web), (1000, web), (None, web)], "data_stage 2 ends at 1,000 tokens"),
-        ([(2000, web)], "data_stage 1 is the last stage"),
         ([(31, web), (None, web)], "data_stage 1 ends at 31 tokens, before its first sample of"),
         (
             [(None, [0, "web", 0, "code"])],

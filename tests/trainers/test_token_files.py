@@ -181,12 +181,9 @@ def test_a_run_is_named_after_its_first_source(options, name):
 @pytest.mark.parametrize(
     ("blend", "options", "sentence"),
     [
-        ([-1, "wiki"], {}, "--data_path gives the weight -1"),
         (["nan", "wiki"], {}, "must be a finite number, not nan"),
         ([0, "wiki", 0, "code"], {}, "every source the weight 0"),
-        ([1, "wiki", "code"], {}, "code_text_document without a weight before it"),
         (["nowhere"], {}, "no token file nowhere"),
-        (["wiki"], {"split": "1,2,x"}, "--split 1,2,x is not a split"),
         (["code"], {"split": "999,1,0"}, "no documents for validation of .*60 doc"),
         (["wiki"], {"split": "0,1,0"}, "--split 0,1,0 leaves nothing to train on"),
         (

@@ -10,7 +10,7 @@ from llm.trainers.gpt.main import parse_args
 from tests.support.faults import Fault
 from tests.support.recovery import check_same, kill_and_go_on
 from tests.support.refusals import assert_refused
-from tests.support.training import Bench, Run
+from tests.support.training import NO_DROPOUT, Bench, Run
 
 FORWARD = "llm.parallel.base:AcceleratedStrategy.forward_backward"
 NODES = {
@@ -30,8 +30,7 @@ DIVIDED = {**NODES, "data_parallel_shard_size": 2}
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory) -> Bench:
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return Bench(tmp_path_factory.mktemp("sharded-replicas"), **no_dropout)
+    return Bench(tmp_path_factory.mktemp("sharded-replicas"), **NO_DROPOUT)
 
 
 @pytest.fixture(scope="module")
