@@ -12,26 +12,84 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llm.data.cache import TokenCache
 from llm.data.formats.megatron import TokenFile, read_row_bytes
+from llm.data.preparation.encoder import Encoding
+from llm.data.preparation.output_files import Output
+from llm.data.preparation.prepare_files import prepare_files
 from llm.data.preparation.verification import verify
 from llm.data.text.sources import file_source
+from llm.data.text_identity import recipe, recipe_digest
 from llm.errors import DataError
-from tests.support.corpora import (
-    ListSource,
-    WatchedSource,
-    byte_tokenizer,
-    cache_bytes,
-    cache_much,
-    cache_watched,
-    error_on_a_full_disk,
-    write,
-)
+from tests.support.corpora import ListSource, byte_tokenizer, error_on_a_full_disk, write
 from tests.support.preparation import FailingSource, tokens
 from tests.support.processes import wait_until
 from tests.support.ranks import run_ranks, values
 
 SPAWN = multiprocessing.get_context("spawn")
 OTHER = ["other"]
+
+
+class WatchedSource(ListSource):
+    """Appends a line to `reads` whenever its texts are read, and takes its time."""
+
+    def __init__(self, texts, reads, seconds):
+        super().__init__(texts, name="watched")
+        self._reads = reads
+        self._seconds = seconds
+
+    def batches(self, faults=None):
+        with open(self._reads, "a") as file:
+            file.write("read\n")
+        for text in self._texts:
+            yield [text]
+            time.sleep(self._seconds / len(self._texts))
+
+
+def cache_bytes(cache_dir, source=None, **changes):
+    """The token files that a cache has of a text, by the tokenizer of bytes; `ab` and `c` if None.
+
+    Args:
+        cache_dir: The folder of the cache.
+        source: The text.
+        changes: To the settings of the cache, the encoding, or `optional`.
+    """
+    settings = {"tokenizer": byte_tokenizer(), "end_token": 0, "dtype": np.dtype("<u2")}
+    encoding = Encoding(**{name: changes.pop(name, value) for name, value in settings.items()})
+    text = source or ListSource(["ab", "c"])
+    workers, optional = changes.pop("workers", 1), changes.pop("optional", False)
+
+    def prepare(folder):
+        """What the process of a run does, in this one."""
+        if optional and not text.exists():
+            (folder / "absent").touch()
+            return
+        output = Output(
+            prefix=folder / "tokens", overwrite=True, row_bytes=True, option="--data_cache_dir"
+        )
+        prepare_files([([text], output)], encoding=encoding, workers=workers)
+
+    key = recipe_digest(
+        recipe(
+            [text.identity()],
+            tokenizer_fingerprint=encoding.tokenizer.fingerprint,
+            end_token=encoding.end_token,
+            dtype=encoding.dtype.name,
+        )
+    )
+    cache = TokenCache(**{"folder": cache_dir, "overwrite": False, **changes})
+    return cache.token_files(key, prepare)
+
+
+def cache_watched(cache_dir, reads, seconds):
+    """What a process of its own does in the tests of the lock."""
+    texts = ["some text"] * 20
+    cache_bytes(cache_dir, WatchedSource(texts, reads, seconds))
+
+
+def cache_much(cache_dir):
+    """A preparation that writes files of up to 200 kB."""
+    cache_bytes(cache_dir, ListSource(["x" * 1000] * 100))
 
 
 class UnreadableSource(ListSource):

@@ -72,16 +72,13 @@ def test_lengths_in_tokens_are_those_in_samples_and_steps(bench):
 def test_tokens_per_parameter_set_the_budget_and_the_log_says_its_cost(bench):
     options = {"max_train_steps": None, "logging_steps": 3}
     run = bench.train_well("ratio", tokens_per_parameter=0.03, **options)
-    same = bench.train_well("budget", max_train_tokens=1133, **options)
 
     # 0.03 of 37,760 parameters are 1,132.8 tokens, which the 36th sample reaches. A token takes
     # 6 operations for each of 34,816 weights in products, and 24,576 in attention.
     line = "budget: 1,152 tokens, 0.03051 for each of 37,760 parameters; 2.69e+08 FLOPs"
     assert line in run.output
-    assert line in same.output
     assert pytest.approx(2.69e8, rel=1e-3) == 1152 * (6 * 34_816 + 24_576)
     assert "length: 9 steps, 36 samples" in run.output
-    assert weights_hash(run.folder) == weights_hash(same.folder)
 
 
 def test_warmup_and_decay_longer_than_the_budget_are_refused(bench):

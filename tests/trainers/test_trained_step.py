@@ -116,9 +116,14 @@ def test_the_steps_before_a_branch_have_the_ranks_of_its_parent(bench):
     assert ranks_of(3) == 1
 
 
-def test_without_the_events_the_order_of_samples_is_not_known(bench):
-    bench.train_well("silent", **blend(bench), max_train_steps=2)
-    run = bench.folder / "silent"
+@pytest.fixture(scope="module")
+def short_run(bench):
+    bench.train_well("short", **blend(bench), max_train_steps=2)
+    return bench.folder / "short"
+
+
+def test_without_the_events_the_order_of_samples_is_not_known(short_run, tmp_path):
+    run = shutil.copytree(short_run, tmp_path / "silent")
     (run / "events.jsonl").unlink()
 
     with pytest.raises(DataError, match=r"events\.jsonl records no start of the run"):
@@ -136,12 +141,6 @@ def test_a_flat_file_is_shown_without_documents(bench, capsys):
     output = capsys.readouterr().out
     assert re.search(r"^the file, tokens [\d,]+ to [\d,]+ of 2,000$", output, re.MULTILINE)
     assert "Flat token files do not say where documents begin: train.bin." in output
-
-
-@pytest.fixture(scope="module")
-def short_run(bench):
-    bench.train_well("short", **blend(bench), max_train_steps=2)
-    return bench.folder / "short"
 
 
 @pytest.mark.parametrize(
