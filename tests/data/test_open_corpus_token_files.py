@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from llm.data.open_corpus import open_corpus
@@ -102,6 +103,14 @@ def test_ids_beyond_the_vocabulary_are_refused_by_the_sidecar_at_once(wiki):
         DataError, match=r"holds the token id 100, and the vocabulary of .* has 100 "
     ):
         opened(data_path=(str(wiki),), vocab_size=100)
+
+
+@pytest.mark.parametrize("option", ["data_path", "train_data_path"])
+def test_ids_beyond_the_vocabulary_without_a_sidecar_are_refused_when_read(wiki, option):
+    stream = opened(**{option: (str(wiki),)}, vocab_size=50).train[0].stream
+
+    with pytest.raises(DataError, match=r"wiki_text_document\.bin holds the token id \d+"):
+        stream.windows(np.arange(100), 20)
 
 
 def test_a_file_without_tokens_is_refused(tmp_path):
