@@ -97,24 +97,6 @@ def test_ranks_train_separate_weights_and_export_the_mean(bench, ranks, options,
         assert torch.equal(exported[name], tensor)
 
 
-@pytest.mark.layouts  # test_sharded_replicas.py has its nodes in the ordinary suite
-def test_each_node_may_be_a_replica(bench):
-    run = bench.train_well(
-        "nodes",
-        ranks=4,
-        environment={"LOCAL_WORLD_SIZE": "2"},
-        gossip_group="nodes",
-        topology="exp",
-        per_device_train_batch_size=2,
-        max_train_steps=8,
-        checkpointing_steps=8,
-        **RING,
-    )
-    assert len(saved_replicas(run)[1]) == 2
-    assert run.losses[-1] < run.losses[0] - 0.2
-    assert run.metrics[-1]["eval_consensus_distance"] > 1e-5
-
-
 def test_the_mean_is_what_is_evaluated(bench):
     run = bench.train_well("evaluated", ranks=2, max_train_steps=8, **RING)
     again = bench.train_well(

@@ -11,7 +11,6 @@ from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.faults import Fault
 from tests.support.models import tiny_config, tiny_model
 from tests.support.recovery import check_resume
-from tests.support.refusals import assert_refused
 from tests.support.training import NO_DROPOUT, Bench, Run
 
 LOSS = "llm.models.loss:LanguageModelLoss.forward"
@@ -220,11 +219,6 @@ def test_a_run_with_kfac_is_evaluated_and_started_from_without_it(plain):
     plain.train_well("saved", eval_only=True, resume_from_checkpoint=True)
     assert run.read_json("eval_results.json")["loss"] == pytest.approx(loss, rel=1e-6)
     plain.train_well("from", init_from=run.folder, max_train_steps=1)
-
-
-def test_a_pattern_that_matches_no_layer_is_refused(plain):
-    words = ["--kfac_skip_layers 'atn' matches no Linear"]
-    assert_refused(plain, kfac=True, kfac_skip_layers=["mlp", "atn"], words=words)
 
 
 def test_a_pipeline_stage_without_a_layer_for_kfac_is_refused():
