@@ -7,6 +7,7 @@ from pathlib import Path
 from tests.support.package import MODULES, PACKAGE, name_of
 
 ONLY_ON_CUDA = {
+    "extensions.matrix_optim.eigenbases": "asks whether a GPU has TF32",
     "parallel.accelerator": "asks whether a GPU has fp8 and bf16",
     "preflight": "names the GPU and the version of NCCL",
 }

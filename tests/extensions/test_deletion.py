@@ -24,7 +24,7 @@ MADE_WITH = {
     "bf16_moments": ({"moment_dtype": "bf16"}, 2, "was trained with --moment_dtype"),
     "decentralized": ({"data_parallel": "gossip"}, 2, "was trained with --data_parallel"),
     "kfac": ({"kfac": True}, 2, "was trained with --kfac,"),
-    "matrix_optim": ({"optimizer": "muon"}, 2, "optimizer was 'muon' and is None"),
+    "matrix_optim": ({"optimizer": "muon"}, 2, "optimizer was 'muon' and is 'adamw'"),
     "mup": ({"mup": True, "mup_base_width": 16}, 2, "was trained with --mup and --mup_base_width"),
     "profiler": ({"profile": "0:1"}, 0, ""),
     "spikes": (

@@ -141,7 +141,8 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
         order_buckets(loss, device)
 
     base.order_buckets = answer_and_order
-    return build_run.make_strategy(config, inputs, model, world)
+    strategy, _ = build_run.make_strategy(config, inputs, model, world)
+    return strategy
 
 
 def _train(

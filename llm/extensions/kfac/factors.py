@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from llm.extensions.kfac.layers import Layer, read_input
+from llm.models.patches.recomputation import hidden_from_recomputation
 
 
 class Factor:
@@ -239,9 +239,7 @@ def _make_hook(
     def record(factor: Factor, values: Tensor, *, with_one: bool) -> None:
         # Autocast would multiply in bf16 or fp16, too coarse for sums over tokens.
         off = torch.autocast(values.device.type, enabled=False)
-        # Selective recomputation must not see these products, because it does not repeat them: it
-        # would take them for those of the layers.
-        with times.measure("factor", ends=False), off, _disable_current_modes():
+        with times.measure("factor", ends=False), off, hidden_from_recomputation():
             rows = values.detach().flatten(0, -2).float()
             if with_one:
                 rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)

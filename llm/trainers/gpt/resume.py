@@ -77,16 +77,19 @@ def find_resume(config: CoreConfig, run: RunFolder) -> Checkpoint | None:
     if config.eval_only:
         return checkpoint  # only its weights are loaded
     saved = _saved_options(config, checkpoint, "fixed")
-    # If an older checkpoint lacks an option, the option did not exist yet, so it has not changed.
-    before = dataclasses.replace(config, **saved)
-    changed = differences(_state_options(before), _state_options(config))
-    if changed:
-        raise CheckpointError(
-            f"{checkpoint.path} holds another state of the optimizer: {'; '.join(changed)}. Give "
-            "the former value, or start another run from its weights with --init_from."
-        )
     allowed = (*named_changes(config), *lengthened(config, checkpoint))
-    check_unchanged(saved, fixed_options(config, like=saved), allowed=allowed)
+    fixed = fixed_options(config, like=saved)
+    # If an older checkpoint lacks an option, the option did not exist yet, so it has not changed.
+    before = _state_options(dataclasses.replace(config, **saved))
+    changed = differences(before, _state_options(config))
+    if changed:
+        others = {n: v for n, v in fixed.items() if n not in before and n not in allowed}
+        raise CheckpointError(
+            f"{checkpoint.path} holds another state of the optimizer: "
+            f"{'; '.join([*differences(saved, others), *changed])}. Give the former values, or "
+            "start another run from its weights with --init_from."
+        )
+    check_unchanged(saved, fixed, allowed=allowed)
     return checkpoint
 
 
