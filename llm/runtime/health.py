@@ -179,11 +179,11 @@ class Health:
             self._tell({"failure": failure})
             self._end(failure)
         elif self._leaves:  # otherwise an error ends this rank, and the others report it as lost
-            self._tell({"failure": None})
-            self._wait_for_others(_LEAVE_SECONDS)
+            self._tell_until_gone({"failure": None}, _LEAVE_SECONDS)
 
     def _hear(self) -> str | None:
-        """Read the ranks' messages; return a failure if one has died."""
+        """Read all messages of the ranks; return a failure if one has died."""
+        failure = None
         while ready := wait([self._server, *self._lines], 0):
             for line in ready:
                 if line is self._server:
@@ -200,20 +200,21 @@ class Health:
                     self._lines[line] = _Peer(beat, time.monotonic())
                 except (OSError, EOFError, ValueError, KeyError, TypeError):  # a stranger's bytes
                     last = self._lines.pop(line)
-                    if last is not None and not last.beat["left"]:
-                        return f"{last.beat['name']} has died, about step {last.beat['step']}"
-        return None
+                    if failure is None and last is not None and not last.beat["left"]:
+                        failure = f"{last.beat['name']} has died, about step {last.beat['step']}"
+        return failure  # not before the other ranks are known, which must be told
 
     def _tell(self, message: dict[str, Any]) -> None:
         for line, peer in self._lines.items():
             if peer is not None:
                 _send(line, message)
 
-    def _wait_for_others(self, seconds: float) -> None:
-        """Wait until all ranks have disconnected: an earlier exit could lose a message."""
+    def _tell_until_gone(self, message: dict[str, Any], seconds: float) -> None:
+        """Tell all ranks until they have disconnected: an earlier exit could lose a message."""
         deadline = time.monotonic() + seconds
         while (now := time.monotonic()) < deadline:
             self._hear()
+            self._tell(message)
             peers = [peer for peer in self._lines.values() if peer is not None]
             if all(now - peer.heard > _SILENT_SECONDS for peer in peers):
                 return  # the remaining ranks have stopped
@@ -276,7 +277,7 @@ class Health:
                 if " hangs: " in failure:  # on every rank, whichever rank detected it
                     self._dump_stacks(failure)
             if self._rank == 0:
-                self._wait_for_others(_SILENT_SECONDS)
+                self._tell_until_gone({"failure": failure}, _SILENT_SECONDS)
         finally:
             self.failure = failure  # from here on the training thread may exit the process
             if not self._stopped.wait(_END_SECONDS):

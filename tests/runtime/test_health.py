@@ -28,9 +28,9 @@ class Ranks:
     """Processes that watch one another; each makes a step every tenth of a second."""
 
     def __init__(
-        self, world_size, *, steps=10_000, hang=(), alone=None, dies=None, end=Health.close
+        self, world_size, *, steps=10_000, hang=(), alone=None, dies=None, late=(), end=Health.close
     ):
-        self.hang, self.alone, self.dies, self.end = hang, alone, dies, end
+        self.hang, self.alone, self.dies, self.late, self.end = hang, alone, dies, late, end
         self.stacks = Path(tempfile.mkdtemp())
         self.address = CONTEXT.SimpleQueue()
         self.verdicts = CONTEXT.SimpleQueue()
@@ -51,6 +51,8 @@ class Ranks:
 
         if rank == self.alone:
             llm.runtime.health._connect = lambda host, port: None
+        if rank in self.late:
+            time.sleep(0.2)
         health = Health(
             rank=rank,
             world_size=world_size,
@@ -100,11 +102,13 @@ def test_a_dead_rank_is_named_and_the_others_end_within_ten_seconds(victim):
     assert all(f"rank {victim} " in failure for failure in said.values())
 
 
-def test_a_rank_that_dies_before_its_first_step_is_named():
-    ranks = Ranks(2, dies=1, steps=100)
+def test_a_rank_that_dies_before_its_first_step_is_named_by_all_others():
+    ranks = Ranks(4, dies=1, late=(2, 3), steps=100)  # rank 0 hears of the death before them
 
-    assert ranks.ends()[1] == [EXIT_PEER_LOST, -signal.SIGKILL]
-    assert "rank 1 on" in ranks.said()[0]
+    assert ranks.ends()[1] == [EXIT_PEER_LOST, -signal.SIGKILL, EXIT_PEER_LOST, EXIT_PEER_LOST]
+    said = ranks.said()
+    assert set(said) == {0, 2, 3}
+    assert all("rank 1 on" in failure for failure in said.values())
 
 
 @pytest.mark.faults
