@@ -5,10 +5,7 @@ Each message is a full sentence that names the option, its value and what to do.
 
 
 class LLMError(Exception):
-    """An error with a message that tells the user everything.
-
-    Args:
-        message: One full sentence: the option, the value, the remedy.
+    """An error with a message that tells the user everything: the option, the value, the remedy.
 
     Attributes:
         found_here: Whether only this rank can find the error, so that this rank prints it.
