@@ -81,6 +81,6 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, KeyError):  # its text is the key alone
-        return f"there is no key {error}"
+        return f"the key {error} is missing"
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return text if len(text) <= 240 else f"{text[:237]}..."

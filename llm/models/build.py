@@ -127,7 +127,7 @@ def _fresh_model(
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **_library_arguments(options))
-    except Exception as error:  # of the library's model, which checks its configuration as it may
+    except Exception as error:  # the library's model checks its configuration in its own ways
         raise _refusal(options, config, error) from error
     if device.type != "meta":
         materialize(model, seed=seed, device=device)

@@ -82,7 +82,7 @@ def cache_bytes(cache_dir, source=None, **changes):
 
 
 def cache_watched(cache_dir, reads, seconds):
-    """What a process of its own does in the tests of the lock."""
+    """What a second process does in the tests of the lock."""
     texts = ["some text"] * 20
     cache_bytes(cache_dir, WatchedSource(texts, reads, seconds))
 

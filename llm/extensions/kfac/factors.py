@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 from llm.extensions.kfac.layers import Layer, read_input
-from llm.models.patches.recomputation import hidden_from_recomputation
 
 
 class Factor:
@@ -239,7 +240,7 @@ def _make_hook(
     def record(factor: Factor, values: Tensor, *, with_one: bool) -> None:
         # Autocast would multiply in bf16 or fp16, too coarse for sums over tokens.
         off = torch.autocast(values.device.type, enabled=False)
-        with times.measure("factor", ends=False), off, hidden_from_recomputation():
+        with times.measure("factor", ends=False), off, _hidden_from_recomputation():
             rows = values.detach().flatten(0, -2).float()
             if with_one:
                 rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
@@ -259,6 +260,20 @@ def _make_hook(
             out.register_hook(record_outputs)
 
     return hook
+
+
+@contextlib.contextmanager
+def _hidden_from_recomputation() -> Iterator[None]:
+    """Hide what a hook computes in a block's forward pass, because no backward pass repeats it.
+
+    Selective recomputation reads the kept results in the order of the forward pass, and would
+    mistake a result of the hook for a result of a layer.
+    """
+    if isinstance(_get_current_dispatch_mode(), _CachingTorchDispatchMode):
+        with _pop_mode_temporarily():
+            yield
+    else:
+        yield
 
 
 @contextlib.contextmanager

@@ -109,8 +109,7 @@ def _layout_problems(options: KFACOptions) -> list[str]:
     if options.kfac_library == "kfac-pytorch" and options.activation_checkpointing == "selective":
         problems.append(
             "--activation_checkpointing selective does not go with --kfac_library kfac-pytorch, "
-            "because recomputation takes the library's products for those of the layers; choose "
-            "full."
+            "because recomputation mistakes the library's products for the layers'; choose full."
         )
     if precision not in (None, "no", "fp16", "bf16"):
         problems.append(

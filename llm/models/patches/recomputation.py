@@ -5,18 +5,11 @@ the matrix products and attention, which take most of the time (Korthikanti et a
 arXiv:2205.05198).
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    _CachingTorchDispatchMode,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from llm.errors import ConfigError
@@ -62,20 +55,6 @@ def recompute_activations(model: PreTrainedModel, which: Recomputation) -> None:
     if which == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     enable(options)
-
-
-@contextlib.contextmanager
-def hidden_from_recomputation() -> Iterator[None]:
-    """Hide what a hook computes in a block's forward pass, because no backward pass repeats it.
-
-    Selective recomputation takes the results that it kept in the order of the forward pass; it
-    would take those of the hook for those of the layers.
-    """
-    if isinstance(_get_current_dispatch_mode(), _CachingTorchDispatchMode):
-        with _pop_mode_temporarily():
-            yield
-    else:
-        yield
 
 
 def _policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

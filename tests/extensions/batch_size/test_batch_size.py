@@ -151,7 +151,7 @@ def gradient_after_trials(*, fails: bool) -> tuple[bool, torch.Tensor]:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     if fails:
-        # After the backward pass of the head, before that of the lookup.
+        # Between the backward passes of the head and of the lookup.
         hook = model.transformer.h[0].register_full_backward_hook(run_out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             trial_step(strategy, batches)
