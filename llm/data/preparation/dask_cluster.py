@@ -61,8 +61,7 @@ class DaskCluster:
         executor = self._client.get_executor(pure=False)
         # A file, because a worker that encodes holds Python's lock and cannot send it to others.
         pickled = cloudpickle.dumps(encoding)
-        digest = hashlib.blake2b(pickled, digest_size=8).hexdigest()
-        file = shards[0][1].with_name(f"encoding-{digest}.pickle")
+        file = shards[0][1].with_name(_encoding_name(pickled))
         write_whole(file, pickled)
         key = (
             encoding.tokenizer.fingerprint,
@@ -175,17 +174,40 @@ def _encoder(key: tuple[Any, ...], file: Path) -> tuple[Encoding, Encoder]:
     # Both take a second, so a worker keeps them for the next command, too.
     if getattr(_kept, "key", None) != key:
         _keep_freed_memory()
-        try:
-            encoding: Encoding = pickle.loads(file.read_bytes())
-        except FileNotFoundError as error:
-            raise DataError(
-                f"The Dask worker on {socket.gethostname()} does not find {file.absolute()}; start "
-                "the workers where they see the texts and the output under the same paths."
-            ) from error
+        encoding = _load_encoding(file)
         _kept.made = encoding, make_encoder(encoding, threads=1, fast=key[-1])
         _kept.key = key
     made: tuple[Encoding, Encoder] = _kept.made
     return made
+
+
+def _load_encoding(file: Path) -> Encoding:
+    """Unpickle the encoding that the client has written; its digest is in the name of the file.
+
+    The client sends the name through Dask, and others may write in the folder of the file.
+    Unpickling can run code, so nothing but the client's bytes is unpickled.
+
+    Raises:
+        DataError: This worker does not see the file, or its content is not the client's.
+    """
+    try:
+        pickled = file.read_bytes()
+    except FileNotFoundError as error:
+        raise DataError(
+            f"The Dask worker on {socket.gethostname()} does not find {file.absolute()}; start "
+            "the workers where they see the texts and the output under the same paths."
+        ) from error
+    if file.name != _encoding_name(pickled):
+        raise DataError(
+            f"{file.absolute()} has changed since this command wrote it; check who can write in "
+            "its folder, and repeat the command."
+        )
+    encoding: Encoding = pickle.loads(pickled)
+    return encoding
+
+
+def _encoding_name(pickled: bytes) -> str:
+    return f"encoding-{hashlib.sha256(pickled).hexdigest()}.pickle"
 
 
 def _keep_freed_memory() -> None:
