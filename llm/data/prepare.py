@@ -104,6 +104,7 @@ def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
     from llm.data.formats.megatron import add_suffix
     from llm.data.preparation.output_files import Output
     from llm.data.text.sources import text_sources
+    from llm.data.text_identity import bare_name
 
     def output(prefix: Path) -> Output:
         nanogpt = config.format == "nanogpt"
@@ -147,8 +148,7 @@ def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
     outputs: list[tuple[list[Source], Output]] = []
     seen: dict[Path, str] = {}
     for file in files:
-        stem = Path(file.name).name.partition(".")[0]
-        made = output(add_suffix(prefix, f"_{stem}_{key}_document"))
+        made = output(add_suffix(prefix, f"_{bare_name(Path(file.name))}_{key}_document"))
         if made.prefix in seen:
             raise ConfigError(
                 f"--output_per_input would write {seen[made.prefix]} and {file.name} to the same "

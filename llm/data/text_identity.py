@@ -33,6 +33,15 @@ def kind_of(path: Path) -> str:
     return (Path(path.stem) if is_compressed(path) else path).suffix.lower()
 
 
+def bare_name(path: Path) -> str:
+    """Return a file's name without the suffixes of its format and compression.
+
+    Other dots belong to the name: `c4-train.00000-of-01024` for `c4-train.00000-of-01024.json.gz`.
+    """
+    name = path.stem if is_compressed(path) else path.name
+    return Path(name).stem if kind_of(path) in KINDS else name
+
+
 def stamp(path: Path) -> dict[str, int]:
     """Return size and modification time; if either differs, the file has changed."""
     stat = path.stat()

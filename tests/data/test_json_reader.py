@@ -119,6 +119,21 @@ def test_a_file_with_two_columns_of_text_is_refused_with_its_keys(tmp_path, name
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_column_that_is_null_at_first_does_not_lose_to_another_one(tmp_path, name):
+    records = ['{"title": "one", "body": null}'] * 100 + ['{"title": "two", "body": "text"}']
+    content = "\n".join(records) if name == "a.jsonl" else f"[{','.join(records)}]"
+    path = write(tmp_path / name, content)
+
+    with pytest.raises(
+        DataError,
+        match=r"'title' is the only column with text in the first 100 records, but 'body' is null "
+        r"there .* choose with --text_column from: title, body\.",
+    ):
+        texts_of(source(path))
+    assert texts_of(source(path, text_column="body")) == [""] * 100 + ["text"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
 def test_a_first_record_without_text_does_not_choose_the_column(tmp_path, name):
     records = ['{"id": "x1"}', '{"id": "x2", "text": "one"}']
     content = "\n".join(records) if name == "a.jsonl" else f"[{','.join(records)}]"

@@ -168,6 +168,18 @@ def test_each_input_may_have_an_output_of_its_own_name(tmp_path, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_the_output_of_an_input_keeps_the_dots_in_its_name(tmp_path):
+    for number in (0, 1):
+        name = f"c4-train.0000{number}-of-01024.json.gz"
+        write(tmp_path / name, gzip.compress(json_lines([f"shard {number}"]).encode()))
+
+    assert prepare("--input", "c4-*", "--output_prefix", "out", "--output_per_input") == 0
+
+    for number in (0, 1):
+        prefix = f"out_c4-train.0000{number}-of-01024_text_document"
+        assert pair(prefix) == expected_pair(tmp_path / "e", [f"shard {number}"])
+
+
 def test_documents_are_shuffled_by_the_seed_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_files, "SHARD_BYTES", 500)
     write(tmp_path / "a.jsonl", json_lines(TEXTS))

@@ -170,7 +170,7 @@ def test_an_encoding_that_the_client_has_not_written_is_not_unpickled(tmp_path):
 
     file = write(tmp_path / f"encoding-{'0' * 64}.pickle", pickle.dumps(Intruder()))
 
-    with pytest.raises(DataError, match=r"encoding-0+\.pickle has changed since this command wrote"):
+    with pytest.raises(DataError, match=r"encoding-0+\.pickle has changed since this command"):
         dask_cluster._encoder(("other",), file)
 
     assert not (tmp_path / "code has run").exists()

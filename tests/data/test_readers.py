@@ -76,6 +76,9 @@ def test_a_parquet_file_without_a_text_column_gives_its_only_string_column(tmp_p
     pq.write_table(pa.table({**columns, "title": ["two"]}), path)
     with pytest.raises(DataError, match=r"--text_column from: body, title"):
         texts(path)
+    pq.write_table(pa.table({**columns, "title": pa.nulls(1)}), path)
+    with pytest.raises(DataError, match=r"only column with text, but 'title' is null there"):
+        texts(path)
 
 
 def test_columns_of_the_same_name_are_refused(tmp_path):

@@ -213,15 +213,19 @@ class _DatasetSplit:
             if data.features:
                 types = {name: getattr(kind, "dtype", "") for name, kind in data.features.items()}
                 texts = [name for name, kind in types.items() if kind in _STRINGS]
-                columns = list(types)
+                nulls = [name for name, kind in types.items() if kind == "null"]
+                columns, records = list(types), ""
             else:
                 row: dict[str, Any] = next(iter(data), {})
                 texts = [name for name, value in row.items() if isinstance(value, str)]
-                columns = list(row)
+                nulls = [name for name, value in row.items() if value is None]
+                columns, records = list(row), "in its first row"
         return choose_column(
             columns,
             self._text_column,
             self.name,
             texts=texts,
+            nulls=nulls,
+            records=records,
             log_choice=self._range is None or self._range[0] == 0,
         )

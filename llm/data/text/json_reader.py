@@ -66,15 +66,22 @@ def _column_of(records: Iterable[Any], path: Path, *, log_choice: bool = True) -
     Raises:
         DataError: There is no `text`, and not exactly one column of strings.
     """
-    strings: dict[str, bool] = {}  # column -> whether it has had a string
+    values: dict[str, list[Any]] = {}  # by column
     for record in itertools.islice(records, _FIRST_RECORDS):
         if isinstance(record, dict):
             for name, value in record.items():
-                strings[name] = strings.get(name, False) or isinstance(value, str)
-    if not strings:  # reading the records reports what is wrong
+                values.setdefault(name, []).append(value)
+    if not values:  # reading the records reports what is wrong
         return "text"
-    texts = [name for name, has_strings in strings.items() if has_strings]
-    return choose_column(list(strings), None, path, texts=texts, log_choice=log_choice)
+    return choose_column(
+        list(values),
+        None,
+        path,
+        texts=[name for name in values if any(isinstance(value, str) for value in values[name])],
+        nulls=[name for name in values if all(value is None for value in values[name])],
+        records=f"in the first {_FIRST_RECORDS} records",
+        log_choice=log_choice,
+    )
 
 
 def _text_of(record: Any, column: str) -> str:

@@ -47,6 +47,8 @@ def choose_column(
     where: object,
     *,
     texts: Sequence[str],
+    nulls: Sequence[str] = (),
+    records: str = "",
     log_choice: bool = True,
 ) -> str:
     """Return the column with the text: `wanted`, else `text`, else the only column of strings.
@@ -56,18 +58,26 @@ def choose_column(
         wanted: The requested column; or None.
         where: The file or data set, for messages.
         texts: The columns that hold strings.
+        nulls: The columns that hold only nulls, which may hold strings in other records.
+        records: The records that `texts` and `nulls` are about, such as `in its first row`; all
+            records by default.
         log_choice: Whether to log the choice of another column than `text`.
 
     Raises:
-        DataError: The column does not exist, or exists more than once; the message lists the
-            columns of strings.
+        DataError: The column does not exist, or exists more than once, or another column may
+            hold the text; the message lists the columns of strings.
     """
     if wanted is None:
         wanted = texts[0] if "text" not in columns and len(texts) == 1 else "text"
-        if wanted != "text" and log_choice:
-            log.info(
-                f"{where}: no column is named 'text'; taking {wanted!r}, the only column with text"
+        only = f"the only column with text {records}".rstrip()
+        if wanted != "text" and nulls:
+            raise DataError(
+                f"{where} has no column 'text'. {wanted!r} is {only}, but {nulls[0]!r} is null "
+                f"there and may be the right one; choose with --text_column from: "
+                f"{', '.join((wanted, *nulls))}."
             )
+        if wanted != "text" and log_choice:
+            log.info(f"{where}: no column is named 'text'; taking {wanted!r}, {only}")
     if wanted not in columns:
         raise DataError(
             f"{where} has no column {wanted!r}; choose one with --text_column from: "
@@ -226,6 +236,7 @@ def parquet_records(chunk: FileChunk) -> Iterator[list[str]]:
                 chunk.text_column,
                 chunk.path,
                 texts=[field.name for field in schema if holds_strings(field.type)],
+                nulls=[field.name for field in schema if pa.types.is_null(field.type)],
                 log_choice=chunk.start == 0,
             )
             groups = range(file.num_row_groups)
