@@ -8,10 +8,13 @@ the tokenizer, so a checkpoint is self-contained. torch is imported only to read
 """
 
 import dataclasses
+import datetime
 import json
+import os
 import re
-from collections.abc import Container, Mapping
-from pathlib import Path
+from collections.abc import Callable, Container, Mapping
+from pathlib import Path, PurePosixPath
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
@@ -145,7 +148,7 @@ def split_state(tree: Mapping[str, Any]) -> tuple[dict[str, "torch.Tensor"], dic
 def merge_state(
     plain: dict[str, Any], tensors: Mapping[str, Any], *, prefix: str
 ) -> dict[str, Any]:
-    """Put the tensors under the prefix back into `rest`, which is changed."""
+    """Put the tensors under the prefix back into `plain`, which is changed."""
     for path, tensor in tensors.items():
         first, *keys = path.split("/")
         if first == prefix:
@@ -182,13 +185,14 @@ class Checkpoint:
         Args:
             read: Files to compare by checksum, too, not only by name and size.
         """
-        # torch.distributed.checkpoint reads every file of tensors in the folder.
-        foreign = {path.name for path in self.path.glob(f"*{_TENSORS}")} - self.files.keys()
+        foreign = _discovered_files(self.path) - self.files.keys()
         if foreign:
             return f"{min(foreign)} does not belong to it"
         for name, (size, digest) in self.files.items():
             path = self.path / name
             try:
+                if any(parent.is_symlink() for parent in (path, *path.parents[: name.count("/")])):
+                    return f"{name} is a link instead of a file"
                 if not path.is_file():
                     return f"{name} is missing"
                 if path.stat().st_size != size:
@@ -253,10 +257,13 @@ def read_manifest(path: Path) -> Checkpoint:
             )
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}.") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {error}.") from error
     if content != add_checksum(content.rpartition(_SEAL)[0] + _END):
         raise CheckpointError(f"{path / MANIFEST} is damaged: it does not match its checksum.")
+    problem = _manifest_problem(manifest)
+    if problem is not None:
+        raise CheckpointError(f"{path / MANIFEST} is damaged: {problem}.")
     if step_of(path) not in (None, manifest["step"]):
         raise CheckpointError(
             f"{path} is damaged: its manifest belongs to step {manifest['step']}."
@@ -269,6 +276,83 @@ def read_manifest(path: Path) -> Checkpoint:
         metadata=manifest["facts"],
         files={name: (size, digest) for name, (size, digest) in manifest["files"].items()},
     )
+
+
+def _manifest_problem(manifest: dict[str, Any]) -> str | None:
+    """Return why a manifest with a correct checksum is ill-formed, or None."""
+    for name, has_type in _FIELDS.items():
+        if name not in manifest:
+            return f"it has no {name!r}"
+        if not has_type(manifest[name]):
+            return f"its {name!r} has a value of another kind"
+    for name, entry in manifest["files"].items():
+        if not _is_file_name(name):
+            return f"{name!r} is not the name of a file in a checkpoint"
+        if not (isinstance(entry, list) and [type(item) for item in entry] == [int, str]):
+            return f"{name!r} has no size and checksum"
+    if PLAIN not in manifest["files"]:
+        return f"it lists no {PLAIN}"
+    for name, types in _FACTS.items():
+        if name in manifest["facts"] and type(manifest["facts"][name]) not in types:
+            return f"its {name!r} has a value of another kind"
+    return None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_time(value: Any) -> bool:
+    try:
+        datetime.datetime.fromisoformat(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _is_file_name(name: str) -> bool:
+    """Return whether a name is a path within a folder, in its only spelling."""
+    path = PurePosixPath(name)
+    inside = not path.is_absolute() and ".." not in path.parts and path.parts != ()
+    return inside and str(path) == name and name.isprintable()
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "saved_at": _is_time,
+    "world_size": _is_count,
+    "facts": lambda value: isinstance(value, dict),
+    "files": lambda value: isinstance(value, dict),
+}
+"""The fields of a manifest, with a check of each value."""
+
+_FACTS: dict[str, tuple[type, ...]] = {
+    "eval_loss": (int, float, NoneType),
+    "fixed": (dict,),
+    "logged": (dict,),
+    "global_batch_size": (int, str),
+    "batch_option": (int, str, NoneType),
+    "data": (dict,),
+    "tokenizer": (str,),
+    "initial_weights": (str,),
+    "skip_samples": (str,),
+    "branch": (dict, NoneType),
+}
+"""Types of the metadata that the core records in every checkpoint of a run."""
+
+
+def _discovered_files(folder: Path) -> set[str]:
+    """Return the files that libraries read because of their place in a checkpoint.
+
+    torch.distributed.checkpoint reads every file of tensors at the top, and transformers looks for
+    further files next to the model's configuration and the tokenizer.
+    """
+    paths = [*folder.glob(f"*{_TENSORS}")]
+    for name in (MODEL_FOLDER, TOKENIZER_FOLDER):
+        for parent, folders, files in os.walk(folder / name):
+            entries = [Path(parent, entry) for entry in (*folders, *files)]
+            paths += [entry for entry in entries if entry.is_symlink() or not entry.is_dir()]
+    return {path.relative_to(folder).as_posix() for path in paths}
 
 
 def add_checksum(content: str) -> str:

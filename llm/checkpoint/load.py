@@ -5,7 +5,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llm.checkpoint.format import (
     MODEL_TENSORS,
@@ -96,6 +96,8 @@ def read_valid(path: Path, *, together: bool = False) -> Checkpoint:
         )
         if problem is not None:
             problem = f"{path} is damaged: {problem}."
+        else:
+            _read_plain(checkpoint)
     except CheckpointError as error:
         problem = str(error)
     if together:
@@ -106,8 +108,26 @@ def read_valid(path: Path, *, together: bool = False) -> Checkpoint:
 
 
 def parts_of(checkpoint: Checkpoint) -> list[str]:
-    """Return the names of a checkpoint's parts."""
-    return [*json.loads((checkpoint.path / PLAIN).read_text(encoding="utf-8"))]
+    """Return the names of a checkpoint's parts.
+
+    Raises:
+        CheckpointError: The state is ill-formed.
+    """
+    return [*_read_plain(checkpoint)]
+
+
+def _read_plain(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    """Return the state without its tensors, by the name of the part."""
+    path = checkpoint.path / PLAIN
+    try:
+        parts = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{checkpoint.path} is damaged: {PLAIN} is not JSON.") from error
+    if not (isinstance(parts, dict) and all(isinstance(part, dict) for part in parts.values())):
+        raise CheckpointError(f"{checkpoint.path} is damaged: {PLAIN} is not a table of parts.")
+    return parts
 
 
 def _share(files: Mapping[str, tuple[int, str]]) -> set[str]:
@@ -127,9 +147,10 @@ def load_state(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
     """Restore the state that each part had when the checkpoint was saved.
 
     Raises:
-        CheckpointError: The checkpoint holds other parts, or tensors of other shapes.
+        CheckpointError: The checkpoint holds other parts, tensors of other shapes, or a state that
+            a part cannot read.
     """
-    plain = json.loads((checkpoint.path / PLAIN).read_text(encoding="utf-8"))
+    plain = _read_plain(checkpoint)
     missing = parts.keys() - plain.keys()
     if missing:
         raise CheckpointError(f"{checkpoint.path} holds no {', '.join(sorted(missing))}.")
@@ -145,7 +166,13 @@ def load_state(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
     ]
     read_tensors(checkpoint, tensors, of=wanted)
     for name, part in parts.items():
-        part.load_state_dict(merge_state(plain[name], tensors, prefix=name))
+        try:
+            part.load_state_dict(merge_state(plain[name], tensors, prefix=name))
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{checkpoint.path / PLAIN} does not hold the state of {name} that this version "
+                f"reads: {type(error).__name__}: {one_line(error)}."
+            ) from error
 
 
 def load_model(checkpoint: Checkpoint, own: Mapping[str, "torch.Tensor"]) -> None:
