@@ -5,7 +5,6 @@ this configuration the run reads only local files. If you run it again, it downl
 changed files.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import logging
@@ -15,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from llm.config.command_line import parse
+from llm.config.command_line import parse, split_config_file
 from llm.config.options import fields, non_default, option, option_group
 from llm.config.program import program
 from llm.config.toml import read_toml, values_as_toml
@@ -83,9 +82,7 @@ class FetchOptions(CoreFetchOptions, *_ADDED):  # type: ignore[misc]
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
     # The TOML file may have any option of the trainer, more than this program has.
-    toml = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    toml.add_argument("--config", nargs="?", const="")
-    known, words = toml.parse_known_args(argv)
+    config_file, words = split_config_file(argv)
     options = parse(
         FetchOptions,
         words,
@@ -94,14 +91,12 @@ def main(argv: Sequence[str]) -> int:
         "TOML file; options of this program override it.",
         positional="folder",
     )
-    if known.config == "":
-        raise ConfigError("--config needs the path of a TOML file.")
     if options.folder is None:
         raise ConfigError("No folder is named: write llm-trainers fetch FOLDER --config run.toml.")
     named = non_default(options)
     folder = Path(named.pop("folder")).absolute()
-    if known.config is not None:
-        named = read_toml(GPTConfig, Path(known.config)) | named
+    if config_file is not None:
+        named = read_toml(GPTConfig, config_file) | named
     set_up_logging(rank=0)
     quiet_libraries()
     config = GPTConfig(**named)

@@ -215,7 +215,7 @@ def test_names_that_cannot_be_fetched_are_refused_in_one_sentence(hub, tmp_path)
         "--tasks ai2_arc": "ai2_arc is a group of tasks; name its tasks one by one",
         "--tasks far.yaml": "reads https://a.example/b: download the file",
         "--metrics accuracy": "There is nothing to fetch",
-        "--config": "--config needs the path of a TOML file",
+        "--config": "--config expected one argument",
         "--config absent.toml": "absent.toml cannot be read",
     }
     done = fetch(hub, tmp_path, *(["offline", *words.split()] for words in refused), [])

@@ -7,6 +7,7 @@ switch off. The word `none` unsets an optional value and empties a list.
 
 import argparse
 import functools
+import logging
 import re
 import sys
 import typing
@@ -32,6 +33,8 @@ from llm.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT")
 
+logger = logging.getLogger("llm")
+
 
 class _Parser(argparse.ArgumentParser):
     """An argument parser that raises ConfigError."""
@@ -39,6 +42,34 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         message = re.sub(r"^argument (\S+?)(/\S+)?: ", r"\1 ", message)
         raise ConfigError(f"{message.rstrip('.')}. See --help.")
+
+
+class _Values(argparse.Namespace):
+    """The values of options by name, where argparse would replace a former value without a word."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a value: the last one of an option counts, except for `--config`.
+
+        Raises:
+            ConfigError: A second TOML file.
+        """
+        former = vars(self).get(name, value)
+        if former != value and name == "config":
+            raise ConfigError(
+                f"--config is given twice, as {former} and {value}; give one TOML file, and "
+                "options on the command line to change it."
+            )
+        if former != value:
+            last, first = _format_value(value), _format_value(former)
+            logger.warning(f"--{name} is given twice: {last} counts, and {first} does not.")
+        super().__setattr__(name, value)
+
+
+def _format_value(value: Any) -> str:
+    """Return an option's value as you would type it."""
+    if value is None:
+        return "none"
+    return format_default(tuple(value) if isinstance(value, list) else value)
 
 
 def parse(
@@ -139,7 +170,7 @@ def _given(words: Sequence[str], cls: type, positional: str | None) -> dict[str,
     """Return the options that the words give, and the TOML file as `config`."""
     declared = fields(cls)
     parser = _parser(declared)
-    known, unknown = parser.parse_known_args(words)
+    known, unknown = parser.parse_known_args(words, _Values())
     given = vars(known)
     if positional is not None and positional not in given:
         many = next(field.many for field in declared if field.name == positional)
@@ -158,11 +189,16 @@ def _given(words: Sequence[str], cls: type, positional: str | None) -> dict[str,
     return given
 
 
-def config_file_of(argv: Sequence[str]) -> Path | None:
-    """Return the TOML file that arguments name."""
-    parser = _Parser(allow_abbrev=False, add_help=False)
+def split_config_file(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Return the TOML file that arguments name by `--config`, and the other arguments.
+
+    Raises:
+        ConfigError: They name two files, or none after `--config`.
+    """
+    parser = _Parser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path)
-    return parser.parse_known_args(argv)[0].config  # type: ignore[no-any-return]
+    known, others = parser.parse_known_args(argv, _Values())
+    return vars(known).get("config"), others
 
 
 def _with_plain_switches(words: Sequence[str], cls: type) -> list[str]:

@@ -1,9 +1,6 @@
 """Load the configuration of a Hugging Face causal language model, and locate its weights."""
 
-import ast
-import difflib
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from transformers import (
 
 from llm.errors import ConfigError, one_line
 from llm.models.options import ModelOptions, shape_options
+from llm.models.overrides import nearest_names, override
 from llm.models.sizes import gpt2_fields, shape_changes
 
 logger = logging.getLogger("llm.models")
@@ -63,7 +61,7 @@ def load_config(options: ModelOptions) -> PreTrainedConfig:
         stated = type(config).get_config_dict(name)[0]
     elif model_type is not None:
         if model_type not in CONFIG_MAPPING:
-            near = _nearest(model_type, CONFIG_MAPPING.keys())
+            near = nearest_names(model_type, CONFIG_MAPPING.keys())
             raise ConfigError(f"--model_type {model_type} is not a known architecture; {near}.")
         config = CONFIG_MAPPING[model_type]()
     elif is_shaped:
@@ -79,7 +77,7 @@ def load_config(options: ModelOptions) -> PreTrainedConfig:
         stated = {**stated, **shape_changes(options, config.to_dict())}
         config = type(config).from_dict(stated)
     if options.config_overrides:
-        config = _override(config, stated=stated, text=options.config_overrides)
+        config = override(config, stated=stated, text=options.config_overrides)
     auto_map = getattr(config, "auto_map", None) or {}
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in auto_map:
         raise ConfigError(
@@ -174,53 +172,3 @@ def _check_sizes(config: PreTrainedConfig) -> None:
             f"num_key_value_heads={key_heads}, and the first must be a multiple of the second: "
             f"{remedy}"
         )
-
-
-def _override(config: PreTrainedConfig, *, stated: dict[str, Any], text: str) -> PreTrainedConfig:
-    """Return a configuration from `stated` fields, changed by `config_overrides`."""
-    changes: dict[str, Any] = {}
-    for item in text.split(","):
-        field, equals, value = (part.strip() for part in item.partition("="))
-        if not equals:
-            raise ConfigError(
-                f"--config_overrides {text}: {item!r} is not of the form field=value."
-            )
-        field = config.attribute_map.get(field, field)
-        known = config.to_dict()
-        if field not in known:
-            near = _nearest(field, [*known, *config.attribute_map])
-            raise ConfigError(
-                f"--config_overrides {text}: {config.model_type} has no field {field}; {near}."
-            )
-        changes[field] = _parse(value, like=known[field], option=f"--config_overrides {item}")
-    try:
-        return type(config).from_dict({**stated, **changes})
-    except Exception as error:
-        raise ConfigError(f"--config_overrides {text} cannot be: {one_line(error)}.") from error
-
-
-def _parse(value: str, *, like: Any, option: str) -> Any:
-    if isinstance(like, bool):
-        if value.lower() not in ("true", "false", "1", "0"):
-            raise ConfigError(f"{option}: expected true or false.")
-        return value.lower() in ("true", "1")
-    if isinstance(like, int | float):
-        kind = type(like)
-        try:
-            return kind(value)
-        except ValueError:
-            noun = "a whole number" if kind is int else "a number"
-            raise ConfigError(f"{option}: expected {noun}.") from None
-    if isinstance(like, str):
-        return value
-    if like is None:
-        try:
-            return ast.literal_eval(value)
-        except (SyntaxError, ValueError):
-            return value
-    raise ConfigError(f"{option}: a {type(like).__name__} can only be set in a config.json.")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=0.4)
-    return f"nearest: {', '.join(near)}" if near else "nothing has a name like it"

@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from llm.config.command_line import parse
+from llm.config.command_line import parse, split_config_file
 from llm.config.options import fields, missing_requirements, option, option_group
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
@@ -58,6 +58,25 @@ def test_a_switch_can_be_turned_on_and_off_under_each_of_its_names():
     assert read("--no_shuffle", "--mix").shuffle is True
     assert read("--no_bias").no_bias is True
     assert read("--no_bias", "--bias").no_bias is False
+
+
+def test_a_second_file_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"--config is given twice, as a.toml and b.toml; give"):
+        read("--config", "a.toml", "--config=b.toml")
+    with pytest.raises(ConfigError, match="--config is given twice"):
+        split_config_file(["--config", "a.toml", "--config", "b.toml"])
+
+
+def test_the_last_value_of_an_option_counts_and_the_log_says_so(caplog: pytest.LogCaptureFixture):
+    settings = read("--num_steps=3", "--title", "a", "--num-steps", "4", "--name", "a")
+    assert (settings.num_steps, settings.name) == (4, "a")
+    assert read("--betas", "0.5", "--shuffle", "--betas", "0.6", "0.7", "--no_mix").shuffle is False
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "--num_steps is given twice: 4 counts, and 3 does not.",
+        "--betas is given twice: 0.6 0.7 counts, and 0.5 does not.",
+        "--shuffle is given twice: false counts, and true does not.",
+    ]
 
 
 def test_a_file_that_sets_an_option_and_its_alias_must_set_the_same_value(tmp_path: Path):

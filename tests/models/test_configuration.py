@@ -64,6 +64,37 @@ def test_what_follows_from_an_overridden_field_follows() -> None:
     assert config.head_dim == 32
 
 
+def test_fields_that_only_the_models_code_reads_are_overridden(
+    tmp_path: Path,
+) -> None:
+    tiny_config("llama", rope_theta=10_000.0).save_pretrained(tmp_path)
+    folder = str(tmp_path)
+
+    # Qwen3-MoE's attention reads head_dim with a default.
+    assert load(model_type="qwen3_moe", config_overrides="head_dim=64").head_dim == 64
+    # transformers 5 keeps rope_theta in rope_parameters, and a saved file states them.
+    for named in ({"model_type": "llama"}, {"model_name_or_path": folder}):
+        config = load(**named, config_overrides="rope_theta=5e5")
+        assert config.rope_parameters == {"rope_type": "default", "rope_theta": 500_000.0}
+    assert load(model_name_or_path=folder, config_overrides="rope_theta=10000") is not None
+    config = load(model_type="gpt_neox", config_overrides="rotary_pct=0.5,hidden_size=128")
+    assert config.rope_parameters["partial_rotary_factor"] == 0.5
+    config = load(model_type="gemma3_text", config_overrides="rope_local_base_freq=9")
+    assert config.rope_parameters["sliding_attention"]["rope_theta"] == 9
+
+
+def test_overrides_are_valid_only_together() -> None:
+    overrides = "num_attention_heads=5,rope_theta=3,hidden_size=100"
+
+    assert load(model_type="llama", config_overrides=overrides).head_dim == 20
+
+
+def test_a_number_may_be_real_if_only_its_default_is_whole() -> None:
+    overrides = "full_attn_alpha_factor=0.5"
+
+    assert load(model_type="minimax", config_overrides=overrides).full_attn_alpha_factor == 0.5
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -75,6 +106,14 @@ def test_what_follows_from_an_overridden_field_follows() -> None:
         ({"model_type": "gpt2", "config_overrides": "resid_pdrop=x"}, ["a number"]),
         ({"model_type": "gpt2", "config_overrides": "use_cache=x"}, ["true or false"]),
         ({"model_type": "gpt2", "config_overrides": "n_layer"}, ["field=value"]),
+        ({"model_type": "gpt2", "config_overrides": "rope_theta=5"}, ["no field rope_theta"]),
+        ({"model_type": "llama", "config_overrides": "rope_thea=5"}, ["nearest: rope_theta"]),
+        ({"model_type": "llama", "config_overrides": "rope_theta=x"}, ["a number"]),
+        ({"model_type": "qwen3_moe", "config_overrides": "headdim=64"}, ["nearest: head_dim"]),
+        (
+            {"model_type": "gpt2", "config_overrides": "temperature=5"},
+            ["temperature=5 changes nothing"],
+        ),
         (
             {"model_type": "llama", "config_overrides": "num_attention_heads=5"},
             ["num_attention_heads=5", "not a multiple"],

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llm.config.command_line import config_file_of, parse
+from llm.config.command_line import parse, split_config_file
 from llm.errors import ConfigError, LLMError, ParallelError, PeerLostError
 from llm.runtime.agreement import is_shared, leave_together
 from llm.runtime.health import EXIT_PEER_LOST
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse_args(words)
         if argv is None:
             restart_with_kept_memory()
-        return run(config, world, config_file=config_file_of(words))
+        return run(config, world, config_file=split_config_file(words)[0])
     except PeerLostError as error:
         if not error.reported:
             logger.error(f"error: {error}")
