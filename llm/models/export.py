@@ -1,7 +1,6 @@
 """Exports a model as an ordinary Hugging Face folder."""
 
 import copy
-import logging
 import os
 import re
 import shutil
@@ -19,12 +18,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from llm.errors import ConfigError
 from llm.models.transforms import Transform
-from llm.tokenizers.load_tokenizer import fingerprint, load_tokenizer
-from llm.tokenizers.options import TokenizerOptions
-
-logger = logging.getLogger("llm.models")
+from llm.tokenizers.save_tokenizer import save_next_to_model
 
 ExportType = Literal["fp32", "bf16", "fp16"]
 
@@ -83,7 +78,7 @@ def export_model(
     staging = Path(tempfile.mkdtemp(prefix=".export-", dir=folder))
     try:
         model.save_pretrained(staging, max_shard_size=_SHARD_SIZE)
-        tokenizer.save_pretrained(staging)
+        save_next_to_model(tokenizer, staging, trust_remote_code=trust_remote_code)
         _move_into_place(staging, folder)
     except Exception as error:
         # Libraries in Rust raise other errors if a file cannot be written.
@@ -92,32 +87,6 @@ def export_model(
         raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    _check_tokenizer(folder, tokenizer, config, trust_remote_code=trust_remote_code)
-
-
-def _check_tokenizer(
-    folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    config: PreTrainedConfig,
-    *,
-    trust_remote_code: bool,
-) -> None:
-    """Warn if transformers loads the exported tokenizer as another class.
-
-    It may choose the class by the model's type, even if the tokenizer names another class.
-    """
-    options = TokenizerOptions(tokenizer_name=str(folder))
-    try:
-        loaded = load_tokenizer(options, trust_remote_code=trust_remote_code)
-    except ConfigError as error:
-        logger.warning(f"The export was written, but its tokenizer cannot be read: {error}")
-        return
-    if fingerprint(loaded) != fingerprint(tokenizer):
-        logger.warning(
-            f"AutoTokenizer reads the tokenizer in {folder} as {type(loaded).__name__}, because "
-            f"the model is {config.model_type}, and may give other ids than in training. Read it "
-            f"with transformers.{type(tokenizer).__name__}.from_pretrained."
-        )
 
 
 def _cut(tensor: Tensor, shape: torch.Size) -> Tensor:

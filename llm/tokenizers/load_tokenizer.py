@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from llm.errors import ConfigError, one_line
+from llm.tokenizers.file_rules import follow_file
 from llm.tokenizers.options import TokenizerOptions
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _TOKENIZER_FILES = (
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 """The library's name for a warning that it gives once."""
-_PROBE = "The  Quick br\u00f6wn fox;\n\t12345 + don't, \uff21\uff22 \uff11 \u72d0 \U0001f98a"
+PROBE = "The  Quick br\u00f6wn fox;\n\t12345 + don't, \uff21\uff22 \uff11 \u72d0 \U0001f98a"
 """A text with case, accents, spaces, digits, wide letters and rare characters."""
 _ADDED_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -163,6 +164,7 @@ def load_tokenizer(
                     trust_remote_code=trust_remote_code,
                     local_files_only=local_files_only,
                 )
+                tokenizer = follow_file(tokenizer, files.name, local_files_only=local_files_only)
         except Exception as error:  # the libraries raise many types of errors
             raise ConfigError(_explain(files, error, local_files_only)) from error
     # Documents are encoded whole, regardless of the model's length, and without padding.
@@ -234,7 +236,7 @@ def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
         "vocab": tokenizer.get_vocab(),
         "special": sorted(tokenizer.all_special_tokens),
         # The settings of Python code are unknown; their effect shows in a text.
-        "probe": tokenizer.encode(_PROBE, add_special_tokens=False),
+        "probe": tokenizer.encode(PROBE, add_special_tokens=False),
         "ends": ends,
     }
     return _digest([json.dumps(state, sort_keys=True).encode()])

@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm.models import export
-from llm.tokenizers.load_tokenizer import fingerprint
 from tests.support.models import (
     FAMILIES,
     export_to,
@@ -41,12 +40,26 @@ def test_the_exported_weights_are_the_trained_ones(
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
-def test_a_tokenizer_that_transformers_takes_for_another_is_named(family, tmp_path, caplog):
+def test_autotokenizer_gives_the_ids_of_the_training(family, tmp_path, caplog):
+    """The type qwen2 means a class that splits digits and composes letters."""
+    text = "cafe\u0301 In 1789 the dog"
     export_to(tmp_path, tiny_model(tiny_config(family)))
     loaded = AutoTokenizer.from_pretrained(tmp_path)
-    is_another = fingerprint(loaded) != fingerprint(tiny_tokenizer())
-    warning = f"reads the tokenizer in {tmp_path} as {type(loaded).__name__}"
-    assert (warning in caplog.text) == is_another
+
+    assert loaded(text)["input_ids"] == tiny_tokenizer()(text)["input_ids"]
+    assert len(loaded) == len(tiny_tokenizer())
+    assert not caplog.text
+
+
+def test_a_tokenizer_that_autotokenizer_cannot_read_is_reported(tmp_path, caplog, monkeypatch):
+    def refuse(*args: object, **options: object) -> None:
+        raise ValueError("of another version")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
+    export_to(tmp_path, tiny_model(tiny_config("qwen2")))
+
+    assert "AutoTokenizer may give other ids than in training" in caplog.text
+    assert "because it cannot read it: of another version. Read the exported" in caplog.text
 
 
 @pytest.mark.parametrize("limit", [3000, None])
@@ -103,13 +116,6 @@ def test_an_export_in_half_precision_is_the_rounded_model(
         rounded = trained[: len(loaded.state_dict()[key])].to(dtype)
         assert torch.equal(loaded.state_dict()[key], rounded), key
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-
-
-def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
-    export_to(tmp_path, tiny_model(tiny_config("gpt2")))
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-
-    assert tokenizer("The king")["input_ids"] == tiny_tokenizer()("The king")["input_ids"]
 
 
 def test_every_chat_template_comes_along(tmp_path: Path) -> None:

@@ -1,0 +1,86 @@
+"""Tokenizers that encode by the rules of their `tokenizer.json`, whatever class names them.
+
+Some classes of transformers take only the vocabulary of the file, and bring their own normalizer,
+pre-tokenizer and special tokens. `tokenizer_config.json`, or the model's type in a `config.json`
+next to it, chooses the class.
+"""
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+_NOT_ABOUT_IDS = ("version", "truncation", "padding", "post_processor", "decoder")
+"""Parts of a tokenizer.json that change no id of a text."""
+
+logger = logging.getLogger("llm.tokenizers")
+
+
+def follow_file(
+    tokenizer: "PreTrainedTokenizerBase", name: str, *, local_files_only: bool
+) -> "PreTrainedTokenizerBase":
+    """Return a tokenizer that gives the ids of `tokenizer.json`.
+
+    Args:
+        tokenizer: What `AutoTokenizer` has loaded.
+        name: The Hub name or folder that it was loaded from.
+        local_files_only: Do not ask the Hub.
+
+    Returns:
+        The same tokenizer if it has the rules of the file; if there is no file; and if the
+        tokenizer is written in Python, or its code comes with it. Otherwise a
+        `PreTrainedTokenizerFast` with the special tokens of the first.
+    """
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils import cached_file
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    is_library_class = type(tokenizer).__module__.startswith("transformers.")
+    if backend is None or not is_library_class or type(tokenizer) is PreTrainedTokenizerFast:
+        return tokenizer
+    path = cached_file(
+        name,
+        "tokenizer.json",
+        local_files_only=local_files_only,
+        _raise_exceptions_for_missing_entries=False,
+    )
+    if path is None:
+        return tokenizer
+    plain: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(
+        name, local_files_only=local_files_only
+    )
+    if _rules_of(plain.backend_tokenizer) == _rules_of(backend):
+        return tokenizer
+    vocabulary = plain.get_vocab()
+    for role, token in tokenizer.special_tokens_map.items():
+        # The class names tokens that the files do not.
+        if getattr(plain, role, None) is None and token in vocabulary:
+            setattr(plain, role, token)
+    logger.info(
+        f"The tokenizer {name} has the rules of its tokenizer.json. transformers' class "
+        f"{type(tokenizer).__name__} would replace some of them and could give other ids."
+    )
+    return plain
+
+
+def _rules_of(backend: "Tokenizer") -> Any:
+    """Return what decides the ids of a text; equal for equal rules."""
+    description = json.loads(backend.to_str())
+    return _stated({key: part for key, part in description.items() if key not in _NOT_ABOUT_IDS})
+
+
+def _stated(part: Any) -> Any:
+    """Leave out values that say nothing, which some classes spell out, and offsets."""
+    if isinstance(part, dict):
+        return {
+            key: _stated(value)
+            for key, value in part.items()
+            if value not in (None, "") and value is not False and key != "trim_offsets"
+        }
+    # A vocabulary or merges: millions of values that need no change.
+    if isinstance(part, list) and part and isinstance(part[0], dict):
+        return [_stated(value) for value in part]
+    return part
