@@ -16,6 +16,7 @@ from llm.checkpoint.load import list_checkpoints, read_valid
 from llm.config.command_line import parse
 from llm.config.options import option, option_group
 from llm.config.program import program
+from llm.config.terminal import text_for
 from llm.errors import ConfigError, DivergedError, one_line
 from llm.runtime.files import read_json_lines
 from llm.runtime.logging import quiet_libraries
@@ -304,7 +305,7 @@ def make_printer(tokenizer: "PreTrainedTokenizerBase") -> Any:
             sys.stdout.flush()
 
         def _write(self, text: str) -> None:
-            sys.stdout.write(text[self._written :])
+            sys.stdout.write(text_for(sys.stdout, text[self._written :]))
             sys.stdout.flush()
             self._written = len(text)
 
@@ -312,7 +313,7 @@ def make_printer(tokenizer: "PreTrainedTokenizerBase") -> Any:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(text_for(sys.stderr, f"{text}\n"))
     sys.stderr.flush()
 
 

@@ -5,6 +5,7 @@ import shutil
 import sys
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -153,6 +154,24 @@ def test_a_character_of_several_tokens_is_written_once_it_is_whole(monkeypatch):
     assert "".join(pieces) == text + "\n"
     assert pieces[:4] == ["the", " ", "c", "a"]  # the first are the prompt, which waits
     assert {"\u00e9", "\u72d0"} <= set(pieces)
+
+
+@pytest.mark.parametrize(("is_terminal", "shown"), [(True, r"\x1b[2J"), (False, "\x1b[2J")])
+def test_a_terminal_gets_no_control_characters_of_a_token(monkeypatch, is_terminal, shown):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    printer, pieces = make_printer(StubTokenizer()), []
+    monkeypatch.setattr(sys.stdout, "write", pieces.append)
+
+    for token in torch.tensor([[0], [1]]):
+        printer.put(token)
+    printer.end()
+
+    assert "".join(pieces) == f"{shown}\n"
+
+
+class StubTokenizer:
+    def decode(self, ids: list[int], **options: bool) -> str:
+        return "\x1b[2J"
 
 
 def test_a_model_that_asks_for_beams_streams_all_the_same(trained, tmp_path, capsys):

@@ -1,12 +1,12 @@
 """Common parts of the programs: an error becomes a sentence and an exit code."""
 
 import functools
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from llm.config.terminal import accept_any_text, discard_output, text_for
 from llm.errors import LLMError, one_line
 
 COMMAND = "llm-trainers"
@@ -40,14 +40,15 @@ def program(main: Callable[[Sequence[str]], int]) -> Main:
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
+        accept_any_text()
         try:
             code = main(sys.argv[1:] if argv is None else argv)
             sys.stdout.flush()
         except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise the flush at exit fails too
+            discard_output(sys.stdout)
             return 128 + signal.SIGPIPE
         except LLMError as error:
-            sys.stderr.write(f"error: {error}\n")
+            sys.stderr.write(text_for(sys.stderr, f"error: {error}\n"))
             return 2
         except OSError as error:
             place = f"{error.filename} cannot be used: " if error.filename else ""

@@ -103,9 +103,7 @@ def main(argv: Sequence[str]) -> int:
         lines, code = (faults, 1) if faults else (["all checks passed"], 0)
     else:
         lines = _describe(options)
-    text = "\n".join(lines) + "\n"
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.write("\n".join(lines) + "\n")
     return code
 
 

@@ -12,6 +12,7 @@ from typing import IO, Any
 import torch
 from tqdm import tqdm
 
+from llm.errors import one_line
 from llm.metrics.hardware import memory_in_use
 from llm.runtime.files import json_safe, read_json_lines, sync, write_whole
 from llm.runtime.logging import event, short_form
@@ -51,6 +52,7 @@ class Tracker:
         self._peak_flops: float | None = None
         self._peak_exceeded = False
         self._file: IO[str] | None = None
+        self._is_full = False
         self._bar: Any = None
         self._started_at = 0
         self._written: set[str] = set()
@@ -96,8 +98,7 @@ class Tracker:
 
     def step_done(self, step: int) -> None:
         """Move the progress bar to a step."""
-        if self._bar is not None:
-            self._bar.update(step - self._bar.n)
+        self._draw_bar(lambda bar: bar.update(step - bar.n))
 
     def log_training(
         self,
@@ -145,9 +146,8 @@ class Tracker:
                 self._megatron_line(record, more, step=step, global_batch_size=global_batch_size),
                 extra=short_form(step_line(record, step=step, total_steps=self._total_steps)),
             )
-        if self._bar is not None:
-            speed = f"{record['tokens_per_second']:.0f} tok/s"
-            self._bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed}")
+        speed = f"{record['tokens_per_second']:.0f} tok/s"
+        self._draw_bar(lambda bar: bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed}"))
 
     def _interval(self, *, step: int, tokens: int) -> dict[str, float]:
         """Return time, throughput and memory of the logging interval, and begin the next one."""
@@ -238,20 +238,45 @@ class Tracker:
         # Write the line last: once it is on disk, a resumed run does not send points again.
         try:
             self._log_to_trackers({_tag(name): value for name, value in record.items()}, step)
-        except OSError as error:  # the disk is full
-            logger.warning(f"The trackers get no more points ({error}); metrics.jsonl does.")
+        except Exception as error:  # such as a full disk, or a server that does not answer
+            logger.warning(
+                f"The trackers get no more points ({one_line(error)}); metrics.jsonl does."
+            )
             self._log_to_trackers = lambda values, step: None
-        if self._file is not None:
-            values = {name: json_safe(value) for name, value in record.items()}
-            self._file.write(json.dumps({"step": step} | values) + "\n")
+        values = {name: json_safe(value) for name, value in record.items()}
+        self._write_line(json.dumps({"step": step} | values) + "\n")
+
+    def _write_line(self, line: str) -> None:
+        """Write a line to metrics.jsonl; what a full disk refuses is written with a later line."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(line)
             sync(self._file)
+            self._is_full = False
+        except OSError as error:
+            if not self._is_full:
+                logger.warning(
+                    f"{self._path} cannot be written ({one_line(error)}). Training continues, and "
+                    "lines may be missing there."
+                )
+            self._is_full = True
+
+    def _draw_bar(self, draw: Callable[[Any], object]) -> None:
+        """Change the progress bar, and give it up once the terminal is closed."""
+        try:
+            if self._bar is not None:
+                draw(self._bar)
+        except Exception:
+            self._bar.disable = True
+            self._bar = None
 
     def close(self) -> None:
         """Close the progress bar and the file."""
-        if self._bar is not None:
-            self._bar.close()
+        self._draw_bar(lambda bar: bar.close())
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # `_write_line` has warned
+                self._file.close()
 
 
 def step_line(record: Mapping[str, float], *, step: int, total_steps: int) -> str:

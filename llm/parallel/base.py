@@ -285,7 +285,7 @@ class AcceleratedStrategy:
         self.barrier()
         try:
             self.accelerator.end_training()
-        except OSError:  # a tracker has no room on the disk; without it, leave the groups
+        except Exception:  # a tracker has no room on the disk; without it, leave the groups
             self.accelerator.trackers = []
             self.accelerator.end_training()
 

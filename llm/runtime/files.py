@@ -34,6 +34,18 @@ def write_whole(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def end_last_line(path: Path) -> None:
+    """End the last line of a file that a kill or a full disk has cut short; call before you append.
+
+    Raises:
+        OSError: The file cannot be read or written.
+    """
+    with path.open("ab+") as file:
+        file.seek(max(0, file.tell() - 1))
+        if file.read(1) not in (b"", b"\n"):
+            file.write(b"\n")
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
     """Return the objects of a file, one per line; none if the file does not exist.
 

@@ -14,11 +14,20 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from llm.runtime.files import json_safe
+from llm.config.terminal import discard_output, escape_controls
+from llm.errors import one_line
+from llm.runtime.files import end_last_line, json_safe
 
 Kind = Literal[
     "start", "resume", "branch", "save", "evaluation", "task", "skip", "spike", "rewind", "stop"
 ]
+
+
+class _Formatter(logging.Formatter):
+    """Escapes control characters, which a text of the model or a path may contain."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escape_controls(super().format(record))
 
 
 class _ConsoleHandler(logging.Handler):
@@ -31,14 +40,14 @@ class _ConsoleHandler(logging.Handler):
         # A process that has not imported tqdm shows no bar, so it can skip the import.
         bars = sys.modules.get("tqdm")
         write = print if bars is None else bars.tqdm.write
-        short = getattr(record, "short", None) if sys.stdout.isatty() else None
         try:
+            short = getattr(record, "short", None) if sys.stdout.isatty() else None
             write(self.format(record) if short is None else short, file=sys.stdout)
             sys.stdout.flush()
-        except OSError as error:
-            # The terminal or the reader of a pipe has gone. Training and log.txt continue.
-            if error.errno in (errno.EPIPE, errno.EIO):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except Exception as error:  # training and log.txt continue
+            # The terminal or the reader of a pipe has gone.
+            if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):
+                discard_output(sys.stdout)
 
 
 def set_up_logging(*, rank: int, others: int = logging.WARNING) -> None:
@@ -55,7 +64,7 @@ def set_up_logging(*, rank: int, others: int = logging.WARNING) -> None:
     logger = logging.getLogger("llm")
     console = _ConsoleHandler()
     prefix = "" if rank == 0 else f"[rank {rank}] "
-    console.setFormatter(logging.Formatter(prefix + "%(message)s"))
+    console.setFormatter(_Formatter(prefix + "%(message)s"))
     console.setLevel(logging.INFO if rank == 0 else others)
     waiting = logging.handlers.MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1)
     logger.handlers = [console, waiting]
@@ -73,8 +82,9 @@ def _log_thread_error(raised: threading.ExceptHookArgs) -> None:
 
 def log_to_file(path: Path) -> None:
     """Send the package's log to a file too, including the lines from before this call."""
-    file = logging.FileHandler(path, encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    end_last_line(path)
+    file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    file.setFormatter(_Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     logger = logging.getLogger("llm")
     for handler in list(logger.handlers):
         if isinstance(handler, logging.handlers.MemoryHandler):
@@ -131,6 +141,7 @@ def append_event(path: Path, kind: Kind, *, step: int | None, **values: object) 
         "step": step,
     }
     record |= {name: json_safe(value) for name, value in values.items()}
+    end_last_line(path)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
 
@@ -143,13 +154,15 @@ class EventHandler(logging.Handler):
         self._path = path
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Append the event of a line, if it has one; a full disk does not stop the training."""
+        """Append the event of a line, if it has one; no error stops the training."""
         values = getattr(record, "event", None)
         if values is not None:
             try:
                 append_event(self._path, **values)
-            except OSError:
-                self.handleError(record)
+            except Exception as error:
+                logging.getLogger("llm").warning(
+                    f"An event cannot be written to {self._path} ({one_line(error)})."
+                )
 
 
 def counted(number: int, noun: str) -> str:

@@ -1,8 +1,10 @@
 import errno
+import io
 import json
 import logging
 import math
 import re
+import sys
 
 import pytest
 import torch
@@ -133,9 +135,12 @@ def make_tracker(path, seen, *, peak_flops=1e15):
     )
 
 
-def test_trackers_that_cannot_write_are_left_out_and_metrics_continue(tmp_path, caplog):
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), ValueError("not logged in")]
+)
+def test_trackers_that_cannot_write_are_left_out_and_metrics_continue(tmp_path, caplog, error):
     def fail(values, step):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise error
 
     tracker = make_tracker(tmp_path / "metrics.jsonl", [])
     tracker._log_to_trackers = fail
@@ -146,6 +151,51 @@ def test_trackers_that_cannot_write_are_left_out_and_metrics_continue(tmp_path, 
 
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert caplog.text.count("The trackers get no more points") == 1
+
+
+def test_a_line_that_a_full_disk_refuses_is_written_later(tmp_path, monkeypatch, caplog):
+    def refuse(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tracker = make_tracker(tmp_path / "metrics.jsonl", [])
+    tracker.start(step=0, tokens=0, seconds=0)
+    with monkeypatch.context() as full:
+        full.setattr("llm.metrics.tracker.sync", refuse)
+        for step in (1, 2):
+            tracker.write({"loss": 1.0}, step=step)
+    tracker.write({"loss": 1.0}, step=3)
+    tracker.close()
+
+    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert caplog.text.count("metrics.jsonl cannot be written (No space left on device)") == 1
+
+
+class Terminal(io.StringIO):
+    """A terminal that a user closes during the training."""
+
+    is_open = True
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if not self.is_open:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        return super().write(text)
+
+
+def test_a_progress_bar_that_cannot_be_drawn_is_given_up(tmp_path, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    tracker = make_tracker(tmp_path / "metrics.jsonl", [])
+    tracker.start(step=0, tokens=0, seconds=0)
+    terminal.is_open = False
+
+    tracker.step_done(10)
+    log(tracker, 10)
+    tracker.close()
+
+    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [10]
 
 
 def log(tracker: Tracker, step: int, **optimizer: torch.Tensor) -> None:

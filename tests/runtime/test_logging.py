@@ -10,6 +10,7 @@ import pytest
 
 from llm.checkpoint.run_folder import RunFolder
 from llm.metrics.tracker import cut_metrics
+from llm.runtime.files import read_json_lines
 from llm.runtime.logging import (
     EventHandler,
     append_event,
@@ -109,6 +110,64 @@ def test_the_log_continues_in_its_file_when_the_console_is_gone(tmp_path):
     assert (process.returncode, errors) == (0, "")
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert [line.split()[-1] for line in lines] == ["first", "second", "third"]
+
+
+class ClosedStream(io.StringIO):
+    """A console that fails in a way that no console should."""
+
+    def write(self, text: str) -> int:
+        raise ValueError("I/O operation on closed file")
+
+
+@pytest.mark.parametrize(
+    "console", [ClosedStream(), io.TextIOWrapper(io.BytesIO(), encoding="ascii"), None]
+)
+def test_no_console_ends_a_training(tmp_path, monkeypatch, console):
+    monkeypatch.setattr(sys, "stdout", console)
+    set_up_logging(rank=0)
+    log_to_file(tmp_path / "log.txt")
+
+    logging.getLogger("llm").info("a sample: caf\u00e9")
+
+    assert (tmp_path / "log.txt").read_text(encoding="utf-8").endswith(" a sample: caf\u00e9\n")
+
+
+def test_control_characters_are_escaped_in_the_log(tmp_path, capsys):
+    set_up_logging(rank=0)
+    log_to_file(tmp_path / "log.txt")
+
+    logging.getLogger("llm").info("a sample:\n\x1b[2J \ud800")
+
+    lines = (tmp_path / "log.txt").read_text(encoding="utf-8").splitlines()
+    assert lines[0].endswith(" a sample:")
+    assert lines[1:] == [r"\x1b[2J \ud800"]
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_line_that_was_cut_short_does_not_swallow_the_next_one(tmp_path):
+    set_up_logging(rank=0)
+    for name in ("events.jsonl", "log.txt"):
+        (tmp_path / name).write_text('{"time": "2026-')
+
+    append_event(tmp_path / "events.jsonl", "resume", step=4)
+    append_event(tmp_path / "events.jsonl", "stop", step=8)
+    log_to_file(tmp_path / "log.txt")
+    logging.getLogger("llm").info("resumed")
+
+    cut, resumed, stopped = read_json_lines(tmp_path / "events.jsonl")
+    assert cut is None
+    assert (resumed["event"], stopped["event"]) == ("resume", "stop")
+    assert (tmp_path / "log.txt").read_text().splitlines()[0] == '{"time": "2026-'
+    assert (tmp_path / "log.txt").read_text().endswith(" resumed\n")
+
+
+def test_an_event_that_json_cannot_hold_does_not_stop_training(tmp_path, caplog):
+    logger = logging.getLogger("llm")
+    handler = EventHandler(tmp_path / "events.jsonl")
+    handler.handle(
+        logger.makeRecord("llm", 20, "", 0, "", (), None, extra=event("save", step=object()))
+    )
+    assert f"An event cannot be written to {tmp_path}/events.jsonl (" in caplog.text
 
 
 def test_a_thread_that_cannot_write_to_the_disk_ends_in_one_line(capsys):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from llm.errors import one_line
 from llm.runtime.files import write_whole
 from llm.trainers.gpt.seams import LoopExtension
 
@@ -95,7 +96,14 @@ class StepProfiler(LoopExtension):
             )
 
     def _write(self) -> None:
-        """Write the trace, and on rank 0 the table."""
+        """Write the trace, and on rank 0 the table; an error does not end the training."""
+        try:
+            self._write_files()
+        except Exception as error:  # the profiler's library and its file format raise their own
+            logger.warning(f"The profile cannot be written to {self._folder} ({one_line(error)}).")
+        self._profile, self._start, self._stop = None, -1, -1
+
+    def _write_files(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         trace = self._folder / f"rank{self._rank}.trace.json.gz"
         self._profile.export_chrome_trace(str(trace))
@@ -104,7 +112,6 @@ class StepProfiler(LoopExtension):
             lines = table(busy, self._seconds, steps=self._stop - self._start)
             write_whole(self._folder / "profile.txt", "\n".join(lines) + "\n")
             logger.info("\n".join([*lines, f"trace: {trace}"]))
-        self._profile, self._start, self._stop = None, -1, -1
 
 
 def time_by_class(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]:

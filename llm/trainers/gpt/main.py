@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from llm.config.command_line import parse, split_config_file
+from llm.config.terminal import accept_any_text
 from llm.errors import ConfigError, LLMError, ParallelError, PeerLostError
 from llm.runtime.agreement import is_shared, leave_together
 from llm.runtime.health import EXIT_PEER_LOST
@@ -46,6 +47,7 @@ logger = logging.getLogger("llm")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trainer and return the exit code."""
+    accept_any_text()
     try:
         world = world_from_environment()
     except ParallelError as error:

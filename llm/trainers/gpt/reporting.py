@@ -293,7 +293,8 @@ def log_sample(
     logger.info(f"a sample at step {step}:\n\n{text}\n")
     for tracker in strategy.accelerator.trackers:
         if tracker.name == "tensorboard":
-            tracker.writer.add_text("sample", f"```\n{text}\n```", step)
+            with contextlib.suppress(Exception):  # `Tracker.write` warns of a full disk
+                tracker.writer.add_text("sample", f"```\n{text}\n```", step)
 
 
 def log_end(
@@ -559,4 +560,5 @@ def forget_points(strategy: AcceleratedStrategy, *, after: int) -> None:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
             start = SessionLog(status=SessionLog.START)
-            tracker.writer.file_writer.add_event(Event(step=after + 1, session_log=start))
+            with contextlib.suppress(Exception):  # `Tracker.write` warns of a full disk
+                tracker.writer.file_writer.add_event(Event(step=after + 1, session_log=start))
