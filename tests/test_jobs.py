@@ -156,6 +156,74 @@ def test_a_script_uses_the_python_of_a_conda_environment(tmp_path):
     assert (tmp_path / "asked").read_text().startswith("-m llm.jobs.output_dir --model_name")
 
 
+# Scripts of conda, which read a variable that may be unset, run a command that may fail, or take an
+# argument for the name of an environment.
+PACKED = """
+if [ -n "$CONDA_PREFIX" ]; then type deactivate > /dev/null 2>&1; fi
+PS1="(env) $PS1"
+"""
+BASE = 'if [ $# -gt 0 ]; then echo "There is no environment $1" >&2; exit 1; fi\n'
+
+
+@pytest.mark.parametrize(
+    ("activate", "variables"),
+    [(PACKED, {}), (PACKED, {"CONDA_PREFIX": "/opt/conda"}), (BASE, {})],
+    ids=["an unset variable", "a command that fails", "arguments"],
+)
+@pytest.mark.parametrize(
+    "path",
+    ["slurm", "pbs", "prepare slurm", "prepare pbs", *EXAMPLES.glob("*/prepare_data.*")],
+    ids=lambda path: path if isinstance(path, str) else name_of(path),
+)
+def test_an_environment_that_expects_a_plain_shell_is_activated(
+    path, activate, variables, tmp_path, capsys
+):
+    (tmp_path / "env/bin").mkdir(parents=True)
+    (tmp_path / "env/bin/activate").write_text(f"{activate}PATH={tmp_path}/env/bin:$PATH\n")
+    (tmp_path / "env/bin/python").write_text("#!/bin/sh\n")
+    (tmp_path / "env/bin/python").chmod(0o755)
+    (tmp_path / "nodes").write_text("node1\n")
+    (tmp_path / "my.toml").touch()
+    if isinstance(path, Path):
+        script, words = path, ["--input", "a.txt"]
+    else:
+        prepares = path.startswith("prepare")
+        options = PREPARE if prepares else TRAINER
+        words = options if prepares else ["my.toml"]
+        script = tmp_path / "script"
+        script.write_text(write(capsys, *path.split(), trainer=options))
+
+    done = start(
+        tmp_path,
+        script,
+        *words,
+        VENV=str(tmp_path / "env"),
+        PBS_NODEFILE=str(tmp_path / "nodes"),
+        PBS_JOBID="7.pbs",
+        SLURM_JOB_NUM_NODES="1",
+        SLURM_CPUS_ON_NODE="4",
+        **RECORD,
+        **variables,
+    )
+
+    assert done.returncode == 0, done.stderr
+    if isinstance(path, str):
+        assert "Running: " in done.stdout
+
+
+def test_only_the_directives_of_a_job_are_places_to_fill_in(tmp_path, capsys):
+    make_environment(tmp_path / "venv")
+    prompt = "#SBATCH --account=__ALLOCATION__\n#SBATCH __PROMPT__"
+    trainer = [*TRAINER, "--sample_prompt", f"a\n{prompt}", "--sample_steps", "9"]
+    script = tmp_path / "script"
+    filled_in = ("--account", "me", "--partition", "gpu", "--name", "__TEST__")
+    script.write_text(write(capsys, "slurm", *filled_in, trainer=trainer))
+
+    done = start(tmp_path, script, **{**RECORD, "SLURM_JOB_ACCOUNT": "", "SLURM_JOB_PARTITION": ""})
+
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
 def test_a_configuration_as_argument_replaces_the_options_of_an_example(
     path, tmp_path, monkeypatch
@@ -269,11 +337,34 @@ def test_requested_resources_appear_in_the_directives(capsys):
 def test_the_option_that_an_array_varies_is_removed_in_any_spelling(capsys):
     trainer = [*TRAINER[:4], "--output-dir=runs/b", "--seed=3", "--resume-from-checkpoint"]
     script = write(capsys, "slurm", "--sweep", "seed=1,2", trainer=trainer)
-    assert "\nVALUES=(1 2)  # one per job of the array\n" in script
+    assert "\nseed=(1 2)  # one per job of the array\n" in script
     block = script.split("OPTIONS=(\n")[1].split("\n)\n")[0]
     assert block.split("\n")[2:] == ["    --output-dir=runs/b", "    --resume-from-checkpoint"]
-    assert '\nOPTIONS+=(--seed "$VALUE")\n' in script
-    assert '\nOPTIONS+=(--output_dir "$RUN/seed-$VALUE")\n' in script
+    assert '\nOPTIONS+=(--seed="${seed[JOB]}")\n' in script
+    assert '\nOPTIONS+=(--output_dir="$RUN/seed-${seed[JOB]}")\n' in script
+
+
+def test_two_swept_options_make_a_job_for_each_combination(tmp_path, capsys):
+    make_environment(tmp_path / "venv")
+    script = tmp_path / "script"
+    sweep = ("--sweep", "learning-rate=1e-4,3e-4", "min-learning-rate=-0.0,1e-5")
+    script.write_text(write(capsys, "slurm", *sweep))
+    assert directives(script.read_text())["array"] == "0-3"
+
+    runs = []
+    for job in range(4):
+        done = start(tmp_path, script, **RECORD, SLURM_ARRAY_TASK_ID=str(job))
+        assert done.returncode == 0, done.stderr
+        command = re.search(r"Running: .* -m llm\.trainers\.gpt (.*)", done.stdout)[1]
+        config = parse_args(shlex.split(command.replace("a b.txt", "a.txt")))
+        runs.append((config.learning_rate, config.min_learning_rate, config.output_dir))
+
+    assert runs == [
+        (1e-4, 0.0, "runs/a/learning_rate-1e-4,min_learning_rate--0.0"),
+        (1e-4, 1e-5, "runs/a/learning_rate-1e-4,min_learning_rate-1e-5"),
+        (3e-4, 0.0, "runs/a/learning_rate-3e-4,min_learning_rate--0.0"),
+        (3e-4, 1e-5, "runs/a/learning_rate-3e-4,min_learning_rate-1e-5"),
+    ]
 
 
 def test_every_site_of_sites_toml_can_be_chosen():
@@ -328,7 +419,7 @@ def test_a_polaris_job_takes_the_fast_network_and_near_gpus(
     folder = tmp_path / "aws-ofi-nccl" / "v1.9.1-aws" / "lib"
     if plugin:
         folder.mkdir(parents=True)
-    begin, end = script.index("# Local rank n"), script.index("# Not earlier")
+    begin, end = script.index("# Local rank n"), script.index('if [[ -r "$VENV/bin/activate')
     lines = script[begin:end].replace("/soft/libraries", str(tmp_path))
     shown = 'echo "$CUDA_VISIBLE_DEVICES|${NCCL_NET:-}|${FI_MR_CACHE_MONITOR:-}|$LD_LIBRARY_PATH"'
     environment = {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": "/old", "NCCL_PLUGIN": choice}
@@ -382,6 +473,10 @@ def test_a_requeued_job_is_signalled_and_appends_to_its_log(capsys):
         (["slurm", "--chain"], "--chain is for pbs; on slurm --requeue"),
         (["slurm", "--time", "soon"], "--time soon is not a time limit; write it as 6:00:00"),
         (["slurm", "--time", "24:00"], "--time 24:00 is not a time limit"),
+        (["slurm", "--time", "25:99:00"], "--time 25:99:00 is not a time limit"),
+        (["slurm", "--time", "6:00:60"], "--time 6:00:60 is not a time limit"),
+        (["slurm", "--time", "1-24:00:00"], "--time 1-24:00:00 is not a time limit"),
+        (["slurm", "--time", "9" * 5000], "is not a time limit; write it as 6:00:00"),
         (["slurm", "--sweep", "seed"], "--sweep seed expects an option and two values or more"),
         (["slurm", "--sweep", "sead=1,2"], "There is no option --sead"),
         (["slurm", "--requeue", "--sweep", "seed=1,2"], "do not go together"),
@@ -401,6 +496,9 @@ def test_a_requeued_job_is_signalled_and_appends_to_its_log(capsys):
         (["slurm", "--output", ""], "--output is given an empty path"),
         (["slurm", "--sweep", "seed=1,1"], "--sweep seed=1,1 has a value twice"),
         (["slurm", "--sweep", "output-dir=a,b"], "the script itself names a folder for each job"),
+        (["slurm", "--sweep", "seed=1,2", "--sweep", "z=1,2"], "--sweep is given twice; for"),
+        (["slurm", "--sweep", "eval_steps=1,2", "eval-steps=3,4"], "varies eval_steps again"),
+        (["slurm", "--sweep", "seed=1,2\nrm -r runs"], "contains a line break"),
         (["--nods", "3"], "There is no option --nods"),
     ],
 )

@@ -23,7 +23,7 @@
 
 # The environment with the llm package: by default the one that was active when you called sbatch.
 VENV=${VENV:-${VIRTUAL_ENV:-venv}}
-VALUES=(1e-4 3e-4 1e-3)  # one per job of the array
+learning_rate=(1e-4 3e-4 1e-3)  # one per job of the array
 OPTIONS=(
     --model_name_or_path gpt2
     --from_scratch
@@ -40,13 +40,13 @@ OPTIONS=(
     --resume_from_checkpoint
 )
 
-# An option of sbatch that replaces a directive is in the job's record.
-left=$(grep '^#SBATCH' "$0" | grep -o '__[A-Z_]*__' | sort -u)
-[[ "${SLURM_JOB_ACCOUNT:-__}" == __* ]] || left=${left/__ALLOCATION__/}
-[[ "${SLURM_JOB_PARTITION:-__}" == __* ]] || left=${left/__QUEUE__/}
-left=$(xargs <<< "$left")
-if [[ -n "$left" ]]; then
-    echo "Fill in $left at the top of this script, or give --account and --partition to sbatch." >&2
+# Directives end at the first command. An option of sbatch that replaces one is in the job's record.
+FIELDS=$(sed -nE '/^[^#]/q; s/^#SBATCH --(account|partition)=(__[A-Z]+__)$/\2/p' "$0")
+[[ "${SLURM_JOB_ACCOUNT:-__}" == __* ]] || FIELDS=${FIELDS/__ALLOCATION__/}
+[[ "${SLURM_JOB_PARTITION:-__}" == __* ]] || FIELDS=${FIELDS/__QUEUE__/}
+FIELDS=$(xargs <<< "$FIELDS")
+if [[ -n "$FIELDS" ]]; then
+    echo "Fill in $FIELDS at the top of this script, or give --account and --partition to sbatch." >&2
     exit 2
 fi
 
@@ -54,11 +54,13 @@ cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 if (($#)); then
     OPTIONS=(--resume_from_checkpoint --config "$@")
 fi
-VALUE=${VALUES[${SLURM_ARRAY_TASK_ID:-0}]}
-OPTIONS+=(--learning_rate "$VALUE")
+JOB=${SLURM_ARRAY_TASK_ID:-0}
+OPTIONS+=(--learning_rate="${learning_rate[JOB]}")
 
-# Not earlier: the scripts of modules and conda use unset variables.
-set -euo pipefail
+# The scripts of modules and environments may read arguments, use unset variables, and run commands
+# that fail. So they run without arguments and before `set`.
+set --
+
 if [[ -r "$VENV/bin/activate" ]]; then
     # shellcheck disable=SC1091
     source "$VENV/bin/activate"
@@ -68,6 +70,7 @@ else
     echo "VENV=$VENV has no bin/python; name the environment that holds the llm package." >&2
     exit 2
 fi
+set -euo pipefail
 
 # Do not use SLURM_GPUS_ON_NODE: on an exclusive node it counts all GPUs, requested or not.
 GPUS=${SLURM_GPUS_PER_NODE:-4}
@@ -76,7 +79,7 @@ export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
 
 # The output folder, as the trainer reads it from OPTIONS and CONFIG.toml.
 RUN=$(python -m llm.jobs.output_dir "${OPTIONS[@]}")
-OPTIONS+=(--output_dir "$RUN/learning_rate-$VALUE")
+OPTIONS+=(--output_dir="$RUN/learning_rate-${learning_rate[JOB]}")
 
 # EACH_GPU starts a program once per GPU. LAUNCH starts the training.
 LAUNCH=(

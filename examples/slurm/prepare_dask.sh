@@ -26,12 +26,16 @@ WORKERS=${WORKERS:-$SLURM_CPUS_ON_NODE}
 # The network of scheduler and workers, such as hsn0 or ib0; empty leaves the choice to Dask.
 INTERFACE=${INTERFACE:-}
 
-set -euo pipefail
-cd "${SLURM_SUBMIT_DIR:-.}"
+cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 if (($# == 0)); then
     echo "Write the options of llm.data.prepare after the name of this script." >&2
     exit 2
 fi
+OPTIONS=("$@")
+
+# The scripts of environments may read arguments, use unset variables, and run commands that fail. So
+# they run without arguments and before `set`.
+set --
 if [[ -r "$VENV/bin/activate" ]]; then
     # shellcheck disable=SC1091
     source "$VENV/bin/activate"
@@ -41,6 +45,7 @@ else
     echo "VENV=$VENV has no bin/python; name the environment that holds the llm package." >&2
     exit 2
 fi
+set -euo pipefail
 
 # Dask's profiler, its clock, and its memory limit take 10 to 20 % of the time.
 export DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED=False
@@ -57,4 +62,4 @@ srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
     dask worker --nworkers "$WORKERS" --nthreads 1 --memory-limit 0 "${COMMON[@]}" \
     --local-directory "${TMPDIR:-/tmp}" --death-timeout 60 &
 
-python -m llm.data.prepare --executor dask --scheduler_file "$FILE" "$@"
+python -m llm.data.prepare --executor dask --scheduler_file "$FILE" "${OPTIONS[@]}"

@@ -29,18 +29,21 @@ OPTIONS=(
     --log_seconds 60
 )
 
-set -euo pipefail
-cd "${SLURM_SUBMIT_DIR:-.}"
+cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 if (($#)); then
     OPTIONS=("$@")
 fi
 
 for value in "${OPTIONS[@]}"; do
-    if [[ "$value" == __*__ ]]; then
+    if [[ "$value" =~ ^__(INPUT|TOKENIZER|OUTPUT_PREFIX)__$ ]]; then
         echo "Fill in $value at the top of this script." >&2
         exit 2
     fi
 done
+
+# The scripts of environments may read arguments, use unset variables, and run commands that fail. So
+# they run without arguments and before `set`.
+set --
 if [[ -r "$VENV/bin/activate" ]]; then
     # shellcheck disable=SC1091
     source "$VENV/bin/activate"
@@ -50,6 +53,7 @@ else
     echo "VENV=$VENV has no bin/python; name the environment that holds the llm package." >&2
     exit 2
 fi
+set -euo pipefail
 
 echo "$(date) on $(hostname)"
 exec python -m llm.data.prepare "${OPTIONS[@]}"

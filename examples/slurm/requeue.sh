@@ -44,13 +44,13 @@ OPTIONS=(
     --resume_from_checkpoint
 )
 
-# An option of sbatch that replaces a directive is in the job's record.
-left=$(grep '^#SBATCH' "$0" | grep -o '__[A-Z_]*__' | sort -u)
-[[ "${SLURM_JOB_ACCOUNT:-__}" == __* ]] || left=${left/__ALLOCATION__/}
-[[ "${SLURM_JOB_PARTITION:-__}" == __* ]] || left=${left/__QUEUE__/}
-left=$(xargs <<< "$left")
-if [[ -n "$left" ]]; then
-    echo "Fill in $left at the top of this script, or give --account and --partition to sbatch." >&2
+# Directives end at the first command. An option of sbatch that replaces one is in the job's record.
+FIELDS=$(sed -nE '/^[^#]/q; s/^#SBATCH --(account|partition)=(__[A-Z]+__)$/\2/p' "$0")
+[[ "${SLURM_JOB_ACCOUNT:-__}" == __* ]] || FIELDS=${FIELDS/__ALLOCATION__/}
+[[ "${SLURM_JOB_PARTITION:-__}" == __* ]] || FIELDS=${FIELDS/__QUEUE__/}
+FIELDS=$(xargs <<< "$FIELDS")
+if [[ -n "$FIELDS" ]]; then
+    echo "Fill in $FIELDS at the top of this script, or give --account and --partition to sbatch." >&2
     exit 2
 fi
 
@@ -59,8 +59,10 @@ if (($#)); then
     OPTIONS=(--resume_from_checkpoint --config "$@")
 fi
 
-# Not earlier: the scripts of modules and conda use unset variables.
-set -euo pipefail
+# The scripts of modules and environments may read arguments, use unset variables, and run commands
+# that fail. So they run without arguments and before `set`.
+set --
+
 if [[ -r "$VENV/bin/activate" ]]; then
     # shellcheck disable=SC1091
     source "$VENV/bin/activate"
@@ -70,6 +72,7 @@ else
     echo "VENV=$VENV has no bin/python; name the environment that holds the llm package." >&2
     exit 2
 fi
+set -euo pipefail
 
 # The ranks meet on the first host, at a port that other jobs are unlikely to use.
 mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -103,10 +106,10 @@ echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
 
 # Launchers hide the exit codes of their ranks, so rank 0 writes to status.json how the run ended.
 status() {  # the run's status, if this job has written one
-    [[ "$(cat "$RUN/status.json" 2>/dev/null)" != "$BEFORE" ]] || return 0
-    sed -n 's/^ *"status": "\(.*\)",$/\1/p' "$RUN/status.json"
+    [[ "$(cat -- "$RUN/status.json" 2>/dev/null)" != "$BEFORE" ]] || return 0
+    sed -n 's/^ *"status": "\(.*\)",$/\1/p' -- "$RUN/status.json"
 }
-BEFORE=$(cat "$RUN/status.json" 2>/dev/null || true)
+BEFORE=$(cat -- "$RUN/status.json" 2>/dev/null || true)
 echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
 "${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}" &
 STEP=$!

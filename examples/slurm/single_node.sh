@@ -38,13 +38,13 @@ OPTIONS=(
     --resume_from_checkpoint
 )
 
-# An option of sbatch that replaces a directive is in the job's record.
-left=$(grep '^#SBATCH' "$0" | grep -o '__[A-Z_]*__' | sort -u)
-[[ "${SLURM_JOB_ACCOUNT:-__}" == __* ]] || left=${left/__ALLOCATION__/}
-[[ "${SLURM_JOB_PARTITION:-__}" == __* ]] || left=${left/__QUEUE__/}
-left=$(xargs <<< "$left")
-if [[ -n "$left" ]]; then
-    echo "Fill in $left at the top of this script, or give --account and --partition to sbatch." >&2
+# Directives end at the first command. An option of sbatch that replaces one is in the job's record.
+FIELDS=$(sed -nE '/^[^#]/q; s/^#SBATCH --(account|partition)=(__[A-Z]+__)$/\2/p' "$0")
+[[ "${SLURM_JOB_ACCOUNT:-__}" == __* ]] || FIELDS=${FIELDS/__ALLOCATION__/}
+[[ "${SLURM_JOB_PARTITION:-__}" == __* ]] || FIELDS=${FIELDS/__QUEUE__/}
+FIELDS=$(xargs <<< "$FIELDS")
+if [[ -n "$FIELDS" ]]; then
+    echo "Fill in $FIELDS at the top of this script, or give --account and --partition to sbatch." >&2
     exit 2
 fi
 
@@ -53,8 +53,10 @@ if (($#)); then
     OPTIONS=(--resume_from_checkpoint --config "$@")
 fi
 
-# Not earlier: the scripts of modules and conda use unset variables.
-set -euo pipefail
+# The scripts of modules and environments may read arguments, use unset variables, and run commands
+# that fail. So they run without arguments and before `set`.
+set --
+
 if [[ -r "$VENV/bin/activate" ]]; then
     # shellcheck disable=SC1091
     source "$VENV/bin/activate"
@@ -64,6 +66,7 @@ else
     echo "VENV=$VENV has no bin/python; name the environment that holds the llm package." >&2
     exit 2
 fi
+set -euo pipefail
 
 # Do not use SLURM_GPUS_ON_NODE: on an exclusive node it counts all GPUs, requested or not.
 GPUS=${SLURM_GPUS_PER_NODE:-4}

@@ -7,8 +7,9 @@ template `slurm.sh` or `pbs.sh` with the options and the settings in `sites.toml
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from llm.config.command_line import parse
@@ -57,6 +58,11 @@ def main(argv: Sequence[str]) -> int:
     cut = words.index("--") if "--" in words else len(words)
     if cut == len(words) and not any(word.startswith(("-h", "--help")) for word in words):
         raise ConfigError(_NO_TRAINER)
+    if [_option_of(word) for word in words[:cut] if word.startswith("--")].count("sweep") > 1:
+        raise ConfigError(
+            "--sweep is given twice; for a job per combination, list all options after one, as in "
+            "--sweep learning_rate=1e-4,3e-4 seed=1,2."
+        )
     options = parse(
         JobOptions,
         words[:cut],
@@ -110,13 +116,15 @@ def job_script(
     added = _stop_and_resume(trainer, exit_after)
     asked, trainer = trainer, [*trainer, *added]
     queue = choose_queue(site, asked=job.queue, nodes=job.nodes, minutes=minutes)
-    swept, values = _read_sweep(job.sweep)
     config = parse_args(trainer)
     if config.output_dir is None:
         raise ConfigError("--output_dir is missing among the trainer's options.")
-    for words in [[f"--{swept}", value] for value in values] or [[]]:
+    sweep = _read_sweep(job.sweep)
+    combinations = [*product(*sweep.values())]
+    for values in combinations:
+        swept = [f"--{name}={value}" for name, value in zip(sweep, values, strict=True)]
         _check_ranks(
-            parse_args([*trainer, *words]), ranks=job.nodes * per_node, ranks_per_node=per_node
+            parse_args([*trainer, *swept]), ranks=job.nodes * per_node, ranks_per_node=per_node
         )
     job = replace(job, queue=queue)
     text = load_template(f"{job.scheduler}.sh").render(
@@ -124,10 +132,10 @@ def job_script(
         site=site,
         torchrun=job.launcher == "torchrun",
         walltime=f"{minutes // 60:02}:{minutes % 60:02}:00",
-        sweep=swept,
-        values=values,
+        sweep=dict(zip(sweep, zip(*combinations, strict=True), strict=True)),
+        num_jobs=len(combinations),
         exit_after=exit_after,
-        trainer=_rows(trainer, without=swept),
+        trainer=_option_rows(trainer, without=sweep),
         made_by=shlex.join(without_output(command)),
     )
     return text, describe_script(job, config, trainer=asked, added=added)
@@ -175,42 +183,54 @@ def _stop_and_resume(trainer: Sequence[str], exit_after: int | None) -> list[str
     return words
 
 
-def _read_sweep(sweep: str | None) -> tuple[str, list[str]]:
-    """Return the option that an array varies, and its values; both empty without an array."""
-    if sweep is None:
-        return "", []
-    name, _, after = sweep.partition("=")
-    values = [value for value in after.split(",") if value]
-    if len(values) < 2:
-        raise ConfigError(
-            f"--sweep {sweep} expects an option and two values or more, as in "
-            "--sweep learning_rate=1e-4,3e-4."
-        )
-    if len(set(values)) < len(values):
-        raise ConfigError(
-            f"--sweep {sweep} has a value twice, for two jobs with one folder; give each once."
-        )
-    if _option_of(name) == "output_dir":
-        raise ConfigError(
-            f"--sweep {sweep}: the script itself names a folder for each job, below --output_dir; "
-            "vary another option."
-        )
-    return name, values
+def _read_sweep(sweep: Sequence[str]) -> dict[str, list[str]]:
+    """Return the values of each option that an array varies; empty without an array.
+
+    Args:
+        sweep: The option `sweep`, such as `["learning_rate=1e-4,3e-4", "seed=1,2"]`.
+
+    Raises:
+        ConfigError: An option or a value is missing or repeated, or the option is `output_dir`.
+    """
+    values_of: dict[str, list[str]] = {}
+    for text in sweep:
+        name = _option_of(text)
+        values = [value for value in text.partition("=")[2].split(",") if value]
+        if len(values) < 2:
+            raise ConfigError(
+                f"--sweep {text} expects an option and two values or more, as in "
+                "--sweep learning_rate=1e-4,3e-4."
+            )
+        if len(set(values)) < len(values):
+            raise ConfigError(
+                f"--sweep {text} has a value twice, for two jobs with one folder; give each once."
+            )
+        if name == "output_dir":
+            raise ConfigError(
+                f"--sweep {text}: the script itself names a folder for each job, below "
+                "--output_dir; vary another option."
+            )
+        if name in values_of:
+            raise ConfigError(
+                f"--sweep {text} varies {name} again; list all of its values in one item."
+            )
+        values_of[name] = values
+    return values_of
 
 
-def _rows(trainer: Sequence[str], *, without: str) -> list[str]:
+def _option_rows(trainer: Sequence[str], *, without: Collection[str]) -> list[str]:
     """Quote the trainer's arguments for bash, one option per line.
 
     Args:
         trainer: The arguments.
-        without: The option that an array varies, which the script adds; "" without an array.
+        without: The options that an array varies, which the script adds.
     """
     rows = quoted_rows(trainer)
     for row in rows:
         variable = _ENVIRONMENT_VARIABLES.get(_option_of(row[0]))
         if variable is not None and len(row) == 2:
             row[1] = f'"${{{variable}:-{row[1]}}}"'
-    return [" ".join(row) for row in rows if _option_of(row[0]) != without]
+    return [" ".join(row) for row in rows if _option_of(row[0]) not in without]
 
 
 def _option_of(word: str) -> str:

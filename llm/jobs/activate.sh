@@ -1,5 +1,7 @@
-# Not earlier: the scripts of modules and conda use unset variables.
-set -euo pipefail
+# The scripts of modules and environments may read arguments, use unset variables, and run commands
+# that fail. So they run without arguments and before `set`.
+set --
+{{ site.set_up }}
 {% if not in_container %}
 if [[ -r "$VENV/bin/activate" ]]; then
     # shellcheck disable=SC1091
@@ -11,3 +13,4 @@ else
     exit 2
 fi
 {% endif %}
+set -euo pipefail

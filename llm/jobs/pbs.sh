@@ -58,7 +58,7 @@ set -- ${CONFIG:+"$CONFIG"} "$@"
 if (($#)); then
     OPTIONS=(--resume_from_checkpoint {{ "--exit_after %s " | format(exit_after) if job.chain }}--config "$@")
 fi
-{{ site.set_up }}
+
 {% include 'activate.sh' %}
 
 GPUS=${GPUS:-{{ job.gpus_per_node }}}

@@ -42,7 +42,7 @@ OPTIONS=(
 )
 
 cd "${PBS_O_WORKDIR:-.}" || exit 2
-{{ site.set_up }}
+
 {% include 'activate.sh' %}
 
 # PBS may list a host several times.

@@ -43,7 +43,7 @@ cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 if (($#)); then
     OPTIONS=("$@")
 fi
-{{ site.set_up }}
+
 {% include 'activate.sh' %}
 
 LAUNCH=(

@@ -21,13 +21,14 @@ def check_job(job: SchedulerOptions) -> None:
         ConfigError: One of them does.
     """
     for name, value in vars(job).items():
-        if value == "":
-            raise ConfigError(f"--{name} is empty; give it a value, or leave it out.")
-        if isinstance(value, str) and not value.isprintable():
-            raise ConfigError(
-                f"--{name} {value!a} contains a line break or another unprintable character; "
-                "remove it."
-            )
+        for text in value if isinstance(value, tuple) else (value,):
+            if text == "":
+                raise ConfigError(f"--{name} is empty; give it a value, or leave it out.")
+            if isinstance(text, str) and not text.isprintable():
+                raise ConfigError(
+                    f"--{name} {text!a} contains a line break or another unprintable character; "
+                    "remove it."
+                )
     offered = SITES[job.site].schedulers
     if job.scheduler not in offered:
         raise ConfigError(
@@ -65,8 +66,9 @@ def read_minutes(time: str) -> int:
         ConfigError: The text is not a time limit, or is ambiguous like 6:00: some schedulers read
             it as hours and minutes, others as minutes and seconds.
     """
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):\d\d|(\d+)", time)
-    if match is None:
+    clock = r"(?:(\d{1,4})-)?(\d{1,6}):([0-5]\d):[0-5]\d|(\d{1,7})"
+    match = re.fullmatch(clock, time, re.ASCII)
+    if match is None or (match[1] is not None and int(match[2]) > 23):
         raise ConfigError(f"--time {time} is not a time limit; write it as 6:00:00 or 1-12:00:00.")
     days, hours, minutes, plain = (int(number or 0) for number in match.groups())
     total = plain + 1440 * days + 60 * hours + minutes

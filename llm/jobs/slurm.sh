@@ -2,7 +2,7 @@
 {% set in_container = job.container %}
 # Pretrain on {{ job.nodes }} node{{ "s" if job.nodes > 1 }} of {{ job.gpus_per_node }} GPUs through Slurm, with one {{ "torchrun per node" if torchrun else "task per GPU" }}{{ ", in a container" if job.container }}.
 {% if sweep %}
-# This is an array with one job per value of --{{ sweep }}.
+# This is an array with one job per {{ "combination" if sweep | length > 1 else "value" }} of --{{ sweep | join(" and --") }}.
 {% endif %}
 # Submit it with sbatch. Its options override the directives below. A CONFIG.toml and options after
 # the name of this script replace OPTIONS:
@@ -43,7 +43,7 @@
 #SBATCH --mem=0
 {% endif %}
 {% if sweep %}
-#SBATCH --array=0-{{ values | length - 1 }}
+#SBATCH --array=0-{{ num_jobs - 1 }}
 #SBATCH --output=%x-%A_%a.log
 {% else %}
 #SBATCH --output=%x-%j.log
@@ -64,9 +64,9 @@ VENV={{ job.venv | quote }}
 # The environment with the llm package: by default the one that was active when you called sbatch.
 VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 {% endif %}
-{% if sweep %}
-VALUES=({{ values | map("quote") | join(" ") }})  # one per job of the array
-{% endif %}
+{% for name, values in sweep.items() %}
+{{ name }}=({{ values | map("quote") | join(" ") }})  # one per job of the array
+{% endfor %}
 OPTIONS=(
 {% for row in trainer %}
     {{ row }}
@@ -80,10 +80,12 @@ if (($#)); then
     OPTIONS=(--resume_from_checkpoint --config "$@")
 fi
 {% if sweep %}
-VALUE=${VALUES[${SLURM_ARRAY_TASK_ID:-0}]}
-OPTIONS+=(--{{ sweep }} "$VALUE")
+JOB=${SLURM_ARRAY_TASK_ID:-0}
+{% for name in sweep %}
+OPTIONS+=(--{{ name }}={{ '"${%s[JOB]}"' | format(name) }})
+{% endfor %}
 {% endif %}
-{{ site.set_up }}
+
 {% include 'activate.sh' %}
 
 {% if torchrun %}
@@ -116,7 +118,7 @@ RUN=$(srun --nodes=1 --ntasks=1 "${CONTAINER[@]}" python -m llm.jobs.output_dir 
 RUN=$(python -m llm.jobs.output_dir "${OPTIONS[@]}")
 {% endif %}
 {% if sweep %}
-OPTIONS+=(--output_dir "$RUN/{{ sweep }}-$VALUE")
+OPTIONS+=(--output_dir="$RUN/{% for name in sweep %}{{ "," if not loop.first }}{{ '%s-${%s[JOB]}' | format(name, name) }}{% endfor %}")
 {% endif %}
 
 {% endif %}
@@ -179,10 +181,10 @@ echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
 
 # Launchers hide the exit codes of their ranks, so rank 0 writes to status.json how the run ended.
 status() {  # the run's status, if this job has written one
-    [[ "$(cat "$RUN/status.json" 2>/dev/null)" != "$BEFORE" ]] || return 0
-    sed -n 's/^ *"status": "\(.*\)",$/\1/p' "$RUN/status.json"
+    [[ "$(cat -- "$RUN/status.json" 2>/dev/null)" != "$BEFORE" ]] || return 0
+    sed -n 's/^ *"status": "\(.*\)",$/\1/p' -- "$RUN/status.json"
 }
-BEFORE=$(cat "$RUN/status.json" 2>/dev/null || true)
+BEFORE=$(cat -- "$RUN/status.json" 2>/dev/null || true)
 echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
 "${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}" &
 STEP=$!
