@@ -433,6 +433,16 @@ def test_a_polaris_job_takes_the_fast_network_and_near_gpus(
 
 @pytest.mark.parametrize(
     ("nodes", "time", "queue"),
+    [("2", "1:00:00", "debug"), ("2", "6:00:00", "capacity"), ("64", "1:00:00", "debug-scaling"),
+     ("256", "12:00:00", "prod"), ("1999", "18:00:00", "prod"), ("16", "168:00:00", "capacity")],
+)  # fmt: skip
+def test_the_aurora_queue_depends_on_the_size_of_the_job(nodes, time, queue, capsys):
+    script = write(capsys, "--site", "aurora", "--nodes", nodes, "--time", time)
+    assert f"\n#PBS -q {queue}\n" in script
+
+
+@pytest.mark.parametrize(
+    ("nodes", "time", "queue"),
     [("1", "1:00:00", "debug"), ("4", "0:30:00", "debug-scaling"), ("10", "3:00:00", "prod"),
      ("24", "3:00:00", "prod"), ("99", "6:00:00", "prod"), ("100", "24:00:00", "prod"),
      ("9", "24:00:00", "preemptable"), ("4", "168:00:00", "capacity")],
@@ -448,6 +458,11 @@ def test_aurora_frontier_and_perlmutter_scripts_have_required_directives(capsys)
     assert "-l filesystems=home:flare" in aurora
     assert "module load frameworks" in aurora
     assert "GPUS=${GPUS:-12}" in aurora
+    # ALCF's list for 12 ranks: six on each socket, and none on cores 0 and 52.
+    assert (
+        "--cpu-bind list:1-8:9-16:17-24:25-32:33-40:41-48:"
+        "53-60:61-68:69-76:77-84:85-92:93-100\n" in aurora
+    )
     frontier = directives(write(capsys, "--site", "frontier", "--nodes", "2", "--time", "2:00:00"))
     assert frontier["cpus-per-task"] == "7"
     assert frontier["gpu-bind"] == "closest"
@@ -484,6 +499,8 @@ def test_a_requeued_job_is_signalled_and_appends_to_its_log(capsys):
         (["--site", "polaris", "--queue", "prod"], "--queue prod does not take --nodes 1 for 360"),
         (["--site", "polaris", "--nodes", "20", "--time", "24:00:00"], "No queue takes --nodes 20"),
         (["--site", "frontier", "--nodes", "80"], "batch (1-91 nodes, 2 h)"),
+        (["--site", "aurora", "--nodes", "32"], "No queue takes --nodes 32 for 360 minutes."),
+        (["--site", "aurora", "--cpus_per_gpu", "9"], "more than the 8 cores that this site has"),
         (["lsf"], "lsf"),
         (["pbs", "--chain", "--time", "0:30:00"], "--chain needs a --time of more than 30 minutes"),
         (["slurm", "--requeue", "--time", "0:05:00"], "--requeue needs a --time of more than 30"),

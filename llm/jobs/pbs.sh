@@ -81,7 +81,7 @@ else
     EACH_GPU=(
         mpiexec --hostfile "$PBS_NODEFILE" -n $((NNODES * GPUS)) --ppn "$GPUS"
 {% if site.pals %}
-        --cpu-bind depth --depth {{ job.cpus_per_gpu }}
+        --cpu-bind {{ site.bind_ranks(ranks=job.gpus_per_node, cores=job.cpus_per_gpu) }}
 {% endif %}
         python
     )

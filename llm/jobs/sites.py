@@ -34,6 +34,8 @@ class Site:
         system: Name of the machine when PBS selects nodes.
         filesystems: File systems that a job must request.
         pals: Whether mpiexec is HPE's PALS, which by default binds ranks to single cores.
+        first_cores: The first core of each socket that a job can use, if a node has several; an
+            equal number of the node's devices belongs to each.
         numa: Whether GPUs of a node belong to different NUMA nodes; torchrun then binds the ranks
             to them.
         queues: Queues in the order of preference; a job takes the first that accepts its size.
@@ -51,11 +53,33 @@ class Site:
     system: str | None = None
     filesystems: str | None = None
     pals: bool = False
+    first_cores: Sequence[int] = ()
     numa: bool = False
     queues: Sequence[Queue] = ()
     queue_option: str = "partition"
     set_up: str = ""
     master_addr: str = "${HOSTS[0]}"
+
+    def bind_ranks(self, *, ranks: int, cores: int) -> str:
+        """Return the argument of PALS's `--cpu-bind` for a rank on each device of a node.
+
+        Args:
+            ranks: Number of ranks on the node.
+            cores: Number of cores for each of them.
+
+        Raises:
+            ConfigError: A socket has fewer cores.
+        """
+        if not self.first_cores:
+            return f"depth --depth {cores}"
+        if cores > self.cpus_per_gpu:
+            raise ConfigError(
+                f"--cpus_per_gpu {cores} is more than the {self.cpus_per_gpu} cores that this site "
+                "has for each device; choose a smaller number."
+            )
+        per_socket = self.gpus_per_node // len(self.first_cores)
+        begins = [first + rank * cores for first in self.first_cores for rank in range(per_socket)]
+        return "list:" + ":".join(f"{begin}-{begin + cores - 1}" for begin in begins[:ranks])
 
 
 def _read() -> dict[str, Site]:
