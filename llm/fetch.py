@@ -8,6 +8,7 @@ changed files.
 import contextlib
 import dataclasses
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from llm.config.toml import read_toml, values_as_toml
 from llm.errors import ConfigError, LLMError, one_line
 from llm.runtime.files import write_whole
 from llm.runtime.logging import quiet_libraries, set_up_logging
+from llm.runtime.offline import offline_variable
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import extensions_of
 from llm.trainers.gpt.trained_model import tokenizer_of
@@ -97,6 +99,7 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(named.pop("folder")).absolute()
     if config_file is not None:
         named = read_toml(GPTConfig, config_file) | named
+    _check_online()
     set_up_logging(rank=0)
     quiet_libraries()
     config = GPTConfig(**named)
@@ -169,6 +172,16 @@ def check(config: GPTConfig) -> None:
     if config.tokenizer_name or config.model_name_or_path:
         tokenizer_of(config)
     load_metrics(config.eval_metrics)
+
+
+def _check_online() -> None:
+    """Refuse to start if a variable forbids the Hub's libraries to use the network."""
+    name = offline_variable()
+    if name is not None:
+        raise ConfigError(
+            f"{name}={os.environ[name]} in the environment forbids downloads, and this program "
+            f"downloads: unset {name}, and run it again."
+        )
 
 
 def _is_on_hub(name: str | None) -> TypeGuard[str]:

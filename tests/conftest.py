@@ -1,6 +1,7 @@
 """The order of the tests, and what processes that they start inherit."""
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -10,6 +11,19 @@ from pathlib import Path
 import pytest
 
 from tests.support.hub_server import Hub, serve_hub, use_hub
+
+_FOREIGN = (
+    *("ACCELERATE_", "CUDA_VISIBLE_DEVICES", "DASK_", "GROUP_RANK", "HF_", "HUGGINGFACE_"),
+    *("LLM_CACHE_DIR", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "MPI_", "OMPI_", "PALS_"),
+    *("PBS_", "PMI_", "RANK", "ROLE_", "SBATCH_", "SLURM", "TORCHELASTIC_", "TRANSFORMERS_"),
+    *("WANDB_", "WORLD_SIZE"),
+)
+"""How variables begin that change what the programs do, and that a cluster or a user may set."""
+
+for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
+    # `make test-gpu` uses the devices that its caller chose.
+    if name != "CUDA_VISIBLE_DEVICES" or os.environ.get("LLM_TEST_DEVICE") != "cuda":
+        del os.environ[name]
 
 # So that a failed comparison of two runs shows what differs.
 pytest.register_assert_rewrite("tests.support.recovery")

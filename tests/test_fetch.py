@@ -132,6 +132,15 @@ def train(hub: Hub, folder: Path, toml: str, option: str, *, network: bool) -> d
     return json.loads((folder / "run" / "all_results.json").read_text())
 
 
+@pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"])
+def test_a_variable_that_forbids_downloads_is_named(name, monkeypatch, capsys):
+    monkeypatch.setenv(name, "1")
+
+    assert llm.fetch.main(["inputs", "--model", "me/tiny"]) == 2
+
+    assert f"error: {name}=1 in the environment forbids downloads" in capsys.readouterr().err
+
+
 def test_fetched_files_train_without_a_connection_as_the_names_do(hub, tmp_path):
     (tmp_path / "task.yaml").write_text(TASK)
     (tmp_path / "run.toml").write_text(

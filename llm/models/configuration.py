@@ -16,6 +16,7 @@ from llm.errors import ConfigError, one_line
 from llm.models.options import ModelOptions, shape_options
 from llm.models.overrides import nearest_names, override
 from llm.models.sizes import gpt2_fields, shape_changes
+from llm.runtime.offline import offline_remark
 
 logger = logging.getLogger("llm.models")
 
@@ -141,7 +142,8 @@ def _named_config(options: ModelOptions, name: str) -> PreTrainedConfig:
             ) from error
         raise ConfigError(
             f"{option} {name} is not a local folder, and the Hugging Face Hub does not provide it "
-            "or cannot be reached: check the name and the network, or name a local folder."
+            f"or cannot be reached{offline_remark()}: check the name and the network, or name a "
+            "local folder."
         ) from error
 
 

@@ -151,7 +151,10 @@ def test_an_unreachable_hub_is_reported_with_the_name_and_a_remedy(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
-    with pytest.raises(ConfigError, match=r"nobody/nothing .* local folder"):
+    with pytest.raises(ConfigError, match=r"nobody/nothing .* cannot be reached: .* local folder"):
+        load(model_name_or_path="nobody/nothing")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=r"cannot be reached \(HF_HUB_OFFLINE is set\): check"):
         load(model_name_or_path="nobody/nothing")
 
 

@@ -15,6 +15,7 @@ from llm.errors import ConfigError, one_line
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.float32 import sums_dtype
 from llm.runtime.labels import IGNORED
+from llm.runtime.offline import offline_remark
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.run_setup import RunSetup
 
@@ -61,7 +62,10 @@ def load_metrics(names: Sequence[str]) -> dict[str, Any]:
         except Exception as error:  # a metric's module may raise anything
             # Without a network, the library reports that the Hub does not have the metric.
             missing = isinstance(error, FileNotFoundError)
-            reason = "it is not a local folder, and the Hub does not have it or cannot be reached"
+            reason = (
+                "it is not a local folder, and the Hub does not have it or cannot be reached"
+                + offline_remark()
+            )
             raise ConfigError(
                 f"--eval_metrics {name} cannot be loaded by the evaluate library: "
                 f"{reason if missing else one_line(error)}."
