@@ -17,6 +17,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
 from llm.errors import ConfigError, one_line
@@ -97,6 +98,34 @@ def build_model(
     return model.train()
 
 
+def set_special_tokens(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, is_pretrained: bool
+) -> None:
+    """Let a model's configuration and generation settings name the tokenizer's special tokens.
+
+    An architecture's defaults are ids of another tokenizer: text would end at some other token.
+
+    Args:
+        model: The model; its layers, which may depend on these ids, do not change.
+        tokenizer: The tokenizer that it is trained with.
+        is_pretrained: Whether weights were loaded. Their ids, perhaps several that end a text, are
+            kept if the tokenizer's are among them.
+    """
+    end, settings = tokenizer.eos_token_id, model.generation_config
+    if is_pretrained:
+        ends = settings.eos_token_id
+        if end is None or end == ends or (isinstance(ends, list) and end in ends):
+            return
+        logger.info(
+            f"The model's end of text was the id {ends}, and is {end} from now on, the end of text "
+            "of the tokenizer."
+        )
+    for config in (model.config, model.config.get_text_config(), settings):
+        config.eos_token_id = end
+        config.bos_token_id = tokenizer.bos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
+
+
 def _set_origin(model: PreTrainedModel, weights_from: str) -> None:
     """Load everything but the weights that transformers would load with them."""
     model.name_or_path = model.config.name_or_path = weights_from
@@ -124,6 +153,9 @@ def _fresh_model(
             text_config.vocab_size,
             vocab_size,
         )
+    pad = getattr(text_config, "pad_token_id", None)
+    if pad is not None and pad >= text_config.vocab_size:
+        text_config.pad_token_id = None  # of another tokenizer; the library's embedding refuses it
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **_library_arguments(options))

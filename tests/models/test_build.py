@@ -6,6 +6,7 @@ import torch
 from transformers import GPT2LMHeadModel, PreTrainedModel
 
 from llm.errors import ConfigError
+from llm.models.build import set_special_tokens
 from llm.models.patches.gelu import FusedTanhGELU
 from llm.models.sampling import sample_text
 from llm.models.sizes import parameter_counts
@@ -42,6 +43,45 @@ def test_half_precision_weights_are_trained_in_fp32(
     model = tiny_model(tiny_config("gptj"), weights_from=folder)
 
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("is_pretrained", "ends", "expected"),
+    [
+        (False, 2, 0),
+        (False, [2, 0], 0),
+        (True, 0, 0),
+        (True, [2, 0], [2, 0]),  # each of them ends a text
+        (True, [2, 3], 0),  # of another tokenizer
+    ],
+)
+def test_the_end_of_text_is_the_tokenizers(is_pretrained, ends, expected) -> None:
+    config = tiny_config("llama", bos_token_id=1, eos_token_id=ends, pad_token_id=3)
+    model = tiny_model(config)
+    set_special_tokens(model, tiny_tokenizer(), is_pretrained=is_pretrained)
+
+    for settings in (model.config, model.generation_config):
+        assert settings.eos_token_id == expected
+        of_tokenizer = expected != ends
+        assert settings.bos_token_id == (None if of_tokenizer or not is_pretrained else 1)
+        assert settings.pad_token_id == (None if of_tokenizer or not is_pretrained else 3)
+    assert model.model.embed_tokens.padding_idx == 3  # training does not change
+
+
+def test_a_tokenizer_without_an_end_leaves_no_end_of_another() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    model = tiny_model(tiny_config("llama", eos_token_id=2))
+    set_special_tokens(model, tokenizer, is_pretrained=False)
+
+    assert model.config.eos_token_id is model.generation_config.eos_token_id is None
+
+
+def test_padding_beyond_the_vocabulary_is_left_out() -> None:
+    """As in the defaults of GLM, whose vocabulary is larger."""
+    model = tiny_model(tiny_config("llama", pad_token_id=151329))
+
+    assert model.model.embed_tokens.padding_idx is None
 
 
 def test_weights_of_another_size_are_refused(trained_gptj: tuple[PreTrainedModel, str]) -> None:

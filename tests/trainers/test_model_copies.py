@@ -373,6 +373,19 @@ def test_a_run_keeps_the_python_code_of_its_model(tmp_path, capsys):
         assert (tmp_path / "out" / name).read_bytes() == (run.folder / name).read_bytes()
 
 
+def test_a_model_from_scratch_ends_at_the_end_of_text_of_its_tokenizer(tmp_path):
+    """Llama's own is the id 2, which is another token here."""
+    bench = Bench(tmp_path, lines=60, family="llama", bos_token_id=1, eos_token_id=2)
+    run = bench.train_well(max_train_steps=1, checkpointing_steps=1)
+    assert checkpoints([str(run.folder), "--export", "1", str(tmp_path / "out")]) == 0
+
+    for folder in (run.folder, tmp_path / "out"):
+        for name in ("config.json", "generation_config.json"):
+            settings = json.loads((folder / name).read_text())
+            assert (settings["eos_token_id"], settings.get("bos_token_id")) == (0, None), name
+    bench.train_well(max_train_steps=2, resume_from_checkpoint=True)
+
+
 def test_a_resumed_run_keeps_the_settings_of_its_pretrained_weights(trained, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(trained.folder, base, ignore=shutil.ignore_patterns("checkpoints", ".*"))

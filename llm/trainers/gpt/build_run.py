@@ -14,7 +14,7 @@ from llm.checkpoint.retention import mark_superseded
 from llm.errors import ParallelError
 from llm.metrics.hardware import device_memory
 from llm.models.attention import check_causal, check_documents_apart, use_document_attention
-from llm.models.build import build_model
+from llm.models.build import build_model, set_special_tokens
 from llm.models.compilation import compile_blocks
 from llm.models.init import dummy_weights, without_weights
 from llm.models.loss import make_loss
@@ -68,6 +68,8 @@ def make_model(config: CoreConfig, setup: RunSetup, world: World) -> PreTrainedM
     settings = generation_settings(setup.start)
     if settings is not None:
         model.generation_config = settings
+    is_pretrained = source is not None or settings is not None
+    set_special_tokens(model, setup.tokenizer, is_pretrained=is_pretrained)
     has_values = model.device.type != "meta"
     with dummy_weights(model, device):
         _check_use(config, setup, model, has_values)

@@ -245,7 +245,7 @@ def build_untrained(
     """
     import torch
 
-    from llm.models.build import build_model
+    from llm.models.build import build_model, set_special_tokens
     from llm.models.configuration import load_config
 
     config = with_copies(config, chosen)
@@ -268,6 +268,7 @@ def build_untrained(
     settings = generation_settings(chosen)
     if settings is not None:
         model.generation_config = settings
+    set_special_tokens(model, tokenizer, is_pretrained=settings is not None)
     return model, tokenizer
 
 
