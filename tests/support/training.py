@@ -126,7 +126,7 @@ class Bench:
 
     def read(self, name: str = "unread", *, ranks: int = 1, **options: Any) -> Any:
         """Read in this process what a run, or an evaluation, reads before it starts."""
-        from llm.config.command_line import config_file_of
+        from llm.config.command_line import split_config_file
         from llm.runtime.world import World
         from llm.trainers.gpt.inputs import read_evaluation, read_training
         from llm.trainers.gpt.main import parse_args
@@ -135,7 +135,7 @@ class Bench:
         config, world = parse_args(words), World(rank=0, local_rank=0, world_size=ranks)
         if config.eval_only:
             return read_evaluation(config, world)
-        return read_training(config, world, config_file=config_file_of(words))
+        return read_training(config, world, config_file=split_config_file(words)[0])
 
     def start(
         self,
