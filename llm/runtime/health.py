@@ -13,16 +13,16 @@ import json
 import logging
 import math
 import os
-import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
+
+from llm.runtime.heartbeat_server import HeartbeatServer, LineChannel, connect_to_server
+from llm.runtime.world import is_on_one_host
 
 EXIT_PEER_LOST = 76
 """Exit code of a rank that exits because another rank has died or hangs."""
@@ -31,12 +31,9 @@ Phase = Literal["start", "step", "evaluation", "save"]
 _TIMES: dict[Phase, int] = {"start": 3, "step": 1, "evaluation": 1, "save": 3}
 """The limit of each phase, in timeouts."""
 _BEAT_SECONDS = 0.5
-_CONNECT_SECONDS = 20.0
 _SILENT_SECONDS = 3.0  # without a heartbeat until a process counts as stopped
 _END_SECONDS = 3.0  # for the training thread to exit
 _LEAVE_SECONDS = 20.0
-_STRANGER_SECONDS = 2  # for the rest of a message; a port scanner may never send it
-_MESSAGE_BYTES = 4096
 _STUCK_SECONDS = 30.0  # after the limit, for the others to name a rank that cannot run Python
 
 logger = logging.getLogger("llm")
@@ -44,15 +41,15 @@ logger = logging.getLogger("llm")
 
 @dataclass
 class _Peer:
-    """The last heartbeat of a rank, and when rank 0 read it."""
+    """The last heartbeat of a rank, and when rank 0 received it."""
 
-    beat: dict[str, Any]
-    heard: float
+    heartbeat: dict[str, Any]
+    received_at: float
 
     @property
-    def since(self) -> float:
+    def progress_at(self) -> float:
         """When the rank last made progress."""
-        return float(self.heard - self.beat["age"])
+        return float(self.received_at - self.heartbeat["age"])
 
 
 class Health:
@@ -89,32 +86,32 @@ class Health:
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
         # The last heartbeat of each connection. A connection stays open until this process exits.
-        self._lines: dict[Connection, _Peer | None] = {}
+        self._peers: dict[LineChannel, _Peer] = {}
         self._armed = -math.inf
         self._phase: Phase = "start"
-        self._key = ""  # of the run; strangers may connect to rank 0, but do not know it
         self.failure: str | None = None
         self.reporter = 0
         self.heartbeat(step=0, phase="start")
         if world_size == 1:
             return
         if rank == 0:
-            self._server = _listen(world_size)
-            self._key = secrets.token_hex(16)
-            share((socket.gethostname(), self._server.getsockname()[1], self._key))
-            self._thread = threading.Thread(target=self._lead, daemon=True)
+            is_local = is_on_one_host(os.environ, world_size)
+            self._server = HeartbeatServer(
+                host=None if is_local else os.environ.get("MASTER_ADDR"), num_ranks=world_size - 1
+            )
+            address = self._server.host, self._server.port
+            share((socket.gethostname(), *address, self._server.key))
+            self._thread = threading.Thread(target=self._watch_ranks, daemon=True)
         else:
-            host, port, self._key = share(None)
-            line = _connect(host, port)
-            if line is None:
+            self._host, self._address, self._port, self._key = share(None)
+            channel = self._connect()
+            if channel is None:
                 logger.warning(
-                    f"Rank {rank} does not reach rank 0 on {host}, port {port}: if it dies or "
-                    "hangs, no rank will report it."
+                    f"Rank {rank} does not reach rank 0 on {self._host}, port {self._port}: if it "
+                    "dies or hangs, no rank will report it."
                 )
                 return
-            _send(line, self._beat())  # rank 0 knows it even if it dies now
-            self._lines[line] = None
-            self._thread = threading.Thread(target=self._follow, args=(line, host), daemon=True)
+            self._thread = threading.Thread(target=self._watch_rank0, args=(channel,), daemon=True)
         self._thread.start()
 
     def heartbeat(self, *, step: int, phase: Phase) -> None:
@@ -159,115 +156,125 @@ class Health:
             time.sleep(0.05)
         return self.failure
 
-    def _beat(self) -> dict[str, Any]:
+    def _last_heartbeat(self) -> dict[str, Any]:
         return {
-            "key": self._key,
             "name": self._name,
             "step": self._step,
             "phase": self._phase,
             "age": time.monotonic() - self._since,
-            "left": self._leaves,
+            "leaves": self._leaves,
         }
 
-    def _lead(self) -> None:
+    def _watch_ranks(self) -> None:
         """Receive heartbeats until this rank leaves or one is lost; then notify the others."""
         failure = None
         while failure is None and not self._stopped.wait(_BEAT_SECONDS):
-            failure = self._hear() or self._find_hung()
-            self._tell({"alive": True})
+            failure = self._receive_heartbeats() or self._find_hung()
+            self._send_to_ranks({"alive": True})
         if failure is not None:
-            self._tell({"failure": failure})
-            self._end(failure)
+            self._send_to_ranks({"failure": failure})
+            self._end_process(failure)
         elif self._leaves:  # otherwise an error ends this rank, and the others report it as lost
-            self._tell_until_gone({"failure": None}, _LEAVE_SECONDS)
+            self._send_until_disconnected({"failure": None}, _LEAVE_SECONDS)
 
-    def _hear(self) -> str | None:
+    def _receive_heartbeats(self) -> str | None:
         """Read all messages of the ranks; return a failure if one has died."""
         failure = None
-        while ready := wait([self._server, *self._lines], 0):
-            for line in ready:
-                if line is self._server:
-                    accepted = self._server.accept()[0]
-                    limit = struct.pack("ll", _STRANGER_SECONDS, 0)
-                    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-                    self._lines[Connection(accepted.detach())] = None
-                    continue
-                assert isinstance(line, Connection)
-                try:
-                    beat = json.loads(line.recv_bytes(_MESSAGE_BYTES))
-                    if beat["key"] != self._key:
-                        raise ValueError("The sender is not one of this run's ranks.")
-                    self._lines[line] = _Peer(beat, time.monotonic())
-                except (OSError, EOFError, ValueError, KeyError, TypeError):  # a stranger's bytes
-                    last = self._lines.pop(line)
-                    if failure is None and last is not None and not last.beat["left"]:
-                        failure = f"{last.beat['name']} has died, about step {last.beat['step']}"
-        return failure  # not before the other ranks are known, which must be told
+        for channel, line in self._server.receive():
+            if line is not None:
+                self._peers[channel] = _Peer(json.loads(line), time.monotonic())
+            elif (peer := self._peers.pop(channel, None)) is not None:
+                heartbeat = peer.heartbeat
+                if failure is None and not heartbeat["leaves"]:
+                    failure = f"{heartbeat['name']} has died, about step {heartbeat['step']}"
+        return failure  # not before the other ranks are known, which must be notified
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        for line, peer in self._lines.items():
-            if peer is not None:
-                _send(line, message)
+    def _send_to_ranks(self, message: dict[str, Any]) -> None:
+        line = json.dumps(message).encode()
+        for channel in self._peers:
+            channel.send(line)
 
-    def _tell_until_gone(self, message: dict[str, Any], seconds: float) -> None:
-        """Tell all ranks until they have disconnected: an earlier exit could lose a message."""
+    def _send_until_disconnected(self, message: dict[str, Any], seconds: float) -> None:
+        """Send to all ranks until they have disconnected: an earlier exit could lose a message."""
         deadline = time.monotonic() + seconds
         while (now := time.monotonic()) < deadline:
-            self._hear()
-            self._tell(message)
-            peers = [peer for peer in self._lines.values() if peer is not None]
-            if all(now - peer.heard > _SILENT_SECONDS for peer in peers):
+            self._receive_heartbeats()
+            self._send_to_ranks(message)
+            if all(now - peer.received_at > _SILENT_SECONDS for peer in self._peers.values()):
                 return  # the remaining ranks have stopped
             time.sleep(0.05)
 
-    def _follow(self, line: Connection, host: str) -> None:
+    def _connect(self) -> LineChannel | None:
+        """Connect to rank 0, which then knows this rank even if it dies at once."""
+        # The name of a host may not resolve on other hosts, and not even on itself.
+        hosts = [self._address]
+        if not self._address:  # rank 0 listens on all interfaces
+            hosts = [os.environ.get("MASTER_ADDR", self._host), self._host]
+            if self._host == socket.gethostname():
+                hosts.insert(0, "127.0.0.1")
+        channel = connect_to_server(hosts, self._port)
+        if channel is not None:
+            channel.send(self._key.encode())
+            channel.send(json.dumps(self._last_heartbeat()).encode())
+        return channel
+
+    def _watch_rank0(self, channel: LineChannel) -> None:
         """Send heartbeats until this rank leaves, or rank 0 reports a failure or is lost."""
-        heard = time.monotonic()
+        received_at, is_known = time.monotonic(), False
         while not self._stopped.wait(_BEAT_SECONDS):
-            _send(line, self._beat())
+            channel.send(json.dumps(self._last_heartbeat()).encode())
             try:
-                while line.poll():
-                    heard, told = time.monotonic(), json.loads(line.recv_bytes())
-                    if "failure" in told:
-                        line.close()
-                        return None if told["failure"] is None else self._end(told["failure"])
-            except (OSError, EOFError):
-                return self._end(f"rank 0 on {host} has died, about step {self._step}", reporter=1)
-            silent, limit = time.monotonic() - heard, self._limits[self._phase]
+                for line in channel.receive():
+                    received_at, is_known = time.monotonic(), True
+                    message = json.loads(line)
+                    if "failure" in message:
+                        channel.close()
+                        failure = message["failure"]
+                        return None if failure is None else self._end_process(failure)
+            except ConnectionError:
+                channel.close()
+                # Rank 0 closes a connection if the key comes late, because this process was stopped
+                # in between, for example.
+                next_channel = None if is_known else self._connect()
+                if next_channel is None:
+                    failure = f"rank 0 on {self._host} has died, about step {self._step}"
+                    return self._end_process(failure, reporter=1)
+                channel = next_channel
+            silent, limit = time.monotonic() - received_at, self._limits[self._phase]
             if silent > max(limit, _SILENT_SECONDS):
                 failure = (
-                    f"rank 0 on {host} hangs: no heartbeat for {silent:.0f} s of a {self._phase} "
-                    f"after step {self._step} (limit {limit:g} s)"
+                    f"rank 0 on {self._host} hangs: no heartbeat for {silent:.0f} s of a "
+                    f"{self._phase} after step {self._step} (limit {limit:g} s)"
                 )
-                return self._end(failure, reporter=1)
+                return self._end_process(failure, reporter=1)
         if self._leaves:
-            _send(line, self._beat())
-            line.close()
+            channel.send(json.dumps(self._last_heartbeat()).encode())
+            channel.close()
         return None
 
     def _find_hung(self) -> str | None:
         now = time.monotonic()
-        peers = [peer for peer in self._lines.values() if peer is not None]
-        peers.append(_Peer(self._beat(), now))
-        late = [p for p in peers if now - p.since > self._limits[p.beat["phase"]]]
-        if not late or any(p.beat["left"] for p in late):
+        peers = [*self._peers.values(), _Peer(self._last_heartbeat(), now)]
+        late = [p for p in peers if now - p.progress_at > self._limits[p.heartbeat["phase"]]]
+        if not late or any(p.heartbeat["leaves"] for p in late):
             return None
         # A stopped process sends no heartbeat, and its last one may come from another phase. A
         # hanging rank is behind the ranks that wait for it.
-        silent = [p for p in peers if now - p.heard >= _SILENT_SECONDS]
-        worst = min(silent or late, key=lambda peer: (peer.beat["step"], peer.since))
-        limit = min(self._limits[peer.beat["phase"]] for peer in late)
-        alike = not silent and all(p.beat["step"] == worst.beat["step"] for p in peers)
+        silent = [p for p in peers if now - p.received_at >= _SILENT_SECONDS]
+        worst = min(silent or late, key=lambda peer: (peer.heartbeat["step"], peer.progress_at))
+        heartbeat = worst.heartbeat
+        limit = min(self._limits[peer.heartbeat["phase"]] for peer in late)
+        at_one_step = all(peer.heartbeat["step"] == heartbeat["step"] for peer in peers)
         everyone = "every rank"
         if len(peers) < self._world_size:  # the others may wait for one that did not connect
             everyone = f"every rank that rank 0 hears ({len(peers)} of {self._world_size})"
-        who = everyone if alike else worst.beat["name"]
+        who = everyone if at_one_step and not silent else heartbeat["name"]
         return (
-            f"{who} hangs: no progress for {now - worst.since:.0f} s of its {worst.beat['phase']} "
-            f"after step {worst.beat['step']} (limit {limit:g} s)"
+            f"{who} hangs: no progress for {now - worst.progress_at:.0f} s of its "
+            f"{heartbeat['phase']} after step {heartbeat['step']} (limit {limit:g} s)"
         )
 
-    def _end(self, failure: str, *, reporter: int = 0) -> None:
+    def _end_process(self, failure: str, *, reporter: int = 0) -> None:
         self.reporter = reporter
         self._ending.set()
         logger.error(f"error: {failure}; this rank {self._rank} ends too.")
@@ -277,7 +284,7 @@ class Health:
                 if " hangs: " in failure:  # on every rank, whichever rank detected it
                     self._dump_stacks(failure)
             if self._rank == 0:
-                self._tell_until_gone({"failure": failure}, _SILENT_SECONDS)
+                self._send_until_disconnected({"failure": failure}, _SILENT_SECONDS)
         finally:
             self.failure = failure  # from here on the training thread may exit the process
             if not self._stopped.wait(_END_SECONDS):
@@ -295,28 +302,3 @@ class Health:
         for backend, name in (("nccl", "_dump_nccl_trace"), ("gloo", "_dump_fr_trace")):
             if (dump := getattr(_distributed_c10d, name, None)) is not None:
                 (self._stacks / f"{backend}_rank_{self._rank}").write_bytes(dump())
-
-
-def _listen(backlog: int) -> socket.socket:
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=both)
-
-
-def _connect(host: str, port: int) -> Connection | None:
-    """Connect to rank 0 under the first of its host names that works; None if none works."""
-    # A host name may not resolve on other hosts, and not even on its own.
-    names = [os.environ.get("MASTER_ADDR", host), host]
-    if host == socket.gethostname():
-        names.insert(0, "127.0.0.1")
-    for name in names:
-        with contextlib.suppress(OSError):
-            connection = socket.create_connection((name, port), timeout=_CONNECT_SECONDS)
-            connection.settimeout(None)
-            return Connection(connection.detach())
-    return None
-
-
-def _send(line: Connection, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # disconnected or dead; the next read will show it
-        line.send_bytes(json.dumps(message).encode())

@@ -209,6 +209,14 @@ def ranks_per_node(environ: Mapping[str, str], world_size: int) -> int:
     return max(1, world_size // max(1, len(hosts)))
 
 
+def is_on_one_host(environ: Mapping[str, str], world_size: int) -> bool:
+    """Return whether all ranks run on this host, as the launcher's variables tell."""
+    for name in ("LOCAL_WORLD_SIZE", *_MPI_LOCAL_SIZE):
+        if name in environ:
+            return _number(environ, name, "1") == world_size
+    return bool(ranks_of(environ)) and len(hosts_of(environ)) == 1
+
+
 def expand(nodes: str) -> list[str]:
     """Return the host names in Slurm's short form: `nid[08-09],login1` is nid08, nid09, login1."""
     hosts = []

@@ -2,6 +2,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -13,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch.distributed  # noqa: F401  so that a forked rank need not load it
 
-import llm.runtime.health
 from llm.runtime.health import EXIT_PEER_LOST, Health
+from llm.runtime.heartbeat_server import connect_to_server
 
 CONTEXT = multiprocessing.get_context("fork")
 LIMIT = 4.0
@@ -24,13 +25,33 @@ def stand_still():
     time.sleep(60)
 
 
+def connect_without_key(connect):
+    """Connects as a rank does that is stopped before it can send the key; later as usual."""
+
+    def connect_first(health):
+        Health._connect = connect
+        return connect_to_server([health._address], health._port)
+
+    return connect_first
+
+
 class Ranks:
     """Processes that watch one another; each makes a step every tenth of a second."""
 
     def __init__(
-        self, world_size, *, steps=10_000, hang=(), alone=None, dies=None, late=(), end=Health.close
+        self,
+        world_size,
+        *,
+        steps=10_000,
+        hang=(),
+        alone=None,
+        silent=None,
+        dies=None,
+        late=(),
+        end=Health.close,
     ):
         self.hang, self.alone, self.dies, self.late, self.end = hang, alone, dies, late, end
+        self.silent = silent
         self.stacks = Path(tempfile.mkdtemp())
         self.address = CONTEXT.SimpleQueue()
         self.verdicts = CONTEXT.SimpleQueue()
@@ -44,13 +65,15 @@ class Ranks:
     def work(self, rank, world_size, steps):
         def share(address):
             if rank == 0:
-                for _ in range(world_size - 1):
+                for _ in range(world_size):  # one of them for the test
                     self.address.put(address)
                 return address
             return self.address.get()
 
         if rank == self.alone:
-            llm.runtime.health._connect = lambda host, port: None
+            Health._connect = lambda health: None
+        if rank == self.silent:
+            Health._connect = connect_without_key(Health._connect)
         if rank in self.late:
             time.sleep(0.2)
         health = Health(
@@ -161,6 +184,47 @@ def test_a_hang_is_reported_if_a_rank_has_not_connected():
     assert failure.startswith("every rank that rank 0 hears (2 of 3) hangs: no progress for ")
 
 
+@pytest.mark.faults
+def test_a_rank_connects_again_if_its_key_came_too_late():
+    ranks = Ranks(3, silent=1, steps=60)
+
+    assert ranks.ends()[1] == [0, 0, 0]
+    assert ranks.said() == {}
+
+
+@pytest.mark.faults
+def test_attacks_on_the_port_of_rank_0_end_no_rank_and_hide_no_death():
+    ranks = Ranks(4, alone=3)  # the port stays open, as one rank is missing
+    _, host, port, key = ranks.address.get()
+    draw = random.Random(45)
+    strangers = [socket.create_connection((host, port)) for _ in range(300)]
+    slow = strangers[:20]
+    end = time.monotonic() + 3 * LIMIT
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            draw.choice(slow).sendall(key[:1].encode())
+        with contextlib.suppress(OSError):
+            stranger = socket.create_connection((host, port), timeout=0.1)
+            strangers.append(stranger)
+            stranger.sendall(draw.randbytes(draw.randrange(9000)))
+        time.sleep(0.02)
+
+    assert all(process.is_alive() for process in ranks.processes)
+    assert ranks.said() == {}
+    os.kill(ranks.processes[1].pid, signal.SIGKILL)
+    began = time.monotonic()
+    for rank in (0, 2):
+        ranks.processes[rank].join(timeout=30)
+    assert time.monotonic() - began < 10
+    ranks.processes[3].kill()
+    ranks.ends()
+    said = ranks.said()
+    assert said.keys() >= {0, 2}
+    assert all("rank 1 " in failure for failure in said.values())
+    for stranger in strangers:
+        stranger.close()
+
+
 def stop(health):
     """Ends as an error ends a rank, but only once the other rank has stopped too."""
     health.stop()
@@ -181,9 +245,10 @@ def test_ranks_that_end_at_once_leave_no_thread_and_lose_no_rank(end):
     "sent",
     [
         b"\0\0\0\x08\xffSMBabcd",
-        b"\0\0\0\x02{}",
-        b"\0\0\0\x02[]",
+        b"{}\n",
+        b"[" * 4096 + b"\n",
         b"GET / HTTP/1.1\r\n\r\n",
+        b"0123456789abcdef0123456789abcdef\n",
         b"\0\0",
     ],
 )
@@ -197,7 +262,7 @@ def test_bytes_of_a_stranger_do_not_end_the_watchdog(sent):
         on_loss=print,
         stacks=Path(),
     )
-    with socket.create_connection(("127.0.0.1", addresses[0][1])) as stranger:
+    with socket.create_connection(("127.0.0.1", addresses[0][2])) as stranger:
         stranger.sendall(sent)
         stranger.settimeout(10)
         with contextlib.suppress(ConnectionResetError):

@@ -12,6 +12,7 @@ from llm.runtime.world import (
     adopt_launcher,
     expand,
     hosts_of,
+    is_on_one_host,
     ranks_of,
     ranks_per_node,
     world_from_environment,
@@ -190,6 +191,22 @@ def test_slurm_host_lists_are_expanded(short, names):
 )
 def test_ranks_per_node_are_counted(variables, expected):
     assert ranks_per_node(variables, 8) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({**UNDER_TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, True),
+        ({**UNDER_TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, False),
+        # A controller of pods may export it on rank 0 alone, so it does not tell.
+        ({**UNDER_TORCHRUN, "MASTER_ADDR": "localhost"}, False),
+        ({"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "8"}, True),
+        ({**TASK_3_OF_4, "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8"}, False),
+        ({**TASK_3_OF_4, "SLURM_STEP_NODELIST": "node2"}, True),
+    ],
+)
+def test_all_ranks_are_on_one_host_only_if_the_launcher_says_so(variables, expected):
+    assert is_on_one_host(variables, 8) is expected
 
 
 def test_a_task_of_srun_has_its_rank_without_torchrun(monkeypatch):
