@@ -3,19 +3,22 @@
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm.data.cache import TokenCache
 from llm.data.corpus import Corpus, CorpusSource, TokenStream, beyond_vocabulary
+from llm.data.dataset_folder import open_dataset_folder
 from llm.data.formats.flat import AnyTokenFile, FlatTokenFile
 from llm.data.formats.megatron import TokenFile, read_row_bytes, token_dtype
 from llm.data.formats.sidecar import check_tokenizer, open_described
 from llm.data.options import DataOptions
 from llm.data.order import DocumentBoundaries, MixtureStage
 from llm.data.splits import DEFAULT_SPLIT, parse_blend, parse_split, split_documents, split_rows
+from llm.data.text_identity import kind_of
 from llm.data.text_to_tokens import Text, TextEncoding
 from llm.data.workers import bounded_workers
 from llm.errors import DataError
@@ -106,36 +109,47 @@ def _prepared(
 
 def _texts(options: DataOptions, trust_remote_code: bool) -> dict[str, Text]:
     """Return the texts for training and evaluation, by the name of their split."""
+    text = partial(
+        Text,
+        text_column=options.text_column,
+        keep_linebreaks=not options.no_keep_linebreaks,
+        trust_remote_code=trust_remote_code,
+    )
     texts: dict[str, Text] = {}
     if options.dataset_name is not None:
-        texts = {
-            split: Text(
-                name=options.dataset_name,
-                option="--dataset_name",
-                split=split,
-                config_name=options.dataset_config_name,
-                text_column=options.text_column,
-                keep_linebreaks=True,
-                trust_remote_code=trust_remote_code,
-            )
-            for split in ("train", "validation")
-        }
+        texts = _dataset_texts(options.dataset_name, options.dataset_config_name, text)
     for split, name in (("train", options.train_file), ("validation", options.validation_file)):
-        if name is None:
-            continue
-        if options.text_column is not None and ".txt" in Path(name).suffixes:
-            log.warning(
-                f"--text_column {options.text_column} has no effect on {name}: "
-                "a text has no columns"
-            )
-        texts[split] = Text(
-            name=name,
-            option=f"--{split}_file",
-            text_column=options.text_column,
-            keep_linebreaks=not options.no_keep_linebreaks,
-            trust_remote_code=trust_remote_code,
+        if name is not None:
+            texts[split] = text(name=name, option=f"--{split}_file", paths=(name,))
+    paths = [path for split in texts for path in texts[split].paths]
+    plain_text = next((path for path in paths if kind_of(Path(path)) == ".txt"), None)
+    if plain_text is not None and options.text_column is not None:
+        log.warning(
+            f"--text_column {options.text_column} has no effect on {plain_text}: a text has no "
+            "columns"
         )
     return texts
+
+
+def _dataset_texts(
+    dataset_name: str, config_name: str | None, text: Callable[..., Text]
+) -> dict[str, Text]:
+    """Return the texts of a data set, by the name of their split."""
+    option = "--dataset_name"
+    folder = open_dataset_folder(dataset_name, config_name, file_option="--train_file")
+    if folder is None:
+        return {
+            split: text(name=dataset_name, option=option, split=split, config_name=config_name)
+            for split in ("train", "validation")
+        }
+    paths = {"train": folder.files("train"), "validation": folder.splits.get("validation", ())}
+    return {
+        split: text(
+            name=f"{dataset_name} [{split}]", option=option, paths=tuple(map(str, paths[split]))
+        )
+        for split in paths
+        if paths[split]
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class DataOptions:
 
     dataset_name: str | None = option(
         None,
-        "Data set on the Hub, or a local folder that the datasets library can load.",
+        "Data set on the Hub, or a local folder: text files, or what save_to_disk wrote.",
         path=True,
     )
     dataset_config_name: str | None = option(

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from llm.data.preparation.tokenize_shards import Cluster
     from llm.data.text.sources import Source
 
+log = logging.getLogger("llm.data")
+
 
 def prepare(config: PrepareConfig, share: "Share") -> None:
     """Write the token files, or a rank's share of them.
@@ -121,19 +123,7 @@ def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
     prefix = Path(config.output_prefix)
     key = "text" if config.text_column is None else config.text_column
     if config.dataset_name is not None:
-        from llm.data.text.hub import dataset_sources
-
-        files = [
-            dataset_sources(
-                config.dataset_name,
-                config.dataset_config_name,
-                text_column=key,
-                trust_remote_code=config.trust_remote_code,
-                splits=[config.dataset_split],
-                streaming=config.streaming,
-                file_option="--input",
-            )[config.dataset_split]
-        ]
+        files = _dataset_sources(config, config.dataset_name, text_column=key)
     else:
         files = text_sources(config.input, text_column=key, text_unit=config.text_unit)
     if config.shuffle == "documents" and any(file.one_document for file in files):
@@ -157,6 +147,38 @@ def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
         seen[made.prefix] = file.name
         outputs.append(([file], made))
     return outputs
+
+
+def _dataset_sources(
+    config: PrepareConfig, dataset_name: str, *, text_column: str
+) -> list["Source"]:
+    """Return the sources of a split of a data set."""
+    from llm.data.dataset_folder import open_dataset_folder
+    from llm.data.text.hub import dataset_sources
+    from llm.data.text.sources import file_sources
+
+    folder = open_dataset_folder(dataset_name, config.dataset_config_name, file_option="--input")
+    if config.streaming and os.path.isdir(dataset_name):
+        log.warning(
+            f"--streaming has no effect: {dataset_name} is a local folder, which is read without a "
+            "copy"
+        )
+    if folder is not None:
+        return file_sources(
+            folder.files(config.dataset_split),
+            text_column=text_column,
+            text_unit=config.text_unit,
+            option="--dataset_name",
+        )
+    splits = dataset_sources(
+        dataset_name,
+        config.dataset_config_name,
+        text_column=text_column,
+        trust_remote_code=config.trust_remote_code,
+        splits=[config.dataset_split],
+        streaming=config.streaming,
+    )
+    return [splits[config.dataset_split]]
 
 
 @program

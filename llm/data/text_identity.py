@@ -14,6 +14,7 @@ SHARD_BYTES = 1 << 26
 """Bytes on disk that one worker takes at once; a killed run repeats this much per worker."""
 
 _FORMAT = 1  # of the shards
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
 Json = str | int | bool | None | list[list[str | int]]
 Stamps = dict[Path, dict[str, int]]
@@ -90,29 +91,53 @@ def file_identity(path: Path, stamped: dict[str, int], options: dict[str, Json])
     return {"path": os.path.abspath(path), **stamped, **options}
 
 
-def dataset_files(dataset_name: str, file_option: str) -> Stamps:
-    """Return the files of a data set in a folder; none for a data set on the Hub.
+def sample_digest(path: Path) -> str:
+    """Return a digest of a file's content: all of it up to 1 MiB, else 16 blocks of 64 KiB."""
+    import xxhash  # imported here because --help runs without packages
+
+    digest = xxhash.xxh3_128()
+    try:
+        with open(path, "rb", buffering=0) as file:
+            last = max(0, os.fstat(file.fileno()).st_size - _SAMPLE_BYTES)
+            for number in range(_SAMPLES):
+                file.seek(last * number // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+    return str(digest.hexdigest())
+
+
+def check_dataset_name(dataset_name: str, file_option: str) -> None:
+    """Refuse a name that is neither a data set nor a folder.
 
     Args:
         dataset_name: A Hub name, or a folder.
         file_option: The option for a file, for messages.
 
     Raises:
-        DataError: The name is empty, a file, a path that does not exist, or a folder with a
-            broken link.
+        DataError: The name is empty, a file, or a path that does not exist.
     """
     if not dataset_name:  # pathlib would take it for the working directory
         raise DataError("--dataset_name is empty; name a data set or a folder.")
     path = Path(dataset_name)
     if path.is_file():
         raise DataError(f"--dataset_name {dataset_name} is a file; name it with {file_option}.")
-    if path.is_dir():
-        inside = sorted(Path(os.path.abspath(path)).rglob("*"))
-        refuse_broken_links(inside, f"--dataset_name {dataset_name}:")
-        return {file: stamp(file) for file in inside if file.is_file()}
-    if path.is_absolute() or dataset_name.startswith(("./", "../", "~")):
+    is_path = path.is_absolute() or dataset_name.startswith(("./", "../", "~"))
+    if is_path and not path.is_dir():
         raise DataError(f"--dataset_name {dataset_name} does not exist; check the path.")
-    return {}
+
+
+def dataset_files(dataset_name: str) -> Stamps:
+    """Return the files of a data set that `save_to_disk` wrote; none for one on the Hub.
+
+    Raises:
+        DataError: The folder has a broken link.
+    """
+    if not Path(dataset_name).is_dir():
+        return {}
+    inside = sorted(Path(os.path.abspath(dataset_name)).rglob("*"))
+    refuse_broken_links(inside, f"--dataset_name {dataset_name}:")
+    return {file: stamp(file) for file in inside if file.is_file()}
 
 
 def dataset_identity(

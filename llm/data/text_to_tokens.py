@@ -27,6 +27,7 @@ from llm.data.text_identity import (
     file_options,
     recipe,
     recipe_digest,
+    sample_digest,
     stamp,
 )
 from llm.errors import DataError
@@ -46,10 +47,11 @@ class Text:
     """The text of one split of a run.
 
     Attributes:
-        name: The path of a file, or the name of a data set.
+        name: The path of a file or a folder, or the name of a data set.
         option: The option that names it, such as `--train_file`.
-        split: The split of a data set; None for a file.
-        config_name: The configuration of a data set.
+        paths: Its files in the order of reading; none if the datasets library reads it.
+        split: The split of a data set that the datasets library reads; else None.
+        config_name: The configuration of that data set.
         text_column: The field with the text; None takes `text`, else the only field of strings.
         keep_linebreaks: Whether a line of a text file keeps its line break.
         trust_remote_code: Whether to run code that comes with a data set.
@@ -57,6 +59,7 @@ class Text:
 
     name: str
     option: str
+    paths: tuple[str, ...] = ()
     split: str | None = None
     config_name: str | None = None
     text_column: str | None
@@ -70,29 +73,44 @@ class Text:
             DataError: The file or folder does not exist, or is of another kind.
         """
         if self.split is not None:
-            return dataset_files(self.name, "--train_file")
-        path = Path(self.name)
-        check_file(path, self.option)
-        return {path: stamp(path)}
+            return dataset_files(self.name)
+        files = {}
+        for path in map(Path, self.paths):
+            check_file(path, self.option)
+            files[path] = stamp(path)
+        return files
 
-    def identity(self, files: Stamps) -> dict[str, Json]:
-        """Return values that identify it, with its files in this state."""
+    def identities(self, files: Stamps) -> list[dict[str, Json]]:
+        """Return values that identify it, with its files in this state.
+
+        Size and time do not tell whether a file has changed if all times are equal, as in an
+        archive or an image. So a sample of the content is compared, too.
+        """
+        samples = {path: sample_digest(path) for path in files}
         if self.split is not None:
-            return dataset_identity(
+            identity = dataset_identity(
                 self.name,
                 self.config_name,
                 split=self.split,
                 text_column=self.text_column,
                 files=files,
             )
-        path = Path(self.name)
-        options = file_options(
+            return [{**identity, "content": "".join(samples.values())}]
+        return [
+            {
+                **file_identity(path, files[path], self._options(path)),
+                "content": samples[path],
+            }
+            for path in files
+        ]
+
+    def _options(self, path: Path) -> dict[str, Json]:
+        return file_options(
             path,
             text_column=self.text_column,
             keep_linebreaks=self.keep_linebreaks,
             text_unit="file",
         )
-        return file_identity(path, files[path], options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +180,7 @@ class TextEncoding:
         """Return a digest of a text's token files; equal digests mean equal bytes."""
         return recipe_digest(
             recipe(
-                [text.identity(files)],
+                text.identities(files),
                 tokenizer_fingerprint=self.fingerprint,
                 end_token=self.end_token,
                 dtype=self.dtype,

@@ -1,3 +1,5 @@
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,12 +80,8 @@ def test_a_missing_validation_file_is_named_by_its_option(folder):
 
 
 @pytest.mark.parametrize("with_validation", [True, False])
-def test_a_data_set_gives_its_validation_split_or_is_split(
-    tmp_path, monkeypatch, tmp_path_factory, with_validation
-):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf"))
+def test_a_data_set_gives_its_validation_split_or_is_split(tmp_path, monkeypatch, with_validation):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # importing it fails: it is not needed
     folder = tmp_path / "data"
     folder.mkdir()
     write(folder / "train.jsonl", '{"text": "a"}\n{"text": "b"}\n')
@@ -94,9 +92,59 @@ def test_a_data_set_gives_its_validation_split_or_is_split(
 
     assert text(corpus.validation) == ("v" if with_validation else "a") + "<|endoftext|>"
     assert text(corpus.train) == ("a<|endoftext|>" if with_validation else "") + "b<|endoftext|>"
+
+
+@pytest.mark.parametrize("with_validation", [True, False])
+def test_a_saved_data_set_gives_its_validation_split_or_is_split(
+    tmp_path, monkeypatch, with_validation
+):
+    import datasets
+
+    texts = {"train": ["a", "b"]} | ({"validation": ["v"]} if with_validation else {})
+    splits = {split: datasets.Dataset.from_dict({"text": texts[split]}) for split in texts}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "data")
+
+    corpus = opened(tmp_path, dataset_name=tmp_path / "data")
+
+    assert text(corpus.validation) == ("v" if with_validation else "a") + "<|endoftext|>"
+    assert text(corpus.train) == ("a<|endoftext|>" if with_validation else "") + "b<|endoftext|>"
     # A warm start does not need the library.
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    assert text(opened(tmp_path, dataset_name=folder).validation) == text(corpus.validation)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert text(opened(tmp_path, dataset_name=tmp_path / "data").validation) == text(
+        corpus.validation
+    )
+
+
+def test_the_files_of_a_folder_are_read_as_a_training_file(tmp_path):
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "a.txt", "one\n\ntwo\n")
+    write(tmp_path / "data" / "b.csv", "text\nNA\n")
+    options = {"dataset_name": tmp_path / "data", "validation_split_percentage": 0.0}
+
+    assert text(opened(tmp_path, **options).train) == "one\n\ntwo\n<|endoftext|>NA<|endoftext|>"
+    assert text(opened(tmp_path, no_keep_linebreaks=True, **options).train) == (
+        "onetwo<|endoftext|>NA<|endoftext|>"
+    )
+
+
+@pytest.mark.parametrize("option", ["train_file", "dataset_name"])
+def test_a_text_that_changes_is_read_again_though_its_size_and_time_stay(tmp_path, option):
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / "a.txt"
+
+    for word in ("old", "new"):
+        os.utime(write(file, f"{word}\n"), ns=(0, 0))
+        name = file if option == "train_file" else file.parent
+        corpus = opened(tmp_path, validation_split_percentage=0.0, **{option: name})
+        assert text(corpus.train) == f"{word}\n<|endoftext|>"
+
+
+def test_a_folder_without_training_text_is_refused(tmp_path):
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "valid.txt", "v\n")
+
+    with pytest.raises(DataError, match=r"has no split 'train', only: validation\.$"):
+        opened(tmp_path, dataset_name=tmp_path / "data")
 
 
 def test_an_id_beyond_two_bytes_is_refused_instead_of_truncated(tmp_path):

@@ -1,8 +1,8 @@
 import gzip
+import os
 import sys
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -14,7 +14,7 @@ from llm.data.formats.sidecar import read_sidecar
 from llm.data.preparation import prepare_files
 from llm.data.preparation.verification import verify
 from llm.data.prepare import main
-from tests.support.corpora import write
+from tests.support.corpora import PACK, write
 from tests.support.preparation import expected_pair, json_lines, names, pair
 from tests.support.tokenizers import tiny_tokenizer
 
@@ -27,9 +27,7 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def library_cache(at_home, tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+pytestmark = pytest.mark.usefixtures("at_home")
 
 
 def prepare(*argv, tokenizer=("--tokenizer_name", "tokenizer")):
@@ -74,17 +72,50 @@ def test_the_bytes_do_not_depend_on_workers_shards_or_encoder(
     assert pair("wiki_text_document") == expected_pair(tmp_path / "e", TEXTS)
 
 
-@pytest.mark.parametrize("streaming", [[], ["--streaming"]])
-def test_a_data_set_gives_the_same_bytes_streamed_or_not(tmp_path, streaming):
+def test_a_folder_is_one_split_of_a_data_set(tmp_path, capsys):
     (tmp_path / "set").mkdir()
     for number in range(4):
         texts = TEXTS[number * 11 : (number + 1) * 11]
         write(tmp_path / "set" / f"train-{number}.jsonl", json_lines(texts))
+    write(tmp_path / "set" / "dev.jsonl", json_lines(["for validation"]))
+    argv = ["--dataset_name", "./set", "--output_prefix"]
 
-    argv = ["--dataset_name", "./set", "--output_prefix", "wiki", "--workers", 2, *streaming]
+    assert prepare(*argv, "wiki", "--workers", 2) == 0
+    assert prepare(*argv, "dev", "--dataset_split", "validation", "--streaming") == 0
 
-    assert prepare(*argv) == 0
     assert pair("wiki_text_document") == expected_pair(tmp_path / "e", TEXTS)
+    assert pair("dev_text_document") == expected_pair(tmp_path / "e", ["for validation"])
+    assert "--streaming has no effect: ./set is a local folder" in capsys.readouterr().out
+
+
+def test_a_data_set_that_changes_is_read_again_though_its_time_stays(tmp_path):
+    for number, text in enumerate(["old", "new"]):
+        (tmp_path / "set").mkdir(exist_ok=True)
+        os.utime(write(tmp_path / "set" / "a.jsonl", json_lines([text])), ns=(0, 0))
+
+        assert prepare("--dataset_name", "set", "--output_prefix", f"v{number}") == 0
+
+        assert pair(f"v{number}_text_document") == expected_pair(tmp_path / "e", [text])
+
+
+def test_a_compressed_file_of_a_data_set_that_is_cut_short_is_refused(tmp_path, capsys):
+    (tmp_path / "set").mkdir()
+    whole = PACK[".zst"](json_lines(TEXTS).encode())
+    write(tmp_path / "set" / "train.jsonl.zst", whole[: len(whole) // 2])
+
+    assert prepare("--dataset_name", "set", "--output_prefix", "wiki") == 2
+
+    assert "set/train.jsonl.zst is cut short" in capsys.readouterr().err
+
+
+def test_the_names_of_missing_values_in_a_csv_file_are_texts(tmp_path):
+    texts = ["the fox", "NA", "null", "None", "nan", "N/A", "the end"]
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set" / "train.csv", "\n".join(["text", *texts]))
+
+    assert prepare("--dataset_name", "set", "--output_prefix", "wiki") == 0
+
+    assert pair("wiki_text_document") == expected_pair(tmp_path / "e", texts)
 
 
 def test_folders_patterns_and_columns_can_be_named(tmp_path):

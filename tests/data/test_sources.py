@@ -112,8 +112,9 @@ def test_names_keep_their_order_and_one_like_a_pattern_is_that_file(tmp_path):
     assert names(*paths) == [str(path) for path in paths]
 
 
-def test_a_folder_gives_all_files_of_a_known_kind_but_hidden_ones(tmp_path):
-    for name in ("b/z.txt.gz", "b/.hidden.txt", ".git/c.txt", "notes.pdf", "a.csv", "b/a.parquet"):
+def test_a_folder_gives_its_text_but_no_hidden_files_or_documentation(tmp_path):
+    others = ("b/.hidden.txt", ".git/c.txt", "notes.pdf", "b/LICENSE.txt", "README.txt")
+    for name in ("b/z.txt.gz", "a.csv", "b/a.parquet", *others):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / name, "x")
 
@@ -132,8 +133,8 @@ def test_token_files_and_unfinished_files_are_left_out_and_counted(tmp_path, cap
 
     assert names(tmp_path) == [f"{tmp_path}/a.txt"]
     assert caplog.messages[-1] == (
-        f"--input {tmp_path}: 4 of 5 files are left out because they are hidden, token files or of "
-        f"another kind, such as {tmp_path}/wiki.bin"
+        f"--input {tmp_path}: 4 of 5 files are left out: wiki.bin, wiki.idx (not a known kind of "
+        "text), wiki.json (token files), x.parts/plan.json (an unfinished preparation)"
     )
 
 

@@ -38,7 +38,9 @@ def encoding(tokenizer=None):
 
 def text(path, **changes):
     settings = {"text_column": None, "keep_linebreaks": True, "trust_remote_code": False}
-    return Text(name=str(path), option="--train_file", **{**settings, **changes})
+    return Text(
+        name=str(path), option="--train_file", paths=(str(path),), **{**settings, **changes}
+    )
 
 
 def prepared(folder, source, tokenizer=None):

@@ -29,7 +29,9 @@ class PrepareConfig:
         "file", "Unit of a txt file that is one document; blank lines separate paragraphs."
     )
     dataset_name: str | None = option(
-        None, "Data set on the Hub or a local folder, instead of input.", path=True
+        None,
+        "Data set on the Hub, or a local folder: text files, or what save_to_disk wrote.",
+        path=True,
     )
     dataset_config_name: str | None = option(
         None, "Configuration (subset) of the data set.", requires=("dataset_name",)

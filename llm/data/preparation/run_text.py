@@ -81,20 +81,23 @@ def make_token_files(job: TextJob) -> None:
     from llm.data.text.sources import check_unchanged
 
     prefix = Path(job.prefix)
-    source = _source(job)
+    sources = _sources(job)
     # The state when the run computed the key of the token files: a later text must not be used.
-    source.files = {Path(path): stamped for path, stamped in job.files.items()}
-    is_absent = job.text.split == "validation" and not source.exists()
-    check_unchanged([source])
+    for source in sources:
+        paths = source.files if job.text.paths else map(Path, job.files)
+        source.files = {path: job.files[str(path)] for path in paths}
+    is_absent = job.text.split == "validation" and not sources[0].exists()
+    check_unchanged(sources)
     if is_absent:
         (prefix.parent / "absent").touch()
         return
-    size = "" if source.num_bytes is None else f" ({source.num_bytes / 1e6:,.1f} MB)"
-    log.info(f"tokenizing {source.name}{size}")
+    sizes = [source.num_bytes for source in sources if source.num_bytes is not None]
+    size = f" ({sum(sizes) / 1e6:,.1f} MB)" if sizes else ""
+    log.info(f"tokenizing {job.text.name}{size}")
     prepare_files(
         [
             (
-                [source],
+                sources,
                 Output(
                     prefix=prefix,
                     overwrite=True,
@@ -113,22 +116,23 @@ def make_token_files(job: TextJob) -> None:
     )
 
 
-def _source(job: TextJob) -> Source:
+def _sources(job: TextJob) -> list[Source]:
     text = job.text
     if text.split is not None:
         from llm.data.text.hub import dataset_sources
 
-        return dataset_sources(
+        splits = dataset_sources(
             text.name,
             text.config_name,
             text_column=text.text_column,
             trust_remote_code=text.trust_remote_code,
             splits=[text.split],
-        )[text.split]
-    from llm.data.text.sources import file_source
+        )
+        return [splits[text.split]]
+    from llm.data.text.sources import file_sources
 
-    return file_source(
-        Path(text.name),
+    return file_sources(
+        map(Path, text.paths),
         text_column=text.text_column,
         keep_linebreaks=text.keep_linebreaks,
         option=text.option,

@@ -1,13 +1,12 @@
-"""Data sets from the Hugging Face Hub, or from a local folder that the `datasets` library reads."""
+"""Data sets that the `datasets` library reads: on the Hugging Face Hub, or saved by itself."""
 
 import contextlib
 import copy
 import logging
-import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+from llm.data.dataset_folder import saved_dataset
 from llm.data.hub_files import errors_explained
 from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.readers import choose_column, record_batches
@@ -30,28 +29,24 @@ def dataset_sources(
     trust_remote_code: bool,
     splits: Sequence[str] = ("train", "validation"),
     streaming: bool = False,
-    file_option: str = "--train_file",
 ) -> dict[str, Source]:
-    """Return the splits of a Hub data set or a local folder.
+    """Return the splits of a data set on the Hub, or in a folder of `Dataset.save_to_disk`.
 
     The data set is loaded when you call a source's `exists` or read its rows.
 
     Args:
-        dataset_name: A Hub name, or a folder: what `Dataset.save_to_disk` wrote, or files that
-            `datasets.load_dataset` takes.
+        dataset_name: A Hub name, or the folder.
         dataset_config_name: The configuration; or None.
         text_column: The column with the text; None takes `text`, else the only column of
             strings.
         trust_remote_code: As for `datasets.load_dataset`.
         splits: Names of the splits.
         streaming: Read the data set over the network while it is used, with no copy on disk.
-        file_option: The option for a file, for messages.
 
     Raises:
-        DataError: `dataset_name` is empty, a file, a path that does not exist, or a folder with
-            a broken link.
+        DataError: The folder has a broken link.
     """
-    files = dataset_files(dataset_name, file_option)
+    files = dataset_files(dataset_name)
     loader = _DatasetLoader(dataset_name, dataset_config_name, files, trust_remote_code, streaming)
     return {split: _DatasetSplit(loader, split, text_column) for split in splits}
 
@@ -69,9 +64,7 @@ class _DatasetLoader:
     ) -> None:
         self.name = name
         self.config = config
-        # Absolute: `datasets` would take a relative `text` or `json` for one of its builders, which
-        # reads the whole working directory.
-        self.folder = Path(os.path.abspath(name)) if Path(name).is_dir() else None
+        self.folder = saved_dataset(name, config)
         self.files = files
         # Newer versions of `datasets` warn about trust_remote_code, whatever its value.
         self._options = {"trust_remote_code": True} if trust_remote_code else {}
@@ -112,24 +105,12 @@ class _DatasetLoader:
 
         if self.folder is None:
             return datasets.load_dataset(self.name, self.config, **self._options)
-        # A folder that replaces a Hub data set often has no configurations, or one folder for each.
-        inner = self.folder / self.config if self.config else self.folder
-        for folder in (inner, self.folder):
-            if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-                if self.config and folder == self.folder:
-                    log.warning(
-                        f"--dataset_config_name {self.config} has no effect: save_to_disk wrote "
-                        f"{self.name}, which has no configurations"
-                    )
-                return datasets.load_from_disk(str(folder))
-        try:
-            return datasets.load_dataset(str(self.folder), self.config, **self._options)
-        except ValueError as error:
-            if "Available: ['default']" not in str(error):
-                raise
-            folder = inner if inner.is_dir() else self.folder
-            log.warning(f"{self.folder} has no configurations; reading {folder}")
-            return datasets.load_dataset(str(folder), **self._options)
+        if self.config and self.folder.name != self.config:
+            log.warning(
+                f"--dataset_config_name {self.config} has no effect: save_to_disk wrote "
+                f"{self.name}, which has no configurations"
+            )
+        return datasets.load_from_disk(str(self.folder))
 
     def errors_explained(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that turns the library's dozens of error types into a DataError."""

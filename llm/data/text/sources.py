@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import glob
 import itertools
-import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,9 +20,8 @@ from llm.data.text.readers import (
     parquet_records,
     text_lines,
 )
+from llm.data.text_folder import find_text_files, refuse_duplicates
 from llm.data.text_identity import (
-    COMPRESSIONS,
-    KINDS,
     Json,
     Stamps,
     TextUnit,
@@ -44,8 +42,6 @@ _READERS: dict[str, Reader] = {
     ".ndjson": json_lines,
     ".parquet": parquet_records,
 }
-
-log = logging.getLogger("llm.data")
 
 
 class Source(Protocol):
@@ -127,13 +123,34 @@ def file_source(
     )
 
 
+def file_sources(
+    paths: Iterable[Path],
+    *,
+    text_column: str | None,
+    keep_linebreaks: bool = True,
+    text_unit: TextUnit = "file",
+    option: str,
+) -> list[Source]:
+    """Return the sources of several files; see `file_source`."""
+    return [
+        file_source(
+            path,
+            text_column=text_column,
+            keep_linebreaks=keep_linebreaks,
+            text_unit=text_unit,
+            option=option,
+        )
+        for path in paths
+    ]
+
+
 def text_sources(
     inputs: Sequence[str], *, text_column: str | None, text_unit: TextUnit = "file"
 ) -> list[Source]:
     """Return the sources of --input (files, globs and folders) in the given order.
 
     Files of a glob or a folder are sorted by name. A folder yields all files of known kinds at any
-    depth, except hidden files and the results of earlier preparations.
+    depth, except hidden files, documentation and the results of earlier preparations.
 
     Args:
         inputs: Paths and patterns; `**` in a pattern stands for any folders.
@@ -148,19 +165,7 @@ def text_sources(
         if not name:  # pathlib would take it for the working directory
             raise DataError("--input has an empty name; name files, patterns and folders.")
         if os.path.isdir(name):
-            found = _walk(Path(name))
-            files = [path for path in found if _is_text(path, Path(name))]
-            if left_out := sorted({*found} - {*files}):
-                log.info(
-                    f"--input {name}: {len(left_out):,} of {len(found):,} files are left out "
-                    "because they are hidden, token files or of another kind, such as "
-                    f"{left_out[0]}"
-                )
-            if not files:
-                raise DataError(
-                    f"--input {name} is a folder without any file of a known kind: "
-                    f"{', '.join(KINDS)}, plain or packed as {', '.join(COMPRESSIONS)}."
-                )
+            files = find_text_files(Path(name), "--input")
         elif os.path.lexists(name) or not glob.has_magic(name):
             files = [Path(name)]
             refuse_broken_links(files, "--input")
@@ -176,58 +181,8 @@ def text_sources(
                     "permissions of its folders."
                 )
         paths += files
-    seen: set[Path] = set()
-    for path in paths:
-        if (real := path.resolve()) in seen:
-            raise DataError(f"--input names {path} twice; give each file once.")
-        seen.add(real)
-    return [
-        file_source(path, text_column=text_column, text_unit=text_unit, option="--input")
-        for path in paths
-    ]
-
-
-def _walk(folder: Path) -> list[Path]:
-    """Return all files in a folder at any depth, following links; refuse unreadable folders."""
-
-    def refuse(error: OSError) -> None:
-        raise DataError(
-            f"--input {folder}: {error.filename} cannot be read ({error.strerror}); fix this, or "
-            "name the files to read."
-        ) from error
-
-    paths: list[Path] = []
-    entered: set[str] = set()
-    for name, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
-        real = os.path.realpath(name)
-        if real in entered:  # a link to a folder above it would be followed endlessly
-            folders.clear()
-            continue
-        entered.add(real)
-        paths += [Path(name) / file for file in files]
-    refuse_broken_links(paths, f"--input {folder}:")
-    return sorted(paths)
-
-
-def _is_text(path: Path, folder: Path) -> bool:
-    relative = path.relative_to(folder)
-    hidden = any(name.startswith(".") for name in relative.parts)
-    # Token files and the folder of an interrupted preparation may be next to their text.
-    unfinished = any(name.endswith(".parts") for name in relative.parts[:-1])
-    if not path.is_file() or hidden or unfinished or kind_of(path) not in KINDS:
-        return False
-    return not (path.suffix == ".json" and _is_sidecar(path))
-
-
-def _is_sidecar(path: Path) -> bool:
-    if not path.with_suffix(".bin").exists():
-        return False
-    from llm.data.formats.sidecar import read_sidecar  # imported here because it loads numpy
-
-    try:
-        return read_sidecar(path.with_suffix("")) is not None
-    except DataError:  # a text that happens to have the name of a sidecar
-        return False
+    refuse_duplicates(paths, "--input")
+    return file_sources(paths, text_column=text_column, text_unit=text_unit, option="--input")
 
 
 class _File:

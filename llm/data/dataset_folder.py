@@ -1,0 +1,261 @@
+"""A local data set of text files, divided into splits.
+
+The card of a data set (`README.md`) can list the files of each configuration and split. Otherwise
+the names of files and folders tell the splits.
+"""
+
+import glob
+import logging
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llm.data.text_folder import find_text_files, refuse_duplicates
+from llm.data.text_identity import bare_name, check_dataset_name
+from llm.errors import DataError, one_line
+from llm.runtime.logging import counted
+
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+_SHARD_NUMBER = re.compile(r"[-._ ]?\d+(-of-\d+)?(-[0-9a-f]{16})?$")
+_OPTION = "--dataset_name"
+
+log = logging.getLogger("llm.data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetFolder:
+    """The files of a local data set.
+
+    Attributes:
+        name: Its name in messages: the value of `--dataset_name`.
+        splits: The files of each split, in the order of reading.
+    """
+
+    name: str
+    splits: Mapping[str, Sequence[Path]]
+
+    def files(self, split: str) -> Sequence[Path]:
+        """Return the files of a split.
+
+        Raises:
+            DataError: The split does not exist.
+        """
+        if split not in self.splits:
+            raise DataError(
+                f"The data set {self.name} has no split {split!r}, only: {', '.join(self.splits)}."
+            )
+        return self.splits[split]
+
+
+def saved_dataset(dataset_name: str, config_name: str | None) -> Path | None:
+    """Return the folder that the datasets library has written with `save_to_disk`, if it is one."""
+    folder = Path(os.path.abspath(dataset_name))
+    for path in (folder / config_name, folder) if config_name else (folder,):
+        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+            return path
+    return None
+
+
+def open_dataset_folder(
+    dataset_name: str, config_name: str | None, *, file_option: str
+) -> DatasetFolder | None:
+    """Find the splits of a local folder of text files, and log what was chosen.
+
+    Args:
+        dataset_name: A Hub name, or a folder.
+        config_name: A configuration in the folder's card, or the name of a folder in it; or None.
+        file_option: The option for a file, for messages.
+
+    Returns:
+        The files; None if the datasets library reads it: a data set on the Hub, or a folder that
+        `save_to_disk` has written.
+
+    Raises:
+        DataError: The folder does not exist or has no text file, the configuration does not exist,
+            the card is broken, or the split of a file is unclear.
+    """
+    check_dataset_name(dataset_name, file_option)
+    folder = Path(dataset_name)
+    if not folder.is_dir() or saved_dataset(dataset_name, config_name) is not None:
+        return None
+    if configurations := _read_configurations(folder / "README.md"):
+        configuration = _choose_configuration(configurations, config_name, dataset_name)
+        folder = _inner_path(folder, str(configuration.get("data_dir") or ""))
+        patterns = _patterns_by_split(configuration.get("data_files") or {})
+    else:
+        folder = _configuration_folder(folder, config_name)
+        patterns = {}
+    if patterns:
+        splits, reason = _split_by_patterns(folder, patterns), "as README.md says"
+    else:
+        splits, reason = _split_by_names(folder, file_option)
+    counts = [f"{split} is {counted(len(files), 'file')}" for split, files in splits.items()]
+    log.info(f"{_OPTION} {folder}: {', '.join(counts)}, {reason}")
+    for files in splits.values():
+        refuse_duplicates(files, _OPTION)
+    return DatasetFolder(name=dataset_name, splits=splits)
+
+
+def _read_configurations(card: Path) -> list[dict[str, Any]]:
+    """Return the configurations in the metadata of a card; none without card or metadata."""
+    if not card.is_file():
+        return []
+    from huggingface_hub import metadata_load  # imported here: most folders have no card
+
+    try:
+        configurations = (metadata_load(card) or {}).get("configs", [])
+    except Exception as error:  # YAML's own, ValueError, OSError
+        raise DataError(
+            f"{_OPTION} {card.parent}: the metadata at the top of README.md cannot be read "
+            f"({one_line(error)}); mend or remove them."
+        ) from error
+    if not isinstance(configurations, list) or not all(
+        isinstance(configuration, dict) and isinstance(configuration.get("config_name"), str)
+        for configuration in configurations
+    ):
+        raise _unknown_form("configs", configurations)
+    return configurations
+
+
+def _choose_configuration(
+    configurations: list[dict[str, Any]], config_name: str | None, dataset_name: str
+) -> dict[str, Any]:
+    """Return a configuration by its name; without a name, the only one or the default."""
+    by_name = {configuration["config_name"]: configuration for configuration in configurations}
+    defaults = [name for name in by_name if name == "default" or by_name[name].get("default")]
+    if config_name is None and (len(by_name) == 1 or len(defaults) == 1):
+        config_name = defaults[0] if defaults else next(iter(by_name))
+    if config_name not in by_name:
+        lack = "several configurations" if config_name is None else f"no {config_name!r}"
+        raise DataError(
+            f"The data set {dataset_name} has {lack}; choose a configuration with "
+            f"--dataset_config_name from: {', '.join(map(repr, by_name))}."
+        )
+    return by_name[config_name]
+
+
+def _configuration_folder(folder: Path, config_name: str | None) -> Path:
+    """Return the folder of a configuration, for a data set without a card."""
+    if config_name in (None, "default"):
+        return folder
+    inner = folder / str(config_name)
+    if not inner.is_dir():
+        raise DataError(
+            f"{_OPTION} {folder} has no configuration {config_name!r}: neither its README.md nor a "
+            "folder has this name. Leave --dataset_config_name out to read the whole folder."
+        )
+    return inner
+
+
+def _patterns_by_split(data_files: Any) -> dict[str, list[str]]:
+    """Return the patterns of the files of each split; without splits, all are for training."""
+    if isinstance(data_files, str | list) and all(isinstance(item, str) for item in data_files):
+        data_files = {"train": data_files}
+    if isinstance(data_files, dict):
+        data_files = [{"split": split, "path": path} for split, path in data_files.items()]
+    patterns: dict[str, list[str]] = defaultdict(list)
+    for item in data_files if isinstance(data_files, list) else [data_files]:
+        match item:
+            case {"split": str(split), "path": str(path)}:
+                patterns[split].append(path)
+            case {"split": str(split), "path": [*paths]} if all(isinstance(p, str) for p in paths):
+                patterns[split] += paths
+            case _:
+                raise _unknown_form("data_files", item)
+    return patterns
+
+
+def _unknown_form(field: str, value: Any) -> DataError:
+    return DataError(
+        f"{_OPTION}: the field {field} of README.md has a form that is not known ({value!r:.100}); "
+        "mend it, or remove the field, so that names tell the splits."
+    )
+
+
+def _split_by_patterns(
+    folder: Path, patterns: Mapping[str, Sequence[str]]
+) -> dict[str, list[Path]]:
+    """Return the files that match the patterns of each split, in the order of the patterns."""
+    splits = {
+        split: list(
+            dict.fromkeys(file for item in patterns[split] for file in _match_pattern(folder, item))
+        )
+        for split in patterns
+    }
+    listed = {file for files in splits.values() for file in files}
+    if unlisted := [file for file in find_text_files(folder, _OPTION) if file not in listed]:
+        log.info(
+            f"{_OPTION} {folder}: README.md does not list {counted(len(unlisted), 'text file')} "
+            f"for this configuration, such as {unlisted[0]}"
+        )
+    return splits
+
+
+def _inner_path(folder: Path, name: str) -> Path:
+    """Return a path in a folder; refuse one outside, since the card may be from a stranger."""
+    if os.path.isabs(name) or ".." in Path(name).parts:
+        raise DataError(
+            f"{_OPTION} {folder}: README.md names {name}, which is outside of the folder; mend "
+            "README.md."
+        )
+    return folder / name
+
+
+def _match_pattern(folder: Path, pattern: str) -> list[Path]:
+    _inner_path(folder, pattern)
+    names = sorted(glob.glob(pattern, root_dir=folder, recursive=True))
+    files = [folder / name for name in names if (folder / name).is_file()]
+    if not files:
+        raise DataError(
+            f"{_OPTION} {folder}: README.md names {pattern}, which matches no file; download it, "
+            "or remove the name from README.md."
+        )
+    return files
+
+
+def _split_by_names(folder: Path, file_option: str) -> tuple[dict[str, list[Path]], str]:
+    """Divide the text files of a folder by the splits in their names and folders.
+
+    Returns:
+        (the files of each split, why).
+    """
+    splits: dict[str, list[Path]] = {split: [] for split in dict.fromkeys(_SPLITS.values())}
+    unnamed: list[Path] = []
+    remedy = (
+        "move the files of each split into a folder train, validation or test, or name the file to "
+        f"read with {file_option}."
+    )
+    for file in find_text_files(folder, _OPTION):
+        names = _find_split_names(file.relative_to(folder))
+        if len(names) > 1:
+            raise DataError(
+                f"{_OPTION}: {file} is named like the splits {' and '.join(names)}; {remedy}"
+            )
+        (splits[names[0]] if names else unnamed).append(file)
+    splits = {split: files for split, files in splits.items() if files}
+    if not splits:
+        return {"train": unnamed}, "since no name of a file or folder tells a split"
+    if unnamed:
+        split, files = next(iter(splits.items()))
+        raise DataError(
+            f"{_OPTION}: {files[0]} is named like the split {split}, and {unnamed[0]} like none; "
+            f"{remedy}"
+        )
+    return splits, "as the names of files or folders tell"
+
+
+def _find_split_names(path: Path) -> list[str]:
+    """Return the splits that the names of a file and its folders begin or end with."""
+    splits: dict[str, None] = {}
+    for name in (*path.parts[:-1], bare_name(path)):
+        parts = re.split(r"[-._ ]+", _SHARD_NUMBER.sub("", name.lower()))
+        splits |= {_SPLITS[part]: None for part in (parts[0], parts[-1]) if part in _SPLITS}
+    return list(splits)

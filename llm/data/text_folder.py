@@ -1,0 +1,114 @@
+"""The text files in a folder: which are read, and which are left out."""
+
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from llm.data.text_identity import COMPRESSIONS, KINDS, bare_name, kind_of, refuse_broken_links
+from llm.errors import DataError
+
+_DOCUMENTATION = (
+    *("readme", "license", "licence", "copying", "notice", "changelog"),
+    *("dataset_info", "dataset_infos"),  # of the datasets library
+)
+_NAMES_LOGGED = 3
+
+log = logging.getLogger("llm.data")
+
+
+def find_text_files(folder: Path, option: str) -> list[Path]:
+    """Return the text files in a folder at any depth, in the order of their paths.
+
+    Files of unknown suffixes, hidden files, documentation such as `README.txt`, and the results of
+    earlier preparations are left out; the log counts and names them.
+
+    Args:
+        folder: The folder.
+        option: The option that named it, for messages.
+
+    Raises:
+        DataError: The folder has no text file, a folder in it is unreadable, or a link is broken.
+    """
+    paths = _walk_folder(folder, option)
+    omitted: dict[str, list[str]] = defaultdict(list)
+    texts: list[Path] = []
+    for path in paths:
+        if reason := _reason_to_leave_out(path, folder):
+            omitted[reason].append(str(path.relative_to(folder)))
+        else:
+            texts.append(path)
+    if omitted:
+        log.info(
+            f"{option} {folder}: {len(paths) - len(texts):,} of {len(paths):,} files are left out: "
+            + ", ".join(f"{_join_names(names)} ({reason})" for reason, names in omitted.items())
+        )
+    if not texts:
+        raise DataError(
+            f"{option} {folder} is a folder without any file of a known kind: {', '.join(KINDS)}, "
+            f"plain or packed as {', '.join(COMPRESSIONS)}."
+        )
+    return texts
+
+
+def refuse_duplicates(paths: Sequence[Path], option: str) -> None:
+    """Raise a DataError if two paths are the same file."""
+    seen: set[Path] = set()
+    for path in paths:
+        if (real := path.resolve()) in seen:
+            raise DataError(f"{option} names {path} twice; give each file once.")
+        seen.add(real)
+
+
+def _join_names(names: Sequence[str]) -> str:
+    more = len(names) - _NAMES_LOGGED
+    return ", ".join(names[:_NAMES_LOGGED]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _walk_folder(folder: Path, option: str) -> list[Path]:
+    """Return all files in a folder at any depth, following links; refuse unreadable folders."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(
+            f"{option} {folder}: {error.filename} cannot be read ({error.strerror}); fix this, or "
+            "name the files to read."
+        ) from error
+
+    paths: list[Path] = []
+    entered: set[str] = set()
+    for name, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        real = os.path.realpath(name)
+        if real in entered:  # a link to a folder above it would be followed endlessly
+            folders.clear()
+            continue
+        entered.add(real)
+        paths += [Path(name) / file for file in files]
+    refuse_broken_links(paths, f"{option} {folder}:")
+    return sorted(paths)
+
+
+def _reason_to_leave_out(path: Path, folder: Path) -> str | None:
+    """Return why a file in a folder is not read as text; None if it is."""
+    relative = path.relative_to(folder)
+    if any(name.startswith(".") for name in relative.parts):
+        return "hidden"
+    # Token files and the folder of an interrupted preparation may be next to their text.
+    if any(name.endswith(".parts") for name in relative.parts[:-1]):
+        return "an unfinished preparation"
+    if path.stem.lower() in _DOCUMENTATION or bare_name(path).lower() in _DOCUMENTATION:
+        return "documentation"
+    if not path.is_file() or kind_of(path) not in KINDS:
+        return "not a known kind of text"
+    return "token files" if path.suffix == ".json" and _is_sidecar(path) else None
+
+
+def _is_sidecar(path: Path) -> bool:
+    if not path.with_suffix(".bin").exists():
+        return False
+    from llm.data.formats.sidecar import read_sidecar  # imported here because it loads numpy
+
+    try:
+        return read_sidecar(path.with_suffix("")) is not None
+    except DataError:  # a text that happens to have the name of a sidecar
+        return False
