@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm.generate import main, make_printer
@@ -85,6 +86,26 @@ def test_without_an_export_the_newest_valid_checkpoint_writes(unexported, capsys
     said = capsys.readouterr().err
     assert "Skipping a checkpoint: " in said
     assert "The model after step 4" in said
+
+
+def test_prompts_are_encoded_as_the_texts_of_the_training(tmp_path, capsys):
+    """The tokenizer's template adds a token that no training text has."""
+    bench = Bench(tmp_path, lines=60)
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokenizer.save_pretrained(bench.model)
+    run = bench.train_well(max_train_steps=2, checkpointing_steps=2).folder
+    model = AutoModelForCausalLM.from_pretrained(run)
+    start = torch.tensor([tiny_tokenizer().encode("The king")])
+    expected = model.generate(start, max_new_tokens=8, do_sample=False)[0]
+
+    for words in ([run], [run, "--checkpoint", "latest"]):
+        words += ["--prompt", "The king", "--temperature", "0", "--max_new_tokens", "8"]
+        text = tiny_tokenizer().decode(expected, skip_special_tokens=True)
+        assert write(capsys, *words) == text + "\n"
+    assert AutoTokenizer.from_pretrained(run).encode("The king") == start[0].tolist()
 
 
 def test_temperature_0_always_takes_the_likeliest_token(trained, capsys):

@@ -25,7 +25,7 @@ def sample_text(
 
     Args:
         model: A causal language model; its mode is restored.
-        tokenizer: The tokenizer that it was trained with.
+        tokenizer: The tokenizer that it was trained with. Its template is added to the prompt.
         prompt: The beginning of the text; may be empty.
         max_new_tokens: Maximum number of tokens to add; fewer if the model has no more positions.
         seed: Keys the draws: the same seed gives the same text.
@@ -37,7 +37,7 @@ def sample_text(
     Raises:
         DivergedError: The model's logits are not finite.
     """
-    start = tokenizer(prompt)["input_ids"] if prompt else []
+    start = tokenizer(prompt)["input_ids"]
     end = tokenizer.eos_token_id
     if not start:
         start = [end if end is not None else 0]

@@ -200,8 +200,9 @@ class _Answers(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        token: int | None = self.tokenizer.bos_token_id
-        return self.eot_token_id if token is None else token
+        # What comes before a training text: its template, or the end of another one.
+        template: list[int] = self.tokenizer.encode("")
+        return template[0] if template else self.eot_token_id
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **unused: Any
@@ -237,7 +238,7 @@ class _Answers(TemplateLM):  # type: ignore[misc]
         windows, owners = [], []
         for number, request in enumerate(requests):
             for window in get_rolling_token_windows(
-                token_list=self.tok_encode(*request.args),
+                token_list=self.tok_encode(request.args[0], add_special_tokens=False),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,

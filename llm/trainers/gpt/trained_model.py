@@ -102,18 +102,21 @@ def with_copies(config: CoreConfig, checkpoint: Checkpoint) -> CoreConfig:
 
 
 def tokenizer_of(config: CoreConfig) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer that the options name.
+    """Load the tokenizer that the options name; its template becomes that of the training texts.
 
     Raises:
         ConfigError: It cannot be loaded.
     """
     from llm.tokenizers.load_tokenizer import load_tokenizer
+    from llm.tokenizers.template import match_training
 
-    return load_tokenizer(
+    tokenizer = load_tokenizer(
         config,
         model_name_or_path=config.model_name_or_path,
         trust_remote_code=config.trust_remote_code,
     )
+    match_training(tokenizer)
+    return tokenizer
 
 
 def generation_settings(checkpoint: Checkpoint | None) -> "GenerationConfig | None":
