@@ -46,35 +46,45 @@ def is_closed(stranger):
         return True
 
 
-def receive(server, seconds):
-    """What the server hears in that time, as rank 0's watchdog asks for it."""
+def receive(server, *, until=1, seconds=10.0):
+    """What the server hears until it has so many lines, as rank 0's watchdog asks for it."""
     heard = []
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while len(heard) < until and time.monotonic() < end:
         heard += [line for _, line in server.receive()]
         time.sleep(0.01)
     return heard
 
 
+def wait_until_closed(server, strangers):
+    """Returns the seconds that it took, and what was heard meanwhile."""
+    heard, began = [], time.monotonic()
+    for stranger in strangers:
+        while not is_closed(stranger):
+            assert time.monotonic() - began < 10
+            heard += [line for _, line in server.receive()]
+    return time.monotonic() - began, heard
+
+
 def test_lines_of_ranks_arrive_in_order_and_then_their_end(server):
     rank = connect_rank(server, b"1", b"2")
-    heard = receive(server, 0.1)
+    heard = receive(server, until=2)
     rank.send(b"3")
     rank.close()
 
     assert heard == [b"1", b"2"]
-    assert receive(server, 0.1) == [b"3", None]
-    assert receive(server, 0.1) == []
+    assert receive(server, until=2) == [b"3", None]
+    assert receive(server, seconds=0.1) == []
 
 
 def test_the_port_is_closed_after_the_last_rank_has_connected(server):
     channels = [connect_rank(server), connect_rank(server, b"1")]
 
-    assert receive(server, 0.1) == [b"1"]
+    assert receive(server) == [b"1"]
     assert connect_to_server([server.host], server.port) is None
     for channel in channels:
         channel.send(b"2")
-    assert receive(server, 0.1) == [b"2", b"2"]
+    assert receive(server, until=2) == [b"2", b"2"]
 
 
 @pytest.mark.parametrize(
@@ -88,11 +98,10 @@ def test_the_port_is_closed_after_the_last_rank_has_connected(server):
     ],
     ids=["another key", "an empty line", "no text", "deep JSON", "an endless line"],
 )
-def test_a_stranger_is_disconnected_after_its_first_line(server, sent):
-    stranger = connect_stranger(server, sent)
+def test_a_stranger_is_disconnected_after_its_first_line(server, sent, monkeypatch):
+    monkeypatch.setattr(heartbeat_server, "_KEY_SECONDS", 1e9)
 
-    assert receive(server, 0.1) == []
-    assert is_closed(stranger)
+    assert wait_until_closed(server, [connect_stranger(server, sent)])[1] == []
 
 
 def test_a_key_that_arrives_byte_by_byte_has_one_deadline(server):
@@ -101,27 +110,27 @@ def test_a_key_that_arrives_byte_by_byte_has_one_deadline(server):
     began = time.monotonic()
     heard = []
     with contextlib.suppress(ConnectionError):
-        for byte in server.key.encode() * 100:
+        for byte in server.key.encode() * 1000:
             stranger.sendall(bytes([byte]))
             rank.send(b"alive")
-            heard += receive(server, 0.05)
+            heard += [line for _, line in server.receive()]
+            time.sleep(0.01)
 
-    assert KEY_SECONDS <= time.monotonic() - began < KEY_SECONDS + 2
-    assert len(heard) >= 5
+    assert KEY_SECONDS <= time.monotonic() - began < 10
+    assert len(heard) >= 2
 
 
-def test_silent_connections_take_64_files_at_most_and_are_closed(server):
-    num_files = len(os.listdir("/dev/fd"))
+def test_64_silent_connections_are_open_at_most_and_closed_in_time(server):
     strangers = [connect_stranger(server) for _ in range(100)]
     rank = connect_rank(server, b"behind the strangers")
 
     server.receive()
-    assert len(os.listdir("/dev/fd")) - num_files - len(strangers) - 1 == 64
-    assert receive(server, 2 * KEY_SECONDS + 0.2) == [b"behind the strangers"]
-    receive(server, KEY_SECONDS + 0.2)
-    assert all(map(is_closed, strangers))
+    assert len(server._deadlines) == 64
+    seconds, heard = wait_until_closed(server, strangers)
+    assert seconds >= KEY_SECONDS
+    assert heard == [b"behind the strangers"]
     rank.close()
-    assert receive(server, 0.1) == [None]
+    assert receive(server) == [None]
 
 
 def test_a_rank_connects_once_the_process_has_files_again(server, caplog):
@@ -140,7 +149,7 @@ def test_a_rank_connects_once_the_process_has_files_again(server, caplog):
         "Rank 0 cannot accept a connection (Too many open files) and tries again: until a rank is "
         "connected, no rank reports its death."
     ]
-    assert receive(server, 0.1) == [b"late"]
+    assert receive(server) == [b"late"]
     rank.close()
 
 
@@ -155,7 +164,7 @@ def test_an_error_of_accept_is_survived(server, code):
     rank = connect_rank(server, b"1")
 
     assert server.receive() == []
-    assert receive(server, 0.1) == [b"1"]
+    assert receive(server) == [b"1"]
     rank.close()
 
 
@@ -193,7 +202,7 @@ def test_rank_0_listens_on_all_interfaces_if_it_cannot_have_the_address(host, ca
     rank = connect_to_server(["rank0.invalid", "127.0.0.1"], server.port)
     rank.send(server.key.encode())
     rank.send(b"1")
-    assert receive(server, 0.1) == [b"1"]
+    assert receive(server) == [b"1"]
 
 
 def address_of_this_host():
@@ -214,7 +223,7 @@ def test_rank_0_listens_on_the_address_of_the_master_alone():
     rank = connect_to_server([address], server.port)
     rank.send(server.key.encode())
     rank.send(b"1")
-    assert receive(server, 0.1) == [b"1"]
+    assert receive(server) == [b"1"]
 
 
 def test_ranks_are_heard_whatever_strangers_send(server):
@@ -243,9 +252,9 @@ def test_ranks_are_heard_whatever_strangers_send(server):
         heard += [line for _, line in server.receive()]
         longest = max(longest, time.monotonic() - began)
 
-    assert [*map(int, heard + receive(server, 2 * KEY_SECONDS))] == [*range(300)]
-    assert longest < 0.5
-    assert all(map(is_closed, strangers))
+    heard += wait_until_closed(server, strangers)[1]
+    assert [*map(int, heard)] == [*range(300)]
+    assert longest < 2
     second = connect_rank(server, b"the second rank")
-    assert receive(server, 0.1) == [b"the second rank"]
+    assert receive(server) == [b"the second rank"]
     second.close()
