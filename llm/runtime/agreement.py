@@ -1,20 +1,21 @@
 """Run functions on all ranks: an error on one rank is raised on every rank, and none waits for it.
 
 Before process groups form, ranks exchange values through the launcher's store. It waits as long as
-a rank prepares data, and a signal can interrupt the wait. Later they use gloo.
+a rank prepares data, and a signal can interrupt the wait. Anybody who reaches the store can write
+to it, so the values are JSON, which executes no code. Later ranks use gloo.
 """
 
 import functools
 import itertools
+import json
 import os
-import pickle
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from llm import errors
-from llm.errors import LLMError, PeerLostError, one_line
+from llm.errors import LLMError, ParallelError, PeerLostError, one_line
 from llm.runtime.world import world_from_environment
 
 if TYPE_CHECKING:
@@ -74,6 +75,10 @@ def on_rank0(action: Callable[[], T]) -> T:
 
 def gather(value: T, *, group: "ProcessGroup | None" = None) -> list[T]:
     """Return the values of all ranks, by rank; every rank calls this.
+
+    Args:
+        value: This rank's value; before process groups form, one that JSON can hold.
+        group: The ranks that call this; by default all ranks.
 
     Raises:
         LLMError: Another rank failed within `on_all_ranks`.
@@ -153,13 +158,23 @@ def _gather_by_store(value: Any, patience: float) -> list[Any]:
 
     try:
         store = _launch_store()
-        store.set(keys[rank], pickle.dumps(value))  # type: ignore[arg-type]
+        store.set(keys[rank], json.dumps(value))
         wait_for_all("written")
-        values = [pickle.loads(found) for found in store.multi_get(keys)]
+        values = [_read_value(text, sender) for sender, text in enumerate(store.multi_get(keys))]
         wait_for_all("read", wait=rank == 0)  # rank 0 may serve the store and fail
     except RuntimeError as error:  # rank 0 has ended, and the store with it
         raise PeerLostError(_LOST) from error
     return values
+
+
+def _read_value(text: bytes, sender: int) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ParallelError(
+            f"Rank {sender} has sent a value that this version of llm does not read: install the "
+            "same version on all nodes."
+        ) from error
 
 
 def _rank() -> int:

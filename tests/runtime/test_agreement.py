@@ -1,6 +1,7 @@
 """Ranks that act together: all get the result, or all raise the same error."""
 
 import os
+import pickle
 import signal
 import time
 
@@ -8,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from llm.errors import ConfigError, DataError, LLMError
+from llm.runtime import agreement
 from llm.runtime.agreement import gather, is_shared, on_all_ranks, on_rank0
 from tests.support.ranks import Ranks, run_ranks, values
 
@@ -40,6 +42,50 @@ def test_values_are_exchanged_before_and_after_process_groups_form(ranks):
 
     for rank, (before, after) in enumerate(found):
         assert before == after == ([*range(ranks)], "of 0", f"of {rank}")
+
+
+class Planted:
+    """A pickle that makes a folder when it is read."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def read_planted_pickle(folder):
+    """Rank 1 is an attacker, who knows the keys of the store."""
+    store = agreement._launch_store()
+    if os.environ["RANK"] == "1":
+        store.set("llm/agreement/0/0/1", pickle.dumps(Planted(folder)))
+        for name in ("written", "read"):
+            store.add(f"llm/agreement/0/0/{name}", 1)
+        store.wait(["done"])
+        return None
+    answer = told(lambda: gather("of 0"))
+    store.set("done", "")
+    return answer
+
+
+def test_a_pickle_in_the_store_of_the_launcher_is_not_read(tmp_path):
+    planted = tmp_path / "planted"
+
+    answers = values(run_ranks(read_planted_pickle, 2, str(planted)))
+
+    assert answers[0] == (
+        "ParallelError: Rank 1 has sent a value that this version of llm does not read: install "
+        "the same version on all nodes."
+    )
+    assert not planted.exists()
+
+
+def test_values_come_back_as_they_were_before_process_groups_form():
+    sent = [None, True, -1, 2.5, "\udcff and ä", ["step_1"], {"state": "elected"}]
+
+    found = values(run_ranks(gather, 2, sent))
+
+    assert found == [[sent, sent]] * 2
 
 
 def failing(which):
