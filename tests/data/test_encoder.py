@@ -1,3 +1,4 @@
+import dataclasses
 import logging
 import multiprocessing
 import sys
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer
 
 from llm.data.preparation.encoder import (
@@ -17,7 +18,7 @@ from llm.data.preparation.encoder import (
     ReferenceEncoder,
     make_encoder,
 )
-from llm.errors import ConfigError
+from llm.errors import ConfigError, DataError
 from llm.tokenizers.fast import TextTokenizer, from_transformers
 from tests.support.tokenizers import tiny_tokenizer
 
@@ -279,3 +280,26 @@ def test_the_comparison_reaches_every_text_and_every_place_of_a_long_one(monkeyp
     starts = [int(texts[0].split()[1]) for texts in compared[200:] if "fox" not in texts[0]]
     assert min(starts) < 300
     assert max(starts) > 1500
+
+
+@pytest.mark.parametrize("texts", [["x" * 40], ["the dog", "x" * 40]])
+def test_a_text_on_which_the_tokenizer_panics_is_refused(texts, capfd):
+    """Rust raises no `Exception` here, and writes to stderr."""
+    tokenizer = tiny()
+    assert tokenizer.backend is not None
+    tokenizer.backend.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+    refused = r"The tokenizer tiny cannot encode the text that begins with 'xxx.*: Onig.*retry"
+
+    with pytest.raises(DataError, match=refused):
+        make(tokenizer, fast=False).encode(texts)
+    sys.stderr.write("a later line")
+    assert capfd.readouterr().err == "a later line"
+
+
+def test_a_text_on_which_a_tokenizer_in_python_fails_is_refused():
+    def fail(text: str) -> list[int]:
+        raise KeyError(text)
+
+    slow = dataclasses.replace(tiny(), backend=None, encode_slow=fail)
+    with pytest.raises(DataError, match="cannot encode the text that begins with 'the dog'"):
+        make(slow).encode(["the dog"])

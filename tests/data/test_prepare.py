@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer
 
 from llm.data.formats.flat import FlatTokenFile
@@ -245,6 +245,23 @@ def test_ids_with_gaps_take_the_bytes_of_the_largest_id(tmp_path):
     file = TokenFile(tmp_path / "wiki_text_document")
     assert (file.tokens.dtype, file.tokens.tolist()) == ("int32", [1, 70_000])
     assert verify(tmp_path / "wiki_text_document") == []
+
+
+def test_a_worker_passes_on_that_the_tokenizer_failed_on_a_text(tmp_path, capfd):
+    """Its panic cannot be pickled."""
+    backend = Tokenizer(models.WordLevel({"the": 0}, "the"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+    backend.save("words.json")
+    for name in "ab":
+        write(tmp_path / f"{name}.jsonl", json_lines(["the", "x" * 40]))
+    argv = ["--input", "a.jsonl", "b.jsonl", "--output_prefix", "wiki", "--workers", 2]
+
+    assert prepare(*argv, "--no_append_eos", tokenizer=("--tokenizer_name", "words.json")) == 2
+
+    message = capfd.readouterr().err
+    assert message.count("error: The tokenizer words.json cannot encode the text that begins") == 1
+    assert "Traceback" not in message
+    assert "panicked" not in message
 
 
 @pytest.mark.parametrize(("num_tokens", "code"), [(65_536, 0), (65_537, 2)])

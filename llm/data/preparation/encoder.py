@@ -9,16 +9,19 @@ every batch.
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from llm.errors import ConfigError, one_line
+from llm.errors import ConfigError, DataError, one_line
 from llm.tokenizers.fast import TextTokenizer
 
 _SAMPLE_CHARACTERS = 1024  # compared in each batch; the reference does 2 MB/s
@@ -79,14 +82,32 @@ class Encoding:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turn an error of the library into `OtherIds`; its panics are not an `Exception`."""
+def _translated(error_of: Callable[[str], Exception]) -> Iterator[None]:
+    """Turn an error of a library into another one; panics of Rust are not an `Exception`."""
     try:
-        yield
+        with _hidden_panics():
+            yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:
-        raise OtherIds(f"{what} ({one_line(error)[:120]})") from error
+        raise error_of(one_line(error)[:120]) from error
+
+
+@contextmanager
+def _hidden_panics() -> Iterator[None]:
+    """Discard what Rust writes to stderr before it raises a panic."""
+    if threading.current_thread() is not threading.main_thread():  # other threads of Dask log
+        yield
+        return
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 class ReferenceEncoder:
@@ -101,6 +122,7 @@ class ReferenceEncoder:
     """
 
     def __init__(self, encoding: Encoding, *, threads: int) -> None:
+        self._name = encoding.tokenizer.name
         self._dtype, self._end = encoding.dtype, encoding.end
         self._backend: Any = encoding.tokenizer.backend
         self._encode_slow = encoding.tokenizer.encode_slow
@@ -131,21 +153,39 @@ class ReferenceEncoder:
         Returns:
             The concatenated ids of all texts [num_tokens], and how many belong to each text
             [len(texts)].
+
+        Raises:
+            DataError: The tokenizer fails on a text.
         """
-        if self._backend is None:
-            assert self._encode_slow is not None  # a tokenizer has one of the two
-            lists = [self._encode_slow(text) for text in texts]
-        elif len(texts) == 1:  # without threads, so that this process can still fork
-            lists = [self._backend.encode(texts[0], add_special_tokens=False).ids]
-        else:
-            if not _may_use_threads():
-                os.environ["TOKENIZERS_PARALLELISM"] = "false"
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-            lists = [encoding.ids for encoding in encodings]
+        try:
+            with _translated(DataError):
+                lists = self._encode_batch(texts)
+        except DataError:
+            for text in texts:  # which one is it?
+                with _translated(partial(self._refusal, text)):
+                    self._encode_batch([text])
+            raise
         counts = np.fromiter(map(len, lists), np.int64, len(lists))
         flat = itertools.chain.from_iterable(lists)
         ids = np.fromiter(flat, self._dtype, int(counts.sum()))
         return _with_ends(ids, counts, self._end) if ends else (ids, counts)
+
+    def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._backend is None:
+            assert self._encode_slow is not None  # a tokenizer has one of the two
+            return [self._encode_slow(text) for text in texts]
+        if len(texts) == 1:  # without threads, so that this process can still fork
+            return [self._backend.encode(texts[0], add_special_tokens=False).ids]
+        if not _may_use_threads():
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def _refusal(self, text: str, reason: str) -> DataError:
+        return DataError(
+            f"The tokenizer {self._name} cannot encode the text that begins with {text[:60]!r}: "
+            f"{reason}. Remove this text, or use another tokenizer."
+        )
 
 
 class FastEncoder:
@@ -176,7 +216,9 @@ class FastEncoder:
         self._reference = reference
         self._dtype, self._end = encoding.dtype, encoding.end
         self._threads = threads
-        with _explained("gigatoken cannot read this tokenizer"):
+        with _translated(
+            lambda reason: OtherIds(f"gigatoken cannot read this tokenizer ({reason})")
+        ):
             self._fast: Any = gigatoken.Tokenizer.from_json(orjson.dumps(description)).backend
         names = [token["content"] for token in added]
         for text in (*_PROBES, " ".join(names), *(f"a{name} b{name}" for name in names[:16])):
@@ -203,7 +245,7 @@ class FastEncoder:
             self._compare(text, sample, ends=ends)
         return ids, counts
 
-    @_explained("gigatoken failed")
+    @_translated(lambda reason: OtherIds(f"gigatoken failed ({reason})"))
     def _encode(self, texts: Sequence[str], *, ends: bool) -> tuple[Ids, Counts]:
         end = self._end if ends else self._end[:0]
         few = len(texts) <= _FEW_TEXTS or sum(map(len, texts)) >= _LONG_TEXT * len(texts)

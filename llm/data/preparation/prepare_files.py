@@ -464,8 +464,9 @@ def progress_log(log_seconds: float) -> Callable[[Totals], None]:
         if totals.num_bytes:
             # At most 1: chunks are read a little beyond their end.
             fraction = min(1.0, totals.consumed / totals.num_bytes)
-            left = seconds / fraction - seconds if fraction else 0.0
-            line += f" | {fraction:.1%} done | {_clock(left)} left"
+            line += f" | {fraction:.1%} done"
+            if fraction:
+                line += f" | {_clock(seconds / fraction - seconds)} left"
         else:
             line += f" | {totals.shards_done:,} of {totals.num_shards:,} shards done"
         log.info(line)
