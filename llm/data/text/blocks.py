@@ -12,9 +12,12 @@ from typing import IO, Any, Literal
 from llm.data.text_identity import is_compressed
 from llm.errors import DataError
 
+MAX_DOCUMENT_BYTES = 1 << 30
+"""Bytes of a document in UTF-8, and of a line with all its fields: both are read into memory."""
+
 _BLOCK = 1 << 22
-_PACKED_READ = 1 << 17  # compressed bytes; a block can grow to many times its size
-_BOM = b"\xef\xbb\xbf"
+_PACKED_READ = 1 << 12  # compressed bytes; unpacked, they can be 30,000 times as many
+BOM = b"\xef\xbb\xbf"
 
 log = logging.getLogger("llm.data")
 
@@ -131,25 +134,46 @@ class FileChunk:
         # The window of files packed with --long=31, as large corpora are.
         return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
 
-    def line_blocks(self) -> Iterator[bytes]:
+    def line_blocks(self, *, skippable: bool = True) -> Iterator[bytes]:
         """Yield blocks of whole lines with their line feeds; the file's last line may lack one.
 
         A byte order mark is left out. A line feed is never a byte of another UTF-8 character, so
-        every block of valid text can be decoded by itself.
+        every block of valid text can be decoded by itself. A line that is too long is a bad record;
+        if it is skipped, an empty line takes its place.
+
+        Args:
+            skippable: Whether the policy decides about such a line; otherwise it raises.
 
         Raises:
-            DataError: As `blocks`.
+            DataError: As `blocks`, or a line has more than `MAX_DOCUMENT_BYTES`.
         """
-        mark = _BOM if self.start == 0 else b""
-        begun: list[bytes] = []  # the beginning of a line; its end has not been read yet
+        mark = BOM if self.start == 0 else b""
+        pieces: list[bytes] = []  # the beginning of a line; its end has not been read yet
+        num_bytes, line, is_skipped = 0, 1, False  # of this line
         for block in self.blocks():
+            line_end = block.find(b"\n")
+            num_bytes += len(block) if line_end < 0 else line_end
+            if num_bytes > MAX_DOCUMENT_BYTES:
+                if not is_skipped:
+                    error = self.error(
+                        line,
+                        f"the line has more than {MAX_DOCUMENT_BYTES:,} bytes, the limit of a "
+                        "document; cut it into several.",
+                    )
+                    if not skippable:
+                        raise error
+                    self.on_bad_record(error)
+                is_skipped, pieces = True, []
+                block = b"" if line_end < 0 else block[line_end:]
             end = block.rfind(b"\n") + 1
             if end == 0:
-                begun.append(block)
+                pieces.append(block)
                 continue
-            yield b"".join([*begun, block[:end]]).removeprefix(mark)
-            begun, mark = [block[end:]], b""
-        if last := b"".join(begun).removeprefix(mark):
+            lines = b"".join([*pieces, block[:end]])
+            yield lines.removeprefix(mark)
+            pieces, mark = [block[end:]], b""
+            num_bytes, line, is_skipped = len(block) - end, line + lines.count(b"\n"), False
+        if last := b"".join(pieces).removeprefix(mark):
             yield last
 
     def error(self, line: int, message: str) -> DataError:
@@ -167,6 +191,22 @@ class FileChunk:
         before = FileChunk(path=self.path, stop=self.start)
         line += sum(block.count(b"\n") for block in before.blocks())
         return DataError(f"{self.path}, line {line}: {message}")
+
+
+def check_size(num_bytes: int) -> None:
+    """Refuse a document that is too large to read into memory.
+
+    Args:
+        num_bytes: Bytes of its text in UTF-8.
+
+    Raises:
+        DataError: It has more than `MAX_DOCUMENT_BYTES`.
+    """
+    if num_bytes > MAX_DOCUMENT_BYTES:
+        raise DataError(
+            f"the text has {num_bytes:,} bytes, and a document can have {MAX_DOCUMENT_BYTES:,} at "
+            "most; cut it into several."
+        )
 
 
 def _line_start(file: IO[bytes], position: int) -> int:

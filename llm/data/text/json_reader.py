@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from llm.data.text.blocks import FileChunk
+from llm.data.text.blocks import BOM, FileChunk
 from llm.data.text.readers import check_text, choose_column, not_utf8, record_batches
 from llm.errors import DataError
 
@@ -123,11 +123,11 @@ def json_records(chunk: FileChunk) -> Iterator[list[str]]:
     An array is read as a whole.
     """
     path = chunk.path
-    starts = (block.lstrip()[:1] for block in FileChunk(path=path).line_blocks())
-    if next(filter(None, starts), b"") != b"[":
+    beginnings = (block.removeprefix(BOM).lstrip()[:1] for block in FileChunk(path=path).blocks())
+    if next(filter(None, beginnings), b"") != b"[":
         yield from json_lines(chunk)
         return
-    whole = b"".join(chunk.line_blocks())
+    whole = b"".join(chunk.blocks()).removeprefix(BOM)
     try:
         records = _parse_json(whole.decode())
     except UnicodeDecodeError as error:

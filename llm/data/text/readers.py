@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llm.data.text.blocks import BadRecordPolicy, FileChunk
+from llm.data.text.blocks import MAX_DOCUMENT_BYTES, BadRecordPolicy, FileChunk, check_size
 from llm.errors import DataError, one_line
 
 BATCH_CHARACTERS = 1 << 22
@@ -27,17 +27,19 @@ def check_text(value: object) -> str:
     """Return the text of one record; a missing value is an empty text.
 
     Raises:
-        DataError: The value is not a string, or cannot be written as UTF-8.
+        DataError: The value is not a string, cannot be written as UTF-8, or is too large.
     """
     if value is None:
         return ""
     if not isinstance(value, str):
         raise DataError(f"the text is a value of type {type(value).__name__}, not a string.")
+    num_bytes = len(value)
     if not value.isascii():
         try:
-            value.encode("utf-8")
+            num_bytes = len(value.encode("utf-8"))
         except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
             raise DataError("the text holds a lone surrogate, no character.") from error
+    check_size(num_bytes)
     return value
 
 
@@ -134,10 +136,11 @@ def text_lines(chunk: FileChunk, *, skippable: bool = True) -> Iterator[list[str
 
     Args:
         chunk: The file, or a chunk of it.
-        skippable: Whether the policy decides about lines that are not UTF-8; otherwise they raise.
+        skippable: Whether the policy decides about lines that are not UTF-8 or too long; otherwise
+            they raise.
     """
     line = 1
-    for block in chunk.line_blocks():
+    for block in chunk.line_blocks(skippable=skippable):
         try:
             text = block.decode()
         except UnicodeDecodeError:
@@ -180,24 +183,39 @@ def bare_lines(chunk: FileChunk) -> Iterator[list[str]]:
 def paragraphs(chunk: FileChunk) -> Iterator[list[str]]:
     """Yield the paragraphs of a text file, separated by blank lines, without the last break."""
 
-    def texts() -> Iterator[str]:
-        begun: list[str] = []
+    def records() -> Iterator[tuple[list[str], int]]:
+        """Yield the lines of each paragraph and its bytes; a paragraph too large has no lines."""
+        lines: list[str] = []
+        num_bytes = 0
         for rows in text_lines(chunk):
             for row in rows:
                 if row.strip():
-                    begun.append(row)
-                elif begun:
-                    yield "".join(begun).rstrip("\r\n")
-                    begun = []
-        if begun:
-            yield "".join(begun).rstrip("\r\n")
+                    num_bytes += len(row.encode())
+                    lines.append(row)
+                    if num_bytes > MAX_DOCUMENT_BYTES:
+                        lines.clear()
+                elif num_bytes:
+                    yield lines, num_bytes
+                    lines, num_bytes = [], 0
+        if num_bytes:
+            yield lines, num_bytes
 
-    return batched(texts())
+    def text_of(record: tuple[list[str], int]) -> str:
+        lines, num_bytes = record
+        check_size(num_bytes)
+        return "".join(lines).rstrip("\r\n")
+
+    return record_batches(
+        records(),
+        lambda number: f"{chunk.path}, paragraph {number}",
+        chunk.on_bad_record,
+        text_of,
+    )
 
 
 def csv_records(chunk: FileChunk) -> Iterator[list[str]]:
     """Yield the texts of a CSV file with the column names in its first line."""
-    csv.field_size_limit(2**31 - 1)  # the module's own limit is 128 KiB
+    csv.field_size_limit(MAX_DOCUMENT_BYTES)  # the module's own limit is 128 KiB
     return batched(_csv_texts(chunk))
 
 
