@@ -123,6 +123,14 @@ def test_a_mixture_of_experts_is_planned_in_every_precision():
     assert fp32.block_flops == bf16.block_flops
 
 
+def test_a_model_that_the_trainer_refuses_is_refused():
+    shape = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads"))
+    sizes = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,vocab_size=320"
+    for model_type in ("bert", "xlnet"):
+        with pytest.raises(ConfigError, match=f"In this {model_type} model, tokens see later"):
+            plan_of(model_type=model_type, config_overrides=sizes, **shape)
+
+
 def test_a_model_that_reads_its_values_is_refused(monkeypatch):
     forward = GPT2Model.forward
 
@@ -130,7 +138,7 @@ def test_a_model_that_reads_its_values_is_refused(monkeypatch):
         return forward(self, input_ids, **other) if input_ids.any().item() else None
 
     monkeypatch.setattr(GPT2Model, "forward", skips_empty)
-    with pytest.raises(ConfigError, match="A gpt2 model cannot be planned, because its passes"):
+    with pytest.raises(ConfigError, match="The gpt2 model cannot be planned, because its passes"):
         plan_of()
 
 

@@ -27,8 +27,6 @@ from llm.runtime.float32 import full_float32
 _LENGTH = 4  # per document in the check; every model has enough positions for two
 _NEGLIGIBLE = 1e-3
 """Largest rounding error, relative to the effect of one document on the next without a mask."""
-_ROUNDING = 1e-4
-"""Largest rounding error of logits, relative to the effect of other tokens."""
 
 _Kind = Literal["blocks", "dense"]
 
@@ -107,38 +105,6 @@ def random_tokens(model: PreTrainedModel, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.config.get_text_config().vocab_size
     return torch.randint(vocab_size, shape, generator=generator).to(model.device)
-
-
-@torch.no_grad()
-@full_float32()
-def check_causal(model: PreTrainedModel) -> None:
-    """Refuse a model with tokens that see later ones: it would learn to copy them.
-
-    transformers lists encoders such as BERT among the causal language models, but they are causal
-    only if they are configured as decoders.
-
-    Args:
-        model: A causal language model with weights; its mode is restored.
-
-    Raises:
-        ConfigError: The logits of a token depend on later tokens.
-    """
-    text = model.config.get_text_config()
-    if getattr(text, "_attn_implementation", None) not in (None, "eager", "sdpa", "flex_attention"):
-        return  # other kernels may refuse float32
-    input_ids = random_tokens(model, 2, 2 * _LENGTH)
-    input_ids[1, :_LENGTH] = input_ids[0, :_LENGTH]
-    with evaluating(model):
-        logits = run_model(model, input_ids, None, None).logits.float()
-    earlier, later = (distance(*half) for half in logits.split(_LENGTH, dim=1))
-    if earlier > _ROUNDING * later:
-        remedy = "name another architecture"
-        if getattr(text, "is_decoder", None) is False:
-            remedy = "pass --config_overrides is_decoder=true, or name another architecture"
-        raise ConfigError(
-            f"In this {model.config.model_type} model, tokens see later tokens, so it would learn "
-            f"to copy instead of to predict: {remedy}."
-        )
 
 
 @torch.no_grad()

@@ -95,7 +95,7 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     for name in _POSITION_NAMES:
         value = getattr(text_config, name, None)
         if isinstance(value, int):
-            return value
+            return value if value > 0 else None  # XLNet has -1
     return None
 
 

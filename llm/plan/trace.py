@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llm.data.options import device_batch_size
-from llm.errors import ConfigError, one_line
+from llm.errors import ConfigError, LLMError, one_line
 from llm.models.loss import LanguageModelLoss, accelerator_chunk_bytes
 from llm.models.sizes import find_blocks, head_width
 from llm.plan.options import PlanOptions
@@ -246,9 +246,11 @@ def trace(
         autocast = torch.autocast("cpu", dtype, enabled=options.mixed_precision != "no")
         try:
             _run_micro_batch(loss, ids, labels, autocast, marks)
-        except RuntimeError as error:  # such as shapes that depend on the tokens
+        except LLMError:
+            raise
+        except Exception as error:  # such as shapes that depend on the tokens
             raise ConfigError(
-                f"A {model.config.model_type} model cannot be planned, because its passes do not "
+                f"The {model.config.model_type} model cannot be planned, because its passes do not "
                 f"run without data: {one_line(error)}."
             ) from error
     return _trace_of(marks, model, tensor=tensor, compiled=compiled, on_host=on_host)

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import BertConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from llm.data.order import DocumentBoundaries
 from llm.errors import ConfigError
-from llm.models.attention import check_causal, check_documents_apart
+from llm.models.attention import check_documents_apart
 from llm.models.loss import LanguageModelLoss
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 
@@ -43,24 +43,6 @@ def build(family: str, kernel: str, **options) -> PreTrainedModel:
         return tiny_model(tiny_config(family), attention_implementation=kernel, **options).eval()
     except ConfigError:
         pytest.skip(f"{family} has no {kernel} kernel")
-
-
-BERT = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-def test_an_encoder_is_refused_unless_it_is_made_a_decoder():
-    with pytest.raises(
-        ConfigError, match=r"In this bert model, tokens see later .* is_decoder=true"
-    ):
-        check_causal(tiny_model(BertConfig(**BERT)))
-    check_causal(tiny_model(BertConfig(**BERT, is_decoder=True)))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_token_of_a_family_sees_a_later_one(family):
-    model = tiny_model(tiny_config(family))
-    check_causal(model)
-    assert model.training
 
 
 def gradient(model: PreTrainedModel) -> Tensor:

@@ -13,8 +13,9 @@ from llm.checkpoint.load import load_model, parts_of
 from llm.checkpoint.retention import mark_superseded
 from llm.errors import ParallelError
 from llm.metrics.hardware import device_memory
-from llm.models.attention import check_causal, check_documents_apart, use_document_attention
+from llm.models.attention import check_documents_apart, use_document_attention
 from llm.models.build import build_model, set_special_tokens
+from llm.models.causality import check_causal, check_outline_causal
 from llm.models.compilation import compile_blocks
 from llm.models.init import dummy_weights, without_weights
 from llm.models.loss import make_loss
@@ -71,6 +72,8 @@ def make_model(config: CoreConfig, setup: RunSetup, world: World) -> PreTrainedM
     is_pretrained = source is not None or settings is not None
     set_special_tokens(model, setup.tokenizer, is_pretrained=is_pretrained)
     has_values = model.device.type != "meta"
+    if not has_values:
+        check_outline_causal(model)
     with dummy_weights(model, device):
         _check_use(config, setup, model, has_values)
     return model
@@ -88,9 +91,7 @@ def _check_use(
         has_values: Whether it has its own weights and buffers.
     """
     boundaries, dims = setup.document_boundaries, setup.dims
-    is_encoder = getattr(model.config.get_text_config(), "is_decoder", None) is False
-    # Dummy values also replace the causal masks that some models hold in buffers.
-    if has_values or is_encoder:
+    if has_values:
         check_causal(model)
     # Context parallelism uses a different attention.
     if (
