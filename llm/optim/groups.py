@@ -45,28 +45,28 @@ def parameter_groups(options: OptimizerOptions, model: torch.nn.Module) -> list[
     factor = embedding_rate_factor(options)
     if factor is None:
         return groups
-    own = {"lr": options.embedding_learning_rate, "rate_factor": factor}
-    return split_groups(groups, set(inner_matrices(model)), {}, own)
+    embedding_settings = {"lr": options.embedding_learning_rate, "rate_factor": factor}
+    return split_groups(groups, set(inner_matrices(model)), {}, embedding_settings)
 
 
 def split_groups(
     groups: Iterable[dict[str, Any]],
     chosen: set[torch.nn.Parameter],
-    inside: dict[str, Any] | None,
-    outside: dict[str, Any] | None,
+    chosen_settings: dict[str, Any] | None,
+    other_settings: dict[str, Any] | None,
 ) -> list[dict[str, Any]]:
     """Split each group into the chosen parameters and the others; an empty group is left out.
 
     Args:
         groups: Parameter groups; not changed.
         chosen: Parameters of any group.
-        inside: Settings of the chosen parameters; None leaves them out.
-        outside: Settings of the others; None leaves them out.
+        chosen_settings: Settings of the chosen parameters; None leaves them out.
+        other_settings: Settings of the others; None leaves them out.
     """
     split = [
         group | {"params": [p for p in group["params"] if (p in chosen) is is_chosen]} | settings
         for group in groups
-        for is_chosen, settings in ((True, inside), (False, outside))
+        for is_chosen, settings in ((True, chosen_settings), (False, other_settings))
         if settings is not None
     ]
     return [group for group in split if group["params"]]
@@ -99,9 +99,11 @@ def scale_learning_rates(
             changed = {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor}
             # BF16AdamW also has a key for each parameter.
             lists = {key: group[key] for key in ("params", "keys") if key in group}
-            own = {key: [values[place] for place in places] for key, values in lists.items()}
+            group_lists = {
+                key: [values[place] for place in places] for key, values in lists.items()
+            }
             changed["rate_factor"] = factor * group.get("rate_factor", 1.0)
-            split.append(group | own | changed)
+            split.append(group | group_lists | changed)
     optimizer.param_groups = split
 
 
@@ -123,5 +125,8 @@ def embeddings_and_head(model: torch.nn.Module) -> set[torch.nn.Parameter]:
 def inner_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return the trained matrices and stacks, except embeddings and the output head."""
     outside = embeddings_and_head(model)
-    named = model.named_parameters()
-    return [p for name, p in named if p.requires_grad and decays(name, p) and p not in outside]
+    return [
+        p
+        for name, p in model.named_parameters()
+        if p.requires_grad and decays(name, p) and p not in outside
+    ]

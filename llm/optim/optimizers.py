@@ -65,10 +65,10 @@ def adamw_step(
     adamw(
         ready,
         [p.grad for p in ready if p.grad is not None],
-        [each["exp_avg"] for each in states],
-        [each["exp_avg_sq"] for each in states],
+        [entry["exp_avg"] for entry in states],
+        [entry["exp_avg_sq"] for entry in states],
         [],
-        [each["step"] for each in states],
+        [entry["step"] for entry in states],
         fused=True,
         found_inf=found_inf,
         amsgrad=False,

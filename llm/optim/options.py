@@ -172,9 +172,9 @@ def optimizer_problems(options: OptimizerOptions) -> list[str]:
         ("num_decay_steps", "num_decay_tokens"),
     )
     for names in phases:
-        named = [f"--{name}" for name in names if name in non_default(options)]
-        if len(named) > 1:
-            problems.append(f"{' and '.join(named)} exclude each other; give one of them.")
+        conflicting = [f"--{name}" for name in names if name in non_default(options)]
+        if len(conflicting) > 1:
+            problems.append(f"{' and '.join(conflicting)} exclude each other; give one of them.")
     if len(options.betas) != 2:
         problems.append(f"--betas takes two numbers, not {len(options.betas)}.")
     if options.embedding_learning_rate is not None and not options.learning_rate:
@@ -184,8 +184,8 @@ def optimizer_problems(options: OptimizerOptions) -> list[str]:
         )
     if not options.optimizer_kind.has_betas:
         kinds = optimizer_kinds(type(options))
-        *most, last = (name for name, kind in kinds.items() if kind.has_betas)
-        allowed = f"{', '.join(most)} and {last}" if most else last
+        *leading_names, last_name = (name for name, kind in kinds.items() if kind.has_betas)
+        allowed = f"{', '.join(leading_names)} and {last_name}" if leading_names else last_name
         problems += [
             f"--{name} is not for --optimizer {options.optimizer}, but for {allowed}; leave it out."
             for name in ("betas", "eps")
@@ -260,12 +260,12 @@ def scheduler_kwargs(text: str | None, *, kind: str) -> dict[str, float]:
         ) from None
     if not is_json and len(values) < len(pairs):
         raise ConfigError(f"--lr_scheduler_kwargs {text} sets a name twice; give it once.")
-    known = _SCHEDULER_KWARGS.get(kind)
+    setting = _SCHEDULER_KWARGS.get(kind)
     for name, value in values.items():
-        if name != known:
+        if name != setting:
             raise ConfigError(
                 f"--lr_scheduler_kwargs sets {name}, which --lr_scheduler_type {kind} does not "
-                f"have; " + (f"it has {known}." if known else "leave it out.")
+                f"have; " + (f"it has {setting}." if setting else "leave it out.")
             )
         if type(value) not in (int, float) or not 0 < value <= 1e6:
             raise ConfigError(

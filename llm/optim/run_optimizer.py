@@ -15,13 +15,13 @@ class StateMemory:
     """Bytes that an optimizer takes in addition to its state of each weight.
 
     Attributes:
-        whole: What a rank keeps if it holds the whole model.
+        replicated: What a rank keeps if it holds the whole model.
         divided: What all ranks keep together if they divide the model.
         recording: What a rank takes during the forward and backward passes.
         stepping: What a rank takes during the update.
     """
 
-    whole: int = 0
+    replicated: int = 0
     divided: int = 0
     recording: int = 0
     stepping: int = 0

@@ -48,7 +48,7 @@ def make_schedule(
         ConfigError: Warm-up and the other phases do not fit into `total_steps`.
     """
     warmup_steps = options.num_warmup_steps if warmup is None else warmup
-    kind, start, end = _phases(
+    kind, start, end = _resolve_decay(
         options,
         total_steps=total_steps,
         warmup_steps=warmup_steps,
@@ -76,7 +76,7 @@ def make_schedule(
     return schedule
 
 
-def _phases(
+def _resolve_decay(
     options: OptimizerOptions,
     *,
     total_steps: int,

@@ -79,23 +79,23 @@ class AcceleratedStrategy:
         self.model: Any = loss.get_submodule("model")
         if self.accelerator.mixed_precision == "fp8":
             convert_to_fp8(self.model, all_gather=self._gathers_in_fp8)
-        self._shard()
+        self._shard_model()
         self.run_optimizer = make_optimizer(self.model, self.mesh)
         self.optimizer = self.run_optimizer.optimizer
-        self.parameters = _optimized(self.optimizer)
+        self.parameters = _optimizer_parameters(self.optimizer)
         self._localize_optimizer()
-        self.local_parameters = _optimized(self.optimizer)
-        self.wrapped = self._wrap()
+        self.local_parameters = _optimizer_parameters(self.optimizer)
+        self.wrapped = self._wrap_loss()
         with self.autocast():
             order_buckets(self.wrapped, self.device)
 
-    def _shard(self) -> None:
+    def _shard_model(self) -> None:
         """Replace the model's parameters by this rank's shards of them."""
 
     def _localize_optimizer(self) -> None:
         """Replace the optimizer's parameters by this rank's local tensors."""
 
-    def _wrap(self) -> nn.Module:
+    def _wrap_loss(self) -> nn.Module:
         """Return the loss in Accelerate's autocast; evaluation mode bypasses DDP."""
         with warnings.catch_warnings():
             # Accelerate passes broadcast_buffers by its older name.
@@ -149,28 +149,28 @@ class AcceleratedStrategy:
     ) -> Tensor:
         """Run forward and backward of all micro-batches; return the sums for the log."""
         total = torch.zeros((), device=self.device)
-        with self._recording(token_weight), self._weight_casts(len(micro_batches)):
+        with self._record_step(token_weight), self._weight_casts(len(micro_batches)):
             for number, micro_batch in enumerate(micro_batches, start=1):
                 with self._gradient_sync(number == len(micro_batches)):
                     with self.autocast():
                         objective, sums = self.wrapped(*micro_batch)
-                    self._scale(objective * token_weight).backward()
+                    self._scale_objective(objective * token_weight).backward()
                 total = total + sums
         return total
 
-    def _recording(self, token_weight: float) -> contextlib.AbstractContextManager[None]:
+    def _record_step(self, token_weight: float) -> contextlib.AbstractContextManager[None]:
         """Return the optimizer's context around the passes of a step."""
         return self.run_optimizer.recording(token_weight=token_weight, loss_scale=self.loss_scale)
 
     def _weight_casts(self, micro_batches: int) -> contextlib.AbstractContextManager[None]:
         """Cast the weights once per step; with one micro-batch, copies would only live longer."""
         halves = self._fp16_on_cpu or self.accelerator.mixed_precision != "no"
-        several = halves and micro_batches > 1
-        return cast_weights_once(self.device) if several else contextlib.nullcontext()
+        casts_pay_off = halves and micro_batches > 1
+        return cast_weights_once(self.device) if casts_pay_off else contextlib.nullcontext()
 
-    def _gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+    def _gradient_sync(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
         """All-reduce gradients in the backward of a step's last micro-batch only (no_sync)."""
-        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped)
+        return contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.wrapped)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of the run's precision, to run the model in."""
@@ -178,7 +178,7 @@ class AcceleratedStrategy:
             return torch.autocast("cpu", torch.float16)
         return self.accelerator.autocast()  # type: ignore[no-any-return]
 
-    def _scale(self, objective: Tensor) -> Tensor:
+    def _scale_objective(self, objective: Tensor) -> Tensor:
         return objective if self.scaler is None else self.scaler.scale(objective)
 
     def _reduce_gradients(self) -> None:
@@ -194,7 +194,7 @@ class AcceleratedStrategy:
         self.run_optimizer.before_clip(learning_rate=self._learning_rate)
         norm = self._gradient_norm()
         if max_grad_norm > 0:
-            self._clip(norm, max_grad_norm)
+            self._clip_gradients(norm, max_grad_norm)
         skipped = (~torch.isfinite(norm)).to(torch.float32)
         # The fused optimizers read this flag on the device: with it set they change nothing.
         # GradScaler.step would wait for its own; the norm covers overflows in every precision.
@@ -209,7 +209,7 @@ class AcceleratedStrategy:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
 
-    def _clip(self, norm: Tensor, max_grad_norm: float) -> None:
+    def _clip_gradients(self, norm: Tensor, max_grad_norm: float) -> None:
         """Scale the gradient to the largest norm, if its norm is larger."""
         if type(self.optimizer) is torch.optim.AdamW and norm.dtype == torch.float32:
             # The fused kernel divides gradients by this, which saves a pass over all of them.
@@ -246,7 +246,7 @@ class AcceleratedStrategy:
     def loss_scale(self) -> Tensor:
         """Return the loss scale (1 without fp16)."""
         # scale() multiplies on the device, where get_scale() would wait for it.
-        return self._scale(torch.ones((), device=self.device))
+        return self._scale_objective(torch.ones((), device=self.device))
 
     def reduce_sum(self, values: Tensor) -> Tensor:
         """Return the sum over all slices of the data; every rank must call it."""
@@ -346,15 +346,15 @@ class AcceleratedStrategy:
             return {}
         # Copies on a CPU too: with averaged weights the live ones change back. A tied weight stays
         # one tensor.
-        whole: dict[str, Tensor] = {}
+        state_dict: dict[str, Tensor] = {}
         copies: dict[tuple[int, torch.Size], Tensor] = {}
         for name, tensor in self.model.state_dict().items():
             key = tensor.data_ptr(), tensor.shape
             if key not in copies:
                 copies[key] = tensor.to("cpu", copy=True)
-            whole[name] = copies[key]
-        return whole
+            state_dict[name] = copies[key]
+        return state_dict
 
 
-def _optimized(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def _optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]

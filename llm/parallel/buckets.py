@@ -52,8 +52,8 @@ def bucket_groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         kind = tensor.dtype, tensor.device
         group = open_groups.get(kind)
-        held = 0 if group is None else sum(other.nbytes for other in group)
-        if group is None or held + tensor.nbytes > BUCKET_BYTES:
+        num_bytes = 0 if group is None else sum(member.nbytes for member in group)
+        if group is None or num_bytes + tensor.nbytes > BUCKET_BYTES:
             group = open_groups[kind] = []
             groups.append(group)
         group.append(tensor)

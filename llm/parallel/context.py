@@ -79,15 +79,15 @@ class SequenceShard:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
             positions = positions.expand_as(input_ids)
         return MicroBatch(
-            self._cut(input_ids),
-            self._cut(labels),
-            self._cut(positions),
-            None if documents is None else self._cut(documents),
+            self._local_chunks(input_ids),
+            self._local_chunks(labels),
+            self._local_chunks(positions),
+            None if documents is None else self._local_chunks(documents),
             sources,
         )
 
-    def _cut(self, whole: Tensor) -> Tensor:
-        chunks = whole.chunk(self.num_chunks, dim=1)
+    def _local_chunks(self, tensor: Tensor) -> Tensor:
+        chunks = tensor.chunk(self.num_chunks, dim=1)
         return torch.cat([chunks[number] for number in self.chunks], dim=1)
 
     def gather(self, shard: Tensor, dim: int) -> Tensor:
@@ -101,8 +101,8 @@ class SequenceShard:
             The tokens of all ranks along `dim`, in the order of the sequence. Its gradient is
             summed over the ranks (reduce-scatter).
         """
-        whole: Tensor = _Gather.apply(shard, dim, self._group)  # type: ignore[no-untyped-call]
-        return whole
+        sequence: Tensor = _Gather.apply(shard, dim, self._group)  # type: ignore[no-untyped-call]
+        return sequence
 
 
 class _Gather(torch.autograd.Function):
@@ -113,8 +113,8 @@ class _Gather(torch.autograd.Function):
         tokens_first = shard.movedim(dim, 0).contiguous()
         gathered = tokens_first.new_empty(ranks * len(tokens_first), *tokens_first.shape[1:])
         torch_names.all_gather_single(gathered, tokens_first, group=group)
-        front, back = gathered.unflatten(0, (ranks, 2, -1)).unbind(1)
-        return torch.cat([front, back.flip(0)]).flatten(0, 1).movedim(0, dim)
+        first_half, second_half = gathered.unflatten(0, (ranks, 2, -1)).unbind(1)
+        return torch.cat([first_half, second_half.flip(0)]).flatten(0, 1).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
@@ -151,7 +151,7 @@ class _ShardedAttention:
         keys = torch.arange(q_length // 2 * shard.num_chunks, device=device)
         chunks = keys.chunk(shard.num_chunks)
         queries = torch.cat([chunks[number] for number in shard.chunks])
-        visible = _visible(mask_function, queries.unsqueeze(0), keys)
+        visible = _evaluate_mask(mask_function, queries.unsqueeze(0), keys)
         if documents is not None:
             of_keys = shard.gather(documents, 1)[:, None, None]
             visible = visible & (documents[:, None, :, None] == of_keys)
@@ -172,8 +172,9 @@ class _ShardedAttention:
         # bytes.
         dtype = kernel_dtype(query.dtype, query.device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        both = shard.gather(torch.cat([key, value], dim=-1), 2)  # one all-gather for both
-        key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        # One all-gather for both.
+        keys_and_values = shard.gather(torch.cat([key, value], dim=-1), 2)
+        key, value = keys_and_values.split([key.shape[-1], value.shape[-1]], dim=-1)
         # Without a mask, half-precision kernels share key-value heads.
         enable_gqa = attention_mask is None and dtype != torch.float32
         if not enable_gqa:
@@ -181,14 +182,14 @@ class _ShardedAttention:
         length = query.shape[2] // 2
         attended = []
         for number, chunk in enumerate(shard.chunks):
-            own = slice(number * length, (number + 1) * length)
+            rows = slice(number * length, (number + 1) * length)
             end = (chunk + 1) * length  # no token of the chunk attends beyond it
             if attention_mask is None:
                 bias: Tensor = causal_lower_right(length, end)
             else:
-                bias = attention_mask[..., own, :end]
-            tensors = query[..., own, :], key[..., :end, :], value[..., :end, :]
-            attended.append(_attend(*tensors, bias, enable_gqa=enable_gqa, **kwargs))
+                bias = attention_mask[..., rows, :end]
+            tensors = query[..., rows, :], key[..., :end, :], value[..., :end, :]
+            attended.append(_scaled_dot_product(*tensors, bias, enable_gqa=enable_gqa, **kwargs))
         return torch.cat(attended, dim=1), None
 
 
@@ -233,8 +234,8 @@ def check_divisible(model: PreTrainedModel, *, ranks: int, block_size: int) -> N
     ends = torch.arange(block_size, device=model.device)
     ends = ends.view(2 * ranks, -1)[:, -_CHECKED_TOKENS:]
     positions, tokens = ends.flatten(), torch.arange(ends.numel(), device=model.device)
-    front, back = tokens.view(2, ranks, -1).unbind()
-    shards = torch.cat([front, back.flip(0)], dim=1)
+    first_half, second_half = tokens.view(2, ranks, -1).unbind()
+    shards = torch.cat([first_half, second_half.flip(0)], dim=1)
     input_ids = random_tokens(model, len(tokens))
 
     def logits(of: Tensor) -> Tensor:
@@ -245,13 +246,17 @@ def check_divisible(model: PreTrainedModel, *, ranks: int, block_size: int) -> N
     try:
         with evaluating(model):
             # Before the whole sequence: some rotary embeddings remember the longest they have seen.
-            alone = logits(shards[-1:])
-            whole = logits(tokens.unsqueeze(0))[0, shards]
-            apart = logits(shards)
+            last_shard_logits = logits(shards[-1:])
+            full_logits = logits(tokens.unsqueeze(0))[0, shards]
+            shard_logits = logits(shards)
             _simulate_ranks(model, shards)
-            divided = logits(shards)
-        error = max(distance(divided, whole), distance(alone, apart[-1:]))
-        divisible = not model._is_stateful and error <= _TOLERANCE * distance(apart, whole)
+            parallel_logits = logits(shards)
+        error = max(
+            distance(parallel_logits, full_logits), distance(last_shard_logits, shard_logits[-1:])
+        )
+        divisible = not model._is_stateful and error <= _TOLERANCE * distance(
+            shard_logits, full_logits
+        )
     except (TypeError, ValueError, IndexError, RuntimeError):
         divisible = False  # it takes no positions, or its attention has another interface
     finally:
@@ -268,14 +273,14 @@ def _simulate_ranks(model: PreTrainedModel, shards: Tensor) -> None:
     """Let each row of a batch attend to all rows, as if they were the shards of one sequence."""
     order = shards.flatten().argsort()
 
-    def gathered(rows: Tensor) -> Tensor:
-        whole = rows.transpose(0, 1).flatten(1, 2)[:, order]
-        return whole.expand(len(shards), *whole.shape)
+    def gather_rows(rows: Tensor) -> Tensor:
+        sequence = rows.transpose(0, 1).flatten(1, 2)[:, order]
+        return sequence.expand(len(shards), *sequence.shape)
 
     def mask(*, mask_function: Callable[..., Tensor], **unused: Any) -> Tensor:
         keys = torch.arange(shards.numel(), device=shards.device)
         earlier = keys <= shards[:, None, :, None]  # regardless of the model's mask
-        return _visible(mask_function, shards, keys) & earlier
+        return _evaluate_mask(mask_function, shards, keys) & earlier
 
     def attend(
         module: torch.nn.Module,
@@ -285,8 +290,8 @@ def _simulate_ranks(model: PreTrainedModel, shards: Tensor) -> None:
         attention_mask: Tensor,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        key, value = (_for_all_heads(query, gathered(tensor)) for tensor in (key, value))
-        return _attend(query, key, value, attention_mask, **kwargs), None
+        key, value = (_for_all_heads(query, gather_rows(tensor)) for tensor in (key, value))
+        return _scaled_dot_product(query, key, value, attention_mask, **kwargs), None
 
     _use_kernel(model, attend, mask)
 
@@ -299,15 +304,15 @@ def _use_kernel(
     model.set_attn_implementation(KERNEL)
 
 
-def _visible(mask_function: Callable[..., Tensor], queries: Tensor, keys: Tensor) -> Tensor:
+def _evaluate_mask(mask_function: Callable[..., Tensor], queries: Tensor, keys: Tensor) -> Tensor:
     """Return a mask [rows, 1, queries, keys], from positions [rows, queries] and [keys]."""
     row = torch.arange(len(queries), device=queries.device)[:, None, None, None]
     head = row.new_zeros(1, 1, 1, 1)
-    visible: Tensor = mask_function(row, head, queries[:, None, :, None], keys[None, None, None, :])
-    return visible
+    mask: Tensor = mask_function(row, head, queries[:, None, :, None], keys[None, None, None, :])
+    return mask
 
 
-def _attend(
+def _scaled_dot_product(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -87,17 +87,17 @@ def parallel_dims(options: ParallelOptions, world_size: int) -> ParallelDims:
     Raises:
         ConfigError: The sizes do not divide the number of ranks.
     """
-    given = {
+    sizes = {
         "pipeline_parallel_size": options.pipeline_parallel_size,
         "data_parallel_shard_size": options.data_parallel_shard_size,
         "context_parallel_size": options.context_parallel_size,
         "tensor_parallel_size": options.tensor_parallel_size,
     }
-    product = math.prod(given.values())
+    product = math.prod(sizes.values())
     if world_size % product:
-        asked = " x ".join(f"--{name} {size}" for name, size in given.items() if size > 1)
+        factors = " x ".join(f"--{name} {size}" for name, size in sizes.items() if size > 1)
         raise ConfigError(
-            f"{asked} is {product} ranks, which do not divide the {world_size} that there are; "
+            f"{factors} is {product} ranks, which do not divide the {world_size} that there are; "
             f"use a number of ranks that is a multiple of {product}, or make a size smaller."
         )
     return ParallelDims(

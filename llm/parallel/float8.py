@@ -29,12 +29,12 @@ def convert_to_fp8(model: nn.Module, *, all_gather: bool = False) -> None:
     """
     from torchao.float8 import Float8LinearConfig
 
-    before = {type(module) for module in model.modules()}
+    original_types = {type(module) for module in model.modules()}
     # Padded, because the float8 product needs multiples of 16, also for tokens. No filter: the
     # default filter of Accelerate before 1.15 fails on every model.
     config = Float8LinearConfig(pad_inner_dim=True, enable_fsdp_float8_all_gather=all_gather)
     convert_model_to_fp8_ao(model, config=config, module_filter_func=None)
-    converted = sum(type(module) not in before for module in model.modules())
+    converted = sum(type(module) not in original_types for module in model.modules())
     if not converted:
         raise ParallelError(
             "--mixed_precision fp8 changes linear layers with sizes that are multiples of 16, and "

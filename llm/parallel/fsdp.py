@@ -94,7 +94,7 @@ class ShardedStrategy(AcceleratedStrategy):
             # An overflow in one rank's shard must lower the scale on all ranks.
             self.scaler = ShardedGradScaler(self.device.type)
 
-    def _shard(self) -> None:
+    def _shard_model(self) -> None:
         if self._sequence is not None:
             divide_attention(self.model, self._sequence)
         self._divide_layers()
@@ -104,9 +104,9 @@ class ShardedStrategy(AcceleratedStrategy):
             register_fsdp_forward_method(self.loss, "predictions")
             if ends:
                 self._shard_ends(*ends)
-            _prefetch(self.loss, *ends[:1], *blocks, *ends[1:])
+            _prefetch_in_order(self.loss, *ends[:1], *blocks, *ends[1:])
         # The head belongs to the group of its loss, which is not inside the model.
-        self._materialize([self.loss, *([] if self._head is None else [self._head])])
+        self._allocate_weights([self.loss, *([] if self._head is None else [self._head])])
 
     def _divide_layers(self) -> None:
         """Apply tensor parallelism before FSDP, which shards the results."""
@@ -149,9 +149,11 @@ class ShardedStrategy(AcceleratedStrategy):
         half = self._gathers_in_bf16
         policy = _IN_BF16 if half else MixedPrecisionPolicy()
         # The root comes first, so that it does not look for norms inside sharded blocks.
-        inside = {parameter for module in (*blocks, *ends) for parameter in module.parameters()}
+        block_parameters = {
+            parameter for module in (*blocks, *ends) for parameter in module.parameters()
+        }
         norms = {parameter for block in blocks for parameter in _norm_weights(block) if half}
-        fully_shard(root, mesh=mesh, ignored_params=inside - norms, **options)
+        fully_shard(root, mesh=mesh, ignored_params=block_parameters - norms, **options)
         for block in blocks:
             norms = _norm_weights(block) if half else set()  # sharding has replaced the tensors
             fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=norms, **options)
@@ -180,7 +182,7 @@ class ShardedStrategy(AcceleratedStrategy):
         if half:
             head.register_forward_pre_hook(_keep_float32_gradients)
 
-    def _materialize(self, roots: Sequence[nn.Module | FSDPModule]) -> None:
+    def _allocate_weights(self, roots: Sequence[nn.Module | FSDPModule]) -> None:
         """Allocate and initialize a model on the meta device.
 
         Args:
@@ -228,7 +230,7 @@ class ShardedStrategy(AcceleratedStrategy):
         """Keep no copies, because gathered weights are freed after each block."""
         return scaled_for_gathers(self.model) if self._gathers_in_fp8 else contextlib.nullcontext()
 
-    def _gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+    def _gradient_sync(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
         """All-reduce over replicas in the last micro-batch only.
 
         The reduce-scatter over shards runs in every micro-batch, unless unsharded gradients may
@@ -237,13 +239,13 @@ class ShardedStrategy(AcceleratedStrategy):
         head after its backward pass.
         """
         if isinstance(self.loss, FSDPModule):
-            self.loss.set_requires_all_reduce(last)
+            self.loss.set_requires_all_reduce(is_last)
             if self._unsharded_gradients:
-                self.loss.set_requires_gradient_sync(last)
+                self.loss.set_requires_gradient_sync(is_last)
             for module in (self.loss, self._embedding, self._head):
                 if module is not None:
-                    module.set_reshard_after_backward(last, recurse=False)
-            self._hold_embedding(not last)
+                    module.set_reshard_after_backward(is_last, recurse=False)
+            self._hold_embedding(not is_last)
         return contextlib.nullcontext()
 
     def _hold_embedding(self, hold: bool) -> None:
@@ -343,21 +345,21 @@ class ShardedStrategy(AcceleratedStrategy):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's parameters and persistent buffers on rank 0's host."""
         reshard(self.wrapped)
-        whole = {}
+        state_dict = {}
         for name, tensor in self.model.state_dict().items():
             gathered = full_tensor(tensor)  # on all ranks, because it is an all-gather
             if self.rank == 0:
-                whole[name] = gathered.detach().cpu()
-        return whole
+                state_dict[name] = gathered.detach().cpu()
+        return state_dict
 
 
 def _norm_weights(block: nn.Module) -> set[nn.Parameter]:
     """Return the parameters of a block's modules that have a gain or a bias, and no matrix."""
     weights: set[nn.Parameter] = set()
     for module in block.modules():
-        own = set(module.parameters(recurse=False))
-        if all(parameter.ndim < 2 for parameter in own):
-            weights |= own
+        parameters = set(module.parameters(recurse=False))
+        if all(parameter.ndim < 2 for parameter in parameters):
+            weights |= parameters
     return weights
 
 
@@ -369,7 +371,7 @@ def _untied_ends(loss: LanguageModelLoss) -> list[nn.Module]:
     return [embedding, head if loss.head_loss is None else loss.head_loss]
 
 
-def _prefetch(*modules: Any) -> None:
+def _prefetch_in_order(*modules: Any) -> None:
     """Let each module gather the next module's weights before it computes.
 
     In backward passes PyTorch does this by default, in reverse order.

@@ -117,14 +117,14 @@ def parallel_problems(options: ParallelOptions) -> list[str]:
             if name not in ("data_parallel_shard_size", "tensor_parallel_size")
         ]
     problems += [
-        f"--{one} does not go with --{other}; leave one of them out."
-        for one, other in itertools.combinations(sizes_above_one(options), 2)
-        if not any({one, other} <= together for together in _TOGETHER)
+        f"--{first} does not go with --{second}; leave one of them out."
+        for first, second in itertools.combinations(sizes_above_one(options), 2)
+        if not any({first, second} <= combination for combination in _COMBINABLE)
     ]
     return problems
 
 
-_TOGETHER = (
+_COMBINABLE = (
     {"data_parallel_shard_size", "tensor_parallel_size", "pipeline_parallel_size"},
     {"data_parallel_shard_size", "tensor_parallel_size", "context_parallel_size"},
 )

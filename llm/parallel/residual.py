@@ -41,24 +41,26 @@ class ResidualStream:
             raise ValueError(
                 f"{self._mesh.size()} ranks cannot share {hidden.shape[1]} tokens equally."
             )
-        whole = DTensor.from_local(hidden, self._mesh, [Replicate()], run_check=False)
-        own: Tensor = whole.redistribute(placements=[_TOKENS]).to_local()
-        return own
+        replicated = DTensor.from_local(hidden, self._mesh, [Replicate()], run_check=False)
+        shard: Tensor = replicated.redistribute(placements=[_TOKENS]).to_local()
+        return shard
 
-    def gather(self, own: Tensor, *, for_layer: bool) -> Tensor:
+    def gather(self, shard: Tensor, *, for_layer: bool) -> Tensor:
         """Return all tokens, [batch, tokens, width].
 
         Args:
-            own: This rank's tokens.
+            shard: This rank's tokens.
             for_layer: Whether each rank computes a part of the layer that reads them. The gradients
                 of the parts are reduce-scattered; otherwise they are equal on all ranks.
         """
-        if for_layer and torch.is_autocast_enabled(own.device.type):
+        if for_layer and torch.is_autocast_enabled(shard.device.type):
             # The layer's products would cast all tokens; this sends half the bytes.
-            own = own.to(torch.get_autocast_dtype(own.device.type))
-        shards = DTensor.from_local(own, self._mesh, [_TOKENS], run_check=False)
-        whole = shards.redistribute(placements=[Replicate()])
-        gathered: Tensor = whole.to_local(grad_placements=[Partial() if for_layer else Replicate()])
+            shard = shard.to(torch.get_autocast_dtype(shard.device.type))
+        shards = DTensor.from_local(shard, self._mesh, [_TOKENS], run_check=False)
+        replicated = shards.redistribute(placements=[Replicate()])
+        gathered: Tensor = replicated.to_local(
+            grad_placements=[Partial() if for_layer else Replicate()]
+        )
         return gathered
 
     def read(self, inputs: Tensor) -> Tensor:
@@ -71,8 +73,8 @@ class ResidualStream:
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Return the same tensor; its gradient is all-reduced."""
-        whole = DTensor.from_local(tensor, self._mesh, [Replicate()], run_check=False)
-        copied: Tensor = whole.to_local(grad_placements=[Partial()])
+        replicated = DTensor.from_local(tensor, self._mesh, [Replicate()], run_check=False)
+        copied: Tensor = replicated.to_local(grad_placements=[Partial()])
         return copied
 
     def add(self, product: Tensor, bias: Tensor | None) -> Tensor:

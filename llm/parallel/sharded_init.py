@@ -68,11 +68,11 @@ def fill_model(
 
     loaded = {name for file in files for name in file.key_of}
     init_shards(model, make_recipe, seed=seed, device=device, loaded=loaded)
-    own = _tensors(model)
+    targets = _named_tensors(model)
     for file in files:
         with safe_open(file.path, framework="pt") as opened, torch.no_grad():
-            for name in file.key_of.keys() & own.keys():
-                _copy_shard(own[name], opened.get_slice(file.key_of[name]))
+            for name in file.key_of.keys() & targets.keys():
+                _copy_shard(targets[name], opened.get_slice(file.key_of[name]))
     for transform in transforms:
         transform.initial(model)
     if options.no_bias:
@@ -103,7 +103,7 @@ def init_shards(
         device: Where parameters and buffers will be.
         loaded: Names of weights that keep their allocated contents.
     """
-    _allocate(model, device)
+    _allocate_tensors(model, device)
     recipe = make_recipe()
     for name in recipe.all_tied_weights_keys:
         # A weight that will be tied is not initialized, as when weights are loaded.
@@ -118,27 +118,27 @@ def init_shards(
             f"Each rank initializes the whole {type(model).__name__} and then keeps its shards, "
             f"which takes the memory of all weights for a moment: {reason}"
         )
-        whole = make_recipe()
-        materialize(whole, seed=seed, device=device)
-        own = _tensors(model)
-        for name, tensor in [*whole.named_parameters(), *whole.named_buffers()]:
-            if name in own and name not in loaded:
-                _copy_shard(own[name], tensor.detach())
+        full_model = make_recipe()
+        materialize(full_model, seed=seed, device=device)
+        targets = _named_tensors(model)
+        for name, tensor in [*full_model.named_parameters(), *full_model.named_buffers()]:
+            if name in targets and name not in loaded:
+                _copy_shard(targets[name], tensor.detach())
 
 
-def _allocate(model: nn.Module, device: torch.device) -> None:
+def _allocate_tensors(model: nn.Module, device: torch.device) -> None:
     """Leave the meta device; keeps tied parameters tied, unlike `to_empty`."""
     names: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             names.setdefault(parameter, []).append((module, name))
     model.to_empty(device=device)
-    for (owner, first), *others in names.values():
-        for module, name in others:
+    for (owner, first), *aliases in names.values():
+        for module, name in aliases:
             module.register_parameter(name, owner.get_parameter(first))
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by name; tied ones appear under each name."""
     parameters = model.named_parameters(remove_duplicate=False)
     buffers = model.named_buffers(remove_duplicate=False)
@@ -172,10 +172,10 @@ class ShardedDraws(KeyedDraws):
         loaded: Container[str] = (),
     ) -> None:
         super().__init__(recipe, seed)
-        own = _tensors(model)
-        self._targets = {name: own[name] for name in own if name not in loaded}
+        targets = _named_tensors(model)
+        self._targets = {name: targets[name] for name in targets if name not in loaded}
         self._device = _META
-        self._held: tuple[str, Tensor] | None = None
+        self._open_tensor: tuple[str, Tensor] | None = None
 
     def run(self, device: torch.device) -> None:
         """Initialize the model; raises `_NeedsWholeModelError` if this needs a whole model."""
@@ -187,9 +187,9 @@ class ShardedDraws(KeyedDraws):
                 raise
             # torch raises this where a tensor on the meta device is read.
             raise _NeedsWholeModelError(str(error)) from error
-        self._keep()
-        own = self.names.intersection(self._targets)
-        unwritten = own - self.written - set(self._model.all_tied_weights_keys)
+        self._store_open_tensor()
+        local_names = self.names.intersection(self._targets)
+        unwritten = local_names - self.written - set(self._model.all_tied_weights_keys)
         if unwritten:
             raise _NeedsWholeModelError(f"the constructor fills {', '.join(sorted(unwritten))}.")
 
@@ -207,14 +207,14 @@ class ShardedDraws(KeyedDraws):
         changes = draws or keyword == "out" or verb in _OPERATORS
         if name is None or not changes:
             return func(*args, **kwargs)
-        others = [value for value in (*args, *kwargs.values()) if value is not target]
-        if any(isinstance(value, Tensor) and value.is_meta for value in others):
+        operands = [value for value in (*args, *kwargs.values()) if value is not target]
+        if any(isinstance(value, Tensor) and value.is_meta for value in operands):
             raise _NeedsWholeModelError(f"{name} depends on other weights.")
         if name not in self._targets:
             return target
-        whole = self._hold(name, like=target, overwritten=verb in _REPLACES)
+        full_tensor = self._open_full_tensor(name, like=target, overwritten=verb in _REPLACES)
         # The write may go to a view of the parameter, such as a row.
-        view = whole.as_strided(target.size(), target.stride(), target.storage_offset())
+        view = full_tensor.as_strided(target.size(), target.stride(), target.storage_offset())
         if draws:
             self.seed_draw(name, target)
         if keyword:
@@ -224,7 +224,7 @@ class ShardedDraws(KeyedDraws):
             func(view, *args[1:], **kwargs)
         return target
 
-    def _hold(self, name: str, *, like: Tensor, overwritten: bool) -> Tensor:
+    def _open_full_tensor(self, name: str, *, like: Tensor, overwritten: bool) -> Tensor:
         """Return the whole of a parameter, with the values written to it so far.
 
         Args:
@@ -232,36 +232,36 @@ class ShardedDraws(KeyedDraws):
             like: The parameter or the view of it that is about to be written to.
             overwritten: Whether the write does not read it.
         """
-        if self._held is not None and self._held[0] == name:
-            return self._held[1]
-        self._keep()
+        if self._open_tensor is not None and self._open_tensor[0] == name:
+            return self._open_tensor[1]
+        self._store_open_tensor()
         recipe = self._model.get_parameter_or_buffer(name)
         target = self._targets[name]
         if not isinstance(target, DTensor) and target.shape == recipe.shape:
-            whole: Tensor = target
+            full_tensor: Tensor = target
         elif name not in self.written or (overwritten and like.numel() == recipe.numel()):
-            whole = torch.empty(recipe.shape, dtype=recipe.dtype, device=self._device)
+            full_tensor = torch.empty(recipe.shape, dtype=recipe.dtype, device=self._device)
         else:
             gathered: Tensor = target.full_tensor() if isinstance(target, DTensor) else target
-            whole = gathered[: len(recipe)]
-        self._held = name, whole
-        return whole
+            full_tensor = gathered[: len(recipe)]
+        self._open_tensor = name, full_tensor
+        return full_tensor
 
-    def _keep(self) -> None:
-        if self._held is not None:
-            name, whole = self._held
-            self._held = None
-            _copy_shard(self._targets[name], whole)
+    def _store_open_tensor(self) -> None:
+        if self._open_tensor is not None:
+            name, full_tensor = self._open_tensor
+            self._open_tensor = None
+            _copy_shard(self._targets[name], full_tensor)
 
 
-def _copy_shard(target: Tensor, whole: Any) -> None:
+def _copy_shard(target: Tensor, full_tensor: Any) -> None:
     """Copy this rank's shard of a whole tensor; rows that the whole tensor lacks become zero.
 
     Args:
         target: A parameter or a buffer.
-        whole: A tensor, or one in a safetensors file; only the shard is read.
+        full_tensor: A tensor, or one in a safetensors file; only the shard is read.
     """
-    shape = whole.shape if isinstance(whole, Tensor) else whole.get_shape()
+    shape = full_tensor.shape if isinstance(full_tensor, Tensor) else full_tensor.get_shape()
     local, offsets = target, (0,) * target.ndim
     if isinstance(target, DTensor):
         local = without_scale(target.to_local())
@@ -270,9 +270,11 @@ def _copy_shard(target: Tensor, whole: Any) -> None:
         )
     if list(target.shape) != list(shape):
         local.zero_()
-    own = tuple(
+    shard_slices = tuple(
         slice(min(offset, size), min(offset + length, size))
         for offset, length, size in zip(offsets, local.shape, shape, strict=True)
     )
-    if all(part.stop > part.start for part in own):
-        local[tuple(slice(part.stop - part.start) for part in own)].copy_(whole[own or ...])
+    if all(part.stop > part.start for part in shard_slices):
+        local[tuple(slice(part.stop - part.start) for part in shard_slices)].copy_(
+            full_tensor[shard_slices or ...]
+        )

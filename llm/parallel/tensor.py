@@ -45,11 +45,11 @@ def divide_layers(
     """
     plan = tensor_plan(model)
     stream = ResidualStream(mesh, sharded=sequence_parallel)
-    ours = _OURS | _LINEAR if sequence_parallel else _OURS
+    patched_styles = _PATCHED_STYLES | _LINEAR_STYLES if sequence_parallel else _PATCHED_STYLES
     for name, style in plan.styles.items():
         module = model.get_submodule(name)
-        if style in ours:
-            ours[style](module, mesh, stream)
+        if style in patched_styles:
+            patched_styles[style](module, mesh, stream)
             continue
         layer = ALL_PARALLEL_STYLES[style]
         for parameter, _ in list(module.named_parameters(recurse=False)):
@@ -57,7 +57,7 @@ def divide_layers(
         layer.install_forward(module, mesh)
     if sequence_parallel:
         _shard_residual_stream(model, stream, mesh)
-    elif _dropouts(model, "att"):
+    elif _dropout_fields(model, "att"):
         rng = TensorParallelRNG(_device_of(mesh), mesh.get_local_rank())
         for name, style in plan.styles.items():
             if "att" in name and style in _COLUMN_STYLES:
@@ -78,7 +78,7 @@ def check_compiled_dropout(model: PreTrainedModel, *, sequence_parallel: bool) -
     Raises:
         ConfigError: Ranks would drop the same units of different heads or tokens.
     """
-    names = _dropouts(model, "" if sequence_parallel else "att")
+    names = _dropout_fields(model, "" if sequence_parallel else "att")
     if names:
         option = "--sequence_parallel" if sequence_parallel else "--tensor_parallel_size"
         raise ConfigError(
@@ -87,14 +87,14 @@ def check_compiled_dropout(model: PreTrainedModel, *, sequence_parallel: bool) -
         )
 
 
-def _dropouts(model: PreTrainedModel, where: str = "") -> list[str]:
+def _dropout_fields(model: PreTrainedModel, substring: str = "") -> list[str]:
     """Return the fields of the configuration that turn on dropout, or dropout of this name."""
     fields = model.config.to_dict().items()
     other_tasks = ("summary", "classifier")
     return [
         key
         for key, p in fields
-        if "drop" in key and where in key and p and not key.startswith(other_tasks)
+        if "drop" in key and substring in key and p and not key.startswith(other_tasks)
     ]
 
 
@@ -103,15 +103,15 @@ def _shard_residual_stream(
 ) -> None:
     """Compute norms, residual additions and dropouts on this rank's tokens only."""
     plan = sequence_plan(model)
-    first, last = model.get_submodule(plan.start), model.get_submodule(plan.last_norm)
-    if _dropouts(model):
+    input_module, last_norm = model.get_submodule(plan.start), model.get_submodule(plan.last_norm)
+    if _dropout_fields(model):
         rng = TensorParallelRNG(_device_of(mesh), mesh.get_local_rank())
-        rng.begin_before(first)
-        rng.end_before(last)
-    _shard_input(first, stream)
+        rng.begin_before(input_module)
+        rng.end_before(last_norm)
+    _shard_input(input_module, stream)
     for name in plan.norms:
         _gather_output(model.get_submodule(name), stream, for_layer=True)
-    _gather_output(last, stream, for_layer=False)
+    _gather_output(last_norm, stream, for_layer=False)
 
 
 def partial_gradients(model: PreTrainedModel) -> list[str]:
@@ -159,12 +159,12 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _colwise(
+def _shard_columns(
     module: Any, mesh: DeviceMesh, stream: ResidualStream, *, transposed: bool = False
 ) -> None:
     """Shard the outputs of a linear layer; the weight of a Conv1D is transposed."""
     bias_placement = {} if module.bias is None else {"bias": Shard(0)}
-    _shard(module, mesh, weight=Shard(1 if transposed else 0), **bias_placement)
+    _shard_parameters(module, mesh, weight=Shard(1 if transposed else 0), **bias_placement)
 
     def forward(inputs: Tensor) -> Tensor:
         weight = module.weight.to_local()
@@ -174,11 +174,11 @@ def _colwise(
     module.forward = forward
 
 
-def _rowwise(
+def _shard_rows(
     module: Any, mesh: DeviceMesh, stream: ResidualStream, *, transposed: bool = False
 ) -> None:
-    """Shard the inputs of a linear layer, which come sharded; as for `_colwise`."""
-    _shard(module, mesh, weight=Shard(0 if transposed else 1))
+    """Shard the inputs of a linear layer, which come sharded; as for `_shard_columns`."""
+    _shard_parameters(module, mesh, weight=Shard(0 if transposed else 1))
 
     def forward(inputs: Tensor) -> Tensor:
         weight = module.weight.to_local()
@@ -195,7 +195,7 @@ def _conv1d_heads(module: Any, mesh: DeviceMesh, stream: ResidualStream) -> None
     be saved. The rank keeps some of the rows instead, and an all-to-all exchanges them for its
     columns in each forward.
     """
-    _shard(module, mesh, weight=Shard(0))
+    _shard_parameters(module, mesh, weight=Shard(0))
     shape = (_FUSED, mesh.size(), -1)
 
     def forward(inputs: Tensor) -> Tensor:
@@ -219,33 +219,33 @@ def _replicated_with_grad_allreduce(
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        own = {name: p for name, p in module._parameters.items() if p is not None}
-        copies: Any = {name: stream.copy(parameter) for name, parameter in own.items()}
+        parameters = {name: p for name, p in module._parameters.items() if p is not None}
+        copies: Any = {name: stream.copy(parameter) for name, parameter in parameters.items()}
         module._parameters.update(copies)
         try:
             return original(*args, **kwargs)
         finally:
-            module._parameters.update(own)
+            module._parameters.update(parameters)
 
     module.forward = forward
 
 
 _Style = Callable[[Any, DeviceMesh, ResidualStream], None]
-_OURS: dict[str, _Style] = {
-    "conv1d_colwise": functools.partial(_colwise, transposed=True),
-    "conv1d_rowwise": functools.partial(_rowwise, transposed=True),
+_PATCHED_STYLES: dict[str, _Style] = {
+    "conv1d_colwise": functools.partial(_shard_columns, transposed=True),
+    "conv1d_rowwise": functools.partial(_shard_rows, transposed=True),
     "conv1d_heads": _conv1d_heads,
     "replicated_with_grad_allreduce": _replicated_with_grad_allreduce,
 }
-_LINEAR: dict[str, _Style] = {"colwise": _colwise, "rowwise": _rowwise}
+_LINEAR_STYLES: dict[str, _Style] = {"colwise": _shard_columns, "rowwise": _shard_rows}
 """For a sharded residual stream; the styles of transformers need it whole."""
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh, **placements: Shard) -> None:
+def _shard_parameters(module: nn.Module, mesh: DeviceMesh, **placements: Shard) -> None:
     for name, placement in placements.items():
-        whole = module.get_parameter(name)
-        shard = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(shard, requires_grad=whole.requires_grad))
+        parameter = module.get_parameter(name)
+        shard = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
 
 class TensorParallelRNG:
@@ -270,38 +270,40 @@ class TensorParallelRNG:
     def begin_before(self, module: nn.Module) -> None:
         """Use rank-specific numbers from the forward pass of this module on."""
         module.register_forward_pre_hook(
-            lambda module, *_: self._begin() if module.training else None
+            lambda module, *_: self._use_rank_state() if module.training else None
         )
 
     def begin_after(self, module: nn.Module) -> None:
         """Use rank-specific numbers after the forward pass of this module."""
-        module.register_forward_hook(lambda module, *_: self._begin() if module.training else None)
+        module.register_forward_hook(
+            lambda module, *_: self._use_rank_state() if module.training else None
+        )
 
     def end_before(self, module: nn.Module) -> None:
         """Use the shared numbers again from the forward of this module on."""
-        module.register_forward_pre_hook(lambda *_: self._end())
+        module.register_forward_pre_hook(lambda *_: self._use_shared_state())
 
-    def _begin(self) -> None:
+    def _use_rank_state(self) -> None:
         # A graph that torch.compile traces has no generator to change.
-        if torch.compiler.is_compiling() or self._is_own():
+        if torch.compiler.is_compiling() or self._in_rank_state():
             return
         torch.rand((), device=self._device)  # so that no two layers start from the same state
-        generator = self._generator()
+        generator = self._default_generator()
         self._shared_state = generator.get_state()
         start = self._shared_state.numpy().tobytes() + self._rank.to_bytes(8)
         self._seed = int.from_bytes(hashlib.sha256(start).digest()[:8]) >> 1
         generator.manual_seed(self._seed)
 
-    def _end(self) -> None:
-        if not torch.compiler.is_compiling() and self._is_own():
+    def _use_shared_state(self) -> None:
+        if not torch.compiler.is_compiling() and self._in_rank_state():
             assert self._shared_state is not None
-            self._generator().set_state(self._shared_state)
+            self._default_generator().set_state(self._shared_state)
 
-    def _is_own(self) -> bool:
+    def _in_rank_state(self) -> bool:
         # The generator knows: recomputation may stop between the two hooks and restore its state.
-        return bool(self._generator().initial_seed() == self._seed)
+        return bool(self._default_generator().initial_seed() == self._seed)
 
-    def _generator(self) -> Any:
+    def _default_generator(self) -> Any:
         if self._device.type == "cpu":
             return torch.default_generator
         return torch.get_device_module(self._device).default_generators[self._device.index]

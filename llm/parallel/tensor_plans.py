@@ -42,7 +42,7 @@ class TensorPlan:
     per_rank: Mapping[str, str] = field(default_factory=dict)
 
 
-_OURS = {
+_PLANS = {
     "gpt2": TensorPlan(
         styles={
             "transformer.wte": "embedding_rowwise",
@@ -127,7 +127,7 @@ def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
         return
     text_config = config.get_text_config()
     kind = config.model_type
-    if kind not in _OURS and not _has_plan(type(text_config)):
+    if kind not in _PLANS and not _has_plan(type(text_config)):
         raise ConfigError(
             f"--tensor_parallel_size {size} needs a plan of how to divide {kind}, and none exists; "
             f"divide its weights with --data_parallel_shard_size {size}, or choose one of "
@@ -167,14 +167,20 @@ def check_sequence_parallel(config: PreTrainedConfig) -> None:
 def sequence_plan(model: PreTrainedModel) -> SequencePlan:
     """Return where a model that `check_sequence_parallel` accepts is sharded, by module names."""
     plan = _SEQUENCE[model.config.model_type]
-    return replace(plan, norms=tuple(_named(model, dict.fromkeys(plan.norms, ""))))
+    return replace(plan, norms=tuple(_match_modules(model, dict.fromkeys(plan.norms, ""))))
 
 
 def planned_model_types() -> list[str]:
     """Return the model types of causal language models that have a plan."""
-    known = {k: CONFIG_MAPPING[k] for k in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if k in CONFIG_MAPPING}
-    types = {k for k, kind in known.items() if _has_plan(kind.sub_configs.get("text_config", kind))}
-    return sorted(types | _OURS.keys())
+    config_classes = {
+        k: CONFIG_MAPPING[k] for k in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if k in CONFIG_MAPPING
+    }
+    types = {
+        k
+        for k, config_class in config_classes.items()
+        if _has_plan(config_class.sub_configs.get("text_config", config_class))
+    }
+    return sorted(types | _PLANS.keys())
 
 
 def tensor_plan(model: PreTrainedModel) -> TensorPlan:
@@ -186,16 +192,20 @@ def tensor_plan(model: PreTrainedModel) -> TensorPlan:
     Raises:
         ConfigError: The plan leaves out a weight that would get the gradient of some heads only.
     """
-    ours = _OURS.get(model.config.model_type)
-    if ours is not None:
-        return TensorPlan(styles=_named(model, ours.styles), per_rank=_named(model, ours.per_rank))
-    styles = _named(model, _library_styles(model))
+    plan = _PLANS.get(model.config.model_type)
+    if plan is not None:
+        return TensorPlan(
+            styles=_match_modules(model, plan.styles), per_rank=_match_modules(model, plan.per_rank)
+        )
+    styles = _match_modules(model, _library_styles(model))
     # It is applied to this rank's columns alone, so that its gradient is partial.
-    around = {name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"}
+    column_parents = {
+        name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"
+    }
     for name, parameter in model.named_parameters():
         module = name.rpartition(".")[0]
         outer = module.rpartition(".")[0]
-        if parameter.requires_grad and module not in styles and {module, outer} & around:
+        if parameter.requires_grad and module not in styles and {module, outer} & column_parents:
             raise ConfigError(
                 f"--tensor_parallel_size does not go with {model.config.model_type}: its plan "
                 f"divides what lies around {name}, but not that; use --data_parallel_shard_size."
@@ -214,7 +224,7 @@ def _library_styles(model: PreTrainedModel) -> dict[str, str]:
     return styles
 
 
-def _named(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
+def _match_modules(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
     """Return the value of each pattern by the names of the modules that match it."""
     return {
         name: patterns[pattern]
@@ -230,6 +240,6 @@ def _has_plan(config_class: type[PreTrainedConfig]) -> bool:
 
 def _divides_heads(kind: str, config: PreTrainedConfig) -> bool:
     styles = getattr(config, "base_model_tp_plan", None) or {}
-    return kind in _OURS or any(
+    return kind in _PLANS or any(
         style == "colwise" and "att" in name.split(".")[-2] for name, style in styles.items()
     )

@@ -267,7 +267,7 @@ class StagePlan:
         layout = self.layout
         passing = state.stepping if stepping else state.recording
         if layout.is_replicated:
-            return state.whole + passing
+            return state.replicated + passing
         share = self.layers / len(self.param_counts.blocks)
         owners = layout.shard * layout.context
         return int(share * (state.divided / owners + passing))

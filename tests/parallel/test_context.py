@@ -135,7 +135,7 @@ def exchange_keys_and_values():
     with (
         patch.object(torch_names, "all_gather_single", wraps=gather) as gather,
         patch.object(torch_names, "reduce_scatter_single", wraps=scatter) as scatter,
-        patch.object(context, "_attend", wraps=context._attend) as attend,
+        patch.object(context, "_scaled_dot_product", wraps=context._scaled_dot_product) as attend,
     ):
         with accelerator.autocast():
             objective, _ = LanguageModelLoss(model)(*shard.of(make_batch(0)))

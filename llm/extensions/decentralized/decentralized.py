@@ -41,7 +41,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
         num_replicas: Number of replicas.
     """
 
-    _uses_ddp = False  # over all ranks: `_wrap` adds one over the ranks of a replica
+    _uses_ddp = False  # over all ranks: `_wrap_loss` adds one over the ranks of a replica
     _is_sharded = False
 
     def __init__(
@@ -94,8 +94,8 @@ class DecentralizedStrategy(AcceleratedStrategy):
             sharded=self._is_sharded,
         )
 
-    def _wrap(self) -> nn.Module:
-        prepared = super()._wrap()
+    def _wrap_loss(self) -> nn.Module:
+        prepared = super()._wrap_loss()
         if self._is_sharded or self._ranks_per_replica == 1:
             return prepared
         ranks = torch.arange(self.world_size).view(-1, self._ranks_per_replica)

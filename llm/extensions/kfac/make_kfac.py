@@ -111,7 +111,7 @@ class KFAC(MatrixRunOptimizer):
         widths = [width for factor in curvature.factors for width in factor.widths]
         sums = FP32 * sum(width**2 for width in widths)
         state = StateMemory(
-            whole=curvature.num_bytes(),
+            replicated=curvature.num_bytes(),
             divided=2 * sums + FP32 * (sum(widths) + len(curvature.factors)),
             recording=sums,
             stepping=sums + FP32 * curvature.coverage.num_covered,

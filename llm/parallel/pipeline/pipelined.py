@@ -75,15 +75,15 @@ class PipelineStrategy(ShardedStrategy):
     def prepare(self, loss: nn.Module, make_optimizer: MakeOptimizer) -> None:
         """Cut the model, inside its loss, and make the optimizer of this rank's shards."""
         super().prepare(loss, make_optimizer)
-        named = dict(self.model.named_parameters())
-        tied = {named[name] for name in self._cut.tied}
-        both = zip(self.parameters, self.local_parameters, strict=True)
-        self._tied = [local for parameter, local in both if parameter in tied]
+        parameters = dict(self.model.named_parameters())
+        tied = {parameters[name] for name in self._cut.tied}
+        pairs = zip(self.parameters, self.local_parameters, strict=True)
+        self._tied = [local for parameter, local in pairs if parameter in tied]
         # A weight on both the first and the last stage counts once in the norm.
         elsewhere = tied if self._stage_rank else set()
         self._counted = [p for p in self.parameters if p not in elsewhere]
 
-    def _shard(self) -> None:
+    def _shard_model(self) -> None:
         # In this order: stages are found in the plain model; then its layers are divided.
         modules = find_pipeline_modules(self.model)
         blocks = find_blocks(self.model)
@@ -106,12 +106,12 @@ class PipelineStrategy(ShardedStrategy):
             # Weights stay gathered for all micro-batches of a step, and gradients unsharded: the
             # schedule reduce-scatters them once.
             for stage in self.stages:
-                own = set(stage.modules())
-                inside = [block for block in blocks if block in own]
-                self._shard_modules(stage, inside, mesh, reshard_after_forward=False)
-        self._materialize(self.stages)
+                stage_modules = set(stage.modules())
+                stage_blocks = [block for block in blocks if block in stage_modules]
+                self._shard_modules(stage, stage_blocks, mesh, reshard_after_forward=False)
+        self._allocate_weights(self.stages)
 
-    def _wrap(self) -> nn.Module:
+    def _wrap_loss(self) -> nn.Module:
         wrapped: nn.Module = self.loss
         return wrapped
 
@@ -127,14 +127,14 @@ class PipelineStrategy(ShardedStrategy):
         shape = len(micro_batches), *micro_batches[0].input_ids.shape
         if self._schedule is None or self._schedule[0] != shape:
             self._schedule = shape, self._make_schedule(*shape)
-        arguments = [_arguments(micro_batch) for micro_batch in micro_batches]
+        arguments = [_stage_arguments(micro_batch) for micro_batch in micro_batches]
         # The schedule splits them again.
-        joined = {name: torch.cat([each[name] for each in arguments]) for name in arguments[0]}
+        joined = {name: torch.cat([values[name] for values in arguments]) for name in arguments[0]}
         received = [joined["input_ids"]] if self._stage_rank == 0 else []
         schedule = self._schedule[1]
-        with self._recording(token_weight):
+        with self._record_step(token_weight):
             schedule.step(*received, target=joined["labels"], return_outputs=False, **joined)
-        return self._total(self._sums)
+        return self._sum_on_all_stages(self._sums)
 
     def _make_schedule(self, micro_batches: int, rows: int, length: int) -> Any:
         # Given the shapes, the stages do not need an extra forward pass to find them.
@@ -163,16 +163,19 @@ class PipelineStrategy(ShardedStrategy):
             f"bubble {idle:.1%} of a step"
         )
         return make_schedule(
-            self._schedule_name, stages, micro_batches=micro_batches, objective=self._objective
+            self._schedule_name,
+            stages,
+            micro_batches=micro_batches,
+            objective=self._last_stage_objective,
         )
 
-    def _objective(self, output: tuple[Tensor, Tensor], _: Tensor) -> Tensor:
+    def _last_stage_objective(self, output: tuple[Tensor, Tensor], _: Tensor) -> Tensor:
         """Return the last stage's objective for a micro-batch."""
         objective, sums = output
         self._sums.append(sums)
-        return self._scale(objective * self._token_weight)
+        return self._scale_objective(objective * self._token_weight)
 
-    def _total(self, sums: Sequence[Tensor]) -> Tensor:
+    def _sum_on_all_stages(self, sums: Sequence[Tensor]) -> Tensor:
         """Return the total of the last stage's sums on all stages; the others have none."""
         return self._from_last_stage(torch.stack([*sums] or [self._no_sums]).sum(0))
 
@@ -201,13 +204,15 @@ class PipelineStrategy(ShardedStrategy):
     @torch.no_grad()
     def evaluate(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the sum of token losses and the number of labels, of this rank's slice."""
-        total = self._total([sums for _, sums in self._forward(_arguments(micro_batch))])
+        total = self._sum_on_all_stages(
+            [sums for _, sums in self._run_stages(_stage_arguments(micro_batch))]
+        )
         return total[0], (micro_batch.labels != IGNORED).sum()
 
     @torch.no_grad()
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the likeliest next tokens, int64, and the labels' log-probabilities, float32."""
-        outputs = self._forward(_arguments(micro_batch), predicting=True)
+        outputs = self._run_stages(_stage_arguments(micro_batch), predicting=True)
         none = torch.zeros_like(micro_batch.input_ids)
         likeliest, log_probs = zip(*(outputs or [(none, none.float())]), strict=True)
         return (
@@ -215,7 +220,7 @@ class PipelineStrategy(ShardedStrategy):
             self._from_last_stage(torch.cat(log_probs)),
         )
 
-    def _forward(self, arguments: dict[str, Tensor], *, predicting: bool = False) -> list[Any]:
+    def _run_stages(self, arguments: dict[str, Tensor], *, predicting: bool = False) -> list[Any]:
         """Run a micro-batch through all stages; return the outputs of the last one, if it is here.
 
         The rows are split into as many pieces as ranks, so that stages compute at the same time.
@@ -224,8 +229,8 @@ class PipelineStrategy(ShardedStrategy):
             self.wrapped.eval()
         ranks = self.dims.pipeline
         previous, following = (self._stage_rank - 1) % ranks, (self._stage_rank + 1) % ranks
-        sent, outputs = [], []
-        for values in zip(*(whole.chunk(ranks) for whole in arguments.values()), strict=True):
+        sends, outputs = [], []
+        for values in zip(*(tensor.chunk(ranks) for tensor in arguments.values()), strict=True):
             rows = dict(zip(arguments, values, strict=True))
             for number, stage in zip(self.stage_numbers, self.stages, strict=True):
                 received = rows["input_ids"]
@@ -238,18 +243,18 @@ class PipelineStrategy(ShardedStrategy):
                     outputs.append(output)
                 else:
                     work = dist.isend(output, group=self._pipeline, group_dst=following)
-                    sent.append((work, output))
+                    sends.append((work, output))
         # Keep the outputs alive until their messages have been sent.
-        for work, _ in sent:
+        for work, _ in sends:
             if work is not None:
                 work.wait()
         return outputs
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`; this rank takes the names of its stages."""
-        own = self.state_dict()
+        local_state = self.state_dict()
         selected = {
-            key: {name: state[key][name] for name in own[key] if name in state[key]}
+            key: {name: state[key][name] for name in local_state[key] if name in state[key]}
             for key in ("model", "optimizer")
         }
         super().load_state_dict({**state, **selected})
@@ -266,29 +271,29 @@ class PipelineStrategy(ShardedStrategy):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's parameters and persistent buffers on rank 0's host."""
         reshard(self.wrapped)
-        held = {name: (t.shape, t.dtype) for name, t in self.model.state_dict().items()}
-        listed = gather(held)
+        specs = {name: (t.shape, t.dtype) for name, t in self.model.state_dict().items()}
+        specs_by_rank = gather(specs)
         sender: dict[str, int] = {}
         for rank in self.dims.groups("pipeline")[0]:  # stage by stage
-            for name in listed[rank]:
+            for name in specs_by_rank[rank]:
                 sender.setdefault(name, rank)
-        whole = {}
+        state_dict = {}
         for name, tensor in self.model.state_dict().items():
             gathered = full_tensor(tensor)  # on all ranks, because it is an all-gather
             if self.rank == 0:
-                whole[name] = gathered.detach().cpu()
+                state_dict[name] = gathered.detach().cpu()
             elif self.rank == sender[name]:
                 dist.send(gathered.detach().cpu().contiguous(), 0)
         # In the senders' order, stage by stage: messages of one rank arrive in order.
         for name, rank in sender.items():
             if self.rank == 0 and rank > 0:
-                shape, dtype = listed[rank][name]
-                whole[name] = torch.empty(shape, dtype=dtype)
-                dist.recv(whole[name], rank)
-        return whole
+                shape, dtype = specs_by_rank[rank][name]
+                state_dict[name] = torch.empty(shape, dtype=dtype)
+                dist.recv(state_dict[name], rank)
+        return state_dict
 
 
-def _arguments(micro_batch: MicroBatch) -> dict[str, Tensor]:
+def _stage_arguments(micro_batch: MicroBatch) -> dict[str, Tensor]:
     """Return the arguments of a stage that are not None."""
     return {name: value for name, value in micro_batch._asdict().items() if value is not None}
 

@@ -25,22 +25,22 @@ class PipelineModules:
     """The modules of a model that hold parameters, in the order of a forward.
 
     Attributes:
-        before: Before the first layer, such as the embeddings.
+        prologue: Before the first layer, such as the embeddings.
         layers: The layers.
-        after: After the last layer, such as the last norm and the output head.
+        epilogue: After the last layer, such as the last norm and the output head.
         lengths: For each layer, the length of the tuple that it returns; 0 for a bare tensor.
     """
 
-    before: tuple[nn.Module, ...]
+    prologue: tuple[nn.Module, ...]
     layers: tuple[nn.Module, ...]
-    after: tuple[nn.Module, ...]
+    epilogue: tuple[nn.Module, ...]
     lengths: tuple[int, ...]
 
     def of(self, layers: range) -> list[nn.Module]:
         """Return the modules of a stage with these layers, and with the ends of the model."""
-        before = self.before if layers.start == 0 else ()
-        after = self.after if layers.stop == len(self.layers) else ()
-        return [*before, *self.layers[layers.start : layers.stop], *after]
+        prologue = self.prologue if layers.start == 0 else ()
+        epilogue = self.epilogue if layers.stop == len(self.layers) else ()
+        return [*prologue, *self.layers[layers.start : layers.stop], *epilogue]
 
     def assign_layers(self, num_stages: int) -> list[range]:
         """Return the layers of each stage so that the slowest stage is as fast as possible.
@@ -49,8 +49,8 @@ class PipelineModules:
         """
         return assign_layers(
             [num_parameters([layer]) for layer in self.layers],
-            first=_LOOKUP_COST * num_parameters(self.before),
-            last=num_parameters(self.after),
+            prologue_cost=_LOOKUP_COST * num_parameters(self.prologue),
+            epilogue_cost=num_parameters(self.epilogue),
             num_stages=num_stages,
         )
 
@@ -61,19 +61,19 @@ def num_parameters(modules: Sequence[nn.Module]) -> int:
 
 
 def assign_layers(
-    costs: Sequence[float], *, first: float, last: float, num_stages: int
+    costs: Sequence[float], *, prologue_cost: float, epilogue_cost: float, num_stages: int
 ) -> list[range]:
     """Assign layers to stages: minimize the highest cost, then the sum of squares.
 
     Args:
         costs: Cost of each layer.
-        first: Further computation of the first stage.
-        last: Further computation of the last stage.
+        prologue_cost: Further computation of the first stage.
+        epilogue_cost: Further computation of the last stage.
         num_stages: No more than layers.
     """
-    total = [0.0, *itertools.accumulate(costs, initial=first)]
+    total = [0.0, *itertools.accumulate(costs, initial=prologue_cost)]
     del total[1]  # total[n] is the cost of all that comes before layer n: `first` is in total[1]
-    total[-1] += last
+    total[-1] += epilogue_cost
     num_layers = len(costs)
     # best[stop]: highest cost, sum of squares and cuts of the stages of the layers before `stop`.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
@@ -104,33 +104,35 @@ def find_pipeline_modules(model: PreTrainedModel) -> PipelineModules:
         layers = list(find_blocks(model))
     except ValueError as error:
         raise cannot_cut(model, str(error)) from error
-    inside = {module for layer in layers for module in layer.modules()}
+    layer_modules = {module for layer in layers for module in layer.modules()}
     owners = [
         module
         for module in model.modules()
-        if module not in inside and any(True for _ in module.parameters(recurse=False))
+        if module not in layer_modules and any(True for _ in module.parameters(recurse=False))
     ]
     if any(True for owner in owners for _ in owner.children()):
         raise cannot_cut(
             model, "it has parameters outside of its layers that are not in a separate module"
         )
-    calls, lengths = _trace(model, [*owners, *layers])
+    calls, lengths = _trace_calls(model, [*owners, *layers])
     if [module for module in calls if module in set(layers)] != layers:
         raise cannot_cut(model, "it does not use its layers in sequence")
-    first, last = calls.index(layers[0]), calls.index(layers[-1])
-    after = {module for module in calls[last:] if module not in inside}
-    before = [module for module in owners if module not in after]
-    if after.intersection(calls[:first]) or set(calls[first:last]).intersection(owners):
+    first_call, last_call = calls.index(layers[0]), calls.index(layers[-1])
+    epilogue = {module for module in calls[last_call:] if module not in layer_modules}
+    prologue = [module for module in owners if module not in epilogue]
+    if epilogue.intersection(calls[:first_call]) or set(calls[first_call:last_call]).intersection(
+        owners
+    ):
         raise cannot_cut(model, "it uses other parameters between its layers")
     return PipelineModules(
-        before=tuple(before),
+        prologue=tuple(prologue),
         layers=tuple(layers),
-        after=tuple(module for module in owners if module in after),
+        epilogue=tuple(module for module in owners if module in epilogue),
         lengths=tuple(lengths[layer] for layer in layers),
     )
 
 
-def _trace(
+def _trace_calls(
     model: PreTrainedModel, modules: Sequence[nn.Module]
 ) -> tuple[list[nn.Module], dict[nn.Module, int]]:
     """Return the calls of some modules in a forward, and the length of the tuple of each."""

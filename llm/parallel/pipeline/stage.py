@@ -33,7 +33,7 @@ class _StageIO:
     """The hidden states that a stage's placeholders read and write during a forward."""
 
     received: Tensor | None = None
-    sent: Tensor | None = None
+    output: Tensor | None = None
 
 
 class _StagePlaceholder(nn.Module):
@@ -66,7 +66,7 @@ class _StagePlaceholder(nn.Module):
             value = self._io.received
         elif self._place == "next":
             assert isinstance(value, Tensor)
-            self._io.sent = value
+            self._io.output = value
         return (value, *[None] * (self._length - 1)) if self._length else value
 
 
@@ -121,7 +121,7 @@ class PipelineStage(nn.Module):
         io, loss = self._io, self.loss
         assert isinstance(loss, LanguageModelLoss)
         # Layers add to their input, which stays float32 in autocast.
-        io.received, io.sent = received.float(), None
+        io.received, io.output = received.float(), None
         try:
             with self.autocast():
                 if self.is_last:
@@ -132,10 +132,10 @@ class PipelineStage(nn.Module):
                         outputs = loss(input_ids, labels, positions, documents, sources)
                     return outputs
                 run_model(loss.model.base_model, input_ids, positions, documents)
-            assert io.sent is not None
-            return io.sent.to(self.sent_dtype).contiguous()  # as the next stage's receive buffer
+            assert io.output is not None
+            return io.output.to(self.sent_dtype).contiguous()  # as the next stage's receive buffer
         finally:
-            io.received = io.sent = None
+            io.received = io.output = None
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def check_depth(num_layers: int, num_stages: int) -> None:
 
 
 def cut_model(
-    modules: PipelineModules, loss: LanguageModelLoss, num_stages: int, own: Sequence[int]
+    modules: PipelineModules, loss: LanguageModelLoss, num_stages: int, stage_numbers: Sequence[int]
 ) -> LocalStages:
     """Cut a model into stages of about the same cost.
 
@@ -183,15 +183,17 @@ def cut_model(
         loss: A model that `check_cut` accepts, inside its loss. Both do not change, and share their
             modules with the stages.
         num_stages: Stages of the whole pipeline.
-        own: The numbers of this rank's stages.
+        stage_numbers: The numbers of this rank's stages.
     """
     model = loss.model
     layers = modules.assign_layers(num_stages)
-    made = [_make_stage(loss, modules, layers[number]) for number in own]
-    view = _replace(model, _absent([placeholders for _, placeholders in made]))
-    ends = [_parameters(modules.of(layers[number])) for number in (0, -1)]
+    local_stages = [_make_stage(loss, modules, layers[number]) for number in stage_numbers]
+    view = _replace_submodules(
+        model, _common_placeholders([placeholders for _, placeholders in local_stages])
+    )
+    ends = [_parameters_of(modules.of(layers[number])) for number in (0, -1)]
     return LocalStages(
-        stages=[stage for stage, _ in made],
+        stages=[stage for stage, _ in local_stages],
         model=view,
         tied=frozenset(n for n, p in view.named_parameters() if all(p in end for end in ends)),
         width=model.config.get_text_config().hidden_size,
@@ -234,15 +236,15 @@ def check_cut(model: PreTrainedModel, num_stages: int) -> None:
             loss(input_ids.flip(1), input_ids)
             for number in reversed(range(num_stages)):
                 alone = stages[number](passed[number], input_ids=input_ids, labels=input_ids)
-                if not _alike(alone, passed[number + 1]):
+                if not _are_close(alone, passed[number + 1]):
                     raise ValueError("its layers pass each other more than their outputs")
     except Exception as error:
         raise cannot_cut(model, one_line(error)) from error
 
 
-def _alike(one: Tensor | tuple[Tensor, ...], other: Tensor | tuple[Tensor, ...]) -> bool:
+def _are_close(actual: Tensor | tuple[Tensor, ...], expected: Tensor | tuple[Tensor, ...]) -> bool:
     """Whether hidden states, or sums of losses, are equal up to rounding."""
-    a, b = (value if isinstance(value, Tensor) else value[-1] for value in (one, other))
+    a, b = (value if isinstance(value, Tensor) else value[-1] for value in (actual, expected))
     return torch.allclose(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
 
 
@@ -255,26 +257,26 @@ def _make_stage(
 ) -> tuple[PipelineStage, _Placeholders]:
     io = _StageIO()
     lengths = dict(zip(modules.layers, modules.lengths, strict=True))
-    own = modules.of(layers)
-    kept = _parameters(own)
+    stage_modules = modules.of(layers)
+    stage_parameters = _parameters_of(stage_modules)
     placeholders: _Placeholders = {}
     place: Literal["before", "next", "later"] = "before"
     for module in modules.of(range(len(modules.layers))):
-        if module in own:
+        if module in stage_modules:
             place = "next"
             continue
         placeholder = _StagePlaceholder(module, io, place, lengths.get(module, 0))
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter in kept:  # a tied weight keeps both of its names
+            if parameter in stage_parameters:  # a tied weight keeps both of its names
                 placeholder.register_parameter(name, parameter)
         placeholders[module] = placeholder
         place = "later" if place == "next" else place
     is_last = layers.stop == len(modules.layers)
-    view = _replace(loss, dict(placeholders))
+    view = _replace_submodules(loss, dict(placeholders))
     return PipelineStage(view, io, is_last=is_last), placeholders
 
 
-def _absent(of_stages: Sequence[_Placeholders]) -> _Placeholders:
+def _common_placeholders(of_stages: Sequence[_Placeholders]) -> _Placeholders:
     """Return a placeholder for each module that no stage of a rank holds.
 
     If several stages have a placeholder, prefer one with a (tied) parameter.
@@ -288,18 +290,20 @@ def _absent(of_stages: Sequence[_Placeholders]) -> _Placeholders:
     return absent
 
 
-def _replace(module: nn.Module, by: dict[nn.Module, nn.Module]) -> nn.Module:
+def _replace_submodules(module: nn.Module, replacements: dict[nn.Module, nn.Module]) -> nn.Module:
     """Return a module with some submodules replaced; the others are shared, not copied."""
-    if module in by:
-        return by[module]
-    children = {name: _replace(child, by) for name, child in module.named_children()}
+    if module in replacements:
+        return replacements[module]
+    children = {
+        name: _replace_submodules(child, replacements) for name, child in module.named_children()
+    }
     if all(children[name] is child for name, child in module.named_children()):
         return module
     view = copy.copy(module)
     vars(view)["_modules"] = {**module._modules, **children}
-    by[module] = view
+    replacements[module] = view
     return view
 
 
-def _parameters(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
+def _parameters_of(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
     return {parameter for module in modules for parameter in module.parameters()}

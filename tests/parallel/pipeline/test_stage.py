@@ -150,7 +150,7 @@ def test_a_model_without_weights_is_cut_alike():
 def test_the_assignment_minimises_the_cost_of_the_slowest_stage(
     costs, first, last, stages, expected
 ):
-    shares = assign_layers(costs, first=first, last=last, num_stages=stages)
+    shares = assign_layers(costs, prologue_cost=first, epilogue_cost=last, num_stages=stages)
     assert [len(share) for share in shares] == expected
     assert shares[0].start == 0
     assert shares[-1].stop == len(costs)
