@@ -276,7 +276,7 @@ def _export(run: Path, folder: Path, options: CheckpointsOptions) -> str:
     def read() -> tuple[Checkpoint, "PreTrainedModel", "PreTrainedTokenizerBase"]:
         chosen = choose_checkpoint(folder, step, option="--export")
         if asked is not None and asked.part not in parts_of(chosen):
-            raise CheckpointError(f"{chosen.path} has no {asked.words}.")
+            raise CheckpointError(f"{chosen.path} has no {asked.description}.")
         return chosen, *load_trained(config, chosen, part=asked.part if asked else None)
 
     chosen, model, tokenizer = read_while_training(folder, read)

@@ -160,7 +160,7 @@ def test_a_ranks_shard_has_the_size_that_fully_shard_gives_on_64_ranks(family):
     model = job_of(model_type=family).outline()
     param_counts = count_parameters(model)
     counted = sum(
-        shard_sizes(block, 64)[0] for block in (*param_counts.blocks, param_counts.others)
+        shard_sizes(block, 64)[0] for block in (*param_counts.blocks, param_counts.other_weights)
     )
 
     with fake_ranks(64):
@@ -470,7 +470,7 @@ def test_owners_share_the_state_of_matrices_and_send_updates():
     )
     state = job_of(kfac=True, gpus_per_node=1).optimizer.extra["kfac"]
     held = shards.memory.extra["kfac"]
-    assert held == pytest.approx(state.whole / 2 + state.recording, rel=0.3)
+    assert held == pytest.approx(state.replicated / 2 + state.recording, rel=0.3)
     assert held < whole.memory.extra["kfac"]
 
     muon = plan_of(optimizer="muon", gpus_per_node=2, data_parallel_shard_size=2)

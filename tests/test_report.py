@@ -88,7 +88,7 @@ class Reader(html.parser.HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.links: list[str] = []
-        self.words: list[str] = []
+        self.description: list[str] = []
         self.feed(page)
         assert self.open == []
 
@@ -107,11 +107,11 @@ class Reader(html.parser.HTMLParser):
 
     def handle_data(self, data):
         if self.open and self.open[-1] not in ("script", "style"):
-            self.words.append(data)
+            self.description.append(data)
 
     @property
     def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
+        return " ".join(" ".join(self.description).split())
 
 
 class Undrawn:

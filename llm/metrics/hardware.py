@@ -71,9 +71,9 @@ def device_peak_flops(device: torch.device, mixed_precision: str) -> float:
             matrix products are computed in fp8.
     """
     if device.type in ("cuda", "xpu") and mixed_precision != "no":
-        known = peak_flops(torch.get_device_module(device).get_device_name(device))
-        if known is not None:
-            return known
+        flops = peak_flops(torch.get_device_module(device).get_device_name(device))
+        if flops is not None:
+            return flops
     dtype = {"no": torch.float32, "fp16": torch.float16}.get(mixed_precision, torch.bfloat16)
     measured = measured_flops(device, dtype)
     logger.info(
@@ -94,22 +94,22 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
         if best and 2.0 * size**3 / best > _MOST_SECONDS:
             break
         # One block, so that the C library returns it to the system when it is freed.
-        one, other, product = torch.ones(3, size, size, device=device, dtype=dtype)
+        factor, second_factor, product = torch.ones(3, size, size, device=device, dtype=dtype)
         smaller = best
-        began = now = time.perf_counter()
-        while now - began < _SECONDS:
-            _wait(device)
+        timing_start = stop = time.perf_counter()
+        while stop - timing_start < _SECONDS:
+            _synchronize_device(device)
             start = time.perf_counter()
-            torch.mm(one, other, out=product)
-            _wait(device)
-            now = time.perf_counter()
-            best = max(best, 2.0 * size**3 / (now - start))
+            torch.mm(factor, second_factor, out=product)
+            _synchronize_device(device)
+            stop = time.perf_counter()
+            best = max(best, 2.0 * size**3 / (stop - start))
         if best == smaller:
             break
     return best
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize_device(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -79,9 +79,9 @@ class Meter:
             return []
         steps, values = zip(*self._steps, strict=True)
         self._steps = []
-        read = torch.stack(values).tolist()
+        rows = torch.stack(values).tolist()
         return [
-            (step, skipped > 0, loss) for step, (skipped, loss) in zip(steps, read, strict=True)
+            (step, skipped > 0, loss) for step, (skipped, loss) in zip(steps, rows, strict=True)
         ]
 
     def all_reduce(self, reduce_sum: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -122,11 +122,11 @@ class Meter:
         of nothing, such as the loss of a source without samples, are left out.
         """
         numbers = torch.stack([self.grad_norm, self.skipped_steps, self.nan_steps])
-        read = torch.cat([numbers, self.sums / self.num_tokens, self.sums]).tolist()
+        values = torch.cat([numbers, self.sums / self.num_tokens, self.sums]).tolist()
         self.sums = torch.zeros_like(self.sums)
         self.num_tokens = torch.zeros_like(self.num_tokens)
-        means = dict(zip(self._names, read[3:], strict=False))
-        sums = dict(zip(self._names, read[3 + len(means) :], strict=True))
+        means = dict(zip(self._names, values[3:], strict=False))
+        sums = dict(zip(self._names, values[3 + len(means) :], strict=True))
         for name in self._counted:
             count = sums[f"#{name}"]
             del means[f"#{name}"]
@@ -134,7 +134,7 @@ class Meter:
                 means[name] = sums[name] / count
             else:
                 del means[name]
-        return means | dict(zip(("grad_norm", "skipped_steps", "nan_steps"), read, strict=False))
+        return means | dict(zip(("grad_norm", "skipped_steps", "nan_steps"), values, strict=False))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums as plain numbers, after `all_reduce`.
@@ -143,7 +143,7 @@ class Meter:
         """
         sums = dict(zip(self._names, self.sums.tolist(), strict=True))
         by_source = {
-            _source(name): [sums.pop(name), sums.pop(f"#{name}")] for name in self._counted
+            _source_of(name): [sums.pop(name), sums.pop(f"#{name}")] for name in self._counted
         }
         state: dict[str, Any] = {f"{name}_sum": value for name, value in sums.items()}
         state |= {name: float(getattr(self, name)) for name in _COUNTS}
@@ -160,10 +160,10 @@ class Meter:
         sums = {name: state.get(f"{name}_sum", 0.0) for name in self._names}
         by_source = state.get("by_source", {})
         for name in self._counted:
-            sums[name], sums[f"#{name}"] = by_source.get(_source(name), (0.0, 0.0))
+            sums[name], sums[f"#{name}"] = by_source.get(_source_of(name), (0.0, 0.0))
         self.sums.copy_(torch.tensor([*sums.values()], dtype=self.sums.dtype))
 
 
-def _source(name: str) -> str:
+def _source_of(name: str) -> str:
     """Return the key in a checkpoint of a sum with a count: of loss/web it is web."""
     return name.removeprefix("loss/")

@@ -136,7 +136,7 @@ class Tracker:
             "nan_steps": int(values["nan_steps"]),
             "samples": samples,
             "tokens": tokens,
-            **self._interval(step=step, tokens=tokens),
+            **self._measure_interval(step=step, tokens=tokens),
         }
         more = {name: value for name, value in values.items() if name not in record}
         record |= more | {name: float(value) for name, value in optimizer.items()}
@@ -149,10 +149,10 @@ class Tracker:
         speed = f"{record['tokens_per_second']:.0f} tok/s"
         self._draw_bar(lambda bar: bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed}"))
 
-    def _interval(self, *, step: int, tokens: int) -> dict[str, float]:
+    def _measure_interval(self, *, step: int, tokens: int) -> dict[str, float]:
         """Return time, throughput and memory of the logging interval, and begin the next one."""
-        now = time.perf_counter()
-        elapsed = now - self._started
+        stop = time.perf_counter()
+        elapsed = stop - self._started
         tokens_per_second = (tokens - self._interval_tokens) / elapsed
         measured = {
             "tokens_per_second": tokens_per_second,
@@ -160,18 +160,18 @@ class Tracker:
             "data_wait": self._data_wait / elapsed,
             "seconds": self._seconds_before + elapsed,
         }
-        mfu = self._utilization(tokens_per_second * self._flops_per_token)
+        mfu = self._model_flops_utilization(tokens_per_second * self._flops_per_token)
         if mfu is not None:
             measured["mfu"] = mfu
         memory = memory_in_use(self._device)
         if memory is not None:
             measured["memory"] = memory
         self._seconds_before += elapsed
-        self._started, self._data_wait = now, 0.0
+        self._started, self._data_wait = stop, 0.0
         self._interval_step, self._interval_tokens = step, tokens
         return measured
 
-    def _utilization(self, flops: float) -> float | None:
+    def _model_flops_utilization(self, flops: float) -> float | None:
         """Return the fraction of the devices' peak; None if the peak is below the speed."""
         assert self._peak_flops is not None
         if flops <= self._peak_flops:
@@ -194,8 +194,8 @@ class Tracker:
         global_batch_size: int,
     ) -> str:
         """Return the line of a step in the format of Megatron-LM's log, for files."""
-        words = {name: f"{name}: {value:.6E}" for name, value in more.items()}
-        of_all = [text.replace("_", " ") for name, text in words.items() if "/" not in name]
+        texts = {name: f"{name}: {value:.6E}" for name, value in more.items()}
+        of_all = [text.replace("_", " ") for name, text in texts.items() if "/" not in name]
         return " | ".join(
             [
                 f"step {step:8d}/{self._total_steps:8d}",
@@ -211,7 +211,7 @@ class Tracker:
                 f"grad norm: {record['grad_norm']:.3f}",
                 f"skipped steps: {record['skipped_steps']:3d}",
                 f"nan steps: {record['nan_steps']:3d}",
-                *(text for name, text in words.items() if "/" in name),
+                *(text for name, text in texts.items() if "/" in name),
             ]
         )
 
@@ -226,8 +226,8 @@ class Tracker:
             training: Statistics of the preceding training, for the console.
         """
         self.write({f"eval_{name}": value for name, value in results.items()}, step=step)
-        words = [f"{name}: {value:.6g}" for name, value in results.items()]
-        line = " | ".join([f"validation at step {step}", *words, *training])
+        columns = [f"{name}: {value:.6g}" for name, value in results.items()]
+        line = " | ".join([f"validation at step {step}", *columns, *training])
         logger.info(line, extra=event("evaluation", step=step, loss=results["loss"]))
 
     def write(self, record: Mapping[str, float], *, step: int) -> None:
@@ -237,7 +237,9 @@ class Tracker:
             return
         # Write the line last: once it is on disk, a resumed run does not send points again.
         try:
-            self._log_to_trackers({_tag(name): value for name, value in record.items()}, step)
+            self._log_to_trackers(
+                {_tracker_tag(name): value for name, value in record.items()}, step
+            )
         except Exception as error:  # such as a full disk, or a server that does not answer
             logger.warning(
                 f"The trackers get no more points ({one_line(error)}); metrics.jsonl does."
@@ -288,26 +290,26 @@ def step_line(record: Mapping[str, float], *, step: int, total_steps: int) -> st
         total_steps: Steps of the whole run.
     """
     skipped = int(record["skipped_steps"])
-    words = [
+    columns = [
         # Next to the step, since the count is of all steps and not of the logging interval.
         f"step {step:{len(str(total_steps))}}/{total_steps}"
         + (f", {skipped} skipped" if skipped else ""),
         f"loss {record['loss']:.3f}",
-        f"lr {_scientific(record['learning_rate'])}",
-        f"{_thousands(record['tokens_per_second'])} tok/s",
+        f"lr {_format_scientific(record['learning_rate'])}",
+        f"{_format_thousands(record['tokens_per_second'])} tok/s",
         *([f"MFU {record['mfu']:.0%}"] if "mfu" in record else []),
-        f"eta {_clock((total_steps - step) * record['ms_per_step'] / 1000)}",
+        f"eta {_format_duration((total_steps - step) * record['ms_per_step'] / 1000)}",
     ]
-    return "  ".join(words)
+    return "  ".join(columns)
 
 
-def _scientific(number: float) -> str:
+def _format_scientific(number: float) -> str:
     """Return a number such as 7.2e-4."""
     mantissa, _, exponent = f"{number:.1e}".partition("e")
     return f"{mantissa}e{int(exponent)}" if number else "0"
 
 
-def _thousands(number: float) -> str:
+def _format_thousands(number: float) -> str:
     """Return a number such as 478, 16.2k or 1.03M."""
     # Above this, the smaller unit would be rounded up to 1000.
     for least, size, suffix in ((999_950, 1e6, "M"), (999.5, 1e3, "k")):
@@ -317,13 +319,13 @@ def _thousands(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _clock(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     """Return a duration such as 0:48, 1:02:03 or 3d 04:05."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours >= 24:
         return f"{hours // 24}d {hours % 24:02}:{minutes:02}"
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{seconds_left:02}" if hours else f"{minutes}:{seconds_left:02}"
 
 
 def task_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -345,12 +347,12 @@ def cut_metrics(path: Path, *, step: int) -> set[str]:
     Returns:
         The names of the values that the file already has for this step.
     """
-    kept = [line for line in read_json_lines(path) if line is not None and line["step"] <= step]
-    write_whole(path, "".join(f"{json.dumps(line)}\n" for line in kept))
-    return {name for line in kept if line["step"] == step for name in line}
+    lines = [line for line in read_json_lines(path) if line is not None and line["step"] <= step]
+    write_whole(path, "".join(f"{json.dumps(line)}\n" for line in lines))
+    return {name for line in lines if line["step"] == step for name in line}
 
 
-def _tag(name: str) -> str:
+def _tracker_tag(name: str) -> str:
     """Return the name of a metric in the trackers: eval_loss becomes eval/loss."""
     group = next(
         (group for group in ("eval", "kfac", "task") if name.startswith(f"{group}_")), "train"

@@ -22,24 +22,24 @@ _HELP = (
 @program
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
-    words = list(argv)
-    if words and not words[0].startswith("-"):
-        words.insert(0, "--config")
+    arguments = list(argv)
+    if arguments and not arguments[0].startswith("-"):
+        arguments.insert(0, "--config")
     options = parse(
         PlanOptions,
-        words,
+        arguments,
         prog="python -m llm.plan",
         description=_HELP,
         usage="[CONFIG.toml] [--OPTION VALUE ...]",
         inherit=preset_options,
     )
     check(options)
-    lines, fits = _plan(options)
+    lines, fits = _plan_lines(options)
     sys.stdout.write("\n".join(lines) + "\n")
     return 0 if fits else 1
 
 
-def _plan(options: PlanOptions) -> tuple[list[str], bool]:
+def _plan_lines(options: PlanOptions) -> tuple[list[str], bool]:
     """Return the lines to print, and whether the layout fits."""
     from llm.runtime.logging import quiet_libraries
     from llm.runtime.process_settings import limit_spin_wait

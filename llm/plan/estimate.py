@@ -49,14 +49,17 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
     param_counts, trace = job.param_counts(layout.tensor), job.trace(layout.tensor, layout.context)
     micro_batches = job.batches(layout).accumulation
     layers = max(map(len, job.layers_of_ranks(layout.pipeline)))
-    block, others = num_elements(param_counts.blocks[0]), num_elements(param_counts.others)
+    block, other_weights = (
+        num_elements(param_counts.blocks[0]),
+        num_elements(param_counts.other_weights),
+    )
     t, c, r, n = layout.tensor, layout.context, layout.replicate, layout.shard * layout.context
     width = FP32 if options.mixed_precision == "no" else 2
     sent_width = 2 if options.mixed_precision in ("bf16", "fp8") else FP32  # not in fp16
     tokens = device_batch_size(options) * job.length // c
     hidden = tokens * trace.width * width
     passes = 2 + (options.activation_checkpointing == "full")
-    sent = []
+    transfers_of_rank = []
     if t > 1:
         a_layer: float = 2 * (passes - 1) * hidden
         if options.sequence_parallel:
@@ -65,48 +68,58 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
             # The gradient of each matrix's input, in the precision of the residual stream.
             a_layer += job.column_matrices * tokens * trace.width * FP32
         size = layers * micro_batches * a_layer * 2 * (t - 1) / t
-        sent.append(_ring("tensor", "sums of hidden states", size, t, per_node))
+        transfers_of_rank.append(
+            _ring_transfer("tensor", "sums of hidden states", size, t, per_node)
+        )
     if c > 1:
         size = passes * layers * micro_batches * (c - 1) * tokens * trace.key_width * width
-        sent.append(_ring("context", "keys and values", size, c, per_node // t))
+        transfers_of_rank.append(
+            _ring_transfer("context", "keys and values", size, c, per_node // t)
+        )
     if n > 1:
         gathers = 2 * layers * block * (FP8 if options.fp8_all_gather else sent_width)
-        sums = FP32 * (layers * block + others)
+        sums = FP32 * (layers * block + other_weights)
         # The weights outside the blocks stay gathered for all micro-batches of a step.
-        once = FP32 * others
+        once = FP32 * other_weights
         if layout.pipeline == 1 and t == 1 and not param_counts.shares_ends:
             once -= (FP32 - sent_width) * num_elements(param_counts.head)
         reductions = 1 if options.unsharded_gradients else micro_batches
         size = (micro_batches * gathers + reductions * sums + once) * (n - 1) / n
-        sent.append(_ring("shard", "weights and gradients", size, n, per_node // t))
+        transfers_of_rank.append(
+            _ring_transfer("shard", "weights and gradients", size, n, per_node // t)
+        )
     matrices = job.optimizer.traffic
     if matrices is not None and n * t > 1:
         # Each rank sends its shards of gradients, and later its updates.
-        elements = layers * block + (others if matrices.with_ends else 0)
+        elements = layers * block + (other_weights if matrices.with_ends else 0)
         size = matrices.bytes_per_element * elements / n * (n * t - 1) / (n * t)
         axis = "shard" if n > 1 else "tensor"
-        ring = _ring(axis, "whole matrices to their owners and back", size, n * t, per_node)
-        sent.append(dataclasses.replace(ring, overlapped=False))
+        ring = _ring_transfer(
+            axis, "whole matrices to their owners and back", size, n * t, per_node
+        )
+        transfers_of_rank.append(dataclasses.replace(ring, overlapped=False))
     if r > 1:
         sum_width = HALF if options.all_reduce_dtype == "bf16" else FP32
-        size = 2 * (r - 1) / r * sum_width * (layers * block + others) / n
-        sent.append(_ring("replicate", "gradients", size, r, per_node // (t * n)))
+        size = 2 * (r - 1) / r * sum_width * (layers * block + other_weights) / n
+        transfers_of_rank.append(
+            _ring_transfer("replicate", "gradients", size, r, per_node // (t * n))
+        )
     if layout.pipeline > 1:
         size = 2 * micro_batches * options.virtual_stages * hidden * (sent_width / width)
-        inside = t * n * r * 2 <= per_node
-        sent.append(
+        fits_in_node = t * n * r * 2 <= per_node
+        transfers_of_rank.append(
             Transfer(
                 axis="pipeline",
                 what="hidden states and their gradients",
-                in_node=size if inside else 0.0,
-                between_nodes=0.0 if inside else size,
+                in_node=size if fits_in_node else 0.0,
+                between_nodes=0.0 if fits_in_node else size,
                 overlapped=False,
             )
         )
-    return sent
+    return transfers_of_rank
 
 
-def _ring(axis: str, what: str, size: float, ranks: int, on_node: int) -> Transfer:
+def _ring_transfer(axis: str, what: str, size: float, ranks: int, on_node: int) -> Transfer:
     """Count a collective: each rank sends `size` bytes, and a node holds `on_node` ranks."""
     on_node = max(1, min(ranks, on_node))
     between = 0.0 if on_node == ranks else size / on_node
@@ -158,7 +171,7 @@ def estimate(job: Job, layout: ParallelDims) -> Estimate:
     """
     batches = job.batches(layout)  # called first because it refuses batches that cannot be traced
     memory, trace = peak_memory(job, layout), job.trace(layout.tensor, layout.context)
-    sent = transfers(job, layout)
+    transfers_of_rank = transfers(job, layout)
     bubble = bubble_fraction(
         ranks=layout.pipeline,
         virtual_stages=job.options.virtual_stages,
@@ -170,8 +183,8 @@ def estimate(job: Job, layout: ParallelDims) -> Estimate:
 
     device, fp32 = job.device, job.options.mixed_precision == "no"
     peak = (device.fp32_tflops if fp32 else device.tflops) * 1e12
-    inline = sum(t.seconds(job) for t in sent if not t.overlapped)
-    hidden = sum(t.seconds(job) for t in sent if t.overlapped)
+    inline = sum(t.seconds(job) for t in transfers_of_rank if not t.overlapped)
+    hidden = sum(t.seconds(job) for t in transfers_of_rank if t.overlapped)
     # The optimizer reads and writes weights and moments and reads gradients.
     stepping = 2 * memory.weights + 2 * memory.optimizer + FP32 * memory.parameters
 
@@ -189,7 +202,7 @@ def estimate(job: Job, layout: ParallelDims) -> Estimate:
         fits=memory.total <= job.usable,
         flops_per_step=sum(flops) * batches.accumulation * (layout.world_size // layout.pipeline),
         bubble=bubble,
-        transfers=sent,
+        transfers=transfers_of_rank,
         floor_seconds=seconds(1.0),
         step_seconds=step_seconds,
         tokens_per_second=tokens / step_seconds,
@@ -206,7 +219,7 @@ def checkpoint_bytes(job: Job) -> int:
 def search(job: Job) -> list[Estimate]:
     """Estimate all possible layouts: layouts that fit, by speed, then the others, by memory."""
     estimates = []
-    for tensor, context in itertools.product(_divisors(job.options.gpus_per_node), (1, 2, 4, 8)):
+    for tensor, context in itertools.product(_divisors_of(job.options.gpus_per_node), (1, 2, 4, 8)):
         # Nobody has tried what an extension adds to the optimizer with divided layers.
         refused = tensor > 1 and job.options.besides_optimizer is not None
         if tensor * context > job.options.gpus_per_node or refused:
@@ -214,7 +227,9 @@ def search(job: Job) -> list[Estimate]:
         with contextlib.suppress(ConfigError):
             job.trace(tensor, context)  # refuses sizes that are wrong for all these layouts
             pipelines = not (context > 1 or job.options.sequence_parallel)
-            for layout in _layouts(job.layout.world_size, tensor, context, pipelines=pipelines):
+            for layout in _possible_layouts(
+                job.layout.world_size, tensor, context, pipelines=pipelines
+            ):
                 with contextlib.suppress(ConfigError):
                     estimates.append(estimate(job, layout))
     return sorted(
@@ -222,14 +237,14 @@ def search(job: Job) -> list[Estimate]:
     )
 
 
-def _layouts(
+def _possible_layouts(
     world_size: int, tensor: int, context: int, *, pipelines: bool
 ) -> Iterator[ParallelDims]:
-    for pipeline in _divisors(world_size) if pipelines else [1]:
-        ranks, rest = divmod(world_size, tensor * context * pipeline)
-        if rest:
+    for pipeline in _divisors_of(world_size) if pipelines else [1]:
+        ranks, remainder = divmod(world_size, tensor * context * pipeline)
+        if remainder:
             continue
-        for shard in _divisors(ranks):
+        for shard in _divisors_of(ranks):
             yield ParallelDims(
                 pipeline=pipeline,
                 replicate=ranks // shard,
@@ -239,5 +254,5 @@ def _layouts(
             )
 
 
-def _divisors(number: int) -> list[int]:
+def _divisors_of(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]

@@ -130,7 +130,7 @@ class Job:
         self._config = load_config(options)
         self.length = choose_block_size(options, self._config)
         self.layout = choose_dims(options, self._config, options.nodes * options.gpus_per_node)
-        self.device = _device(options)
+        self.device = _make_device(options)
         self._memory = int(self.device.gib * GIB)
         self.usable = self._memory if options.device == "cpu" else int(USABLE * self._memory)
         self.optimizer = optimizer_memory(options, self.model)
@@ -138,7 +138,7 @@ class Job:
         records = any(state.recording for state in self.optimizer.extra.values())
         self.compiled = bool(options.torch_compile) and not records
         self._rank_model = functools.cache(self._make_rank_model)
-        self.trace = functools.cache(self._trace)
+        self.trace = functools.cache(self._trace_layout)
         self.layers_of_ranks = functools.cache(self._layers_of_ranks)
         check_outline_causal(self._rank_model(1)[1])
 
@@ -146,7 +146,7 @@ class Job:
         """Return the run with another micro-batch or recomputation; both share the model."""
         job = copy.copy(self)
         job.options = dataclasses.replace(self.options, **changes)
-        job.trace = functools.cache(job._trace)
+        job.trace = functools.cache(job._trace_layout)
         return job
 
     def outline(self) -> PreTrainedModel:
@@ -176,7 +176,7 @@ class Job:
                 micro-batches.
         """
         options = self.options
-        plan = self._plan(layout)
+        plan = self._plan_batches(layout)
         largest = max(phase.global_batch_size for phase in plan.phases)
         batches = dataclasses.replace(plan, global_batch_size=largest, growth=())
         check_micro_batches(
@@ -184,7 +184,7 @@ class Job:
         )
         return batches
 
-    def _plan(self, layout: ParallelDims) -> BatchPlan:
+    def _plan_batches(self, layout: ParallelDims) -> BatchPlan:
         return plan_batches(
             self.options,
             num_windows=1,
@@ -197,7 +197,7 @@ class Job:
         """Return the tokens of the whole run; None if the options do not set them."""
         options = self.options
         if options.num_tokens is None and any(getattr(options, name) for name in LENGTHS):
-            return float(self._plan(layout).total_samples * self.length)
+            return float(self._plan_batches(layout).total_samples * self.length)
         return options.num_tokens
 
     def param_counts(self, tensor: int) -> ParamCounts:
@@ -213,7 +213,7 @@ class Job:
         del find_blocks(model)[1:]
         return param_counts, model
 
-    def _trace(self, tensor: int, context: int) -> Trace:
+    def _trace_layout(self, tensor: int, context: int) -> Trace:
         if self.length % context:
             raise ConfigError(
                 f"--context_parallel_size {context} does not divide the {self.length} tokens of a "
@@ -248,7 +248,7 @@ class Job:
         return count_columns(self.model) / len(self.param_counts(1).blocks)
 
     @functools.cached_property
-    def _modules(self) -> PipelineModules:
+    def _pipeline_modules(self) -> PipelineModules:
         return find_pipeline_modules(self.model)
 
     def _layers_of_ranks(self, pipeline: int) -> list[list[int]]:
@@ -262,20 +262,20 @@ class Job:
             return [[*range(num_layers)]]
         num_stages = pipeline * self.options.virtual_stages
         check_depth(num_layers, num_stages)
-        stages = self._modules.assign_layers(num_stages)
+        stages = self._pipeline_modules.assign_layers(num_stages)
         return [[*itertools.chain(*stages[rank::pipeline])] for rank in range(pipeline)]
 
 
-def _device(options: PlanOptions) -> Device:
+def _make_device(options: PlanOptions) -> Device:
     """Return the device from the table, with figures replaced by the options."""
     peak = options.device_peak_tflops
     in_node, between = options.links or (None, None)
-    given = {
+    overrides = {
         "gib": options.memory_gib,
         "tflops": peak,
         "fp32_tflops": peak,
         "node_link": in_node,
         "network_link": between,
     }
-    changed = {name: value for name, value in given.items() if value is not None}
+    changed = {name: value for name, value in overrides.items() if value is not None}
     return dataclasses.replace(DEVICES[options.device], **changed)

@@ -111,16 +111,16 @@ class StagePlan:
             self.block_width = FP8
         self.head_width = HALF if self.casts_are_gathered and layout.tensor == 1 else FP32
         self.block = self.param_counts.blocks[numbers[0]]
-        head, is_first = self.param_counts.head, stage == 0
+        head, is_first_stage = self.param_counts.head, stage == 0
         # The head is on the last stage, and a tied one also on the first.
-        self.others = [
+        self.other_weights = [
             p
-            for p in self.param_counts.others
+            for p in self.param_counts.other_weights
             if (p in head and self.is_last)
-            or (is_first and (p not in head or self.param_counts.is_tied))
+            or (is_first_stage and (p not in head or self.param_counts.is_tied))
         ]
         blocks = (self.param_counts.blocks[number] for number in numbers)
-        parameters = [*itertools.chain(self.others, *blocks)]
+        parameters = [*itertools.chain(self.other_weights, *blocks)]
         self.local, self.trained = shard_sizes(parameters, ranks)
         self.whole_trained = num_elements(p for p in parameters if p.requires_grad)
         self.micro_batches = job.batches(layout).accumulation
@@ -148,32 +148,44 @@ class StagePlan:
     def moments(self) -> list[Memory]:
         """Return the memory at each moment that may be the peak."""
         trace, param_counts = self.trace, self.param_counts
-        block = FP32 * num_elements(p for p in self.block if p.requires_grad)
-        head = FP32 * num_elements(p for p in param_counts.head if p.requires_grad) * self.is_last
-        working = max(0, trace.block_backward_extra - block)
-        held = self.flight * self._kept(self.layers)
-        gone = trace.block_casts - trace.casts_left
+        block_gradient = FP32 * num_elements(p for p in self.block if p.requires_grad)
+        head_gradient = FP32 * num_elements(p for p in param_counts.head if p.requires_grad)
+        head_gradient *= self.is_last
+        backward_extra = max(0, trace.block_backward_extra - block_gradient)
+        loss_activations = trace.loss_left - trace.loss_kept if self.is_last else trace.hidden
+
+        freed_casts = trace.block_casts - trace.casts_left
         if self.casts_are_gathered or self.casts_are_held:
-            gone = 0
-        back = held - self.flight * self.layers * gone
-        rest = back - self._kept(self.layers) + self._kept(1) + (self.layers - 1) * gone
+            freed_casts = 0
+        after_forward = self.flight * self._activation_bytes(self.layers)
+        in_last_layer = after_forward - self.flight * self.layers * freed_casts
+        in_first_layer = (
+            in_last_layer
+            - self._activation_bytes(self.layers)
+            + self._activation_bytes(1)
+            + (self.layers - 1) * freed_casts
+        )
         head_cast = 0
         if self.casts_are_held:
             if not self.job.compiled:  # else each block makes its copies itself
-                rest += (self.layers - 1) * trace.block_casts
+                in_first_layer += (self.layers - 1) * trace.block_casts
             head_cast = HALF * num_elements(param_counts.head)  # the loss counts it itself
-        left = trace.loss_left - trace.loss_kept if self.is_last else trace.hidden
+
         moments = [
-            self._moment(
+            self._memory_at(
                 "backward of its last layer",
-                back + left + working + head_cast,
-                fresh=head + block,
+                in_last_layer + loss_activations + backward_extra + head_cast,
+                fresh=head_gradient + block_gradient,
             ),
-            self._moment("backward of its first layer", rest + working + head_cast, done=True),
-            self._moment("optimizer's step", 0, done=True, stepping=True),
-            self._moment(
+            self._memory_at(
+                "backward of its first layer",
+                in_first_layer + backward_extra + head_cast,
+                done=True,
+            ),
+            self._memory_at("optimizer's step", 0, done=True, stepping=True),
+            self._memory_at(
                 "forward of its last layer",
-                held + trace.block_forward_extra + head_cast,
+                after_forward + trace.block_forward_extra + head_cast,
                 with_head=True,
             ),
         ]
@@ -181,19 +193,26 @@ class StagePlan:
             # The gradient, the message and the result of a reduce-scatter; gloo copies the message.
             copies = 2 + 1 / self.ranks + (self.job.options.device == "cpu")
             moments.append(
-                self._moment(
+                self._memory_at(
                     "reduction of the head's gradient",
-                    back + left,
-                    fresh=int(copies * head),
+                    in_last_layer + loss_activations,
+                    fresh=int(copies * head_gradient),
                     with_head=True,
                 )
             )
         if self.is_last:
-            logits = max(0, trace.loss_extra - head)
-            moments.append(self._moment("loss", held, fresh=head, logits=logits, with_head=True))
+            moments.append(
+                self._memory_at(
+                    "loss",
+                    after_forward,
+                    fresh=head_gradient,
+                    logits=max(0, trace.loss_extra - head_gradient),
+                    with_head=True,
+                )
+            )
         return moments
 
-    def _kept(self, layers: int) -> float:
+    def _activation_bytes(self, layers: int) -> float:
         """Return the activations of one micro-batch at the end of its forward pass.
 
         If weights are gathered in half precision, autocast caches no copies of them.
@@ -203,7 +222,7 @@ class StagePlan:
         start = trace.inputs if self.stage == 0 else trace.hidden
         return start + layers * (trace.block - casts)
 
-    def _moment(
+    def _memory_at(
         self,
         name: str,
         activations: float,
@@ -226,10 +245,10 @@ class StagePlan:
             with_head: Whether the output head is gathered, even without accumulation.
         """
         optimizer, trained = self.job.optimizer, self.trained
-        several = self.micro_batches > 1
+        accumulates = self.micro_batches > 1
         # DistributedDataParallel allocates buckets for all gradients at the start.
         buckets = self.layout.is_replicated and self.layout.world_size > 1
-        gradients = FP32 * trained if done or several or buckets else 0
+        gradients = FP32 * trained if done or accumulates or buckets else 0
         if self.keeps_gradients_whole and not stepping:
             gradients = FP32 * self.whole_trained
         buffers = self.param_counts.buffers + (0 if self.job.options.device == "cpu" else CONTEXT)
@@ -240,10 +259,10 @@ class StagePlan:
                 buffers += int(6 * FP32 * min(optimizer.traffic.bucket, self.local))
             buffers += fresh
             if not stepping:
-                buffers += self._gathered(backward=fresh > 0 or done, with_head=with_head)
+                buffers += self._gathered_bytes(backward=fresh > 0 or done, with_head=with_head)
         else:
             gradients += fresh
-            if several and self.layout.world_size > 1:
+            if accumulates and self.layout.world_size > 1:
                 # Gradients accumulate outside the buckets, which the last micro-batch fills.
                 buffers += FP32 * trained
         return Memory(
@@ -254,7 +273,7 @@ class StagePlan:
             gradients=gradients,
             optimizer=int(optimizer.per_element * trained),
             extra={
-                kind: self._extra(state, stepping=stepping)
+                kind: self._extra_bytes(state, stepping=stepping)
                 for kind, state in optimizer.extra.items()
             },
             activations=int(activations),
@@ -262,7 +281,7 @@ class StagePlan:
             buffers=buffers,
         )
 
-    def _extra(self, state: StateMemory, *, stepping: bool) -> int:
+    def _extra_bytes(self, state: StateMemory, *, stepping: bool) -> int:
         """Return the bytes of a further state; only the owner of a sharded layer has its part."""
         layout = self.layout
         passing = state.stepping if stepping else state.recording
@@ -272,20 +291,20 @@ class StagePlan:
         owners = layout.shard * layout.context
         return int(share * (state.divided / owners + passing))
 
-    def _gathered(self, *, backward: bool, with_head: bool) -> int:
+    def _gathered_bytes(self, *, backward: bool, with_head: bool) -> int:
         """Return the bytes of gathered weights (this layer and the next) and of reduced gradients.
 
         Weights outside of blocks stay gathered from the forward to the end of the backward pass.
         Embedding and head are freed after their use in the last micro-batch if they have separate
         groups.
         """
-        block, others, size = num_elements(self.block), self.others, 0
+        block, other_weights, size = num_elements(self.block), self.other_weights, 0
         if self.has_own_ends:
             ends = self.param_counts.embedding | self.param_counts.head
-            others = [p for p in others if p not in ends]
+            other_weights = [p for p in other_weights if p not in ends]
             if self.micro_batches > 1:
                 size += FP32 * num_elements(self.param_counts.embedding)
             if self.micro_batches > 1 or with_head:
                 size += self.head_width * num_elements(self.param_counts.head)
-        size += FP32 * num_elements(others)
+        size += FP32 * num_elements(other_weights)
         return size + 2 * self.block_width * block + (FP32 * block if backward else 0)

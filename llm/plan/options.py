@@ -68,8 +68,8 @@ def check(options: PlanOptions) -> None:
         ConfigError: One message with a sentence for each fault.
     """
     problems = check_planned(options)
-    for extension, given in extensions_of(options):
-        problems += extension.plan_problems(given)
+    for extension, values in extensions_of(options):
+        problems += extension.plan_problems(values)
     if options.links and len(options.links) != 2:
         problems.append(
             "--links takes two numbers: GB/s in the node and between nodes, such as 450 50."

@@ -45,7 +45,7 @@ def split_model(model: PreTrainedModel, tensor: int, *, sequence_parallel: bool 
     plan = tensor_plan(model)
     modules = dict(model.named_modules())
     for name, style in plan.styles.items():
-        _split(modules[name], style, tensor)
+        _split_module(modules[name], style, tensor)
     for name, attribute in plan.per_rank.items():
         setattr(modules[name], attribute, getattr(modules[name], attribute) // tensor)
     if sequence_parallel:
@@ -61,12 +61,12 @@ def count_columns(model: PreTrainedModel) -> int:
 def _split_residual_stream(model: PreTrainedModel, tensor: int) -> None:
     """Give norms and residual additions a rank's tokens; copies stand for the messages."""
     plan, styles = sequence_plan(model), tensor_plan(model).styles
-    held: list[Tensor] = []  # recomputation frees the shard, but not the outputs of later blocks
+    shards: list[Tensor] = []  # recomputation frees the shard, but not the outputs of later blocks
 
     def shard(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        held.append(_own_tokens(args[0], tensor))
-        held[-1].register_hook(lambda _: held.clear())
-        return held[-1], *args[1:]
+        shards.append(_own_tokens(args[0], tensor))
+        shards[-1].register_hook(lambda _: shards.clear())
+        return shards[-1], *args[1:]
 
     def gather(_module: nn.Module, _args: Any, local: Tensor) -> Tensor:
         if torch.is_autocast_enabled(local.device.type):
@@ -91,19 +91,21 @@ def _own_tokens(hidden: Tensor, tensor: int) -> Tensor:
     return hidden.narrow(1, 0, hidden.shape[1] // tensor).clone()
 
 
-def _split(module: Any, style: str, tensor: int) -> None:
+def _split_module(module: Any, style: str, tensor: int) -> None:
     if style == "embedding_rowwise":
-        module.weight = _narrowed(module.weight, 0, tensor)
+        module.weight = _narrow_parameter(module.weight, 0, tensor)
     elif style in (*_COLUMNS, *_ROWS):
         is_conv1d = type(module).__name__ == "Conv1D"  # [inputs, outputs]
-        module.weight = _narrowed(module.weight, int((style in _COLUMNS) == is_conv1d), tensor)
+        module.weight = _narrow_parameter(
+            module.weight, int((style in _COLUMNS) == is_conv1d), tensor
+        )
         if style in _COLUMNS and isinstance(module.bias, nn.Parameter):
-            module.bias = _narrowed(module.bias, 0, tensor)
+            module.bias = _narrow_parameter(module.bias, 0, tensor)
         if style in _COLUMNS and is_conv1d:
             module.nf = module.weight.shape[1]
 
 
-def _narrowed(parameter: nn.Parameter, dim: int, tensor: int) -> nn.Parameter:
+def _narrow_parameter(parameter: nn.Parameter, dim: int, tensor: int) -> nn.Parameter:
     size = -(-parameter.shape[dim] // tensor)
     shard = parameter.detach().narrow(dim, 0, size).clone()
     return nn.Parameter(shard, requires_grad=parameter.requires_grad)
@@ -115,7 +117,7 @@ class ParamCounts:
 
     Attributes:
         blocks: Parameters of each block.
-        others: Parameters outside of blocks; tied parameters count once.
+        other_weights: Parameters outside of blocks; tied parameters count once.
         embedding: Parameters of the input embedding; `others` includes them.
         head: Parameters of the output head; `others` includes them.
         is_tied: Whether all parameters of the output head belong to the embedding.
@@ -123,7 +125,7 @@ class ParamCounts:
     """
 
     blocks: list[list[nn.Parameter]]
-    others: list[nn.Parameter]
+    other_weights: list[nn.Parameter]
     embedding: set[nn.Parameter]
     head: set[nn.Parameter]
     is_tied: bool
@@ -132,7 +134,7 @@ class ParamCounts:
     @property
     def parameters(self) -> int:
         """Elements of all parameters."""
-        return num_elements(itertools.chain(self.others, *self.blocks))
+        return num_elements(itertools.chain(self.other_weights, *self.blocks))
 
     @property
     def shares_ends(self) -> bool:
@@ -143,13 +145,13 @@ class ParamCounts:
 def count_parameters(model: PreTrainedModel) -> ParamCounts:
     """Count the parameters of a model, which may be on the meta device."""
     blocks = [list(block.parameters()) for block in find_blocks(model)]
-    inside = set(itertools.chain(*blocks))
+    block_parameters = set(itertools.chain(*blocks))
     output = model.get_output_embeddings()
     head = set() if output is None else set(output.parameters())
     embedding = set(model.get_input_embeddings().parameters())
     return ParamCounts(
         blocks=blocks,
-        others=[p for p in model.parameters() if p not in inside],
+        other_weights=[p for p in model.parameters() if p not in block_parameters],
         embedding=embedding,
         head=head,
         is_tied=head.issubset(embedding),
@@ -197,16 +199,18 @@ def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerM
 
     State that extensions keep for each parameter counts too.
     """
-    kept = sum(each.bytes_per_parameter(given) for each, given in extensions_of(options))
+    extension_bytes = sum(
+        extension.bytes_per_parameter(values) for extension, values in extensions_of(options)
+    )
     with fake_ranks(options.nodes * options.gpus_per_node):
         recipe = recipe_of(options, seed=0)
         recipe.plan(model)
-        made = recipe.make(model, None)
-    kinds = (kind for each, _ in extensions_of(options) for kind in each.MEMORY_KINDS)
+        run_optimizer = recipe.make(model, None)
+    kinds = (kind for extension, _ in extensions_of(options) for kind in extension.MEMORY_KINDS)
     return OptimizerMemory(
-        per_element=_per_element(made.optimizer, model) + kept,
-        extra={kind: StateMemory() for kind in kinds} | made.memory(),
-        traffic=made.traffic(),
+        per_element=_per_element(run_optimizer.optimizer, model) + extension_bytes,
+        extra={kind: StateMemory() for kind in kinds} | run_optimizer.memory(),
+        traffic=run_optimizer.traffic(),
     )
 
 

@@ -38,18 +38,18 @@ def find_remedy(job: Job, ranked: list[Estimate] | None) -> dict[str, Any] | Non
             return {**resized, **changes}
     # If a layout does not fit with the fewest activations, it never fits.
     frugal = job.with_micro_batch({**smallest, **full})
-    if not any(one.fits for one in search(frugal)):
+    if not any(candidate.fits for candidate in search(frugal)):
         return None
     best: tuple[tuple[float, ...], dict[str, Any]] | None = None
     settings = [{}, full, {**smallest, **full}]
     for number, changes in enumerate(settings):
         if changes in settings[:number]:
             continue
-        found = ranked if ranked and not changes else search(job.with_micro_batch(changes))
-        for one in (one for one in found if one.fits):
-            cost = _cost(one, job.layout, number)
+        candidates = ranked if ranked and not changes else search(job.with_micro_batch(changes))
+        for candidate in (candidate for candidate in candidates if candidate.fits):
+            cost = _cost_of(candidate, job.layout, number)
             if best is None or cost < best[0]:
-                best = cost, {**changes, **_layout_options(one.layout, options)}
+                best = cost, {**changes, **_layout_options(candidate.layout, options)}
         if best is not None and not any(best[0][:3]):
             break  # sharding is enough
     return None if best is None else best[1]
@@ -57,8 +57,8 @@ def find_remedy(job: Job, ranked: list[Estimate] | None) -> dict[str, Any] | Non
 
 def _largest_micro_batch(job: Job, changes: dict[str, Any]) -> dict[str, Any] | None:
     """Return the options of the largest micro-batch that fits in this layout, or None."""
-    given = device_batch_size(job.options)
-    sizes = [size for size in range(1, given + bool(changes)) if given % size == 0]
+    current_size = device_batch_size(job.options)
+    sizes = [size for size in range(1, current_size + bool(changes)) if current_size % size == 0]
 
     def is_too_large(size: int) -> bool:
         resized = job.with_micro_batch({**_micro_batch(job.options, size), **changes})
@@ -72,27 +72,27 @@ def _largest_micro_batch(job: Job, changes: dict[str, Any]) -> dict[str, Any] | 
 
 def _micro_batch(options: PlanOptions, size: int) -> dict[str, Any]:
     """Return the options of a smaller micro-batch in the same global batch."""
-    given = device_batch_size(options)
-    if size == given:
+    current_size = device_batch_size(options)
+    if size == current_size:
         return {}
     changes = {"per_device_train_batch_size": size}
     if options.global_batch_size is None:
-        steps = options.gradient_accumulation_steps * given // size
+        steps = options.gradient_accumulation_steps * current_size // size
         changes["gradient_accumulation_steps"] = steps
     return changes
 
 
-def _cost(one: Estimate, layout: ParallelDims, setting: int) -> tuple[float, ...]:
+def _cost_of(candidate: Estimate, layout: ParallelDims, setting: int) -> tuple[float, ...]:
     """Return a sort key for the cost of a layout: first its context parallelism, last its time."""
 
     def distance(axis: str) -> int:
         """Count roughly how often a size is doubled or halved."""
-        size: int = getattr(one.layout, axis)
-        before: int = getattr(layout, axis)
-        return abs(size.bit_length() - before.bit_length()) + (size != before)
+        size: int = getattr(candidate.layout, axis)
+        current_size: int = getattr(layout, axis)
+        return abs(size.bit_length() - current_size.bit_length()) + (size != current_size)
 
-    shard, *others = map(distance, _SIZES.values())
-    return *reversed(others), setting, shard, -one.tokens_per_second
+    shard, *other_distances = map(distance, _SIZES.values())
+    return *reversed(other_distances), setting, shard, -candidate.tokens_per_second
 
 
 def _layout_options(layout: ParallelDims, options: PlanOptions) -> dict[str, int]:

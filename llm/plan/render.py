@@ -28,7 +28,7 @@ def text(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> list[str
     options, layout = job.options, plan.layout
     samples = plan.tokens_per_step // job.length
     return [
-        f"{_name(job)}, {job.param_counts(1).parameters:,} parameters, on "
+        f"{_model_name(job)}, {job.param_counts(1).parameters:,} parameters, on "
         f"{counted(options.nodes, 'node')} of {options.gpus_per_node} {options.device}: "
         f"{counted(layout.world_size, 'rank')}",
         f"layout: {layout.describe()}",
@@ -37,7 +37,7 @@ def text(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> list[str
         f"{device_batch_size(options)} on each rank",
         "",
         *_memory_lines(job, plan),
-        _verdict(job, plan, remedy),
+        _verdict_line(job, plan, remedy),
         "",
         *_traffic_lines(plan),
         "",
@@ -55,14 +55,14 @@ def table(job: Job, estimates: list[Estimate]) -> list[str]:
         lay = plan.layout
         lines.append(
             f"{lay.tensor:>6} {lay.context:>7} {lay.pipeline:>8} {lay.shard:>6} "
-            f"{lay.replicate:>9} {plan.micro_batches:>8} {_gib(plan.memory.total):>10} "
+            f"{lay.replicate:>9} {plan.micro_batches:>8} {_format_gib(plan.memory.total):>10} "
             f"{plan.bubble:>7.1%} {plan.step_seconds:>7.2f} s {plan.tokens_per_second:>12,.0f}  "
             f"{'yes' if plan.fits else 'no'}"
         )
     fitting = sum(plan.fits for plan in estimates)
     return [
         *lines,
-        f"{fitting} of {len(estimates)} layouts fit into {_gib(job.usable)} of "
+        f"{fitting} of {len(estimates)} layouts fit into {_format_gib(job.usable)} of "
         f"{job.options.device}; tokens per second at {job.options.efficiency:.0%} of its peak.",
     ]
 
@@ -71,9 +71,9 @@ def to_json(
     job: Job, plan: Estimate, remedy: Mapping[str, Any] | None, estimates: list[Estimate] | None
 ) -> dict[str, Any]:
     """Return all numbers in bytes, seconds and FLOPs; for the arguments see `text` and `table`."""
-    options, days, checkpoint = job.options, _days(job, plan), checkpoint_bytes(job)
+    options, days, checkpoint = job.options, _days_of_run(job, plan), checkpoint_bytes(job)
     values = {
-        "model": _name(job),
+        "model": _model_name(job),
         "parameters": job.param_counts(1).parameters,
         "device": options.device,
         "nodes": options.nodes,
@@ -90,7 +90,7 @@ def to_json(
         "checkpoint_seconds": checkpoint / (options.disk_gbps * 1e9),
     }
     if estimates is not None:
-        values["search"] = [_estimate_json(one) for one in estimates]
+        values["search"] = [_estimate_json(candidate) for candidate in estimates]
     return values
 
 
@@ -102,13 +102,13 @@ def _estimate_json(plan: Estimate) -> dict[str, Any]:
     return values
 
 
-def _name(job: Job) -> str:
+def _model_name(job: Job) -> str:
     options = job.options
     name = options.config_name or options.model_name_or_path or options.model_type or "gpt2"
     return name if options.model_size is None else f"{name} {options.model_size}"
 
 
-def _days(job: Job, plan: Estimate) -> float | None:
+def _days_of_run(job: Job, plan: Estimate) -> float | None:
     """Return the days of the whole run; None if its tokens are unknown."""
     budget = job.budget(plan.layout)
     return None if budget is None else budget / plan.tokens_per_second / _DAY
@@ -116,43 +116,53 @@ def _days(job: Job, plan: Estimate) -> float | None:
 
 def _memory_lines(job: Job, plan: Estimate) -> list[str]:
     memory = plan.memory
-    where = f"stage {memory.stage}, " if plan.layout.pipeline > 1 else ""
+    stage = f"stage {memory.stage}, " if plan.layout.pipeline > 1 else ""
     return [
-        f"memory of the fullest rank ({where}{memory.parameters:,} parameters), "
+        f"memory of the fullest rank ({stage}{memory.parameters:,} parameters), "
         f"at its peak, in the {memory.moment}:",
         *(
-            f"  {kind:<12}{_gib(size):>11}{size / memory.total:>7.0%}"
+            f"  {kind:<12}{_format_gib(size):>11}{size / memory.total:>7.0%}"
             for kind, size in memory.kinds.items()
             if size
         ),
-        f"  {'total':<12}{_gib(memory.total):>11} of {_gib(job.usable)}",
+        f"  {'total':<12}{_format_gib(memory.total):>11} of {_format_gib(job.usable)}",
     ]
 
 
-def _verdict(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> str:
-    left = job.usable - plan.memory.total
+def _verdict_line(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> str:
+    free_bytes = job.usable - plan.memory.total
     if plan.fits:
-        return f"It fits: {_gib(left)} are left."
+        return f"It fits: {_format_gib(free_bytes)} are left."
     if remedy is None:
         return (
-            f"It does not fit, by {_gib(-left)}, and neither a smaller micro-batch, recomputation "
-            "nor another layout of these devices helps: use more devices."
+            f"It does not fit, by {_format_gib(-free_bytes)}, and neither a smaller micro-batch, "
+            "recomputation nor another layout of these devices helps: use more devices."
         )
-    words = " ".join(f"--{name} {value}" for name, value in remedy.items())
-    return f"It does not fit, by {_gib(-left)}. It fits with {words}."
+    flags = " ".join(f"--{name} {value}" for name, value in remedy.items())
+    return f"It does not fit, by {_format_gib(-free_bytes)}. It fits with {flags}."
 
 
 def _traffic_lines(plan: Estimate) -> list[str]:
     if not plan.transfers:
         return ["nothing is sent: there is one rank"]
     rows = [("a rank sends in a step", "in node", "between nodes")]
-    for one in plan.transfers:
-        rows.append((f"  {one.axis}: {one.what}", _gb(one.in_node), _gb(one.between_nodes)))
+    for transfer in plan.transfers:
+        rows.append(
+            (
+                f"  {transfer.axis}: {transfer.what}",
+                _format_gb(transfer.in_node),
+                _format_gb(transfer.between_nodes),
+            )
+        )
     return [f"{what:<46}{in_node:>11}{between:>15}" for what, in_node, between in rows]
 
 
 def _time_lines(job: Job, plan: Estimate) -> list[str]:
-    per_second, budget, days = plan.tokens_per_second, job.budget(plan.layout), _days(job, plan)
+    per_second, budget, days = (
+        plan.tokens_per_second,
+        job.budget(plan.layout),
+        _days_of_run(job, plan),
+    )
     disk, checkpoint = job.options.disk_gbps, checkpoint_bytes(job)
     node_hours = 0.0 if days is None else days * 24 * job.options.nodes
     digits = 0 if node_hours >= 10 else 2
@@ -164,21 +174,21 @@ def _time_lines(job: Job, plan: Estimate) -> list[str]:
         f"{per_second * _DAY / 1e9:,.2f} billion a day",
         "days: give --num_tokens or a length, such as --max_train_tokens"
         if days is None
-        else f"{budget:,.0f} tokens take {_duration(days)}, {node_hours:,.{digits}f} node-hours",
-        f"a checkpoint has {_gb(checkpoint)} and takes {checkpoint / (disk * 1e9):,.1f} s at "
-        f"{disk:g} GB/s",
+        else f"{budget:,.0f} tokens take {_format_days(days)}, {node_hours:,.{digits}f} node-hours",
+        f"a checkpoint has {_format_gb(checkpoint)} and takes "
+        f"{checkpoint / (disk * 1e9):,.1f} s at {disk:g} GB/s",
     ]
 
 
-def _duration(days: float) -> str:
+def _format_days(days: float) -> str:
     return f"{24 * days:,.1f} hours" if days < 2 else f"{days:,.1f} days"
 
 
-def _gib(size: float) -> str:
+def _format_gib(size: float) -> str:
     return f"{size / GIB:,.2f} GiB"
 
 
-def _gb(size: float) -> str:
+def _format_gb(size: float) -> str:
     return f"{size / 1e9:,.2f} GB" if size else "-"
 
 
@@ -215,10 +225,10 @@ def draw(estimates: Sequence[Estimate], *, limit: int, path: str) -> None:
     figure = Figure(figsize=(8, 1.5 + 0.45 * len(estimates)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    names = [one.layout.describe() for one in estimates]
+    names = [candidate.layout.describe() for candidate in estimates]
     ends = [0.0] * len(estimates)
     for kind, color in zip(estimates[0].memory.kinds, itertools.cycle(_COLORS), strict=False):
-        sizes = [one.memory.kinds[kind] / GIB for one in estimates]
+        sizes = [candidate.memory.kinds[kind] / GIB for candidate in estimates]
         if any(sizes):
             axes.barh(names, sizes, left=ends, color=color, label=kind)
             ends = [end + size for end, size in zip(ends, sizes, strict=True)]

@@ -34,13 +34,13 @@ class Level(NamedTuple):
         live: Allocated at the end.
         peak: Most bytes allocated at once.
         casts: The part of `live` that are copies of weights in another precision.
-        kept: The part of `live`, allocated since the last mark, that compiled code would keep.
+        compiled: The part of `live`, allocated since the last mark, that compiled code would keep.
     """
 
     live: int
     peak: int
     casts: int
-    kept: int
+    compiled: int
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -50,9 +50,9 @@ class MemoryMeter(TorchDispatchMode):
         known: Existing tensors, such as weights and inputs; they do not count.
     """
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, existing: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._known = {tensor.untyped_storage()._cdata for tensor in existing}
         self._sizes: dict[int, int] = {}
         self._casts: set[int] = set()
         self._kept: dict[int, int] = {}
@@ -67,16 +67,16 @@ class MemoryMeter(TorchDispatchMode):
         """Run an operation and count its results."""
         if func is torch.ops.aten._grouped_mm.default:
             # For tensors without data, PyTorch has this product in bf16 only.
-            left, right, *others = args
-            halves = left.to(torch.bfloat16), right.to(torch.bfloat16)
-            result = func(*halves, *others, **(kwargs or {})).to(left.dtype)
+            lhs, rhs, *arguments = args
+            halves = lhs.to(torch.bfloat16), rhs.to(torch.bfloat16)
+            result = func(*halves, *arguments, **(kwargs or {})).to(lhs.dtype)
         else:
             result = func(*args, **(kwargs or {}))
         copies = func is torch.ops.aten._to_copy.default
         is_cast = copies and args[0].untyped_storage()._cdata in self._known
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
-                self._count(value, is_cast=is_cast)
+                self._count_tensor(value, is_cast=is_cast)
         if copies:
             self._note_copy(args[0], result)
         for value, size in _kept_by_compiled_code(func, args, result):
@@ -95,13 +95,13 @@ class MemoryMeter(TorchDispatchMode):
         casts = sum(self._sizes[key] for key in self._casts)
         # Autocast copies a tensor for each product; compiled code makes one copy for all.
         merged = {self._copies.get(key, key): size for key, size in self._kept.items()}
-        kept = sum(merged.values())
-        level = Level(live=self._live, peak=self._peak, casts=casts, kept=kept)
+        compiled = sum(merged.values())
+        level = Level(live=self._live, peak=self._peak, casts=casts, compiled=compiled)
         self._peak, self._before = self._live, set(self._sizes)
         self._kept.clear()
         return level
 
-    def _count(self, tensor: Tensor, *, is_cast: bool) -> None:
+    def _count_tensor(self, tensor: Tensor, *, is_cast: bool) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known or key in self._sizes:
@@ -111,7 +111,7 @@ class MemoryMeter(TorchDispatchMode):
             self._casts.add(key)
         self._live += self._sizes[key]
         self._peak = max(self._peak, self._live)
-        weakref.finalize(storage, self._forget, key)
+        weakref.finalize(storage, self._forget_storage, key)
 
     def _note_copy(self, tensor: Tensor, copy: Tensor) -> None:
         source = tensor.untyped_storage()._cdata
@@ -121,7 +121,7 @@ class MemoryMeter(TorchDispatchMode):
             view = identity, copy.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
             self._copies[copy.untyped_storage()._cdata] = view
 
-    def _forget(self, key: int) -> None:
+    def _forget_storage(self, key: int) -> None:
         self._live -= self._sizes.pop(key)
         for keys in (self._casts, self._before):
             keys.discard(key)
@@ -264,20 +264,20 @@ def _trace_of(
     head = sum(p.nbytes for p in model.get_output_embeddings().parameters())
     config = model.config.get_text_config()
     level, flops = marks.levels, marks.flops
-    before, after = level["block"], level["block done"]
+    block_start, block_end = level["block"], level["block done"]
     forward_flops = flops["block done"] - flops["block"]
-    block, casts = after.live - before.live, after.casts - before.casts
+    block, casts = block_end.live - block_start.live, block_end.casts - block_start.casts
     casts_left = level["backward"].casts
     if compiled:  # it makes its copies of weights itself, and keeps what its backward pass needs
-        block, casts = after.kept - casts + casts_left, casts_left
+        block, casts = block_end.compiled - casts + casts_left, casts_left
     return Trace(
-        inputs=before.live,
+        inputs=block_start.live,
         block=block,
         block_casts=casts,
         casts_left=casts_left,
-        block_forward_extra=after.peak - after.live,
-        loss_extra=max(level["loss"].peak, level["backward"].peak) - after.live,
-        loss_left=max(0, level["backward"].live - after.live - head),
+        block_forward_extra=block_end.peak - block_end.live,
+        loss_extra=max(level["loss"].peak, level["backward"].peak) - block_end.live,
+        loss_left=max(0, level["backward"].live - block_end.live - head),
         loss_kept=max(0, level["end"].live - gradients) if on_host else 0,
         block_backward_extra=level["backward done"].peak - level["backward"].live,
         block_flops=forward_flops + flops["backward done"] - flops["backward"],
@@ -330,8 +330,8 @@ class _Marks:
         self.flops: dict[str, float] = {}
         self.hidden = 0
         # Recomputation calls these hooks again; the first call counts.
-        block.register_forward_pre_hook(self._enter, with_kwargs=True)
-        block.register_forward_hook(self._leave)
+        block.register_forward_pre_hook(self._on_block_start, with_kwargs=True)
+        block.register_forward_hook(self._on_block_end)
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
@@ -352,14 +352,14 @@ class _Marks:
             self.levels[name] = self._meter.mark()
             self.flops[name] = float(self._counter.get_total_flops())
 
-    def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _on_block_start(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if "block" not in self.levels:
             hidden = args[0] if args else kwargs["hidden_states"]
             self.hidden = hidden.nbytes
             hidden.register_hook(lambda _: self.mark("backward done"))
             self.mark("block")
 
-    def _leave(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _on_block_end(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if "block done" not in self.levels:
             output = output[0] if isinstance(output, tuple) else output
             output.register_hook(lambda _: self.mark("backward"))
@@ -393,8 +393,8 @@ class _MaskedDropout(nn.Dropout):
     """A dropout that keeps its mask in one byte per element, as on a GPU."""
 
     def forward(self, input: Tensor) -> Tensor:
-        kept: Tensor = torch.native_dropout(input, self.p, self.training)[0]
-        return kept
+        output: Tensor = torch.native_dropout(input, self.p, self.training)[0]
+        return output
 
 
 def _use_accelerator_kernels(model: PreTrainedModel) -> None:

@@ -18,7 +18,7 @@ class CounterOptions(Extension):
 
 
 class Counter(LoopExtension):
-    part, words = "counter", "count of updates"
+    part, description = "counter", "count of updates"
 
     def __init__(self, every: int) -> None:
         self.every, self.count = every, 0

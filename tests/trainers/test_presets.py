@@ -88,7 +88,7 @@ def test_a_preset_that_cannot_be_used_is_refused_by_name(words, message):
 
 
 def test_a_plan_has_the_options_of_the_preset(monkeypatch, capsys):
-    monkeypatch.setattr(plan, "_plan", lambda options: ([str(options.betas)], True))
+    monkeypatch.setattr(plan, "_plan_lines", lambda options: ([str(options.betas)], True))
     assert plan.main(["--model_size", "124M", "--preset", "pretrain"]) == 0
     assert capsys.readouterr().out == "(0.9, 0.95)\n"
 

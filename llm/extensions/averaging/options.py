@@ -28,7 +28,7 @@ class AveragingOptions(Extension):
     saved_weights: ClassVar[SavedWeights] = SavedWeights(
         part="ema",
         options=ExportAverageOptions,
-        words="moving average; train with --ema_decay or --ema_tokens to keep one",
+        description="moving average; train with --ema_decay or --ema_tokens to keep one",
         card="their exponential moving average",
     )
 

@@ -28,7 +28,7 @@ class WeightAverage(LoopExtension):
     """
 
     part = "ema"
-    words = "moving average of the weights"
+    description = "moving average of the weights"
 
     def __init__(
         self,
@@ -65,38 +65,38 @@ class WeightAverage(LoopExtension):
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
         """Replace the model's weights by the average inside the context."""
-        self._swap()
+        self._swap_weights()
         try:
             yield
         finally:
-            self._swap()
+            self._swap_weights()
 
     def exporting(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that gives the model the average, if it is exported."""
         return contextlib.nullcontext() if self.exported is None else self.swapped()
 
     def evaluated(
-        self, evaluate: Callable[[], dict[str, float]], *, last: bool
+        self, evaluate: Callable[[], dict[str, float]], *, is_final: bool
     ) -> dict[str, float]:
         """Return the results of an evaluation of the average, as `ema_NAME`."""
-        if not (self._evaluates or (self.exported and last)):
+        if not (self._evaluates or (self.exported and is_final)):
             return {}
         with self.swapped():
             return {f"ema_{name}": value for name, value in evaluate().items()}
 
-    def _swap(self) -> None:
+    def _swap_weights(self) -> None:
         reshard(self._strategy.wrapped)  # weights that are still gathered would not change
         for weight, average in zip(self._weights, self._averages, strict=True):
-            kept = weight.clone()
+            live_weight = weight.clone()
             weight.copy_(average)
-            average.copy_(kept)
+            average.copy_(live_weight)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average by parameter name, as live shards, and the sum of factors."""
         reshard(self._strategy.wrapped)  # the model has other parameters while they are gathered
         names = {p: name for name, p in self._strategy.model.named_parameters()}
-        both = zip(self._strategy.parameters, self._averages, strict=True)
-        tensors = {names[p]: as_dtensor(average, like=p) for p, average in both}
+        pairs = zip(self._strategy.parameters, self._averages, strict=True)
+        tensors = {names[p]: as_dtensor(average, like=p) for p, average in pairs}
         return {**tensors, "mass": self._mass}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

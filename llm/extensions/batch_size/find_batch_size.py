@@ -59,11 +59,11 @@ def find_batch_size(
     if not isinstance(answer, int):
         raise ConfigError(f"--per_device_train_batch_size auto cannot be planned: {answer}")
     plan = setup.plan
-    most = max(1, min(answer, plan.num_windows // plan.world_size))
+    max_size = max(1, min(answer, plan.num_windows // plan.world_size))
     sizes = micro_batch_sizes(config, world_size=plan.world_size)
-    size = max(size for size in sizes if size <= most)
+    size = max(size for size in sizes if size <= max_size)
     if setup.dims.is_replicated:
-        while size > 1 and not _fits(size, config, setup, strategy):
+        while size > 1 and not _fits_in_memory(size, config, setup, strategy):
             size = max(smaller for smaller in sizes if smaller <= size // 2)
         size = min(gather(size))
     logger.info(
@@ -75,15 +75,17 @@ def find_batch_size(
     return config, dataclasses.replace(setup, plan=plan, skipped=skipped, schedule=schedule)
 
 
-def _fits(size: int, config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> bool:
+def _fits_in_memory(
+    size: int, config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy
+) -> bool:
     """Return whether a step with micro-batches of this size fits into this rank's memory."""
-    together = size * setup.plan.world_size
+    samples = size * setup.plan.world_size
     # Gradients accumulate over two micro-batches if a step has several.
-    several = setup.plan.global_batch_size > together or config.gradient_accumulation_steps > 1
+    accumulates = setup.plan.global_batch_size > samples or config.gradient_accumulation_steps > 1
     loader = TrainLoader(
         samples=setup.samples,
         plan=dataclasses.replace(
-            setup.plan, micro_batch_size=size, global_batch_size=together * (1 + several)
+            setup.plan, micro_batch_size=size, global_batch_size=samples * (1 + accumulates)
         ),
         rank=strategy.data_rank,
         device=strategy.device,
@@ -116,13 +118,13 @@ def ask_plan(config: CoreConfig, ranks: int, device: torch.device) -> int | str:
         memory *= _HOST_SHARE / per_node
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.toml"
-        asked = dataclasses.replace(config, per_device_train_batch_size="auto")
-        file.write_text(to_toml(asked), encoding="utf-8")
-        words = [sys.executable, "-m", "llm.plan", str(file), "--json"]
-        words += ["--nodes", str(ranks // per_node), "--gpus_per_node", str(per_node)]
-        words += ["--device", "cpu"] if on_host else []
-        words += [] if memory is None else ["--memory_gib", f"{memory / GIB:.4f}"]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        plan_config = dataclasses.replace(config, per_device_train_batch_size="auto")
+        file.write_text(to_toml(plan_config), encoding="utf-8")
+        command = [sys.executable, "-m", "llm.plan", str(file), "--json"]
+        command += ["--nodes", str(ranks // per_node), "--gpus_per_node", str(per_node)]
+        command += ["--device", "cpu"] if on_host else []
+        command += [] if memory is None else ["--memory_gib", f"{memory / GIB:.4f}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode in (0, 1):
         return int(json.loads(done.stdout)["micro_batch_size"])
     return done.stderr.strip().rpartition("error: ")[2]

@@ -76,10 +76,10 @@ class BF16AdamW(torch.optim.Optimizer):
                 if self.state[p]["exp_avg"].dtype == torch.float32:
                     in_float32.append(p)
                 elif p.grad is not None:
-                    self._update(p, key, group)
+                    self._update_parameter(p, key, group)
             adamw_step(group, in_float32, self.state, self.found_inf)
 
-    def _update(self, p: Tensor, key: int, group: dict[str, Any]) -> None:
+    def _update_parameter(self, p: Tensor, key: int, group: dict[str, Any]) -> None:
         assert p.grad is not None
         updates, *moments = (self.state[p][name] for name in ("step", "exp_avg", "exp_avg_sq"))
         size = _CPU_SLICE if p.device.type == "cpu" else _SLICE
@@ -91,7 +91,7 @@ class BF16AdamW(torch.optim.Optimizer):
             exp_avg, exp_avg_sq = (moment.float() for moment in rounded)
             state = {"step": updates.clone(), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
             adamw_step(group, [part], {part: state}, self.found_inf)
-            start = torch.tensor(_int32(key + first * _ELEMENT), dtype=torch.int32)
+            start = torch.tensor(_as_int32(key + first * _ELEMENT), dtype=torch.int32)
             self._round(rounded, [exp_avg, exp_avg_sq], updates, start)
         updates += 1.0 if self.found_inf is None else 1.0 - self.found_inf
 
@@ -124,11 +124,11 @@ def random_bits(updates: Tensor, start: Tensor, *, size: int) -> Tensor:
     """
     # int32 wraps around, and so has the products of uint32; torch has fewer kernels for uint32.
     bits = torch.arange(size, dtype=torch.int32, device=updates.device)
-    bits *= _int32(_ELEMENT)
-    bits += updates.to(torch.int32) * _int32(_UPDATE) + start
+    bits *= _as_int32(_ELEMENT)
+    bits += updates.to(torch.int32) * _as_int32(_UPDATE) + start
     for shift, factor in _MIX:
         bits ^= (bits >> shift) & (2 ** (32 - shift) - 1)  # `>>` repeats the sign
-        bits *= _int32(factor)
+        bits *= _as_int32(factor)
     return bits
 
 
@@ -157,11 +157,11 @@ def make_bf16_adamw(
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = parameter_groups(options, model)
     for group in groups:
-        group["keys"] = [_key(seed, names[p], p) for p in group["params"]]
+        group["keys"] = [_key_of(seed, names[p], p) for p in group["params"]]
     return BF16AdamW(groups, compiled=compiled, **adamw_settings(options))
 
 
-def _key(seed: int, name: str, parameter: Tensor) -> int:
+def _key_of(seed: int, name: str, parameter: Tensor) -> int:
     """Return the key of a parameter, or of this rank's shard of it.
 
     A shard of rows continues at its place in the whole parameter, so that its elements have the
@@ -178,6 +178,6 @@ def _key(seed: int, name: str, parameter: Tensor) -> int:
     return key
 
 
-def _int32(number: int) -> int:
+def _as_int32(number: int) -> int:
     """Return the int32 that has the last 32 bits of an integer."""
     return (number + 2**31) % 2**32 - 2**31

@@ -23,14 +23,14 @@ class MomentOptions(Extension):
 
     def problems(self) -> list[str]:
         """Return a sentence if another optimizer trains the run."""
-        others = [] if self.optimizer in (None, "adamw") else [f"--optimizer {self.optimizer}"]
-        others += [self.besides_optimizer] if self.besides_optimizer else []
-        others += [self.several_models] if self.several_models else []
-        if self.moment_dtype == "fp32" or not others:
+        conflicts = [] if self.optimizer in (None, "adamw") else [f"--optimizer {self.optimizer}"]
+        conflicts += [self.besides_optimizer] if self.besides_optimizer else []
+        conflicts += [self.several_models] if self.several_models else []
+        if self.moment_dtype == "fp32" or not conflicts:
             return []
         return [
             f"--moment_dtype {self.moment_dtype} is for AdamW with gradients averaged over all "
-            f"ranks, not for {' and '.join(others)}; leave one of them out."
+            f"ranks, not for {' and '.join(conflicts)}; leave one of them out."
         ]
 
     def recipe(self, *, seed: int, layout: "Layout | None") -> "Recipe | None":

@@ -77,10 +77,10 @@ class AccumAdamW(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     by_device_and_dtype.setdefault((p.device, p.dtype), []).append(p)
-            for alike in by_device_and_dtype.values():
-                self._step(alike, group)
+            for params in by_device_and_dtype.values():
+                self._step_parameters(params, group)
 
-    def _step(self, params: list[Tensor], group: dict[str, Any]) -> None:
+    def _step_parameters(self, params: list[Tensor], group: dict[str, Any]) -> None:
         steps, averages, squares, means = (
             [self.state[p][key] for p in params]
             for key in ("step", "exp_avg", "exp_avg_sq", "grad_mean")
@@ -104,9 +104,9 @@ class AccumAdamW(torch.optim.Optimizer):
 
         # [number of parameters], because some parameters may have had fewer gradients.
         counts = torch.stack(steps).to(keep.dtype)
-        begun = torch.ceil(counts / block).clamp(min=1)
-        root_correction = (1 - beta2**begun).sqrt()
-        scale = keep * lr * root_correction / (1 - beta1**begun)
+        num_blocks = torch.ceil(counts / block).clamp(min=1)
+        root_correction = (1 - beta2**num_blocks).sqrt()
+        scale = keep * lr * root_correction / (1 - beta1**num_blocks)
 
         if group["weight_decay"] != 0:
             torch._foreach_mul_(params, 1 - keep * (lr * group["weight_decay"]))

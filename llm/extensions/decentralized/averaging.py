@@ -74,11 +74,11 @@ class GossipAverager:
         self._buckets = [
             Bucket(group, multiple_of=self._num_slices) for group in bucket_groups(tensors)
         ]
-        own = 0 if sharded else self._slice
-        self._slices = [bucket.flat.chunk(self._num_slices)[own] for bucket in self._buckets]
+        flat_slice = 0 if sharded else self._slice
+        self._slices = [bucket.flat.chunk(self._num_slices)[flat_slice] for bucket in self._buckets]
         self._incoming: list[Tensor] = []
         if any(len(group) == 2 for groups in gossip.rounds for group in groups):
-            self._incoming = [torch.empty_like(own) for own in self._slices]
+            self._incoming = [torch.empty_like(flat_slice) for flat_slice in self._slices]
         self._make_groups(replicas)
 
     def _make_groups(self, replicas: int) -> None:
@@ -86,7 +86,7 @@ class GossipAverager:
 
         They are separate from the gradients' groups, so that messages do not wait for each other.
         """
-        each = self._ranks_per_replica
+        ranks = self._ranks_per_replica
         self._pairs = dist.new_group()
         # The first operation of a group must include all of its ranks: NCCL connects them then.
         dist.all_reduce(torch.zeros(1, device=self._buckets[0].flat.device), group=self._pairs)
@@ -94,26 +94,26 @@ class GossipAverager:
         for group in {group: None for groups in self._rounds for group in groups}:
             if len(group) <= 2:
                 continue
-            for number in range(each):
-                made = dist.new_group([replica * each + number for replica in group])
+            for number in range(ranks):
+                process_group = dist.new_group([replica * ranks + number for replica in group])
                 if number == self._slice and self._replica in group:
-                    self._larger[group] = made
+                    self._larger[group] = process_group
         if self._num_slices > 1:
-            nodes = [[*range(first, first + each)] for first in range(0, replicas * each, each)]
+            nodes = [[*range(first, first + ranks)] for first in range(0, replicas * ranks, ranks)]
             self._own_replica, _ = dist.new_subgroups_by_enumeration(nodes)
 
     def before_step(self) -> None:
         """Take the average of the exchange that ran during the gradient, if there is one."""
-        self._finish()
+        self._finish_round()
 
     def after_step(self) -> None:
         """Exchange the updated weights."""
-        self._begin(self.round)
+        self._start_round(self.round)
         self.round += 1
         if not self._overlap:
-            self._finish()
+            self._finish_round()
 
-    def _begin(self, number: int) -> None:
+    def _start_round(self, number: int) -> None:
         groups = self._rounds[number % len(self._rounds)]
         group = next(group for group in groups if self._replica in group)
         if len(group) == 1:
@@ -121,22 +121,23 @@ class GossipAverager:
         for bucket in self._buckets:
             bucket.fill()
         if len(group) == 2:
-            (other,) = set(group) - {self._replica}
-            peer = other * self._ranks_per_replica + self._slice
+            (partner,) = set(group) - {self._replica}
+            peer = partner * self._ranks_per_replica + self._slice
             messages = []
-            for own, incoming in zip(self._slices, self._incoming, strict=True):
-                messages.append(dist.P2POp(dist.isend, own, peer, group=self._pairs))
+            for flat_slice, incoming in zip(self._slices, self._incoming, strict=True):
+                messages.append(dist.P2POp(dist.isend, flat_slice, peer, group=self._pairs))
                 messages.append(dist.P2POp(dist.irecv, incoming, peer, group=self._pairs))
             # As one batch: a send and a receive in turn would deadlock with NCCL.
             self._in_flight = _Exchange(dist.batch_isend_irecv(messages), group, self._incoming)
             return
         works = [
-            dist.all_reduce(own, group=self._larger[group], async_op=True) for own in self._slices
+            dist.all_reduce(flat_slice, group=self._larger[group], async_op=True)
+            for flat_slice in self._slices
         ]
         self._in_flight = _Exchange(works, group, [])
 
     @torch.no_grad()
-    def _finish(self) -> None:
+    def _finish_round(self) -> None:
         """Overwrite the weights with the group's mean."""
         self.settle()
         exchange, self._in_flight = self._in_flight, None
@@ -145,10 +146,12 @@ class GossipAverager:
         if exchange.incoming:
             torch._foreach_add_(self._slices, exchange.incoming)
         torch._foreach_div_(self._slices, len(exchange.group))
-        for bucket, own in zip(self._buckets, self._slices, strict=True):
+        for bucket, flat_slice in zip(self._buckets, self._slices, strict=True):
             if self._num_slices > 1:
                 # A clone, because the slice is part of the buffer that is written to.
-                torch_names.all_gather_single(bucket.flat, own.clone(), group=self._own_replica)
+                torch_names.all_gather_single(
+                    bucket.flat, flat_slice.clone(), group=self._own_replica
+                )
             bucket.empty()
 
     def settle(self) -> None:
@@ -172,4 +175,4 @@ class GossipAverager:
         self._in_flight = None
         self.round = state["round"]
         if self._overlap and self.round > 0:
-            self._begin(self.round - 1)
+            self._start_round(self.round - 1)

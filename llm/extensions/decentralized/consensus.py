@@ -39,7 +39,7 @@ class Consensus:
         """Return the mean over all replicas, in new tensors; every rank must call it."""
         means = [tensor.detach().clone() for tensor in self._tensors]
         if self._world_size > 1:
-            self._average(means, self._tensors)
+            self._average_tensors(means, self._tensors)
         return means
 
     @contextlib.contextmanager
@@ -48,29 +48,29 @@ class Consensus:
         if self._world_size == 1:
             yield
             return
-        own = [tensor.detach().clone() for tensor in self._tensors]
-        self._average(self._tensors, own)
+        weights = [tensor.detach().clone() for tensor in self._tensors]
+        self._average_tensors(self._tensors, weights)
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(self._tensors, own)
+                torch._foreach_copy_(self._tensors, weights)
 
     @torch.no_grad()
-    def _average(self, tensors: Sequence[Tensor], own: Sequence[Tensor]) -> None:
+    def _average_tensors(self, tensors: Sequence[Tensor], local_weights: Sequence[Tensor]) -> None:
         """Overwrite tensors with their mean over all replicas, and set `distance`.
 
         Apart from these two copies of the weights, one bucket is in memory at a time.
 
         Args:
             tensors: This replica's weights.
-            own: The same values, which stay.
+            local_weights: The same values, which stay.
         """
         for group in bucket_groups(tensors):
             self._average_group(group)
         squares = torch.zeros(2, dtype=self._dtype, device=tensors[0].device)
-        for before, mean in zip(own, tensors, strict=True):
-            squares[0] += (before - mean).to(self._dtype).square().sum()
+        for weight, mean in zip(local_weights, tensors, strict=True):
+            squares[0] += (weight - mean).to(self._dtype).square().sum()
             squares[1] += mean.to(self._dtype).square().sum()
         dist.all_reduce(squares)
         self.distance = (squares[0] / squares[1]).sqrt()
@@ -88,7 +88,7 @@ class Consensus:
 @torch.no_grad()
 def read_mean(
     tensors: Mapping[str, Tensor],
-    read: Callable[[int, Mapping[str, Tensor]], None],
+    read_replica: Callable[[int, Mapping[str, Tensor]], None],
     *,
     replicas: int,
 ) -> None:
@@ -98,13 +98,13 @@ def read_mean(
 
     Args:
         tensors: Tensors to overwrite, by name.
-        read: Overwrites host tensors (by name) with the saved tensors of a replica (by number).
+        read_replica: Overwrites host tensors, by name, with a saved replica's; takes its number.
         replicas: Number of replicas saved.
     """
     saved = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
     sums = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in saved.items()}
     for replica in range(replicas):
-        read(replica, saved)
+        read_replica(replica, saved)
         for name, tensor in saved.items():
             sums[name] += tensor
     for name, tensor in tensors.items():

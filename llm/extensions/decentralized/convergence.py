@@ -60,16 +60,16 @@ def consensus_distance(
     ranks = sum(map(len, rounds[0]))
     generator = np.random.default_rng(0)
     points = generator.standard_normal((ranks, dimensions))
-    distances = [_distance(points)]
+    distances = [_rms_distance(points)]
     for step in range(steps):
         points = average(points, rounds[step % len(rounds)])
         if noise:
             points += noise * generator.standard_normal(points.shape)
-        distances.append(_distance(points))
+        distances.append(_rms_distance(points))
     return np.array(distances)
 
 
-def _distance(points: Matrix) -> float:
+def _rms_distance(points: Matrix) -> float:
     return float(np.sqrt(np.square(points - points.mean(axis=0)).mean()))
 
 
@@ -112,10 +112,10 @@ def node_link_bytes(
         for local in range(ranks_per_node):
             links[source * ranks_per_node + local, target * ranks_per_node + local] = carried
     if ranks_per_node > 1:
-        inside = 3 * (ranks_per_node - 1) / ranks_per_node * num_bytes
+        bytes_in_node = 3 * (ranks_per_node - 1) / ranks_per_node * num_bytes
         for rank in range(sum(map(len, groups)) * ranks_per_node):
             first = rank - rank % ranks_per_node
-            links[rank, first + (rank + 1 - first) % ranks_per_node] = inside
+            links[rank, first + (rank + 1 - first) % ranks_per_node] = bytes_in_node
     return links
 
 
@@ -131,12 +131,12 @@ def busiest_links(
     Returns:
         Bytes in this order; 0 without the link.
     """
-    inside, between, out_of_node = 0.0, 0.0, dict[int, float]()
+    in_node, between_nodes, out_of_node = 0.0, 0.0, dict[int, float]()
     for (source, target), carried in links.items():
         node = source // ranks_per_node
         if node == target // ranks_per_node:
-            inside = max(inside, carried)
+            in_node = max(in_node, carried)
         else:
-            between = max(between, carried)
+            between_nodes = max(between_nodes, carried)
             out_of_node[node] = out_of_node.get(node, 0.0) + carried
-    return inside, between, max(out_of_node.values(), default=0.0)
+    return in_node, between_nodes, max(out_of_node.values(), default=0.0)

@@ -75,8 +75,10 @@ class DecentralizedStrategy(AcceleratedStrategy):
         if self.world_size > 1 and not self._is_sharded:
             for tensor in model_tensors(self.model).values():
                 dist.broadcast(tensor, src=0)
-        own = [tensor.detach() for tensor in self.local_parameters]
-        self._averaging = self._make_averaging(dict(zip(self._trained(), own, strict=True)))
+        tensors = [tensor.detach() for tensor in self.local_parameters]
+        self._averaging = self._make_averaging(
+            dict(zip(self._trained_weights(), tensors, strict=True))
+        )
         self._consensus = Consensus(
             self.local_parameters,
             world_size=self.world_size,
@@ -108,7 +110,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
             broadcast_buffers=False,
         )
 
-    def _trained(self) -> dict[str, Tensor]:
+    def _trained_weights(self) -> dict[str, Tensor]:
         """Return the trained parameters by name, in the order of `parameters`."""
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         return {names[p]: p.detach() for p in self.parameters}
@@ -140,22 +142,22 @@ class DecentralizedStrategy(AcceleratedStrategy):
         the live weights, so that pretrained ones can be read into them.
         """
         common = self._common_state()
-        own = self._trained()
+        weights = self._trained_weights()
         if self._replicas_differ:
             self._averaging.settle()
-            common["model"].update(self._mean())
+            common["model"].update(self._mean_weights())
         else:
-            own = {name: tensor.clone() for name, tensor in own.items()}
+            weights = {name: tensor.clone() for name, tensor in weights.items()}
         replica = {
-            "model": own,
+            "model": weights,
             "optimizer": super().state_dict()["optimizer"],
             "scaler": self._scaler_tensors(),
         }
         return {**common, replica_key(self.replica): replica}
 
-    def _mean(self) -> dict[str, Tensor]:
+    def _mean_weights(self) -> dict[str, Tensor]:
         """Return the mean of all replicas' trained weights, by name."""
-        return dict(zip(self._trained(), self._consensus.mean(), strict=True))
+        return dict(zip(self._trained_weights(), self._consensus.mean(), strict=True))
 
     def _common_state(self) -> dict[str, Any]:
         """Return the common state of replicas; `model` still has this replica's weights."""
@@ -186,38 +188,42 @@ class DecentralizedStrategy(AcceleratedStrategy):
         check_same_parameters("optimizer", live["optimizer"], saved["optimizer"])
         with torch.no_grad():
             for name, tensor in live["model"].items():
-                self._copy(tensor, saved["model"].get(name, state["model"][name]))
+                self._copy_tensor(tensor, saved["model"].get(name, state["model"][name]))
             for name, moments in live["optimizer"].items():
                 for moment, tensor in moments.items():
-                    self._copy(tensor, saved["optimizer"][name][moment])
+                    self._copy_tensor(tensor, saved["optimizer"][name][moment])
         self._load_scaler(saved["scaler"])
         self._replicas_differ = True
         self._averaging.load_state_dict(state["averaging"])
 
-    def _copy(self, target: Tensor, source: Tensor) -> None:
+    def _copy_tensor(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
     def _load_scaler(self, saved: Mapping[str, Tensor]) -> None:
         if self.scaler is not None and saved:
             scale, tracker = float(saved["scale"]), int(saved["growth_tracker"])
-            known = self.scaler.state_dict()
-            self.scaler.load_state_dict({**known, "scale": scale, "_growth_tracker": tracker})
+            state = self.scaler.state_dict()
+            self.scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": tracker})
 
-    def load_averaged(self, read: Callable[[Mapping[str, Tensor]], None], *, replicas: int) -> None:
+    def load_averaged(
+        self, read_tensors: Callable[[Mapping[str, Tensor]], None], *, replicas: int
+    ) -> None:
         """Load the state of another number of replicas: the means of weights and moments.
 
         The mean weights were saved and evaluated; the loss scale comes from the first replica.
 
         Args:
-            read: Overwrites tensors, by their path in the result of `state_dict`.
+            read_tensors: Overwrites tensors, by their path in the result of `state_dict`.
             replicas: Number of replicas saved.
         """
         live = super().state_dict()
         averaging = self._averaging.state_dict()
-        read(_paths("model", live["model"]) | _paths("averaging", averaging))
+        read_tensors(
+            _tensors_by_path("model", live["model"]) | _tensors_by_path("averaging", averaging)
+        )
         read_mean(
-            _paths("optimizer", live["optimizer"]),
-            lambda replica, saved: read(
+            _tensors_by_path("optimizer", live["optimizer"]),
+            lambda replica, saved: read_tensors(
                 {f"{replica_key(replica)}/{path}": tensor for path, tensor in saved.items()}
             ),
             replicas=replicas,
@@ -227,7 +233,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
                 moments["step"].round_()  # replicas may have skipped different numbers of steps
         scaler = self._scaler_tensors()
         if scaler:
-            read(_paths(f"{replica_key(0)}/scaler", scaler))
+            read_tensors(_tensors_by_path(f"{replica_key(0)}/scaler", scaler))
             self._load_scaler(scaler)
         self._replicas_differ = False
         self._averaging.load_state_dict(averaging)
@@ -261,12 +267,12 @@ def replica_key(replica: int) -> str:
     return f"{_REPLICA}{replica:05d}"
 
 
-def _paths(prefix: str, tree: Mapping[str, Any]) -> dict[str, Tensor]:
+def _tensors_by_path(prefix: str, tree: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a nested dict by their paths."""
     tensors: dict[str, Tensor] = {}
     for key, value in tree.items():
         if isinstance(value, Tensor):
             tensors[f"{prefix}/{key}"] = value
         elif isinstance(value, Mapping):
-            tensors.update(_paths(f"{prefix}/{key}", value))
+            tensors.update(_tensors_by_path(f"{prefix}/{key}", value))
     return tensors

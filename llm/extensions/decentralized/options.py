@@ -174,7 +174,7 @@ class DecentralizedOptions(Extension):
 
         averaging: Gossip | DiLoCo
         if self.data_parallel == "gossip":
-            number, ranks_each, rounds = self._divide(ranks, ranks_per_node)
+            number, ranks_each, rounds = self._divide_ranks(ranks, ranks_per_node)
             averaging = Gossip(rounds=rounds, overlap=self.gossip_order == "overlap")
         else:
             number, ranks_each = ranks, 1
@@ -190,13 +190,13 @@ class DecentralizedOptions(Extension):
             ranks_each=ranks_each,
             averaging=averaging,
             accum_steps=steps,
-            description=self._description(number, ranks_each, steps),
+            description=self._describe_replicas(number, ranks_each, steps),
         )
 
-    def _divide(self, ranks: int, ranks_per_node: int) -> tuple[int, int, Sequence[Round]]:
+    def _divide_ranks(self, ranks: int, ranks_per_node: int) -> tuple[int, int, Sequence[Round]]:
         """Return the number of replicas, the ranks of each, and the rounds of gossip."""
         check_topology("complete", ranks=ranks, ranks_per_node=ranks_per_node)
-        number, each, on_node = ranks, 1, ranks_per_node
+        num_replicas, ranks_per_replica, on_node = ranks, 1, ranks_per_node
         if self.gossip_group == "nodes":
             size = self.data_parallel_shard_size
             if size not in (1, ranks_per_node):
@@ -204,8 +204,12 @@ class DecentralizedOptions(Extension):
                     "--gossip_group nodes divides a replica over all ranks of a node, and there "
                     f"are {ranks_per_node} on each, not the {size} of --data_parallel_shard_size."
                 )
-            number, each, on_node = ranks // ranks_per_node, ranks_per_node, 1
-        return number, each, make_rounds(self.topology, ranks=number, ranks_per_node=on_node)
+            num_replicas, ranks_per_replica, on_node = ranks // ranks_per_node, ranks_per_node, 1
+        return (
+            num_replicas,
+            ranks_per_replica,
+            make_rounds(self.topology, ranks=num_replicas, ranks_per_node=on_node),
+        )
 
     def _accum_steps(self, replicas: int, start: "Checkpoint | None") -> int | None:
         """Return the steps of a block of AccumAdamW; None for another optimizer."""
@@ -221,17 +225,17 @@ class DecentralizedOptions(Extension):
             return steps if self.data_parallel == "gossip" and steps > 1 else None
         return steps if self.optimizer == "accumadamw" else None
 
-    def _description(self, number: int, ranks_each: int, accum_steps: int | None) -> str:
+    def _describe_replicas(self, number: int, ranks_each: int, accum_steps: int | None) -> str:
         optimizer = self.optimizer or ("adamw" if accum_steps is None else "accumadamw")
         moments = f" with moments every {counted(accum_steps, 'step')}" if accum_steps else ""
-        those = f"{counted(number, 'replica')} x {counted(ranks_each, 'rank')}"
+        replicas = f"{counted(number, 'replica')} x {counted(ranks_each, 'rank')}"
         if self.data_parallel == "gossip":
             return (
-                f"gossip: {those}, averaged in each step ({self.topology}, {self.gossip_order}), "
-                f"optimizer {optimizer}{moments}"
+                f"gossip: {replicas}, averaged in each step ({self.topology}, "
+                f"{self.gossip_order}), optimizer {optimizer}{moments}"
             )
         return (
-            f"diloco: {those}, inner optimizer {optimizer}{moments}, an outer step every "
+            f"diloco: {replicas}, inner optimizer {optimizer}{moments}, an outer step every "
             f"{counted(self.inner_steps, 'step')} (learning rate {self.outer_learning_rate:g}, "
             f"momentum {self.outer_momentum:g})"
         )

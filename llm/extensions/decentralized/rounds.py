@@ -73,28 +73,28 @@ def make_rounds(topology: str, *, ranks: int, ranks_per_node: int = 1) -> list[R
     """
     check_topology(topology, ranks=ranks, ranks_per_node=ranks_per_node)
     if topology == "alternating-exp-ring":
-        return _alternating(ranks // ranks_per_node, ranks_per_node)
+        return _alternating_rounds(ranks // ranks_per_node, ranks_per_node)
     if topology == "complete" or ranks <= 2:
         return [(tuple(range(ranks)),)]
-    return _exp(ranks) if topology == "exp" else _ring(ranks)
+    return _exponential_rounds(ranks) if topology == "exp" else _ring_rounds(ranks)
 
 
-def _exp(ranks: int) -> list[Round]:
+def _exponential_rounds(ranks: int) -> list[Round]:
     distances = [2**i for i in range(ranks.bit_length() - 1)]
     return [tuple((j, j ^ d) for j in range(ranks) if j < j ^ d) for d in distances]
 
 
-def _ring(ranks: int) -> list[Round]:
+def _ring_rounds(ranks: int) -> list[Round]:
     if ranks % 2 == 0:
         even = tuple((j, j + 1) for j in range(0, ranks, 2))
-        odd = tuple(_pair(j, (j + 1) % ranks) for j in range(1, ranks, 2))
+        odd = tuple(_sorted_pair(j, (j + 1) % ranks) for j in range(1, ranks, 2))
         return [even, odd]
     # With rank i idle the others form pairs around the ring, other pairs than with i - 1 idle.
     return [
         (
             (idle,),
             *(
-                _pair((idle + step) % ranks, (idle + step + 1) % ranks)
+                _sorted_pair((idle + step) % ranks, (idle + step + 1) % ranks)
                 for step in range(1, ranks, 2)
             ),
         )
@@ -102,27 +102,27 @@ def _ring(ranks: int) -> list[Round]:
     ]
 
 
-def _alternating(nodes: int, ranks_per_node: int) -> list[Round]:
+def _alternating_rounds(nodes: int, ranks_per_node: int) -> list[Round]:
     members = [
         tuple(range(node * ranks_per_node, (node + 1) * ranks_per_node)) for node in range(nodes)
     ]
     if nodes == 1:
         return [tuple(members)]
     rounds = []
-    for pairs in _exp(nodes):
+    for pairs in _exponential_rounds(nodes):
         for parity in range(2):
             groups: list[tuple[int, ...]] = []
-            for number, (one, other) in enumerate(pairs):
+            for number, (node, partner) in enumerate(pairs):
                 if number % 2 != parity:
-                    groups.append(members[one] + members[other])
+                    groups.append(members[node] + members[partner])
                 else:
-                    groups += [members[one], members[other]]
+                    groups += [members[node], members[partner]]
             rounds.append(tuple(groups))
     return rounds
 
 
-def _pair(one: int, other: int) -> tuple[int, int]:
-    return (one, other) if one < other else (other, one)
+def _sorted_pair(first: int, second: int) -> tuple[int, int]:
+    return (first, second) if first < second else (second, first)
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -70,17 +70,17 @@ class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
 
     def _common_state(self) -> dict[str, Any]:
         state = super()._common_state()
-        model = {name: self._replicated(tensor) for name, tensor in state["model"].items()}
+        model = {name: self._replicate_shard(tensor) for name, tensor in state["model"].items()}
         return {**state, "model": model}
 
-    def _mean(self) -> dict[str, Tensor]:
+    def _mean_weights(self) -> dict[str, Tensor]:
         live: dict[str, Tensor] = dict(self.model.named_parameters())
         return {
-            name: self._replicated(as_dtensor(mean, like=live[name]))
-            for name, mean in super()._mean().items()
+            name: self._replicate_shard(as_dtensor(mean, like=live[name]))
+            for name, mean in super()._mean_weights().items()
         }
 
-    def _replicated(self, tensor: Tensor) -> Tensor:
+    def _replicate_shard(self, tensor: Tensor) -> Tensor:
         """Return a shard as one that all replicas hold, so that one rank of them writes it."""
         if not isinstance(tensor, DTensor):
             return tensor
@@ -93,5 +93,5 @@ class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
             stride=tensor.stride(),
         )
 
-    def _copy(self, target: Tensor, source: Tensor) -> None:
+    def _copy_tensor(self, target: Tensor, source: Tensor) -> None:
         local_tensor(target).copy_(local_tensor(source))

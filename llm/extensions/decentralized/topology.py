@@ -68,14 +68,14 @@ def main(argv: Sequence[str]) -> int:
         description="Show the groups of ranks that average, how fast they converge, and the "
         "traffic on links.",
     )
-    lines = _report(options)
+    lines = _describe_topology(options)
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 
-def _report(options: TopologyOptions) -> list[str]:
+def _describe_topology(options: TopologyOptions) -> list[str]:
     ranks, ranks_per_node = options.ranks, options.ranks_per_node or options.ranks
-    size = _size(options.parameters)
+    size = _parse_model_bytes(options.parameters)
     if options.plot and Path(options.plot).suffix not in (".png", ".svg"):
         raise ConfigError(f"--plot {options.plot} must end with .png or .svg.")
     nodes = options.gossip_group == "nodes"
@@ -87,24 +87,31 @@ def _report(options: TopologyOptions) -> list[str]:
     lines = [f"{options.topology}: {ranks} ranks, {ranks_per_node} in a node"]
     if nodes:
         lines[0] += f", {ranks // ranks_per_node} nodes that average"
-    lines += [f"round {n}: {_groups(r)}" for n, r in enumerate(rounds[:_SHOWN_ROUNDS], start=1)]
+    lines += [
+        f"round {n}: {_format_groups(r)}" for n, r in enumerate(rounds[:_SHOWN_ROUNDS], start=1)
+    ]
     if len(rounds) > _SHOWN_ROUNDS:
         lines.append(f"... {len(rounds)} rounds in all")
-    lines += ["", *_agreement(rounds), "", *_traffic(rounds, ranks_per_node, size, nodes=nodes)]
+    lines += [
+        "",
+        *_convergence_lines(rounds),
+        "",
+        *_traffic_lines(rounds, ranks_per_node, size, nodes=nodes),
+    ]
     if options.plot:
-        _plot(rounds, Path(options.plot), title=lines[0])
+        _plot_rounds(rounds, Path(options.plot), title=lines[0])
         lines += ["", f"Drawn: {options.plot}"]
     return lines
 
 
-def _groups(groups: Round) -> str:
+def _format_groups(groups: Round) -> str:
     """Return a round as text, such as 0-1  2-3."""
-    shown = ["-".join(map(str, group)) for group in groups[:_SHOWN_GROUPS]]
-    more = len(groups) - len(shown)
-    return "  ".join(shown) + (f"  and {more} groups more" if more else "")
+    texts = ["-".join(map(str, group)) for group in groups[:_SHOWN_GROUPS]]
+    more = len(groups) - len(texts)
+    return "  ".join(texts) + (f"  and {more} groups more" if more else "")
 
 
-def _agreement(rounds: list[Round]) -> list[str]:
+def _convergence_lines(rounds: list[Round]) -> list[str]:
     """Return lines on the convergence of ranks, alone and while they train."""
     factor = contraction(rounds)
     period = f"{len(rounds)} round{'s' if len(rounds) > 1 else ''}"
@@ -123,12 +130,12 @@ def _agreement(rounds: list[Round]) -> list[str]:
     ]
 
 
-def _traffic(
+def _traffic_lines(
     rounds: list[Round], ranks_per_node: int, size: float | None, *, nodes: bool
 ) -> list[str]:
     """Return a table of the bytes on the busiest links in each round."""
     unit = 1.0 if size is None else size
-    counted = "in sizes of the model" if size is None else f"the model has {_bytes(size)}"
+    counted = "in sizes of the model" if size is None else f"the model has {_format_bytes(size)}"
     columns = "{:>10}  {:>15}  {:>15}  {:>15}"
     members = sum(map(len, rounds[0]))
     of_rounds = [
@@ -142,8 +149,8 @@ def _traffic(
     for links in of_rounds:
         for link, carried in links.items():
             mean[link] = mean.get(link, 0.0) + carried / len(rounds)
-    named = [(f"round {number}", links) for number, links in enumerate(of_rounds, start=1)]
-    named = [*named[:_SHOWN_ROUNDS], ("mean", mean), ("all-reduce", link_bytes(everyone, unit))]
+    rows = [(f"round {number}", links) for number, links in enumerate(of_rounds, start=1)]
+    rows = [*rows[:_SHOWN_ROUNDS], ("mean", mean), ("all-reduce", link_bytes(everyone, unit))]
     return [
         f"bytes that the busiest link carries in one direction ({counted})",
         columns.format("", "inside a node", "between nodes", "out of a node"),
@@ -151,16 +158,16 @@ def _traffic(
             columns.format(
                 name,
                 *(
-                    f"{carried:.3g}" if size is None else _bytes(carried)
+                    f"{carried:.3g}" if size is None else _format_bytes(carried)
                     for carried in busiest_links(links, ranks_per_node=ranks_per_node)
                 ),
             )
-            for name, links in named
+            for name, links in rows
         ),
     ]
 
 
-def _size(text: str) -> float | None:
+def _parse_model_bytes(text: str) -> float | None:
     """Return the bytes of a model from its number of parameters, such as 124M."""
     if not text:
         return None
@@ -175,7 +182,7 @@ def _size(text: str) -> float | None:
     return number * factor * _BYTES_PER_PARAMETER
 
 
-def _bytes(number: float) -> str:
+def _format_bytes(number: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if number < 1000:
             return f"{number:.3g} {unit}"
@@ -183,22 +190,26 @@ def _bytes(number: float) -> str:
     return f"{number:.3g} TB"
 
 
-def _plot(rounds: list[Round], path: Path, *, title: str) -> None:
+def _plot_rounds(rounds: list[Round], path: Path, *, title: str) -> None:
     """Plot a panel for each round, with a line between ranks that average; then the distance."""
     try:
         import matplotlib.figure
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib: pip install matplotlib.") from error
-    shown = rounds[:7]
+    plotted_rounds = rounds[:7]
     ranks = sum(map(len, rounds[0]))
     angles = 2 * np.pi * np.arange(ranks) / ranks
     x, y = np.sin(angles), np.cos(angles)
-    figure = matplotlib.figure.Figure(figsize=(2.6 * len(shown) + 4, 3.2), layout="constrained")
+    figure = matplotlib.figure.Figure(
+        figsize=(2.6 * len(plotted_rounds) + 4, 3.2), layout="constrained"
+    )
     figure.suptitle(title)
     axes: list[Any] = list(
-        figure.subplots(1, len(shown) + 1, width_ratios=[1.0] * len(shown) + [1.5])
+        figure.subplots(
+            1, len(plotted_rounds) + 1, width_ratios=[1.0] * len(plotted_rounds) + [1.5]
+        )
     )
-    for number, (panel, groups) in enumerate(zip(axes, shown, strict=False), start=1):
+    for number, (panel, groups) in enumerate(zip(axes, plotted_rounds, strict=False), start=1):
         for group in groups:
             corners = [*group, group[0]]
             panel.plot(x[corners], y[corners], linewidth=1, color="tab:blue")

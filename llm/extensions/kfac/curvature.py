@@ -100,17 +100,17 @@ class Curvature:
             ranks = FactorRanks(
                 rank=dist.get_rank() if distributed else 0,
                 size=dist.get_world_size() if distributed else 1,
-                is_first=not distributed or dist.get_rank() == 0,
+                counts_failures=not distributed or dist.get_rank() == 0,
             )
         # The decomposition of a block of width w takes about w^3 operations.
         costs = {
-            group: {name: float(size * min(size, max_dim) ** 2) for name, size in its.items()}
-            for group, its in self.coverage.factor_sizes.items()
+            group: {name: float(size * min(size, max_dim) ** 2) for name, size in sizes.items()}
+            for group, sizes in self.coverage.factor_sizes.items()
         }
         # Layers that share A are needed together.
-        own = dict.fromkeys(layer.input_name for layer in self.layers)
+        input_names = dict.fromkeys(layer.input_name for layer in self.layers)
         self._assignment = assign(
-            {group: costs[group] for group in own},
+            {group: costs[group] for group in input_names},
             world_size=ranks.size,
             together=not self.is_replicated,
             everywhere=costs,
@@ -126,7 +126,7 @@ class Curvature:
                 owned=self._assignment.owner_of[name] == ranks.rank,
                 used=self.is_replicated or self._assignment.owner_of[name] == ranks.rank,
             )
-            for group in own
+            for group in input_names
             for name, size in self.coverage.factor_sizes[group].items()
         }
 
@@ -195,17 +195,17 @@ class Curvature:
             return {}
         if self._recording:
             with self._times.measure("factor"):
-                self._average(found_inf)
+                self._average_factors(found_inf)
         due = [factor for factor in self.factors if self._is_due(factor)]
         rotations: dict[str, list[Tensor]] = {}
         if due:
             with self._times.measure("inv"):
-                rotations = self._decompose(due, found_inf)
+                rotations = self._decompose_factors(due, found_inf)
         self.steps += 1
         self._captured = False
         return rotations
 
-    def _average(self, found_inf: Tensor | None) -> None:
+    def _average_factors(self, found_inf: Tensor | None) -> None:
         sums = self.exchange.reduce(self._recording)
         for factor in self._recording:
             if factor.owned:
@@ -219,31 +219,33 @@ class Curvature:
     def _is_recorded(self, factor: Factor) -> bool:
         """Return whether this step's tokens go into a factor's average."""
         # Record a factor at the step that decomposes it, so that its basis is up to date.
-        offset = int(self._phase(factor) * self._inv_update_steps)
+        offset = int(self._phase_of(factor) * self._inv_update_steps)
         return (self.steps - offset) % self._factor_update_steps == 0 or self._is_due(factor)
 
     def _is_due(self, factor: Factor) -> bool:
         """Return whether a factor is decomposed at this step."""
-        return is_due(self._inv_update_steps, self.steps, self._phase(factor))
+        return is_due(self._inv_update_steps, self.steps, self._phase_of(factor))
 
-    def _phase(self, factor: Factor) -> float:
+    def _phase_of(self, factor: Factor) -> float:
         return self._assignment.phase_of[factor.name] if self._spread else 0.0
 
     @full_float32()
-    def _decompose(self, due: list[Factor], found_inf: Tensor | None) -> dict[str, list[Tensor]]:
-        before = {}
+    def _decompose_factors(
+        self, due: list[Factor], found_inf: Tensor | None
+    ) -> dict[str, list[Tensor]]:
+        old_bases = {}
         if self.method == "ekfac":
-            before = {factor.name: [basis.clone() for basis in factor.bases] for factor in due}
+            old_bases = {factor.name: [basis.clone() for basis in factor.bases] for factor in due}
         for factor in due:
             if factor.owned:
-                self._fallbacks += self._solve(factor, found_inf)
+                self._fallbacks += self._decompose_factor(factor, found_inf)
         self.exchange.broadcast_bases(due)
         return {
             name: [old.T @ new for old, new in zip(bases, self._factors[name].bases, strict=True)]
-            for name, bases in before.items()
+            for name, bases in old_bases.items()
         }
 
-    def _solve(self, factor: Factor, found_inf: Tensor | None) -> Tensor:
+    def _decompose_factor(self, factor: Factor, found_inf: Tensor | None) -> Tensor:
         """Decompose a factor in place; return 1.0 if any block needed a fallback, else 0.0."""
         keep = factor.count > 0
         if found_inf is not None:
@@ -252,14 +254,14 @@ class Curvature:
         for average, basis, values in zip(
             factor.averages(), factor.bases, factor.values, strict=True
         ):
-            solution = self._solution(average, basis)
+            solution = self._solve_block(average, basis)
             # Selected on the device, so that the host does not wait for `found_inf`.
             basis.copy_(torch.where(keep, solution.basis, basis))
             values.copy_(torch.where(keep, solution.values, values))
             failed = torch.maximum(failed, (solution.fallback > 0) * keep.float())
         return failed
 
-    def _solution(self, average: Tensor, basis: Tensor) -> Solution:
+    def _solve_block(self, average: Tensor, basis: Tensor) -> Solution:
         # A power iteration needs a basis near the eigenvectors, so the first decompositions are
         # exact.
         if self.method == "eigen" or self.steps < self._inv_update_steps:
@@ -312,7 +314,7 @@ class Curvature:
         """Load what `state_dict` returned."""
         self.steps = int(state["steps"])
         # The saved number is the sum over ranks: only one rank continues it, so it counts once.
-        self._fallbacks.copy_(state["fallbacks"]).mul_(self.exchange.is_first)
+        self._fallbacks.copy_(state["fallbacks"]).mul_(self.exchange.counts_failures)
         for factor in self.factors:
             for key, tensor in factor.tensors().items():
                 tensor.copy_(state["factors"][factor.name][key])

@@ -81,7 +81,7 @@ class Exchange:
         broadcasts: Whether bases are sent to all ranks; false if weights are sharded.
 
     Attributes:
-        is_first: Whether this rank carries on a count that was saved as a sum over ranks.
+        counts_failures: Whether this rank carries on a count that was saved as a sum over ranks.
     """
 
     def __init__(self, assignment: Assignment, ranks: FactorRanks, *, broadcasts: bool) -> None:
@@ -89,7 +89,7 @@ class Exchange:
         self._ranks = ranks
         self._broadcasts = broadcasts and ranks.size > 1
         self._is_alone = broadcasts and ranks.size == 1
-        self.is_first = ranks.is_first
+        self.counts_failures = ranks.counts_failures
 
     def reduce(self, factors: Sequence[Factor]) -> dict[str, tuple[list[Tensor], Tensor]]:
         """Sum the factors' records over ranks, each at its owner.
@@ -100,16 +100,18 @@ class Exchange:
         ranks = self._ranks
         if ranks.size == 1 and ranks.replicas is None:
             return {factor.name: factor.drain() for factor in factors}
-        own = {}
+        sums_and_counts = {}
         for owner, owned in self._by_owner(factors).items():
-            flat = torch.cat([tensor for factor in owned for tensor in _pack(*factor.drain())])
+            flat = torch.cat(
+                [tensor for factor in owned for tensor in _pack_triangles(*factor.drain())]
+            )
             if ranks.size > 1:
                 dist.reduce(flat, group=ranks.group, group_dst=owner)
             if owner == ranks.rank:
                 if ranks.replicas is not None:
                     dist.all_reduce(flat, group=ranks.replicas)
-                own = _unpack(flat, owned)
-        return own
+                sums_and_counts = _unpack_triangles(flat, owned)
+        return sums_and_counts
 
     def all_reduce(self, count: Tensor) -> Tensor:
         """Return the sum over all ranks, counting replicas once."""
@@ -142,7 +144,7 @@ class Exchange:
         return dict(sorted(by_owner.items()))
 
 
-def _pack(sums: Sequence[Tensor], count: Tensor) -> list[Tensor]:
+def _pack_triangles(sums: Sequence[Tensor], count: Tensor) -> list[Tensor]:
     """Return the count and each symmetric block's upper triangle, which halves the message."""
     packed = [count.reshape(1)]
     for block in sums:
@@ -151,8 +153,10 @@ def _pack(sums: Sequence[Tensor], count: Tensor) -> list[Tensor]:
     return packed
 
 
-def _unpack(flat: Tensor, factors: Sequence[Factor]) -> dict[str, tuple[list[Tensor], Tensor]]:
-    """Undo `_pack` for the concatenation of several factors."""
+def _unpack_triangles(
+    flat: Tensor, factors: Sequence[Factor]
+) -> dict[str, tuple[list[Tensor], Tensor]]:
+    """Undo `_pack_triangles` for the concatenation of several factors."""
     unpacked = {}
     for factor in factors:
         sizes = [1, *(width * (width + 1) // 2 for width in factor.widths)]

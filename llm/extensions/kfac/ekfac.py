@@ -77,7 +77,7 @@ class EKFAC(MatrixOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        others: Callable[[], SOAP] | None = None,
+        make_soap: Callable[[], SOAP] | None = None,
         matrix_owners: MatrixOwners | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -90,22 +90,24 @@ class EKFAC(MatrixOptimizer):
             layer: unit for unit, layers in self._covered.layers.items() for layer in layers
         }
         for number, group in enumerate(self.param_groups):
-            own = set(group["params"])
+            group_parameters = set(group["params"])
             for unit in self.units:
-                if unit.weight in own:
+                if unit.weight in group_parameters:
                     unit.kind = unit.kind, number
         # Created here instead of in the first step, so that a checkpoint can be loaded.
         for unit, layers in self._covered.layers.items():
             # Empty for moments on other ranks: a checkpoint has the names of all.
-            kept = self._covered.works_on(unit)
-            self.state.update(_new_state(layers) if kept else {p: {} for p in unit.parameters})
+            has_moments = self._covered.works_on(unit)
+            self.state.update(
+                _new_state(layers) if has_moments else {p: {} for p in unit.parameters}
+            )
         self._lay_together()
-        self._others = others() if others else None
-        if self._others is not None:
-            for group in self._others.param_groups:
+        self._soap = make_soap() if make_soap else None
+        if self._soap is not None:
+            for group in self._soap.param_groups:
                 self.add_param_group(group)
-            self.state.update(self._others.state)
-            self.units += self._others.units
+            self.state.update(self._soap.state)
+            self.units += self._soap.units
         self._add_adamw_state()
 
     @torch.no_grad()
@@ -122,14 +124,14 @@ class EKFAC(MatrixOptimizer):
 
         def update(layers: Sequence[Layer], gradients: Tensor) -> Tensor:
             group = groups[self._unit_of[layers[0]].weight]
-            return self._update(layers, gradients, group | {"weight_decay": 0.0})
+            return self._adamw_updates(layers, gradients, group | {"weight_decay": 0.0})
 
         keep = 1.0 if self.found_inf is None else 1.0 - self.found_inf
         for updates in self._covered.updates(update):
             pairs = [
                 (parameter, values)
-                for unit, its in updates
-                for parameter, values in zip(unit.parameters, its, strict=True)
+                for unit, unit_updates in updates
+                for parameter, values in zip(unit.parameters, unit_updates, strict=True)
             ]
             decay: dict[float, list[Tensor]] = {}
             for parameter, _ in pairs:
@@ -140,13 +142,13 @@ class EKFAC(MatrixOptimizer):
                     torch._foreach_mul_(parameters, 1 - factor * keep)
             if pairs:
                 torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
-        if self._others is None:
+        if self._soap is None:
             self._step_adamw()
         else:
-            self._step_others(self._others)
+            self._step_soap(self._soap)
         return loss
 
-    def _step_others(self, soap: SOAP) -> None:
+    def _step_soap(self, soap: SOAP) -> None:
         """Update the parameters outside of covered layers by SOAP."""
         covered = {p for unit in self._covered.layers for p in unit.parameters}
         # Look these up in each step: a strategy that shards weights has replaced both.
@@ -171,15 +173,19 @@ class EKFAC(MatrixOptimizer):
     def _rotate_moments(self, layer: Layer, rotations: dict[str, list[Tensor]]) -> None:
         """Express the moments in a basis that has just changed."""
         inputs, outputs = self.curvature.factors_of(layer)
-        left, right = rotations.get(outputs.name), rotations.get(inputs.name)
-        if left is None and right is None:
+        row_rotation, column_rotation = rotations.get(outputs.name), rotations.get(inputs.name)
+        if row_rotation is None and column_rotation is None:
             return
         state = self._state_of(layer)
         first, second = state["exp_avg"], state["exp_avg_sq"]
-        self._overwrite(first, _without_noise(rotate(first, left, right)))
-        self._overwrite(second, rotate(second, _squares(left), _squares(right)))
+        self._overwrite_state(first, _without_noise(rotate(first, row_rotation, column_rotation)))
+        self._overwrite_state(
+            second, rotate(second, _square_blocks(row_rotation), _square_blocks(column_rotation))
+        )
 
-    def _update(self, layers: Sequence[Layer], gradients: Tensor, group: dict[str, Any]) -> Tensor:
+    def _adamw_updates(
+        self, layers: Sequence[Layer], gradients: Tensor, group: dict[str, Any]
+    ) -> Tensor:
         """Return AdamW's updates in the eigenbasis, without weight decay.
 
         Args:
@@ -188,8 +194,8 @@ class EKFAC(MatrixOptimizer):
             group: Their parameter group, without weight decay.
         """
         inputs, outputs = zip(*map(self.curvature.factors_of, layers), strict=True)
-        left, right = joint_bases(outputs), joint_bases(inputs)
-        rotated = _without_noise(rotate(gradients, left, right))
+        row_bases, column_bases = joint_bases(outputs), joint_bases(inputs)
+        rotated = _without_noise(rotate(gradients, row_bases, column_bases))
         states = [self._state_of(layer) for layer in layers]
         if self._nesterov:
             with stacked_state(states) as joint:
@@ -203,7 +209,7 @@ class EKFAC(MatrixOptimizer):
             for update, gradient in zip(state_of, rotated.unbind(), strict=True):
                 update.grad = gradient
             adamw_step(group, list(state_of), state_of, self.found_inf)
-        return rotate_back(updates, left, right)
+        return rotate_back(updates, row_bases, column_bases)
 
 
 def nesterov_step(
@@ -246,7 +252,7 @@ def _without_noise(rotated: Tensor) -> Tensor:
     return rotated.mul_(rotated.abs().ge_(floor))
 
 
-def _squares(blocks: Blocks) -> Blocks:
+def _square_blocks(blocks: Blocks) -> Blocks:
     return None if blocks is None else [block.square() for block in blocks]
 
 

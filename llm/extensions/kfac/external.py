@@ -56,19 +56,19 @@ class ExternalPreconditioner:
         self._parameters = list(parameters)
         self._loss_scale: Tensor | float = 1.0
         self._learning_rate = 0.0
-        communicator = _library("distributed").TorchDistributedCommunicator()
+        communicator = _import_library("distributed").TorchDistributedCommunicator()
         self._layers = {
             layer.name: self._make_layer(layer, communicator) for layer in coverage.layers
         }
         distributed = dist.is_available() and dist.is_initialized()
-        assignment = _library("assignment").KAISAAssignment(
+        assignment = _import_library("assignment").KAISAAssignment(
             {la.name: {"A": la.columns**3, "G": la.rows**3} for la in coverage.layers},
             local_rank=dist.get_rank() if distributed else 0,
             world_size=dist.get_world_size() if distributed else 1,
             grad_worker_fraction=1.0,
             group_func=dist.new_group if distributed else lambda ranks: None,
         )
-        self._kfac = _library("base_preconditioner").BaseKFACPreconditioner(
+        self._kfac = _import_library("base_preconditioner").BaseKFACPreconditioner(
             {la.module: (la.name, self._layers[la.name]) for la in coverage.layers},
             assignment=assignment,
             tdc=communicator,
@@ -84,7 +84,7 @@ class ExternalPreconditioner:
 
     def _make_layer(self, layer: Layer, communicator: Any) -> Any:
         module = _Module(layer)
-        made: Any = _library("layers.eigen").KFACEigenLayer(
+        eigen_layer: Any = _import_library("layers.eigen").KFACEigenLayer(
             module,
             prediv_eigenvalues=True,
             tdc=communicator,
@@ -93,11 +93,11 @@ class ExternalPreconditioner:
         )
         # The library's initial values, created here so that a checkpoint can be loaded.
         a, g = (torch.eye(n, device=module.device) for n in (layer.columns, layer.rows))
-        made.a_factor, made.g_factor = a, g
+        eigen_layer.a_factor, eigen_layer.g_factor = a, g
         shapes = {"dgda": torch.ones(layer.rows, layer.columns, device=module.device)}
         for name in _SOLVED:
-            setattr(made, name, shapes.get(name, a if "a" in name else g).clone())
-        return made
+            setattr(eigen_layer, name, shapes.get(name, a if "a" in name else g).clone())
+        return eigen_layer
 
     @contextlib.contextmanager
     def capture_stats(
@@ -208,7 +208,7 @@ class _Module:
                 parameter.grad.copy_(values)
 
 
-def _library(module: str) -> Any:
+def _import_library(module: str) -> Any:
     """Import a module of kfac-pytorch.
 
     Raises:

@@ -54,11 +54,11 @@ class Factor:
         self.owned = owned
         self.device = device
         self.widths = block_widths(size, max_dim)
-        kept = self.widths if used else []
-        self.bases = [torch.eye(w, device=device) for w in kept]
-        self.values = [torch.ones(w, device=device) for w in kept]
-        kept = self.widths if owned else []
-        self.sums = [torch.zeros(w, w, device=device) for w in kept]
+        block_widths_here = self.widths if used else []
+        self.bases = [torch.eye(w, device=device) for w in block_widths_here]
+        self.values = [torch.ones(w, device=device) for w in block_widths_here]
+        block_widths_here = self.widths if owned else []
+        self.sums = [torch.zeros(w, w, device=device) for w in block_widths_here]
         self.count = torch.zeros((), device=device)
         self._step_sums: list[Tensor] | None = None
         self._step_count = torch.zeros((), device=device)
@@ -70,7 +70,7 @@ class Factor:
             rows: [tokens, size], fp32.
         """
         if self._step_sums is None:
-            self._step_sums = self._zeros()
+            self._step_sums = self._zero_blocks()
         products = [gram(block) for block in rows.split(self.widths, dim=1)]
         # The trace of x x^T bounds all its entries, so one scalar tells whether all are finite.
         finite = torch.isfinite(torch.stack([product.trace() for product in products]).sum())
@@ -80,7 +80,7 @@ class Factor:
 
     def drain(self) -> tuple[list[Tensor], Tensor]:
         """Return and reset the recorded sums of x x^T by block and number of tokens."""
-        recorded = self._step_sums or self._zeros(), self._step_count
+        recorded = self._step_sums or self._zero_blocks(), self._step_count
         self.discard()
         return recorded
 
@@ -89,7 +89,7 @@ class Factor:
         if self._step_sums is not None:
             self._step_sums, self._step_count = None, torch.zeros_like(self._step_count)
 
-    def _zeros(self) -> list[Tensor]:
+    def _zero_blocks(self) -> list[Tensor]:
         return [torch.zeros(w, w, device=self.device) for w in self.widths]
 
     def commit(
@@ -123,10 +123,10 @@ class Factor:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors that this rank keeps, by their keys in a checkpoint."""
-        kept = {"count": self.count} if self.owned else {}
+        tensors = {"count": self.count} if self.owned else {}
         for key, blocks in (("sum", self.sums), ("basis", self.bases), ("values", self.values)):
-            kept |= {f"{key}.{i}": block for i, block in enumerate(blocks)}
-        return kept
+            tensors |= {f"{key}.{i}": block for i, block in enumerate(blocks)}
+        return tensors
 
 
 def gram(rows: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ def _hooked_experts(experts: Any, hooks: dict[str, Any]) -> Iterator[None]:
         experts: A module of transformers with stacks of matrices.
         hooks: By the stack's name in the module.
     """
-    original, own = experts.forward, vars(experts).get("forward")
+    original, instance_forward = experts.forward, vars(experts).get("forward")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         chosen = experts.config._experts_implementation
@@ -303,8 +303,8 @@ def _hooked_experts(experts: Any, hooks: dict[str, Any]) -> Iterator[None]:
         yield
     finally:
         del experts.forward
-        if own is not None:
-            experts.forward = own
+        if instance_forward is not None:
+            experts.forward = instance_forward
 
 
 class _LinearHooks(TorchFunctionMode):

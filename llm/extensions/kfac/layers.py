@@ -133,8 +133,8 @@ class Coverage:
         Raises:
             ConfigError: There are none.
         """
-        own = set(model.modules())
-        layers = tuple(layer for layer in self.layers if layer.module in own)
+        stage_modules = set(model.modules())
+        layers = tuple(layer for layer in self.layers if layer.module in stage_modules)
         if not layers:
             raise ConfigError(
                 "A pipeline stage has no layer for K-FAC: leave out --kfac_skip_layers, or make "
@@ -152,8 +152,8 @@ class Coverage:
         ]
         for reason, count in Counter(self.skipped.values()).items():
             names = [name for name, why in self.skipped.items() if why == reason]
-            shown = ", ".join(names[:3]) + (", ..." if count > 3 else "")
-            lines.append(f"Not covered, {reason}: {shown} ({count} modules).")
+            examples = ", ".join(names[:3]) + (", ..." if count > 3 else "")
+            lines.append(f"Not covered, {reason}: {examples} ({count} modules).")
         return "\n".join(lines)
 
 
@@ -181,7 +181,7 @@ def find_layers(
         ConfigError: No layer is covered, or a pattern is invalid or matches no layer.
     """
     layers, skipped = _divide_modules(model, skip_layers=skip_layers, stacks=stacks)
-    layers = [part for layer in layers for part in _parts(layer, fusions or {})]
+    layers = [part for layer in layers for part in _split_fused_layer(layer, fusions or {})]
     if not layers:
         raise ConfigError(
             "--kfac found no layer to cover: apart from its output head and the layers of "
@@ -197,8 +197,8 @@ def find_layers(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     sizes: dict[str, dict[str, int]] = {}
     for layer in layers:
-        own = {f"{layer.input_name}.A": layer.columns, f"{layer.name}.G": layer.rows}
-        sizes.setdefault(layer.input_name, {}).update(own)
+        factor_sizes = {f"{layer.input_name}.A": layer.columns, f"{layer.name}.G": layer.rows}
+        sizes.setdefault(layer.input_name, {}).update(factor_sizes)
     return Coverage(
         layers=tuple(layers),
         skipped=skipped,
@@ -208,7 +208,7 @@ def find_layers(
     )
 
 
-def _parts(layer: Layer, fusions: Mapping[nn.Parameter, Fusion]) -> list[Layer]:
+def _split_fused_layer(layer: Layer, fusions: Mapping[nn.Parameter, Fusion]) -> list[Layer]:
     """Return a layer for each matrix of a fused weight; they read the same tensor."""
     fusion = fusions.get(layer.weight)
     if fusion is None:
@@ -225,15 +225,15 @@ def _divide_modules(
     model: nn.Module, *, skip_layers: Sequence[str], stacks: bool
 ) -> tuple[list[Layer], dict[str, str]]:
     """Return the covered layers, and for other modules the reason why not, by name."""
-    patterns = [_compile(pattern) for pattern in skip_layers]
+    patterns = [_compile_pattern(pattern) for pattern in skip_layers]
     unmatched = set(skip_layers)
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     head = output_head(model)
     layers: list[Layer] = []
     skipped: dict[str, str] = {}
     for name, module in model.named_modules():
-        own = [leaf for leaf, _ in module.named_parameters(recurse=False)]
-        if not own:
+        leaves = [leaf for leaf, _ in module.named_parameters(recurse=False)]
+        if not leaves:
             continue
         is_conv1d = _is_conv1d(module)
         is_linear = is_conv1d or isinstance(module, nn.Linear)
@@ -241,7 +241,7 @@ def _divide_modules(
         if reason is not None:
             skipped[name] = reason
             continue
-        for leaf in ["weight"] if is_linear else own:
+        for leaf in ["weight"] if is_linear else leaves:
             full = name if is_linear else f"{name}.{leaf}"
             matched = {pattern.pattern for pattern in patterns if pattern.search(full)}
             unmatched -= matched
@@ -270,7 +270,7 @@ def _divide_modules(
     return layers, skipped
 
 
-def _compile(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
@@ -305,8 +305,10 @@ def _weight_reason(
 ) -> str | None:
     """Return the reason why a weight is not covered, or None."""
     weight = getattr(module, leaf)
-    own = [weight] if weight.ndim == 3 else module.parameters(recurse=False)
-    if not isinstance(weight, nn.Parameter) or any(uses[id(parameter)] > 1 for parameter in own):
+    parameters = [weight] if weight.ndim == 3 else module.parameters(recurse=False)
+    if not isinstance(weight, nn.Parameter) or any(
+        uses[id(parameter)] > 1 for parameter in parameters
+    ):
         return "since its weight is tied to another's or computed"
     if not weight.requires_grad:
         return "since its weight is frozen"
@@ -319,7 +321,7 @@ def _shared_inputs(
 ) -> dict[str, str]:
     """Map each layer that reads the same tensor as an earlier layer to this layer's name."""
     # References keep the tensors alive, so that a later tensor cannot reuse an id.
-    seen: list[tuple[Tensor, Layer]] = []
+    inputs: list[tuple[Tensor, Layer]] = []
     shared: dict[str, str] = {}
     calls: Counter[str] = Counter()
 
@@ -327,12 +329,12 @@ def _shared_inputs(
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
             calls[layer.name] += 1
             value = read_input(args, kwargs)
-            for tensor, first in seen:
+            for tensor, first in inputs:
                 # With a bias, A has one more column.
                 if tensor is value and first.columns == layer.columns:
                     shared[layer.name] = first.name
                     return
-            seen.append((value, layer))
+            inputs.append((value, layer))
 
         return layer.module.register_forward_hook(hook, with_kwargs=True)
 

@@ -68,7 +68,7 @@ class KFAC(MatrixRunOptimizer):
         super().__init__(optimizer, model, matrix_owners or MatrixOwners(), with_ends=with_ends)
         self.recorder = recorder
         self.preconditioner = preconditioner
-        self._settings = settings
+        self._kfac_settings = settings
 
     def recording(
         self, *, token_weight: float, loss_scale: Callable[[], Tensor]
@@ -90,7 +90,7 @@ class KFAC(MatrixRunOptimizer):
 
     def describe(self) -> str:
         """Return a few lines for the beginning of the log."""
-        return f"{self.recorder.describe()}\n{self._settings}"
+        return f"{self.recorder.describe()}\n{self._kfac_settings}"
 
     def metrics(self) -> dict[str, Tensor]:
         """Return the condition and the failures of the factors, and what else the method has."""
@@ -185,8 +185,8 @@ def make_kfac(
             missing.
     """
     coverage = cover_model(options, model) if coverage is None else coverage.within(model)
-    method, settings = kfac_method(options), _settings(options)
-    made = partial(
+    method, settings = kfac_method(options), _kfac_settings(options)
+    make_optimizer = partial(
         KFAC,
         model=model,
         settings=_describe_method(options, settings),
@@ -196,11 +196,11 @@ def make_kfac(
     damping, kl_clip = options.kfac_damping or DAMPING, options.kfac_kl_clip or KL_CLIP
     if options.kfac_library == "kfac-pytorch":
         adamw = make_adamw(options, model)
-        parameters = _parameters(adamw.param_groups)
+        parameters = _parameters_of(adamw.param_groups)
         external = ExternalPreconditioner(
             coverage, parameters, damping=damping, kl_clip=kl_clip, **settings
         )
-        return made(adamw, recorder=external, preconditioner=external)
+        return make_optimizer(adamw, recorder=external, preconditioner=external)
     curvature = Curvature(
         coverage,
         method=method,
@@ -211,16 +211,16 @@ def make_kfac(
     )
     if method == "ekfac":
         ekfac = _make_ekfac(options, model, curvature, matrix_owners=matrix_owners, order=order)
-        return made(ekfac, recorder=curvature, preconditioner=None)
+        return make_optimizer(ekfac, recorder=curvature, preconditioner=None)
     adamw = make_adamw(options, model)
     preconditioner = Preconditioner(
         curvature,
-        _parameters(adamw.param_groups),
+        _parameters_of(adamw.param_groups),
         damping=damping,
         kl_clip=kl_clip,
         matrix_owners=matrix_owners,
     )
-    return made(adamw, recorder=curvature, preconditioner=preconditioner)
+    return make_optimizer(adamw, recorder=curvature, preconditioner=preconditioner)
 
 
 def _make_ekfac(
@@ -232,10 +232,10 @@ def _make_ekfac(
     order: Sequence[str] | None,
 ) -> EKFAC:
     """Make EKFAC for the covered layers, and AdamW or SOAP for the rest."""
-    groups, others = parameter_groups(options, model), None
+    groups, make_rest = parameter_groups(options, model), None
     covered = {p for layer in curvature.layers for p in layer.parameters}
-    if options.optimizer == "soap" and not covered.issuperset(_parameters(groups)):
-        others = partial(
+    if options.optimizer == "soap" and not covered.issuperset(_parameters_of(groups)):
+        make_rest = partial(
             make_soap, options, model, matrix_owners=matrix_owners, order=order, without=covered
         )
         groups = split_groups(groups, covered, {}, None)
@@ -243,7 +243,7 @@ def _make_ekfac(
         groups,
         curvature,
         nesterov=options.nesterov,
-        others=others,
+        make_soap=make_rest,
         matrix_owners=matrix_owners,
         **adamw_settings(options),
     )
@@ -272,11 +272,11 @@ def _sample_forward(model: nn.Module) -> None:
         model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=device), use_cache=False)
 
 
-def _parameters(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
+def _parameters_of(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
     return [p for group in groups for p in group["params"]]
 
 
-def _settings(options: KFACSettings) -> dict[str, Any]:
+def _kfac_settings(options: KFACSettings) -> dict[str, Any]:
     """Return the intervals and the decay, with the method's defaults."""
     is_ekfac = kfac_method(options) == "ekfac"
     default_steps = EKFAC_UPDATE_STEPS if is_ekfac else UPDATE_STEPS
@@ -292,12 +292,12 @@ def _settings(options: KFACSettings) -> dict[str, Any]:
 
 def _describe_method(options: KFACSettings, settings: Mapping[str, Any]) -> str:
     """Return a line for the log: the method, which options selected it, and its intervals."""
-    asked = [f"--{name}" for name in preconditioner_options(options)]
-    chosen = options.kfac_method is None and asked
-    reason = f", which {' and '.join(asked)} selects (ekfac has no such thing)" if chosen else ""
+    flags = [f"--{name}" for name in preconditioner_options(options)]
+    chosen = options.kfac_method is None and flags
+    reason = f", which {' and '.join(flags)} selects (ekfac has no such thing)" if chosen else ""
     return (
         f"K-FAC's method is {kfac_method(options)}{reason}; "
         f"factor_update_steps={settings['factor_update_steps']}, "
         f"inv_update_steps={settings['inv_update_steps']}"
-        + (f"; {options.optimizer or 'adamw'} trains the rest" if not asked else "")
+        + (f"; {options.optimizer or 'adamw'} trains the rest" if not flags else "")
     )

@@ -68,35 +68,39 @@ class Preconditioner:
         """
         skipped = 1.0 - self._covered.all_finite(self._parameters)
         self.curvature.update(skipped)
-        results = dict(itertools.chain.from_iterable(self._covered.updates(self._results)))
+        results = dict(
+            itertools.chain.from_iterable(self._covered.updates(self._precondition_layers))
+        )
         if not results:
             return
-        self.kl_scale = self._bound(self._covered.inner_product(results), learning_rate)
-        for unit, its in results.items():
-            for parameter, result in zip(unit.parameters, its, strict=True):
+        self.kl_scale = self._kl_scale_of(self._covered.inner_product(results), learning_rate)
+        for unit, unit_results in results.items():
+            for parameter, result in zip(unit.parameters, unit_results, strict=True):
                 if (gradient := parameter.grad) is not None:
                     gradient.copy_(torch.where(skipped > 0, gradient, result * self.kl_scale))
         self._num_clipped += (self.kl_scale < 1) * (1 - skipped)
         self._num_steps += 1
 
-    def _results(self, layers: Sequence[Layer], gradients: Tensor) -> Tensor:
+    def _precondition_layers(self, layers: Sequence[Layer], gradients: Tensor) -> Tensor:
         """Return the preconditioned gradients of equal layers, stacked like the gradients."""
         inputs, outputs = zip(*map(self.curvature.factors_of, layers), strict=True)
-        left, right = joint_bases(outputs), joint_bases(inputs)
+        row_bases, column_bases = joint_bases(outputs), joint_bases(inputs)
         rows, columns = joint_values(outputs), joint_values(inputs)
         damping = self._damping * rows.mean(dim=1) * columns.mean(dim=1)
         products = rows.unsqueeze(2) * columns.unsqueeze(1) + damping.view(-1, 1, 1)
         if gradients.ndim > 3:  # a stack of experts, with the same factors
             products = products.unsqueeze(1)
-        results = rotate_back(rotate(gradients, left, right) / products, left, right)
-        before, after = (
-            torch.linalg.vector_norm(each.flatten(1), dim=1) for each in (gradients, results)
+        results = rotate_back(
+            rotate(gradients, row_bases, column_bases) / products, row_bases, column_bases
         )
-        ratios = before / after.clamp_min(1e-30)
+        gradient_norms, result_norms = (
+            torch.linalg.vector_norm(stack.flatten(1), dim=1) for stack in (gradients, results)
+        )
+        ratios = gradient_norms / result_norms.clamp_min(1e-30)
         grafted: Tensor = results * ratios.view(-1, *[1] * (gradients.ndim - 1))
         return grafted
 
-    def _bound(self, product: Tensor, learning_rate: float) -> Tensor:
+    def _kl_scale_of(self, product: Tensor, learning_rate: float) -> Tensor:
         """Return the factor min(1, sqrt(kl_clip / (lr^2 sum <result, gradient>))) on all results.
 
         Args:
@@ -122,8 +126,8 @@ class Preconditioner:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curvature's state, and the counts since the last call of `metrics`."""
-        own = {"num_clipped": self._num_clipped, "num_steps": self._num_steps}
-        return {**self.curvature.state_dict(), **own}
+        counts = {"num_clipped": self._num_clipped, "num_steps": self._num_steps}
+        return {**self.curvature.state_dict(), **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""

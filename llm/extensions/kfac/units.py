@@ -72,12 +72,12 @@ class CoveredUnits:
 
         Query, key and value share the factor of their input, which is moved once.
         """
-        laid = set[Factor]()
+        moved = set[Factor]()
         for units in self.batches():
             for layers in self.parts_of(units):
                 for factors in zip(*map(self._curvature.factors_of, layers), strict=True):
-                    _lay_together([f for f in dict.fromkeys(factors) if f not in laid])
-                    laid.update(factors)
+                    _stack_bases([f for f in dict.fromkeys(factors) if f not in moved])
+                    moved.update(factors)
 
     def updates(self, update: Update) -> Iterator[Updates]:
         """Yield the units that have gradients, with the updates of their parameters.
@@ -103,8 +103,10 @@ class CoveredUnits:
         """
         products = [
             (update * gradient).sum()
-            for unit, its in updates.items()
-            for update, gradient in zip(its, gradients_of(unit.parameters) or (), strict=True)
+            for unit, unit_updates in updates.items()
+            for update, gradient in zip(
+                unit_updates, gradients_of(unit.parameters) or (), strict=True
+            )
         ]
         return self._matrix_owners.sum_over_ranks(torch.stack(products).sum())
 
@@ -128,12 +130,12 @@ def joint_values(factors: Sequence[Factor]) -> Tensor:
     return torch.cat([stacked(values) for values in blocks], dim=1)
 
 
-def _lay_together(factors: Sequence[Factor]) -> None:
+def _stack_bases(factors: Sequence[Factor]) -> None:
     """Move the bases and eigenvalues of equally wide factors into one stack per block."""
-    for kept in zip(*([f.bases, f.values] for f in factors), strict=True) if factors[1:] else ():
-        for number, blocks in enumerate(zip(*kept, strict=True)):
-            for its, tensor in zip(kept, torch.stack(blocks).unbind(), strict=True):
-                its[number] = tensor
+    for lists in zip(*([f.bases, f.values] for f in factors), strict=True) if factors[1:] else ():
+        for number, blocks in enumerate(zip(*lists, strict=True)):
+            for blocks_of_factor, tensor in zip(lists, torch.stack(blocks).unbind(), strict=True):
+                blocks_of_factor[number] = tensor
 
 
 def _num_elements(curvature: Curvature, layer: Layer) -> int:

@@ -41,7 +41,7 @@ def eigenbasis(matrix: Tensor, previous: Tensor | None = None) -> Solution:
         matrix: [n, n], fp32.
         previous: [n, n], the previous basis.
     """
-    for fallback, attempt in enumerate(_attempts(matrix)):
+    for fallback, attempt in enumerate(_regularized_matrices(matrix)):
         try:
             values, vectors = torch.linalg.eigh(attempt)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
@@ -50,8 +50,8 @@ def eigenbasis(matrix: Tensor, previous: Tensor | None = None) -> Solution:
         if _is_finite(values) and _is_finite(vectors):
             # Rounding makes the eigenvalues of a semi-definite matrix negative.
             values = values.float().clamp_min(0).flip(0)
-            return _solution(vectors.float().flip(1), values, fallback)
-    return _previous(matrix, previous)
+            return _make_solution(vectors.float().flip(1), values, fallback)
+    return _reuse_basis(matrix, previous)
 
 
 @full_float32()
@@ -81,7 +81,7 @@ def power_iteration(matrix: Tensor, basis: Tensor) -> Solution:
     return Solution(vectors, values, 3.0 * (~finite), order)
 
 
-def rotate(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:
+def rotate(matrix: Tensor, row_bases: Blocks, column_bases: Blocks) -> Tensor:
     """Return left^T @ matrix @ right for block-diagonal left and right, with float32 accuracy.
 
     Optimizers divide each entry of the result by its size, so they would enlarge TF32's error to a
@@ -90,15 +90,15 @@ def rotate(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:
 
     Args:
         matrix: [..., rows, columns].
-        left: Blocks of a matrix [rows, rows].
-        right: Blocks of a matrix [columns, columns].
+        row_bases: Blocks of a matrix [rows, rows].
+        column_bases: Blocks of a matrix [columns, columns].
     """
     if _may_use_tf32(matrix.device):
-        turned = _times_blocks(matrix, right, product_of_three, dim=-1)
-        return _times_blocks(turned, left, product_of_three, dim=-2)
+        turned = _times_blocks(matrix, column_bases, product_of_three, dim=-1)
+        return _times_blocks(turned, row_bases, product_of_three, dim=-2)
     with full_float32():
-        turned = _times_blocks(matrix, right, torch.matmul, dim=-1)
-        return _times_blocks(turned, left, torch.matmul, dim=-2)
+        turned = _times_blocks(matrix, column_bases, torch.matmul, dim=-1)
+        return _times_blocks(turned, row_bases, torch.matmul, dim=-2)
 
 
 def _may_use_tf32(device: torch.device) -> bool:
@@ -121,12 +121,12 @@ def product_of_three(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         b: [..., n, columns], fp32.
         out: Tensor that receives the product.
     """
-    (a_high, a_low), (b_high, b_low) = _split(a), _split(b)
+    (a_high, a_low), (b_high, b_low) = _split_tf32(a), _split_tf32(b)
     # Add the smallest terms first.
     return torch.add((a_low @ b_high).add_(a_high @ b_low), a_high @ b_high, out=out)
 
 
-def _split(values: Tensor) -> tuple[Tensor, Tensor]:
+def _split_tf32(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return float32 values rounded to the ten bits of mantissa that TF32 has, and the rest."""
     # Add half of the last kept bit, then clear the 13 bits below it.
     high = (values.view(torch.int32) + (1 << 12)).bitwise_and_(-(1 << 13))
@@ -134,14 +134,16 @@ def _split(values: Tensor) -> tuple[Tensor, Tensor]:
     return rounded, values - rounded
 
 
-def rotate_back(matrix: Tensor, left: Blocks, right: Blocks) -> Tensor:
+def rotate_back(matrix: Tensor, row_bases: Blocks, column_bases: Blocks) -> Tensor:
     """Undo `rotate`: return left @ matrix @ right^T, in the current precision."""
-    left, right = (blocks and [block.mT for block in blocks] for blocks in (left, right))
-    turned = _times_blocks(matrix, right, torch.matmul, dim=-1)
-    return _times_blocks(turned, left, torch.matmul, dim=-2)
+    row_bases, column_bases = (
+        blocks and [block.mT for block in blocks] for blocks in (row_bases, column_bases)
+    )
+    turned = _times_blocks(matrix, column_bases, torch.matmul, dim=-1)
+    return _times_blocks(turned, row_bases, torch.matmul, dim=-2)
 
 
-def _attempts(matrix: Tensor) -> list[Tensor]:
+def _regularized_matrices(matrix: Tensor) -> list[Tensor]:
     """Return the matrix, the matrix with some weight on the diagonal, and the latter in float64."""
     # Exactly symmetric, because eigh reads only one triangle.
     matrix = (matrix + matrix.T) / 2
@@ -153,21 +155,21 @@ def _attempts(matrix: Tensor) -> list[Tensor]:
     return [matrix, matrix + jitter, (matrix + jitter).double()]
 
 
-def _previous(matrix: Tensor, previous: Tensor | None) -> Solution:
+def _reuse_basis(matrix: Tensor, previous: Tensor | None) -> Solution:
     """Return the previous basis, or the identity, with its Rayleigh quotients."""
     fallback = 3
     if previous is None or not _is_finite(previous):
         previous = torch.eye(len(matrix), device=matrix.device)
         fallback = 4
     values = torch.linalg.vecdot(previous, matrix @ previous, dim=0)
-    return _solution(previous, values.nan_to_num(1.0, 1.0, 1.0).clamp_min(0), fallback)
+    return _make_solution(previous, values.nan_to_num(1.0, 1.0, 1.0).clamp_min(0), fallback)
 
 
 def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
-def _solution(basis: Tensor, values: Tensor, fallback: int) -> Solution:
+def _make_solution(basis: Tensor, values: Tensor, fallback: int) -> Solution:
     # Filled on the device, because a copy from the host would wait.
     return Solution(basis, values, torch.full((), float(fallback), device=basis.device))
 

@@ -48,10 +48,10 @@ class Fusion:
 
     def shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
         """Return the shapes of the matrices of a weight, by name."""
-        own = {name: list(shape) for name in self.sizes}
+        shapes_of = {name: list(shape) for name in self.sizes}
         for name, size in self.sizes.items():
-            own[name][self.dim] = self.groups * size
-        return {name: torch.Size(sides) for name, sides in own.items()}
+            shapes_of[name][self.dim] = self.groups * size
+        return {name: torch.Size(sides) for name, sides in shapes_of.items()}
 
 
 def fusion_of(weight: nn.Parameter, fusions: Mapping[nn.Parameter, Fusion]) -> Fusion:
@@ -75,8 +75,8 @@ def joint_state(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]
 def matrix_state(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """Return the state of a matrix from the state of its weight; undoes `joint_state`."""
     prefix = f"{name}." if name else ""
-    own = {key: tensor for key, tensor in state.items() if key.startswith(prefix)}
-    return {key.removeprefix(prefix): tensor for key, tensor in own.items()}
+    entries = {key: tensor for key, tensor in state.items() if key.startswith(prefix)}
+    return {key.removeprefix(prefix): tensor for key, tensor in entries.items()}
 
 
 def fused_weights(model: nn.Module) -> dict[nn.Parameter, Fusion]:
@@ -87,7 +87,7 @@ def fused_weights(model: nn.Module) -> dict[nn.Parameter, Fusion]:
     config = getattr(model, "config", None)
     if config is None:
         return {}
-    fusions = _fusions(config)
+    fusions = _fused_modules(config)
     return {
         module.weight: Fusion(sizes=sizes, groups=groups, dim=int(hasattr(module, "nf")))
         for name, module in model.named_modules()
@@ -96,7 +96,7 @@ def fused_weights(model: nn.Module) -> dict[nn.Parameter, Fusion]:
     }
 
 
-def _fusions(config: Any) -> dict[str, tuple[int, dict[str, int]]]:
+def _fused_modules(config: Any) -> dict[str, tuple[int, dict[str, int]]]:
     """Return the fused modules of an architecture by the last part of their name.
 
     Returns:
@@ -107,26 +107,28 @@ def _fusions(config: Any) -> dict[str, tuple[int, dict[str, int]]]:
         return {}
     width, heads = config.hidden_size, config.num_attention_heads
     head = getattr(config, "head_dim", None) or width // heads
-    by_head = heads, _qkv(head, head)
-    multi_query = 1, _qkv(width, head)
+    by_head = heads, _qkv_sizes(head, head)
+    multi_query = 1, _qkv_sizes(width, head)
     if kind in ("gpt2", "openai-gpt"):
-        return {"c_attn": (1, _qkv(width, width))}
+        return {"c_attn": (1, _qkv_sizes(width, width))}
     if kind == "mpt":
-        return {"Wqkv": (1, _qkv(width, width))}
+        return {"Wqkv": (1, _qkv_sizes(width, width))}
     if kind == "gpt_bigcode":
         return {"c_attn": multi_query if config.multi_query else by_head}
     if kind == "codegen":  # a layout for four cores of a TPU
         return {"qkv_proj": (4, dict.fromkeys(("query", "value", "key"), width // 4))}
     if kind == "falcon" and config.new_decoder_architecture:
         groups = config.num_kv_heads
-        return {"query_key_value": (groups, _qkv(heads // groups * head, head))}
+        return {"query_key_value": (groups, _qkv_sizes(heads // groups * head, head))}
     if kind == "falcon" and config.multi_query:
         return {"query_key_value": multi_query}
     if kind in ("phi3", "glm", "glm4"):
         inner = config.intermediate_size
         keys = config.num_key_value_heads * head
         fusions = {"gate_up_proj": (1, {"gate": inner, "up": inner})}
-        return fusions | ({"qkv_proj": (1, _qkv(heads * head, keys))} if kind == "phi3" else {})
+        return fusions | (
+            {"qkv_proj": (1, _qkv_sizes(heads * head, keys))} if kind == "phi3" else {}
+        )
     return {"query_key_value": by_head}
 
 
@@ -136,5 +138,5 @@ _KINDS = (
 )
 
 
-def _qkv(query: int, key: int) -> dict[str, int]:
+def _qkv_sizes(query: int, key: int) -> dict[str, int]:
     return {"query": query, "key": key, "value": key}

@@ -66,7 +66,7 @@ class ShardedMatrices(MatrixOwners):
             group=self._group,
             num_replicas=sizes["replicate"],
             replicas=mesh.get_group("replicate") if sizes["replicate"] > 1 else None,
-            is_first=self.rank == 0 and mesh.get_local_rank("pipeline") == 0,
+            counts_failures=self.rank == 0 and mesh.get_local_rank("pipeline") == 0,
         )
         self._loads = [0.0] * self.size
         self._dims: dict[Unit, list[dict[str, int]]] = {}
@@ -115,87 +115,91 @@ class ShardedMatrices(MatrixOwners):
         if self._group is None:
             yield from super().updates(units, compute, dtype=dtype)
             return
-        buckets = _buckets([unit for unit in units if unit.weight.grad is not None])
+        buckets = _bucket_units([unit for unit in units if unit.weight.grad is not None])
         if not buckets:
             return
-        gather = self._gather(buckets[0])
+        gather = self._gather_gradients(buckets[0])
         scatter: Callable[[], Updates] = list  # nothing was sent yet
         for bucket, following in itertools.pairwise([*buckets, []]):
             gradients = gather()
             # The next gradients and the last updates travel while this bucket is computed.
-            gather = self._gather(following) if following else dict
+            gather = self._gather_gradients(following) if following else dict
             updates = dict[Unit, list[Tensor]]()
-            for alike in batches(list(gradients)):
-                its = [gradients.pop(unit) for unit in alike]
-                updates |= updates_of(alike, its, compute, dtype)
-            last, scatter = scatter, self._scatter(bucket, updates, dtype)
-            yield last()
-            del last  # and the memory that it received into
+            for equal_units in batches(list(gradients)):
+                unit_gradients = [gradients.pop(unit) for unit in equal_units]
+                updates |= updates_of(equal_units, unit_gradients, compute, dtype)
+            previous_scatter, scatter = scatter, self._scatter_updates(bucket, updates, dtype)
+            yield previous_scatter()
+            del previous_scatter  # and the memory that it received into
         yield scatter()
 
-    def _gather(self, bucket: Sequence[Unit]) -> Callable[[], dict[Unit, list[Tensor]]]:
+    def _gather_gradients(self, bucket: Sequence[Unit]) -> Callable[[], dict[Unit, list[Tensor]]]:
         """Send gradients to their owners; return a function that waits for this rank's units."""
-        sent: list[list[Tensor]] = [[] for _ in range(self.size)]
+        shards_to_send: list[list[Tensor]] = [[] for _ in range(self.size)]
         for unit in bucket:
             assert unit.owner is not None
-            sent[unit.owner] += gradients_of(unit.parameters) or ()
+            shards_to_send[unit.owner] += gradients_of(unit.parameters) or ()
         local = [unit for unit in bucket if self.owns(unit)]
-        pieces = [self._shapes(local, rank) for rank in range(self.size)]
+        pieces = [self._shard_shapes(local, rank) for rank in range(self.size)]
         device, dtype = bucket[0].weight.device, bucket[0].weight.dtype
-        arrival = self._all_to_all(sent, pieces, dtype, bucket[0].weight)
+        arrival = self._all_to_all(shards_to_send, pieces, dtype, bucket[0].weight)
 
         def finish() -> dict[Unit, list[Tensor]]:
-            whole = {
+            matrices = {
                 unit: [torch.empty(shape, dtype=dtype, device=device) for shape in unit.shapes]
                 for unit in local
             }
-            pieces = [piece for rank in range(self.size) for piece in self._pieces(whole, rank)]
-            values = [value for its in arrival() for value in its]
+            pieces = [
+                piece for rank in range(self.size) for piece in self._shards_of_rank(matrices, rank)
+            ]
+            values = [value for tensors in arrival() for value in tensors]
             if pieces:
                 torch._foreach_copy_(pieces, values)
-            return whole
+            return matrices
 
         return finish
 
-    def _scatter(
+    def _scatter_updates(
         self, bucket: Sequence[Unit], updates: Mapping[Unit, list[Tensor]], dtype: torch.dtype
     ) -> Callable[[], Updates]:
         """Send shards of updates from their owners; return a function that waits for them."""
         # They were computed in another order, and shapes do not tell two of them apart.
         local = {unit: updates[unit] for unit in bucket if unit in updates}
-        sent = [self._pieces(local, rank) for rank in range(self.size)]
+        shards_to_send = [self._shards_of_rank(local, rank) for rank in range(self.size)]
         by_owner = [[unit for unit in bucket if unit.owner == rank] for rank in range(self.size)]
-        pieces = [self._shapes(units, self.rank) for units in by_owner]
-        arrival = self._all_to_all(sent, pieces, dtype, bucket[0].weight)
+        pieces = [self._shard_shapes(units, self.rank) for units in by_owner]
+        arrival = self._all_to_all(shards_to_send, pieces, dtype, bucket[0].weight)
 
         def finish() -> Updates:
-            found: dict[Unit, list[Tensor]] = {}
+            updates_of_unit: dict[Unit, list[Tensor]] = {}
             for units, values in zip(by_owner, arrival(), strict=True):
                 parts = iter(values)
-                found |= {unit: [next(parts) for _ in unit.parameters] for unit in units}
-            return [(unit, found[unit]) for unit in bucket]
+                updates_of_unit |= {unit: [next(parts) for _ in unit.parameters] for unit in units}
+            return [(unit, updates_of_unit[unit]) for unit in bucket]
 
         return finish
 
     def _all_to_all(
         self,
-        sent: Sequence[Sequence[Tensor]],
-        received: Sequence[Sequence[torch.Size]],
+        tensors_to_send: Sequence[Sequence[Tensor]],
+        received_shapes: Sequence[Sequence[torch.Size]],
         dtype: torch.dtype,
         like: Tensor,
     ) -> Callable[[], list[list[Tensor]]]:
         """Send tensors to each rank; return a function that waits for the tensors from each.
 
         Args:
-            sent: Tensors by receiving rank.
-            received: Shapes by sending rank.
+            tensors_to_send: Tensors by receiving rank.
+            received_shapes: Shapes by sending rank.
             dtype: Type of the tensors that are sent.
             like: Defines the device and dtype of the results.
         """
-        out_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
-        in_sizes = [sum(shape.numel() for shape in shapes) for shapes in received]
+        out_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in tensors_to_send]
+        in_sizes = [sum(shape.numel() for shape in shapes) for shapes in received_shapes]
         nothing = torch.empty(0, dtype=dtype, device=like.device)  # `cat` needs a tensor
-        flat = torch.cat([nothing, *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
+        flat = torch.cat(
+            [nothing, *(tensor.reshape(-1) for tensors in tensors_to_send for tensor in tensors)]
+        )
         result = torch.empty(sum(in_sizes), dtype=dtype, device=like.device)
         work = dist.all_to_all_single(
             result, flat, in_sizes, out_sizes, group=self._group, async_op=True
@@ -203,39 +207,39 @@ class ShardedMatrices(MatrixOwners):
 
         def finish() -> list[list[Tensor]]:
             work.wait()
-            parts = zip(result.to(like.dtype).split(in_sizes), received, strict=True)
-            return [_shaped(part, shapes) for part, shapes in parts]
+            parts = zip(result.to(like.dtype).split(in_sizes), received_shapes, strict=True)
+            return [_view_shapes(part, shapes) for part, shapes in parts]
 
         return finish
 
-    def _pieces(self, whole: Mapping[Unit, Sequence[Tensor]], rank: int) -> list[Tensor]:
+    def _shards_of_rank(self, matrices: Mapping[Unit, Sequence[Tensor]], rank: int) -> list[Tensor]:
         """Return views of a rank's shards of whole tensors."""
         return [
-            self._piece(tensor, dims, rank)
-            for unit, tensors in whole.items()
+            self._shard_of_rank(tensor, dims, rank)
+            for unit, tensors in matrices.items()
             for tensor, dims in zip(tensors, self._dims[unit], strict=True)
         ]
 
-    def _shapes(self, units: Sequence[Unit], rank: int) -> list[torch.Size]:
+    def _shard_shapes(self, units: Sequence[Unit], rank: int) -> list[torch.Size]:
         """Return the shapes of a rank's shards of some units."""
-        whole = {
+        matrices = {
             unit: [torch.empty(shape, device="meta") for shape in unit.shapes] for unit in units
         }
-        return [piece.shape for piece in self._pieces(whole, rank)]
+        return [piece.shape for piece in self._shards_of_rank(matrices, rank)]
 
-    def _piece(self, whole: Tensor, dims: Mapping[str, int], rank: int) -> Tensor:
+    def _shard_of_rank(self, tensor: Tensor, dims: Mapping[str, int], rank: int) -> Tensor:
         """Return a view of a rank's shard, which is a chunk of a chunk."""
         places = dict(zip(("shard", "tensor"), divmod(rank, self._sizes["tensor"]), strict=True))
         for axis in _AXES:
             if axis in dims:
-                dim, length = dims[axis], whole.shape[dims[axis]]
+                dim, length = dims[axis], tensor.shape[dims[axis]]
                 step = math.ceil(length / self._sizes[axis])
                 start = min(places[axis] * step, length)
-                whole = whole.narrow(dim, start, min(step, length - start))
-        return whole
+                tensor = tensor.narrow(dim, start, min(step, length - start))
+        return tensor
 
 
-def _shaped(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+def _view_shapes(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """Return consecutive views of a flat tensor in the given shapes."""
     parts = flat.split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -250,7 +254,7 @@ def _sharded_dims(parameter: Tensor) -> dict[str, int]:
     return {name: p.dim for name, p in pairs if not p.is_replicate()}  # type: ignore[attr-defined]
 
 
-def _buckets(units: Sequence[Unit]) -> list[list[Unit]]:
+def _bucket_units(units: Sequence[Unit]) -> list[list[Unit]]:
     """Divide units, ordered by their shapes, into runs of `BUCKET` elements of an owner.
 
     So all owners have work in a bucket, and equal units are in the same bucket.

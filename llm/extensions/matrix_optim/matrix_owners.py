@@ -54,7 +54,7 @@ class FactorRanks:
     Attributes:
         rank: Number of this rank among them.
         size: Number of ranks.
-        is_first: Whether this is the first of the ranks that count the same failures.
+        counts_failures: Whether this is the first of the ranks that count the same failures.
         group: Their process group; None for the default group, or one rank.
         num_replicas: Number of such groups that keep the same factors.
         replicas: This rank and the ranks with the same number in these groups; None for one group.
@@ -62,7 +62,7 @@ class FactorRanks:
 
     rank: int
     size: int
-    is_first: bool
+    counts_failures: bool
     group: dist.ProcessGroup | None = None
     num_replicas: int = 1
     replicas: dist.ProcessGroup | None = None
@@ -111,9 +111,9 @@ class MatrixOwners:
             compute: Called by the owner.
             dtype: Dtype of updates in messages.
         """
-        for alike in batches([unit for unit in units if unit.weight.grad is not None]):
-            gradients = [gradients_of(unit.parameters) or [] for unit in alike]
-            yield updates_of(alike, gradients, compute, alike[0].weight.dtype)
+        for equal_units in batches([unit for unit in units if unit.weight.grad is not None]):
+            gradients = [gradients_of(unit.parameters) or [] for unit in equal_units]
+            yield updates_of(equal_units, gradients, compute, equal_units[0].weight.dtype)
 
 
 def batch_cost(device: torch.device) -> float:
@@ -146,9 +146,9 @@ def updates_of(
     dtype: torch.dtype,
 ) -> Updates:
     """Return the updates of equal units from their gradients, in a dtype."""
-    stacks = [stacked(its) for its in zip(*gradients, strict=True)]
+    stacks = [stacked(tensors) for tensors in zip(*gradients, strict=True)]
     updates = zip(*(update.to(dtype).unbind() for update in compute(units, stacks)), strict=True)
-    return [(unit, list(its)) for unit, its in zip(units, updates, strict=True)]
+    return [(unit, list(tensors)) for unit, tensors in zip(units, updates, strict=True)]
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
@@ -218,10 +218,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Update all parameters outside of units."""
         matrices = {p for unit in self.units for p in unit.parameters}
         for group in self.param_groups:
-            others = [p for p in group["params"] if p not in matrices]
-            adamw_step(group, others, self.state, self.found_inf)
+            parameters = [p for p in group["params"] if p not in matrices]
+            adamw_step(group, parameters, self.state, self.found_inf)
 
-    def _overwrite(self, tensor: Tensor, values: Tensor) -> None:
+    def _overwrite_state(self, tensor: Tensor, values: Tensor) -> None:
         """Copy new values into a state, unless the step is skipped."""
         if self.found_inf is not None:
             values = torch.where(self.found_inf > 0, tensor, values)
@@ -234,19 +234,19 @@ class MatrixOptimizer(torch.optim.Optimizer):
             updates: Updates of weights.
             factor_of: Returns the factor on a unit's update.
         """
-        alike: dict[tuple[float, float], list[tuple[Tensor, Tensor]]] = {}
+        by_factors: dict[tuple[float, float], list[tuple[Tensor, Tensor]]] = {}
         groups = groups_of(self)
         for unit, (update,) in updates:
             group = groups[unit.weight]
             key = 1 - group["lr"] * group["weight_decay"], factor_of(unit)
-            alike.setdefault(key, []).append((unit.weight, update))
-        for (kept, factor), pairs in alike.items():
-            weights, its = map(list, zip(*pairs, strict=True))
+            by_factors.setdefault(key, []).append((unit.weight, update))
+        for (decay, factor), pairs in by_factors.items():
+            weights, tensors = map(list, zip(*pairs, strict=True))
             if self.found_inf is None:
-                torch._foreach_mul_(weights, kept)
+                torch._foreach_mul_(weights, decay)
             else:
-                torch._foreach_mul_(weights, torch.where(self.found_inf > 0, 1.0, kept))
-            torch._foreach_add_(weights, its, alpha=factor)
+                torch._foreach_mul_(weights, torch.where(self.found_inf > 0, 1.0, decay))
+            torch._foreach_add_(weights, tensors, alpha=factor)
 
 
 def units_of(optimizer: torch.optim.Optimizer) -> Sequence[Unit]:

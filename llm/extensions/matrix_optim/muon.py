@@ -91,16 +91,20 @@ class MuonAndAdamW(MatrixOptimizer):
         groups = groups_of(self)
 
         def compute(units: Sequence[Unit], gradients: list[Tensor]) -> list[Tensor]:
-            return [self._directions(units, gradients[0], groups[units[0].weight]["momentum"])]
+            return [
+                self._update_directions(units, gradients[0], groups[units[0].weight]["momentum"])
+            ]
 
         def factor_of(unit: Unit) -> float:
-            length, *_ = _lengths(unit).values()
+            length, *_ = _update_lengths(unit).values()
             return -float(groups[unit.weight]["lr"]) * length
 
         for updates in self._matrix_owners.updates(self.units, compute, dtype=torch.bfloat16):
             self._add_updates(updates, factor_of)
 
-    def _directions(self, units: Sequence[Unit], gradients: Tensor, momentum: float) -> Tensor:
+    def _update_directions(
+        self, units: Sequence[Unit], gradients: Tensor, momentum: float
+    ) -> Tensor:
         """Update the momentum of units; return their unscaled steps.
 
         Args:
@@ -112,10 +116,10 @@ class MuonAndAdamW(MatrixOptimizer):
             buffer = state["momentum_buffer"]
             updated = torch.lerp(buffer, gradients, 1 - momentum)
             ahead = gradients.lerp(updated, momentum)
-            self._overwrite(buffer, updated)
+            self._overwrite_state(buffer, updated)
         if self.found_inf is not None:
             ahead = ahead.masked_fill(self.found_inf > 0, 0.0)  # their direction is zero
-        fusion, lengths = units[0].fusion, _lengths(units[0])
+        fusion, lengths = units[0].fusion, _update_lengths(units[0])
         parts = fusion.split(ahead, fusion.dim + 1)
         first, *_ = lengths.values()
         directions = {
@@ -125,7 +129,7 @@ class MuonAndAdamW(MatrixOptimizer):
         return fusion.join(directions, fusion.dim + 1)
 
 
-def _lengths(unit: Unit) -> dict[str, float]:
+def _update_lengths(unit: Unit) -> dict[str, float]:
     """Return the factors on orthogonal matrices, by the matrix's name, for AdamW's rate."""
     shapes = unit.fusion.shapes(unit.shapes[0])
     return {name: 0.2 * math.sqrt(max(shape)) for name, shape in shapes.items()}
@@ -135,12 +139,12 @@ def orthogonalized_all(stacks: Sequence[Tensor]) -> list[Tensor]:
     """Orthogonalize stacks of matrices; stacks of equal shape are computed as one."""
     if not batch_cost(stacks[0].device):  # on a CPU, one at a time is faster
         return [orthogonalized(stack) for stack in stacks]
-    found: dict[int, Tensor] = {}
+    results: dict[int, Tensor] = {}
     for shape in dict.fromkeys(stack.shape for stack in stacks):
-        alike = [number for number, stack in enumerate(stacks) if stack.shape == shape]
-        joint = torch.cat([stacks[number] for number in alike])
-        found |= zip(alike, orthogonalized(joint).chunk(len(alike)), strict=True)
-    return [found[number] for number in range(len(stacks))]
+        numbers = [number for number, stack in enumerate(stacks) if stack.shape == shape]
+        joint = torch.cat([stacks[number] for number in numbers])
+        results |= zip(numbers, orthogonalized(joint).chunk(len(numbers)), strict=True)
+    return [results[number] for number in range(len(stacks))]
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
@@ -178,8 +182,8 @@ def make_muon(
         ConfigError: The model has no such matrix.
     """
     groups = parameter_groups(options, model)
-    inside = [p for p in inner_matrices(model) if p.ndim == 2]
-    if not inside:
+    matrices = [p for p in inner_matrices(model) if p.ndim == 2]
+    if not matrices:
         raise ConfigError(
             "--optimizer muon found no matrix to train between the embedding and the output head "
             "of this model; use --optimizer adamw."
@@ -187,7 +191,7 @@ def make_muon(
     momentum = 0.95 if options.momentum is None else options.momentum
     return MuonAndAdamW(
         groups,
-        inside,
+        matrices,
         momentum=momentum,
         fusions=fused_weights(model),
         matrix_owners=matrix_owners,

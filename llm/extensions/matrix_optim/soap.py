@@ -84,9 +84,11 @@ class SOAP(MatrixOptimizer):
         self.units = []
         groups_and_numbers = enumerate(self.param_groups)
         number_of = {p: number for number, group in groups_and_numbers for p in group["params"]}
-        for p, its in sides.items():
+        for p, rotated_sides in sides.items():
             fusion = fusion_of(p, fusions or {})
-            squares = [s[side] ** 2 for s in fusion.shapes(p.shape).values() for side in its]
+            squares = [
+                s[side] ** 2 for s in fusion.shapes(p.shape).values() for side in rotated_sides
+            ]
             cost = 2 * p.numel() + 2 * sum(squares)
             self.units.append(
                 Unit(
@@ -94,7 +96,7 @@ class SOAP(MatrixOptimizer):
                     shapes=[p.shape],
                     fusion=fusion,
                     cost=cost,
-                    kind=(number_of[p], *its),
+                    kind=(number_of[p], *rotated_sides),
                 )
             )
         self._matrix_owners.assign(self.units)
@@ -104,8 +106,10 @@ class SOAP(MatrixOptimizer):
         # Created here instead of in the first step, so that a checkpoint can be loaded.
         for unit in self.units:
             p, shapes = unit.weight, unit.fusion.shapes(unit.shapes[0])
-            kept = shapes.items() if self._matrix_owners.owns(unit) else ()
-            self.state[p] = joint_state({k: _new_state(p, shape, sides[p]) for k, shape in kept})
+            local_shapes = shapes.items() if self._matrix_owners.owns(unit) else ()
+            self.state[p] = joint_state(
+                {k: _new_state(p, shape, sides[p]) for k, shape in local_shapes}
+            )
         self._lay_state_together(batches([u for u in self.units if self._matrix_owners.owns(u)]))
         self._add_adamw_state()
 
@@ -140,15 +144,15 @@ class SOAP(MatrixOptimizer):
             }
             return [fusion.join(updates, fusion.dim + 1)]
 
-        kept = self._kept_by_decay(keep)
+        decay_factors = self._decay_factors(keep)
         for updates in self._matrix_owners.updates(self.units, compute):
             for unit, _ in updates:
-                unit.weight.mul_(kept[unit])
+                unit.weight.mul_(decay_factors[unit])
             if updates:
                 weights: list[Tensor] = [unit.weight for unit, _ in updates]
                 torch._foreach_sub_(weights, [update for _, (update,) in updates])
 
-    def _kept_by_decay(self, keep: Tensor) -> dict[Unit, Tensor]:
+    def _decay_factors(self, keep: Tensor) -> dict[Unit, Tensor]:
         """Return the weight-decay factor of each unit's weight.
 
         Args:
@@ -157,9 +161,9 @@ class SOAP(MatrixOptimizer):
         groups = groups_of(self)
         decays = [groups[u.weight]["lr"] * groups[u.weight]["weight_decay"] for u in self.units]
         # One product for all units with equal decay.
-        kept = {decay: (1 - decay * keep).unbind() for decay in dict.fromkeys(decays)}
+        factors = {decay: (1 - decay * keep).unbind() for decay in dict.fromkeys(decays)}
         return {
-            unit: kept[d][i] for i, (unit, d) in enumerate(zip(self.units, decays, strict=True))
+            unit: factors[d][i] for i, (unit, d) in enumerate(zip(self.units, decays, strict=True))
         }
 
     def _has_basis(self, unit: Unit) -> Tensor:
@@ -186,8 +190,8 @@ class SOAP(MatrixOptimizer):
         gradients, keep = kept_gradient(gradients, self.found_inf)
         on_device = [{k: v for k, v in state.items() if k != "calls"} for state in states]
         with stacked_state(on_device) as joint:
-            update = _descend(joint, gradients, group, keep=keep * joint["has_basis"])
-            for side in _sides(joint):
+            update = _adamw_direction(joint, gradients, group, keep=keep * joint["has_basis"])
+            for side in _sides_with_basis(joint):
                 g = gradients if side == 0 else gradients.mT
                 joint[f"factor.{side}"].lerp_(g @ g.mT, (1 - group["betas"][1]) * keep)
         due = []
@@ -196,7 +200,7 @@ class SOAP(MatrixOptimizer):
             calls = int(state["calls"])  # On the host, so that nothing waits for the device.
             # With fp16 the first steps may be skipped, so there are several tries.
             if calls & (calls - 1) == 0 and not bool(state["has_basis"]):
-                for side in _sides(state):
+                for side in _sides_with_basis(state):
                     factor = state[f"factor.{side}"]
                     state[f"basis.{side}"].copy_(eigenbasis(factor).basis)
                     state["has_basis"].copy_(factor.trace() > 0)
@@ -224,12 +228,12 @@ def _new_state(parameter: Tensor, shape: torch.Size, sides: Sequence[int]) -> di
     return state
 
 
-def _sides(state: Mapping[str, Tensor]) -> list[int]:
+def _sides_with_basis(state: Mapping[str, Tensor]) -> list[int]:
     """Return the sides of a matrix that have a basis, from its state."""
     return [side for side in (0, 1) if f"basis.{side}" in state]
 
 
-def _descend(
+def _adamw_direction(
     state: dict[str, Tensor], gradients: Tensor, group: dict[str, Any], *, keep: Tensor
 ) -> Tensor:
     """Return AdamW's step in the basis, multiplied by `keep`.
@@ -242,15 +246,15 @@ def _descend(
     """
     beta1, beta2 = group["betas"]
     bases = (state.get(f"basis.{side}") for side in (0, 1))
-    left, right = (None if basis is None else [basis] for basis in bases)
+    row_bases, column_bases = (None if basis is None else [basis] for basis in bases)
     first, second, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
     step += keep
     keep = keep.view(-1, 1, 1)
     first.lerp_(gradients, (1 - beta1) * keep)
-    second.lerp_(rotate(gradients, left, right).square(), (1 - beta2) * keep)
+    second.lerp_(rotate(gradients, row_bases, column_bases).square(), (1 - beta2) * keep)
     ahead = first.lerp(gradients, 1 - beta1) if group["nesterov"] else first
-    direction = rotate(ahead, left, right) / (second.sqrt() + group["eps"])
-    direction = rotate_back(direction, left, right)
+    direction = rotate(ahead, row_bases, column_bases) / (second.sqrt() + group["eps"])
+    direction = rotate_back(direction, row_bases, column_bases)
     corrected = bias_correction(beta2, step).sqrt()
     corrected = corrected / bias_correction(beta1, step + group["nesterov"])
     length: Tensor = group["lr"] * corrected.view(-1, 1, 1) * keep
@@ -262,17 +266,17 @@ def _update_bases(states: Sequence[dict[str, Tensor]], keep: Tensor) -> None:
 
     The second moments are sorted like the columns of the bases.
     """
-    for side in _sides(states[0]):
+    for side in _sides_with_basis(states[0]):
         keys = "exp_avg_sq", "has_basis", f"factor.{side}", f"basis.{side}"
         with stacked_state([{key: state[key] for key in keys} for state in states]) as joint:
             second, has_basis, factor, basis = (joint[key] for key in keys)
-            kept = (keep * has_basis > 0).view(-1, 1, 1)
+            updates_basis = (keep * has_basis > 0).view(-1, 1, 1)
             solution = power_iteration(factor, basis)
             assert solution.order is not None
             order = solution.order.unsqueeze(2 - side)
             in_order = torch.take_along_dim(second, order, side + 1)
-            second.copy_(torch.where(kept, in_order, second))
-            basis.copy_(torch.where(kept, solution.basis, basis))
+            second.copy_(torch.where(updates_basis, in_order, second))
+            basis.copy_(torch.where(updates_basis, solution.basis, basis))
 
 
 def make_soap(
@@ -295,14 +299,14 @@ def make_soap(
     order = basis_order(options, model) if order is None else order
     update_steps = options.soap_update_steps or UPDATE_STEPS
     offsets = zip(order, spread_offsets(len(order), update_steps), strict=True)
-    found = [each for each in _with_bases(options, model) if each[1] not in without]
-    own = {name for name, *_ in found}
+    matrices = [matrix for matrix in _with_bases(options, model) if matrix[1] not in without]
+    names = {name for name, *_ in matrices}
     return SOAP(
         split_groups(parameter_groups(options, model), set(without), None, {}),
-        {p: sides for _, p, sides in found},
+        {p: sides for _, p, sides in matrices},
         update_steps=update_steps,
         fusions=fused_weights(model),
-        offsets=[offset for name, offset in offsets if name in own],
+        offsets=[offset for name, offset in offsets if name in names],
         matrix_owners=matrix_owners,
         nesterov=options.nesterov,
         **adamw_settings(options),
@@ -312,8 +316,8 @@ def make_soap(
 def basis_order(options: MatrixSettings, model: nn.Module) -> list[str]:
     """Return the parameter names of matrices with a basis, in the model's order."""
     fusions = fused_weights(model)
-    found = _with_bases(options, model)
-    return [name for name, p, _ in found for _ in fusion_of(p, fusions).sizes]
+    matrices = _with_bases(options, model)
+    return [name for name, p, _ in matrices for _ in fusion_of(p, fusions).sizes]
 
 
 def _with_bases(

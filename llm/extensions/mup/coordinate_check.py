@@ -104,15 +104,15 @@ def coordinate_check(options: CheckOptions) -> list[str]:
     widths = options.widths or tuple(factor * base for factor in (1, 2, 4, 8))
     if len(widths) < 2 or sorted(set(widths)) != [*widths]:
         raise ConfigError("--widths takes two or more widths in ascending order.")
-    found = {
-        title: {width: activation_sizes(_resized(options, width, mup=mup)) for width in widths}
+    sizes_by_title = {
+        title: {width: activation_sizes(_resize_model(options, width, mup=mup)) for width in widths}
         for title, mup in (("without --mup", False), ("with --mup", True))
     }
-    _draw(found, options.plot)
-    return [*_table(found), f"drawn in {options.plot}"]
+    _plot_sizes(sizes_by_title, options.plot)
+    return [*_format_table(sizes_by_title), f"drawn in {options.plot}"]
 
 
-def _resized(options: CheckOptions, width: int, *, mup: bool) -> CheckOptions:
+def _resize_model(options: CheckOptions, width: int, *, mup: bool) -> CheckOptions:
     """Return the options for another width, with everything else unchanged."""
     from llm.models.configuration import load_config
     from llm.models.sizes import head_width
@@ -121,8 +121,8 @@ def _resized(options: CheckOptions, width: int, *, mup: bool) -> CheckOptions:
     heads = text_config.num_attention_heads
     if options.mup_base_head_dim is None:  # the number of heads grows, not their width
         head_dim = head_width(text_config)
-        heads, rest = divmod(width, head_dim)
-        if rest or not heads:
+        heads, remainder = divmod(width, head_dim)
+        if remainder or not heads:
             raise ConfigError(
                 f"A model of width {width} cannot be divided into heads of {head_dim}; give other "
                 "--widths, or fewer --num_attention_heads."
@@ -173,8 +173,8 @@ def activation_sizes(options: GPTConfig) -> dict[str, list[float]]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab_size, (_SAMPLES, length + 1), generator=generator)
     sizes: dict[str, list[float]] = defaultdict(list)
-    for name, module in _observed(model).items():
-        module.register_forward_hook(_recorder(sizes[name]))
+    for name, module in _observed_modules(model).items():
+        module.register_forward_hook(_make_recorder(sizes[name]))
     for _ in range(_STEPS):
         objective, _ = loss(ids[:, :-1], ids[:, 1:])
         optimizer.zero_grad()
@@ -185,7 +185,7 @@ def activation_sizes(options: GPTConfig) -> dict[str, list[float]]:
     return dict(sizes)
 
 
-def _observed(model: "PreTrainedModel") -> "dict[str, nn.Module]":
+def _observed_modules(model: "PreTrainedModel") -> "dict[str, nn.Module]":
     """Return the modules to plot: first and last module, attention and MLP of the last block."""
     from llm.models.sizes import find_blocks
 
@@ -198,7 +198,7 @@ def _observed(model: "PreTrainedModel") -> "dict[str, nn.Module]":
     return {"embedding": ends[0], **branches, "logits": ends[1]}
 
 
-def _recorder(sizes: list[float]) -> "Callable[[nn.Module, Any, Any], None]":
+def _make_recorder(sizes: list[float]) -> "Callable[[nn.Module, Any, Any], None]":
     def record(module: "nn.Module", inputs: Any, output: Any) -> None:
         activation: Tensor = output[0] if isinstance(output, tuple) else output
         sizes.append(activation.detach().abs().mean().item())
@@ -206,32 +206,32 @@ def _recorder(sizes: list[float]) -> "Callable[[nn.Module, Any, Any], None]":
     return record
 
 
-def _table(found: Mapping[str, Sizes]) -> list[str]:
+def _format_table(sizes_by_title: Mapping[str, Sizes]) -> list[str]:
     """Tabulate the sizes after the last step, and their growth as a power of the width."""
     lines = [f"mean absolute value of activations after {_STEPS} steps, by width"]
-    for title, sizes in found.items():
+    for title, sizes in sizes_by_title.items():
         widths = [*sizes]
         lines.append(f"{title:<16}" + "".join(f"{width:>10}" for width in widths) + "    grows as")
         for kind in sizes[widths[0]]:
-            last = [sizes[width][kind][-1] for width in widths]
-            power = math.log(last[-1] / last[0]) / math.log(widths[-1] / widths[0])
-            figures = "".join(f"{value:>10.4g}" for value in last)
+            final_sizes = [sizes[width][kind][-1] for width in widths]
+            power = math.log(final_sizes[-1] / final_sizes[0]) / math.log(widths[-1] / widths[0])
+            figures = "".join(f"{value:>10.4g}" for value in final_sizes)
             lines.append(f"  {kind:<14}{figures}    width^{power:.2f}")
     return lines
 
 
-def _draw(found: Mapping[str, Sizes], path: str) -> None:
+def _plot_sizes(sizes_by_title: Mapping[str, Sizes], path: str) -> None:
     """Plot each kind of activation, without muP in the upper row and with it in the lower row."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    kinds = [*next(iter(next(iter(found.values())).values()))]
+    kinds = [*next(iter(next(iter(sizes_by_title.values())).values()))]
     figure = Figure(figsize=(2.6 * len(kinds) + 1, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, len(kinds), sharex=True, sharey=True, squeeze=False)
     colors = colormaps["viridis"].resampled(_STEPS + 2)
-    for row, (title, sizes) in zip(axes, found.items(), strict=True):
+    for row, (title, sizes) in zip(axes, sizes_by_title.items(), strict=True):
         row[0].set_ylabel(f"{title}\nmean absolute value")
         for axis, kind in zip(row, kinds, strict=True):
             for step in range(_STEPS + 1):

@@ -60,7 +60,7 @@ class Scales(Transform):
             ndim: Its number of dimensions.
         """
         depth = math.sqrt(self.depth) if self.starts_by_depth else self.depth
-        return self._factor(name, ndim, matrix=1 / math.sqrt(self.width), depth=depth)
+        return self._factor_of(name, ndim, matrix=1 / math.sqrt(self.width), depth=depth)
 
     def rate_factor(self, name: str, ndim: int, group: Mapping[str, Any]) -> float:
         """Return the factor of a parameter's learning rate.
@@ -74,9 +74,9 @@ class Scales(Transform):
             group: The settings of its group in the optimizer; Muon marks those that it trains.
         """
         matrix = 1 / (math.sqrt(self.width) if group.get("is_muon") else self.width)
-        return self._factor(name, ndim, matrix=matrix, depth=self.depth)
+        return self._factor_of(name, ndim, matrix=matrix, depth=self.depth)
 
-    def _factor(self, name: str, ndim: int, *, matrix: float, depth: float) -> float:
+    def _factor_of(self, name: str, ndim: int, *, matrix: float, depth: float) -> float:
         if not _IN_BLOCK.search(name):
             return 1 / self.width if ndim == 1 else 1.0  # the last norm; embeddings and the head
         factor = matrix if ndim == 2 else 1.0
@@ -121,10 +121,10 @@ def fold_attention(
         module = name.split(".")[-2]
         if factor == 1 or module not in (queries, "c_attn", "query_key_value"):
             continue
-        folded[name] = own = tensor.clone()
+        folded[name] = queries_part = tensor.clone()
         if module == "c_attn":  # queries, keys and values lie side by side in the columns
-            own = own[..., : config.hidden_size]
+            queries_part = queries_part[..., : config.hidden_size]
         elif module == "query_key_value":  # ... of each head, in the rows
-            own = own.unflatten(0, (config.num_attention_heads, 3, -1))[:, 0]
-        own *= factor
+            queries_part = queries_part.unflatten(0, (config.num_attention_heads, 3, -1))[:, 0]
+        queries_part *= factor
     return folded

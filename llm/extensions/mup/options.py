@@ -53,10 +53,10 @@ class MuPOptions(Extension):
             )
         allowed = (None, "adamw", "accumadamw", "muon")
         if self.mup and (self.besides_optimizer or self.optimizer not in allowed):
-            other = self.besides_optimizer or f"--optimizer {self.optimizer}"
+            optimizer = self.besides_optimizer or f"--optimizer {self.optimizer}"
             problems.append(
-                f"--mup has learning rates for adamw, accumadamw and muon, and none for {other}; "
-                "leave one of them out."
+                f"--mup has learning rates for adamw, accumadamw and muon, and none for "
+                f"{optimizer}; leave one of them out."
             )
         return problems
 
@@ -77,13 +77,13 @@ class MuPOptions(Extension):
         source = inputs.start if self.eval_only else inputs.init_from
         if source is None:
             return
-        named = source.path if self.eval_only else f"--init_from {self.init_from}"
-        own, name = self.mup_base_head_dim, "mup_base_head_dim"
+        origin = source.path if self.eval_only else f"--init_from {self.init_from}"
+        base_head_dim, name = self.mup_base_head_dim, "mup_base_head_dim"
         saved = source.metadata["fixed"].get(name)
-        if saved != own:
+        if saved != base_head_dim:
             raise ConfigError(
-                f"{named} was trained with --{name} {saved}, which scales attention, and this run "
-                f"has {own}; give the same muP options, or name its exported model with "
+                f"{origin} was trained with --{name} {saved}, which scales attention, and this run "
+                f"has {base_head_dim}; give the same muP options, or name its exported model with "
                 "--model_name_or_path."
             )
 

@@ -82,7 +82,7 @@ class StepProfiler(LoopExtension):
     def between_steps(self) -> None:
         """Write a profile that has ended."""
         if self._ended:
-            self._write()
+            self._write_profile()
             self._ended = False
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class StepProfiler(LoopExtension):
                 "steps, and nothing was written."
             )
 
-    def _write(self) -> None:
+    def _write_profile(self) -> None:
         """Write the trace, and on rank 0 the table; an error does not end the training."""
         try:
             self._write_files()
@@ -135,8 +135,8 @@ def _class_of(event: Any) -> str:
     while event is not None:
         names.append(str(event.name))
         event = event.cpu_parent
-    for name, words in _CLASSES:
-        if any(word in text for text in names for word in words):
+    for name, keywords in _CLASSES:
+        if any(keyword in text for text in names for keyword in keywords):
             return name
     return _OTHER
 
@@ -150,8 +150,8 @@ def table(busy: dict[str, float], seconds: float, *, steps: int) -> list[str]:
         steps: Number of steps.
     """
     rows = {**busy, _WAITING: max(0.0, seconds - sum(busy.values()))}
-    whole = sum(rows.values())
+    total = sum(rows.values())
     lines = [f"profile of {steps} steps, {1000 * seconds / steps:.1f} ms each:"]
     for name, share in sorted(rows.items(), key=lambda row: -row[1]):
-        lines.append(f"  {name:<18}{1000 * share / steps:>10.1f} ms{share / whole:>8.1%}")
+        lines.append(f"  {name:<18}{1000 * share / steps:>10.1f} ms{share / total:>8.1%}")
     return lines

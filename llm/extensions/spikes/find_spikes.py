@@ -32,21 +32,21 @@ class Spike(NamedTuple):
     score: float
 
 
-def find_spike(loss: float, before: Sequence[float]) -> Spike | None:
+def find_spike(loss: float, previous_losses: Sequence[float]) -> Spike | None:
     """Return how far a loss is above the previous losses, if it is a spike.
 
     Args:
         loss: Mean loss of a step.
-        before: The previous losses, `WINDOW` at most.
+        previous_losses: The previous losses, `WINDOW` at most.
     """
-    if len(before) < _FEWEST:
+    if len(previous_losses) < _FEWEST:
         return None
-    middle = median(before)
-    deviation = 1.4826 * median(abs(value - middle) for value in before)
+    middle = median(previous_losses)
+    deviation = 1.4826 * median(abs(value - middle) for value in previous_losses)
     score = (loss - middle) / max(deviation, _LEAST_DEVIATION * abs(middle), 1e-12)
     return Spike(middle, score) if score > _THRESHOLD else None
 
 
-def append_loss(loss: float, before: Sequence[float]) -> list[float]:
+def append_loss(loss: float, previous_losses: Sequence[float]) -> list[float]:
     """Return the losses for comparison with the next step; includes spikes."""
-    return [*before, loss][-WINDOW:] if math.isfinite(loss) else list(before)
+    return [*previous_losses, loss][-WINDOW:] if math.isfinite(loss) else list(previous_losses)

@@ -33,7 +33,7 @@ class LossSpikes(LoopExtension):
     """
 
     part = "spikes"
-    words = "record of losses, to tell a spike by"
+    description = "record of losses, to tell a spike by"
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class LossSpikes(LoopExtension):
                 continue
             spike = find_spike(loss, self.losses)
             if spike is not None:
-                self._report(step, loss, spike, loader)
+                self._report_spike(step, loss, spike, loader)
                 spikes.append(step)
             self.losses = append_loss(loss, self.losses)
         if spikes and self._action != "warn":
-            self._stop(spikes, loader)
+            self._stop_run(spikes, loader)
 
-    def _stop(self, spikes: list[int], loader: TrainLoader) -> None:
+    def _stop_run(self, spikes: list[int], loader: TrainLoader) -> None:
         first, stop = loader.samples_of(spikes[0], spikes[-1] + 1)
         message = (
             f"The loss of step {spikes[0] + 1} spiked (--on_loss_spike {self._action}): "
@@ -92,20 +92,20 @@ class LossSpikes(LoopExtension):
             f"{self._max_rewinds})",
         )
 
-    def _report(self, step: int, loss: float, spike: Spike, loader: TrainLoader) -> None:
+    def _report_spike(self, step: int, loss: float, spike: Spike, loader: TrainLoader) -> None:
         first, stop = loader.samples_of(step, step + 1)
         numbers, _ = loader.samples.locate(
             loader.skipped.numbers(np.arange(*loader.plan.step_samples(step), dtype=np.int64))
         )
         counts = np.bincount(numbers, minlength=len(self._corpus.train)).tolist()
         pairs = zip(self._corpus.train, counts, strict=True)
-        served = {source.name: count for source, count in pairs if count}
+        samples_by_source = {source.name: count for source, count in pairs if count}
+        sources = ", ".join(f"{name} {count}" for name, count in samples_by_source.items())
         command = inspect_command(self._run, step + 1)
         logger.info(
             f"the loss spiked at step {step + 1}: {loss:.4g}, {spike.score:.1f} deviations "
             f"above the median {spike.median:.4g} of the steps before (samples {first:,} to "
-            f"{stop - 1:,}, from {', '.join(f'{name} {count}' for name, count in served.items())});"
-            f" its text: {command}",
+            f"{stop - 1:,}, from {sources}); its text: {command}",
             extra=event(
                 "spike",
                 step=step + 1,
@@ -114,7 +114,7 @@ class LossSpikes(LoopExtension):
                 score=spike.score,
                 first_sample=first,
                 last_sample=stop - 1,
-                sources=served,
+                sources=samples_by_source,
                 inspect=command,
             ),
         )
@@ -135,6 +135,6 @@ class LossSpikes(LoopExtension):
 
 def _enters_stage(loader: TrainLoader, step: int) -> bool:
     """Return whether a step ends in another stage of the data than the one before it."""
-    ends = [loader.samples_of(each, each + 1)[1] - 1 for each in (max(0, step - 1), step)]
-    before, now = map(loader.samples.stage_of, ends)
-    return before != now
+    ends = [loader.samples_of(number, number + 1)[1] - 1 for number in (max(0, step - 1), step)]
+    previous_stage, stage = map(loader.samples.stage_of, ends)
+    return previous_stage != stage

@@ -111,7 +111,7 @@ def generate(
         seed: Keys the draws, if a task samples.
         on_batch: Called after each text.
     """
-    own = {}
+    local_texts = {}
     for number in range(strategy.rank, len(prompts), strategy.world_size):
         tokens, max_new_tokens, generation = prompts[number]
         try:
@@ -126,7 +126,7 @@ def generate(
                 )
         except DivergedError:
             new = []
-        own[number] = tokenizer.decode(new, skip_special_tokens=True)
+        local_texts[number] = tokenizer.decode(new, skip_special_tokens=True)
         on_batch()
-    parts = gather(own)
+    parts = gather(local_texts)
     return [parts[number % strategy.world_size][number] for number in range(len(prompts))]

@@ -25,24 +25,24 @@ class TaskRuns(LoopExtension):
     ) -> None:
         self._tasks, self._running, self._batch_size = tasks, running, batch_size
         self._results: dict[str, dict[str, float]] | None = None
-        self.periodic = Periodic("tasks", every, self._report)
+        self.periodic = Periodic("tasks", every, self._report_tasks)
 
-    def _report(self, step: int) -> dict[str, float]:
+    def _report_tasks(self, step: int) -> dict[str, float]:
         """Run the tasks after a step, and log their results."""
-        self._results = self._run()
+        self._results = self._run_tasks()
         for task, metrics in self._results.items():
-            words = [f"{name}: {value:.6g}" for name, value in metrics.items()]
-            line = " | ".join([f"task {task} at step {step}", *words])
+            columns = [f"{name}: {value:.6g}" for name, value in metrics.items()]
+            line = " | ".join([f"task {task} at step {step}", *columns])
             logger.info(line, extra=event("task", step=step, task=task, **metrics))
         return task_values(self._results)
 
     def task_results(self) -> dict[str, dict[str, float]]:
         """Return the results of the last run, which may be this one."""
         if self._results is None:  # an evaluation, or a resume of a run that was finished
-            self._results = self._run()
+            self._results = self._run_tasks()
         return self._results
 
-    def _run(self) -> dict[str, dict[str, float]]:
+    def _run_tasks(self) -> dict[str, dict[str, float]]:
         return self._tasks.run(
             self._running.strategy,
             self._running.model,

@@ -71,7 +71,7 @@ class Tasks:
         self._max_length = positions - positions % self._multiple
         self._loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
         for file in files:
-            loaded = _load(file)
+            loaded = _load_tasks(file)
             for name, task in loaded["tasks"].items():
                 if name in self._loaded["tasks"]:
                     raise ConfigError(f"--eval_tasks names the task {name} twice.")
@@ -83,7 +83,7 @@ class Tasks:
                     )
             try:
                 # Create all requests and compute all results once, with dummy answers.
-                found = self._evaluate(
+                results = self._evaluate_tasks(
                     loaded,
                     score=lambda texts: [(-1.0, False)] * len(texts),
                     generate=lambda prompts: [""] * len(prompts),
@@ -94,16 +94,16 @@ class Tasks:
                     f"--eval_tasks {file} does not fit the model or its data: {reason}."
                 ) from error
             for name, task in loaded["tasks"].items():
-                if not found.get(name):  # lm-eval skips unknown metrics
+                if not results.get(name):  # lm-eval skips unknown metrics
                     metrics = [
-                        str(each.get("metric")) for each in task.get_config("metric_list") or ()
+                        str(metric.get("metric")) for metric in task.get_config("metric_list") or ()
                     ]
                     raise ConfigError(
                         f"--eval_tasks {file}: the task {name} has no results by its metrics "
                         f"({', '.join(metrics) or 'none'}); name some that lm-eval knows."
                     )
-            for kind, named in self._loaded.items():
-                named.update(loaded[kind])
+            for kind, objects in self._loaded.items():
+                objects.update(loaded[kind])
 
     def run(
         self,
@@ -134,20 +134,20 @@ class Tasks:
         )
         # Compiled blocks would recompile for every length.
         with strategy.averaged(), torch.compiler.set_stance("force_eager"):
-            return self._evaluate(self._loaded, score=score_texts, generate=continue_texts)
+            return self._evaluate_tasks(self._loaded, score=score_texts, generate=continue_texts)
 
-    def _evaluate(
+    def _evaluate_tasks(
         self, loaded: dict[str, Any], *, score: Score, generate: Generate
     ) -> dict[str, dict[str, float]]:
         for task in loaded["tasks"].values():
             task.set_fewshot_seed(DEFAULT_OTHER_SEED)  # each time the same examples
         answers = _Answers(self._tokenizer, self._max_length, score, generate)
         # Standard errors of some metrics would fork processes.
-        found = evaluator.evaluate(answers, loaded, bootstrap_iters=0, log_samples=False)
-        return {name: _values(metrics) for name, metrics in found["results"].items()}
+        results = evaluator.evaluate(answers, loaded, bootstrap_iters=0, log_samples=False)
+        return {name: _metric_values(metrics) for name, metrics in results["results"].items()}
 
 
-def _load(file: str) -> dict[str, Any]:
+def _load_tasks(file: str) -> dict[str, Any]:
     """Load the tasks of a YAML file, and their data."""
     if not Path(file).is_file():
         raise ConfigError(f"--eval_tasks {file} is not a file; name the YAML file of a task.")
@@ -169,7 +169,7 @@ def _load(file: str) -> dict[str, Any]:
     return loaded
 
 
-def _values(metrics: dict[str, Any]) -> dict[str, float]:
+def _metric_values(metrics: dict[str, Any]) -> dict[str, float]:
     """Return the metrics of a task by name; lm-eval calls them METRIC,FILTER."""
     return {
         key.removesuffix(",none"): float(value)

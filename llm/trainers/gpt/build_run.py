@@ -214,7 +214,7 @@ def load_start(setup: TrainSetup, trainer: Trainer) -> None:
     setup.layout.load(setup.start, {name: part for name, part in parts.items() if name not in new})
     for extension in new.values():
         extension.begin()
-        logger.info(f"{setup.start.path} has no {extension.words}: it begins here.")
+        logger.info(f"{setup.start.path} has no {extension.description}: it begins here.")
     left = [name for name in saved if name not in parts]
     if left:
         logger.info(

@@ -308,7 +308,7 @@ class Trainer:
         results = self.evaluate()
         last = self.state.step == self.plan.total_steps
         for extension in self.extensions:
-            results |= extension.evaluated(self.evaluate, last=last)
+            results |= extension.evaluated(self.evaluate, is_final=last)
         return results
 
     def format_train_stats(self) -> list[str]:

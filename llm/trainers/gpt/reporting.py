@@ -310,7 +310,7 @@ def log_end(
     folder = setup.run.path
     prefix, of_exported = "", ""
     if exported is not None:
-        prefix, of_exported = exported.prefix, f" of {exported.words}"
+        prefix, of_exported = exported.prefix, f" of {exported.description}"
     loss = results.get(f"{prefix}loss")
     if loss is not None:
         perplexity = results[f"{prefix}perplexity"]

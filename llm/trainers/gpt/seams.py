@@ -76,12 +76,12 @@ class Exported:
 
     Attributes:
         prefix: Prefix of its evaluation results, such as `ema_`.
-        words: Description for the log.
+        description: Description for the log.
         card: Description of the weights for the model card.
     """
 
     prefix: str
-    words: str
+    description: str
     card: str
 
 
@@ -92,13 +92,13 @@ class SavedWeights:
     Attributes:
         part: Name of the part, and of the switch that asks for it.
         options: The class of options that declares the switch.
-        words: Description of the weights, and the option that saves them.
+        description: Description of the weights, and the option that saves them.
         card: Description of the weights for the model card.
     """
 
     part: str
     options: type
-    words: str
+    description: str
     card: str
 
 
@@ -125,13 +125,13 @@ class LoopExtension:
 
     Attributes:
         part: Its name in checkpoints; None if it keeps no state.
-        words: Description of its state, for the log.
+        description: Description of its state, for the log.
         exported: Description of the weights of `exporting`; None if it changes nothing.
         periodic: Its work every few steps; None without any.
     """
 
     part: ClassVar[str | None] = None
-    words: ClassVar[str] = ""
+    description: ClassVar[str] = ""
     exported: Exported | None = None
     periodic: Periodic | None = None
 
@@ -173,13 +173,13 @@ class LoopExtension:
         """Called after the last step of this start."""
 
     def evaluated(
-        self, evaluate: Callable[[], dict[str, float]], *, last: bool
+        self, evaluate: Callable[[], dict[str, float]], *, is_final: bool
     ) -> dict[str, float]:
         """Return further results of an evaluation.
 
         Args:
             evaluate: Evaluates the model with its present weights.
-            last: Whether this is the evaluation at the end of training.
+            is_final: Whether this is the evaluation at the end of training.
         """
         return {}
 

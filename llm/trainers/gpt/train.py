@@ -332,7 +332,7 @@ def evaluate(config: CoreConfig, world: World) -> None:
     for extension in extensions:
         if setup.resume_from is not None and extension.part is not None:
             load_state(setup.resume_from, {extension.part: extension})
-        results |= extension.evaluated(evaluate_model, last=False)
+        results |= extension.evaluated(evaluate_model, is_final=False)
     for extension in extensions:
         results |= task_values(extension.task_results())
     logger.info(" | ".join(f"{name}: {value:.6g}" for name, value in results.items()))

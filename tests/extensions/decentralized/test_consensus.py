@@ -24,7 +24,7 @@ def mean_and_peak(how: str, bucket_bytes: int) -> tuple[torch.Tensor, float, int
     buckets.BUCKET_BYTES = bucket_bytes
     weights = weights_of(dist.get_rank())
     consensus = Consensus(weights, world_size=dist.get_world_size())
-    with MemoryMeter(known=weights) as meter:
+    with MemoryMeter(existing=weights) as meter:
         if how == "saved":
             means = consensus.mean()
         else:

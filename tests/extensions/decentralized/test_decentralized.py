@@ -130,7 +130,7 @@ def shared_parameters():
         torch.equal(model.frozen.weight, frozen),
         torch.equal(model.unused.weight, unused),
         model.head.weight is model.embedding.weight,
-        list(strategy._trained()),
+        list(strategy._trained_weights()),
     )
 
 

@@ -32,7 +32,7 @@ def averaged_weights(case: Case):
     if strategy.rank == 0:  # tied weights stay one tensor, as an export of one rank has them
         assert exported["head.weight"].data_ptr() == exported["embedding.weight"].data_ptr()
     saved = strategy.state_dict()["model"]
-    names = list(strategy._trained())
+    names = list(strategy._trained_weights())
     distance = strategy._consensus.distance
     train(strategy, case, range(3, 6))
     finish(strategy)

@@ -106,7 +106,7 @@ def test_beside_soap_each_trains_its_own_weights_as_if_it_were_alone():
     def ekfac_of(model, others=None):
         curvature = Curvature(find_layers(model, skip_layers=("second",)))
         groups = [{"params": list(model.first.parameters())}]
-        return EKFAC(groups, curvature, others=others, **settings)
+        return EKFAC(groups, curvature, make_soap=others, **settings)
 
     both = ekfac_of(model, lambda: soap_of(model))
     soap, ekfac = soap_of(only_soap), ekfac_of(only_ekfac)
@@ -182,7 +182,7 @@ def test_the_moments_are_rotated_with_the_basis():
     before, energy = first_moment(), state["exp_avg_sq"].sum()
     old = inputs.bases[0].clone()
     inputs.sums[0].copy_(torch.diag(torch.arange(1.0, 8.0)))
-    optimizer._rotate_moments(layer, optimizer.curvature._decompose([inputs], None))
+    optimizer._rotate_moments(layer, optimizer.curvature._decompose_factors([inputs], None))
 
     assert not torch.allclose(inputs.bases[0], old)
     torch.testing.assert_close(first_moment(), before)
