@@ -173,8 +173,8 @@ def _logits_function(model: PreTrainedModel) -> _Logits:
             indices % _LENGTH if positions else None,
             indices // _LENGTH if attention else None,
         )
-        last: Tensor = outputs.logits[:, -_LENGTH:].float()
-        return last
+        last_logits: Tensor = outputs.logits[:, -_LENGTH:].float()
+        return last_logits
 
     return logits
 
@@ -202,9 +202,9 @@ def _uses_positions(logits: _Logits, *, together: bool) -> bool:
     return apart <= _NEGLIGIBLE * distance(logits(["A", "C"], False, False), alone)
 
 
-def distance(one: Tensor, other: Tensor) -> float:
+def distance(first: Tensor, second: Tensor) -> float:
     """Return the largest difference between the entries of two tensors."""
-    return float((one - other).abs().max())
+    return float((first - second).abs().max())
 
 
 def use_document_attention(model: PreTrainedModel, *, flex: bool) -> None:
@@ -219,20 +219,20 @@ def use_document_attention(model: PreTrainedModel, *, flex: bool) -> None:
     """
     if model.config.get_text_config()._attn_implementation != "sdpa":
         return
-    for kind, words in _KINDS.items():
+    for kind, description in _KINDS.items():
         if kind == "blocks" and not flex:
             continue
         kernel = f"document_attention_{kind}"
-        AttentionMaskInterface.register(kernel, functools.partial(_mask, kind))
-        AttentionInterface.register(kernel, _attend)
+        AttentionMaskInterface.register(kernel, functools.partial(_make_mask, kind))
+        AttentionInterface.register(kernel, _compute_attention)
         model.set_attn_implementation(kernel)
         try:
             _try_training(model)
             if keeps_documents_apart(model):
-                logger.info(f"Documents are kept apart by {words}.")
+                logger.info(f"Documents are kept apart by {description}.")
                 return
         except Exception as error:  # a model's code, or a compiler, may raise anything
-            logger.info(f"Documents are not kept apart by {words}: {one_line(error)}.")
+            logger.info(f"Documents are not kept apart by {description}: {one_line(error)}.")
     model.set_attn_implementation("sdpa")
 
 
@@ -245,7 +245,7 @@ def _try_training(model: PreTrainedModel) -> None:
     torch.autograd.grad(logits.sum(), next(p for p in parameters if p.requires_grad))
 
 
-def _mask(
+def _make_mask(
     kind: _Kind,
     *,
     batch_size: int,
@@ -262,7 +262,7 @@ def _mask(
     """
     if documents_of_forward() is not None and kind == "blocks":
         lengths = batch_size, None, q_length, kv_length
-        blocks: BlockMask = _compiled(create_block_mask)(mask_function, *lengths, device=device)
+        blocks: BlockMask = _compile_once(create_block_mask)(mask_function, *lengths, device=device)
         return blocks
     visible: Tensor | None = sdpa_mask(
         batch_size=batch_size,
@@ -289,7 +289,7 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return bias.masked_fill_(~visible, -torch.inf)
 
 
-def _attend(
+def _compute_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -314,13 +314,13 @@ def _attend(
     grouped = heads & (heads - 1) == 0  # enable_gqa needs a power of two of heads
     if not grouped:
         key, value = (repeat_kv(tensor, heads // tensor.shape[1]) for tensor in (key, value))
-    attended = _compiled(flex_attention)(
+    attended = _compile_once(flex_attention)(
         query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=grouped
     )
     return attended.transpose(1, 2).contiguous(), None
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiled function, or the function itself inside a compiled model."""
     return function if torch.compiler.is_compiling() else compile_for_fixed_shapes(function)
 

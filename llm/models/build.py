@@ -74,8 +74,8 @@ def build_model(
         model = _fresh_model(options, config, vocab_size=vocab_size, seed=seed, device=device)
     else:
         model = _loaded_model(options, config, weights_from, seed=seed, device=device)
-        if vocab_size > _rows(model):
-            _log_enlarged(_rows(model), vocab_size)
+        if vocab_size > _embedding_rows(model):
+            _log_enlarged(_embedding_rows(model), vocab_size)
             _resize_vocabulary(model, vocab_size, seed=seed)
     for transform in transforms:
         if device.type != "meta":
@@ -160,7 +160,7 @@ def _fresh_model(
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **_library_arguments(options))
     except Exception as error:  # the library's model checks its configuration in its own ways
-        raise _refusal(options, config, error) from error
+        raise _build_error(options, config, error) from error
     if device.type != "meta":
         materialize(model, seed=seed, device=device)
     return model
@@ -191,7 +191,7 @@ def _loaded_model(
             f"leave out options that change its sizes, or start from scratch ({one_line(error)})."
         ) from error
     except Exception as error:  # of the library's model
-        raise _refusal(options, config, error) from error
+        raise _build_error(options, config, error) from error
     return model.to(device)
 
 
@@ -205,7 +205,7 @@ def _library_arguments(options: ModelOptions) -> dict[str, Any]:
     return arguments
 
 
-def _refusal(options: ModelOptions, config: PreTrainedConfig, error: Exception) -> ConfigError:
+def _build_error(options: ModelOptions, config: PreTrainedConfig, error: Exception) -> ConfigError:
     kernel = options.attention_implementation
     about_attention = any(word in str(error).lower() for word in _ATTENTION_WORDS)
     if kernel in (None, "eager") or not about_attention:
@@ -219,17 +219,17 @@ def _refusal(options: ModelOptions, config: PreTrainedConfig, error: Exception) 
     )
 
 
-def _rows(model: PreTrainedModel) -> int:
+def _embedding_rows(model: PreTrainedModel) -> int:
     rows: int = model.get_input_embeddings().weight.shape[0]
     return rows
 
 
-def _log_enlarged(before: int, after: int) -> None:
+def _log_enlarged(num_rows: int, num_tokens: int) -> None:
     logger.info(
         "The tokenizer has %d tokens and the embedding %d rows: enlarged to %d.",
-        after,
-        before,
-        after,
+        num_tokens,
+        num_rows,
+        num_tokens,
     )
 
 
@@ -239,7 +239,7 @@ def _resize_vocabulary(model: PreTrainedModel, rows: int, *, seed: int) -> None:
 
 
 def _pad_vocabulary(model: PreTrainedModel, multiple: int, *, seed: int) -> None:
-    rows = _rows(model)
+    rows = _embedding_rows(model)
     padded = -(-rows // multiple) * multiple
     if padded == rows:
         return
@@ -259,12 +259,14 @@ def biases(model: PreTrainedModel) -> list[torch.nn.Parameter]:
 
 
 def _hold_biases_at_zero(model: PreTrainedModel) -> None:
-    held = biases(model)
+    frozen_biases = biases(model)
     on_meta = model.device.type == "meta"
-    nonzero = "an unknown number" if on_meta else sum(bool(bias.any()) for bias in held)
-    for bias in held:
+    nonzero = "an unknown number" if on_meta else sum(bool(bias.any()) for bias in frozen_biases)
+    for bias in frozen_biases:
         bias.requires_grad_(False)
         bias.zero_()
     logger.info(
-        "%d biases are held at zero (--no_bias); %s of them were not zero.", len(held), nonzero
+        "%d biases are held at zero (--no_bias); %s of them were not zero.",
+        len(frozen_biases),
+        nonzero,
     )

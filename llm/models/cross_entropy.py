@@ -69,15 +69,15 @@ def chunked_cross_entropy(
         Two fp32 scalars; the second is None without z-loss. The first has the gradient of their
         sum, and the second has none, so the logits need no second backward pass.
     """
-    shard, whole = None, weight
+    shard, full_weight = None, weight
     if isinstance(weight, DTensor):
         mesh = weight.device_mesh
         first = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
         shard, tied, buffer = _Shard(mesh.get_group(), first), None, None
         weight, bias = weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
-    matrix = copy_once(whole, lambda: _product_matrix(weight, align))
+    matrix = copy_once(full_weight, lambda: _product_matrix(weight, align))
     if softmax is None or shard is not None:
-        softmax = partial(_softmax, shard)
+        softmax = partial(_softmax_losses, shard)
     # Inside the function, gradients are disabled.
     grad_enabled = torch.is_grad_enabled()
     sums: tuple[Tensor, Tensor | None] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -146,8 +146,8 @@ class _Gradients:
 
     def of_columns(self, columns: int) -> list[Tensor | None]:
         """Return the gradients of weight and bias without the rows of padding."""
-        both = self.weight, self.bias
-        return [g if g is None or len(g) == columns else g[:columns] for g in both]
+        gradients = self.weight, self.bias
+        return [g if g is None or len(g) == columns else g[:columns] for g in gradients]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -181,12 +181,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         columns = len(weight)
         width, dtype = len(matrix), matrix.dtype
         with torch.autocast(hidden.device.type, enabled=False):
-            offsets = None if bias is None else _padded(bias, width, dtype)
+            offsets = None if bias is None else _pad_rows(bias, width, dtype)
             gradients = _Gradients.begin(hidden, matrix, wanted)
             for start in range(0, len(labels), rows):
                 span = slice(start, start + rows)
                 chunk = hidden[span].to(dtype)
-                logits = _logits(chunk, matrix, offsets, buffer)
+                logits = _chunk_logits(chunk, matrix, offsets, buffer)
                 own_columns = min(columns, max(0, vocab_size - first))
                 losses[span], of_chunk, grad_logits = softmax(
                     logits, labels[span], own_columns, any(wanted), z_loss
@@ -230,10 +230,10 @@ def _product_matrix(weight: Tensor, align: int) -> Tensor:
     device_type = weight.device.type
     autocasts = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if autocasts else weight.dtype
-    return _padded(weight.detach(), -(-len(weight) // align) * align, dtype)
+    return _pad_rows(weight.detach(), -(-len(weight) // align) * align, dtype)
 
 
-def _padded(tensor: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+def _pad_rows(tensor: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     """Return the tensor in a dtype, with the first dimension padded with zeros to a size."""
     if len(tensor) == size:
         return tensor.to(dtype)
@@ -242,7 +242,9 @@ def _padded(tensor: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     return padded
 
 
-def _logits(chunk: Tensor, matrix: Tensor, bias: Tensor | None, buffer: Tensor | None) -> Tensor:
+def _chunk_logits(
+    chunk: Tensor, matrix: Tensor, bias: Tensor | None, buffer: Tensor | None
+) -> Tensor:
     """Return [rows, columns] in the matrix' dtype."""
     if buffer is None:
         return F.linear(chunk, matrix, bias)
@@ -252,7 +254,7 @@ def _logits(chunk: Tensor, matrix: Tensor, bias: Tensor | None, buffer: Tensor |
     return logits
 
 
-def _softmax(
+def _softmax_losses(
     shard: _Shard | None,
     logits: Tensor,
     labels: Tensor,
@@ -278,12 +280,12 @@ def _softmax(
     logits[:, own_columns:] = -torch.inf  # probability 0
     targets = labels if shard is None else labels - shard.first
     # The rank with the label's column adds its loss.
-    mine = (labels != IGNORED) & (targets >= 0) & (targets < own_columns)
+    has_target = (labels != IGNORED) & (targets >= 0) & (targets < own_columns)
     targets = targets.clamp(0, logits.shape[1] - 1).unsqueeze(1)
     at_target = logits.gather(1, targets) if z_loss else None  # before it is overwritten
     log_probs, log_sums = _log_softmax(logits, shard)
     log_targets = log_probs.gather(1, targets)
-    losses = torch.where(mine, -log_targets.squeeze(1), 0.0)
+    losses = torch.where(has_target, -log_targets.squeeze(1), 0.0)
     squares = None
     if at_target is not None:
         if log_sums is None:
@@ -296,7 +298,7 @@ def _softmax(
         # In fp32: half precision cannot represent 1 + 2 z_loss log_sums.
         probs *= 1.0 + 2.0 * z_loss * log_sums
     # Softmax minus one-hot. Rows without a label are zeroed in the products, which are narrower.
-    probs.scatter_add_(1, targets, -mine.float().unsqueeze(1))
+    probs.scatter_add_(1, targets, -has_target.float().unsqueeze(1))
     return losses, squares, probs.to(logits.dtype)
 
 

@@ -66,7 +66,7 @@ def export_model(
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for transform in reversed(transforms):
         state_dict = transform.exported(state_dict, config)
-    cut = {name: _cut(tensor, shapes[name]) for name, tensor in state_dict.items()}
+    cut = {name: _cut_padding(tensor, shapes[name]) for name, tensor in state_dict.items()}
     cut = {n: t.to(_DTYPES[dtype]) if t.is_floating_point() else t for n, t in cut.items()}
     model.load_state_dict(cut, assign=True)
     model.tie_weights()
@@ -89,7 +89,7 @@ def export_model(
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _cut(tensor: Tensor, shape: torch.Size) -> Tensor:
+def _cut_padding(tensor: Tensor, shape: torch.Size) -> Tensor:
     """Drop the vocabulary's padding rows, if the tensor has any."""
     if tensor.dim() and tensor.shape[0] > shape[0] and tensor.shape[1:] == shape[1:]:
         return tensor[: shape[0]]

@@ -187,18 +187,18 @@ def dummy_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
         device: Where the model computes inside the context.
     """
     dummy = _DummyValues(device)
-    made: dict[Tensor, Tensor] = {}
+    values: dict[Tensor, Tensor] = {}
     places: list[tuple[dict[str, Any], str, Tensor]] = []
     for module in model.modules():
-        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for tensors in held:
+        tensor_dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in tensor_dicts:
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
-                    if tensor not in made:
-                        made[tensor] = dummy.of(tensor)
+                    if tensor not in values:
+                        values[tensor] = dummy.of(tensor)
                     places.append((tensors, name, tensor))
     for tensors, name, tensor in places:
-        tensors[name] = made[tensor]
+        tensors[name] = values[tensor]
     try:
         yield
     finally:
@@ -220,27 +220,27 @@ class _DummyValues:
             return tensor.new_full(tensor.shape, tensor.dtype == torch.bool, device=self._device)
         if not isinstance(tensor, nn.Parameter):  # rotary frequencies, for instance
             row = torch.rand(sum(tensor.shape) + 1, generator=self._generator)
-            return self._spread(row, tensor)
+            return self._spread_row(row, tensor)
         if tensor.ndim < 2:
-            values = self._spread(1 + 0.1 * self._row(tensor.numel()), tensor)
+            values = self._spread_row(1 + 0.1 * self._random_row(tensor.numel()), tensor)
         elif tensor.ndim == 2:
-            row = self._row(sum(tensor.shape)) / max(tensor.shape) ** 0.5
-            values = self._spread(row, tensor)
+            row = self._random_row(sum(tensor.shape)) / max(tensor.shape) ** 0.5
+            values = self._spread_row(row, tensor)
         else:
-            values = self._matrix(tensor.shape[-2:]).to(tensor.dtype).expand(tensor.shape)
+            values = self._dummy_matrix(tensor.shape[-2:]).to(tensor.dtype).expand(tensor.shape)
         return nn.Parameter(values, requires_grad=tensor.requires_grad)
 
-    def _row(self, length: int) -> Tensor:
+    def _random_row(self, length: int) -> Tensor:
         return torch.randn(length, generator=self._generator)
 
-    def _spread(self, row: Tensor, tensor: Tensor) -> Tensor:
+    def _spread_row(self, row: Tensor, tensor: Tensor) -> Tensor:
         # Move to the device first: moving a view would make it contiguous.
         row = row.to(self._device, tensor.dtype)
         return row.as_strided(tensor.shape, (1,) * tensor.ndim)
 
-    def _matrix(self, shape: torch.Size) -> Tensor:
+    def _dummy_matrix(self, shape: torch.Size) -> Tensor:
         if shape not in self._matrices:
-            row = self._row(sum(shape)) / max(shape) ** 0.5
+            row = self._random_row(sum(shape)) / max(shape) ** 0.5
             laid_out = row.as_strided(shape, (1, 1)).contiguous()
             self._matrices[shape] = laid_out.to(self._device)
         return self._matrices[shape]

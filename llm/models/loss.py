@@ -118,7 +118,7 @@ class LanguageModelLoss(nn.Module):
                 self.head_loss, input_ids, labels, positions, documents, losses
             )
             objective = loss_sum if z_sum is None else loss_sum + z_sum
-            return objective, self._sums(loss_sum, z_sum, losses, labels, sources)
+            return objective, self._log_sums(loss_sum, z_sum, losses, labels, sources)
         outputs = self._model_outputs(input_ids, positions, documents)
         logits = outputs.logits[..., : self.vocab_size].float()
         kind = "sum" if sources is None else "none"
@@ -139,10 +139,10 @@ class LanguageModelLoss(nn.Module):
             squares = logits.logsumexp(dim=-1).square()
             z_sum = self._z_loss * squares.where(labels != IGNORED, 0.0).sum()
             objective = objective + z_sum
-        return objective, self._sums(loss_sum, z_sum, losses, labels, sources)
+        return objective, self._log_sums(loss_sum, z_sum, losses, labels, sources)
 
     @torch.no_grad()
-    def _sums(
+    def _log_sums(
         self,
         loss_sum: Tensor,
         z_sum: Tensor | None,
@@ -195,7 +195,7 @@ class LanguageModelLoss(nn.Module):
             )
         else:
             logits = self._model_outputs(input_ids, positions, documents).logits.flatten(0, 1)
-            best, losses = _likeliest(logits[:, : self.vocab_size], labels.flatten())
+            best, losses = _predict_tokens(logits[:, : self.vocab_size], labels.flatten())
         return best.view_as(labels), -losses.view_as(labels)
 
     def _chunked_loss(
@@ -290,7 +290,9 @@ class HeadLoss(nn.Module):
             rows: Tokens of a chunk.
         """
         chunks = zip(hidden.split(rows), labels.split(rows), strict=True)
-        of_chunks = [_likeliest(self.head(h)[:, :vocab_size], targets) for h, targets in chunks]
+        of_chunks = [
+            _predict_tokens(self.head(h)[:, :vocab_size], targets) for h, targets in chunks
+        ]
         best, losses = (torch.cat(parts) for parts in zip(*of_chunks, strict=True))
         return best, losses
 
@@ -315,7 +317,7 @@ class HeadLoss(nn.Module):
         return self._buffer
 
 
-def _likeliest(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _predict_tokens(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the likeliest tokens and the losses of the labels, [tokens] each."""
     losses = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
     return logits.argmax(dim=-1), losses
@@ -386,9 +388,9 @@ def aligned_rows(tokens: int, columns: int, chunk_bytes: int) -> int:
         chunk_bytes: Memory for the fp32 logits of one chunk; exceeded if 128 tokens need more.
     """
     columns = -(-columns // _TILE) * _TILE
-    most = max(1, chunk_bytes // (4 * columns * _TILE))
+    max_tiles = max(1, chunk_bytes // (4 * columns * _TILE))
     tiles = max(1, -(-tokens // _TILE))
-    chunks = -(-tiles // most)
+    chunks = -(-tiles // max_tiles)
     return _TILE * -(-tiles // chunks)
 
 
@@ -410,9 +412,9 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     blocks = find_blocks(model)
     modules, blocks._modules = blocks._modules, {}
     try:
-        with _Operations() as whole:
+        with _Operations() as model_operations:
             run_model(model, input_ids, None, None)
-        with _Operations() as pieces:
+        with _Operations() as head_operations:
             head(hidden_states(model, input_ids, None, None))
     except Exception:  # without its blocks, a model's code may raise anything
         logger.info(f"The loss of {type(model).__name__} is computed from the full logits.")
@@ -420,8 +422,8 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     finally:
         blocks._modules = modules
         torch.clear_autocast_cache()  # PyTorch 2.10 would reuse these casts without a gradient
-    same: bool = whole.calls == pieces.calls
-    return same
+    is_plain: bool = model_operations.calls == head_operations.calls
+    return is_plain
 
 
 class _Operations(TorchDispatchMode):
@@ -467,7 +469,7 @@ def sum_by_source(
     losses = token_losses.view_as(labels).to(dtype).sum(1)
     counts = (labels != IGNORED).to(dtype).sum(1)
     # [batch, num_sources]. On a GPU, a scatter would add in varying order.
-    mine = sources.unsqueeze(1) == torch.arange(num_sources, device=labels.device)
+    is_from_source = sources.unsqueeze(1) == torch.arange(num_sources, device=labels.device)
     # Select instead of multiplying, so that an infinite loss or NaN stays with its source.
-    own = [torch.where(mine, s.unsqueeze(1), 0.0).sum(0) for s in (losses, counts)]
-    return torch.stack(own, dim=1)
+    sums = [torch.where(is_from_source, s.unsqueeze(1), 0.0).sum(0) for s in (losses, counts)]
+    return torch.stack(sums, dim=1)

@@ -57,7 +57,7 @@ class Card:
 
 def write_model_card(folder: Path, card: Card) -> None:
     """Write the model card, README.md, into a folder."""
-    rows = "".join(f"| {name} | {_cell(value)} |\n" for name, value in card.rows.items())
+    rows = "".join(f"| {name} | {_format_cell(value)} |\n" for name, value in card.rows.items())
     license_line = "" if card.license else "\nNo license has been chosen for this model.\n"
     reproduce = (
         f"\n## Reproduce\n\nWith {card.software}:\n\n```bash\n{card.command}\n```\n\n"
@@ -65,7 +65,7 @@ def write_model_card(folder: Path, card: Card) -> None:
     )
     write_whole(
         folder / "README.md",
-        f"---\n{_metadata(card)}---\n\n# {_cell(card.name)}\n\n"
+        f"---\n{_card_metadata(card)}---\n\n# {_format_cell(card.name)}\n\n"
         "A causal language model, pretrained with llm-trainers. Load it with\n"
         "`transformers.AutoModelForCausalLM.from_pretrained` and\n"
         "`transformers.AutoTokenizer.from_pretrained`.\n"
@@ -74,7 +74,7 @@ def write_model_card(folder: Path, card: Card) -> None:
     )
 
 
-def _metadata(card: Card) -> str:
+def _card_metadata(card: Card) -> str:
     """Return the card's metadata as YAML."""
     from huggingface_hub import ModelCardData  # slow to import
 
@@ -124,6 +124,6 @@ def _on_hub(name: str | None) -> str | None:
     return name
 
 
-def _cell(value: object) -> str:
+def _format_cell(value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return " ".join(text.replace("|", "\\|").split())

@@ -141,8 +141,8 @@ class ModelOptions:
 def model_problems(options: ModelOptions) -> list[str]:
     """Return faults of the model options, one sentence each."""
     problems = []
-    named = options.model_name_or_path or options.config_name or options.model_type
-    if not named and not shape_options(options):
+    model_name = options.model_name_or_path or options.config_name or options.model_type
+    if not model_name and not shape_options(options):
         problems.append(
             "Name the model with --model_name_or_path, --config_name, --model_type or --model_size."
         )
@@ -156,7 +156,7 @@ def model_problems(options: ModelOptions) -> list[str]:
         problems.append(
             f"--model_size {options.model_size} sets --{changed[0]} already; leave one of them out."
         )
-    elif changed and not named and len(changed) < 3:
+    elif changed and not model_name and len(changed) < 3:
         missing = " and ".join(f"--{name}" for name in SHAPE[1:] if name not in changed)
         problems.append(
             f"--{changed[0]} changes a model that is named by --model_name_or_path, --config_name "

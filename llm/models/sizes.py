@@ -77,9 +77,12 @@ def shape_changes(options: ModelOptions, fields: Mapping[str, Any]) -> dict[str,
     if kind != "gpt2":
         names = ("num_hidden_layers", "hidden_size", "num_attention_heads")
     old = [int(fields[name]) for name in names]
-    given = (options.num_layers, options.hidden_size, options.num_attention_heads)
-    named = old if options.model_size is None else find_size(options.model_size)[:3]
-    new = [one if one is not None else other for one, other in zip(given, named, strict=True)]
+    overrides = (options.num_layers, options.hidden_size, options.num_attention_heads)
+    base_shape = old if options.model_size is None else find_size(options.model_size)[:3]
+    new = [
+        override if override is not None else base
+        for override, base in zip(overrides, base_shape, strict=True)
+    ]
     if new[1] % new[2]:
         raise ConfigError(
             f"--hidden_size {new[1]} cannot be divided by --num_attention_heads {new[2]}; change "
@@ -92,8 +95,8 @@ def shape_changes(options: ModelOptions, fields: Mapping[str, Any]) -> dict[str,
         return changes | ({} if inner is None else {"n_inner": inner * new[1] // old[1]})
     ratio = new[1] / old[1]
     width = math.ceil(fields["intermediate_size"] * ratio / _MULTIPLE) * _MULTIPLE
-    same = new[1] == old[1]
-    changes["intermediate_size"] = fields["intermediate_size"] if same else width
+    same_width = new[1] == old[1]
+    changes["intermediate_size"] = fields["intermediate_size"] if same_width else width
     if fields.get("num_key_value_heads") is not None:
         changes["num_key_value_heads"] = _key_value_heads(fields, old[2], new[2])
     if fields.get("head_dim") is not None and (new[1], new[2]) != (old[1], old[2]):

@@ -34,7 +34,7 @@ def softmax_in_place(
     rows, columns = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     squares = torch.empty_like(losses)
-    _softmax[(rows,)](
+    _softmax_row[(rows,)](
         *(logits, labels, losses, squares, z_loss),
         columns=columns,
         own_columns=own_columns,
@@ -47,7 +47,7 @@ def softmax_in_place(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _softmax(  # type: ignore[no-untyped-def]
+def _softmax_row(  # type: ignore[no-untyped-def]
     logits,
     labels,
     losses,
@@ -61,18 +61,18 @@ def _softmax(  # type: ignore[no-untyped-def]
 ):
     """Compute one row."""
     row = tl.program_id(0)
-    its_logits = logits + row.to(tl.int64) * columns
+    row_logits = logits + row.to(tl.int64) * columns
     label = tl.load(labels + row)
     has_logit = (label >= 0) & (label < own_columns)
     # Read before the row is overwritten.
-    at_label = tl.load(its_logits + label, mask=has_logit, other=0.0).to(tl.float32)
+    at_label = tl.load(row_logits + label, mask=has_logit, other=0.0).to(tl.float32)
     places = tl.arange(0, block)
     # Of every block-th column, the largest logit so far, and the exponentials relative to it.
     largest = tl.full([block], float("-inf"), tl.float32)
     total = tl.zeros([block], tl.float32)
     for first in range(0, own_columns, block):
         column = first + places
-        values = tl.load(its_logits + column, mask=column < own_columns, other=float("-inf"))
+        values = tl.load(row_logits + column, mask=column < own_columns, other=float("-inf"))
         values = values.to(tl.float32)
         larger = tl.maximum(largest, values)
         finite = tl.where(larger == float("-inf"), 0.0, larger)
@@ -86,7 +86,7 @@ def _softmax(  # type: ignore[no-untyped-def]
         scale = 1.0 + 2.0 * z_loss * log_sum
         for first in range(0, columns, block):
             column = first + places
-            values = tl.load(its_logits + column, mask=column < own_columns, other=float("-inf"))
+            values = tl.load(row_logits + column, mask=column < own_columns, other=float("-inf"))
             gradient = tl.exp(values.to(tl.float32) - log_sum) * scale
             gradient = tl.where(has_logit & (column == label), gradient - 1.0, gradient)
-            tl.store(its_logits + column, gradient, mask=column < columns)
+            tl.store(row_logits + column, gradient, mask=column < columns)

@@ -10,7 +10,7 @@ from torch import Tensor
 class _Copies:
     """The copies made since `cast_weights_once` began, by weight; None outside it."""
 
-    held: dict[Tensor, Tensor] | None = None
+    by_tensor: dict[Tensor, Tensor] | None = None
 
 
 _copies = _Copies()
@@ -26,20 +26,20 @@ def cast_weights_once(device: torch.device) -> Iterator[None]:
     Args:
         device: The device of the weights.
     """
-    _copies.held = {}
+    _copies.by_tensor = {}
     try:
         # Autocast keeps its copies until the outermost context ends, which is this one; it has no
         # other effect.
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        _copies.held = None
+        _copies.by_tensor = None
 
 
 def copy_once(weight: Tensor, copy: Callable[[], Tensor]) -> Tensor:
     """Return `copy` of a weight; inside `cast_weights_once` it is called once per weight."""
-    if _copies.held is None or torch.compiler.is_compiling():
+    if _copies.by_tensor is None or torch.compiler.is_compiling():
         return copy()
-    if weight not in _copies.held:
-        _copies.held[weight] = copy()
-    return _copies.held[weight]
+    if weight not in _copies.by_tensor:
+        _copies.by_tensor[weight] = copy()
+    return _copies.by_tensor[weight]

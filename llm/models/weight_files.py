@@ -45,39 +45,39 @@ def find_weight_files(model: PreTrainedModel, weights_from: str) -> list[WeightF
     tensors = model.state_dict()
     tied: dict[str, str] = model.all_tied_weights_keys
     prefix = f"{model.base_model_prefix}."
-    files, found = [], set()
+    files, weight_names = [], set()
     for path in paths:
         key_of = {}
         with safe_open(path, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 - it is not a dict
                 name = key if key in tensors else prefix + key
-                if name not in tensors or name in found:
+                if name not in tensors or name in weight_names:
                     continue
-                if not _fits(tensors[name].shape, opened.get_slice(key).get_shape(), model):
+                if not _fits_shape(tensors[name].shape, opened.get_slice(key).get_shape(), model):
                     return None
                 key_of[name] = key
-                found.add(name)
+                weight_names.add(name)
         files.append(WeightFile(path=path, key_of=key_of))
     # For two tied weights, transformers decides which one counts, or that they are not tied.
-    complete = found == tensors.keys() - tied.keys()
+    complete = weight_names == tensors.keys() - tied.keys()
     return files if complete else None
 
 
-def _fits(own: Any, saved: list[int], model: PreTrainedModel) -> bool:
+def _fits_shape(shape: Any, saved: list[int], model: PreTrainedModel) -> bool:
     rows = model.config.get_text_config().vocab_size
-    padded = own[0] > rows == saved[0] if own and saved else False
-    return list(own) == saved or (padded and list(own[1:]) == saved[1:])
+    padded = shape[0] > rows == saved[0] if shape and saved else False
+    return list(shape) == saved or (padded and list(shape[1:]) == saved[1:])
 
 
 def _safetensors_of(weights_from: str) -> list[str]:
     """Return the paths of the files; downloads them if they are on the Hub."""
-    found: dict[str, Any] = {
+    cached: dict[str, Any] = {
         name: cached_file(weights_from, name, _raise_exceptions_for_missing_entries=False)
         for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     }
-    if found[SAFE_WEIGHTS_NAME] is not None:
-        return [found[SAFE_WEIGHTS_NAME]]
-    if found[SAFE_WEIGHTS_INDEX_NAME] is None:
+    if cached[SAFE_WEIGHTS_NAME] is not None:
+        return [cached[SAFE_WEIGHTS_NAME]]
+    if cached[SAFE_WEIGHTS_INDEX_NAME] is None:
         return []
-    paths, _ = get_checkpoint_shard_files(weights_from, found[SAFE_WEIGHTS_INDEX_NAME])
+    paths, _ = get_checkpoint_shard_files(weights_from, cached[SAFE_WEIGHTS_INDEX_NAME])
     return sorted(paths)

@@ -22,7 +22,7 @@ def uncompiled(monkeypatch):
     """FlexAttention with a backward pass, which it has on a CPU only if it is not compiled."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(attention, "_compiled", lambda function: function)
+    monkeypatch.setattr(attention, "_compile_once", lambda function: function)
 
 
 def make_model(family: str, **changes):

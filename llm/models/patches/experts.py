@@ -18,15 +18,15 @@ def autocast_grouped_products() -> None:
     """
     for device_type in ("cpu", "cuda", "xpu"):
         key = f"Autocast{device_type.upper()}"
-        _LIBRARY.impl("_grouped_mm", functools.partial(_multiply, device_type, key), key)
+        _LIBRARY.impl("_grouped_mm", functools.partial(_grouped_product, device_type, key), key)
 
 
-def _multiply(
-    device_type: str, key: str, left: Tensor, right: Tensor, *args: Any, **kwargs: Any
+def _grouped_product(
+    device_type: str, key: str, lhs: Tensor, rhs: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     with torch._C._ExcludeDispatchKeyGuard(keys):  # dispatch continues below autocast
         dtype = torch.get_autocast_dtype(device_type)
-        left, right = left.to(dtype), right.to(dtype)
-        product: Tensor = torch.ops.aten._grouped_mm(left, right, *args, **kwargs)
+        lhs, rhs = lhs.to(dtype), rhs.to(dtype)
+        product: Tensor = torch.ops.aten._grouped_mm(lhs, rhs, *args, **kwargs)
     return product

@@ -31,33 +31,35 @@ bmm is not included: it computes the scores of eager attention, with memory quad
 """
 
 
-def recompute_activations(model: PreTrainedModel, which: Recomputation) -> None:
+def recompute_activations(model: PreTrainedModel, mode: Recomputation) -> None:
     """Keep fewer activations of each block for the backward pass.
 
     Args:
         model: Changed in place.
-        which: none keeps all activations; full keeps the input of a block; selective also the
+        mode: none keeps all activations; full keeps the input of a block; selective also the
             results of its matrix products and its attention.
 
     Raises:
         ConfigError: The model does not support it.
     """
-    if which == "none":
+    if mode == "none":
         return
     if not model.supports_gradient_checkpointing:
         raise ConfigError(
-            f"--activation_checkpointing {which} is not offered by {model.config.model_type}: "
+            f"--activation_checkpointing {mode} is not offered by {model.config.model_type}: "
             "leave it out."
         )
     # Newer versions of transformers renamed it.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     options: dict[str, Any] = {"use_reentrant": False}
-    if which == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    if mode == "selective":
+        options["context_fn"] = functools.partial(
+            create_selective_checkpoint_contexts, _checkpoint_policy
+        )
     enable(options)
 
 
-def _policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _checkpoint_policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Return whether to keep the result of an operation."""
     if isinstance(func, torch._ops.OpOverload) and func._schema.name in _KEPT:
         for argument, value in zip(func._schema.arguments, args, strict=False):
