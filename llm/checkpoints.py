@@ -195,7 +195,7 @@ def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
     for path in unfinished:
         lines.append(
             f"{path.name}, {_bytes(_size(path))}: from a save or removal that is running or was "
-            "interrupted; the next save removes it."
+            "interrupted; the next save or start removes it."
         )
     lines += _lineage(valid)
     lines.append(f"latest, where training resumes: {latest.name if latest else 'none'}")

@@ -102,7 +102,7 @@ def test_an_invalid_checkpoint_is_listed_with_its_fault_and_not_newest(run, caps
     assert f"not valid: {SHARD} has 4 bytes instead of" in listed["70"]
     assert listed["30"].endswith("valid, latest")
     assert ".step_00000080.tmp, 8" in output
-    assert "the next save removes it" in output
+    assert "the next save or start removes it" in output
 
 
 def test_a_file_with_the_name_of_a_checkpoint_is_listed_as_not_valid(run, capsys):

@@ -50,10 +50,12 @@ def clear_leftovers(folder: Path) -> None:
 def prune(folder: Path, *, saved: int, keep_newest: int | None, keep_best: int) -> None:
     """Remove old checkpoints, and point the link `best` to the best remaining one.
 
+    If the file system refuses it, this is logged; the next save tries again.
+
     Args:
         folder: The run's `checkpoints` folder.
-        saved: Step of the checkpoint that was just written; it is never removed. Later ones, left
-            over if the run resumed from an earlier checkpoint, are kept too.
+        saved: Step of the checkpoint that was just written or resumed from; it is never removed.
+            Later ones, left over if the run resumed from an earlier checkpoint, are kept too.
         keep_newest: Number of newest checkpoints to keep; None keeps all, unless `keep_best` is
             set.
         keep_best: Number of checkpoints with the lowest validation loss to keep as well.
@@ -63,20 +65,28 @@ def prune(folder: Path, *, saved: int, keep_newest: int | None, keep_best: int) 
     # With `keep_best` alone, the newest is also kept, to resume from.
     newest = keep_newest if keep_newest is not None else (1 if keep_best else len(checkpoints))
     kept = {c.path for c in best} | {c.path for c in checkpoints[-max(1, newest) :]}
-    if best:
-        # The new link replaces the old one by a rename, so a link always exists.
-        temporary = folder / f".{BEST}.link"
-        temporary.unlink(missing_ok=True)
-        temporary.symlink_to(best[0].path.name)
-        temporary.replace(folder / BEST)
-        sync_folder(folder)
-        if best[0].step == saved:
-            logger.info(
-                f"new best checkpoint: {best[0].path}, validation loss {_loss(best[0]):.4f}"
-            )
-    for checkpoint in checkpoints:
-        if checkpoint.path not in kept:
-            remove(checkpoint.path)
+    try:
+        if best:
+            _link_best(folder, best[0], saved=saved)
+        for checkpoint in checkpoints:
+            if checkpoint.path not in kept:
+                remove(checkpoint.path)
+    except OSError as error:
+        logger.warning(f"Old checkpoints in {folder} could not be removed: {error.strerror}.")
+
+
+def _link_best(folder: Path, best: Checkpoint, *, saved: int) -> None:
+    link = folder / BEST
+    if link.is_symlink() and link.readlink() == Path(best.path.name):
+        return
+    # The new link replaces the old one by a rename, so a link always exists.
+    temporary = folder / f".{BEST}.link"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(best.path.name)
+    temporary.replace(link)
+    sync_folder(folder)
+    if best.step == saved:
+        logger.info(f"new best checkpoint: {best.path}, validation loss {_loss(best):.4f}")
 
 
 def mark_superseded(folder: Path, *, after: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Literal
 
+from llm.checkpoint.retention import clear_leftovers
 from llm.config.options import is_too_long
 from llm.errors import CheckpointError, ConfigError, DataError
 from llm.runtime.files import delete, sync, try_lock, write_whole
@@ -267,6 +268,7 @@ class RunFolder:
             for leftover in self.path.glob(".*.tmp"):  # from a killed process
                 if re.fullmatch(_LEFTOVERS, leftover.name):
                     leftover.unlink()
+            clear_leftovers(self.checkpoints)  # now, since the next lines need room on the disk
             self.write_status("running")
             write_whole(self.path / "config.toml", config)
         except OSError as error:

@@ -62,6 +62,8 @@ class Saver:
         owner_ranks: Ranks that hold a tensor; by default all.
         copies: Files to put into every checkpoint, by their path in it; rank 0 writes them.
         copied_first: Paths of tensors to copy before the device begins the next step.
+        flush_metrics: Writes the metrics up to the step of a save, which a resumed run does not
+            report again; rank 0 calls it.
 
     Attributes:
         held_up: Seconds that training waited for the last save.
@@ -79,6 +81,7 @@ class Saver:
         owner_ranks: OwnerRanks | None = None,
         copies: Mapping[str, bytes] | None = None,
         copied_first: Container[str] = (),
+        flush_metrics: Callable[[], None] = lambda: None,
     ) -> None:
         self.held_up = 0.0
         self._options = options
@@ -90,6 +93,7 @@ class Saver:
         self._owner_ranks = owner_ranks or (lambda path: range(world_size))
         self._copies = copies or {}
         self._copied_first = copied_first
+        self._flush_metrics = flush_metrics
         self._failures = 0
         self._error: CheckpointError | None = None
         self._thread: threading.Thread | None = None
@@ -194,13 +198,14 @@ class Saver:
         for pause in _PAUSES:
             if problem is None:
                 break
+            self._remove_unfinished()
             logger.warning(f"{problem}; trying again in {pause:g} seconds.")
             time.sleep(pause)
             problem = self._write(snapshot)
         return problem
 
     def _remove_unfinished(self) -> None:
-        """Free the space of a failed save, so that a full disk has room for the status."""
+        """Free the space of a failed save, so that a full disk has room for logs and the status."""
         if self._rank == 0:
             with contextlib.suppress(OSError):
                 clear_leftovers(self._folder)
@@ -235,6 +240,7 @@ class Saver:
             self._folder.mkdir(parents=True, exist_ok=True)
             sync_folder(self._folder.parent)
             clear_leftovers(self._folder)
+            self._flush_metrics()
             temporary.mkdir()
 
     def _write_tensors(self, snapshot: Snapshot, temporary: Path) -> dict[str, tuple[int, str]]:
@@ -295,17 +301,12 @@ class Saver:
         # Written last: a folder with a manifest is complete.
         write_manifest(checkpoint)
         commit_checkpoint(temporary, final)
-        try:
-            prune(
-                self._folder,
-                saved=snapshot.step,
-                keep_newest=self._options.keep_checkpoints,
-                keep_best=self._options.save_top_k,
-            )
-        except OSError as error:
-            logger.warning(
-                f"Old checkpoints in {self._folder} could not be removed: {error.strerror}."
-            )
+        prune(
+            self._folder,
+            saved=snapshot.step,
+            keep_newest=self._options.keep_checkpoints,
+            keep_best=self._options.save_top_k,
+        )
 
     def _on_all_ranks(self, action: Callable[[], None]) -> str | None:
         """Run an action on every rank; return the first rank's error (never empty), or None."""

@@ -1,20 +1,19 @@
 """Reports during training: console line, progress bar, metrics.jsonl, trackers."""
 
 import contextlib
-import json
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from llm.errors import one_line
 from llm.metrics.hardware import memory_in_use
-from llm.runtime.files import json_safe, read_json_lines, sync, write_whole
+from llm.metrics.metrics_file import MetricsFile
 from llm.runtime.logging import event, short_form
 
 logger = logging.getLogger("llm")
@@ -51,11 +50,9 @@ class Tracker:
         self._find_peak_flops = find_peak_flops
         self._peak_flops: float | None = None
         self._peak_exceeded = False
-        self._file: IO[str] | None = None
-        self._is_full = False
+        self._file: MetricsFile | None = None
         self._bar: Any = None
         self._started_at = 0
-        self._written: set[str] = set()
 
     def start(self, *, step: int, tokens: int, seconds: float) -> None:
         """Open metrics.jsonl and the progress bar, and start the clock.
@@ -66,8 +63,7 @@ class Tracker:
             seconds: Seconds of training in earlier starts of the run.
         """
         if self._path is not None:
-            self._started_at, self._written = step, cut_metrics(self._path, step=step)
-            self._file = self._path.open("a", encoding="utf-8")
+            self._started_at, self._file = step, MetricsFile(self._path, step=step)
             self._bar = tqdm(
                 total=self._total_steps,
                 initial=step,
@@ -233,7 +229,8 @@ class Tracker:
     def write(self, record: Mapping[str, float], *, step: int) -> None:
         """Send the numbers of an event to the trackers, and as one line to metrics.jsonl."""
         # An earlier start may have been killed after it wrote this evaluation's line and points.
-        if step == self._started_at and not self._written.isdisjoint(record):
+        written = self._file.names_at_start if self._file is not None else set()
+        if step == self._started_at and not written.isdisjoint(record):
             return
         # Write the line last: once it is on disk, a resumed run does not send points again.
         try:
@@ -245,24 +242,17 @@ class Tracker:
                 f"The trackers get no more points ({one_line(error)}); metrics.jsonl does."
             )
             self._log_to_trackers = lambda values, step: None
-        values = {name: json_safe(value) for name, value in record.items()}
-        self._write_line(json.dumps({"step": step} | values) + "\n")
+        if self._file is not None:
+            self._file.append(record, step=step)
 
-    def _write_line(self, line: str) -> None:
-        """Write a line to metrics.jsonl; what a full disk refuses is written with a later line."""
-        if self._file is None:
-            return
-        try:
-            self._file.write(line)
-            sync(self._file)
-            self._is_full = False
-        except OSError as error:
-            if not self._is_full:
-                logger.warning(
-                    f"{self._path} cannot be written ({one_line(error)}). Training continues, and "
-                    "lines may be missing there."
-                )
-            self._is_full = True
+    def flush(self) -> None:
+        """Write the lines of metrics.jsonl that could not be written so far.
+
+        Raises:
+            OSError: They still cannot be written.
+        """
+        if self._file is not None:
+            self._file.flush()
 
     def _draw_bar(self, draw: Callable[[Any], object]) -> None:
         """Change the progress bar, and give it up once the terminal is closed."""
@@ -270,6 +260,8 @@ class Tracker:
             if self._bar is not None:
                 draw(self._bar)
         except Exception:
+            with contextlib.suppress(AssertionError, RuntimeError):
+                tqdm.get_lock().release()  # tqdm keeps it, and a thread that logs would wait
             self._bar.disable = True
             self._bar = None
 
@@ -277,8 +269,7 @@ class Tracker:
         """Close the progress bar and the file."""
         self._draw_bar(lambda bar: bar.close())
         if self._file is not None:
-            with contextlib.suppress(OSError):  # `_write_line` has warned
-                self._file.close()
+            self._file.close()
 
 
 def step_line(record: Mapping[str, float], *, step: int, total_steps: int) -> str:
@@ -335,21 +326,6 @@ def task_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         for task, metrics in results.items()
         for name, value in metrics.items()
     }
-
-
-def cut_metrics(path: Path, *, step: int) -> set[str]:
-    """Remove lines of later steps from metrics.jsonl, and a line that a kill cut short.
-
-    Args:
-        path: The file; it need not exist.
-        step: The step that training resumes from.
-
-    Returns:
-        The names of the values that the file already has for this step.
-    """
-    lines = [line for line in read_json_lines(path) if line is not None and line["step"] <= step]
-    write_whole(path, "".join(f"{json.dumps(line)}\n" for line in lines))
-    return {name for line in lines if line["step"] == step for name in line}
 
 
 def _tracker_tag(name: str) -> str:

@@ -140,6 +140,16 @@ def test_overwriting_removes_only_the_files_of_a_run(tmp_path):
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "running"
 
 
+def test_each_start_removes_what_a_killed_save_has_left(tmp_path):
+    run = RunFolder(tmp_path)
+    for name in (".step_00000004.tmp", ".step_00000002.removed.tmp", "step_00000002"):
+        (run.checkpoints / name).mkdir(parents=True)
+
+    run.open(overwrite=False, config="seed = 1\n")
+
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000002"]
+
+
 def test_overwriting_does_not_follow_links(tmp_path):
     run, elsewhere = RunFolder(tmp_path / "run"), tmp_path / "elsewhere"
     (elsewhere / "step_00000001").mkdir(parents=True)

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from llm.checkpoint.run_folder import RunFolder
-from llm.metrics.tracker import cut_metrics
+from llm.metrics.metrics_file import cut_metrics
 from llm.runtime.files import read_json_lines
 from llm.runtime.logging import (
     EventHandler,

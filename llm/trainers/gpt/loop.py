@@ -92,6 +92,7 @@ class Trainer:
             owner_ranks=strategy.owner_ranks,
             copies=copies,
             copied_first=strategy.copied_first(),
+            flush_metrics=tracker.flush,
         )
         minutes = config.checkpointing_minutes
         self.save_every: Every = config.checkpointing_tokens or config.checkpointing_steps

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.load import load_state, newest_valid
+from llm.checkpoint.retention import prune
 from llm.config.toml import to_toml
 from llm.data.options import device_batch_size
 from llm.errors import DeviceMemoryError, LLMError, PeerLostError, RestartError
@@ -157,6 +158,13 @@ def open_folder(config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStra
     run = setup.run
     run.is_open = True
     if strategy.rank == 0:
+        if setup.resume_from is not None:  # the disk may have no room for another checkpoint
+            prune(
+                run.checkpoints,
+                saved=setup.resume_from.step,
+                keep_newest=config.keep_checkpoints,
+                keep_best=config.save_top_k,
+            )
         run.open(overwrite=config.overwrite_output_dir, config=to_toml(config))
         log_to_file(run.log)
         logger.addHandler(EventHandler(run.events))
