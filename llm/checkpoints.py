@@ -29,6 +29,7 @@ from llm.config.options import missing_requirements, option, option_group
 from llm.config.program import program
 from llm.errors import CheckpointError, ConfigError
 from llm.runtime.files import write_whole
+from llm.runtime.offline import forbid_downloads
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import extensions_of
@@ -82,6 +83,11 @@ class CoreCheckpointsOptions:
         "average RUN: folder for the mean of the weights, and the tokenizer.",
         path=True,
     )
+    trust_remote_code: bool = option(
+        False,
+        "Run the Python code of the run's model, to export it.",
+        requires=("export", "output"),
+    )
     export_dtype: Literal["fp32", "bf16", "fp16"] | None = option(
         None,
         "Precision of the exported weights; by default the run's.",
@@ -131,9 +137,11 @@ def main(argv: Sequence[str]) -> int:
     _check(options, averages=averages)
     run, folder = _places(Path(options.run))
     if options.output is not None:
-        lines, code = [_average(run, folder, options, options.output)], 0
+        with forbid_downloads():
+            lines, code = [_average(run, folder, options, options.output)], 0
     elif options.export:
-        lines, code = [_export(run, folder, options)], 0
+        with forbid_downloads():
+            lines, code = [_export(run, folder, options)], 0
     else:
         lines, code = _show(folder, verify=options.verify)
     sys.stdout.write("\n".join(lines) + "\n")
@@ -269,7 +277,7 @@ def _export(run: Path, folder: Path, options: CheckpointsOptions) -> str:
     """Verify every file that the export needs, then write a Hugging Face folder."""
     step, target = options.export[0], Path(options.export[1])
     _check_empty(target, f"--export {step}")
-    config = _in_dtype(read_config(run), options)
+    config = _export_config(run, options)
     asked = next((each for each in _SAVED if getattr(options, each.part)), None)
     _prepare_libraries()
 
@@ -291,7 +299,9 @@ def _export(run: Path, folder: Path, options: CheckpointsOptions) -> str:
     return f"{chosen.path} is exported: AutoModelForCausalLM.from_pretrained('{target}') loads it."
 
 
-def _in_dtype(config: CoreConfig, options: CheckpointsOptions) -> CoreConfig:
+def _export_config(run: Path, options: CheckpointsOptions) -> CoreConfig:
+    """Return the run's configuration, with the precision of the export."""
+    config = read_config(run, trust_remote_code=options.trust_remote_code)
     return dataclasses.replace(config, export_dtype=options.export_dtype or config.export_dtype)
 
 
@@ -299,7 +309,7 @@ def _average(run: Path, folder: Path, options: CheckpointsOptions, output: str) 
     """Write the mean of the newest checkpoints as a Hugging Face folder."""
     target, number = Path(output), options.last
     _check_empty(target, "--output")
-    config = _in_dtype(read_config(run), options)
+    config = _export_config(run, options)
     chosen, model, tokenizer, state = read_while_training(
         folder, lambda: _read_mean(config, folder, number)
     )

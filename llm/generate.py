@@ -20,6 +20,7 @@ from llm.config.terminal import text_for
 from llm.errors import ConfigError, DivergedError, one_line
 from llm.runtime.files import read_json_lines
 from llm.runtime.logging import quiet_libraries
+from llm.runtime.offline import forbid_downloads
 from llm.runtime.process_settings import limit_spin_wait
 from llm.runtime.rng import draw_seed
 from llm.runtime.world import device_of, world_from_environment
@@ -58,7 +59,7 @@ class GenerateOptions:
         path=True,
     )
     trust_remote_code: bool = option(
-        False, "Run the Python code that comes with an exported model.", group="Model"
+        False, "Run the Python code that comes with the model.", group="Model"
     )
     prompt: str = option(
         "",
@@ -116,7 +117,8 @@ def main(argv: Sequence[str]) -> int:
             f"the likeliest token, or at least {_SMALLEST_TEMPERATURE:g}."
         )
     try:
-        _generate(options)
+        with forbid_downloads():
+            _generate(options)
     except DivergedError as error:
         raise DivergedError(f"{error} {_remedy(options)}") from error
     return 0
@@ -197,7 +199,7 @@ def _open(options: GenerateOptions) -> "Model":
     if (path / MANIFEST).is_file():
         if options.checkpoint is not None:
             raise ConfigError(f"--run {path} is a checkpoint already; leave out --checkpoint.")
-        return _open_checkpoint(path.resolve().parent.parent, str(path))
+        return _open_checkpoint(path.resolve().parent.parent, str(path), options)
     if options.checkpoint is None and _holds_model(path):
         return _open_export(path, trust_remote_code=options.trust_remote_code)
     if not ((path / "config.toml").is_file() or (path / "checkpoints").is_dir()):
@@ -205,7 +207,7 @@ def _open(options: GenerateOptions) -> "Model":
             f"--run {path} holds neither a run (config.toml, checkpoints) nor a model "
             "(config.json and weights)."
         )
-    return _open_checkpoint(path, options.checkpoint or "latest")
+    return _open_checkpoint(path, options.checkpoint or "latest", options)
 
 
 def _holds_model(folder: Path) -> bool:
@@ -216,8 +218,8 @@ def _holds_model(folder: Path) -> bool:
     return has_weights(str(folder))
 
 
-def _open_checkpoint(run: Path, name: str) -> "Model":
-    config = read_config(run)
+def _open_checkpoint(run: Path, name: str, options: GenerateOptions) -> "Model":
+    config = read_config(run, trust_remote_code=options.trust_remote_code)
     quiet_libraries()
 
     def read() -> "Model":
@@ -241,8 +243,16 @@ def _open_export(folder: Path, *, trust_remote_code: bool) -> "Model":
     )
     from transformers import AutoModelForCausalLM
 
+    from llm.models.configuration import load_config
+    from llm.models.options import ModelOptions
+
+    config = load_config(
+        ModelOptions(model_name_or_path=str(folder), trust_remote_code=trust_remote_code)
+    )
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # the library and the model's code may raise anything
         raise ConfigError(f"The model in {folder} cannot be loaded: {one_line(error)}.") from error
     _say(f"The exported model in {folder}.")

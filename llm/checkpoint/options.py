@@ -72,7 +72,8 @@ class CheckpointOptions:
         None,
         "Start a branch from another run's checkpoint: RUN (the newest), RUN/STEP or RUN/best. It "
         "takes weights, optimizer, counters, data position and all options that you do not set "
-        "from its parent. When you resume a branch, it continues from the branch's checkpoints.",
+        "from its parent, except those that run other code, such as trust_remote_code. When you "
+        "resume a branch, it continues from the branch's checkpoints.",
         path=True,
         requires=("output_dir",),
     )

@@ -50,6 +50,8 @@ class Option:
         resume: Whether a resumed run may change it; by default as its class says.
         one_shot: Whether it applies to a single start, so that `to_toml` leaves it out.
         path: Whether a string can name a file or folder.
+        widens_trust: Whether it lets code from elsewhere run. A program that reads a run's folder
+            ignores it in the folder's `config.toml`, see `restricted_options`.
         requires: Options that it depends on, as NAME or NAME=VALUE. Unless one of them is given, or
             has this value, the option is refused.
         choices: Returns the strings that it allows, from the class with all options; by default
@@ -69,6 +71,7 @@ class Option:
     resume: Resume | None = None
     one_shot: bool = False
     path: bool = False
+    widens_trust: bool = False
     requires: tuple[str, ...] = ()
     choices: Callable[[type], Iterable[str]] | None = None
     common: bool = False
@@ -229,6 +232,20 @@ def common(cls: type) -> tuple[str, ...]:
     names: tuple[str, ...] = getattr(cls, "COMMON", ())
     declared = (field.name for field in fields(cls) if field.option.common)
     return (*names, *declared) if names else ()
+
+
+def restricted_options(cls: type) -> dict[str, Any]:
+    """Return the options that only the command line and the file of `--config` set, with defaults.
+
+    A program that reads a run's folder ignores them in the folder's `config.toml`, which may come
+    from somebody else. They run code from elsewhere, or they are for a single start, such as those
+    that remove or upload files. Options that need one of them are included.
+    """
+    declared = fields(cls)
+    names = {f.name for f in declared if f.option.widens_trust or f.option.one_shot}
+    needs = {f.name: {need.partition("=")[0] for need in f.option.requires} for f in declared}
+    names |= {name for name, need in needs.items() if need and need <= names}
+    return {field.name: field.default for field in declared if field.name in names}
 
 
 def names_by_alias(cls: type) -> dict[str, str]:

@@ -75,6 +75,9 @@ class InspectOptions:
         "default the one that made the files, if they name it and it is on this machine.",
         path=True,
     )
+    trust_remote_code: bool = option(
+        False, "Run the Python code that comes with the tokenizer, or with the model of a run."
+    )
     vocab_file: str | None = option(
         None, "GPT-2's vocab.json, instead of a name; goes with --merges_file.", path=True
     )
@@ -95,7 +98,10 @@ def main(argv: Sequence[str]) -> int:
     _check(options)
     code = 0
     if options.step is not None:
-        lines = _describe_step(options, options.step)
+        from llm.runtime.offline import forbid_downloads
+
+        with forbid_downloads():
+            lines = _describe_step(options, options.step)
     elif options.verify:
         from llm.data.preparation.verification import verify
 
@@ -128,7 +134,13 @@ def _describe_step(options: InspectOptions, number: int) -> list[str]:
 
     quiet_libraries()
     run = Path(options.path)
-    step = read_step(run, number, rank=options.rank, data_ranks=options.data_ranks)
+    step = read_step(
+        run,
+        number,
+        rank=options.rank,
+        data_ranks=options.data_ranks,
+        trust_remote_code=options.trust_remote_code,
+    )
     whose = "" if options.rank is None else f"; these are the samples of number {options.rank}"
     lines = [
         _row("run", str(run)),
@@ -199,7 +211,11 @@ def _tokenizer(
     quiet_libraries()
     try:
         # Where the user has named no tokenizer, nothing is downloaded.
-        tokenizer = load_tokenizer(named, local_files_only=not is_named)
+        tokenizer = load_tokenizer(
+            named,
+            local_files_only=not is_named,
+            trust_remote_code=options.trust_remote_code,
+        )
     except ConfigError as error:
         if is_named:
             raise

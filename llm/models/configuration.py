@@ -1,6 +1,7 @@
 """Load the configuration of a Hugging Face causal language model, and locate its weights."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import (
 )
 
 from llm.errors import ConfigError, one_line
-from llm.models.options import ModelOptions, shape_options
+from llm.models.options import ModelOptions, is_hub_kernel, shape_options
 from llm.models.overrides import nearest_names, override
 from llm.models.sizes import gpt2_fields, shape_changes
 from llm.runtime.offline import offline_remark
@@ -85,8 +86,23 @@ def load_config(options: ModelOptions) -> PreTrainedConfig:
             f"{name or model_type} is a {config.model_type} model, not a causal language model: "
             "name one that predicts the next token, such as gpt2 or llama."
         )
+    kernel = next(filter(is_hub_kernel, _attention_kernels(config)), None)
+    if kernel is not None and not options.trust_remote_code:
+        raise ConfigError(
+            f"The config.json of {name} names the attention kernel {kernel}, which is code from "
+            "the Hugging Face Hub: add --trust_remote_code to this command if you trust its "
+            "authors, or remove the kernel from the file."
+        )
     _check_sizes(config)
     return config
+
+
+def _attention_kernels(config: PreTrainedConfig) -> Iterator[str]:
+    """Yield the attention kernels that a configuration and its inner ones name."""
+    yield str(config._attn_implementation)
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            yield from _attention_kernels(value)
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
@@ -133,8 +149,8 @@ def _named_config(options: ModelOptions, name: str) -> PreTrainedConfig:
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise ConfigError(
-                f"{option} {name} brings its own Python code: pass --trust_remote_code if you "
-                "trust its authors."
+                f"{option} {name} has its own Python code: add --trust_remote_code to this "
+                "command if you trust its authors."
             ) from error
         if local:
             raise ConfigError(

@@ -79,7 +79,8 @@ class ModelOptions:
     attention_implementation: str | None = option(
         None,
         "Attention kernel by transformers' name (eager, sdpa, flash_attention_2, ...); by default "
-        "the best that the model supports.",
+        "the best that the model supports. A kernel from the Hub (OWNER/NAME) also needs "
+        "trust_remote_code.",
         resume="logged",
     )
     pad_vocab_to_multiple_of: int | None = option(
@@ -99,8 +100,10 @@ class ModelOptions:
     no_bias: bool = option(False, "Keep all biases at zero.")
     trust_remote_code: bool = option(
         False,
-        "Run model, tokenizer or data set code that comes with a Hub repository.",
+        "Run model, tokenizer or data set code that comes with a Hub repository or a folder. "
+        "Programs that read a run's folder take it only from their command line.",
         resume="free",
+        widens_trust=True,
     )
     activation_checkpointing: Recomputation = option(
         "none",
@@ -151,6 +154,11 @@ def model_problems(options: ModelOptions) -> list[str]:
             "--model_type uses an architecture's defaults and --model_name_or_path a model; give "
             "one of them."
         )
+    if is_hub_kernel(options.attention_implementation) and not options.trust_remote_code:
+        problems.append(
+            f"--attention_implementation {options.attention_implementation} is code from the "
+            "Hugging Face Hub: add --trust_remote_code to this command if you trust its authors."
+        )
     changed = [name for name in SHAPE[1:] if getattr(options, name) is not None]
     if options.model_size is not None and changed:
         problems.append(
@@ -163,6 +171,11 @@ def model_problems(options: ModelOptions) -> list[str]:
             f"or --model_type; without one, give {missing} too."
         )
     return problems
+
+
+def is_hub_kernel(name: str | None) -> bool:
+    """Return whether transformers downloads the attention kernel of this name from the Hub."""
+    return name is not None and "/" in name
 
 
 SHAPE = ("model_size", "num_layers", "hidden_size", "num_attention_heads")

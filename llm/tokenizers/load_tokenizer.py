@@ -167,6 +167,8 @@ def load_tokenizer(
                 tokenizer = follow_file(tokenizer, files.name, local_files_only=local_files_only)
         except Exception as error:  # the libraries raise many types of errors
             raise ConfigError(_explain(files, error, local_files_only)) from error
+    # A setting of this call, which `save_pretrained` would write into the copies of the tokenizer.
+    tokenizer.init_kwargs.pop("local_files_only", None)
     # Documents are encoded whole, regardless of the model's length, and without padding.
     tokenizer.deprecation_warnings[_TOO_LONG] = True
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -203,8 +205,8 @@ def _explain(files: TokenizerFiles, error: Exception, local_files_only: bool) ->
         return f"--tokenizer_name {name} is not a tokenizer.json file: {reason}."
     if "trust_remote_code" in str(error):
         return (
-            f"The tokenizer {name} brings its own Python code: pass --trust_remote_code "
-            "if you trust its authors."
+            f"The tokenizer {name} has its own Python code: add --trust_remote_code to this "
+            "command if you trust its authors."
         )
     if Path(name).is_dir():
         return f"The tokenizer in the folder {name} cannot be read: {reason}."

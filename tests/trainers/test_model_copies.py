@@ -213,7 +213,7 @@ def test_an_unchanged_configuration_equals_its_copy(tmp_path, family):
         saved_at="",
         world_size=1,
         metadata={},
-        files={"model/config.json": (0, "")},
+        files={"model/config.json": (0, ""), "tokenizer/tokenizer.json": (0, "")},
     )
     assert read_model_config(config, checkpoint).model_type == family
 
@@ -367,7 +367,8 @@ def test_a_run_keeps_the_python_code_of_its_model(tmp_path, capsys):
 
     shutil.rmtree(bench.model)
     assert resumed().model_config.model_type == "own"
-    assert checkpoints([str(run.folder), "--export", "2", str(tmp_path / "out")]) == 0
+    export = [str(run.folder), "--export", "2", str(tmp_path / "out"), "--trust_remote_code"]
+    assert checkpoints(export) == 0
     assert (tmp_path / "out" / "modeling_own.py").read_text() == MODEL
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (run.folder / name).read_bytes()

@@ -35,6 +35,7 @@ class TasksOptions(Extension):
         "lm-eval tasks to run on the model: YAML files, with data in local files. Needs the extra "
         "tasks.",
         path=True,
+        widens_trust=True,
     )
     eval_tasks_steps: int | None = option(
         None,

@@ -72,7 +72,8 @@ class EvaluationOptions:
     eval_metrics: tuple[str, ...] = option(
         (),
         "Further metrics of the validation split: accuracy (of the next token), or names for "
-        "evaluate.load.",
+        "evaluate.load, which runs their Python code.",
+        widens_trust=True,
     )
     eval_only: bool = option(
         False,

@@ -337,9 +337,10 @@ def log_end(
     logger.info(f"to continue from this model: {onward} --train_file FILE")
 
 
-def generate_command(run: RunFolder) -> str:
+def generate_command(config: CoreConfig, run: RunFolder) -> str:
     """Return the command line that generates text with the model of a run."""
-    return shlex.join([python_command(), "-m", "llm.generate", str(run.path)])
+    trust = ["--trust_remote_code"] if config.trust_remote_code else []
+    return shlex.join([python_command(), "-m", "llm.generate", str(run.path), *trust])
 
 
 def inspect_command(run: str, step: int) -> str:

@@ -309,7 +309,7 @@ def finish(config: CoreConfig, setup: TrainSetup, trainer: Trainer, model: PreTr
         elif config.sample_prompt is not None:
             logger.info(
                 "No rank has the whole model, so --sample_prompt is left to "
-                + generate_command(setup.run)
+                + generate_command(config, setup.run)
             )
     if trainer.strategy.rank == 0:
         log_end(config, setup, trainer.state, trainer.results, exported=trainer.exported)

@@ -1,6 +1,7 @@
 """The model of a finished or running training, loaded from one of its checkpoints."""
 
 import dataclasses
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from llm.checkpoint.format import (
 )
 from llm.checkpoint.load import load_model, load_weights_of, newest_valid, read_valid
 from llm.checkpoint.retention import BEST
-from llm.config.options import non_default
+from llm.config.options import check_ranges, non_default, restricted_options
 from llm.config.toml import read_toml
 from llm.data.options import LENGTHS
 from llm.errors import CheckpointError, ConfigError
@@ -36,14 +37,26 @@ if TYPE_CHECKING:
 _Read = TypeVar("_Read")
 _TRIES = 5
 
+logger = logging.getLogger("llm")
 
-def read_config(run: Path) -> GPTConfig:
-    """Return the configuration of a run.
+
+def read_config(run: Path, *, trust_remote_code: bool = False) -> GPTConfig:
+    """Return the configuration of a run, without the options that a folder cannot set.
+
+    Args:
+        run: The run's folder, perhaps from somebody else.
+        trust_remote_code: Whether the command that reads it lets the code of its model run.
 
     Raises:
         CheckpointError: The folder does not exist or lacks `config.toml`.
         ConfigError: It cannot be read.
     """
+    restricted = restricted_options(GPTConfig) | {"trust_remote_code": trust_remote_code}
+    return dataclasses.replace(_read_recorded(run), **restricted)
+
+
+def _read_recorded(run: Path) -> GPTConfig:
+    """Return the configuration of a run as its folder records it."""
     if not run.is_dir():
         raise CheckpointError(f"{run} is not a folder; name the --output_dir of a run.")
     if not (run / "config.toml").is_file():
@@ -51,7 +64,12 @@ def read_config(run: Path) -> GPTConfig:
             f"{run} has no config.toml, which says what model was trained; name the --output_dir "
             "of a run, or copy the file back."
         )
-    return GPTConfig(**read_toml(GPTConfig, run / "config.toml"))
+    config = GPTConfig(**read_toml(GPTConfig, run / "config.toml"))
+    try:
+        check_ranges(config)
+    except ConfigError as error:
+        raise ConfigError(f"{run / 'config.toml'}: {error}") from error
+    return config
 
 
 def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +100,15 @@ def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
             "RUN/STEP."
         )
     own = ("output_dir", "branch_from")
-    taken = non_default(read_config(runs[0]))
+    recorded = non_default(_read_recorded(runs[0]))
+    restricted = restricted_options(GPTConfig).keys()
+    taken = {name: value for name, value in recorded.items() if name not in restricted}
+    if not_inherited := sorted((recorded.keys() & restricted) - values.keys()):
+        logger.warning(
+            f"{runs[0] / 'config.toml'} sets {', '.join(f'--{name}' for name in not_inherited)}, "
+            "which a branch takes only from its own command; give them there if you trust what "
+            "they run."
+        )
     recorded_length = next((f"--{name}" for name in LENGTHS if name in taken), None)
     if lengths and recorded_length not in (None, *lengths):
         raise ConfigError(
@@ -93,7 +119,21 @@ def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_copies(config: CoreConfig, checkpoint: Checkpoint) -> CoreConfig:
-    """Return options that name a checkpoint's copies of model configuration and tokenizer."""
+    """Return options that name a checkpoint's copies of model configuration and tokenizer.
+
+    Raises:
+        CheckpointError: It lacks a copy. A path that does not exist could be a name on the Hub.
+        ConfigError: The copies have Python code, which the options do not trust.
+    """
+    for copy in (f"{MODEL_FOLDER}/config.json", f"{TOKENIZER_FOLDER}/"):
+        if not any(name.startswith(copy) for name in checkpoint.files):
+            raise CheckpointError(f"{checkpoint.path} is incomplete: it has no {copy}.")
+    code = [name for name in checkpoint.files if name.endswith(".py")]
+    if code and not config.trust_remote_code:
+        raise ConfigError(
+            f"The model of {checkpoint.path} has its own Python code ({', '.join(code)}): add "
+            "--trust_remote_code to this command if you trust its authors."
+        )
     copies: dict[str, Any] = dict.fromkeys((*ARCHITECTURE, *TOKENIZER_FILES)) | {
         "config_name": str(checkpoint.path / MODEL_FOLDER),
         "tokenizer_name": str(checkpoint.path / TOKENIZER_FOLDER),

@@ -1,8 +1,8 @@
 """Find the samples of a training step from the run's folder alone, and their documents."""
 
+import os
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,6 +40,18 @@ if TYPE_CHECKING:
 _OPTIONS = ("seed", "block_size", "per_device_train_batch_size")
 """Options that a later resume may have changed (`--change_on_resume`)."""
 
+_START_FIELDS: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "seed": (int,),
+    "block_size": (int,),
+    "per_device_train_batch_size": (int,),
+    "global_batch_size": (int, str),
+    "total_samples": (int,),
+    "data_ranks": (int,),
+    "data": (dict,),
+}
+"""Types of the fields that determine the order of samples after a start."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedStep:
@@ -66,7 +78,14 @@ class TrainedStep:
     tokenizer: "PreTrainedTokenizerBase"
 
 
-def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None) -> TrainedStep:
+def read_step(
+    run: Path,
+    step: int,
+    *,
+    rank: int | None,
+    data_ranks: int | None,
+    trust_remote_code: bool = False,
+) -> TrainedStep:
     """Find the samples of a step; reads only parts of the token files.
 
     Args:
@@ -74,11 +93,12 @@ def read_step(run: Path, step: int, *, rank: int | None, data_ranks: int | None)
         step: Number of the step, counted from 1.
         rank: Return only this data-parallel rank's samples; None for all ranks.
         data_ranks: Number of data-parallel ranks; None for the number when the step was trained.
+        trust_remote_code: Whether the Python code of the run's model and data set may run.
 
     Raises:
         LLMError: The run, step or rank does not exist, or the data are missing or have changed.
     """
-    config = read_config(run)
+    config = read_config(run, trust_remote_code=trust_remote_code)
     order = _recorded_order(RunFolder(run), step, config)
     changed: dict[str, Any] = {name: order[name] for name in _OPTIONS}
     # Replaces other length options, and a cooldown.
@@ -167,10 +187,10 @@ def _recorded_order(run: RunFolder, step: int, config: CoreConfig) -> dict[str, 
         config: The run's configuration.
 
     Raises:
-        DataError: No start before the step is recorded.
+        DataError: No start before the step is recorded, or the record of a start is damaged.
     """
-    starts = _starts(run, config)
-    order = next((each for each in starts[::-1] if each["step"] < step), None)
+    starts = [start for folder in _lineage(run, config) for start in _read_starts(folder)]
+    order = next((start for start in starts[::-1] if start["step"] < step), None)
     if order is None:
         raise DataError(
             f"{run.events} records no start of the run, so the order of its samples is unknown; "
@@ -180,15 +200,37 @@ def _recorded_order(run: RunFolder, step: int, config: CoreConfig) -> dict[str, 
     return order | {"total_samples": starts[-1]["total_samples"]}
 
 
-def _starts(run: RunFolder, config: CoreConfig) -> list[dict[str, Any]]:
-    """Return the logged starts of a run; a parent's starts come before its branch's."""
-    starts: list[dict[str, Any]] = []
-    if config.branch_from is not None:
-        parent = Path(config.branch_from).parents[1]  # of RUN/checkpoints/step_N
-        with suppress(CheckpointError, ConfigError):  # it may have gone
-            starts = _starts(RunFolder(parent), read_config(parent))
+def _lineage(run: RunFolder, config: CoreConfig) -> list[RunFolder]:
+    """Return the folders of a run and its parents, the oldest first, as far as they exist."""
+    lineage = [run]
+    while config.branch_from is not None:
+        parent = Path(os.path.realpath(config.branch_from)).parent.parent  # of checkpoints/step_N
+        if any(parent == Path(os.path.realpath(folder.path)) for folder in lineage):
+            break
+        try:
+            config = read_config(parent)
+        except (CheckpointError, ConfigError):  # it may have gone
+            break
+        lineage.insert(0, RunFolder(parent))
+    return lineage
+
+
+def _read_starts(run: RunFolder) -> list[dict[str, Any]]:
+    """Return the logged starts of a run.
+
+    Raises:
+        DataError: A start lacks a field, or has another type in it.
+    """
     lines = read_json_lines(run.events)
-    return starts + [line for line in lines if line is not None and line.get("event") == "start"]
+    starts = [line for line in lines if line is not None and line.get("event") == "start"]
+    for start in starts:
+        for name, types in _START_FIELDS.items():
+            if type(start.get(name)) not in types:
+                raise DataError(
+                    f"{run.events} is damaged: a start has the {name} {start.get(name)!r}; copy "
+                    "the file back."
+                )
+    return starts
 
 
 class Passage(NamedTuple):
