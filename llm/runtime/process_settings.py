@@ -1,10 +1,15 @@
 """Settings of the process: memory allocators, idle threads, open files, deterministic kernels."""
 
+import atexit
 import contextlib
+import logging
 import os
 import platform
 import resource
+import shutil
+import stat
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +27,8 @@ TUNABLES = {
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel", "/dev/dxg")
 _OTHER_ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 _LOOKS, _LOOK_SECONDS = 5, 0.01
+
+logger = logging.getLogger("llm")
 
 
 def restart_with_kept_memory() -> None:
@@ -110,6 +117,39 @@ def allocator_settings() -> str:
     """Return the allocator's settings, reading the variables in torch's order."""
     found = (os.environ[name] for name in _VARIABLES if name in os.environ)
     return next(found, "defaults")
+
+
+_COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def use_private_compile_cache() -> None:
+    """Keep compiled code in a folder that only this user can open, unless the user has chosen one.
+
+    Call it before anything is compiled. PyTorch runs and unpickles what it finds in
+    /tmp/torchinductor_USER, and another user of the node may have made that folder first.
+
+    Raises:
+        OSError: The folder of temporary files cannot be written.
+    """
+    temporary = Path(tempfile.gettempdir())
+    default = str(temporary / "torchinductor_")
+    # Once torch is imported, the variable names its default, and child processes inherit it.
+    if not os.environ.get(_COMPILE_CACHE, default).startswith(default):
+        return
+    folder = temporary / f"llm_compiled_{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+    if status.st_uid != os.geteuid() or not is_private:
+        shared_folder, folder = folder, Path(tempfile.mkdtemp(prefix=f"{folder.name}_"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        logger.warning(
+            f"Users other than you may have written in {shared_folder}, so compiled code is not kept there "
+            f"but in {folder}, which this process removes at its end. Remove {shared_folder}, or export "
+            f"{_COMPILE_CACHE} with a folder that only you can write."
+        )
+    os.environ[_COMPILE_CACHE] = str(folder)
 
 
 @contextlib.contextmanager

@@ -70,9 +70,10 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(" ".join(problems))
     _check_plot(options.plot)
     from llm.runtime.logging import quiet_libraries
-    from llm.runtime.process_settings import limit_spin_wait
+    from llm.runtime.process_settings import limit_spin_wait, use_private_compile_cache
 
     limit_spin_wait()
+    use_private_compile_cache()
     quiet_libraries()
     sys.stdout.write("\n".join(coordinate_check(options)) + "\n")
     return 0

@@ -32,6 +32,7 @@ from llm.runtime.process_settings import (
     limit_spin_wait,
     raise_file_limit,
     restart_with_kept_memory,
+    use_private_compile_cache,
 )
 from llm.runtime.signals import watch_launcher
 from llm.runtime.world import World, adopt_launcher, world_from_environment
@@ -140,6 +141,7 @@ def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     raise_file_limit()
     limit_spin_wait()
     expand_segments()
+    use_private_compile_cache()
     quiet_libraries()
     # Imported here so that --help and wrong options do not need torch.
     from llm.trainers.gpt.train import evaluate, explain_out_of_memory, train

@@ -1,0 +1,121 @@
+"""The folder of compiled code, which PyTorch executes: no other user may write in it."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from llm.runtime.process_settings import use_private_compile_cache
+from tests.support.ranks import run_ranks, values
+from tests.support.training import Bench
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+@pytest.fixture
+def temporary(monkeypatch, tmp_path):
+    """The folder of temporary files, which all users of a node can write."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv(VARIABLE, "")  # so that what the function sets is undone
+    monkeypatch.delenv(VARIABLE)
+    return folder
+
+
+def test_compiled_code_is_kept_in_a_folder_that_only_its_user_can_open(temporary, caplog):
+    use_private_compile_cache()
+
+    folder = temporary / f"llm_compiled_{os.geteuid()}"
+    assert os.environ[VARIABLE] == str(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (folder / "kernel.py").touch()
+    del os.environ[VARIABLE]
+    use_private_compile_cache()  # the next run
+    assert os.environ[VARIABLE] == str(folder)
+    assert caplog.records == []
+
+
+def test_pytorch_uses_the_folder_even_if_it_has_set_its_default(temporary):
+    program = (
+        "import os, torch._dynamo\n"
+        "from llm.runtime.process_settings import use_private_compile_cache\n"
+        "use_private_compile_cache()\n"
+        "from torch._inductor.runtime.runtime_utils import cache_dir\n"
+        "print(cache_dir())\n"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+    assert printed == f"{temporary}/llm_compiled_{os.geteuid()}\n"
+
+
+def train_and_return_folder(argv):
+    from llm.trainers.gpt.main import main
+
+    assert main(argv) == 0
+    return os.environ[VARIABLE]
+
+
+def test_a_run_compiles_into_the_private_folder(tmp_path):
+    command = Bench(tmp_path).command("run", max_train_steps=1)
+
+    folder = values(run_ranks(train_and_return_folder, 1, command))[0]
+
+    assert Path(folder).name.startswith(f"llm_compiled_{os.geteuid()}")
+
+
+def plant_open_folder(folder):
+    folder.mkdir()
+    folder.chmod(0o775)
+
+
+def plant_link(folder):
+    target = folder.parent / "elsewhere"
+    target.mkdir(mode=0o700)
+    folder.symlink_to(target)
+
+
+def plant_file(folder):
+    folder.touch(mode=0o600)
+
+
+def plant_folder_of_another_user(folder):
+    folder.mkdir(mode=0o700)
+    try:
+        os.chown(folder, 12345, -1)
+    except PermissionError:
+        pytest.skip("only root can give a folder to another user")
+
+
+@pytest.mark.parametrize(
+    "plant", [plant_open_folder, plant_link, plant_file, plant_folder_of_another_user]
+)
+def test_a_folder_that_others_may_have_written_is_not_used(temporary, plant, caplog):
+    planted = temporary / f"llm_compiled_{os.geteuid()}"
+    plant(planted)
+
+    use_private_compile_cache()
+
+    folder = os.environ[VARIABLE]
+    assert folder.startswith(f"{planted}_")
+    assert os.stat(folder).st_mode & 0o777 == 0o700
+    assert f"Users other than you may have written in {planted}, so compiled" in caplog.text
+
+
+def test_a_folder_that_the_user_has_chosen_is_kept(temporary, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "/scratch/compiled")
+
+    use_private_compile_cache()
+
+    assert os.environ[VARIABLE] == "/scratch/compiled"
+    assert list(temporary.iterdir()) == []
