@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -124,11 +125,17 @@ class Undrawn:
         return "", {}
 
 
+def runs_of(*folders):
+    runs, problems = read_runs(folders)
+    assert problems == []
+    return runs
+
+
 def text_of(*folders) -> str:
     """The words of a page without its charts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llm.report.page.Charts", Undrawn)
-        return Reader(make_page(read_runs(folders), x="step")).text
+        return Reader(make_page(runs_of(*folders), x="step")).text
 
 
 def page_of(*words: object) -> str:
@@ -147,7 +154,7 @@ def points_of(run, panel):
 
 
 def panels_of(*folders):
-    return {panel.name: panel for panel in make_panels(read_runs(folders))}
+    return {panel.name: panel for panel in make_panels(runs_of(*folders))}
 
 
 def test_the_page_replaces_an_earlier_page_and_no_other_file(run, capsys):
@@ -197,17 +204,17 @@ def test_a_run_that_has_been_silent_for_hours_may_be_dead(run):
 
 
 def test_a_half_written_last_line_is_ignored(run):
-    (whole,) = read_runs([run])
+    (whole,) = runs_of(run)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 70, "loss": 7')
     with (run / "events.jsonl").open("a") as file:
         file.write('{"time": "2026-11-20T10')
-    assert read_runs([run]) == [whole]
+    assert runs_of(run) == [whole]
     assert "could not be read" not in text_of(run)
 
 
 def test_lines_of_a_step_are_read_together(run):
-    (joined,) = read_runs([run])
+    (joined,) = runs_of(run)
     parts = []
     for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
         evaluated = {key: value for key, value in line.items() if key.startswith("eval_")}
@@ -215,7 +222,7 @@ def test_lines_of_a_step_are_read_together(run):
         parts += [{"step": line["step"], **evaluated}] if evaluated else []
     assert len(parts) == len(joined.rows) + 3
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in parts))
-    assert read_runs([run]) == [joined]
+    assert runs_of(run) == [joined]
 
 
 def test_a_broken_line_in_the_middle_is_reported(run):
@@ -223,6 +230,119 @@ def test_a_broken_line_in_the_middle_is_reported(run):
     lines[1:3] = ['{"step": null, "loss": 1.0}', '{"step": 30, "lo']
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert "2 lines of first/metrics.jsonl could not be read." in text_of(run)
+
+
+DEEP = '{"a": ' + "[" * 100_000
+HUGE = 10**400
+# Contents that no run writes, in the place of its files.
+ODD_FILES = {
+    "binary": b"\x00\xff\xfe" * 99,
+    "nested deeply": DEEP.encode(),
+    "nested, but readable": b"a = " + b"[" * 900 + b"]" * 900,
+    "a number of 5,000 digits": b'{"step": ' + b"9" * 5000 + b"}",
+    "a list": b"[1, 2]\n[3]\n",
+}
+ODD_VALUES = [None, True, "\ud800 $_$", -1, HUGE, 1e308, math.inf, [], {"a": [1]}]
+
+
+@pytest.fixture
+def strict_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.mark.usefixtures("strict_warnings")
+@pytest.mark.parametrize("content", [*ODD_FILES.values(), None], ids=[*ODD_FILES, "a folder"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "config.toml", "status.json"])
+def test_a_run_is_shown_without_a_file_that_cannot_be_read(run, name, content):
+    (run / name).unlink(missing_ok=True)
+    if content is None:
+        (run / name).mkdir()
+    else:
+        (run / name).write_bytes(content)
+
+    assert "first" in text_of(run)
+
+
+@pytest.mark.usefixtures("strict_warnings")
+@pytest.mark.parametrize("value", ODD_VALUES, ids=lambda value: str(value)[:9])
+def test_a_value_of_another_kind_than_a_run_writes_is_left_out(tmp_path, value):
+    lines = [
+        {**EVENTS[0], "block_size": 25, "global_batch_size": 4},
+        {"event": "spike", "step": 20, "loss": 9.0, "first_sample": 1, "last_sample": 2},
+        *EVENTS,
+    ]
+    events = [{**line, key: value} for line in lines for key in line]
+    records = [report(1), *[{**report(2), key: value} for key in report(2)], report(3)]
+    tables = [
+        f"{key} = {json.dumps(value)}\n"
+        for key in ("branch_from", "cooldown_tokens", "model_name_or_path", "data_stage")
+        if value is not None
+    ]
+    runs = [
+        write_run(
+            tmp_path / f"run{number}",
+            records,
+            events=events,
+            config=table,
+            status=value,
+            step=value,
+        )
+        for number, table in enumerate(tables or [""])
+    ]
+
+    assert "run0" in text_of(*runs)
+    assert points_of(runs[0], "loss")["y"][0] == 7.99
+
+
+@pytest.mark.usefixtures("strict_warnings")
+def test_the_values_of_an_odd_run_are_drawn(tmp_path):
+    records = [
+        report(1),
+        report(2, tokens=1e308, loss=-1e308, **{"$_$\ud800/é" * 9: 2.0}),
+        report(3),
+    ]
+    odd = write_run(tmp_path / os.fsdecode(b"\xff $_$"), records, status="\ud800", reason="\ud800")
+
+    assert main([str(odd), "--png", str(tmp_path / "png")]) == 0
+
+    assert (tmp_path / "png/loss.png").is_file()
+    Reader((odd / "report.html").read_text(encoding="utf-8"))
+
+
+def test_runs_are_shown_without_a_folder_that_cannot_be_read(run, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    (run / "config.toml").write_bytes(b"\xff")
+    bad = [tmp_path / name for name in ("empty", "file", "loop")]
+
+    assert main([*map(str, bad), str(run)]) == 1
+
+    printed = capsys.readouterr()
+    assert printed.out == f"{run / 'report.html'}\n"
+    assert printed.err == (
+        "left out: first/config.toml could not be read.\n"
+        f"left out: {bad[0]} holds no run: none of config.toml, status.json, metrics.jsonl is in "
+        "it.\n"
+        f"left out: {bad[1]} is not a folder; name the folder of a run (its --output_dir).\n"
+        f"left out: {bad[2]} is not a folder; name the folder of a run (its --output_dir).\n"
+    )
+    assert main([*map(str, bad)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"run": 1, "steps": [1]}, {"run": "a", "steps": []}, {"run": "a", "steps": [HUGE]}, [1], 2],
+    ids=str,
+)
+def test_the_record_of_a_mean_must_name_a_run_and_steps(tmp_path, capsys, record):
+    (tmp_path / "mean.json").write_text(json.dumps(record))
+
+    assert main([str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
 
 
 def test_curves_have_the_numbers_of_the_metrics_on_all_axes(run):
@@ -311,7 +431,7 @@ def test_long_runs_are_thinned_to_means_with_the_range_beside_them(tmp_path):
 
 
 def test_events_undone_by_a_resume_are_listed_but_not_marked_on_the_curves(run):
-    (read,) = read_runs([run])
+    (read,) = runs_of(run)
     assert [(event.kind, event.step, event.kept) for event in read.events] == [
         ("start", 0, True),
         ("save", 20, True),
@@ -343,7 +463,7 @@ def test_a_finished_run_has_no_stop_mark_and_a_failed_one_needs_no_step(tmp_path
     text = text_of(run)
     assert "10 finished: all steps are done" in text
     assert "- failed: DataError: no text" in text
-    assert [event.kind for event in read_runs([run])[0].events] == ["stop", "finish"]
+    assert [event.kind for event in runs_of(run)[0].events] == ["stop", "finish"]
 
 
 def test_checkpoints_are_events_in_runs_that_are_older_than_events_jsonl(run):
@@ -352,7 +472,7 @@ def test_checkpoints_are_events_in_runs_that_are_older_than_events_jsonl(run):
     for step in (30, 50):
         saver.save(step=step, eval_loss=None)
     saver.finish()
-    events = read_runs([run])[0].events
+    events = runs_of(run)[0].events
     assert [(event.kind, event.step) for event in events] == [
         ("save", 30),
         ("save", 50),
@@ -437,7 +557,7 @@ def planned(run):
 
 def test_a_family_has_marks_where_stages_batches_and_cooldowns_begin(tmp_path):
     family = write_family(tmp_path)
-    stable, cooled, mean = read_runs(family)
+    stable, cooled, mean = runs_of(*family)
     assert planned(stable) == [("batch", 10), ("stage", 20)]
     assert planned(cooled) == [("branch", 20), ("cooldown", 20)]
     assert planned(mean) == [("mean", 40)]
@@ -471,15 +591,15 @@ def test_a_branch_continues_where_it_left_its_parents_curve(tmp_path):
     assert points_of(cooled, "loss")["step"] == [25, 30]  # alone
     speed = panels_of(stable, cooled)["throughput"].curves[1]
     assert speed.points["step"].tolist() == [25, 30]  # on devices of its own
-    assert read_runs([stable, cooled])[1].at(20) == {"step": 20, "tokens": 3000, "seconds": 10}
+    assert runs_of(stable, cooled)[1].at(20) == {"step": 20, "tokens": 3000, "seconds": 10}
 
 
 def test_a_branch_of_a_cooled_branch_has_no_cooldown_of_its_own_to_mark(tmp_path):
     config = 'branch_from = "/runs/cooled/checkpoints/step_00000025"\ncooldown_tokens = 2000\n'
     run = write_run(tmp_path / "again", [report(30)], config=config)
-    assert planned(read_runs([run])[0]) == [("cooldown", 25)]
+    assert planned(runs_of(run)[0]) == [("cooldown", 25)]
     save(run / "checkpoints", 30, branch={"parent": "", "step": 25, "cooldown_from": 15})
-    assert planned(read_runs([run])[0]) == []
+    assert planned(runs_of(run)[0]) == []
 
 
 def test_the_mean_of_checkpoints_is_a_point_at_the_last_of_them(tmp_path):
@@ -521,7 +641,7 @@ def test_many_runs_have_a_row_each(tmp_path):
 
 def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path):
     folders = [write_run(tmp_path / name / "run", [report(1)]) for name in ("a", "b")]
-    assert [run.name for run in read_runs(folders)] == [str(folder) for folder in folders]
+    assert [run.name for run in runs_of(*folders)] == [str(folder) for folder in folders]
 
 
 def test_names_cannot_break_the_page(tmp_path):

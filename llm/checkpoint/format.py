@@ -47,7 +47,7 @@ MEAN_FILE = "mean.json"
 """In the export of a mean of checkpoints: the folder of their `run`, and their `steps`."""
 
 _TENSORS = ".safetensors"
-_NAME = re.compile(rf"step_(\d+)({re.escape(REPLACED)})?")
+_NAME = re.compile(rf"step_([0-9]{{1,18}})({re.escape(REPLACED)})?")
 _SEAL = ',\n "checksum": "'
 _END = "\n}"
 

@@ -1,6 +1,7 @@
 """Shows runs as a page of curves: `python -m llm.report runs/NAME [runs/OTHER ...]`.
 
-Exit codes: 0 written, 2 an option or file that cannot be read or written.
+Exit codes: 0 written, 1 written without the runs that cannot be read, 2 an option, or a file that
+cannot be read or written.
 """
 
 import sys
@@ -12,7 +13,7 @@ from llm.config.command_line import parse
 from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.errors import ConfigError
-from llm.report.runs import X, read_runs
+from llm.report.runs import Run, X, read_runs
 from llm.runtime.files import write_whole
 
 _PAGE_TITLE = b": training report</title>"
@@ -33,7 +34,7 @@ class ReportOptions:
     output: str | None = option(
         None,
         "HTML file to write; it needs no other file and no network. By default report.html in the "
-        "folder of the first run.",
+        "folder of the first run that can be read.",
         path=True,
     )
     png: str | None = option(
@@ -56,24 +57,28 @@ def main(argv: Sequence[str]) -> int:
         positional="runs",
         example="runs/quickstart runs/other --output compare.html",
     )
-    written = write_report(options)
+    if not options.runs:
+        raise ConfigError("No run is named: give its folder, as in llm.report runs/wiki.")
+    runs, problems = read_runs([Path(run) for run in options.runs])
+    if not runs:
+        raise ConfigError(" ".join(problems))
+    written = write_report(options, runs)
     sys.stdout.write("".join(f"{path}\n" for path in written))
-    return 0
+    for sentence in [*(s for run in runs for s in run.unread), *problems]:
+        sys.stderr.write(f"left out: {sentence}\n")
+    return 1 if problems else 0
 
 
-def write_report(options: ReportOptions) -> list[Path]:
-    """Write the page, and with `--png` the images.
+def write_report(options: ReportOptions, runs: list[Run]) -> list[Path]:
+    """Write the page of some runs, and with `--png` the images.
 
     Returns:
         The files that were written.
 
     Raises:
-        ConfigError: A folder holds no run, a target has the wrong kind, or a package of the extra
-            `report` is missing.
+        ConfigError: A target has the wrong kind, or a package of the extra `report` is missing.
     """
-    if not options.runs:
-        raise ConfigError("No run is named: give its folder, as in llm.report runs/wiki.")
-    output = Path(options.output or Path(options.runs[0]) / "report.html")
+    output = Path(options.output or runs[0].path / "report.html")
     if output.is_dir():
         raise ConfigError(f"--output {output} is a folder; name an HTML file.")
     if output.exists():
@@ -84,7 +89,6 @@ def write_report(options: ReportOptions) -> list[Path]:
                 f"--output {output} exists and was not written by llm.report; name another file."
             )
     x: X = {"steps": "step", "tokens": "tokens", "time": "seconds"}[options.x]  # type: ignore[assignment]
-    runs = read_runs([Path(run) for run in options.runs])
     try:
         # Imported here so that --help and a wrong folder do not need the extra's packages.
         from llm.report.images import write_images
@@ -96,7 +100,8 @@ def write_report(options: ReportOptions) -> list[Path]:
         ) from error
     images = [] if options.png is None else write_images(runs, Path(options.png), x=x)
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(output, make_page(runs, x=x))
+    # The name of a folder may contain any bytes.
+    write_whole(output, make_page(runs, x=x).encode(errors="replace"))
     return [output, *images]
 
 

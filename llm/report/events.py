@@ -10,6 +10,7 @@ from typing import Any
 
 from llm.config.options import Tokens
 from llm.data.batch_schedule import batch_phases, steps_at
+from llm.errors import ConfigError
 from llm.runtime.logging import counted
 
 
@@ -38,12 +39,12 @@ def logged_events(lines: list[dict[str, Any]], *, saved: set[int]) -> list[Event
     """Return the events of events.jsonl, and the checkpoints that it lacks.
 
     Args:
-        lines: The lines of the file.
+        lines: The lines of the file, with values of the right types.
         saved: Steps of the existing checkpoints.
     """
     events: list[Event] = []
     for line in lines:
-        kind, step = line.get("event"), line.get("step")
+        kind, step = line["event"], line.get("step")
         if kind in ("start", "rewind"):
             events = [
                 dataclasses.replace(event, kept=event.kept and (event.step or 0) <= (step or 0))
@@ -88,7 +89,10 @@ def planned_events(
         last: Steps done.
         cooldown_from: Steps done before the cooldown; None without one.
     """
-    borders = [border for border in _borders(config, start) if border[1] > first]
+    try:
+        borders = [border for border in _borders(config, start) if border[1] > first]
+    except (ConfigError, ArithmeticError, LookupError, TypeError, ValueError):
+        borders = []  # the options are not those of a run
     if cooldown_from is not None and cooldown_from >= first:
         text = f"the cooldown begins, of {config['cooldown_tokens']:,} tokens"
         borders.append(("cooldown", cooldown_from, text))

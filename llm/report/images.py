@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from llm.errors import ConfigError
@@ -12,6 +13,7 @@ from llm.report.runs import Run, X
 _DASHES = ("-", "-.", ":")
 
 
+@rc_context({"text.parse_math": False})  # names may contain dollar signs
 def write_images(runs: list[Run], folder: Path, *, x: X) -> list[Path]:
     """Write each panel to `folder/NAME.png`.
 

@@ -12,6 +12,7 @@ from llm import __version__
 from llm.report.charts import MARKS, Charts
 from llm.report.events import Event
 from llm.report.panels import COLORS, MAX_POINTS, make_panels
+from llm.report.run_files import is_count
 from llm.report.runs import Run, X, best_evaluation
 
 _SILENT_SECONDS = 3600.0
@@ -153,7 +154,7 @@ def _origin(run: Run) -> str | None:
         return Markup(words).format(name, len(steps), steps[0], steps[-1])
     cell = Markup("branch of {} <small>step {:,}</small>").format(name, steps[0])
     cooldown, shape = run.config.get("cooldown_tokens"), run.config.get("cooldown_shape")
-    if cooldown is None:
+    if not is_count(cooldown):
         return cell
     return cell + Markup("<small>, cooldown of {} tokens ({})</small>").format(
         short(cooldown), shape

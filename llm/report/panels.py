@@ -126,7 +126,7 @@ def make_panels(runs: list[Run]) -> list[Panel]:
         values = values[np.isfinite(values)]
         enough = 20 if panel.from_half else 1
         if len(values) >= enough and set(values) != {_UNCHANGED.get(panel.name)}:
-            log = panel.log and min(values) > 0 and max(values) / min(values) > 30
+            log = panel.log and min(values) > 0 and max(values) / 30 > min(values)
             panels.append(dataclasses.replace(panel, curves=curves, log=log))
     return panels
 

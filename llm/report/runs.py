@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import tomllib
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -12,15 +13,21 @@ from typing import Any, Literal
 from llm.checkpoint.format import MEAN_FILE, step_of
 from llm.checkpoint.load import list_checkpoints
 from llm.checkpoint.run_folder import RunFolder
-from llm.errors import ConfigError
+from llm.errors import ConfigError, one_line
 from llm.report.events import Event, logged_events, planned_events
-from llm.runtime.files import read_json_lines
+from llm.report.run_files import (
+    Row,
+    is_count,
+    read_events,
+    read_metrics,
+    read_numbers,
+    read_table,
+    to_utf8,
+)
+from llm.runtime.logging import counted
 
 X = Literal["step", "tokens", "seconds"]
 X_KEYS: tuple[X, ...] = ("step", "tokens", "seconds")
-
-Row = dict[str, float]
-"""The lines of a step in metrics.jsonl: numbers by name, NaN if a number was not finite."""
 
 _OWN_FILES = ("config.toml", "status.json", "metrics.jsonl")
 
@@ -49,7 +56,8 @@ class Run:
         path: Its folder.
         rows: A row for each step in metrics.jsonl, by rising step; every row has `step`, `tokens`
             and `seconds`.
-        num_unread: Unreadable lines of metrics.jsonl, except for a half-written last one.
+        unread: A sentence about each file that cannot be read, or has lines that cannot, except for
+            a half-written last one.
         config: config.toml; empty if it cannot be read.
         status: status.json; empty if it cannot be read.
         events: The events in chronological order.
@@ -62,7 +70,7 @@ class Run:
     name: str
     path: Path
     rows: list[Row]
-    num_unread: int
+    unread: Sequence[str]
     config: dict[str, Any]
     status: dict[str, Any]
     events: list[Event]
@@ -82,22 +90,32 @@ class Run:
         return {x: _between(steps, [row[x] for row in rows], step) for x in X_KEYS}
 
 
-def read_runs(paths: Iterable[Path]) -> list[Run]:
+def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
     """Read runs; they are named by their folders, or by the whole paths if names repeat.
 
+    Returns:
+        The runs, and a sentence about each folder that cannot be read.
+
     Raises:
-        ConfigError: A folder holds no run, or is named twice.
+        ConfigError: A folder is named twice.
     """
     paths = list(paths)
-    resolved = [path.resolve() for path in paths]
+    resolved = [Path(os.path.realpath(path)) for path in paths]  # a link may point to itself
     for path, place in zip(paths, resolved, strict=True):
         if resolved.count(place) > 1:
             raise ConfigError(f"The run {path} is named twice; name every run once.")
     names = [place.name for place in resolved]
     if len(set(names)) < len(names):
         names = [str(path) for path in paths]
-    runs = [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
-    return [_beside(run, runs) for run in runs]
+    runs, problems = [], []
+    for path, name in zip(paths, names, strict=True):
+        try:
+            runs.append(_read_run(path, to_utf8(name)))
+        except ConfigError as error:
+            problems.append(str(error))
+        except OSError as error:
+            problems.append(f"{error.filename or path} cannot be read: {one_line(error)}.")
+    return [_beside(run, runs) for run in runs], problems
 
 
 def best_evaluation(rows: list[Row]) -> tuple[int, float] | None:
@@ -111,49 +129,75 @@ def _read_run(path: Path, name: str) -> Run:
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; name the folder of a run (its --output_dir).")
     if not any((path / file).is_file() for file in _OWN_FILES):
-        record = _parsed(path / MEAN_FILE, json.loads)
-        if {"run", "steps"} <= record.keys():
-            return _read_mean(path, name, record)
+        origin = _mean_origin(read_table(path / MEAN_FILE, json.loads) or {})
+        if origin is not None:
+            return _read_mean(path, name, origin)
         raise ConfigError(f"{path} holds no run: none of {', '.join(_OWN_FILES)} is in it.")
     folder = RunFolder(path)
-    rows, num_unread = _read_metrics(folder.metrics)
-    lines = [line for line in _read_lines(folder.events) if line is not None]
-    config = _parsed(path / "config.toml", tomllib.loads)
-    starts: list[dict[str, Any]] = [line for line in lines if line.get("event") == "start"]
-    start = starts[-1] if starts else {}
-    checkpoints = list_checkpoints(folder.checkpoints)
-    origin = _parent(config)
-    first = origin.steps[0] if origin else 0
-    cooldown_from = None
-    if origin and config.get("cooldown_tokens"):
-        # A branch of a run in its cooldown continues the cooldown.
-        branch = (checkpoints[-1].metadata.get("branch") if checkpoints else None) or {}
-        cooldown_from = branch.get("cooldown_from", first)
-    events = logged_events(lines, saved={checkpoint.step for checkpoint in checkpoints})
-    if (best := best_evaluation(rows)) is not None:
-        text = f"lowest validation loss, {best[1]:.4f}"
-        events.append(Event(kind="best", step=best[0], text=text))
-    last = rows[-1]["step"] if rows else 0
-    events += planned_events(config, start, first=first, last=last, cooldown_from=cooldown_from)
-    return Run(
+    rows, num_unread = read_metrics(folder.metrics)
+    for key in ("tokens", "seconds"):
+        _fill_in(rows, key)
+    lines = read_events(folder.events)
+    config = read_table(path / "config.toml", tomllib.loads)
+    status = read_table(path / "status.json", json.loads)
+    starts: list[dict[str, Any]] = [line for line in lines if line["event"] == "start"]
+    tables = {"config.toml": config, "status.json": status}
+    unread = [f"{name}/{file} could not be read." for file in tables if tables[file] is None]
+    if num_unread:
+        unread.append(f"{counted(num_unread, 'line')} of {name}/metrics.jsonl could not be read.")
+    run = Run(
         name=name,
         path=path,
         rows=rows,
-        num_unread=num_unread,
-        config=config,
-        status=_parsed(path / "status.json", json.loads),
-        events=events,
-        start=start,
-        origin=origin,
+        unread=unread,
+        config=config or {},
+        status=status or {},
+        events=[],
+        start=starts[-1] if starts else {},
+        origin=_parent(config or {}),
+    )
+    return dataclasses.replace(run, events=_collect_events(run, lines))
+
+
+def _collect_events(run: Run, lines: list[dict[str, Any]]) -> list[Event]:
+    """Return the events of a run, from the lines of events.jsonl and from its other files."""
+    checkpoints = [
+        checkpoint
+        for checkpoint in list_checkpoints(RunFolder(run.path).checkpoints)
+        if is_count(checkpoint.step)
+    ]
+    first = run.origin.steps[0] if run.origin else 0
+    cooldown_from = None
+    if run.origin and is_count(run.config.get("cooldown_tokens")):
+        # A branch of a run in its cooldown continues the cooldown.
+        branch = (checkpoints[-1].metadata.get("branch") if checkpoints else None) or {}
+        began = branch.get("cooldown_from", first)
+        cooldown_from = began if is_count(began) else None
+    events = logged_events(lines, saved={checkpoint.step for checkpoint in checkpoints})
+    if (best := best_evaluation(run.rows)) is not None:
+        text = f"lowest validation loss, {best[1]:.4f}"
+        events.append(Event(kind="best", step=best[0], text=text))
+    last = run.rows[-1]["step"] if run.rows else 0
+    return events + planned_events(
+        run.config, run.start, first=first, last=last, cooldown_from=cooldown_from
     )
 
 
-def _read_mean(path: Path, name: str, record: dict[str, Any]) -> Run:
+def _mean_origin(record: dict[str, Any]) -> Origin | None:
+    """Return the run and the steps that a mean was made of; None if the record names none."""
+    run, steps = record.get("run"), record.get("steps")
+    if not isinstance(run, str) or not isinstance(steps, list) or not steps:
+        return None
+    if not all(map(is_count, steps)):
+        return None
+    return Origin(folder=Path(run), steps=tuple(steps), is_mean=True)
+
+
+def _read_mean(path: Path, name: str, origin: Origin) -> Run:
     """Return a folder that `llm.checkpoints average` has written, and `--eval_only` evaluated."""
-    origin = Origin(folder=Path(record["run"]), steps=tuple(record["steps"]), is_mean=True)
     values = {
-        key if key.startswith("task_") else f"eval_{key}": float(value)
-        for key, value in _parsed(path / "eval_results.json", json.loads).items()
+        key if key.startswith("task_") else f"eval_{key}": value
+        for key, value in read_numbers(path / "eval_results.json").items()
     }
     step = origin.steps[-1]
     row = {"step": float(step), "tokens": math.nan, "seconds": math.nan, **values}
@@ -162,7 +206,7 @@ def _read_mean(path: Path, name: str, record: dict[str, Any]) -> Run:
         name=name,
         path=path,
         rows=[row] if values else [],
-        num_unread=0,
+        unread=(),
         config={},
         status={},
         events=[Event(kind="mean", step=step, text=text)],
@@ -196,39 +240,20 @@ def _before(run: Run, runs: list[Run]) -> list[Row]:
 
 
 def _parent(config: dict[str, Any]) -> Origin | None:
-    checkpoint = Path(config.get("branch_from") or "")
-    step = step_of(checkpoint)
-    return None if step is None else Origin(folder=checkpoint.parent.parent, steps=(step,))
+    checkpoint = config.get("branch_from")
+    if not isinstance(checkpoint, str):
+        return None
+    path = Path(checkpoint)
+    step = step_of(path)
+    return Origin(folder=path.parent.parent, steps=(step,)) if is_count(step) else None
 
 
-def _read_metrics(path: Path) -> tuple[list[Row], int]:
-    """Return a row for each step in metrics.jsonl, and the number of unreadable lines."""
-    lines = [
-        line if line is not None and isinstance(line["step"], int) else None
-        for line in _read_lines(path)
-    ]
-    if lines and lines[-1] is None:
-        lines.pop()  # a running or killed run may have written half a line
-    by_step: dict[int, Row] = {}
-    for line in filter(None, lines):
-        by_step.setdefault(line["step"], {}).update(
-            (key, math.nan if value is None else float(value))
-            for key, value in line.items()
-            if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-        )
-    rows = [by_step[step] for step in sorted(by_step)]
-    # A step with only an evaluation is placed between the neighboring training reports.
-    for key in ("tokens", "seconds"):
-        known = [row for row in rows if math.isfinite(row.get(key, math.nan))]
-        steps, values = [row["step"] for row in known], [row[key] for row in known]
-        for row in rows:
-            row[key] = _between(steps, values, row["step"])
-    return rows, lines.count(None)
-
-
-def _read_lines(path: Path) -> list[dict[str, Any] | None]:
-    """Return the lines of a file that have a step; None for other lines."""
-    return [line if line and "step" in line else None for line in read_json_lines(path)]
+def _fill_in(rows: list[Row], key: str) -> None:
+    """Place the steps with only an evaluation between the neighboring training reports."""
+    known = [row for row in rows if math.isfinite(row.get(key, math.nan))]
+    steps, values = [row["step"] for row in known], [row[key] for row in known]
+    for row in rows:
+        row[key] = _between(steps, values, row["step"])
 
 
 def _between(steps: list[float], values: list[float], step: float) -> float:
@@ -244,11 +269,3 @@ def _between(steps: list[float], values: list[float], step: float) -> float:
     left = right - 1
     fraction = (step - steps[left]) / (steps[right] - steps[left])
     return values[left] + (values[right] - values[left]) * fraction
-
-
-def _parsed(path: Path, parse: Any) -> dict[str, Any]:
-    try:
-        content = parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

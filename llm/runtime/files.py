@@ -55,7 +55,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
     def read(line: str) -> dict[str, Any] | None:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return record if isinstance(record, dict) else None
 

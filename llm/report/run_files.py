@@ -1,0 +1,130 @@
+"""Reads the files of a run's folder, whatever they contain.
+
+A kill may have cut a file short, and a person or another program may have written it. A line or a
+value of another kind than the trainer writes is left out.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from llm.runtime.files import read_json_lines
+
+MAX_COUNT = 2**53
+"""Floats hold every whole number up to this one. No run counts further."""
+
+_MAX_NUMBER = 2.0**128
+"""Numbers of float32 are smaller; the libraries that draw overflow at the ends of float64."""
+
+_MAX_NAME = 240
+"""Bytes in the name of a metric, which becomes the name of a file."""
+
+_MAX_NESTING = 4
+"""A table in a list of tables has lists."""
+
+Row = dict[str, float]
+"""The lines of a step in metrics.jsonl: numbers by name, NaN if one is not finite or too large."""
+
+_EVENT_FIELDS: dict[str, tuple[type, ...]] = {
+    "event": (str,),
+    "time": (str,),
+    "step": (int,),
+    "loss": (int, float),
+    "checkpoint": (str,),
+    "skip_samples": (str,),
+    "status": (str,),
+    "reason": (str,),
+    "architecture": (str,),
+    "device": (str,),
+    "mixed_precision": (str,),
+    "global_batch_size": (int, str),
+} | dict.fromkeys(
+    ("ranks", "parameters", "total_steps", "block_size", "first_sample", "last_sample"), (int,)
+)
+"""Types of the values in events.jsonl that the report shows."""
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Return whether a value can be a number of steps, samples or tokens."""
+    return type(value) is int and 0 <= value <= MAX_COUNT
+
+
+def to_utf8(text: str) -> str:
+    """Return text with a question mark for each character that UTF-8 cannot hold."""
+    return text.encode(errors="replace").decode()
+
+
+def read_table(path: Path, parse: Callable[[str], Any]) -> dict[str, Any] | None:
+    """Return a file's values by name, without values that are nested deeply.
+
+    Args:
+        path: The file.
+        parse: Parses its text.
+
+    Returns:
+        The values; none if the file is missing. None if it cannot be read.
+    """
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(content, dict):
+        return None
+    return {name: value for name, value in content.items() if _is_nested(value, _MAX_NESTING)}
+
+
+def read_numbers(path: Path) -> Row:
+    """Return the numbers of a JSON file by name; empty if it cannot be read."""
+    return _numbers_of(read_table(path, json.loads) or {})
+
+
+def read_metrics(path: Path) -> tuple[list[Row], int]:
+    """Return the numbers of each step in metrics.jsonl, and the number of unreadable lines."""
+    lines = [
+        line if line is not None and is_count(line.get("step")) else None
+        for line in read_json_lines(path)
+    ]
+    if lines and lines[-1] is None:
+        lines.pop()  # a running or killed run may have written half a line
+    by_step: dict[int, Row] = {}
+    for line in filter(None, lines):
+        by_step.setdefault(line["step"], {}).update(_numbers_of(line))
+    return [by_step[step] for step in sorted(by_step)], lines.count(None)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of events.jsonl that name an event; other lines are left out."""
+    events = []
+    for line in filter(None, read_json_lines(path)):
+        event = {
+            name: line[name]
+            for name, types in _EVENT_FIELDS.items()
+            if type(line.get(name)) in types
+            and (type(line[name]) is not int or is_count(line[name]))
+        }
+        # The step of a stop may be unknown, and is null then.
+        if "event" in event and ("step" in event or line.get("step", 0) is None):
+            events.append(event)
+    return events
+
+
+def _numbers_of(record: dict[str, Any]) -> Row:
+    """Return the numbers of a record by name, NaN for null and for those that are too large."""
+    return {
+        to_utf8(name): math.nan if value is None or not abs(value) < _MAX_NUMBER else float(value)
+        for name, value in record.items()
+        if (value is None or type(value) in (int, float))
+        and 0 < len(name.encode(errors="replace")) <= _MAX_NAME
+    }
+
+
+def _is_nested(value: Any, depth: int) -> bool:
+    """Return whether tables and lists in a value are nested at most so deeply."""
+    children = [*value.values()] if isinstance(value, dict) else value
+    if not isinstance(children, list):
+        return True
+    return depth > 0 and all(_is_nested(child, depth - 1) for child in children)
