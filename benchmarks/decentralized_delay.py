@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.delayed_link import DelayedNetwork, why_not
+from benchmarks.gossip_convergence import link_bytes
 from benchmarks.measure import say
 from benchmarks.report import Goal, Section, table
 from llm.errors import LLMError
-from llm.extensions.decentralized.convergence import link_bytes
 from llm.extensions.decentralized.rounds import make_rounds
 
 ROOT = Path(__file__).parent.parent

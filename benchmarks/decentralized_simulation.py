@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.report import Goal, Section, table
-from llm.extensions.decentralized.convergence import (
+from benchmarks.gossip_convergence import (
     busiest_links,
     consensus_distance,
     contraction,
     link_bytes,
 )
+from benchmarks.report import Goal, Section, table
 from llm.extensions.decentralized.rounds import Round, make_rounds
 from tests.support.decentralized import mixing_matrix
 

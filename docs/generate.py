@@ -16,7 +16,6 @@ from llm.config.options import fields, format_default
 from llm.data.inspect import InspectOptions
 from llm.data.preparation.options import PrepareConfig
 from llm.data.train_tokenizer import TrainTokenizerOptions
-from llm.extensions.decentralized.topology import TopologyOptions
 from llm.fetch import FetchOptions
 from llm.generate import GenerateOptions
 from llm.jobs.options import JobOptions
@@ -35,7 +34,6 @@ PAGES = {
         PreflightOptions,
         JobOptions,
         FetchOptions,
-        TopologyOptions,
     ),
 }
 

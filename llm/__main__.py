@@ -25,16 +25,6 @@ PROGRAMS = {
 }
 
 
-def all_programs() -> dict[str, Program]:
-    """Return the programs above and those of the extensions, by name."""
-    from llm.trainers.gpt.extensions import GPTConfig  # here, since most programs need no list
-
-    found = dict(PROGRAMS)
-    for extension in GPTConfig().listed:
-        found |= extension.programs
-    return found
-
-
 @program
 def main(argv: Sequence[str]) -> int:
     """Run the program that the first argument names; return the exit code."""
@@ -45,20 +35,19 @@ def main(argv: Sequence[str]) -> int:
     if name == "--version":
         sys.stdout.write(f"llm-trainers {__version__}\n")
         return 0
-    programs = PROGRAMS if name in PROGRAMS else all_programs()
-    if name not in programs:
-        close = difflib.get_close_matches(name, programs, n=1, cutoff=0.5)
+    if name not in PROGRAMS:
+        close = difflib.get_close_matches(name, PROGRAMS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}?" if close else f"{COMMAND} --help lists them."
         raise ConfigError(f"{COMMAND} has no program named '{name}'; {hint}")
     # The program reads its arguments itself, as if you had started it directly.
     sys.argv = [f"{COMMAND} {name}", *argv[1:]]
-    module, _, function = programs[name].target.partition(":")
+    module, _, function = PROGRAMS[name].target.partition(":")
     code: int = getattr(importlib.import_module(module), function)()
     return code
 
 
 def _help() -> str:
-    rows = [f"  {name:<13}{program.purpose}\n" for name, program in all_programs().items()]
+    rows = [f"  {name:<13}{program.purpose}\n" for name, program in PROGRAMS.items()]
     return (
         f"usage: {COMMAND} PROGRAM [--OPTION VALUE ...]\n\n"
         f"programs:\n{''.join(rows)}\n"

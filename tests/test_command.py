@@ -6,10 +6,8 @@ import sys
 
 import pytest
 
-from llm.__main__ import all_programs, main
+from llm.__main__ import PROGRAMS, main
 from tests.support.package import MODULES, name_of
-
-PROGRAMS = all_programs()
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +27,7 @@ def test_every_module_that_is_a_program_has_a_name_in_the_command():
         "data.preparation.run_text",
         "tokenizers.sentencepiece",
     }
-    in_a_guide_only = {"extensions.mup.coordinate_check"}
-    named = started - {"__main__"} - by_scripts_or_runs - in_a_guide_only
+    named = started - {"__main__"} - by_scripts_or_runs
     assert modules == named | {"quickstart"}
 
 
@@ -63,7 +60,7 @@ print(json.dumps(shown))
 
 
 def test_help_and_refusals_have_the_commands_name_and_load_no_library():
-    numeric = {"jobs", "topology"}  # which may load numpy, and so come last
+    numeric = {"jobs"}  # which may load numpy, and so comes last
     helped = sorted(PROGRAMS, key=lambda name: name in numeric)
     refused = [["prepare", "--workers", "0"], ["prepare", "--input", "a.jsonl"]]
     commands = [["--help"], *refused, *([name, "--help"] for name in helped)]
@@ -98,9 +95,11 @@ def test_an_unknown_program_is_refused_in_a_sentence(words, sentence, capsys):
     assert capsys.readouterr().err == sentence
 
 
-def test_a_program_receives_its_arguments_and_returns_its_code(capsys):
-    assert main(["topology", "--name", "ring"]) == 2
+def test_a_program_receives_its_arguments_and_returns_its_code(tmp_path, capsys):
+    (tmp_path / "checkpoints").mkdir()
+
+    assert main(["checkpoints", "--name", "runs/wiki"]) == 2
     assert "no option --name" in capsys.readouterr().err
 
-    assert main(["topology", "--topology", "ring", "--ranks", "4"]) == 0
-    assert "ring" in capsys.readouterr().out
+    assert main(["checkpoints", str(tmp_path)]) == 0
+    assert "holds no checkpoint" in capsys.readouterr().out

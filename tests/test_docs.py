@@ -14,15 +14,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from llm.__main__ import all_programs
+from llm.__main__ import PROGRAMS
 from llm.checkpoints import CheckpointsOptions
 from llm.config.command_line import parse
 from llm.data.inspect import InspectOptions
 from llm.data.preparation.options import PrepareConfig
 from llm.data.preparation.options import check as check_prepare
 from llm.data.train_tokenizer import TrainTokenizerOptions, check_options
-from llm.extensions.decentralized.topology import TopologyOptions
-from llm.extensions.mup.coordinate_check import CheckOptions
 from llm.fetch import FetchOptions
 from llm.generate import GenerateOptions
 from llm.jobs.__main__ import main as write_job
@@ -40,14 +38,11 @@ from tests.support.pages import GENERATOR
 SITE = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *SITE]
 
-COMMAND_PROGRAMS = all_programs()
 OPTIONS = {
     "checkpoints": (CheckpointsOptions, "run"),
     "data.inspect": (InspectOptions, "path"),
     "data.prepare": (PrepareConfig, None),
     "data.train_tokenizer": (TrainTokenizerOptions, None),
-    "extensions.decentralized.topology": (TopologyOptions, None),
-    "extensions.mup.coordinate_check": (CheckOptions, None),
     "fetch": (FetchOptions, "folder"),
     "generate": (GenerateOptions, "run"),
     "plan": (PlanOptions, None),
@@ -167,9 +162,9 @@ def test_the_page_of_the_command_lines_names_and_shows_every_program():
         r"^\| `llm-trainers (\w+)` \|(?: `python -m llm\.(\S+)`)? \|", read(page), re.MULTILINE
     )
     shown = {program for program, _ in commands_of(page)}
-    assert sorted(name for name, _ in rows) == sorted(COMMAND_PROGRAMS)
+    assert sorted(name for name, _ in rows) == sorted(PROGRAMS)
     for name, module in rows:
-        target = COMMAND_PROGRAMS[name].target.replace("gpt.main", "gpt").replace(".__main__", "")
+        target = PROGRAMS[name].target.replace("gpt.main", "gpt").replace(".__main__", "")
         assert not module or target.startswith(f"llm.{module}:")
     assert shown == {module for _, module in rows if module}
 
@@ -177,7 +172,7 @@ def test_the_page_of_the_command_lines_names_and_shows_every_program():
 @pytest.mark.parametrize("page", PAGES, ids=name_of_page)
 def test_every_program_of_the_command_that_a_page_names_exists(page):
     named = re.findall(r"(?<![\w-])llm-trainers ([a-z]+)(?=`| -)", read(page))
-    assert set(named) <= COMMAND_PROGRAMS.keys()
+    assert set(named) <= PROGRAMS.keys()
 
 
 def test_the_page_of_the_command_lines_has_the_exit_codes_of_the_trainer():

@@ -183,8 +183,8 @@ _TENSORBOARD = "is not needed: TensorBoard's files are in the folder of --output
 # End of the sentence about each name without a counterpart. A program uses it only if it has all
 # options in it.
 REMARKS = {
-    "coordinate_check": "is a program, which checks --mup: python -m "
-    "llm.extensions.mup.coordinate_check",
+    "coordinate_check": "is a program of a clone, which checks --mup: python -m "
+    "benchmarks.coordinate_check",
     "cpu": _HIDE_GPUS,
     "data_seed": "is not needed: --seed fixes the order of --train_file and other data too",
     "dataloader_num_workers": _WORKERS,

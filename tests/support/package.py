@@ -27,7 +27,6 @@ PROGRAMS = {
     "data.inspect",
     "data.prepare",
     "data.train_tokenizer",
-    "extensions.mup.coordinate_check",
 }
 
 # The extensions that an extension may import: whoever deletes one of these deletes that first.

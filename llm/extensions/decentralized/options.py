@@ -6,7 +6,6 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from llm.config.options import option, option_group
-from llm.config.program import Program
 from llm.errors import CheckpointError, ConfigError
 from llm.extensions.decentralized.rounds import Round, Topology, check_topology, make_rounds
 from llm.optim.options import ELEMENTWISE_WITH_BETAS, OptimizerKind
@@ -36,7 +35,7 @@ class DecentralizedOptions(Extension):
     )
     topology: Topology = option(
         "ring",
-        "Ranks that average in each step of gossip; `llm-trainers topology` shows them.",
+        "Ranks that average in each step of gossip.",
         requires=("data_parallel=gossip",),
     )
     gossip_order: Literal["overlap", "blocking"] = option(
@@ -74,12 +73,6 @@ class DecentralizedOptions(Extension):
     )
 
     OPTIMIZERS: ClassVar[Mapping[str, OptimizerKind]] = {"accumadamw": ELEMENTWISE_WITH_BETAS}
-    programs: ClassVar[Mapping[str, Program]] = {
-        "topology": Program(
-            "llm.extensions.decentralized.topology:main",
-            "show the properties of a gossip topology",
-        )
-    }
 
     @property
     def several_models(self) -> str | None:

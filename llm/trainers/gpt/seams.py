@@ -6,13 +6,12 @@ calls extensions in the order of that list.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from llm.config.program import Program
 from llm.parallel.dims import parallel_dims
 from llm.parallel.layout import Layout
 from llm.trainers.gpt.config import CoreConfig
@@ -213,13 +212,11 @@ class Extension(CoreConfig):
         MEMORY_KINDS: Kinds of memory that the plan shows for its optimizer.
         fetch_options: Options that `python -m llm.fetch` takes too.
         saved_weights: Further weights in checkpoints.
-        programs: Its programs, by their names in the command.
     """
 
     MEMORY_KINDS: ClassVar[tuple[str, ...]] = ()
     fetch_options: ClassVar[type | None] = None
     saved_weights: ClassVar[SavedWeights | None] = None
-    programs: ClassVar[Mapping[str, Program]] = {}
 
     @property
     def listed(self) -> "Sequence[type[Extension]]":

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from llm.errors import ConfigError
-from llm.extensions.decentralized.convergence import (
+from benchmarks.gossip_convergence import (
     average,
     busiest_links,
     consensus_distance,
     contraction,
     link_bytes,
 )
+from llm.errors import ConfigError
 from llm.extensions.decentralized.rounds import TOPOLOGIES, check_topology, make_rounds
 from tests.support.decentralized import mixing_matrix
 

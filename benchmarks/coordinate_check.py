@@ -1,6 +1,6 @@
 """The coordinate check of muP: the size of activations in the first steps, by width.
 
-`python -m llm.extensions.mup.coordinate_check --model_type gpt2 --mup --mup_base_width 64`
+`python -m benchmarks.coordinate_check --model_type gpt2 --mup --mup_base_width 64`
 
 Exit codes: 0 on success; 2 if an option cannot work, or the picture cannot be written.
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(
         CheckOptions,
         argv,
-        prog="python -m llm.extensions.mup.coordinate_check",
+        prog="python -m benchmarks.coordinate_check",
         description="Train models of several widths for some steps, with and without --mup, and "
         "plot the sizes of their activations.",
         inherit=preset_options,

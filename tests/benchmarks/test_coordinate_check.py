@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llm.extensions.mup.coordinate_check import activation_sizes, main
+from benchmarks.coordinate_check import activation_sizes, main
 from llm.plan.__main__ import main as plan
 from llm.trainers.gpt.extensions import GPTConfig
 
@@ -79,4 +79,4 @@ def test_what_cannot_be_checked_is_refused_in_a_sentence(arguments, complaint, c
 
 def test_the_plan_names_the_program_that_checks(capsys):
     assert plan([*SMALL, "--coordinate_check"]) == 2
-    assert "python -m llm.extensions.mup.coordinate_check" in capsys.readouterr().err
+    assert "python -m benchmarks.coordinate_check" in capsys.readouterr().err

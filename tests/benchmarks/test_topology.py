@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from llm.extensions.decentralized import topology
+from benchmarks import topology
 
 EXP_ON_EIGHT = """\
 exp: 8 ranks, 4 in a node
@@ -90,7 +90,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path, capsys):
 
 def test_help_does_not_import_torch():
     code = (
-        "import sys; from llm.extensions.decentralized import topology\n"
+        "import sys; from benchmarks import topology\n"
         "try: topology.main(['--help'])\n"
         "finally: assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
     )

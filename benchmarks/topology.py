@@ -1,6 +1,6 @@
 """Shows the rounds, the convergence and the traffic of a topology of gossip.
 
-`python -m llm.extensions.decentralized.topology --topology exp --ranks 16 --ranks_per_node 4`
+`python -m benchmarks.topology --topology exp --ranks 16 --ranks_per_node 4`
 
 Exit codes: 0 on success; 2 for an option that cannot work, or a file that cannot be written.
 """
@@ -12,17 +12,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from llm.config.command_line import parse
-from llm.config.options import option, option_group
-from llm.config.program import program
-from llm.errors import ConfigError
-from llm.extensions.decentralized.convergence import (
+from benchmarks.gossip_convergence import (
     busiest_links,
     consensus_distance,
     contraction,
     link_bytes,
     node_link_bytes,
 )
+from llm.config.command_line import parse
+from llm.config.options import option, option_group
+from llm.config.program import program
+from llm.errors import ConfigError
 from llm.extensions.decentralized.rounds import Round, Topology, check_topology, make_rounds
 
 _SHOWN_ROUNDS = 24
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(
         TopologyOptions,
         argv,
-        prog="python -m llm.extensions.decentralized.topology",
+        prog="python -m benchmarks.topology",
         description="Show the groups of ranks that average, how fast they converge, and the "
         "traffic on links.",
     )
