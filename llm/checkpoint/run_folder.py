@@ -14,7 +14,7 @@ from typing import IO, Literal
 from llm.checkpoint.retention import clear_leftovers
 from llm.config.options import is_too_long
 from llm.errors import CheckpointError, ConfigError, DataError
-from llm.runtime.files import delete, sync, try_lock, write_whole
+from llm.runtime.files import delete, sync, sync_folder, try_lock, write_whole
 from llm.runtime.logging import append_event
 
 Status = Literal["running", "finished", "preempted", "failed"]
@@ -56,6 +56,7 @@ class RunFolder:
         self.path = path
         self.is_open = False
         self.checkpoints = path / "checkpoints"
+        self._abandoned = path / ".checkpoints.abandoned"
         self.stacks = path / "stacks"
         self.wandb = path / "wandb" / "run.json"
         self.metrics = path / "metrics.jsonl"
@@ -132,7 +133,8 @@ class RunFolder:
             )
 
     def _holds_run(self) -> bool:
-        return "pid" in self._status() or any(self.checkpoints.glob("step_*/manifest.json"))
+        has_checkpoints = any(self.checkpoints.glob("step_*/manifest.json"))
+        return "pid" in self._status() or has_checkpoints or self._abandoned.exists()
 
     def _own_files(self) -> tuple[list[Path], list[Path]]:
         """Return the files of a training and the files of an export.
@@ -187,7 +189,7 @@ class RunFolder:
         Raises:
             ConfigError: The run is finished.
         """
-        if self._status().get("status") == "finished":
+        if self._status().get("status") == "finished" and not self._abandoned.exists():
             raise ConfigError(
                 f"--resume_from_checkpoint: {self.path} holds a finished run without checkpoints, "
                 "so there is nothing to resume from; remove it with --overwrite_output_dir, or "
@@ -258,21 +260,49 @@ class RunFolder:
         """
         try:
             if overwrite:
-                # status.json marks the folder as a run, even if a kill interrupts the removal.
-                for path in self._of_training():
-                    if path.name != "status.json":
-                        delete(path)
-                for name in _FOLDERS:
-                    with contextlib.suppress(OSError):  # missing, or it contains files of the user
-                        (self.path / name).rmdir()
+                self._abandon_run()
+            if self._abandoned.exists():  # now, or by a start that was killed in between
+                self._remove_records()
             for leftover in self.path.glob(".*.tmp"):  # from a killed process
                 if re.fullmatch(_LEFTOVERS, leftover.name):
                     leftover.unlink()
             clear_leftovers(self.checkpoints)  # now, since the next lines need room on the disk
             self.write_status("running")
+            self._remove_abandoned()
             write_whole(self.path / "config.toml", config)
         except OSError as error:
             raise self._unwritable(error) from error
+
+    def _abandon_run(self) -> None:
+        """Take all checkpoints of the former run away by one rename, so that no start resumes it.
+
+        Until `_remove_abandoned`, each start knows by their folder that the run is to be removed.
+        """
+        if self.checkpoints.exists() and not self._abandoned.exists():
+            self.checkpoints.rename(self._abandoned)
+        self._abandoned.mkdir(exist_ok=True)
+        sync_folder(self.path)
+
+    def _remove_records(self) -> None:
+        """Remove what the former run has written, except its abandoned checkpoints."""
+        for path in self._of_training():
+            if path.name != "status.json":  # which marks the folder as a run
+                delete(path)
+        for name in _FOLDERS:
+            with contextlib.suppress(OSError):  # missing, or it contains files of the user
+                (self.path / name).rmdir()
+
+    def _remove_abandoned(self) -> None:
+        """Remove abandoned checkpoints, and give files of the user their former place back."""
+        if not self._abandoned.exists():
+            return
+        for path in self._abandoned.iterdir():
+            if re.fullmatch(_FOLDERS["checkpoints"], path.name):
+                delete(path)
+            else:
+                self.checkpoints.mkdir(exist_ok=True)
+                path.rename(self.checkpoints / path.name)
+        self._abandoned.rmdir()
 
     def write_status(
         self, status: Status, *, reason: str | None = None, step: int | None = None

@@ -1,7 +1,10 @@
 import errno
+import itertools
 import json
 import os
+import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -148,6 +151,61 @@ def test_each_start_removes_what_a_killed_save_has_left(tmp_path):
     run.open(overwrite=False, config="seed = 1\n")
 
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000002"]
+
+
+CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
+
+
+def overwrite_until(run: RunFolder, moment: int) -> bool:
+    """Overwrite a run in a process that is killed before one of its changes to the file system.
+
+    Returns whether it was killed.
+    """
+    child = os.fork()
+    if child == 0:
+        count = itertools.count()
+
+        def kill(event: str, args: tuple[object, ...]) -> None:
+            creates = event == "open" and isinstance(args[2], int) and args[2] & os.O_CREAT
+            if (event in CHANGES or creates) and next(count) == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(kill)
+        run.open(overwrite=True, config="seed = 2\n")
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def test_a_kill_while_overwriting_leaves_the_whole_run_or_none(tmp_path):
+    for moment in itertools.count():
+        run = RunFolder(tmp_path / str(moment))
+        for step in (1, 2, 3):
+            (run.checkpoints / f"step_{step:08d}").mkdir(parents=True)
+            (run.checkpoints / f"step_{step:08d}" / "manifest.json").write_text("{}")
+        for name in ("checkpoints/mine.txt", "metrics.jsonl", "log.txt"):
+            (run.path / name).write_text("text")
+        run.open(overwrite=False, config="seed = 1\n")
+        run.write_status("finished")
+
+        killed = overwrite_until(run, moment)
+
+        steps = sorted(path.name for path in run.checkpoints.glob("step_*"))
+        if steps:
+            assert len(steps) == 3
+            assert run.metrics.read_text() == "text"
+            assert (run.path / "config.toml").read_text() == "seed = 1\n"
+            continue
+        run.check(resume=True, overwrite=False)
+        run.check_unfinished()
+        run.open(overwrite=False, config="seed = 2\n")
+        assert {str(p.relative_to(run.path)) for p in run.path.rglob("*") if p.is_file()} == {
+            "checkpoints/mine.txt",
+            "config.toml",
+            "status.json",
+        }
+        if not killed:
+            break
+    assert moment > 12
 
 
 def test_overwriting_does_not_follow_links(tmp_path):
