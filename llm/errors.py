@@ -1,7 +1,14 @@
-"""The errors that this package raises on purpose.
+"""The errors that this package raises on purpose, and sentences for the system's errors.
 
 Each message is a full sentence that names the option, its value and what to do.
 """
+
+import errno
+import io
+import os
+import re
+import traceback
+from typing import Any
 
 
 class LLMError(Exception):
@@ -75,12 +82,101 @@ def one_line(error: BaseException) -> str:
 
     If it wraps errors of several ranks, the first one is returned.
     """
-    failures = getattr(error, "failures", None)  # of torch.distributed.checkpoint
-    if failures:
-        error = next(iter(failures.values()))[0]
+    error = _first_failure(error)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, KeyError):  # its text is the key alone
         return f"the key {error} is missing"
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return text if len(text) <= 240 else f"{text[:237]}..."
+
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_REMEDIES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space, or ask for a larger quota",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EROFS: "name a path on another file system",
+    errno.EACCES: "ask for the permission, or name another path",
+    errno.EPERM: "ask for the permission, or name another path",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENOMEM: "free some memory, or raise the limit on it (ulimit -v)",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+_FAILED_STORAGE = (
+    *(errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET),
+    *(errno.ECONNABORTED, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENODEV, errno.ENXIO),
+)
+_REMEDIES |= dict.fromkeys(
+    _FAILED_STORAGE,
+    "the disk, or the server of the file system, has failed: start again when it works",
+)
+
+
+def explain_os_error(error: OSError) -> str:
+    """Return a sentence about an error of the operating system: path, reason and remedy."""
+    if error.errno is None:  # a library's error, which is complete
+        return f"{one_line(error)}."
+    place, path = _place_of(error), _path_of(error)
+    if path is not None:
+        verb = "written" if error.errno in _UNWRITABLE else "used"
+        place = f"{path} cannot be {verb}"
+        if error.filename2 is not None:
+            place = f"{path} cannot be renamed to {error.filename2}"
+    remedy = f"; {_REMEDIES[error.errno]}" if error.errno in _REMEDIES else ""
+    return f"{place}: {one_line(error)}{remedy}."
+
+
+def os_error_remedy(error: OSError) -> str:
+    """Return what a user can do about an error of the operating system, as an imperative."""
+    return _REMEDIES.get(error.errno or 0, "check the path")
+
+
+def one_line_with_path(error: BaseException) -> str:
+    """Return what `one_line` does, after the path if the operating system has refused a file."""
+    error = _first_failure(error)
+    path = _path_of(error) if isinstance(error, OSError) else None
+    return one_line(error) if path is None else f"{path}: {one_line(error)}"
+
+
+def os_error_in(error: BaseException, path: object) -> OSError | None:
+    """Return the error of the operating system that another library's error describes, or None.
+
+    Libraries in Rust and C++ raise their own errors, with the system's in the text.
+
+    Args:
+        error: The library's error.
+        path: The file or folder that the library was using.
+    """
+    error = _first_failure(error)
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, error.strerror, error.filename or str(path))
+    for number in re.findall(r"\((?:os error )?(\d{1,3})\)", str(error)):
+        if (reason := os.strerror(int(number))) in str(error):
+            return OSError(int(number), reason, str(path))
+    return None
+
+
+def _first_failure(error: BaseException) -> BaseException:
+    failures: Any = getattr(error, "failures", None)  # of torch.distributed.checkpoint
+    return next(iter(failures.values()))[0] if failures else error
+
+
+def _path_of(error: OSError) -> str | None:
+    """Return the path of an error. A failed read or write has none, but its function has a file."""
+    if error.filename is not None:
+        return str(error.filename)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for value in frames[-1].f_locals.values() if frames else ():
+        if isinstance(value, io.IOBase):
+            name = getattr(value, "name", None)
+            if isinstance(name, str | os.PathLike):
+                return os.fspath(name)
+    return None
+
+
+def _place_of(error: OSError) -> str:
+    """Return which function has raised an error that has no path."""
+    calls = traceback.extract_tb(error.__traceback__)
+    place = f" in {calls[-1].name} ({calls[-1].filename}:{calls[-1].lineno})" if calls else ""
+    return f"A call of the system{place} failed"

@@ -1,9 +1,10 @@
 """Finds, verifies and loads checkpoints."""
 
+import contextlib
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from llm.checkpoint.format import (
     read_manifest,
     split_state,
 )
-from llm.errors import CheckpointError, ParallelError, one_line
+from llm.errors import CheckpointError, ParallelError, explain_os_error, one_line, os_error_in
 from llm.runtime.agreement import gather
 from llm.runtime.world import world_from_environment
 
@@ -217,7 +218,8 @@ def read_tensors(
         of: Prefixes of paths. Some rank must read every tensor below them.
 
     Raises:
-        CheckpointError: It contains other tensors, or tensors with other shapes or types.
+        CheckpointError: It contains other tensors, or tensors with other shapes or types; or the
+            system refuses to read it.
     """
     import torch
     from torch import distributed
@@ -229,11 +231,13 @@ def read_tensors(
     reader = HuggingFaceStorageReader(str(checkpoint.path))
     planner = DefaultLoadPlanner()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _quiet_root_logger():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             alone = not (distributed.is_available() and distributed.is_initialized())
             load(dict(tensors), storage_reader=reader, planner=planner, no_dist=alone)
     except CheckpointException as error:
+        if (failure := os_error_in(error, checkpoint.path)) is not None:
+            raise CheckpointError(explain_os_error(failure)) from error
         raise CheckpointError(
             f"{checkpoint.path} does not fit this model or optimizer: {one_line(error)}."
         ) from error
@@ -249,3 +253,15 @@ def read_tensors(
         raise CheckpointError(
             f"{checkpoint.path} does not fit this model or optimizer, which has no {unread[0]}."
         )
+
+
+@contextlib.contextmanager
+def _quiet_root_logger() -> Iterator[None]:
+    """Keep back the stack that torch logs before it raises an error."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.setLevel(level)

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import logging
 import os
 import re
 import socket
@@ -13,9 +14,11 @@ from typing import IO, Literal
 
 from llm.checkpoint.retention import clear_leftovers
 from llm.config.options import is_too_long
-from llm.errors import CheckpointError, ConfigError, DataError
+from llm.errors import CheckpointError, ConfigError, DataError, explain_os_error
 from llm.runtime.files import delete, sync, sync_folder, try_lock, write_whole
 from llm.runtime.logging import append_event
+
+logger = logging.getLogger("llm")
 
 Status = Literal["running", "finished", "preempted", "failed"]
 
@@ -42,7 +45,7 @@ MODEL_FILES = (
     r"|chat_template\.(jinja|json)|additional_chat_templates|(configuration|modeling|tokenization)_\w+\.py"
 )
 """Pattern of the file names in an exported model with its tokenizer."""
-_LEFTOVERS = rf"\.({'|'.join(_FILES)}|README\.md)\.\d+\.tmp"
+_LEFTOVERS = rf"\.({'|'.join(_FILES)}|README\.md)\.[0-9a-f]+\.tmp"
 
 
 class RunFolder:
@@ -250,7 +253,7 @@ class RunFolder:
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> DataError:
-        return DataError(f"--output_dir {self.path} cannot be written to: {error.strerror}.")
+        return DataError(f"--output_dir: {explain_os_error(error)}")
 
     def open(self, *, overwrite: bool, config: str) -> None:
         """Remove an earlier run, and write status and configuration of this one.
@@ -332,7 +335,10 @@ class RunFolder:
                 file.truncate()
                 sync(file)
         if status != "running":
-            append_event(self.events, "stop", step=step, status=status, reason=reason)
+            try:
+                append_event(self.events, "stop", step=step, status=status, reason=reason)
+            except OSError as error:  # the status counts, and it is written
+                logger.warning(f"The end of the run has no event: {explain_os_error(error)}")
 
 
 def run_around(path: Path) -> Path | None:

@@ -37,7 +37,7 @@ from llm.checkpoint.snapshot import (
     copy_to_host,
     is_finite,
 )
-from llm.errors import CheckpointError, NotFiniteError, one_line
+from llm.errors import CheckpointError, NotFiniteError, one_line_with_path
 from llm.runtime.agreement import gather, is_shared, on_all_ranks
 from llm.runtime.files import sync_file, sync_folder
 from llm.runtime.logging import event
@@ -318,7 +318,7 @@ class Saver:
             except (Exception, CheckpointException) as error:  # it is not a subclass of Exception
                 if is_shared(error):
                     raise
-                raise CheckpointError(one_line(error)) from error
+                raise CheckpointError(one_line_with_path(error)) from error
 
         try:
             on_all_ranks(explained, group=self._group)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from llm.config.terminal import accept_any_text, discard_output, text_for
-from llm.errors import LLMError, one_line
+from llm.errors import LLMError, explain_os_error
 
 COMMAND = "llm-trainers"
 """The command that starts every program by its name."""
@@ -51,8 +51,7 @@ def program(main: Callable[[Sequence[str]], int]) -> Main:
             sys.stderr.write(text_for(sys.stderr, f"error: {error}\n"))
             return 2
         except OSError as error:
-            place = f"{error.filename} cannot be used: " if error.filename else ""
-            sys.stderr.write(f"error: {place}{one_line(error)}.\n")
+            sys.stderr.write(text_for(sys.stderr, f"error: {explain_os_error(error)}\n"))
             return 2
         except KeyboardInterrupt:
             sys.stderr.write("Interrupted.\n")

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from llm.data.formats.megatron import add_suffix
 from llm.data.formats.sidecar import damage
-from llm.errors import DataError
+from llm.errors import DataError, one_line, os_error_remedy
 from llm.runtime.agreement import gather, on_all_ranks
 from llm.runtime.files import sync_folder, try_lock
 from llm.runtime.world import world_from_environment
@@ -123,8 +123,8 @@ class TokenCache:
             yield
         except OSError as error:
             raise DataError(
-                f"The token cache in {self.folder} cannot be written ({error.strerror or error}); "
-                f"free some space there, or choose another folder with {_OPTION}."
+                f"The token cache in {self.folder} cannot be written ({one_line(error)}); "
+                f"{os_error_remedy(error)}, or choose another folder with {_OPTION}."
             ) from error
 
     def _is_done(self, folder: Path) -> bool:

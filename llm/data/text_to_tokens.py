@@ -10,7 +10,6 @@ import logging
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -31,6 +30,7 @@ from llm.data.text_identity import (
     stamp,
 )
 from llm.errors import DataError
+from llm.runtime.files import temporary_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -203,7 +203,7 @@ class TextEncoding:
                 backend = getattr(self.tokenizer, "backend_tokenizer", None)
                 saved = None
                 if backend is None:
-                    saved = stack.enter_context(tempfile.TemporaryDirectory())
+                    saved = str(stack.enter_context(temporary_folder()))
                     self.tokenizer.save_pretrained(saved)
                 tokenizer = TokenizerCopy(
                     name=self.tokenizer.name_or_path,

@@ -18,7 +18,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from llm.errors import os_error_in
 from llm.models.transforms import Transform
+from llm.runtime.files import sync
 from llm.tokenizers.save_tokenizer import save_next_to_model
 
 ExportType = Literal["fp32", "bf16", "fp16"]
@@ -82,8 +84,8 @@ def export_model(
         _move_into_place(staging, folder)
     except Exception as error:
         # Libraries in Rust raise other errors if a file cannot be written.
-        if refused := re.search(r"\(os error (\d+)\)", str(error)):
-            raise OSError(int(refused[1]), os.strerror(int(refused[1])), str(folder)) from error
+        if (refused := os_error_in(error, folder)) is not None:
+            raise refused from error
         raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -110,7 +112,7 @@ def _move_into_place(staging: Path, folder: Path) -> None:
         # safetensors creates files that only the owner can read; the umask should decide.
         file.chmod(0o666 & ~umask)
         with file.open("rb") as handle:
-            os.fsync(handle.fileno())  # sync before the rename, in case of a power cut
+            sync(handle)  # sync before the rename, in case of a power cut
         target = folder / file.relative_to(staging)
         target.parent.mkdir(exist_ok=True)
         os.replace(file, target)

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from llm import errors
-from llm.errors import LLMError, ParallelError, PeerLostError, one_line
+from llm.errors import LLMError, ParallelError, PeerLostError, explain_os_error, one_line
 from llm.runtime.world import world_from_environment
 
 if TYPE_CHECKING:
@@ -111,6 +111,8 @@ def _exchange(
     told = None
     if isinstance(error, LLMError):
         told = type(error).__name__, str(error)
+    elif isinstance(error, OSError):
+        told = "ParallelError", f"Rank {_rank()} has failed: {explain_os_error(error)}"
     elif error is not None:
         message = f"Rank {_rank()} has failed: {type(error).__name__}: {one_line(error)}."
         told = "ParallelError", message

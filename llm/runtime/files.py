@@ -1,17 +1,31 @@
 """Files that survive a kill and a power cut: atomic writes, fsync, locks, checksums."""
 
+import contextlib
 import errno
 import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
+import secrets
 import shutil
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from llm.errors import LLMError, os_error_in
+
 _POLL_SECONDS = 0.1  # between two attempts to lock a file
+_NO_SYNC_OF_FOLDERS = (
+    *(errno.EINVAL, errno.EBADF),  # PostgreSQL ignores these two, LevelDB EINVAL, SQLite any error
+    *(errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS),
+)
+_unsynced_devices: set[int] = set()  # which a warning has named
+
+logger = logging.getLogger("llm")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -20,18 +34,46 @@ def write_whole(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Nobody can guess the name, and "x" follows no link that has it already.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             # Before the rename: otherwise a power cut can leave the new name on an empty file.
             sync(file)
         temporary.replace(path)
-    except OSError as error:
-        error.filename = str(path)  # a message must not show the temporary name
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            # A message must not show the temporary name.
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
-    finally:
-        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yield a folder for temporary files, which exists for the context.
+
+    Raises:
+        OSError: It cannot be written; the error names the folder and TMPDIR, which chooses it.
+    """
+    with contextlib.ExitStack() as stack:
+        place = "The folder for temporary files (TMPDIR)"
+        try:
+            place = f"{tempfile.gettempdir()} (TMPDIR)"
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, place) from error
+        try:
+            yield folder
+        except LLMError:
+            raise
+        except Exception as error:
+            refused = os_error_in(error, place)
+            if refused is None or not str(refused.filename).startswith((str(folder), place)):
+                raise
+            raise OSError(refused.errno, refused.strerror, place) from error
 
 
 def end_last_line(path: Path) -> None:
@@ -71,18 +113,45 @@ def json_safe(value: Any) -> Any:
 
 
 def sync(file: IO[bytes] | IO[str]) -> None:
-    """Return when everything written to an open file is on the disk."""
+    """Return when everything written to an open file is on the disk.
+
+    Raises:
+        OSError: It cannot be written; the error names the file.
+    """
     file.flush()
-    os.fsync(file.fileno())
+    _fsync(file.fileno(), file.name)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the renames and new files in a folder survive a power cut."""
+    """Make the renames and new files in a folder survive a power cut.
+
+    Some file systems cannot sync a folder. As in databases, the first such folder causes a warning.
+
+    Raises:
+        OSError: The disk fails; the error names the folder.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        _fsync(descriptor, folder)
+    except OSError as error:
+        if error.errno not in _NO_SYNC_OF_FOLDERS:
+            raise
+        device = os.fstat(descriptor).st_dev
+        if device not in _unsynced_devices:
+            _unsynced_devices.add(device)
+            logger.warning(
+                f"The file system of {folder} cannot sync folders ({error.strerror}): after a "
+                "power cut, the newest files may be missing."
+            )
     finally:
         os.close(descriptor)
+
+
+def _fsync(descriptor: int, path: str | Path) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror} in fsync", str(path)) from error
 
 
 def delete(path: Path) -> None:
@@ -96,7 +165,7 @@ def delete(path: Path) -> None:
 def sync_file(path: Path) -> tuple[int, str]:
     """Write a file through to the disk; return its size in bytes and its checksum."""
     with path.open("rb") as file:
-        os.fsync(file.fileno())
+        _fsync(file.fileno(), path)
     return path.stat().st_size, checksum(path)
 
 

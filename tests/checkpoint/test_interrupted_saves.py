@@ -202,7 +202,8 @@ def test_an_error_of_one_rank_is_reported_by_all_and_survived(tmp_path):
             "raised: The state of step 7 is not saved because part/layer.7 is not finite",
         ]
         assert len(said) == len(expected)
-        assert all(line.startswith(start) for line, start in zip(said, expected, strict=True))
+        for line, part in zip(said, expected, strict=True):
+            assert part in line
     assert steps(tmp_path) == [1, 3]
     assert newest_valid(tmp_path).step == 3
 

@@ -297,3 +297,29 @@ def test_checkpoints_after_the_resumed_step_are_marked_superseded(tmp_path):
         "step_00000004.superseded",
         "step_00000006.superseded",
     ]
+
+
+def test_memory_without_room_for_a_checkpoint_is_one_sentence(tmp_path, monkeypatch):
+    def refuse(*args, **options):
+        raise RuntimeError("unable to mmap 305904 bytes from file <x>: Cannot allocate memory (12)")
+
+    checkpoint = read_valid(save(tmp_path, 1))
+    monkeypatch.setattr("safetensors.safe_open", refuse)
+
+    with pytest.raises(CheckpointError) as caught:
+        load_state(checkpoint, {"part": filled(0.0)})
+
+    assert str(caught.value) == (
+        f"{checkpoint.path} cannot be used: Cannot allocate memory; free some memory, or raise the "
+        "limit on it (ulimit -v)."
+    )
+
+
+def test_torch_shows_no_stack_of_a_checkpoint_that_cannot_be_read(tmp_path, caplog):
+    checkpoint = read_valid(save(tmp_path, 1))
+    (checkpoint.path / SHARD).write_bytes(b"")
+
+    with pytest.raises(CheckpointError):
+        load_state(checkpoint, {"part": filled(0.0)})
+
+    assert "Global metadata is not found" not in caplog.text

@@ -18,7 +18,12 @@ from llm.errors import ConfigError
             2,
             "error: text.txt cannot be used: No such file or directory.\n",
         ),
-        (OSError(28, "No space left on device"), 2, "error: No space left on device.\n"),
+        (
+            OSError(30, "Read-only file system", "out/page.html"),
+            2,
+            "error: out/page.html cannot be written: Read-only file system; name a path on another "
+            "file system.\n",
+        ),
         (OSError("gpt2 is no model.\nSee the hub."), 2, "error: gpt2 is no model. See the hub.\n"),
         (KeyboardInterrupt(), 130, "Interrupted.\n"),
     ],

@@ -262,7 +262,7 @@ def test_a_full_disk_is_one_sentence_and_finished_shards_are_kept(tmp_path, limi
     with SPAWN.Pool(1) as pool:
         message = pool.apply(error_on_a_full_disk, (limit, prepare_much, tmp_path / "wiki"))
 
-    assert "wiki cannot be written (File too large); free some space or choose" in message
+    assert "wiki cannot be written (File too large); raise the limit on the size of" in message
     done = len(list((tmp_path / "wiki.parts").glob("[0-9]*.json")))
     assert done == (0 if limit == 10_000 else 5)
     assert names(tmp_path) == (["wiki.parts"] if done else [])

@@ -22,7 +22,7 @@ def test_lines_that_cannot_be_written_are_written_later(tmp_path, monkeypatch, c
 
     assert steps_in(path) == [1, 2, 3, 4]
     assert caplog.messages == [
-        f"{path} cannot be written (No space left on device). Training continues, and its lines "
+        f"{path} cannot be written (No space left on device in fsync). Training continues, and its lines "
         "are kept in memory until they can be written."
     ]
 
@@ -38,7 +38,7 @@ def test_lines_that_are_never_written_fail_each_save_and_are_reported(
     with pytest.raises(OSError, match=r"No space left on device.*metrics\.jsonl"):
         file.flush()
     file.close()
-    assert caplog.messages[-1] == f"Lines are missing in {path} (No space left on device)."
+    assert caplog.messages[-1] == f"Lines are missing in {path} (No space left on device in fsync)."
 
 
 def test_metrics_after_the_checkpoint_and_a_truncated_line_are_dropped(tmp_path):

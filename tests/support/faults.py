@@ -6,6 +6,7 @@ themselves; a process that a launcher starts finds them in its environment, see
 """
 
 import dataclasses
+import errno
 import functools
 import importlib
 import json
@@ -23,7 +24,7 @@ VARIABLE = "LLM_TEST_FAULTS"
 
 What = Literal[
     *("SIGKILL", "SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGSTOP"),
-    *("wait", "nan", "small files", "large files", "note", "out of memory"),
+    *("wait", "nan", "small files", "large files", "note", "out of memory", "disk error"),
 ]
 
 
@@ -36,7 +37,8 @@ class Fault:
             its name up.
         what: A signal to this process; `wait` for so many seconds; `nan` in what the function
             returns; `small files`, the largest of so many bytes, until `large files` lifts that;
-            `note` the call; or `out of memory`, raised as torch raises it on a GPU.
+            `note` the call; `out of memory`, raised as torch raises it on a GPU; or a
+            `disk error`, raised as Python raises it after a failed read.
         call: Which call of the function, counted from 1 in each process; 0 is every one.
         rank: On which rank; None is every one.
         amount: Seconds by which a signal comes later; seconds to wait; or bytes.
@@ -121,6 +123,8 @@ def _happen(fault: Fault) -> None:
         import torch  # here, since every process of a launch imports this module
 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    elif fault.what == "disk error":
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
     elif fault.what != "note":
         number = signal.Signals[fault.what]
         if fault.amount:

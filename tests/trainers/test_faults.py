@@ -98,3 +98,26 @@ def test_a_run_that_stopped_on_nan_gradients_fails_again_when_restarted(bench):
 
     more = bench.train_well("creeping", max_skipped_steps=4, **options)
     assert more.metrics[-1]["skipped_steps"] == 2
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.faults)])
+def test_a_failing_disk_ends_a_run_with_one_sentence(bench, ranks):
+    last = ranks - 1
+    fault = Fault(at="llm.data.corpus:Samples.read", what="disk error", call=9, rank=last)
+
+    run = bench.train(f"unread-{ranks}", ranks=ranks, faults=[fault], **OPTIONS)
+
+    assert run.codes[last] == 2, run.output
+    assert "Traceback" not in run.output
+    assert run.outcomes[last].output.count("error: A call of the system in ") == 1
+    assert "Input/output error; the disk, or the server of the file system," in run.output
+    assert run.read_json("status.json")["status"] == "failed"
+
+
+def test_a_run_whose_last_event_has_no_room_is_finished(bench):
+    full = Fault(at="llm.checkpoint.run_folder:append_event", what="disk error")
+
+    run = bench.train_well("no-room", faults=[full], **OPTIONS | {"max_train_steps": 4})
+
+    assert "The end of the run has no event: " in run.output
+    assert run.read_json("status.json")["status"] == "finished"

@@ -8,7 +8,6 @@ PREFIX.parts/out.*         the result, before it is renamed
 Several ranks can work in one folder; `shares` describes how they agree.
 """
 
-import errno
 import json
 import logging
 import os
@@ -44,7 +43,7 @@ from llm.data.preparation.tokenize_shards import Cluster, Totals, tokenize_shard
 from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.sources import Source, check_unchanged
 from llm.data.text_identity import SHARD_BYTES, Recipe, recipe, recipe_digest
-from llm.errors import ConfigError, DataError, LLMError
+from llm.errors import ConfigError, DataError, LLMError, one_line, os_error_remedy
 from llm.runtime.files import try_lock, write_whole
 from llm.runtime.logging import counted
 
@@ -117,13 +116,9 @@ def prepare_files(
 
 def _write_error(error: OSError, output: Output) -> DataError:
     """Return the error for a file of an output that cannot be written."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        remedy = "free some space or"
-    else:
-        remedy = "check the path and its permissions, or"
     return DataError(
-        f"{error.filename or output.prefix} cannot be written ({error.strerror or error}); "
-        f"{remedy} choose another {output.option}."
+        f"{error.filename or output.prefix} cannot be written ({one_line(error)}); "
+        f"{os_error_remedy(error)}, or choose another {output.option}."
     )
 
 

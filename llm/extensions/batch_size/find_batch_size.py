@@ -14,7 +14,6 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 from contextlib import closing
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from llm.extensions.batch_size.trial import trial_step
 from llm.metrics.hardware import GIB, device_memory, is_out_of_memory
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.agreement import gather, on_rank0
+from llm.runtime.files import temporary_folder
 from llm.runtime.world import ranks_per_node
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.run_setup import TrainSetup, plan_training
@@ -116,8 +116,8 @@ def ask_plan(config: CoreConfig, ranks: int, device: torch.device) -> int | str:
     memory: float | None = host_memory() if on_host else device_memory(device)
     if on_host and memory is not None:
         memory *= _HOST_SHARE / per_node
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "config.toml"
+    with temporary_folder() as folder:
+        file = folder / "config.toml"
         plan_config = dataclasses.replace(config, per_device_train_batch_size="auto")
         file.write_text(to_toml(plan_config), encoding="utf-8")
         command = [sys.executable, "-m", "llm.plan", str(file), "--json"]

@@ -14,7 +14,6 @@ import inspect
 import json
 import logging
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from llm.parallel.accelerator import check_device, check_precision
 from llm.parallel.dims import ParallelDims, parallel_dims
 from llm.parallel.pipeline.stage import check_depth
 from llm.parallel.tensor_plans import check_sequence_parallel, check_tensor_parallel
+from llm.runtime.files import temporary_folder
 from llm.runtime.world import World, device_of, ranks_per_node
 from llm.tokenizers.load_tokenizer import fingerprint
 from llm.tokenizers.options import TOKENIZER_FILES
@@ -432,8 +432,8 @@ def copy_model(setup: RunSetup, model: PreTrainedModel) -> dict[str, bytes]:
         setup: The run's model configuration, as its options describe it, and its tokenizer.
         model: The model, possibly with custom Python code.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name, MODEL_FOLDER)
+    with temporary_folder() as parent:
+        folder = parent / MODEL_FOLDER
         folder.mkdir()
         config = copy.deepcopy(setup.model_config)
         config.name_or_path = ""
@@ -445,6 +445,6 @@ def copy_model(setup: RunSetup, model: PreTrainedModel) -> dict[str, bytes]:
         # The generation settings belong to the run's pretrained weights.
         if setup.weights_from is not None or generation_settings(setup.start) is not None:
             model.generation_config.save_pretrained(folder)
-        setup.tokenizer.save_pretrained(Path(name, TOKENIZER_FOLDER))
-        files = (path for path in sorted(Path(name).rglob("*")) if path.is_file())
-        return {path.relative_to(name).as_posix(): path.read_bytes() for path in files}
+        setup.tokenizer.save_pretrained(parent / TOKENIZER_FOLDER)
+        files = (path for path in sorted(parent.rglob("*")) if path.is_file())
+        return {path.relative_to(parent).as_posix(): path.read_bytes() for path in files}

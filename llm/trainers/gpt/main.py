@@ -10,7 +10,6 @@ shell.
 
 import contextlib
 import dataclasses
-import errno
 import faulthandler
 import logging
 import os
@@ -22,7 +21,7 @@ from typing import Any
 
 from llm.config.command_line import parse, split_config_file
 from llm.config.terminal import accept_any_text
-from llm.errors import ConfigError, LLMError, ParallelError, PeerLostError
+from llm.errors import LLMError, ParallelError, PeerLostError, explain_os_error
 from llm.runtime.agreement import is_shared, leave_together
 from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.logging import quiet_libraries, set_up_logging
@@ -77,17 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.error("Interrupted before training began.")
         return 130
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            _refuse(
-                ConfigError(f"{error.filename or 'A file'} has too long a name; choose another."),
-                world,
-            )
-            return 2
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
-            logger.exception("The run failed.")
-            return 1
-        where = error.filename or "the run's folder"
-        logger.error(f"error: {where} cannot be written ({error.strerror}); free some space.")
+        _refuse(error, world)
         return 2
     except Exception:
         # Log it to the run's log and to the console.
@@ -117,16 +106,20 @@ def parse_args(argv: Sequence[str]) -> GPTConfig:
     return config
 
 
-def _refuse(error: LLMError, world: World) -> None:
+def _refuse(error: LLMError | OSError, world: World) -> None:
     """Log an error once: on rank 0, or on the only rank that raised it."""
-    if world.is_main or error.found_here:
-        logger.error(f"error: {error}")
+    if isinstance(error, LLMError):
+        message, found_here = str(error), error.found_here
+    else:  # of the system: a file of this rank
+        message, found_here = explain_os_error(error), not is_shared(error)
+    if world.is_main or found_here:
+        logger.error(f"error: {message}")
     # A launcher kills all ranks as soon as one ends: the logging rank must be first.
     if is_shared(error):
         leave_together(GRACE_SECONDS)
-    elif world.world_size > 1 and not (world.is_main or error.found_here):
+    elif world.world_size > 1 and not (world.is_main or found_here):
         time.sleep(GRACE_SECONDS)
-        logger.error(f"error: {error}")  # still alive, so no other rank failed with this error
+        logger.error(f"error: {message}")  # still alive, so no other rank failed with this error
 
 
 def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
