@@ -145,9 +145,9 @@ def use_private_compile_cache() -> None:
         shared_folder, folder = folder, Path(tempfile.mkdtemp(prefix=f"{folder.name}_"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         logger.warning(
-            f"Users other than you may have written in {shared_folder}, so compiled code is not kept there "
-            f"but in {folder}, which this process removes at its end. Remove {shared_folder}, or export "
-            f"{_COMPILE_CACHE} with a folder that only you can write."
+            f"Users other than you may have written in {shared_folder}, so compiled code is kept "
+            f"in {folder} instead, which this process removes at its end. Remove {shared_folder}, "
+            f"or export {_COMPILE_CACHE} with a folder that only you can write."
         )
     os.environ[_COMPILE_CACHE] = str(folder)
 

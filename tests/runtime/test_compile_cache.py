@@ -109,7 +109,7 @@ def test_a_folder_that_others_may_have_written_is_not_used(temporary, plant, cap
     folder = os.environ[VARIABLE]
     assert folder.startswith(f"{planted}_")
     assert os.stat(folder).st_mode & 0o777 == 0o700
-    assert f"Users other than you may have written in {planted}, so compiled" in caplog.text
+    assert f"may have written in {planted}, so compiled code is kept in {folder}" in caplog.text
 
 
 def test_a_folder_that_the_user_has_chosen_is_kept(temporary, monkeypatch):
