@@ -8,8 +8,9 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,12 +24,12 @@ from llm.checkpoint.format import (
 )
 from llm.checkpoint.load import list_checkpoints, parts_of, read_valid
 from llm.checkpoint.retention import BEST, leftovers
-from llm.checkpoint.run_folder import run_around
+from llm.checkpoint.run_folder import MODEL_FILES, run_around
 from llm.config.command_line import parse
 from llm.config.options import missing_requirements, option, option_group
 from llm.config.program import program
 from llm.errors import CheckpointError, ConfigError
-from llm.runtime.files import write_whole
+from llm.runtime.files import delete, try_lock, write_whole
 from llm.runtime.offline import forbid_downloads
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.extensions import GPTConfig
@@ -48,6 +49,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from llm.models.model_card import Card
+
+_UNFINISHED = ".unfinished"
+"""Marks the folder of an export until it is complete."""
+_EXPORTED = rf"{MODEL_FILES}|{re.escape(MEAN_FILE)}|{re.escape(_UNFINISHED)}|\.export-.*|\..*\.tmp"
+"""Pattern of the file names in the folder of an export."""
 
 _COLUMNS = "{:>10}  {:>15}  {:>9}  {:<16}  {:>5}  {}"
 
@@ -276,7 +282,7 @@ def _bytes(number: float) -> str:
 def _export(run: Path, folder: Path, options: CheckpointsOptions) -> str:
     """Verify every file that the export needs, then write a Hugging Face folder."""
     step, target = options.export[0], Path(options.export[1])
-    _check_empty(target, f"--export {step}")
+    _check_folder(target, f"--export {step}")
     config = _export_config(run, options)
     asked = next((each for each in _SAVED if getattr(options, each.part)), None)
     _prepare_libraries()
@@ -295,7 +301,8 @@ def _export(run: Path, folder: Path, options: CheckpointsOptions) -> str:
     elif loss is not None:
         known["eval loss"] = loss
     card = _card(run, config, chosen, known, results={} if loss is None else {"loss": loss})
-    _write(target, config, model, tokenizer, model.state_dict(), card)
+    with _fill_folder(target, f"--export {step}"):
+        _write(target, config, model, tokenizer, model.state_dict(), card)
     return f"{chosen.path} is exported: AutoModelForCausalLM.from_pretrained('{target}') loads it."
 
 
@@ -308,16 +315,17 @@ def _export_config(run: Path, options: CheckpointsOptions) -> CoreConfig:
 def _average(run: Path, folder: Path, options: CheckpointsOptions, output: str) -> str:
     """Write the mean of the newest checkpoints as a Hugging Face folder."""
     target, number = Path(output), options.last
-    _check_empty(target, "--output")
+    _check_folder(target, "--output")
     config = _export_config(run, options)
     chosen, model, tokenizer, state = read_while_training(
         folder, lambda: _read_mean(config, folder, number)
     )
     steps = ", ".join(str(checkpoint.step) for checkpoint in chosen)
     card = _card(run, config, chosen[-1], {"mean of steps": steps}, results={})
-    _write(target, config, model, tokenizer, state, card)
     record = {"run": str(run.resolve()), "steps": [checkpoint.step for checkpoint in chosen]}
-    write_whole(target / MEAN_FILE, json.dumps(record) + "\n")
+    with _fill_folder(target, "--output"):
+        _write(target, config, model, tokenizer, state, card)
+        write_whole(target / MEAN_FILE, json.dumps(record) + "\n")
     return (
         f"The mean of the weights after steps {steps} is exported: "
         f"AutoModelForCausalLM.from_pretrained('{target}') loads it."
@@ -366,14 +374,64 @@ def _check_same_model(config: CoreConfig, checkpoints: Sequence[Checkpoint]) -> 
             )
 
 
-def _check_empty(target: Path, option: str) -> None:
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+def _check_folder(target: Path, option: str) -> None:
+    """Refuse a folder with files, unless they are of an unfinished export, or within a run."""
+    if target.exists() and not (target.is_dir() and (_is_empty(target) or _is_unfinished(target))):
         raise ConfigError(f"{option} {target} is not empty; name a new folder.")
     if (run := run_around(target)) is not None:
         raise ConfigError(
             f"{option} {target} is within the files of the run {run}; name a folder outside of "
             "them."
         )
+
+
+def _is_empty(folder: Path) -> bool:
+    return not any(folder.iterdir())
+
+
+def _is_unfinished(folder: Path) -> bool:
+    """Return whether all files in a folder are of an export that has failed or was killed."""
+    names = [path.name for path in folder.iterdir()]
+    return _UNFINISHED in names and all(re.fullmatch(_EXPORTED, name) for name in names)
+
+
+@contextlib.contextmanager
+def _fill_folder(target: Path, option: str) -> Iterator[None]:
+    """Mark a folder until the context has written an export to it, so that it can be repeated.
+
+    What an unfinished export has left is removed first, and again if this one fails.
+
+    Raises:
+        ConfigError: The folder has other files, or another process is writing to it.
+        CheckpointError: It cannot be written to.
+    """
+    mark = target / _UNFINISHED
+    _check_folder(target, option)  # again: another export may have finished in the meantime
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with mark.open("a") as file:
+            try_lock(file.fileno())
+            _clear_folder(target, but=mark)
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    _clear_folder(target)
+                raise
+            mark.unlink()
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"{option} {target} is being written by another process; wait for it, or name another "
+            "folder."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error}.") from error
+
+
+def _clear_folder(folder: Path, *, but: Path | None = None) -> None:
+    for path in folder.iterdir():
+        if path != but:
+            delete(path)
 
 
 def _prepare_libraries() -> None:
@@ -421,10 +479,7 @@ def _write(
 ) -> None:
     """Export a model and its card."""
     weights = {name: tensor.detach() for name, tensor in state.items()}
-    try:
-        export_trained(config, model, tokenizer, weights, folder=target, card=card)
-    except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error}.") from error
+    export_trained(config, model, tokenizer, weights, folder=target, card=card)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
+import fcntl
+import itertools
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -373,6 +376,62 @@ def test_a_full_disk_ends_an_export_with_a_sentence(trained, tmp_path, capsys, m
     assert error.startswith(f"error: {tmp_path / 'out'} cannot be written: ")
     assert "No space left on device" in error
     assert os.listdir(tmp_path / "out") == []
+
+
+EXPORT, AVERAGE = ["{}", "--export", "2", "{}"], ["average", "{}", "--last", "2", "--output", "{}"]
+
+
+def write_export(words: list[str], run: Path, target: Path) -> int:
+    places = iter((run, target))
+    return main([str(next(places)) if word == "{}" else word for word in words])
+
+
+def killed_export(words: list[str], run: Path, target: Path, call: int) -> None:
+    """Writes an export, and is killed before a file gets its final name."""
+    count, replace = itertools.count(), os.replace
+
+    def replace_or_die(source: Path, target: Path) -> None:
+        if next(count) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(source, target)
+
+    os.replace = replace_or_die
+    write_export(words, run, target)
+
+
+def exported_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "README.md"}
+
+
+@pytest.mark.parametrize("words", [EXPORT, AVERAGE], ids=["export", "average"])
+def test_a_killed_export_is_repeated_by_the_same_command(trained, tmp_path, words):
+    assert write_export(words, trained, tmp_path / "whole") == 0
+    whole = exported_files(tmp_path / "whole")
+
+    for call in (0, 3, len(whole)):
+        target = tmp_path / str(call)
+        [outcome] = run_ranks(killed_export, 1, words, trained, target, call)
+        assert outcome.error == "ended with code -9"
+        assert ".unfinished" in os.listdir(target)
+
+        assert write_export(words, trained, target) == 0
+        assert exported_files(target) == whole
+
+
+def test_files_of_others_in_the_folder_of_a_killed_export_are_kept(trained, tmp_path, capsys):
+    for name in (".unfinished", "config.json", "notes.txt"):
+        (tmp_path / name).write_text("mine")
+
+    assert write_export(EXPORT, trained, tmp_path) == 2
+    assert "is not empty; name a new folder" in capsys.readouterr().err
+    assert len(os.listdir(tmp_path)) == 3
+
+
+def test_two_exports_cannot_write_to_one_folder(trained, tmp_path, capsys):
+    with (tmp_path / ".unfinished").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert write_export(EXPORT, trained, tmp_path) == 2
+    assert "is being written by another process; wait for it" in capsys.readouterr().err
 
 
 MOMENTS = {
