@@ -108,6 +108,32 @@ def test_a_second_preparation_has_nothing_to_do(tmp_path, caplog):
     assert (again.st_ino, again.st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
 
 
+@pytest.mark.parametrize("function", ["_remove_shards", "shutil.rmtree"])
+def test_a_second_preparation_removes_what_a_kill_at_the_end_has_left(
+    tmp_path, monkeypatch, function
+):
+    with monkeypatch.context() as killed:
+        module = "llm.data.preparation.prepare_files"
+        killed.setattr(f"{module}.{function}", lambda *args, **options: None)
+        prepare(tmp_path / "wiki", [ReadSource(["a"])])
+    (tmp_path / "wiki.parts.lock").touch()
+    assert len(names(tmp_path)) == 5
+
+    prepare(tmp_path / "wiki", [ReadSource(["a"])])
+
+    assert names(tmp_path) == ["wiki.bin", "wiki.idx", "wiki.json"]
+
+
+def test_a_second_preparation_keeps_the_shards_of_another_text(tmp_path):
+    prepare(tmp_path / "wiki", [ReadSource(["a"])])
+    (tmp_path / "wiki.parts").mkdir()
+    (tmp_path / "wiki.parts" / "plan.json").write_text('{"sources": "others"}')
+
+    prepare(tmp_path / "wiki", [ReadSource(["a"])])
+
+    assert (tmp_path / "wiki.parts" / "plan.json").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "size", "fault"),
     [

@@ -15,7 +15,8 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from llm.data.formats.megatron import add_suffix
@@ -95,6 +96,7 @@ def prepare_files(
             )
         made_of = _recipe(sources, output, encoding, shard_bytes)
         if not output.overwrite and _is_done(output, recipe_digest(made_of)):
+            _remove_leftovers(output, made_of)
             log.info(f"{output.names[0]}.bin already exists, made with the same options")
         else:
             former_validation(output)  # refused now, rather than after the work
@@ -269,7 +271,7 @@ class _Work:
             publish_parts(stems, stats, self.output)
         else:
             publish(self.output)
-        shutil.rmtree(self._folder, ignore_errors=True)  # the result is whole even if this fails
+        _remove_shards(self._folder)
         if stats:
             _log_summary(stats, seconds=time.monotonic() - self._began, resumed=is_resumed)
         for prefix in self.output.names:
@@ -420,10 +422,7 @@ def _begin(output: Output, made_of: Recipe, num_shards: int) -> int:
     """Prepare the folder for a recipe; return how many shards are done."""
     folder = output.folder
     _check_own_names(output)
-    try:
-        earlier = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        earlier = None
+    earlier = _read_plan(folder)
     if earlier == made_of:
         for path in folder.glob(".[0-9]*"):  # which a kill has left
             path.unlink()
@@ -437,6 +436,41 @@ def _begin(output: Output, made_of: Recipe, num_shards: int) -> int:
         path.unlink()
     write_whole(folder / "plan.json", json.dumps(made_of))
     return 0
+
+
+def _read_plan(folder: Path) -> object:
+    try:
+        return json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _removed_folder(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.removed")
+
+
+def _remove_shards(folder: Path) -> None:
+    """Remove the folder of the shards; the result is whole even if this fails."""
+    removed = _removed_folder(folder)
+    shutil.rmtree(removed, ignore_errors=True)
+    try:
+        # Without its plan, a part of the folder could not be attributed to this program.
+        folder.rename(removed)
+    except OSError:
+        removed = folder
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def _remove_leftovers(output: Output, made_of: Recipe) -> None:
+    """Remove the shards of a finished output, which a start has left that was killed at its end."""
+    left = (output.folder, _removed_folder(output.folder), add_suffix(output.folder, ".lock"))
+    if not any(path.exists() for path in left):
+        return
+    # Another rank may still be at work, or nobody can write there.
+    with suppress(DataError, OSError), _locked(replace(output, lock_seconds=0.0)):
+        if _read_plan(output.folder) in (made_of, None):
+            _check_own_names(output)
+            _remove_shards(output.folder)
 
 
 def progress_log(log_seconds: float) -> Callable[[Totals], None]:
