@@ -22,8 +22,8 @@ def test_lines_that_cannot_be_written_are_written_later(tmp_path, monkeypatch, c
 
     assert steps_in(path) == [1, 2, 3, 4]
     assert caplog.messages == [
-        f"{path} cannot be written (No space left on device in fsync). Training continues, and its lines "
-        "are kept in memory until they can be written."
+        f"{path} cannot be written (No space left on device in fsync). Training continues, and its "
+        "lines are kept in memory until they can be written."
     ]
 
 
