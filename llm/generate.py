@@ -171,6 +171,8 @@ def _end_of_finite_losses(metrics: Path) -> tuple[int, int | None]:
     """Return the step of the last finite training loss, and the first later step without one."""
     finite, since = 0, None
     for row in filter(None, read_json_lines(metrics)):
+        if type(row.get("step")) is not int:
+            continue
         if row.get("loss") is not None:
             finite, since = row["step"], None
         if since is None and None in (row.get("loss", 0.0), row.get("eval_loss", 0.0)):

@@ -292,8 +292,8 @@ def _manifest_problem(manifest: dict[str, Any]) -> str | None:
             return f"{name!r} has no size and checksum"
     if PLAIN not in manifest["files"]:
         return f"it lists no {PLAIN}"
-    for name, types in _FACTS.items():
-        if name in manifest["facts"] and type(manifest["facts"][name]) not in types:
+    for name, has_type in _FACTS.items():
+        if name in manifest["facts"] and not has_type(manifest["facts"][name]):
             return f"its {name!r} has a value of another kind"
     return None
 
@@ -308,6 +308,17 @@ def _is_time(value: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def _is_branch(value: Any) -> bool:
+    if value is None:
+        return True
+    types = {"parent": (str,), "step": (int,), "cooldown_from": (int, NoneType)}
+    return (
+        isinstance(value, dict)
+        and value.keys() == types.keys()
+        and all(type(value[name]) in allowed for name, allowed in types.items())
+    )
 
 
 def _is_file_name(name: str) -> bool:
@@ -326,19 +337,19 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
 }
 """The fields of a manifest, with a check of each value."""
 
-_FACTS: dict[str, tuple[type, ...]] = {
-    "eval_loss": (int, float, NoneType),
-    "fixed": (dict,),
-    "logged": (dict,),
-    "global_batch_size": (int, str),
-    "batch_option": (int, str, NoneType),
-    "data": (dict,),
-    "tokenizer": (str,),
-    "initial_weights": (str,),
-    "skip_samples": (str,),
-    "branch": (dict, NoneType),
+_FACTS: dict[str, Callable[[Any], bool]] = {
+    "eval_loss": lambda value: type(value) in (int, float, NoneType),
+    "fixed": lambda value: isinstance(value, dict),
+    "logged": lambda value: isinstance(value, dict),
+    "global_batch_size": lambda value: type(value) in (int, str),
+    "batch_option": lambda value: type(value) in (int, str, NoneType),
+    "data": lambda value: isinstance(value, dict),
+    "tokenizer": lambda value: isinstance(value, str),
+    "initial_weights": lambda value: isinstance(value, str),
+    "skip_samples": lambda value: isinstance(value, str),
+    "branch": _is_branch,
 }
-"""Types of the metadata that the core records in every checkpoint of a run."""
+"""The metadata that the core records in the checkpoints of a run, with a check of each value."""
 
 
 def _discovered_files(folder: Path) -> set[str]:

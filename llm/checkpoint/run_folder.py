@@ -203,7 +203,7 @@ class RunFolder:
         """Return the contents of `status.json`; empty if it is missing or damaged."""
         try:
             status = json.loads((self.path / "status.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return status if isinstance(status, dict) else {}
 

@@ -17,7 +17,10 @@ from llm.config.options import (
     non_default,
     unknown_option,
 )
-from llm.errors import ConfigError
+from llm.errors import ConfigError, one_line
+
+_MOST_BITS = 63
+"""Bits of an integer in TOML, without its sign."""
 
 
 def read_toml(cls: type, path: Path) -> dict[str, Any]:
@@ -39,8 +42,8 @@ def read_toml(cls: type, path: Path) -> dict[str, Any]:
         ) from error
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not valid TOML: {error}.") from error
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, thousands of digits, nesting
+        raise ConfigError(f"--config {path} is not valid TOML: {one_line(error)}.") from error
     return _options_of(cls, table, where=str(path))
 
 
@@ -67,6 +70,8 @@ def _options_of(cls: type, table: dict[str, Any], *, where: str) -> dict[str, An
 
 
 def _checked(field: Field, value: Any, *, where: str) -> Any:
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        raise ConfigError(f"{where} has a number of more than {_MOST_BITS} bits.")
     if field.many:
         items = value if isinstance(value, list) else [value]
         single = dataclasses.replace(field, many=False)

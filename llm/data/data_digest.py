@@ -64,6 +64,17 @@ def _sidecar_digest(source: CorpusSource) -> str | None:
     return f"{_PARTS}{digest}" if sidecar.part_tokens else digest
 
 
+def _is_digest(record: dict[str, Any]) -> bool:
+    """Return whether a record has the fields of `digest_of`, with their types."""
+    digests = (record.get("ends"), record.get("places"))
+    sidecars = record.get("sidecars")
+    return (
+        all(isinstance(digest, str) for digest in digests)
+        and isinstance(sidecars, list)
+        and all(isinstance(digest, str | None) for digest in sidecars)
+    )
+
+
 def has_changed(saved: dict[str, Any], digest: dict[str, Any]) -> bool:
     """Return whether the data have changed since a checkpoint or a start recorded them.
 
@@ -71,6 +82,8 @@ def has_changed(saved: dict[str, Any], digest: dict[str, Any]) -> bool:
         saved: Recorded result of `digest_of`.
         digest: Present result of `digest_of`.
     """
+    if not _is_digest(saved):
+        return True
     # A sidecar that was added or removed says nothing about the tokens, nor do parts that were
     # joined: they have other checksums.
     both = zip(saved["sidecars"], digest["sidecars"], strict=False)

@@ -55,6 +55,7 @@ MANIFESTS = {
     "a loss in words": {"facts": {"eval_loss": "low"}},
     "a list of fixed options": {"facts": {"fixed": []}},
     "a branch in words": {"facts": {"branch": "main"}},
+    "a branch without a step": {"facts": {"branch": {"parent": "a", "cooldown_from": None}}},
     "no files": {"files": ...},
     "a list of files": {"files": []},
     "a file that is null": {"files": None},

@@ -500,14 +500,17 @@ def _wandb_arguments(config: CoreConfig, run: RunFolder) -> tuple[str, dict[str,
     """
     if "wandb" not in config.report_to:
         return config.project_name or _DEFAULT_PROJECT, {}
-    former: dict[str, str] = {}
+    former: Any = None
     if not config.overwrite_output_dir:
-        with contextlib.suppress(OSError, ValueError):  # missing, or cut short by a kill
+        # It is missing, or not what `remember_wandb` writes.
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             former = json.loads(run.wandb.read_text(encoding="utf-8"))
+    if not (isinstance(former, dict) and {*map(type, former.values())} == {str}):
+        former = {}
     default = former.get("project") or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT
     project = config.project_name or default
     arguments: dict[str, Any] = {"dir": str(run.path)}
-    if former.get("project") == project:
+    if former.get("project") == project and "id" in former:
         arguments |= {"id": former["id"], "resume": "allow"}
     return project, arguments
 

@@ -30,6 +30,12 @@ _NOT_INPUTS = ("output_dir", "data_cache_dir")
 _BY_DEVICE = ("mixed_precision", "tf32", "torch_compile")
 """Options with a default that depends on the device."""
 
+_RECORDED = (
+    *("fixed", "logged", "global_batch_size", "data", "tokenizer", "initial_weights"),
+    "skip_samples",
+)
+"""Metadata of a checkpoint that a run needs to start from it."""
+
 logger = logging.getLogger("llm")
 
 
@@ -106,7 +112,15 @@ def check_known(config: CoreConfig, checkpoint: Checkpoint) -> None:
 
     Raises:
         CheckpointError: Names the options; without them the run would silently train another model.
+            Or the checkpoint lacks a record of its run, or an option has a value of another type.
     """
+    missing = [name for name in _RECORDED if name not in checkpoint.metadata]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.path} has no record of {' and '.join(missing)}, so no run can start "
+            "from it; name another checkpoint."
+        )
+    _check_types(config, checkpoint)
     known = {field.name for field in options.fields(type(config))}
     unknown = _saved_options(config, checkpoint, "fixed").keys() - known
     if unknown:
@@ -116,6 +130,32 @@ def check_known(config: CoreConfig, checkpoint: Checkpoint) -> None:
             "Install the extension or the version of llm-trainers that has them, or start another "
             "run from the exported model by --model_name_or_path."
         )
+
+
+def _check_types(config: CoreConfig, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint with values of another type in the record of its options."""
+    declared = {field.name: field for field in options.fields(type(config))}
+    for kind in ("fixed", "logged"):
+        for name, value in checkpoint.metadata[kind].items():
+            if name in declared and not _has_type(declared[name], value):
+                raise CheckpointError(
+                    f"{checkpoint.path} is damaged: it records {value!r} as --{name}; name another "
+                    "checkpoint."
+                )
+
+
+def _has_type(field: options.Field, value: Any) -> bool:
+    """Return whether a JSON value can be an option's, perhaps one of another version."""
+    if value is None:
+        return field.optional or field.default is None
+    if field.many != isinstance(value, list):
+        return False
+    types: set[type] = {*field.members}
+    if any(map(dataclasses.is_dataclass, types)):
+        types.add(dict)
+    if not types.isdisjoint((float, options.Tokens)):
+        types.add(int)
+    return all(type(item) in types for item in (value if field.many else [value]))
 
 
 def check_folder(
