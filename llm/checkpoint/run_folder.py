@@ -15,6 +15,7 @@ from typing import IO, Literal
 from llm.checkpoint.retention import clear_leftovers
 from llm.config.options import is_too_long
 from llm.errors import CheckpointError, ConfigError, DataError, explain_os_error
+from llm.runtime.claims import DEAD_SECONDS, Claim
 from llm.runtime.files import delete, sync, sync_folder, try_lock, write_whole
 from llm.runtime.logging import append_event
 
@@ -38,6 +39,7 @@ _FOLDERS = {
     "profile": r"rank\d+\.trace\.json\.gz|profile\.txt",
 }
 """Patterns of the file names that a run writes to each of its folders."""
+_LOOK_SECONDS = 0.5  # between two looks at another run's sign of life
 MODEL_FILES = (
     r"README\.md|(generation_)?config\.json|model(-\d+-of-\d+)?\.safetensors"
     r"|model\.safetensors\.index\.json|tokenizer(_config)?\.json|special_tokens_map\.json"
@@ -226,31 +228,61 @@ class RunFolder:
         except OSError as error:
             raise self._unwritable(error) from error
         with lock:
-            self._write_owner(lock)
+            claim = self._take_ownership(lock)
             try:
                 yield
             finally:
+                claim.release()
                 if not self.is_open:
                     with contextlib.suppress(OSError):
                         for place in new:
                             place.unlink() if place == path else place.rmdir()
 
-    def _write_owner(self, lock: IO[str]) -> None:
+    def _take_ownership(self, lock: IO[str]) -> Claim:
+        """Lock the folder, or acquire and return a claim on a file system without locks."""
+        claim = Claim(self.path, ".owner", on_loss=self._end_process)
         try:
-            try_lock(lock.fileno())
+            if not try_lock(lock.fileno()):
+                self._acquire(claim, lock)
             lock.truncate(0)
             since = time.strftime("%Y-%m-%d %H:%M:%S")
             lock.write(f"process {os.getpid()} on {socket.gethostname()} since {since}")
             lock.flush()
         except BlockingIOError as error:
-            lock.seek(0)
-            owner = lock.read() or "another process"
-            raise ConfigError(
-                f"--output_dir {self.path} is in use by {owner}; wait for it, end it, or name "
-                "another folder."
-            ) from error
+            raise self._in_use_error(lock) from error
         except OSError as error:
             raise self._unwritable(error) from error
+        return claim
+
+    def _acquire(self, claim: Claim, lock: IO[str]) -> None:
+        """Wait until the last owner of the folder is known to be dead."""
+        waits = False
+        while not claim.try_acquire():
+            if claim.has_rival:
+                raise self._in_use_error(lock)
+            if not waits:
+                logger.warning(
+                    f"{self.path} is on a file system without locks, and its last run has not "
+                    f"ended by itself: waiting up to {DEAD_SECONDS:g} seconds for a sign of life."
+                )
+            waits = True
+            time.sleep(_LOOK_SECONDS)
+
+    def _in_use_error(self, lock: IO[str]) -> ConfigError:
+        lock.seek(0)
+        owner = lock.read() or "another process"
+        return ConfigError(
+            f"--output_dir {self.path} is in use by {owner}; wait for it, end it, or name another "
+            "folder."
+        )
+
+    def _end_process(self) -> None:
+        """End this process, which would write into the folder of another one."""
+        logger.error(
+            f"error: Another run writes to {self.path}, because this process was stopped for more "
+            f"than {DEAD_SECONDS:g} seconds; this one ends."
+        )
+        os._exit(2)
 
     def _unwritable(self, error: OSError) -> DataError:
         return DataError(f"--output_dir: {explain_os_error(error)}")

@@ -5,6 +5,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from llm.checkpoint import run_folder
 from llm.checkpoint.run_folder import RunFolder, check_unchanged
 from llm.errors import CheckpointError, ConfigError, DataError
+from llm.runtime import claims
 
 
 def test_an_empty_or_missing_folder_can_be_used(tmp_path):
@@ -277,7 +280,22 @@ def test_a_folder_that_cannot_be_read_is_refused_in_one_sentence(tmp_path, monke
             look()
 
 
-def test_two_processes_cannot_write_to_one_folder(tmp_path):
+@pytest.fixture
+def no_locks(monkeypatch):
+    """A file system without locks; its processes show signs of life often."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    monkeypatch.setattr(claims, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(run_folder, "_LOOK_SECONDS", 0.02)
+
+
+@pytest.mark.parametrize("locks", ["locks", "no locks"])
+def test_two_processes_cannot_write_to_one_folder(tmp_path, request, locks):
+    if locks == "no locks":
+        request.getfixturevalue("no_locks")
     run = RunFolder(tmp_path / "run")
     owner = rf"in use by process {os.getpid()} on {socket.gethostname()} since 20\d\d-\d\d-\d\d "
     with run.lock():
@@ -303,6 +321,35 @@ def test_a_lock_leaves_nothing_behind_unless_the_folder_was_opened(tmp_path):
     with run.lock():
         run.is_open = True
     assert (run.path / ".lock").exists()
+
+
+def test_without_locks_a_folder_whose_owner_has_died_is_free_soon(
+    tmp_path, no_locks, monkeypatch, caplog
+):
+    monkeypatch.setattr(claims, "DEAD_SECONDS", 0.3)
+    (tmp_path / ".owner-1").touch()
+
+    began = time.monotonic()
+    with RunFolder(tmp_path).lock():
+        waited = time.monotonic() - began
+        assert sorted(path.name for path in tmp_path.glob(".owner*")) == [".owner-1", ".owner-2"]
+    assert waited > 0.3
+    assert caplog.text.count("waiting up to 60 seconds for a sign of life") == 1
+
+    assert not list(tmp_path.glob(".owner*"))
+    began = time.monotonic()
+    with RunFolder(tmp_path).lock():
+        assert time.monotonic() - began < 0.3
+
+
+def test_without_locks_a_process_that_was_replaced_ends(tmp_path, no_locks, monkeypatch, caplog):
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    with RunFolder(tmp_path).lock():
+        assert not ended.wait(0.2)
+        (tmp_path / ".owner-2").touch()
+        assert ended.wait(10)
+    assert f"error: Another run writes to {tmp_path}, because this process was" in caplog.text
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

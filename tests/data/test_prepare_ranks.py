@@ -13,10 +13,11 @@ import pytest
 from llm.data.preparation import prepare_files
 from llm.data.preparation.output_files import Output
 from llm.data.preparation.shards import require_reference
-from llm.data.preparation.shares import JoinClaim, Share, find_share
+from llm.data.preparation.shares import Share, acquire_join, find_share
 from llm.data.preparation.verification import verify
 from llm.data.prepare import main
 from llm.errors import ConfigError, DataError
+from llm.runtime.claims import Claim
 from tests.support.corpora import ListSource, write
 from tests.support.preparation import (
     THREE,
@@ -131,8 +132,8 @@ def test_of_many_ranks_that_claim_the_join_at_once_one_has_it(tmp_path):
     barrier, won = FORK.Barrier(8), FORK.Value("i", 0)
 
     def work():
-        claim = JoinClaim(tmp_path)
-        newest, looks = claim._newest, iter([barrier.wait])
+        claim = Claim(tmp_path, "join")
+        newest, looks = claim._find_newest, iter([barrier.wait])
 
         def look_together():
             """All have seen that nobody joins, before the first one claims it."""
@@ -140,8 +141,8 @@ def test_of_many_ranks_that_claim_the_join_at_once_one_has_it(tmp_path):
             next(looks, lambda: None)()
             return number
 
-        claim._newest = look_together
-        if claim.acquire():
+        claim._find_newest = look_together
+        if acquire_join(claim, tmp_path):
             with won:
                 won.value += 1
             time.sleep(0.5)
@@ -348,8 +349,9 @@ import os, sys, time
 from pathlib import Path
 from llm.data.preparation import prepare_files, shares, tokenize_shards
 from llm.data.prepare import main
+from llm.runtime import claims
 prepare_files.SHARD_BYTES = 200
-shares._BEAT_SECONDS, shares._DEAD_SECONDS, shares._POLL_SECONDS = 0.1, 2.0, 0.05
+claims.BEAT_SECONDS, claims.DEAD_SECONDS, shares._POLL_SECONDS = 0.1, 2.0, 0.05
 write_shard = tokenize_shards.write_shard
 def slow(source, stem, *how, **options):
     with open("begun", "a") as file:

@@ -33,8 +33,8 @@ from llm.data.preparation.output_files import (
 )
 from llm.data.preparation.shards import ShardStats, read_shard
 from llm.data.preparation.shares import (
-    JoinClaim,
     Share,
+    acquire_join,
     is_marked,
     mark_done,
     ranks_done,
@@ -45,6 +45,7 @@ from llm.data.text.blocks import BadRecordPolicy
 from llm.data.text.sources import Source, check_unchanged
 from llm.data.text_identity import SHARD_BYTES, Recipe, recipe, recipe_digest
 from llm.errors import ConfigError, DataError, LLMError, one_line, os_error_remedy
+from llm.runtime.claims import Claim
 from llm.runtime.files import try_lock, write_whole
 from llm.runtime.logging import counted
 
@@ -193,9 +194,9 @@ class _Work:
 
     def _join_once(self, share: Share) -> None:
         """Join the shards, unless another rank does."""
-        claim = JoinClaim(self._folder)
+        claim = Claim(self._folder, "join")
         try:
-            if claim.acquire():
+            if acquire_join(claim, self._folder):
                 log.info(
                     f"{share} {'names the parts' if self.output.parts else 'joins the shards'}"
                 )
@@ -248,7 +249,7 @@ class _Work:
                 return stems, found
             self._write_shards([number for number, shard in enumerate(stats) if shard is None])
 
-    def _join(self, *, is_resumed: bool = False, claim: JoinClaim | None = None) -> None:
+    def _join(self, *, is_resumed: bool = False, claim: Claim | None = None) -> None:
         """Write the shards that are missing, and make the output of all."""
         stems: list[Path] = []
         stats: list[ShardStats] = []

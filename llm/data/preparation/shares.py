@@ -10,12 +10,10 @@ and exclusive creation of files, which needs no locks:
 A shard costs each rank the same few operations on files for any number of ranks and shards.
 """
 
-import contextlib
 import json
 import logging
 import os
 import re
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +22,9 @@ from uuid import uuid4
 
 from llm.data.text_identity import Recipe
 from llm.errors import ConfigError, DataError
+from llm.runtime.claims import Claim
 from llm.runtime.world import world_from_environment
 
-_BEAT_SECONDS = 2.0  # between two signs of life of the rank that joins
-_DEAD_SECONDS = 60.0  # without one; caches of network file systems hide it for a while
 _POLL_SECONDS = 0.5
 _NAMES = {
     "sources": "input",
@@ -190,73 +187,22 @@ def _marker(folder: Path, rank: int, share: Share) -> Path:
     return folder / f"rank-{rank}-of-{share.world_size}"
 
 
-class JoinClaim:
-    """The right to join the shards, which one living rank has.
+def acquire_join(claim: Claim, folder: Path) -> bool:
+    """Wait until this rank may join the shards, or another one has finished.
 
     Args:
+        claim: The claim of this rank in the folder, `Claim(folder, "join")`.
         folder: The folder of the shards.
+
+    Returns:
+        Whether this rank may join them.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._number = 0
-        self._released = threading.Event()
-
-    def acquire(self) -> bool:
-        """Wait until this rank may join the shards, or another one has finished.
-
-        Returns:
-            Whether this rank may join them.
-        """
-        seen: tuple[int, int] | None = None
-        since = 0.0
-        while (self._folder / "plan.json").exists():
-            newest = self._newest()
-            # Two readings of one clock: the clocks of nodes differ.
-            beat = newest, _last_change(self._path(newest))
-            if beat != seen:
-                if newest and seen is None:
-                    log.info("another rank joins the shards; waiting until it is done or has died")
-                seen, since = beat, time.monotonic()
-            if newest == 0 or time.monotonic() - since > _DEAD_SECONDS:
-                try:
-                    self._path(newest + 1).touch(exist_ok=False)
-                except (FileExistsError, FileNotFoundError):  # another rank was faster, or is done
-                    continue
-                self._number = newest + 1
-                threading.Thread(target=self._beat, daemon=True).start()
-                return True
-            time.sleep(_POLL_SECONDS)
-        return False
-
-    def is_held(self) -> bool:
-        """Return whether no other rank has replaced this one, as it does one that was stopped."""
-        return not self._path(self._number + 1).exists()
-
-    def release(self) -> None:
-        """Let another rank join the shards, at once if this one has failed."""
-        self._released.set()
-        if self._number:
-            self._path(self._number).unlink(missing_ok=True)
-
-    def _newest(self) -> int:
-        number = 0
-        while self._path(number + 1).exists():
-            number += 1
-        return number
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"join-{number}"
-
-    def _beat(self) -> None:
-        while not self._released.wait(_BEAT_SECONDS):
-            with contextlib.suppress(OSError):
-                os.utime(self._path(self._number))
-
-
-def _last_change(path: Path) -> int:
-    try:
-        with path.open("rb") as file:  # opening makes network file systems look again
-            return os.fstat(file.fileno()).st_mtime_ns
-    except OSError:
-        return 0
+    is_first_look = True
+    while (folder / "plan.json").exists():
+        if claim.try_acquire():
+            return True
+        if is_first_look:
+            log.info("another rank joins the shards; waiting until it is done or has died")
+        is_first_look = False
+        time.sleep(_POLL_SECONDS)
+    return False
