@@ -163,7 +163,10 @@ def check(config: GPTConfig) -> None:
 
     Raises:
         ConfigError: A part is missing, or a metric needs a Python package.
+        DataError: The data set is not made of text files.
     """
+    from llm.data.dataset_folder import open_dataset_folder
+    from llm.data.text_identity import check_file
     from llm.models.configuration import load_config
     from llm.trainers.gpt.evaluation import load_metrics
 
@@ -171,6 +174,11 @@ def check(config: GPTConfig) -> None:
         load_config(config)
     if config.tokenizer_name or config.model_name_or_path:
         tokenizer_of(config)
+    if config.dataset_name is not None:
+        name, subset = config.dataset_name, config.dataset_config_name
+        folder = open_dataset_folder(name, subset, file_option="--train_file")
+        for file in folder.files("train") if folder is not None else ():
+            check_file(file, "--dataset_name")
     load_metrics(config.eval_metrics)
 
 

@@ -16,6 +16,8 @@ import pytest
 
 import llm.fetch
 import llm.trainers.gpt.main
+from llm.errors import DataError
+from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.hub_server import Hub, serve_hub, use_hub
 from tests.support.package import ROOT
 from tests.support.ranks import run_ranks, values
@@ -205,6 +207,13 @@ def test_the_written_file_keeps_defaults_that_override_the_preset(hub, tmp_path)
         "from_scratch": True,
         **tomllib.loads(written),
     }
+
+
+def test_a_data_set_that_a_run_cannot_read_is_refused(tmp_path):
+    (tmp_path / "data-00000-of-00001.arrow").write_bytes(b"x")
+
+    with pytest.raises(DataError, match="is a folder without any file of a known kind"):
+        llm.fetch.check(GPTConfig(dataset_name=str(tmp_path)))
 
 
 def test_names_that_cannot_be_fetched_are_refused_in_one_sentence(hub, tmp_path):
