@@ -15,6 +15,7 @@ SHARD_BYTES = 1 << 26
 
 _FORMAT = 1  # of the shards
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+_POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
 
 Json = str | int | bool | None | list[list[str | int]]
 Stamps = dict[Path, dict[str, int]]
@@ -57,7 +58,8 @@ def check_file(path: Path, option: str) -> None:
         option: The option that named it, for messages.
 
     Raises:
-        DataError: The file is missing, a folder, empty or of another kind.
+        DataError: The file is missing, a folder, empty, unreadable, of another kind, or a pointer
+            of Git LFS.
     """
     kind = kind_of(path)
     if not os.path.exists(path):
@@ -75,6 +77,19 @@ def check_file(path: Path, option: str) -> None:
         )
     if path.stat().st_size == 0:
         raise DataError(f"{option} {path} is empty; give a file with text.")
+    if path.stat().st_size < _POINTER_BYTES and _read_beginning(path).startswith(_POINTER):
+        raise DataError(
+            f"{option} {path} is a pointer of Git LFS, not the file itself; run `git lfs pull` in "
+            "its repository."
+        )
+
+
+def _read_beginning(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(_POINTER_BYTES)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def file_options(

@@ -27,6 +27,7 @@ def test_unreadable_files_are_refused_before_any_is_read(tmp_path):
     for name in ("a.pdf", "a.parquet.gz"):
         write(tmp_path / name, "x")
     (tmp_path / "empty.txt").touch()
+    write(tmp_path / "big.txt", "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")
 
     for path, message in {
         tmp_path / "none.txt": r"--train_file .*none\.txt does not exist",
@@ -35,6 +36,7 @@ def test_unreadable_files_are_refused_before_any_is_read(tmp_path):
         tmp_path / "a.pdf": r"unknown format; give one of \.txt, \.csv, .*, \.ndjson, \.parquet",
         tmp_path / "a.parquet.gz": r"all but the last may be compressed, as in \.jsonl\.gz \(\.gz",
         tmp_path / "empty.txt": r"empty\.txt is empty",
+        tmp_path / "big.txt": r"big\.txt is a pointer of Git LFS, not the file itself; run `git l",
     }.items():
         with pytest.raises(DataError, match=message):
             source(path)
