@@ -8,9 +8,9 @@ tokenizers are not used, because they ignore rules of the file (spaces, dummy pr
 special tokens in a text).
 
 Three differences remain. If a unigram model gives two segmentations of a text the same score, the
-rounding of each library decides. With a normalization other than identity, letters with marks that
-have no combined letter can get other ids. A text that consists of one user-defined symbol gets no
-space in front.
+rounding of each library decides. With a normalization that also folds case (nfkc_cf), the rare
+letters with marks that fold to several letters can get other ids if they are decomposed. A text
+that consists of one user-defined symbol gets no space in front.
 """
 
 import itertools
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm.config.program import program
 from llm.errors import ConfigError
+from llm.tokenizers.charsmap import charsmap_normalizers
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,6 +44,7 @@ _PROBES = (
     "\n\tline breaks\n\n\nand\ttabs\r\nin a text \n",
     "def f(x):\n    if x != 0x1F:\n        return x ** 2  # 'why' \"not\"\n",
     "na\u00efve caf\u00e9 \u00c5ngstr\u00f6m \u00dfu\u00df e\u0301 \u0130",
+    "e\u0302\u0323 \u1100\u1161\u11a8 x\u0323\u0302 \u03b1\u0313 \u304b\u3099",
     "\uff26\uff55\uff4c\uff4c\u3000\uff11\uff12 \u2460 \ufb01 \u2026 \u00a0 \u00bd \u2122",
     "\u4f60\u597d\uff0c\u4e16\u754c\u3002 \u3053\u3093\u306b\u3061\u306f \uc548\ub155 "
     "\u041f\u0440\u0438\u0432\u0435\u0442 \u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd",
@@ -259,7 +261,7 @@ def _normalizer(proto: Any) -> Any:
     spec = proto.normalizer_spec
     steps: list[Any] = []
     if spec.precompiled_charsmap:
-        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+        steps += charsmap_normalizers(spec.precompiled_charsmap)
     if spec.remove_extra_whitespaces:
         steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
