@@ -13,6 +13,11 @@ _DOCUMENTATION = (
     *("readme", "license", "licence", "copying", "notice", "changelog"),
     *("dataset_info", "dataset_infos"),  # of the datasets library
 )
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+_TOKENIZER_FILES = (
+    *_TOKENIZER,
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+)
 _NAMES_LOGGED = 3
 
 log = logging.getLogger("llm.data")
@@ -21,8 +26,8 @@ log = logging.getLogger("llm.data")
 def find_text_files(folder: Path, option: str) -> list[Path]:
     """Return the text files in a folder at any depth, in the order of their paths.
 
-    Files of unknown suffixes, hidden files, documentation such as `README.txt`, and the results of
-    earlier preparations are left out; the log counts and names them.
+    Files of unknown suffixes, hidden files, documentation such as `README.txt`, tokenizers, and the
+    results of earlier preparations are left out; the log counts and names them.
 
     Args:
         folder: The folder.
@@ -98,6 +103,8 @@ def _reason_to_leave_out(path: Path, folder: Path) -> str | None:
         return "an unfinished preparation"
     if path.stem.lower() in _DOCUMENTATION or bare_name(path).lower() in _DOCUMENTATION:
         return "documentation"
+    if path.name in _TOKENIZER_FILES and any((path.parent / name).exists() for name in _TOKENIZER):
+        return "a tokenizer"
     if not path.is_file() or kind_of(path) not in KINDS:
         return "not a known kind of text"
     return "token files" if path.suffix == ".json" and _is_sidecar(path) else None

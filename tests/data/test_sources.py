@@ -140,6 +140,16 @@ def test_token_files_and_unfinished_files_are_left_out_and_counted(tmp_path, cap
     )
 
 
+def test_a_tokenizer_next_to_its_text_is_left_out(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "llm.data")
+    for name in ("a.jsonl", "vocab.txt", "tok/tokenizer.json", "tok/vocab.json", "tok/merges.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, "x")
+
+    assert names(tmp_path) == [f"{tmp_path}/a.jsonl", f"{tmp_path}/vocab.txt"]
+    assert "tok/merges.txt, tok/tokenizer.json, tok/vocab.json (a tokenizer)" in caplog.text
+
+
 def test_a_json_file_next_to_an_unrelated_bin_is_text(tmp_path):
     write(tmp_path / "a.json", '{"text": "one"}')
     write(tmp_path / "a.bin", "firmware")
