@@ -28,7 +28,7 @@ from llm.checkpoint.run_folder import MODEL_FILES, run_around
 from llm.config.command_line import parse
 from llm.config.options import missing_requirements, option, option_group
 from llm.config.program import program
-from llm.errors import CheckpointError, ConfigError
+from llm.errors import CheckpointError, ConfigError, one_line_with_path, os_error_remedy
 from llm.runtime.files import delete, try_lock, write_whole
 from llm.runtime.offline import forbid_downloads
 from llm.trainers.gpt.config import CoreConfig
@@ -425,7 +425,9 @@ def _fill_folder(target: Path, option: str) -> Iterator[None]:
             "folder."
         ) from error
     except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error}.") from error
+        raise CheckpointError(
+            f"{target} cannot be written: {one_line_with_path(error)}; {os_error_remedy(error)}."
+        ) from error
 
 
 def _clear_folder(folder: Path, *, but: Path | None = None) -> None:

@@ -127,6 +127,17 @@ def explain_os_error(error: OSError) -> str:
     return f"{place}: {one_line(error)}{remedy}."
 
 
+def explain_system_error(error: Exception) -> str | None:
+    """Return a sentence about an error of the operating system; None for other errors.
+
+    Libraries in Rust and C++ describe such an error in the text of another one.
+    """
+    if isinstance(error, OSError):
+        return explain_os_error(error)
+    refused = os_error_in(error, "")
+    return None if refused is None else f"{one_line(error)}; {os_error_remedy(refused)}."
+
+
 def os_error_remedy(error: OSError) -> str:
     """Return what a user can do about an error of the operating system, as an imperative."""
     return _REMEDIES.get(error.errno or 0, "check the path")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from llm.config.terminal import accept_any_text, discard_output, text_for
-from llm.errors import LLMError, explain_os_error
+from llm.errors import LLMError, explain_system_error
 
 COMMAND = "llm-trainers"
 """The command that starts every program by its name."""
@@ -50,12 +50,15 @@ def program(main: Callable[[Sequence[str]], int]) -> Main:
         except LLMError as error:
             sys.stderr.write(text_for(sys.stderr, f"error: {error}\n"))
             return 2
-        except OSError as error:
-            sys.stderr.write(text_for(sys.stderr, f"error: {explain_os_error(error)}\n"))
-            return 2
         except KeyboardInterrupt:
             sys.stderr.write("Interrupted.\n")
             return 130
+        except Exception as error:
+            sentence = explain_system_error(error)
+            if sentence is None:
+                raise
+            sys.stderr.write(text_for(sys.stderr, f"error: {sentence}\n"))
+            return 2
         return code
 
     return run

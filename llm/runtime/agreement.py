@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from llm import errors
-from llm.errors import LLMError, ParallelError, PeerLostError, explain_os_error, one_line
+from llm.errors import LLMError, ParallelError, PeerLostError, explain_system_error, one_line
 from llm.runtime.world import world_from_environment
 
 if TYPE_CHECKING:
@@ -111,11 +111,9 @@ def _exchange(
     told = None
     if isinstance(error, LLMError):
         told = type(error).__name__, str(error)
-    elif isinstance(error, OSError):
-        told = "ParallelError", f"Rank {_rank()} has failed: {explain_os_error(error)}"
     elif error is not None:
-        message = f"Rank {_rank()} has failed: {type(error).__name__}: {one_line(error)}."
-        told = "ParallelError", message
+        reason = explain_system_error(error) or f"{type(error).__name__}: {one_line(error)}."
+        told = "ParallelError", f"Rank {_rank()} has failed: {reason}"
     found = _gather((value, told), group, patience)
     failed = next((rank for rank, (_, other) in enumerate(found) if other is not None), None)
     if failed is None:

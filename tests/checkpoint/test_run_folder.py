@@ -122,7 +122,8 @@ def test_a_check_writes_nothing_that_a_kill_could_leave_behind(tmp_path, name):
 def test_overwriting_removes_only_the_files_of_a_run(tmp_path):
     run = RunFolder(tmp_path)
     written = (
-        "metrics.jsonl", ".metrics.jsonl.12.tmp", "tensorboard/events.out.tfevents.1.host.2.0",
+        "metrics.jsonl", ".metrics.jsonl.12.tmp", ".status.json.0fe1d2c3.tmp",
+        "tensorboard/events.out.tfevents.1.host.2.0",
         "profile/rank0.trace.json.gz", "profile/profile.txt", "stacks/rank_00000.txt",
         "stacks/gloo_rank_0",
         "checkpoints/step_00000001/manifest.json", "checkpoints/.step_00000002.tmp/state.json",

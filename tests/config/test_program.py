@@ -24,6 +24,12 @@ from llm.errors import ConfigError
             "error: out/page.html cannot be written: Read-only file system; name a path on another "
             "file system.\n",
         ),
+        (
+            MemoryError("Cannot allocate memory (os error 12)"),
+            2,
+            "error: Cannot allocate memory (os error 12); free some memory, or raise the limit on "
+            "it (ulimit -v).\n",
+        ),
         (OSError("gpt2 is no model.\nSee the hub."), 2, "error: gpt2 is no model. See the hub.\n"),
         (KeyboardInterrupt(), 130, "Interrupted.\n"),
     ],

@@ -134,7 +134,10 @@ def tokenize_shards(
     for stem in stems:
         shard = read_shard(stem, verify=False)
         if shard is None:
-            raise DataError(f"{stem}.json has vanished; is another program at work in {folder}?")
+            raise DataError(
+                f"{stem}.json has vanished or cannot be read: if no other program is at work in "
+                f"{folder}, give the same command again."
+            )
         stats.append(shard)
     return stems, stats
 

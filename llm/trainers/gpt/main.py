@@ -21,7 +21,7 @@ from typing import Any
 
 from llm.config.command_line import parse, split_config_file
 from llm.config.terminal import accept_any_text
-from llm.errors import LLMError, ParallelError, PeerLostError, explain_os_error
+from llm.errors import LLMError, ParallelError, PeerLostError, explain_system_error
 from llm.runtime.agreement import is_shared, leave_together
 from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.logging import quiet_libraries, set_up_logging
@@ -70,18 +70,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             logger.error(f"error: {error}")
         return EXIT_PEER_LOST
     except LLMError as error:
-        _refuse(error, world)
+        _refuse(error, str(error), world)
         return 2
     except KeyboardInterrupt:
         logger.error("Interrupted before training began.")
         return 130
-    except OSError as error:
-        _refuse(error, world)
+    except Exception as error:
+        sentence = explain_system_error(error)
+        if sentence is None:  # with its stack, in the run's log and on the console
+            logger.exception("The run failed.")
+            return 1
+        _refuse(error, sentence, world)
         return 2
-    except Exception:
-        # Log it to the run's log and to the console.
-        logger.exception("The run failed.")
-        return 1
 
 
 def parse_args(argv: Sequence[str]) -> GPTConfig:
@@ -106,20 +106,18 @@ def parse_args(argv: Sequence[str]) -> GPTConfig:
     return config
 
 
-def _refuse(error: LLMError | OSError, world: World) -> None:
+def _refuse(error: Exception, sentence: str, world: World) -> None:
     """Log an error once: on rank 0, or on the only rank that raised it."""
-    if isinstance(error, LLMError):
-        message, found_here = str(error), error.found_here
-    else:  # of the system: a file of this rank
-        message, found_here = explain_os_error(error), not is_shared(error)
+    # An error that is not of this package is found by the rank with the file.
+    found_here = getattr(error, "found_here", not is_shared(error))
     if world.is_main or found_here:
-        logger.error(f"error: {message}")
+        logger.error(f"error: {sentence}")
     # A launcher kills all ranks as soon as one ends: the logging rank must be first.
     if is_shared(error):
         leave_together(GRACE_SECONDS)
     elif world.world_size > 1 and not (world.is_main or found_here):
         time.sleep(GRACE_SECONDS)
-        logger.error(f"error: {message}")  # still alive, so no other rank failed with this error
+        logger.error(f"error: {sentence}")  # still alive, so no other rank failed with this error
 
 
 def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
