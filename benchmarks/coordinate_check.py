@@ -21,6 +21,7 @@ from llm.config.command_line import parse
 from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.errors import ConfigError
+from llm.runtime.world import ignore_ranks
 from llm.trainers.gpt.config import check_planned, preset_options
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import recipe_of, transforms_of
@@ -55,6 +56,7 @@ class CheckOptions(GPTConfig):
 @program
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
+    ignore_ranks()
     options = parse(
         CheckOptions,
         argv,

@@ -31,6 +31,7 @@ from llm.config.program import program
 from llm.errors import CheckpointError, ConfigError, one_line_with_path, os_error_remedy
 from llm.runtime.files import delete, try_lock, write_whole
 from llm.runtime.offline import forbid_downloads
+from llm.runtime.world import ignore_ranks
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import extensions_of
@@ -131,6 +132,7 @@ class Entry:
 @program
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
+    ignore_ranks()
     averages = [*argv[:1]] == ["average"]
     options = parse(
         CheckpointsOptions,

@@ -23,6 +23,7 @@ from llm.errors import ConfigError, LLMError, one_line
 from llm.runtime.files import write_whole
 from llm.runtime.logging import quiet_libraries, set_up_logging
 from llm.runtime.offline import offline_variable
+from llm.runtime.world import ignore_ranks
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import extensions_of
 from llm.trainers.gpt.trained_model import tokenizer_of
@@ -83,6 +84,7 @@ class FetchOptions(CoreFetchOptions, *_ADDED):  # type: ignore[misc]
 @program
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
+    ignore_ranks()
     # The TOML file may have any option of the trainer, more than this program has.
     config_file, words = split_config_file(argv)
     options = parse(

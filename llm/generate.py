@@ -23,7 +23,7 @@ from llm.runtime.logging import quiet_libraries
 from llm.runtime.offline import forbid_downloads
 from llm.runtime.process_settings import limit_spin_wait
 from llm.runtime.rng import draw_seed
-from llm.runtime.world import device_of, world_from_environment
+from llm.runtime.world import device_of, ignore_ranks, world_from_environment
 from llm.trainers.gpt.trained_model import (
     choose_checkpoint,
     load_trained,
@@ -104,6 +104,7 @@ class GenerateOptions:
 @program
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
+    ignore_ranks()
     options = parse(
         GenerateOptions,
         argv,

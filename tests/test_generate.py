@@ -64,6 +64,17 @@ def test_a_checkpoint_writes_what_the_export_of_the_same_step_does(trained, caps
     assert write(capsys, trained / "checkpoints" / "step_00000006", *words) == exported
 
 
+def test_the_variables_of_a_job_step_change_nothing(trained, capsys, monkeypatch):
+    words = ("--checkpoint", "latest", "--seed", 5, "--max_new_tokens", 9)
+    alone = write(capsys, trained, *words)
+    # Rank 1 of 4 would read a fourth of the checkpoint, and wait for the others.
+    step = {"PROCID": "1", "LOCALID": "1", "STEP_NUM_TASKS": "4", "NTASKS": "4"}
+    for name, value in step.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+
+    assert write(capsys, trained, *words) == alone
+
+
 def test_other_checkpoints_are_other_models(trained, capsys):
     words = ("--temperature", 0, "--prompt", "the", "--max_new_tokens", 20)
     texts = {write(capsys, trained, "--checkpoint", step, *words) for step in (2, 6)}

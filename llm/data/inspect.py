@@ -16,6 +16,7 @@ from llm.config.command_line import parse
 from llm.config.options import missing_requirements, option, option_group
 from llm.config.program import program
 from llm.errors import ConfigError
+from llm.runtime.world import ignore_ranks
 from llm.tokenizers.options import TokenizerOptions
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class InspectOptions:
 @program
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
+    ignore_ranks()
     options = parse(
         InspectOptions,
         argv,

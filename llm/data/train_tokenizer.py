@@ -23,6 +23,7 @@ from llm.data.text.training_texts import TrainingTexts
 from llm.data.workers import bounded_workers, num_cores
 from llm.errors import ConfigError
 from llm.runtime.logging import set_up_logging
+from llm.runtime.world import ignore_ranks
 from llm.tokenizers.fast import load_text_tokenizer
 from llm.tokenizers.options import TokenizerOptions
 from llm.tokenizers.sentencepiece import convert_sentencepiece
@@ -118,6 +119,7 @@ class TrainTokenizerOptions:
 @program
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
+    ignore_ranks()
     set_up_logging(rank=0)
     options = parse(
         TrainTokenizerOptions,

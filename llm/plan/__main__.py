@@ -11,6 +11,7 @@ from llm.config.command_line import parse
 from llm.config.program import program
 from llm.errors import ConfigError
 from llm.plan.options import PlanOptions, check
+from llm.runtime.world import ignore_ranks
 from llm.trainers.gpt.config import preset_options
 
 _HELP = (
@@ -22,6 +23,7 @@ _HELP = (
 @program
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
+    ignore_ranks()
     arguments = list(argv)
     if arguments and not arguments[0].startswith("-"):
         arguments.insert(0, "--config")

@@ -15,6 +15,7 @@ from llm.config.program import program
 from llm.errors import ConfigError
 from llm.report.runs import Run, X, read_runs
 from llm.runtime.files import write_whole
+from llm.runtime.world import ignore_ranks
 
 _PAGE_TITLE = b": training report</title>"
 """Marks a page: a new page may replace an earlier one, but no other file."""
@@ -48,6 +49,7 @@ class ReportOptions:
 @program
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
+    ignore_ranks()
     options = parse(
         ReportOptions,
         argv,

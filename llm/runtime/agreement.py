@@ -5,12 +5,16 @@ a rank prepares data, and a signal can interrupt the wait. Anybody who reaches t
 to it, so the values are JSON, which executes no code. Later ranks use gloo.
 """
 
+import contextlib
 import functools
 import itertools
 import json
+import logging
+import math
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,13 +29,24 @@ T = TypeVar("T")
 
 PATIENCE = 3600.0
 """Seconds that ranks wait for each other before process groups form."""
+_NOTICE_SECONDS = 40.0
+"""Seconds until a rank says for whom it waits."""
 _POLL_SECONDS = 0.005, 0.5  # at first, and at most
 _LOST = (
     "A rank that this one waits for has ended or does not respond: look for its error above, and "
     "in the launcher's log."
 )
 
+_HOW_ALONE = (
+    "If no other rank was started, as in the shell of `srun -n 4 --pty bash`, put RANK=0 "
+    "WORLD_SIZE=1 before the command: then one process works alone."
+)
+_MOST_NAMED = 5
+"""Ranks that a message names."""
+
 _exchanges = itertools.count()
+
+logger = logging.getLogger("llm")
 
 
 def on_all_ranks(
@@ -150,9 +165,13 @@ def _gather_by_store(value: Any, patience: float) -> list[Any]:
         if store.add(f"{key}/{name}", 1) == world_size:
             store.set(f"{key}/{name}/all", "")
         pause, longest = _POLL_SECONDS
+        notice_time = time.monotonic() + _NOTICE_SECONDS
         while wait and not store.check([f"{key}/{name}/all"]):
             if time.monotonic() > deadline:
                 raise PeerLostError(_LOST)
+            if time.monotonic() > notice_time:
+                _log_late_ranks(store, keys, rank)
+                notice_time = math.inf
             time.sleep(pause)
             pause = min(1.5 * pause, longest)
 
@@ -165,6 +184,20 @@ def _gather_by_store(value: Any, patience: float) -> list[Any]:
     except RuntimeError as error:  # rank 0 has ended, and the store with it
         raise PeerLostError(_LOST) from error
     return values
+
+
+def _log_late_ranks(store: "Store", keys: list[str], rank: int) -> None:
+    """Log which ranks have not sent their value; the lowest of the others does."""
+    late = [other for other, key in enumerate(keys) if not store.check([key])]
+    if not late or rank != next(other for other in range(len(keys)) if other not in late):
+        return
+    names = [str(other) for other in late]
+    if len(late) > _MOST_NAMED:
+        names = [*names[:_MOST_NAMED], f"{len(late) - _MOST_NAMED:,} others"]
+    logger.warning(
+        f"Rank {rank} waits for rank {', '.join(names)} to finish this part of the start, or to "
+        f"start. {_HOW_ALONE}"
+    )
 
 
 def _read_value(text: bytes, sender: int) -> Any:
@@ -194,5 +227,22 @@ def _launch_store() -> "Store":
     """
     from torch.distributed.rendezvous import rendezvous
 
-    store: Store = next(iter(rendezvous("env://", timeout=timedelta(seconds=PATIENCE))))[0]
+    with _log_long_connection():
+        store: Store = next(iter(rendezvous("env://", timeout=timedelta(seconds=PATIENCE))))[0]
     return store
+
+
+@contextlib.contextmanager
+def _log_long_connection() -> Iterator[None]:
+    """Log which ranks do not connect if the context takes long."""
+    rank = _rank()
+    others = "rank 0" if rank else f"the other {_world_size() - 1:,} ranks"
+    place = f"{os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}"
+    sentence = f"Rank {rank} waits for {others} at {place}. {_HOW_ALONE}"
+    timer = threading.Timer(_NOTICE_SECONDS, logger.warning, [sentence])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

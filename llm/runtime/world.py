@@ -4,6 +4,7 @@ torch and Accelerate read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_P
 sets. srun and mpiexec set different variables; `adopt_launcher` translates them.
 """
 
+import itertools
 import os
 import re
 from collections.abc import Mapping
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm.errors import ParallelError
+from llm.runtime.srun_shell import in_shell_of_srun
 
 if TYPE_CHECKING:
     import torch
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_SLURM = ("SLURM_PROCID", "SLURM_LOCALID")
 _MPI = (  # the same three, as each mpiexec names them
     ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),  # HPE Cray PALS: Polaris, Aurora
     ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK"),  # other launchers of HPE Cray
@@ -81,6 +84,12 @@ def _number(environ: Mapping[str, str], name: str, default: str) -> int:
             "the processes with torchrun, srun or mpiexec."
         )
     return int(value)
+
+
+def ignore_ranks() -> None:
+    """Let a program that does not share its work run as a single process under any launcher."""
+    for name in (*_TORCHRUN, *itertools.chain(*_MPI), *_MPI_LOCAL_SIZE, *_SLURM):
+        os.environ.pop(name, None)
 
 
 def is_launched() -> bool:
@@ -164,7 +173,7 @@ def _ranks_of_mpi(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _ranks_of_slurm(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the ranks of a task in a job step; a batch script runs alone, with a SLURM_PROCID."""
-    if not {"SLURM_PROCID", "SLURM_LOCALID"} <= environ.keys():
+    if not environ.keys() >= set(_SLURM) or in_shell_of_srun(environ):
         return {}
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if _number(environ, "SLURM_STEP_NUM_TASKS", "1") == 1:

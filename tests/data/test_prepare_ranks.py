@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llm.data.preparation import prepare_files
+from llm.data.preparation import prepare_files, shares
 from llm.data.preparation.output_files import Output
 from llm.data.preparation.shards import require_reference
 from llm.data.preparation.shares import Share, acquire_join, find_share
@@ -96,6 +97,30 @@ def test_each_rank_begins_with_another_output(tmp_path):
     assert names(tmp_path) == sorted(
         f"{a}.{kind}" for a in "abc" for kind in ("bin", "idx", "json")
     )
+
+
+def test_a_rank_whose_peers_were_never_started_says_so(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", "llm.data")
+    monkeypatch.setattr(shares, "_NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(shares, "_ABSENT_SECONDS", 0.8)
+    share = Share(rank=0, world_size=4, is_launched=True)
+    sentence = "rank 1, 2, 3 {} start. If no other process was started, .* --rank 0 --world_size 1"
+
+    with pytest.raises(DataError, match=sentence.format("did not")):
+        prepare(tmp_path / "wiki", sources(), share=share)
+
+    assert re.search("rank 0 of 4 waits for " + sentence.format("to"), caplog.text)
+
+
+def test_a_rank_does_not_wait_for_peers_at_work_on_another_output(tmp_path, monkeypatch):
+    monkeypatch.setattr(shares, "_ABSENT_SECONDS", 0.1)
+    share = Share(rank=0, world_size=2, is_launched=True)
+    jobs = [([ReadSource([name], name=name)] * 3, Output(prefix=tmp_path / name)) for name in "ab"]
+    prepare_all(jobs[1:], share=Share(rank=1, world_size=2))
+
+    prepare_all(jobs, share=share)
+
+    assert names(tmp_path) == ["a.parts", "a.parts.lock", "b.bin", "b.idx", "b.json"]
 
 
 def test_ranks_that_finish_together_join_the_shards_once(tmp_path):

@@ -163,6 +163,47 @@ def wait_for_rank_1():
     return told(lambda: gather("here"))
 
 
+def wait_for_late_rank(late):
+    """All ranks exchange a value, and one of them sends it only after the others' notice."""
+    agreement._NOTICE_SECONDS = 0.5
+    from llm.runtime.logging import set_up_logging
+
+    set_up_logging(rank=int(os.environ["RANK"]))
+    if os.environ["RANK"] == late:
+        time.sleep(3)
+    gather("here")
+    gather("still here")
+
+
+def test_the_lowest_rank_that_waits_says_for_whom():
+    outcomes = run_ranks(wait_for_late_rank, 3, "1")
+    sentences = [outcome.output for outcome in outcomes]
+    # Before there is a store, rank 0 does not know who is late.
+    assert "Rank 0 waits for the other 2 ranks at 127.0.0.1, port " in sentences[0]
+    assert "put RANK=0 WORLD_SIZE=1 before the command" in sentences[0]
+
+    outcomes = run_ranks(wait_for_late_value, 3)
+    sentences = [outcome.output for outcome in outcomes]
+    assert "Rank 0 waits for rank 2 to finish this part of the start" in sentences[0]
+    assert sentences[1] == sentences[2] == ""
+
+
+def wait_for_late_value():
+    gather("here")
+    agreement._NOTICE_SECONDS = 0.5
+    if os.environ["RANK"] == "2":
+        time.sleep(3)
+    gather("still here")
+
+
+def test_a_rank_that_was_started_alone_says_for_whom_it_waits():
+    ranks = Ranks(wait_for_late_rank, 1, "0", environment={"WORLD_SIZE": "4"})
+    ranks.processes[0].join(8)
+    [outcome] = ranks.outcomes(timeout=0.1)
+
+    assert "Rank 0 waits for the other 3 ranks at 127.0.0.1, port " in outcome.output
+
+
 def impatient():
     gather("here")
     if os.environ["RANK"] == "1":

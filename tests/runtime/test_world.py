@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from llm.errors import ParallelError
+from llm.runtime.srun_shell import is_interactive_shell
 from llm.runtime.world import (
     World,
     adopt_launcher,
@@ -252,3 +253,46 @@ def test_the_trainer_refuses_such_variables_in_one_sentence(environ):
         "error: WORLD_SIZE is 2, and RANK is not set: unset WORLD_SIZE to train with one process, "
         "or start the processes with torchrun, srun or mpiexec.\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "is_interactive"),
+    [
+        (["bash"], True),
+        (["-bash"], True),
+        (["/usr/bin/zsh", "-l", "-i"], True),
+        (["bash", "run.sh"], False),
+        (["bash", "-c", "python -m llm.trainers.gpt"], False),
+        (["python", "-m", "llm.trainers.gpt"], False),
+    ],
+)
+def test_a_shell_without_a_script_reads_commands_from_its_user(command, is_interactive):
+    assert is_interactive_shell(command) is is_interactive
+
+
+PRINT_WORLD = (
+    "from llm.runtime.world import world_from_environment as read; print(read().world_size)"
+)
+
+
+def world_size_in(shell, environment):
+    """The number of ranks that Python sees, started by a line that a shell reads or runs."""
+    line = f"{sys.executable} -c '{PRINT_WORLD}'; true"
+    typed = shell == ["bash"]
+    run = subprocess.run(
+        [*shell, *([] if typed else [line])],
+        input=line if typed else None,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(run.stdout)
+
+
+def test_the_shell_of_srun_has_one_rank():
+    terminal = {**TASK_3_OF_4, "SLURM_PROCID": "0", "SLURM_PTY_PORT": "40001"}
+
+    assert world_size_in(["bash"], terminal) == 1
+    assert world_size_in(["bash", "-c"], terminal) == 4  # the task of a job step
+    assert world_size_in(["bash"], TASK_3_OF_4) == 4

@@ -36,9 +36,11 @@ from llm.data.preparation.shares import (
     Share,
     acquire_join,
     is_marked,
+    mark_begun,
     mark_done,
     ranks_done,
     share_plan,
+    wait_for_starts,
 )
 from llm.data.preparation.tokenize_shards import Cluster, Totals, tokenize_shards
 from llm.data.text.blocks import BadRecordPolicy
@@ -50,7 +52,7 @@ from llm.runtime.files import try_lock, write_whole
 from llm.runtime.logging import counted
 
 _OWN_NAMES = re.compile(
-    r"\.?\d{6,}[.-]|out\.|\.out\.|\.?plan\.|\.?encoding-|reference-encoder$|rank-\d+-of-\d+$"
+    r"\.?\d{6,}[.-]|out\.|\.out\.|\.?plan\.|\.?encoding-|reference-encoder$|(rank|begun)-\d+-of-\d+$"
     r"|join-\d+$"
 )
 _NAMES_BEFORE_PLAN = re.compile(r"\.plan\.")
@@ -115,6 +117,8 @@ def prepare_files(
                 work.do_share(share, numbers)
         except OSError as error:
             raise _write_error(error, work.output) from error
+    if todo:
+        wait_for_starts([work.output.folder for work, _ in todo], share)
 
 
 def _write_error(error: OSError, output: Output) -> DataError:
@@ -171,6 +175,7 @@ class _Work:
         with _locked(self.output, shared=True):
             _check_own_names(self.output)
             share_plan(folder, self._recipe)
+            mark_begun(folder, share)
             if not is_marked(folder, share):
                 if _is_done(self.output, self._digest):  # since this rank looked
                     shutil.rmtree(folder)

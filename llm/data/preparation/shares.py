@@ -4,6 +4,7 @@ Ranks have no connection. They share the folder of the shards, on a file system 
 and exclusive creation of files, which needs no locks:
 
     plan.json       written by the first rank; a rank with another recipe is refused
+    begun-3-of-10   rank 3 has started
     rank-3-of-10    rank 3 has written its shards, and its node has written them through
     join-1          the rank that joins the shards touches it; join-2 replaces a rank that has died
 
@@ -16,7 +17,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
@@ -26,6 +27,9 @@ from llm.runtime.claims import Claim
 from llm.runtime.world import world_from_environment
 
 _POLL_SECONDS = 0.5
+_NOTICE_SECONDS = 20.0  # of waiting for a rank that has not started
+_ABSENT_SECONDS = 300.0  # until such a rank counts as missing
+_MOST_NAMED = 5  # ranks in a message
 _NAMES = {
     "sources": "input",
     "tokenizer_fingerprint": "tokenizer",
@@ -46,10 +50,12 @@ class Share:
     Attributes:
         rank: The number of this process, counted from 0.
         world_size: The number of processes.
+        is_launched: Whether srun, mpiexec or torchrun started all of them together.
     """
 
     rank: int = 0
     world_size: int = 1
+    is_launched: bool = field(default=False, compare=False)
 
     def numbers(self, num_shards: int, *, first: int = 0) -> Sequence[int]:
         """Return which shards of an output this rank writes.
@@ -112,7 +118,7 @@ def find_share(rank: int | None, world_size: int | None, environ: Mapping[str, s
             f"{array.world_size} of a job array; start one process for each task, or give --rank "
             "and --world_size."
         )
-    return Share(rank=world.rank, world_size=world.world_size)
+    return Share(rank=world.rank, world_size=world.world_size, is_launched=True)
 
 
 def _array_share(environ: Mapping[str, str]) -> Share:
@@ -167,6 +173,51 @@ def share_plan(folder: Path, made_of: Recipe) -> None:
     )
 
 
+def mark_begun(folder: Path, share: Share) -> None:
+    """Note that a rank has started."""
+    _start_marker(folder, share.rank, share).touch()
+
+
+def wait_for_starts(folders: Sequence[Path], share: Share) -> None:
+    """Wait until every rank has started, if a launcher starts them together.
+
+    Args:
+        folders: The folders of all outputs, since each rank begins with another one.
+        share: The rank.
+
+    Raises:
+        DataError: Some have not, after a long wait.
+    """
+    began = time.monotonic()
+    is_logged = False
+    while share.is_launched and (absent := _absent_ranks(folders, share)):
+        waited = time.monotonic() - began
+        names = f"rank {', '.join(map(str, absent[:_MOST_NAMED]))}"
+        if len(absent) > _MOST_NAMED:
+            names += f" and {len(absent) - _MOST_NAMED:,} others"
+        how_alone = (
+            "If no other process was started, as in the shell of `srun -n "
+            f"{share.world_size} --pty bash`, add --rank 0 --world_size 1 to prepare the text alone"
+        )
+        if waited > _ABSENT_SECONDS:
+            raise DataError(f"{share} has done its part, but {names} did not start. {how_alone}.")
+        if waited > _NOTICE_SECONDS and not is_logged:
+            log.warning(f"{share} waits for {names} to start. {how_alone}.")
+            is_logged = True
+        time.sleep(_POLL_SECONDS)
+
+
+def _absent_ranks(folders: Sequence[Path], share: Share) -> list[int]:
+    """Return the ranks that have not started; none if an output is complete."""
+    if not all((folder / "plan.json").exists() for folder in folders):
+        return []
+    return [
+        rank
+        for rank in range(share.world_size)
+        if not any(_start_marker(folder, rank, share).exists() for folder in folders)
+    ]
+
+
 def mark_done(folder: Path, share: Share) -> None:
     """Note that a rank has written its shards, once they are on the disk."""
     os.sync()  # a crash of this node can lose nothing of the shards now
@@ -185,6 +236,10 @@ def ranks_done(folder: Path, share: Share) -> int:
 
 def _marker(folder: Path, rank: int, share: Share) -> Path:
     return folder / f"rank-{rank}-of-{share.world_size}"
+
+
+def _start_marker(folder: Path, rank: int, share: Share) -> Path:
+    return folder / f"begun-{rank}-of-{share.world_size}"
 
 
 def acquire_join(claim: Claim, folder: Path) -> bool:
