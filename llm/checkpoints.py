@@ -7,6 +7,7 @@ or written.
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import re
 import sys
@@ -412,7 +413,11 @@ def _fill_folder(target: Path, option: str) -> Iterator[None]:
     try:
         target.mkdir(parents=True, exist_ok=True)
         with mark.open("a") as file:
-            try_lock(file.fileno())
+            if not try_lock(file.fileno()):
+                logging.getLogger("llm").warning(
+                    f"{target} is on a file system without locks: start no second program that "
+                    "writes it."
+                )
             _clear_folder(target, but=mark)
             try:
                 yield

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from llm.config.terminal import accept_any_text, discard_output, text_for
+from llm.config.terminal import accept_any_text, discard_output, flush_output, text_for
 from llm.errors import LLMError, explain_system_error
 
 COMMAND = "llm-trainers"
@@ -54,6 +54,8 @@ def program(main: Callable[[Sequence[str]], int]) -> Main:
             sys.stderr.write("Interrupted.\n")
             return 130
         except Exception as error:
+            if isinstance(error, OSError) and error.filename is None and not flush_output():
+                error.filename = "standard output"
             sentence = explain_system_error(error)
             if sentence is None:
                 raise

@@ -40,3 +40,17 @@ def discard_output(stream: IO[str]) -> None:
     """
     with contextlib.suppress(OSError), open(os.devnull, "w", encoding="utf-8") as null:
         os.dup2(null.fileno(), stream.fileno())
+
+
+def flush_output() -> bool:
+    """Write what is left of standard output, or discard it if it cannot be written.
+
+    Returns:
+        Whether it was written.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError:
+        discard_output(sys.stdout)
+        return False
+    return True

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from llm.config.terminal import escape_controls, text_for
+from llm.config.terminal import escape_controls, flush_output, text_for
+from llm.trainers.gpt.main import main
 
 
 class Terminal(io.StringIO):
@@ -48,13 +49,29 @@ main()
 
 
 def test_a_full_disk_behind_standard_output_is_an_error_in_one_sentence():
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    words = [sys.executable, "-m", "llm", "--version"]
     with open("/dev/full", "w") as full:
-        process = subprocess.run(
-            [sys.executable, "-m", "llm", "--version"], stdout=full, stderr=subprocess.PIPE
-        )
+        process = subprocess.run(words, env=environment, stdout=full, stderr=subprocess.PIPE)
+    assert process.stderr.decode() == (
+        "error: standard output cannot be written: No space left on device; free some space.\n"
+    )
     assert process.returncode == 2
-    assert process.stderr.decode().count("\n") == 1
-    assert "No space left on device" in process.stderr.decode()
+
+
+def test_output_that_a_full_disk_refuses_is_discarded(monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        full.write("text")
+        assert not flush_output()
+        assert flush_output()
+
+
+def test_a_full_disk_behind_standard_output_keeps_the_exit_code_of_a_run(monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["--no_such_option"]) == 2
+        full.flush()  # as Python does at its end, where an error makes the exit code 120
 
 
 def test_a_closed_standard_output_is_the_null_device():

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from llm.config.command_line import parse, split_config_file
-from llm.config.terminal import accept_any_text
+from llm.config.terminal import accept_any_text, flush_output
 from llm.errors import LLMError, ParallelError, PeerLostError, explain_system_error
 from llm.runtime.agreement import is_shared, leave_together
 from llm.runtime.health import EXIT_PEER_LOST
@@ -48,6 +48,14 @@ logger = logging.getLogger("llm")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trainer and return the exit code."""
     accept_any_text()
+    try:
+        return _train_or_explain(argv)
+    finally:
+        flush_output()  # otherwise a full disk behind it would replace the exit code
+
+
+def _train_or_explain(argv: Sequence[str] | None) -> int:
+    """Return the exit code; an error is logged."""
     try:
         world = world_from_environment()
     except ParallelError as error:
