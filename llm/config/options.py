@@ -184,6 +184,9 @@ def fields(cls: type) -> tuple[Field, ...]:
     """Return the options of a dataclass: first its local options, then its bases' in order.
 
     `dataclasses.fields` returns the bases in reverse. The options of extensions come last.
+
+    Raises:
+        ConfigError: Two of the classes declare the same option.
     """
     return _fields(cls)
 
@@ -192,9 +195,15 @@ def fields(cls: type) -> tuple[Field, ...]:
 def _fields(cls: type) -> tuple[Field, ...]:
     hints = typing.get_type_hints(cls)
     declared = {item.name: item for item in dataclasses.fields(cls)}
-    names = [name for base in cls.__mro__ for name in inspect.get_annotations(base)]
-    items = [declared[name] for name in names if name in declared]
-    found = [_field(item, hints[item.name], cls) for item in items]
+    pairs = [(name, base) for base in cls.__mro__ for name in inspect.get_annotations(base)]
+    owners: dict[str, type] = {}
+    for name, base in pairs:
+        if name in declared and owners.setdefault(name, base) is not base:
+            raise ConfigError(
+                f"The option {name} of {base.__name__} is declared again by "
+                f"{owners[name].__name__}; give it another name there."
+            )
+    found = [_field(declared[name], hints[name], cls) for name in owners]
     return tuple(sorted(found, key=lambda field: field.option.extension))
 
 

@@ -67,11 +67,11 @@ class BatchPlan:
         return math.ceil(self.steps_at(self.total_samples))
 
     def steps_at(self, samples: float | Fraction) -> float:
-        """Return the number of steps, possibly a fraction, that read `num_samples` samples."""
+        """Return the number of steps, possibly a fraction, that read so many samples."""
         return steps_at(self.phases, samples)
 
     def samples_at(self, step: int) -> int:
-        """Return the samples of `num_steps` steps, if the run is that long."""
+        """Return the samples of the steps before `step`, if the run is that long."""
         phase = self.phase(step)
         return phase.first_sample + (step - phase.first_step) * phase.global_batch_size
 
@@ -93,8 +93,8 @@ class BatchPlan:
         neither on the ranks nor on the accumulation.
 
         Returns:
-            Global sample numbers, int64 [accumulation, micro_batch_size]; -1 marks positions after
-            the last sample of the step or of the run.
+            Positions, which `SkippedSamples.numbers` maps to sample numbers, int64 [accumulation,
+            micro_batch_size]; -1 follows the last sample of the step or of the run.
         """
         first, stop = self.step_samples(step)
         accumulation, size = self.shape(step)

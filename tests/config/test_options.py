@@ -292,6 +292,28 @@ def test_the_usage_names_the_positional_option_and_help_shows_an_example(capsys)
     assert capsys.readouterr().out.startswith("usage: show WORD -- REST\n")
 
 
+@pytest.mark.parametrize("argv", [[], ["--help"], ["--help", "core"], ["--size", "2"]])
+def test_an_option_that_is_declared_twice_is_refused_with_both_classes(argv):
+    @option_group("Core")
+    class Core:
+        size: int = option(1, "Size.")
+
+    @option_group("More", extension=True)
+    class More(Core):
+        size: int = option(2, "Another size.")
+
+    @option_group("All")
+    class Settings(More, Core):
+        pass
+
+    with pytest.raises(ConfigError) as caught:
+        parse(Settings, argv, prog="", description="")
+
+    assert str(caught.value) == (
+        "The option size of Core is declared again by More; give it another name there."
+    )
+
+
 def test_classes_that_are_put_together_can_each_add_choices(capsys):
     def shapes(cls: type) -> list[str]:
         return [shape for base in reversed(cls.__mro__) for shape in vars(base).get("SHAPES", ())]
