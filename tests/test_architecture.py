@@ -11,7 +11,6 @@ import pytest
 from tests.support.package import (
     LAYERS,
     MODULES,
-    PACKAGE,
     PROGRAMS,
     ROOT,
     USES,
@@ -79,21 +78,6 @@ def test_no_two_files_have_one_name():
     by_design = {"__init__", "__main__", "options"}
     names = Counter(path.stem for path in MODULES if path.stem not in by_design)
     assert {name for name, number in names.items() if number > 1} == set()
-
-
-def test_one_batch_crosses_seven_files_at_most():
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    section = page.split("\nOne batch crosses ")[1].split("\n\nA text becomes")[0]
-    files = re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE)
-    listed = {name_of(PACKAGE / file) for file in files}
-    assert 5 <= len(listed) == len(files) <= 7
-
-    # From the file that makes the objects, imports lead to each of them by no other file.
-    graph = {name_of(path): imports_of(path) for path in MODULES}
-    reached = {"trainers.gpt.build_run"}
-    for _ in files:
-        reached = reached.union(*(graph[name] & listed for name in reached))
-    assert listed <= reached
 
 
 def test_at_most_five_files_read_the_learning_rate():
