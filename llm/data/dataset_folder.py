@@ -8,6 +8,7 @@ import glob
 import logging
 import os
 import re
+import reprlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -175,8 +176,8 @@ def _patterns_by_split(data_files: Any) -> dict[str, list[str]]:
 
 def _unknown_form(field: str, value: Any) -> DataError:
     return DataError(
-        f"{_OPTION}: the field {field} of README.md has a form that is not known ({value!r:.100}); "
-        "mend it, or remove the field, so that names tell the splits."
+        f"{_OPTION}: the field {field} of README.md has a form that is not known "
+        f"({reprlib.repr(value)}); mend it, or remove the field, so that names tell the splits."
     )
 
 

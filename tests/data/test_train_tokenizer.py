@@ -2,6 +2,7 @@ import argparse
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -205,6 +206,17 @@ def test_lines_are_cut_to_the_length_limit_of_sentencepiece(tmp_path):
     assert [len(line) for line in lines[-3:]] == [1000, 1000, 500]
     # Cut at spaces where there are some.
     assert all(line.endswith("\u2603") for line in lines[1:-4])
+
+
+def test_words_of_more_letters_than_a_trainer_can_take_are_cut(tmp_path):
+    texts = ["the fox\n" * 900, "x" * 900, "a picture: " + "A" * 5000 + " ends", " " * 3000 + "\n"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    sources = text_sources([str(tmp_path)], text_column=None)
+    pieces = list(TrainingTexts(sources, lines=False, max_sentences=None, seed=0))
+
+    assert pieces[:2] == texts[:2]
+    assert "".join(pieces) == "".join(texts)
+    assert max(len(word) for piece in pieces for word in re.findall(r"\S+|\s+", piece)) < 2000
 
 
 def test_a_small_text_gives_a_smaller_vocabulary_with_a_note(tmp_path, capsys):

@@ -23,7 +23,8 @@ class TrainingTexts:
 
     Attributes:
         sources: Where the texts come from.
-        lines: Whether to yield lines, cut to SentencePiece's limit, instead of documents.
+        lines: Whether to yield lines, cut to SentencePiece's limit, instead of documents, cut in
+            words of more than 1000 letters.
         max_sentences: Number of texts to draw evenly from all; None takes all.
         seed: Seed of the draw.
         num_documents: Documents read so far.
@@ -49,15 +50,11 @@ class TrainingTexts:
             DataError: A source cannot be read, or has no text at all.
         """
         try:
-            texts = _short_lines(self._read()) if self.lines else self._read()
-            if self.max_sentences is None:
-                yield from texts
-                return
-            drawn: list[str] = []
-            generator = random.Random(self.seed)
-            for number, text in enumerate(texts, 1):
-                _draw(drawn, text, number, size=self.max_sentences, generator=generator)
-            yield from drawn
+            texts: Iterable[str] = self._read()
+            texts = _short_lines(texts) if self.lines else texts
+            if self.max_sentences is not None:
+                texts = _draw_sample(texts, self.max_sentences, self.seed)
+            yield from texts if self.lines else _cut_long_words(texts)
         except (Exception, KeyboardInterrupt) as error:
             self.error = error
             raise
@@ -88,6 +85,15 @@ class TrainingTexts:
             raise DataError(f"No text was found in {names}; give an --input with text.")
 
 
+def _draw_sample(texts: Iterable[str], size: int, seed: int) -> list[str]:
+    """Return `size` texts, drawn evenly; all if there are fewer."""
+    drawn: list[str] = []
+    generator = random.Random(seed)
+    for number, text in enumerate(texts, 1):
+        _draw(drawn, text, number, size=size, generator=generator)
+    return drawn
+
+
 def _draw(drawn: list[str], text: str, number: int, *, size: int, generator: random.Random) -> None:
     """Offer the `number`-th text to a list of `size` texts drawn evenly so far (reservoir)."""
     if len(drawn) < size:
@@ -109,3 +115,20 @@ def _short_lines(texts: Iterable[str]) -> Iterator[str]:
                 begin = end
             if begin < len(line):
                 yield line[begin:]
+
+
+def _cut_long_words(texts: Iterable[str]) -> Iterator[str]:
+    """Yield texts without words of 2000 letters or more, such as pictures in base64.
+
+    The time of a trainer grows with the square of the length of a word: 3 MB take hours. A text is
+    cut at the end of each block of 1000 letters that has no space, or nothing else.
+    """
+    for text in texts:
+        begin = 0
+        for start in range(0, len(text), _LONGEST_LINE):
+            block = text[start : start + _LONGEST_LINE]
+            if (" " not in block and "\n" not in block) or block.isspace():
+                yield text[begin : start + _LONGEST_LINE]
+                begin = start + _LONGEST_LINE
+        if begin < len(text):
+            yield text[begin:]
