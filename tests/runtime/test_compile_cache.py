@@ -1,8 +1,6 @@
 """The folder of compiled code, which PyTorch executes: no other user may write in it."""
 
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -40,23 +38,22 @@ def test_compiled_code_is_kept_in_a_folder_that_only_its_user_can_open(temporary
     assert caplog.records == []
 
 
-def test_pytorch_uses_the_folder_even_if_it_has_set_its_default(temporary):
-    program = (
-        "import os, torch._dynamo\n"
-        "from llm.runtime.process_settings import use_private_compile_cache\n"
-        "use_private_compile_cache()\n"
-        "from torch._inductor.runtime.runtime_utils import cache_dir\n"
-        "print(cache_dir())\n"
-    )
-    printed = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "TMPDIR": str(temporary)},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+def choose_after_pytorch(temporary):
+    """PyTorch names its default folder when its compiler is imported."""
+    tempfile.tempdir = temporary
+    os.environ.pop(VARIABLE, None)
+    from torch._inductor.runtime.runtime_utils import cache_dir
 
-    assert printed == f"{temporary}/llm_compiled_{os.geteuid()}\n"
+    default = cache_dir()
+    use_private_compile_cache()
+    return default, cache_dir()
+
+
+def test_pytorch_uses_the_folder_even_if_it_has_set_its_default(tmp_path):
+    default, folder = values(run_ranks(choose_after_pytorch, 1, str(tmp_path)))[0]
+
+    assert default.startswith(f"{tmp_path}/torchinductor_")
+    assert folder == f"{tmp_path}/llm_compiled_{os.geteuid()}"
 
 
 def train_and_return_folder(argv):
