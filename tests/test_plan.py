@@ -561,7 +561,7 @@ def test_a_plot_is_drawn(tmp_path, capsys):
         ("--data_parallel_shard_size 3", "which do not divide the 2"),
         (
             "--global_batch_size 7",
-            "is not a multiple of 16 (--per_device_train_batch_size 8 x 2 ranks); take 16",
+            "is not a multiple of 16 (--per_device_train_batch_size 8 x 2 ranks); take 16.",
         ),
         ("--context_parallel_size 2 --block_size 63", "cannot be cut into 4 equal chunks"),
         ("--links 5", "--links takes two numbers"),

@@ -1,6 +1,7 @@
 """The arithmetic of a run: samples, batches, accumulation, steps, epochs. Pure functions."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -139,10 +140,17 @@ def micro_batch_sizes(options: BatchOptions, *, world_size: int) -> list[int]:
     """
     if options.global_batch_size is None:
         return [2**n for n in range(_LARGEST_AUTO.bit_length())]
-    # Samples per step and rank, in each phase.
-    shares = [batch / world_size for batch, _ in parse_batch_schedule(options.global_batch_size)]
-    sizes = range(1, 1 + min(_LARGEST_AUTO, int(max(shares))))
-    return [size for size in sizes if all(share % min(size, share) == 0 for share in shares)] or [1]
+    batches = [batch for batch, _ in parse_batch_schedule(options.global_batch_size)]
+    return _list_divisors(batches, world_size=world_size) or [1]
+
+
+def _list_divisors(batches: Sequence[int], *, world_size: int) -> list[int]:
+    """Return the sizes of micro-batches that divide each global batch evenly among the ranks."""
+    if any(batch % world_size for batch in batches):
+        return []
+    shares = [batch // world_size for batch in batches]
+    sizes = range(1, 1 + min(_LARGEST_AUTO, max(shares)))
+    return [size for size in sizes if all(share % min(size, share) == 0 for share in shares)]
 
 
 def plan_batches(
@@ -185,14 +193,21 @@ def plan_batches(
         each = min(micro_batch_size, size // world_size) if growth else micro_batch_size
         if each == 0 or size % (each * world_size):
             lower, upper = size // together * together, -(-size // together) * together
-            which, remedy = "", f"take {lower} or {upper}" if lower else f"take {upper}"
+            which, multiple = "", f"{lower} or {upper}" if lower else f"{upper}"
             if growth:
                 which = f" has a phase of {size} samples, which"
-                remedy = f"take one, or a smaller multiple of {world_size}"
+                multiple = f"one, or a smaller multiple of {world_size}"
+            batches = [phase.global_batch_size for phase in (first, *growth)]
+            sizes = _list_divisors(batches, world_size=world_size)
+            keep = [
+                f"--per_device_train_batch_size {number}, which keeps the batch, or "
+                for number in sizes
+                if number < micro_batch_size
+            ]
             raise ConfigError(
                 f"--global_batch_size {batch}{which} is not a multiple of {together} "
                 f"(--per_device_train_batch_size {micro_batch_size} x "
-                f"{counted(world_size, 'rank')}); {remedy}."
+                f"{counted(world_size, 'rank')}); take {''.join(keep[-1:])}{multiple}."
             )
     plan = BatchPlan(
         num_windows=num_windows,

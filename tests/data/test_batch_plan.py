@@ -207,11 +207,24 @@ BUDGET = "is a budget of {} tokens, less than the 32 of one step"
 @pytest.mark.parametrize(
     ("world_size", "batch", "options", "sentence"),
     [
-        (2, 10, {}, "--global_batch_size 10 is not a multiple of 4 "),
+        (4, 10, {}, r"--global_batch_size 10 is not a multiple of 8 .*; take 8 or 16\.$"),
+        (
+            2,
+            10,
+            {},
+            r"10 is not a multiple of 4 \(--per_device_train_batch_size 2 x 2 ranks\); take "
+            r"--per_device_train_batch_size 1, which keeps the batch, or 8 or 12\.$",
+        ),
         (4, "4@0", {}, "--global_batch_size 4@0 is not a multiple of 8 "),
         (4, "2@0,8@40", {}, r"of 8 .* x 4 ranks\); take one, or a smaller"),
         (4, "6@0,8@40", {}, r"of 8 .* x 4 ranks\); take one, or a smaller"),
-        (4, "8@0,20@40", {}, r"of 8 .* x 4 ranks\); take one, or a smaller"),
+        (
+            4,
+            "8@0,20@40",
+            {},
+            r"of 8 .* x 4 ranks\); take --per_device_train_batch_size 1, which keeps the batch, or "
+            r"one, or a smaller multiple of 4\.$",
+        ),
         (1, 8, {"max_train_tokens": Tokens(31)}, f"--max_train_tokens 31 {BUDGET.format(31)}"),
         (1, 8, {"tokens_per_parameter": 0.1}, f"--tokens_per_parameter 0.1 {BUDGET.format(10)}"),
     ],

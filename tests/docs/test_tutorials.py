@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from llm.jobs.__main__ import main as jobs
 from llm.plan.__main__ import main as plan
 from tests.support.package import ROOT
 from tests.support.ranks import run_ranks, values
@@ -74,3 +75,23 @@ def test_the_plan_of_the_llama_is_the_one_on_its_page(capsys, monkeypatch):
     assert "1,086,932,992 parameters, on 8 nodes of 8 h100-80gb: 64 ranks" in printed[0]
     assert any(line.startswith("It fits: ") for line in shown)
     assert any(line.startswith("22,000,001,024 tokens take ") for line in shown)
+
+
+@pytest.mark.parametrize(
+    ("file", "nodes", "gpus", "size"),
+    [("llama-1b/train.toml", 16, 8, 4), ("gpt2-small.toml", 8, 4, 15)],
+)
+def test_more_gpus_than_a_tutorial_names_take_the_micro_batch_that_the_refusal_offers_first(
+    file, nodes, gpus, size, capsys, monkeypatch
+):
+    monkeypatch.chdir(ROOT)
+    command = ["slurm", "--gpus_per_node", str(gpus), "--nodes"]
+    trainer = ["--", "--config", f"examples/{file}"]
+
+    assert jobs([*command, str(nodes // 2), *trainer]) == 0
+    assert jobs([*command, str(nodes), *trainer]) == 2
+    smaller = f"--per_device_train_batch_size {size}"
+    assert f"; take {smaller}, which keeps the batch, or " in capsys.readouterr().err
+    assert jobs([*command, str(nodes), *trainer, *smaller.split()]) == 0
+    pages = [page.read_text(encoding="utf-8") for page in ROOT.glob("docs/tutorials/*.md")]
+    assert any(f"add\n`{smaller}`" in page for page in pages)
