@@ -31,6 +31,7 @@ from llm.config.options import missing_requirements, option, option_group
 from llm.config.program import program
 from llm.errors import CheckpointError, ConfigError, one_line_with_path, os_error_remedy
 from llm.runtime.files import delete, try_lock, write_whole
+from llm.runtime.logging import counted
 from llm.runtime.offline import forbid_downloads
 from llm.runtime.world import ignore_ranks
 from llm.trainers.gpt.config import CoreConfig
@@ -306,7 +307,10 @@ def _export(run: Path, folder: Path, options: CheckpointsOptions) -> str:
     card = _card(run, config, chosen, known, results={} if loss is None else {"loss": loss})
     with _fill_folder(target, f"--export {step}"):
         _write(target, config, model, tokenizer, model.state_dict(), card)
-    return f"{chosen.path} is exported: AutoModelForCausalLM.from_pretrained('{target}') loads it."
+    return (
+        f"{chosen.path} is exported: "
+        f"AutoModelForCausalLM.from_pretrained({str(target)!r}) loads it."
+    )
 
 
 def _export_config(run: Path, options: CheckpointsOptions) -> CoreConfig:
@@ -331,7 +335,7 @@ def _average(run: Path, folder: Path, options: CheckpointsOptions, output: str) 
         write_whole(target / MEAN_FILE, json.dumps(record) + "\n")
     return (
         f"The mean of the weights after steps {steps} is exported: "
-        f"AutoModelForCausalLM.from_pretrained('{target}') loads it."
+        f"AutoModelForCausalLM.from_pretrained({str(target)!r}) loads it."
     )
 
 
@@ -341,7 +345,9 @@ def _read_mean(
     """Return the newest checkpoints, their model and tokenizer, and the mean of their weights."""
     newest = list_checkpoints(folder)[-number:]
     if len(newest) < number:
-        raise ConfigError(f"--last {number}: {folder} holds {len(newest)} valid checkpoints only.")
+        available = counted(len(newest), "valid checkpoint") if newest else "no valid checkpoint"
+        remedy = "; choose a smaller number" if newest else ""
+        raise ConfigError(f"--last {number}: {folder} holds {available}{remedy}.")
     chosen = [read_valid(checkpoint.path) for checkpoint in newest]
     _prepare_libraries()
     from llm.checkpoint.mean import mean_state
@@ -379,7 +385,9 @@ def _check_same_model(config: CoreConfig, checkpoints: Sequence[Checkpoint]) -> 
 
 def _check_folder(target: Path, option: str) -> None:
     """Refuse a folder with files, unless they are of an unfinished export, or within a run."""
-    if target.exists() and not (target.is_dir() and (_is_empty(target) or _is_unfinished(target))):
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{option} {target} is a file; name a new folder.")
+    if target.exists() and not (_is_empty(target) or _is_unfinished(target)):
         raise ConfigError(f"{option} {target} is not empty; name a new folder.")
     if (run := run_around(target)) is not None:
         raise ConfigError(

@@ -5,6 +5,7 @@ Each message is a full sentence that names the option, its value and what to do.
 
 import errno
 import io
+import json
 import os
 import re
 import traceback
@@ -85,6 +86,10 @@ def one_line(error: BaseException) -> str:
     error = _first_failure(error)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
+    if isinstance(error, json.JSONDecodeError):
+        return f"malformed JSON at line {error.lineno}, column {error.colno}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start + 1} is not UTF-8 text"
     if isinstance(error, KeyError):  # its text is the key alone
         return f"the key {error} is missing"
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__

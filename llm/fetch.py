@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 from llm.config.command_line import parse, split_config_file
 from llm.config.options import fields, non_default, option, option_group
 from llm.config.program import program
+from llm.config.shell import shell_line
 from llm.config.toml import read_toml, values_as_toml
 from llm.errors import ConfigError, LLMError, one_line
 from llm.runtime.files import write_whole
@@ -110,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
     values = {name: getattr(local, name) for name in named}
     write_whole(folder / "run.toml", values_as_toml(values))
     check(local)
-    logger.info(f"train without a network: --config {folder / 'run.toml'}")
+    logger.info(f"train without a network: {shell_line(['--config', folder / 'run.toml'])}")
     return 0
 
 

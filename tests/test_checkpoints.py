@@ -174,6 +174,10 @@ def test_a_run_without_checkpoints_is_not_an_error(tmp_path, capsys):
         (["{}/run", "--ema"], "--ema needs --export"),
         (["average", "{}/run", "--output", "{}/run"], "{}/run is not empty; name a new folder"),
         (
+            ["average", "{}/run", "--output", "{}/run/checkpoints/step_00000010/state.json"],
+            "--output {}/run/checkpoints/step_00000010/state.json is a file; name a new folder.",
+        ),
+        (
             ["average", "{}/run", "--output", "{}/out"],
             "{}/run has no config.toml, which says what model was trained; name the --output_dir",
         ),
@@ -278,9 +282,22 @@ def test_the_mean_of_checkpoints_is_an_ordinary_export(trained, tmp_path, capsys
     assert "| mean of steps | 2, 4 |" in (tmp_path / "mean" / "README.md").read_text()
 
     assert main([*words[:3], "3", "--output", str(tmp_path / "more")]) == 2
-    assert "holds 2 valid checkpoints only" in capsys.readouterr().err
+    assert "holds 2 valid checkpoints; choose a smaller number." in capsys.readouterr().err
     assert main([str(trained), "--export", "4", str(tmp_path / "ema"), "--ema"]) == 2
     assert "step_00000004 has no moving average" in capsys.readouterr().err
+
+
+def test_the_newest_checkpoint_alone_is_named_in_the_singular(trained, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder, symlinks=True)
+    shutil.rmtree(folder / "checkpoints/step_00000002")
+    words = ["average", str(folder), "--last", "2", "--output", str(tmp_path / "mean")]
+
+    assert main(words) == 2
+    assert capsys.readouterr().err.endswith("holds 1 valid checkpoint; choose a smaller number.\n")
+    shutil.rmtree(folder / "checkpoints")
+    assert main(words) == 2
+    assert capsys.readouterr().err.endswith("checkpoints holds no valid checkpoint.\n")
 
 
 def peaks_of_averages(pairs: list[tuple[Path, Path]]) -> list[int]:

@@ -1,11 +1,13 @@
-"""The sentences about errors of the operating system."""
+"""The sentences about errors of the operating system and of other libraries."""
 
 import errno
+import json
 import os
+from pathlib import Path
 
 import pytest
 
-from llm.errors import explain_os_error, os_error_in
+from llm.errors import explain_os_error, one_line, os_error_in
 
 
 def error_of(number: int, *paths: str) -> OSError:
@@ -89,3 +91,19 @@ def test_the_systems_error_in_a_librarys_text_is_recognized(text, number):
     found = os_error_in(RuntimeError(text), "model.safetensors")
     assert (found and found.errno) == number
     assert found is None or found.filename == "model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("read", "line"),
+    [
+        (lambda: json.loads('{\n"a" 1}'), "malformed JSON at line 2, column 5"),
+        (lambda: json.loads(b'{"a": "\xff"}'), "byte 8 is not UTF-8 text"),
+        (lambda: {}["a"], "the key 'a' is missing"),
+        (lambda: Path("/nowhere").stat(), "No such file or directory"),
+    ],
+)
+def test_an_error_of_a_library_is_a_clause_without_a_full_stop(read, line):
+    with pytest.raises((ValueError, KeyError, OSError)) as raised:
+        read()
+
+    assert one_line(raised.value) == line

@@ -222,7 +222,10 @@ def test_names_that_cannot_be_fetched_are_refused_in_one_sentence(hub, tmp_path)
     (tmp_path / "far.yaml").write_text(
         "task: far\ndataset_path: json\ndataset_kwargs: {data_files: 'https://a.example/b'}\n"
     )
+    (hub.folder("me/broken", "datasets") / "dataset_infos.json").write_text('{"a": ')
+    (hub.folder("me/broken", "datasets") / "a.jsonl").write_text('{"text": "a"}\n')
     refused = {
+        "--dataset me/broken": "Hugging Face Hub (malformed JSON at line 1, column 7); check the",
         "--model me/nowhere": "--model_name_or_path me/nowhere is not on the Hub",
         "--model me/closed": "me/closed is gated: accept its terms on its page",
         "--config_name ./models/cfg": "cfg is neither a path that exists nor a name on the Hub",

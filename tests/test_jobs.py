@@ -588,6 +588,8 @@ def test_the_program_says_what_a_script_still_needs(tmp_path, monkeypatch, capsy
     plan = "llm-trainers plan --nodes 1 --gpus_per_node 4 --model_name_or_path gpt2 --output_dir"
     assert plan in said
     assert said.endswith("Submit it: sbatch a.sh\n")
+    assert main(["slurm", "--output=-b c.sh", "--", *trainer, "web"]) == 0
+    assert capsys.readouterr().err.endswith("Submit it: sbatch './-b c.sh'\n")
 
     assert main(["pbs", "--account", "a", "--queue", "b", "--", *trainer, "w"]) == 0
     said = capsys.readouterr().err

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
-from llm.errors import CheckpointError
+from llm.errors import CheckpointError, one_line
 from llm.runtime.files import checksum, sync_file
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ def read_manifest(path: Path) -> Checkpoint:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}.") from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path / MANIFEST} is damaged: {error}.") from error
+        raise CheckpointError(f"{path / MANIFEST} is damaged: {one_line(error)}.") from error
     if content != add_checksum(content.rpartition(_SEAL)[0] + _END):
         raise CheckpointError(f"{path / MANIFEST} is damaged: it does not match its checksum.")
     problem = _manifest_problem(manifest)

@@ -1,11 +1,11 @@
 """What the program says about a job script that it has written."""
 
-import shlex
 from collections.abc import Sequence
 from glob import escape, glob
 from pathlib import Path
 
 from llm.config.options import paths
+from llm.config.shell import shell_line
 from llm.jobs.options import JobOptions
 from llm.trainers.gpt.config import CoreConfig
 
@@ -36,11 +36,11 @@ def describe_script(
     command += ["--gpus_per_node", str(job.gpus_per_node), *trainer]
     lines.append(
         "Model, tokenizer, memory, time and disk have not been checked. To read the model and "
-        f"predict the rest for a device, add --device: {shlex.join(command)}"
+        f"predict the rest for a device, add --device: {shell_line(command)}"
     )
     if job.output is not None:
         submit = "sbatch" if job.scheduler == "slurm" else "qsub"
-        lines.append(f"Submit it: {submit} {shlex.quote(job.output)}")
+        lines.append(f"Submit it: {shell_line([submit, Path(job.output)])}")
     return lines
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 from llm.config.command_line import parse
 from llm.config.options import option, option_group
 from llm.config.program import program
+from llm.config.shell import shell_line
 from llm.errors import ConfigError
 from llm.report.runs import Run, X, read_runs
 from llm.runtime.files import write_whole
@@ -96,9 +97,10 @@ def write_report(options: ReportOptions, runs: list[Run]) -> list[Path]:
         from llm.report.images import write_images
         from llm.report.page import make_page
     except ImportError as error:
+        install = shell_line([sys.executable, "-m", "pip", "install", "bokeh", "matplotlib"])
         raise ConfigError(
-            f"llm.report needs the package {error.name}: run {sys.executable} -m pip install "
-            "bokeh matplotlib, which are the extra `report`."
+            f"llm.report needs the package {error.name}: run {install}, which are the extra "
+            "`report`."
         ) from error
     images = [] if options.png is None else write_images(runs, Path(options.png), x=x)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -112,10 +112,21 @@ def test_a_printed_command_starts_as_many_ranks_and_can_be_pasted(monkeypatch):
     assert reporting.start_command(8, *words) == f"mpiexec -n 8 python {trainer}"
 
 
+def test_printed_commands_do_not_take_a_folder_for_an_option(monkeypatch):
+    monkeypatch.setattr(reporting, "python_command", lambda: "python")
+    run = RunFolder(Path("-dash"))
+    assert reporting.generate_command(GPTConfig(), run) == "python -m llm.generate ./-dash"
+    assert reporting.resume_command(GPTConfig(), run, 1).endswith(
+        " --config ./-dash/config.toml --resume_from_checkpoint"
+    )
+    inspect = "python -m llm.data.inspect ./-dash --step 3"
+    assert reporting.inspect_command(str(run.path), 3) == inspect
+
+
 def test_a_stopped_run_is_pushed_after_its_resume(monkeypatch):
     monkeypatch.setattr(reporting, "python_command", lambda: "python")
     config = GPTConfig(push_to_hub=True, hub_model_id="someone/tiny")
     assert reporting.resume_command(config, RunFolder(Path("runs/tiny")), 1) == (
         "python -m llm.trainers.gpt --config runs/tiny/config.toml --resume_from_checkpoint "
-        "--push_to_hub --hub_model_id someone/tiny"
+        "--push_to_hub --hub_model_id=someone/tiny"
     )

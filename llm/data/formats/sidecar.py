@@ -12,7 +12,7 @@ from typing import Any
 from llm.data.formats.flat import AnyTokenFile, FlatTokenFile, open_token_file
 from llm.data.formats.megatron import TokenFile, add_suffix
 from llm.data.formats.parts import TokenFileParts
-from llm.errors import DataError
+from llm.errors import DataError, one_line
 from llm.runtime.files import write_whole
 
 FORMAT = 1
@@ -106,7 +106,7 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
-        raise no_sidecar(f"it is not JSON: {error}") from error
+        raise no_sidecar(f"it is not JSON ({one_line(error)})") from error
     if not isinstance(content, dict):
         raise no_sidecar("it is not a JSON object")
     if type(content.get("format")) is int and content["format"] > FORMAT:

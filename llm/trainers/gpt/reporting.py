@@ -7,10 +7,10 @@ import logging
 import math
 import os
 import platform
-import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -23,6 +23,7 @@ from llm import __version__
 from llm.checkpoint.format import TrainState
 from llm.checkpoint.run_folder import RunFolder
 from llm.config.options import format_default, non_default
+from llm.config.shell import shell_line
 from llm.config.toml import to_toml
 from llm.data.corpus import CorpusSource
 from llm.data.loader import TrainLoader
@@ -328,36 +329,37 @@ def log_end(
     if "tensorboard" in config.report_to:
         found = shutil.which("tensorboard") is not None
         board = ["tensorboard"] if found else [python_command(), "-m", "tensorboard.main"]
-        logger.info("curves: " + shlex.join([*board, "--logdir", str(folder / "tensorboard")]))
+        logger.info("curves: " + shell_line([*board, "--logdir", folder / "tensorboard"]))
     world_size = setup.dims.world_size
-    again = start_command(world_size, "--config", str(folder / "config.toml"))
+    again = start_command(world_size, "--config", folder / "config.toml")
     logger.info(f"again with other settings: {again} --output_dir NEW")
     trust = ["--trust_remote_code"] if config.trust_remote_code else []
-    onward = start_command(world_size, *trust, "--model_name_or_path", str(folder))
+    onward = start_command(world_size, *trust, "--model_name_or_path", folder)
     logger.info(f"to continue from this model: {onward} --train_file FILE")
 
 
 def generate_command(config: CoreConfig, run: RunFolder) -> str:
     """Return the command line that generates text with the model of a run."""
     trust = ["--trust_remote_code"] if config.trust_remote_code else []
-    return shlex.join([python_command(), "-m", "llm.generate", str(run.path), *trust])
+    return shell_line([python_command(), "-m", "llm.generate", run.path, *trust])
 
 
 def inspect_command(run: str, step: int) -> str:
     """Return the command line that shows the text of a step, counted from 1."""
-    return shlex.join([python_command(), "-m", "llm.data.inspect", run, "--step", str(step)])
+    program = [python_command(), "-m", "llm.data.inspect"]
+    return shell_line([*program, Path(run), "--step", str(step)])
 
 
 def resume_command(config: CoreConfig, run: RunFolder, world_size: int) -> str:
     """Return the command line that resumes a run on the same number of ranks."""
-    words = ["--config", str(run.path / "config.toml"), "--resume_from_checkpoint"]
+    words: list[str | Path] = ["--config", run.path / "config.toml", "--resume_from_checkpoint"]
     if config.push_to_hub:  # config.toml does not record it, and it has not been done
         words += ["--push_to_hub"]
-        words += ["--hub_model_id", config.hub_model_id] if config.hub_model_id else []
+        words += [f"--hub_model_id={config.hub_model_id}"] if config.hub_model_id else []
     return start_command(world_size, *words)
 
 
-def start_command(world_size: int, *words: str) -> str:
+def start_command(world_size: int, *words: str | Path) -> str:
     """Return the command line that starts the trainer, with HOST:PORT to be filled in.
 
     Args:
@@ -367,17 +369,17 @@ def start_command(world_size: int, *words: str) -> str:
     python = python_command()
     module = ["-m", "llm.trainers.gpt", *words]
     if world_size == 1:
-        return shlex.join([python, *module])
+        return shell_line([python, *module])
     launcher = task_launcher(os.environ)
     if launcher is not None:
-        return shlex.join([launcher, "-n", str(world_size), python, *module])
+        return shell_line([launcher, "-n", str(world_size), python, *module])
     torchrun = ["torchrun"] if python == "python" else [python, "-m", "torch.distributed.run"]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     where = ["--standalone"]
     if local < world_size:
         nodes = str(world_size // local)
         where = ["--nnodes", nodes, "--rdzv_backend", "c10d", "--rdzv_endpoint", "HOST:PORT"]
-    return shlex.join([*torchrun, *where, "--nproc_per_node", str(local), *module])
+    return shell_line([*torchrun, *where, "--nproc_per_node", str(local), *module])
 
 
 def python_command() -> str:

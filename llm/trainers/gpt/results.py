@@ -4,7 +4,6 @@ import dataclasses
 import json
 import logging
 import re
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 from llm import __version__
 from llm.checkpoint.run_folder import MODEL_FILES
 from llm.config.options import fields, non_default
+from llm.config.shell import shell_line
 from llm.config.toml import values_as_toml
 from llm.errors import ConfigError, one_line
 from llm.metrics.tracker import task_values
@@ -169,7 +169,7 @@ def push(folder: Path, repository: str) -> None:
 
 def _upload_command(repository: str, folder: Path) -> str:
     excluded = [word for pattern in _NOT_UPLOADED for word in ("--exclude", pattern)]
-    return shlex.join(["hf", "upload", repository, str(folder), *excluded])
+    return shell_line(["hf", "upload", repository, folder, *excluded])
 
 
 def make_card(

@@ -1,0 +1,28 @@
+"""Commands as lines that a user can copy into a shell."""
+
+import os
+import re
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def shell_line(words: Iterable[str | Path]) -> str:
+    """Return a command as a line for bash.
+
+    Args:
+        words: The program and its arguments. A path that begins with a dash gets `./` before it,
+            because programs take such a word for an option.
+    """
+    return " ".join(map(_quote_word, words))
+
+
+def _quote_word(word: str | Path) -> str:
+    text = str(word)
+    if isinstance(word, Path) and text.startswith("-"):
+        text = os.path.join(os.curdir, text)
+    if text.isprintable():
+        return shlex.quote(text)
+    # A line break or an escape sequence, or bytes of a file name that are not UTF-8.
+    escaped = os.fsencode(text).decode("latin-1")
+    return "$'" + re.sub(r"[^ -~]|['\\]", lambda letter: f"\\x{ord(letter[0]):02x}", escaped) + "'"
