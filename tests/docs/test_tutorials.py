@@ -81,7 +81,7 @@ def test_the_plan_of_the_llama_is_the_one_on_its_page(capsys, monkeypatch):
     ("file", "nodes", "gpus", "size"),
     [("llama-1b/train.toml", 16, 8, 4), ("gpt2-small.toml", 8, 4, 15)],
 )
-def test_more_gpus_than_a_tutorial_names_take_the_micro_batch_that_the_refusal_offers_first(
+def test_more_gpus_than_a_tutorial_has_take_the_smaller_micro_batch(
     file, nodes, gpus, size, capsys, monkeypatch
 ):
     monkeypatch.chdir(ROOT)
