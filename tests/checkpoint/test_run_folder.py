@@ -1,6 +1,7 @@
 import errno
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -15,6 +16,8 @@ from llm.checkpoint import run_folder
 from llm.checkpoint.run_folder import RunFolder, check_unchanged
 from llm.errors import CheckpointError, ConfigError, DataError
 from llm.runtime import claims
+
+FORK = multiprocessing.get_context("fork")
 
 
 def test_an_empty_or_missing_folder_can_be_used(tmp_path):
@@ -341,6 +344,23 @@ def test_without_locks_a_folder_whose_owner_has_died_is_free_soon(
     began = time.monotonic()
     with RunFolder(tmp_path).lock():
         assert time.monotonic() - began < 0.3
+
+
+def test_without_locks_a_process_of_this_machine_is_known_to_be_dead(tmp_path, no_locks):
+    killed = FORK.Process(target=die_with_lock, args=(tmp_path,))
+    killed.start()
+    killed.join(30)
+    assert (killed.exitcode, [path.name for path in tmp_path.glob(".owner*")]) == (7, [".owner-1"])
+
+    began = time.monotonic()
+    with RunFolder(tmp_path).lock():
+        assert time.monotonic() - began < 10  # not a minute
+    assert not list(tmp_path.glob(".owner*"))
+
+
+def die_with_lock(folder: Path) -> None:
+    with RunFolder(folder).lock():
+        os._exit(7)
 
 
 def test_without_locks_a_process_that_was_replaced_ends(tmp_path, no_locks, monkeypatch, caplog):
