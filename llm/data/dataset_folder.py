@@ -112,6 +112,9 @@ def _read_configurations(card: Path) -> list[dict[str, Any]]:
     from huggingface_hub import metadata_load  # imported here: most folders have no card
 
     try:
+        with open(card, "rb") as file:
+            if not file.read(100).lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"---"):
+                return []
         configurations = (metadata_load(card) or {}).get("configs", [])
     except Exception as error:  # YAML's own, ValueError, OSError
         raise DataError(

@@ -243,7 +243,7 @@ def test_a_card_that_cannot_be_used_is_refused(with_card, card, message):
 
 
 def test_a_readme_without_configurations_is_ignored(with_card):
-    for readme in ("# A data set\n", "---\nlicense: mit\n---\n"):
+    for readme in ("# A data set\n", "---\nlicense: mit\n---\n", b"in Latin-1: \xe9\n"):
         write(with_card / "README.md", readme)
         assert splits(with_card, "de") == {"train": ["de/a.jsonl", "de/b.jsonl"]}
 

@@ -16,7 +16,7 @@ MAX_DOCUMENT_BYTES = 1 << 30
 """Bytes of a document in UTF-8, and of a line with all its fields: both are read into memory."""
 
 _BLOCK = 1 << 22
-_PACKED_READ = 1 << 12  # compressed bytes; unpacked, they can be 30,000 times as many
+_PACKED_READ = 1 << 12  # compressed bytes; unpacked, they can be many thousand times as many
 BOM = b"\xef\xbb\xbf"
 
 log = logging.getLogger("llm.data")
