@@ -113,9 +113,11 @@ def sample_digest(path: Path) -> str:
     digest = xxhash.xxh3_128()
     try:
         with open(path, "rb", buffering=0) as file:
-            last = max(0, os.fstat(file.fileno()).st_size - _SAMPLE_BYTES)
+            size = os.fstat(file.fileno()).st_size
+            if size <= _SAMPLES * _SAMPLE_BYTES:
+                return str(xxhash.xxh3_128_hexdigest(file.read()))
             for number in range(_SAMPLES):
-                file.seek(last * number // (_SAMPLES - 1))
+                file.seek((size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
                 digest.update(file.read(_SAMPLE_BYTES))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error

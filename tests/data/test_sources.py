@@ -6,6 +6,7 @@ import os
 import pytest
 
 from llm.data.text.sources import check_unchanged, file_source, text_sources
+from llm.data.text_identity import sample_digest
 from llm.errors import DataError
 from tests.support.corpora import PACK, ListSource, texts_of, write
 from tests.support.preparation import prepare
@@ -199,6 +200,20 @@ def test_a_file_that_changes_later_is_detected_by_its_size_or_time(tmp_path):
         with pytest.raises(DataError, match=r"a\.jsonl has changed while the text was prepared"):
             check_unchanged(parts)
         assert parts[-1].identity() == before  # a plan of what was found, not of what it is now
+
+
+@pytest.mark.parametrize("size", [3, 1 << 20, 5 << 20])
+def test_a_sample_has_the_ends_of_a_file_and_all_of_a_small_one(tmp_path, size):
+    content = bytearray(size)
+    path = write(tmp_path / "a.txt", bytes(content))
+    digests = {sample_digest(path)}
+    places = [0, size // 2, size - 1] if size <= 1 << 20 else [0, size - 1]
+
+    for place in places:
+        content[place] = 1
+        digests.add(sample_digest(write(path, bytes(content))))
+
+    assert len(digests) == 1 + len(places)
 
 
 def test_a_path_pattern_or_folder_without_files_is_refused(tmp_path):
