@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from llm.checkpoint.format import MODEL_TENSORS, Checkpoint, model_tensors
-from llm.errors import CheckpointError
+from llm.errors import CheckpointError, one_line
 
 _BLOCK = 1 << 18
 """Elements that are averaged at once."""
@@ -60,7 +60,14 @@ class _SavedModel:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._path = checkpoint.path
-        metadata = HuggingFaceStorageReader(str(checkpoint.path)).read_metadata()
+        try:
+            metadata = HuggingFaceStorageReader(str(checkpoint.path)).read_metadata()
+        except OSError:
+            raise
+        except Exception as error:  # of safetensors, of JSON, or of an unforeseen record of shards
+            raise CheckpointError(
+                f"{checkpoint.path} is damaged: its tensors cannot be read ({one_line(error)})."
+            ) from error
         self._tensors = metadata.state_dict_metadata
         self._shards = defaultdict(list)
         for index, file in (metadata.storage_data or {}).items():

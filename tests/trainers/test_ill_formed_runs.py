@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from llm.checkpoints import main as checkpoints
 from llm.data.inspect import main as inspect
 from llm.errors import CheckpointError, LLMError
 from llm.generate import main as generate
+from llm.runtime.files import sync_file
 from llm.trainers.gpt.trained_step import read_step
 from tests.support.token_files import random_documents, write_pair
 from tests.support.training import FROM_PARENT, Bench
@@ -202,3 +204,55 @@ def test_metrics_with_other_fields_do_not_hide_why_a_model_writes_nothing(run):
 
 def test_the_step_of_an_unchanged_run_is_found(run):
     assert read_step(run, 1, rank=None, data_ranks=None).total_steps == 2
+
+
+def tensor_file(header: object, body: bytes) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + body
+
+
+def ill_formed_tensors(content: bytes) -> dict[str, bytes]:
+    """Files of tensors with a fault in their header."""
+    size = struct.unpack("<Q", content[:8])[0]
+    header, body = json.loads(content[8 : 8 + size]), content[8 + size :]
+    name = next(name for name in header if name.startswith("strategy/model/"))
+    entry = header[name]
+    return {
+        "no content": b"",
+        "half a length": b"\0" * 4,
+        "a length beyond the file": struct.pack("<Q", 2**62) + b"{}",
+        "a header that is not JSON": struct.pack("<Q", 4) + b"abcd",
+        "a list as the header": tensor_file([], body),
+        "metadata of another kind": tensor_file({**header, "__metadata__": [1]}, body),
+        "no offsets of shards": tensor_file(
+            {**header, "__metadata__": {"DCP_SHARDING_INFO": "x"}}, body
+        ),
+        "an unknown dtype": tensor_file({**header, name: {**entry, "dtype": "X9"}}, body),
+        "a place beyond the file": tensor_file(
+            {**header, name: {**entry, "data_offsets": [0, 2**50]}}, body
+        ),
+        "a place before the file": tensor_file(
+            {**header, name: {**entry, "data_offsets": [-8, 0]}}, body
+        ),
+        "a shape in words": tensor_file({**header, name: {**entry, "shape": "x"}}, body),
+        "no shape": tensor_file({**header, name: {"dtype": "F32"}}, body),
+    }
+
+
+def test_sealed_tensors_that_are_ill_formed_are_refused(run, capsys):
+    newest = list_checkpoints(run / "checkpoints")[-1]
+    shard = next(newest.path.glob("*.safetensors"))
+    for fault, content in ill_formed_tensors(shard.read_bytes()).items():
+        shard.write_bytes(content)
+        write_manifest(replace(newest, files={**newest.files, shard.name: sync_file(shard)}))
+        for program, words, refusal in (
+            (generate, ["--checkpoint", "2"], "does not fit this model or optimizer: "),
+            (
+                checkpoints,
+                ["--last", "1", "--output", str(run / "mean")],
+                "is damaged: its tensors cannot be read (",
+            ),
+        ):
+            first = ["average"] if program is checkpoints else []
+            assert program([*first, str(run), *words]) == 2, fault
+            assert f"error: {newest.path} {refusal}" in capsys.readouterr().err, fault
