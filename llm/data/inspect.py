@@ -276,6 +276,7 @@ def _describe_sidecar(sidecar: "Sidecar") -> list[str]:
         _row("tokenizer", made),
         _row("vocabulary", f"{sidecar.vocab_size:,}; largest id in use {sidecar.largest_token:,}"),
         _row("end of text", eos),
+        _row("beginning of text", "prepended to each document" if sidecar.prepend_bos else "none"),
         _row("sources", ", ".join(sidecar.sources)),
     ]
 

@@ -14,7 +14,7 @@ from llm.data.corpus import Corpus, CorpusSource, TokenStream, beyond_vocabulary
 from llm.data.dataset_folder import open_dataset_folder
 from llm.data.formats.flat import AnyTokenFile, FlatTokenFile
 from llm.data.formats.megatron import TokenFile, read_row_bytes, token_dtype
-from llm.data.formats.sidecar import check_tokenizer, open_described
+from llm.data.formats.sidecar import check_beginnings, check_tokenizer, open_described
 from llm.data.options import DataOptions
 from llm.data.order import DocumentBoundaries, MixtureStage
 from llm.data.splits import DEFAULT_SPLIT, parse_blend, parse_split, split_documents, split_rows
@@ -22,7 +22,7 @@ from llm.data.text_identity import kind_of
 from llm.data.text_to_tokens import Text, TextEncoding
 from llm.data.workers import bounded_workers
 from llm.errors import DataError
-from llm.tokenizers.load_tokenizer import end_token, fingerprint, num_ids
+from llm.tokenizers.load_tokenizer import begin_token, end_token, fingerprint, num_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,6 +90,7 @@ def _prepared(
         fingerprint=fingerprint(tokenizer),
         size=size,
         end_token=end_token(tokenizer.eos_token_id, options.append_eos),
+        begin_token=begin_token(tokenizer.bos_token_id, options.prepend_bos),
         dtype=token_dtype(max(vocab_size, size)).name,
     )
     workers = bounded_workers(options.preprocessing_num_workers)
@@ -265,6 +266,7 @@ class _Opener:
                 self.tokenizer_fingerprint,
                 self.options.ignore_tokenizer_mismatch,
             )
+            check_beginnings(file.prefix, sidecar, self.options.prepend_bos)
             if sidecar.largest_token >= self.vocab_size:
                 raise beyond_vocabulary(file.prefix, sidecar.largest_token, self.vocab_size)
         if self.document_boundaries is not None:

@@ -106,6 +106,11 @@ class DataOptions:
     append_eos: bool = option(
         True, "End every document with the tokenizer's end-of-text token.", aliases=("append_eod",)
     )
+    prepend_bos: bool = option(
+        False,
+        "Begin every document with the tokenizer's beginning-of-text token, and prompts and the "
+        "exported tokenizer's texts, too.",
+    )
     block_size: int | None = option(
         None, "Tokens per sample; by default the model's positions, 1024 at most.", at_least=1
     )

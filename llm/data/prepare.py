@@ -75,7 +75,7 @@ def _encoding(config: PrepareConfig) -> "Encoding":
     from llm.data.formats.megatron import token_dtype
     from llm.data.preparation.encoder import Encoding
     from llm.tokenizers.fast import load_text_tokenizer
-    from llm.tokenizers.load_tokenizer import end_token
+    from llm.tokenizers.load_tokenizer import begin_token, end_token
     from llm.tokenizers.options import TokenizerOptions
 
     tokenizer = load_text_tokenizer(
@@ -95,6 +95,7 @@ def _encoding(config: PrepareConfig) -> "Encoding":
     return Encoding(
         tokenizer=tokenizer,
         end_token=end_token(tokenizer.eos_token_id, config.append_eos),
+        begin_token=begin_token(tokenizer.bos_token_id, config.prepend_bos),
         dtype=token_dtype(0 if config.format == "nanogpt" else tokenizer.size),
         allow_special_tokens=config.allow_special_tokens,
         on_error=config.on_error,

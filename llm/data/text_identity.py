@@ -196,6 +196,7 @@ def recipe(
     tokenizer_fingerprint: str,
     end_token: int | None,
     dtype: str,
+    begin_token: int | None = None,
     allow_special_tokens: bool = False,
     on_error: Literal["stop", "skip"] = "stop",
     shuffle_seed: int | None = None,
@@ -215,6 +216,7 @@ def recipe(
         "on_error": on_error,
         "shuffle_seed": shuffle_seed,
         "validation_percentage": validation_percentage,
+        **({} if begin_token is None else {"begin_token": begin_token}),
     }
 
 

@@ -145,6 +145,7 @@ class TextJob:
         files: State of its files by path; any other state is refused.
         tokenizer: The tokenizer.
         end_token: Id that ends each document; None adds no token.
+        begin_token: Id that begins each document; None adds no token.
         dtype: Dtype of the ids on the disk.
         workers: Cores to use.
         prefix: Path of the token files without suffix.
@@ -157,6 +158,7 @@ class TextJob:
     dtype: str
     workers: int
     prefix: str
+    begin_token: int | None = None
 
     @classmethod
     def from_json(cls, line: bytes) -> "TextJob":
@@ -175,6 +177,7 @@ class TextEncoding:
     size: int
     end_token: int | None
     dtype: str
+    begin_token: int | None = None
 
     def key(self, text: Text, files: Stamps) -> str:
         """Return a digest of a text's token files; equal digests mean equal bytes."""
@@ -183,6 +186,7 @@ class TextEncoding:
                 text.identities(files),
                 tokenizer_fingerprint=self.fingerprint,
                 end_token=self.end_token,
+                begin_token=self.begin_token,
                 dtype=self.dtype,
             )
         )
@@ -220,6 +224,7 @@ class TextEncoding:
                         files={str(path): stamped for path, stamped in files.items()},
                         tokenizer=tokenizer,
                         end_token=self.end_token,
+                        begin_token=self.begin_token,
                         dtype=self.dtype,
                         workers=workers,
                         prefix=str(folder / "tokens"),

@@ -38,19 +38,20 @@ def charsmap_normalizers(charsmap: bytes) -> "list[Normalizer]":
     for source in rules:
         for first, second in itertools.pairwise(source):
             joined[second].add(first)
-    joining = {*joined, *_combining(rules, joined)}
-    class_of_joining = f"[{_ranges(joining)}\\p{{M}}]"
+    joining = {*joined, *_find_combining(rules, joined)}
+    class_of_joining = f"[{_class_ranges(joining)}\\p{{M}}]"
     by_firsts: defaultdict[frozenset[str], set[str]] = defaultdict(set)
     for second, firsts in joined.items():
         by_firsts[frozenset(firsts)].add(second)
     pairs = "|".join(
-        f"(?<=[{_ranges(firsts)}])(?=[{_ranges(seconds)}])" for firsts, seconds in by_firsts.items()
+        f"(?<=[{_class_ranges(firsts)}])(?=[{_class_ranges(seconds)}])"
+        for firsts, seconds in by_firsts.items()
     )
     unless_joined = f"(?!{pairs})" if pairs else ""
     # Not at the beginning of a text, where the library cannot insert an empty match.
     inside = r"(?<=[\s\S])"
     apart = f"{inside}(?={class_of_joining}){unless_joined}"
-    alone = rf"{inside}(?=[{_ranges(joining)}{_EXTENDING}])|(?<=\r)(?=\n)"
+    alone = rf"{inside}(?=[{_class_ranges(joining)}{_EXTENDING}])|(?<=\r)(?=\n)"
     return [
         normalizers.Replace(Regex(apart), _NO_COMPOSITION),
         normalizers.Replace(Regex(alone), _ALONE),
@@ -82,21 +83,21 @@ def _read_rules(charsmap: bytes) -> dict[str, str]:
         if next(visits) == _MOST_VISITS:
             raise ValueError("its normalization rules are not a trie")
         node, path = nodes.pop()
-        for child, label in children[node ^ _offset(units[node])]:
+        for child, label in children[node ^ _child_offset(units[node])]:
             unit, source = units[child], path + bytes([label])
             if unit >> 8 & 1:  # a sequence ends here
-                start = units[child ^ _offset(unit)] & 0x7FFFFFFF
+                start = units[child ^ _child_offset(unit)] & 0x7FFFFFFF
                 end = replacements.index(b"\0", start)
                 rules[source.decode()] = replacements[start:end].decode()
             nodes.append((child, source))
     return rules
 
 
-def _offset(unit: int) -> int:
+def _child_offset(unit: int) -> int:
     return unit >> 10 << ((unit & 0x200) >> 6)
 
 
-def _combining(rules: Mapping[str, str], joined: Iterable[str]) -> set[str]:
+def _find_combining(rules: Mapping[str, str], joined: Iterable[str]) -> set[str]:
     """Return characters whose replacement could be composed with the character in front."""
     seconds = set(joined)
     return {
@@ -108,7 +109,7 @@ def _combining(rules: Mapping[str, str], joined: Iterable[str]) -> set[str]:
     }
 
 
-def _ranges(characters: Iterable[str]) -> str:
+def _class_ranges(characters: Iterable[str]) -> str:
     """Return the inside of a regular expression's character class."""
     ranges: list[list[int]] = []
     for code in sorted(map(ord, characters)):

@@ -69,18 +69,20 @@ def follow_file(
 def _rules_of(backend: "Tokenizer") -> Any:
     """Return what decides the ids of a text; equal for equal rules."""
     description = json.loads(backend.to_str())
-    return _stated({key: part for key, part in description.items() if key not in _NOT_ABOUT_IDS})
+    return _drop_defaults(
+        {key: part for key, part in description.items() if key not in _NOT_ABOUT_IDS}
+    )
 
 
-def _stated(part: Any) -> Any:
+def _drop_defaults(part: Any) -> Any:
     """Leave out values that say nothing, which some classes spell out, and offsets."""
     if isinstance(part, dict):
         return {
-            key: _stated(value)
+            key: _drop_defaults(value)
             for key, value in part.items()
             if value not in (None, "") and value is not False and key != "trim_offsets"
         }
     # A vocabulary or merges: millions of values that need no change.
     if isinstance(part, list) and part and isinstance(part[0], dict):
-        return [_stated(value) for value in part]
+        return [_drop_defaults(value) for value in part]
     return part

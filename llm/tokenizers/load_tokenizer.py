@@ -264,6 +264,20 @@ def end_token(eos_token_id: int | None, append_eos: bool) -> int | None:
     return eos_token_id if append_eos else None
 
 
+def begin_token(bos_token_id: int | None, prepend_bos: bool) -> int | None:
+    """Return the token that begins each document, or None without `prepend_bos`.
+
+    Raises:
+        ConfigError: The tokenizer has no such token.
+    """
+    if prepend_bos and bos_token_id is None:
+        raise ConfigError(
+            "The tokenizer has no token that begins a text; leave --prepend_bos out, or use "
+            "another tokenizer."
+        )
+    return bos_token_id if prepend_bos else None
+
+
 def backend_fingerprint(
     backend: "Tokenizer", *, bos_token_id: int | None, eos_token_id: int | None
 ) -> str:

@@ -15,26 +15,38 @@ _TEXT = "a"
 logger = logging.getLogger("llm.tokenizers")
 
 
-def match_training(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Let a tokenizer add to a text what training adds to the beginning of a document: nothing.
+def match_training(tokenizer: "PreTrainedTokenizerBase", start: int | None) -> None:
+    """Let a tokenizer add to a text what training adds to the beginning of a document.
 
     Args:
         tokenizer: The tokenizer, which is changed. It saves the change, unless it is written in
             Python.
+        start: The token that begins each document; None if there is none.
     """
     plain: list[int] = tokenizer.encode(_TEXT, add_special_tokens=False)
     templated: list[int] = tokenizer.encode(_TEXT)
-    if templated == plain:
+    starts = [] if start is None else [start]
+    if templated == starts + plain:
         return
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        tokenizer.build_inputs_with_special_tokens = lambda ids, pair=None: [*ids, *(pair or [])]
+        tokenizer.build_inputs_with_special_tokens = lambda ids, pair=None: [
+            *starts,
+            *ids,
+            *(pair or []),
+        ]
     else:
         from tokenizers.processors import TemplateProcessing
 
-        backend.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
-    added = tokenizer.convert_ids_to_tokens(sorted(set(templated) - set(plain)))
+        names = tokenizer.convert_ids_to_tokens(starts)
+        single, pair = ([*names, *texts] for texts in (["$A"], ["$A", "$B"]))
+        tokens = list(zip(names, starts, strict=True))
+        backend.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=tokens)
+    former, current = (
+        ", ".join(tokenizer.convert_ids_to_tokens(sorted(ids))) or "nothing"
+        for ids in (set(templated) - set(plain), set(starts))
+    )
     logger.info(
-        f"The tokenizer's template adds {', '.join(added)} to a text, and training texts have "
-        "none of them: prompts, tasks and the exported tokenizer leave them out, too."
+        f"The tokenizer's template adds {former} to a text. Training adds {current}, and so do "
+        "prompts, tasks and the exported tokenizer."
     )

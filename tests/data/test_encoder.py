@@ -68,6 +68,18 @@ def test_ids_are_those_of_the_tokenizers_library_plus_an_end_token(fast, threads
 
 
 @pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("end", [(0,), ()])
+def test_a_begin_token_precedes_each_text(fast, threads, end):
+    made = make(fast=fast, threads=threads, begin_token=7, end_token=end[0] if end else None)
+
+    for texts in ([], [""], TEXTS[:1], TEXTS, [*TEXTS, *["the fox"] * 1000]):
+        lists = [[7, *ids] if ids else [] for ids in expected(texts, end=end)]
+        check(made.encode(texts), lists)
+    check(made.encode(TEXTS, ends=False), expected(TEXTS, end=()))
+
+
+@pytest.mark.parametrize("fast", [True, False])
 def test_a_forked_process_encodes_after_its_parent_used_threads(fast):
     """Those of the first do not survive the fork; to wait for them is to wait for ever."""
     texts = TEXTS * (3000 if fast else 300)  # of less, the fast library makes one thread's work

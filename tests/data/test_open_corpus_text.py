@@ -52,6 +52,17 @@ def test_a_training_file_is_split_by_its_lines(folder, caplog):
     assert "--text_column body has no effect on" in caplog.text
 
 
+def test_documents_of_a_run_begin_with_bos_if_an_option_says_so(folder):
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token = "<|endoftext|>"
+    options = {"train_file": folder / "b.csv", "validation_split_percentage": 0.0}
+
+    for prepend_bos, beginning in ((False, ""), (True, "<|endoftext|>")):
+        corpus = opened(folder, tokenizer=tokenizer, prepend_bos=prepend_bos, **options)
+        (part,) = corpus.train
+        assert tokenizer.decode(part.stream.tokens.tolist()) == f"{beginning}v<|endoftext|>"
+
+
 def test_without_a_percentage_there_is_no_validation_split(folder):
     corpus = opened(folder, train_file=folder / "a.txt", validation_split_percentage=0.0)
 

@@ -14,6 +14,8 @@ from llm.data.formats.sidecar import read_sidecar
 from llm.data.preparation import prepare_files
 from llm.data.preparation.verification import verify
 from llm.data.prepare import main
+from llm.tokenizers.load_tokenizer import load_tokenizer
+from llm.tokenizers.options import TokenizerOptions
 from tests.support.corpora import PACK, write
 from tests.support.preparation import expected_pair, json_lines, names, pair
 from tests.support.tokenizers import tiny_tokenizer
@@ -142,6 +144,40 @@ def test_a_text_file_is_one_document_by_default(tmp_path):
     assert tiny_tokenizer().decode(file.tokens) == (
         "the fox\n\ndog\n<|endoftext|>the end<|endoftext|>"
     )
+
+
+def tokenizer_with_a_beginning():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.save_pretrained("with_beginning")
+    return ("--tokenizer_name", "with_beginning")
+
+
+def test_documents_begin_with_bos_if_an_option_says_so(tmp_path):
+    write(tmp_path / "a.txt", "the fox\n\ndog\n")
+    write(tmp_path / "b.jsonl", json_lines(["one", "", "two"]))
+    argv = ["--input", "a.txt", "b.jsonl", "--output_prefix", "wiki", "--prepend_bos"]
+
+    assert prepare(*argv, tokenizer=tokenizer_with_a_beginning()) == 0
+
+    file = TokenFile(tmp_path / "wiki_text_document")
+    documents = ["<s>the fox\n\ndog\n", "<s>one", "<s>two"]
+    assert file.num_documents == 3
+    assert load_tokenizer(TokenizerOptions(tokenizer_name="with_beginning")).decode(
+        file.tokens
+    ) == "".join(f"{document}<|endoftext|>" for document in documents)
+    sidecar = read_sidecar(tmp_path / "wiki_text_document")
+    assert sidecar is not None
+    assert sidecar.prepend_bos
+    assert verify(tmp_path / "wiki_text_document") == []
+
+
+def test_a_tokenizer_without_a_beginning_of_text_is_refused(tmp_path, capsys):
+    write(tmp_path / "a.jsonl", json_lines(["one"]))
+
+    assert prepare("--input", "a.jsonl", "--output_prefix", "wiki", "--prepend_bos") == 2
+
+    assert "no token that begins a text; leave --prepend_bos out" in capsys.readouterr().err
 
 
 def test_special_tokens_in_the_text_are_text_unless_an_option_allows_them(tmp_path):

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import xxhash
 
-from llm.data.formats.sidecar import Sidecar, check_tokenizer, read_sidecar, write_sidecar
+from llm.data.formats.sidecar import (
+    Sidecar,
+    check_beginnings,
+    check_tokenizer,
+    read_sidecar,
+    write_sidecar,
+)
 from llm.data.preparation.verification import checksums, verify
 from llm.errors import DataError
 from tests.support.token_files import TokenFileWriter, write_flat, write_pair
@@ -123,7 +129,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(prefix, name, value):
 
 
 def test_a_missing_key_is_refused_by_name(prefix):
-    for name in dataclasses.asdict(sidecar_of(prefix)).keys() - {"part_tokens"}:
+    for name in dataclasses.asdict(sidecar_of(prefix)).keys() - {"part_tokens", "prepend_bos"}:
         content = dataclasses.asdict(sidecar_of(prefix))
         del content[name]
         (prefix.parent / "text.json").write_text(json.dumps(content))
@@ -242,6 +248,21 @@ def test_files_without_tokens_are_reported_as_faulty(tmp_path):
 def test_verifying_missing_files_is_refused(tmp_path):
     with pytest.raises(DataError, match="There is no token file"):
         verify(tmp_path / "text")
+
+
+@pytest.mark.parametrize(
+    ("prepared", "remedy"),
+    [
+        (True, "with --prepend_bos; pass --prepend_bos"),
+        (False, "without --prepend_bos; leave --prepend_bos out"),
+    ],
+)
+def test_a_file_with_other_beginnings_is_refused(prefix, prepared, remedy):
+    sidecar = sidecar_of(prefix, prepend_bos=prepared)
+
+    check_beginnings(prefix, sidecar, prepared)
+    with pytest.raises(DataError, match=f"was made {remedy}, or prepare it again"):
+        check_beginnings(prefix, sidecar, not prepared)
 
 
 def test_a_file_of_another_tokenizer_is_refused_unless_ignored(prefix, caplog):

@@ -25,7 +25,7 @@ def tokenizer_with_template(single: str) -> PreTrainedTokenizerFast:
 def test_no_token_of_a_template_is_left_after_saving(single, tmp_path, caplog):
     caplog.set_level("INFO", logger="llm")
     tokenizer = tokenizer_with_template(single)
-    match_training(tokenizer)
+    match_training(tokenizer, None)
     tokenizer.save_pretrained(tmp_path)
 
     assert tokenizer.encode(TEXT) == PLAIN
@@ -34,10 +34,26 @@ def test_no_token_of_a_template_is_left_after_saving(single, tmp_path, caplog):
     assert ("The tokenizer's template adds" in caplog.text) == (single != "$A")
 
 
+@pytest.mark.parametrize("single", ["<s> $A", "$A <|endoftext|>", "$A"])
+def test_the_token_that_begins_each_document_begins_each_prompt(single, tmp_path):
+    tokenizer = tokenizer_with_template(single)
+    start = tokenizer.bos_token_id
+    match_training(tokenizer, start)
+    tokenizer.save_pretrained(tmp_path)
+
+    for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        assert each.encode(TEXT) == [start, *PLAIN]
+        assert each.encode("") == [start]
+
+
 def test_a_tokenizer_in_python_adds_none_either():
     tokenizer = ByT5Tokenizer()
     assert tokenizer.encode("a") == [100, 1]
 
-    match_training(tokenizer)
+    match_training(tokenizer, None)
 
     assert tokenizer.encode("a") == [100]
+
+    match_training(tokenizer, 7)
+
+    assert tokenizer.encode("a") == [7, 100]

@@ -31,6 +31,7 @@ class Sidecar:
         vocab_size: Number of tokens of the tokenizer.
         eos_token_id: Its end-of-text token, if it has one.
         append_eos: Whether each document ends with that token.
+        prepend_bos: Whether each document begins with its beginning-of-text token.
         dtype: Dtype of the token ids in the file: `uint16` or `int32`.
         documents: Documents in the file.
         tokens: Tokens in the file.
@@ -63,6 +64,7 @@ class Sidecar:
     plan: str
     checksums: dict[str, list[str]]
     part_tokens: list[int] = dataclasses.field(default_factory=list)
+    prepend_bos: bool = False
     format: int = FORMAT
 
 
@@ -114,7 +116,7 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
             f"{path} has the format {content['format']}, of a newer version of this package; "
             f"update it, or make the token file again (this version reads the format {FORMAT})."
         )
-    content.setdefault("part_tokens", [])  # of an earlier version
+    content = {"part_tokens": [], "prepend_bos": False, **content}  # of an earlier version
     hints = typing.get_type_hints(Sidecar)
     for name, hint in hints.items():
         if name not in content:
@@ -210,6 +212,27 @@ def damage(prefix: Path, *, nanogpt: bool = False, row_bytes: bool = False) -> l
             f"{prefix}.json says."
         ]
     return []
+
+
+def check_beginnings(prefix: Path, sidecar: Sidecar, prepend_bos: bool) -> None:
+    """Refuse token files with documents that begin in another way than the run's.
+
+    Args:
+        prefix: Path of the token files without suffix, for messages.
+        sidecar: Their sidecar.
+        prepend_bos: Whether a document of the run begins with the beginning-of-text token.
+
+    Raises:
+        DataError: They differ.
+    """
+    if sidecar.prepend_bos == prepend_bos:
+        return
+    made, remedy = ("without", "leave --prepend_bos out")
+    if sidecar.prepend_bos:
+        made, remedy = ("with", "pass --prepend_bos")
+    raise DataError(
+        f"The token file {prefix} was made {made} --prepend_bos; {remedy}, or prepare it again."
+    )
 
 
 def check_tokenizer(

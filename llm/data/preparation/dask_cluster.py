@@ -66,6 +66,7 @@ class DaskCluster:
         key = (
             encoding.tokenizer.fingerprint,
             encoding.end_token,
+            encoding.begin_token,
             encoding.dtype,
             encoding.allow_special_tokens,
             encoding.on_error,

@@ -64,6 +64,7 @@ class Encoding:
     Attributes:
         tokenizer: The tokenizer.
         end_token: Id that ends each document; None adds no token.
+        begin_token: Id that begins each document; None adds no token.
         dtype: Dtype of the ids on the disk, wide enough for all ids of the tokenizer.
         allow_special_tokens: Whether the name of a special token in a text becomes that token.
         on_error: Whether to stop at records that cannot be used, or to skip them.
@@ -72,6 +73,7 @@ class Encoding:
     tokenizer: TextTokenizer
     end_token: int | None
     dtype: np.dtype[Any]
+    begin_token: int | None = None
     allow_special_tokens: bool = False
     on_error: Literal["stop", "skip"] = "stop"
 
@@ -80,12 +82,17 @@ class Encoding:
         """The end token as ids: one or none."""
         return np.array([] if self.end_token is None else [self.end_token], self.dtype)
 
+    @property
+    def begin(self) -> Ids:
+        """The begin token as ids: one or none."""
+        return np.array([] if self.begin_token is None else [self.begin_token], self.dtype)
+
 
 @contextmanager
-def _translated(error_of: Callable[[str], Exception]) -> Iterator[None]:
+def _translate_errors(error_of: Callable[[str], Exception]) -> Iterator[None]:
     """Turn an error of a library into another one; panics of Rust are not an `Exception`."""
     try:
-        with _hidden_panics():
+        with _hide_panics():
             yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
@@ -94,7 +101,7 @@ def _translated(error_of: Callable[[str], Exception]) -> Iterator[None]:
 
 
 @contextmanager
-def _hidden_panics() -> Iterator[None]:
+def _hide_panics() -> Iterator[None]:
     """Discard what Rust writes to stderr before it raises a panic."""
     if threading.current_thread() is not threading.main_thread():  # other threads of Dask log
         yield
@@ -123,7 +130,7 @@ class ReferenceEncoder:
 
     def __init__(self, encoding: Encoding, *, threads: int) -> None:
         self._name = encoding.tokenizer.name
-        self._dtype, self._end = encoding.dtype, encoding.end
+        self._dtype, self._begin, self._end = encoding.dtype, encoding.begin, encoding.end
         self._backend: Any = encoding.tokenizer.backend
         self._encode_slow = encoding.tokenizer.encode_slow
         if self._backend is None:
@@ -148,7 +155,8 @@ class ReferenceEncoder:
 
         Args:
             texts: UTF-8 text without lone surrogates; of any length.
-            ends: Whether the end token, if there is one, follows each text that has any ids.
+            ends: Whether the begin token and the end token, if there are any, surround each text
+                that has any ids.
 
         Returns:
             The concatenated ids of all texts [num_tokens], and how many belong to each text
@@ -158,17 +166,17 @@ class ReferenceEncoder:
             DataError: The tokenizer fails on a text.
         """
         try:
-            with _translated(DataError):
+            with _translate_errors(DataError):
                 lists = self._encode_batch(texts)
         except DataError:
             for text in texts:  # which one is it?
-                with _translated(partial(self._refusal, text)):
+                with _translate_errors(partial(self._explain_refusal, text)):
                     self._encode_batch([text])
             raise
         counts = np.fromiter(map(len, lists), np.int64, len(lists))
         flat = itertools.chain.from_iterable(lists)
         ids = np.fromiter(flat, self._dtype, int(counts.sum()))
-        return _with_ends(ids, counts, self._end) if ends else (ids, counts)
+        return _with_ends(ids, counts, self._begin, self._end) if ends else (ids, counts)
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if self._backend is None:
@@ -181,7 +189,7 @@ class ReferenceEncoder:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def _refusal(self, text: str, reason: str) -> DataError:
+    def _explain_refusal(self, text: str, reason: str) -> DataError:
         return DataError(
             f"The tokenizer {self._name} cannot encode the text that begins with {text[:60]!r}: "
             f"{reason}. Remove this text, or use another tokenizer."
@@ -214,9 +222,9 @@ class FastEncoder:
             # It encodes the name of a token that it does not know as text.
             description["added_tokens"] = [token for token in added if not token["special"]]
         self._reference = reference
-        self._dtype, self._end = encoding.dtype, encoding.end
+        self._dtype, self._begin, self._end = encoding.dtype, encoding.begin, encoding.end
         self._threads = threads
-        with _translated(
+        with _translate_errors(
             lambda reason: OtherIds(f"gigatoken cannot read this tokenizer ({reason})")
         ):
             self._fast: Any = gigatoken.Tokenizer.from_json(orjson.dumps(description)).backend
@@ -245,9 +253,9 @@ class FastEncoder:
             self._compare(text, sample, ends=ends)
         return ids, counts
 
-    @_translated(lambda reason: OtherIds(f"gigatoken failed ({reason})"))
+    @_translate_errors(lambda reason: OtherIds(f"gigatoken failed ({reason})"))
     def _encode(self, texts: Sequence[str], *, ends: bool) -> tuple[Ids, Counts]:
-        end = self._end if ends else self._end[:0]
+        begin, end = (token if ends else token[:0] for token in (self._begin, self._end))
         few = len(texts) <= _FEW_TEXTS or sum(map(len, texts)) >= _LONG_TEXT * len(texts)
         # Encoding one text at a time needs no threads, and saves half a second for importing
         # awkward.
@@ -256,14 +264,14 @@ class FastEncoder:
             counts = np.fromiter((array.size for array in arrays), np.int64, len(arrays))
             # The only copy also narrows the dtype: at this speed, a second copy would be
             # noticeable.
-            arrays = [ids for array in arrays if array.size for ids in (array, end)]
+            arrays = [ids for array in arrays if array.size for ids in (begin, array, end)]
             ids = np.concatenate([end[:0], *arrays], dtype=self._dtype, casting="unsafe")
-            return ids, counts + (counts > 0) * end.size
+            return ids, counts + (counts > 0) * (begin.size + end.size)
         parallel = self._threads > 1 and _may_use_threads()
         batch = self._fast.encode_batch(list(texts), parallel=parallel)
         offsets = np.asarray(batch.layout.offsets.data).astype(np.int64)
         ids = np.asarray(batch.layout.content.data)[offsets[0] : offsets[-1]]
-        return _with_ends(ids.astype(self._dtype), np.diff(offsets), end)
+        return _with_ends(ids.astype(self._dtype), np.diff(offsets), begin, end)
 
     def _compare(self, text: str, ids: Ids, *, ends: bool) -> None:
         if not np.array_equal(ids, self._reference.encode([text], ends=ends)[0]):
@@ -301,8 +309,14 @@ def _may_use_threads() -> bool:
     return _thread_owner == os.getpid()
 
 
-def _with_ends(ids: Ids, counts: Counts, end: Ids) -> tuple[Ids, Counts]:
-    if not end.size:
+def _with_ends(ids: Ids, counts: Counts, begin: Ids, end: Ids) -> tuple[Ids, Counts]:
+    """Insert the begin token and the end token, if there are any, around texts that have ids."""
+    tokens = np.concatenate([begin, end])
+    if not tokens.size:
         return ids, counts
     filled = counts > 0
-    return np.insert(ids, np.cumsum(counts)[filled], end[0]), counts + filled
+    stops = np.cumsum(counts)[filled]
+    # The end token of a text comes before the begin token of the next, at the same place.
+    places = np.stack([stops - counts[filled]] * begin.size + [stops] * end.size, axis=1)
+    ids = np.insert(ids, places.ravel(), np.tile(tokens, stops.size))
+    return ids, counts + filled * tokens.size

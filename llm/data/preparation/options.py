@@ -79,6 +79,12 @@ class PrepareConfig:
         group=TOKENIZER,
         aliases=("append_eod",),
     )
+    prepend_bos: bool = option(
+        False,
+        "Begin every document with the tokenizer's beginning-of-text token; training needs "
+        "--prepend_bos, too.",
+        group=TOKENIZER,
+    )
     allow_special_tokens: bool = option(
         False,
         "Encode the name of a special token in a text, such as <|endoftext|>, as this token; by "

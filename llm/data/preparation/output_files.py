@@ -157,6 +157,7 @@ def _common_entries(
         "vocab_size": encoding.tokenizer.size,
         "eos_token_id": encoding.tokenizer.eos_token_id,
         "append_eos": encoding.end_token is not None,
+        "prepend_bos": encoding.begin_token is not None,
         "dtype": encoding.dtype.name,
         "empty_documents": sum(shard.empty for shard in stats if not shard.one_document),
         "skipped_documents": sum(shard.skipped for shard in stats),

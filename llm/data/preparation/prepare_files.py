@@ -340,6 +340,7 @@ def _recipe(sources: list[Source], output: Output, encoding: Encoding, shard_byt
         [source.identity() for source in sources],
         tokenizer_fingerprint=encoding.tokenizer.fingerprint,
         end_token=encoding.end_token,
+        begin_token=encoding.begin_token,
         dtype=encoding.dtype.name,
         allow_special_tokens=encoding.allow_special_tokens,
         on_error=encoding.on_error,

@@ -110,6 +110,7 @@ def make_token_files(job: TextJob) -> None:
         encoding=Encoding(
             tokenizer=_tokenizer(job.tokenizer, job.text.trust_remote_code),
             end_token=job.end_token,
+            begin_token=job.begin_token,
             dtype=np.dtype(job.dtype),
         ),
         workers=job.workers,

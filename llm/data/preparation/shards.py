@@ -98,8 +98,12 @@ def write_shard(
         writer = _ShardWriter(source, temporary, encoding.dtype)
         try:
             for texts in source.batches(faults):
-                # The pieces of one document share one end token.
-                writer.add(texts, *encoder.encode(texts, ends=not source.one_document))
+                # The pieces of one document share one begin token and one end token.
+                ids, lengths = encoder.encode(texts, ends=not source.one_document)
+                if source.one_document and not writer.stats.texts and ids.size:
+                    ids = np.concatenate([encoding.begin, ids])
+                    lengths[np.flatnonzero(lengths)[0]] += encoding.begin.size
+                writer.add(texts, ids, lengths)
                 report(writer.stats)
             if source.one_document:
                 writer.end_document(encoding.end)

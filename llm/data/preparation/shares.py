@@ -34,6 +34,7 @@ _NAMES = {
     "sources": "input",
     "tokenizer_fingerprint": "tokenizer",
     "end_token": "--append_eos",
+    "begin_token": "--prepend_bos",
     "dtype": "--format",
     "shuffle_seed": "--shuffle or --seed",
     "validation_percentage": "--validation_split_percentage",

@@ -147,7 +147,7 @@ def tokenizer_of(config: CoreConfig) -> "PreTrainedTokenizerBase":
     Raises:
         ConfigError: It cannot be loaded.
     """
-    from llm.tokenizers.load_tokenizer import load_tokenizer
+    from llm.tokenizers.load_tokenizer import begin_token, load_tokenizer
     from llm.tokenizers.template import match_training
 
     tokenizer = load_tokenizer(
@@ -155,7 +155,7 @@ def tokenizer_of(config: CoreConfig) -> "PreTrainedTokenizerBase":
         model_name_or_path=config.model_name_or_path,
         trust_remote_code=config.trust_remote_code,
     )
-    match_training(tokenizer)
+    match_training(tokenizer, begin_token(tokenizer.bos_token_id, config.prepend_bos))
     return tokenizer
 
 
