@@ -238,7 +238,7 @@ def _split_by_names(folder: Path, file_option: str) -> tuple[dict[str, list[Path
         f"read with {file_option}."
     )
     for file in find_text_files(folder, _OPTION):
-        names = _find_split_names(file.relative_to(folder))
+        names = find_split_names(file.relative_to(folder))
         if len(names) > 1:
             raise DataError(
                 f"{_OPTION}: {file} is named like the splits {' and '.join(names)}; {remedy}"
@@ -256,8 +256,12 @@ def _split_by_names(folder: Path, file_option: str) -> tuple[dict[str, list[Path
     return splits, "as the names of files or folders tell"
 
 
-def _find_split_names(path: Path) -> list[str]:
-    """Return the splits that the names of a file and its folders begin or end with."""
+def find_split_names(path: Path) -> list[str]:
+    """Return the splits that the names of a file and its folders begin or end with.
+
+    Args:
+        path: The path of the file, relative to the data set.
+    """
     splits: dict[str, None] = {}
     for name in (*path.parts[:-1], bare_name(path)):
         parts = re.split(r"[-._ ]+", _SHARD_NUMBER.sub("", name.lower()))

@@ -151,6 +151,17 @@ def test_a_tokenizer_next_to_its_text_is_left_out(tmp_path, caplog):
     assert "tok/merges.txt, tok/tokenizer.json, tok/vocab.json (a tokenizer)" in caplog.text
 
 
+def test_a_folder_with_the_names_of_splits_is_read_whole_with_a_warning(tmp_path, caplog):
+    for name in ("train", "books", "test"):
+        write(tmp_path / f"{name}.jsonl", "x")
+
+    assert len(names(tmp_path)) == 3
+    assert caplog.messages == [
+        f"--input {tmp_path}: all its files are read, and their names tell the splits test, train; "
+        "name the files of one split to read it alone"
+    ]
+
+
 def test_a_json_file_next_to_an_unrelated_bin_is_text(tmp_path):
     write(tmp_path / "a.json", '{"text": "one"}')
     write(tmp_path / "a.bin", "firmware")

@@ -4,11 +4,13 @@ import copy
 import dataclasses
 import glob
 import itertools
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from llm.data.dataset_folder import find_split_names
 from llm.data.text.blocks import BadRecordPolicy, FileChunk
 from llm.data.text.json_reader import json_lines, json_records
 from llm.data.text.readers import (
@@ -42,6 +44,8 @@ _READERS: dict[str, Reader] = {
     ".ndjson": json_lines,
     ".parquet": parquet_records,
 }
+
+log = logging.getLogger("llm.data")
 
 
 class Source(Protocol):
@@ -166,6 +170,7 @@ def text_sources(
             raise DataError("--input has an empty name; name files, patterns and folders.")
         if os.path.isdir(name):
             files = find_text_files(Path(name), "--input")
+            _warn_of_splits(files, Path(name))
         elif os.path.lexists(name) or not glob.has_magic(name):
             files = [Path(name)]
             refuse_broken_links(files, "--input")
@@ -183,6 +188,16 @@ def text_sources(
         paths += files
     refuse_duplicates(paths, "--input")
     return file_sources(paths, text_column=text_column, text_unit=text_unit, option="--input")
+
+
+def _warn_of_splits(files: Sequence[Path], folder: Path) -> None:
+    """Log a warning if a folder seems to hold the test text next to the training text."""
+    splits = {split for file in files for split in find_split_names(file.relative_to(folder))}
+    if len(splits) > 1:
+        log.warning(
+            f"--input {folder}: all its files are read, and their names tell the splits "
+            f"{', '.join(sorted(splits))}; name the files of one split to read it alone"
+        )
 
 
 class _File:
