@@ -1,5 +1,6 @@
 """Ranks that act together: all get the result, or all raise the same error."""
 
+import copy
 import os
 import pickle
 import signal
@@ -93,7 +94,7 @@ def failing(which):
 
     def act():
         if rank in which:
-            raise type(which[rank])(*which[rank].args)
+            raise copy.copy(which[rank])
         return "done"
 
     first, second = told(lambda: on_all_ranks(act)), told(lambda: on_rank0(act))
@@ -101,6 +102,9 @@ def failing(which):
 
 
 REFUSED = "ConfigError of all: --x 1 cannot work."
+UNREADABLE = (
+    "wiki.idx cannot be used: Too many open files; raise the limit on open files (ulimit -n)."
+)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +121,17 @@ REFUSED = "ConfigError of all: --x 1 cannot work."
             ],
             "done",
         ),
+        (
+            {1: OSError(24, "Too many open files", "wiki.idx")},
+            [
+                f"ParallelError of all: Rank 1 has failed: {UNREADABLE}",
+                "OSError of all: [Errno 24] Too many open files: 'wiki.idx'",
+                f"ParallelError of all: Rank 1 has failed: {UNREADABLE}",
+            ],
+            "done",
+        ),
     ],
-    ids=["one rank", "two ranks", "a defect"],
+    ids=["one rank", "two ranks", "a defect", "a file"],
 )
 def test_the_error_of_the_first_rank_that_fails_is_raised_on_all(which, first, second):
     found = values(run_ranks(with_groups, 3, failing, which))
