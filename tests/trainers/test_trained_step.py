@@ -130,6 +130,21 @@ def test_without_the_events_the_order_of_samples_is_not_known(short_run, tmp_pat
         read_step(run, 2, rank=None, data_ranks=None)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("block_size", -1), ("data_ranks", 0), ("total_samples", 10**400), ("step", None)],
+    ids=str,
+)
+def test_a_start_with_values_that_no_run_records_is_damaged(short_run, tmp_path, name, value):
+    run = shutil.copytree(short_run, tmp_path / "odd")
+    start, *lines = (run / "events.jsonl").read_text().splitlines()
+    odd = json.dumps({**json.loads(start), name: value})
+    (run / "events.jsonl").write_text("\n".join([odd, *lines]))
+
+    with pytest.raises(DataError, match=rf"events\.jsonl is damaged: a start has the {name} "):
+        read_step(run, 2, rank=None, data_ranks=None)
+
+
 def test_a_flat_file_is_shown_without_documents(bench, capsys):
     write_flat(bench.folder / "train.bin", [token % 250 + 1 for token in range(2000)])
     bench.train_well(

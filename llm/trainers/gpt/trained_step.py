@@ -1,5 +1,6 @@
 """Find the samples of a training step from the run's folder alone, and their documents."""
 
+import math
 import os
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -219,16 +220,19 @@ def _read_starts(run: RunFolder) -> list[dict[str, Any]]:
     """Return the logged starts of a run.
 
     Raises:
-        DataError: A start lacks a field, or has another type in it.
+        DataError: A start lacks a field, or has a value in it that no run records.
     """
     lines = read_json_lines(run.events)
     starts = [line for line in lines if line is not None and line.get("event") == "start"]
     for start in starts:
         for name, types in _START_FIELDS.items():
-            if type(start.get(name)) not in types:
+            value = start.get(name)
+            bounds = {"step": (0, 2**62), "seed": (0, math.inf)}
+            least, limit = bounds.get(name, (1, 2**62))
+            if type(value) not in types or (type(value) is int and not least <= value < limit):
                 raise DataError(
-                    f"{run.events} is damaged: a start has the {name} {start.get(name)!r}; copy "
-                    "the file back."
+                    f"{run.events} is damaged: a start has the {name} {repr(value)[:40]}; copy the "
+                    "file back."
                 )
     return starts
 
