@@ -227,7 +227,7 @@ class RunFolder:
             lock = path.open("a+", encoding="utf-8")
         except OSError as error:
             raise self._unwritable(error) from error
-        with lock:
+        try:
             claim = self._take_ownership(lock)
             try:
                 yield
@@ -237,6 +237,9 @@ class RunFolder:
                     with contextlib.suppress(OSError):
                         for place in new:
                             place.unlink() if place == path else place.rmdir()
+        finally:
+            with contextlib.suppress(OSError):  # it would hide what ended the run
+                lock.close()
 
     def _take_ownership(self, lock: IO[str]) -> Claim:
         """Lock the folder, or acquire and return a claim on a file system without locks."""

@@ -72,8 +72,9 @@ class Claim:
         """Let another process acquire the claim at once."""
         self._released.set()
         # The newest first: a process that looks in between finds an old one, and waits.
-        for number in range(self._number, 0, -1):
-            self._path(number).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it dies with this process in any case
+            for number in range(self._number, 0, -1):
+                self._path(number).unlink(missing_ok=True)
 
     def _find_newest(self) -> int:
         number = 0

@@ -310,6 +310,20 @@ def test_two_processes_cannot_write_to_one_folder(tmp_path, request, locks):
         pass
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
+def test_a_lock_that_cannot_be_closed_does_not_hide_the_error_of_a_run(tmp_path):
+    with pytest.raises(DataError, match="no text"):
+        fail_with_lock(tmp_path)
+
+
+def fail_with_lock(folder: Path) -> None:
+    with RunFolder(folder).lock():
+        for link in Path("/proc/self/fd").iterdir():
+            if os.path.realpath(link) == str(folder / ".lock"):
+                os.close(int(link.name))
+        raise DataError("no text")
+
+
 def test_a_lock_leaves_nothing_behind_unless_the_folder_was_opened(tmp_path):
     run = RunFolder(tmp_path / "runs" / "wiki")
     with run.lock():
