@@ -12,7 +12,7 @@ def shell_line(words: Iterable[str | Path]) -> str:
 
     Args:
         words: The program and its arguments. A path that begins with a dash gets `./` before it,
-            because programs take such a word for an option.
+            because programs take it for an option.
     """
     return " ".join(map(_quote_word, words))
 

@@ -92,7 +92,7 @@ def planned_events(
     try:
         borders = [border for border in _borders(config, start) if border[1] > first]
     except (ConfigError, ArithmeticError, LookupError, TypeError, ValueError):
-        borders = []  # the options are not those of a run
+        borders = []  # no run has these options
     if cooldown_from is not None and cooldown_from >= first:
         text = f"the cooldown begins, of {config['cooldown_tokens']:,} tokens"
         borders.append(("cooldown", cooldown_from, text))
