@@ -26,6 +26,7 @@ from llm.models.init import keyed_generator, materialize
 from llm.models.options import ModelOptions
 from llm.models.patches.experts import autocast_grouped_products
 from llm.models.patches.gelu import fuse_gelu
+from llm.models.patches.padding_token import train_padding_token
 from llm.models.patches.recomputation import recompute_activations
 from llm.models.patches.tied_embedding import tie_gradients
 from llm.models.transforms import Transform
@@ -161,6 +162,7 @@ def _fresh_model(
             model = AutoModelForCausalLM.from_config(config, **_library_arguments(options))
     except Exception as error:  # the library's model checks its configuration in its own ways
         raise _build_error(options, config, error) from error
+    train_padding_token(model)  # first: the library initializes its row to zero
     if device.type != "meta":
         materialize(model, seed=seed, device=device)
     return model
@@ -192,6 +194,7 @@ def _loaded_model(
         ) from error
     except Exception as error:  # of the library's model
         raise _build_error(options, config, error) from error
+    train_padding_token(model)
     return model.to(device)
 
 

@@ -115,6 +115,24 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     return None
 
 
+def check_skipped_layers(config: PreTrainedConfig) -> None:
+    """Refuse a model that skips layers at random, for a run on several ranks.
+
+    Each rank would skip other layers, and wait for gradients that the others do not have.
+
+    Raises:
+        ConfigError: A field of the configuration lets the model skip layers.
+    """
+    text_config = config.get_text_config()
+    for name in ("layerdrop", "decoder_layerdrop"):
+        if getattr(text_config, name, 0):
+            raise ConfigError(
+                f"The {config.model_type} model skips layers at random ({name}="
+                f"{getattr(text_config, name)}), which only one rank can train: pass "
+                f"--config_overrides {name}=0, or use one device."
+            )
+
+
 def find_weights(options: ModelOptions) -> str | None:
     """Return the Hub name or folder to load pretrained weights from; None trains from scratch."""
     name = options.model_name_or_path

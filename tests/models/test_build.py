@@ -7,6 +7,7 @@ from transformers import GPT2LMHeadModel, PreTrainedModel
 
 from llm.errors import ConfigError
 from llm.models.build import set_special_tokens
+from llm.models.loss import LanguageModelLoss
 from llm.models.patches.gelu import FusedTanhGELU
 from llm.models.sampling import sample_text
 from llm.models.sizes import parameter_counts
@@ -65,7 +66,6 @@ def test_the_end_of_text_is_the_tokenizers(is_pretrained, ends, expected) -> Non
         of_tokenizer = expected != ends
         assert settings.bos_token_id == (None if of_tokenizer or not is_pretrained else 1)
         assert settings.pad_token_id == (None if of_tokenizer or not is_pretrained else 3)
-    assert model.model.embed_tokens.padding_idx == 3  # training does not change
 
 
 def test_a_tokenizer_without_an_end_leaves_no_end_of_another() -> None:
@@ -82,6 +82,31 @@ def test_padding_beyond_the_vocabulary_is_left_out() -> None:
     model = tiny_model(tiny_config("llama", pad_token_id=151329))
 
     assert model.model.embed_tokens.padding_idx is None
+
+
+PADDED = ("gemma", "llama", "mistral", "mixtral", "olmo2", "opt", "phi", "qwen2", "qwen3")
+
+
+@pytest.mark.parametrize("tied_gradients", [False, True])
+@pytest.mark.parametrize("family", PADDED)
+def test_the_padding_token_learns_as_any_other_token(family: str, tied_gradients: bool) -> None:
+    gradients = []
+    for padding in (7, None):
+        model = tiny_model(tiny_config(family, pad_token_id=padding), tied_gradients=tied_gradients)
+        input_ids = torch.tensor([[5, 7, 9, 7, 7, 4]])
+        LanguageModelLoss(model.eval())(input_ids, input_ids)[0].backward()
+        gradients.append(model.get_input_embeddings().weight.grad)
+        assert model.config.pad_token_id == padding
+
+    assert gradients[0][7].any()
+    assert torch.equal(*gradients)
+
+
+def test_the_padding_token_of_loaded_weights_learns(tmp_path: Path) -> None:
+    config = tiny_config("llama", pad_token_id=7)
+    tiny_model(config).save_pretrained(tmp_path)
+
+    assert tiny_model(config, weights_from=str(tmp_path)).model.embed_tokens.padding_idx is None
 
 
 def test_weights_of_another_size_are_refused(trained_gptj: tuple[PreTrainedModel, str]) -> None:

@@ -5,7 +5,12 @@ import pytest
 from transformers import PreTrainedConfig
 
 from llm.errors import ConfigError
-from llm.models.configuration import has_weights, load_config, max_positions
+from llm.models.configuration import (
+    check_skipped_layers,
+    has_weights,
+    load_config,
+    max_positions,
+)
 from llm.models.options import ModelOptions
 from tests.support.models import FAMILIES, tiny_config
 
@@ -156,6 +161,16 @@ def test_an_unreachable_hub_is_reported_with_the_name_and_a_remedy(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=r"cannot be reached \(HF_HUB_OFFLINE is set\): check"):
         load(model_name_or_path="nobody/nothing")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field"),
+    [("opt", "layerdrop"), ("xglm", "layerdrop"), ("bart", "decoder_layerdrop")],
+)
+def test_layers_that_are_skipped_at_random_are_refused(model_type: str, field: str) -> None:
+    check_skipped_layers(load(model_type=model_type, config_overrides=f"{field}=0"))
+    with pytest.raises(ConfigError, match=rf"{field}=0.1\), .* --config_overrides {field}=0, or"):
+        check_skipped_layers(load(model_type=model_type, config_overrides=f"{field}=0.1"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

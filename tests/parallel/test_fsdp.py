@@ -14,7 +14,7 @@ from llm.models.sizes import find_blocks
 from llm.optim.run_optimizer import Recipe
 from tests.support.layouts import make_optimizer, make_strategy
 from tests.support.messages import Messages
-from tests.support.models import still_model
+from tests.support.models import still_model, tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
 
 BATCH, LENGTH, STEPS = 8, 16, 5
@@ -81,6 +81,29 @@ def test_sharded_weights_train_as_on_one_rank(family, ranks, sizes):
         assert weights.keys() == whole.keys()
         for name, tensor in whole.items():
             torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def train_padding(sizes: dict[str, int]) -> torch.Tensor:
+    """The embedding of the padding token after a step on a text that contains it."""
+    disable_packing_detection()
+    model = tiny_model(tiny_config("llama", pad_token_id=7)).eval()
+    strategy = make_strategy(sizes)
+    strategy.prepare(LanguageModelLoss(model), Recipe(make_optimizer).make)
+    tokens = torch.tensor([[5, 7, 9, 7, 4, 7, 7, 1], [7, 7, 3, 2, 8, 7, 6, 7]])
+    share = tokens.chunk(strategy.data_ranks)[strategy.data_rank]
+    strategy.forward_backward([MicroBatch(share, share)], num_tokens=tokens.numel())
+    strategy.optimizer_step(0.5)
+    weights = strategy.full_state_dict()
+    strategy.close()
+    return weights["model.embed_tokens.weight"][7] if weights else torch.empty(0)
+
+
+def test_the_padding_token_learns_alike_on_all_layouts():
+    initial = tiny_model(tiny_config("llama")).model.embed_tokens.weight[7].detach()
+    (alone,) = values(run_ranks(train_padding, 1, {}))
+    assert not torch.equal(alone, initial)
+    for sizes in ({}, {"shard": 2}):
+        torch.testing.assert_close(values(run_ranks(train_padding, 2, sizes))[0], alone)
 
 
 def list_messages(family: str, precision: str, micro_batches: int = 2, unsharded: bool = False):

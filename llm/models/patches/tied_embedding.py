@@ -53,8 +53,6 @@ class _Lookup(torch.autograd.Function):
             total = torch.zeros(ctx.shape, dtype=ctx.dtype, device=gradient.device)
         rows = gradient.flatten(0, -2).to(total.dtype)
         ids = ids.flatten()
-        if embedding.padding_idx is not None:
-            rows = rows * (ids != embedding.padding_idx).unsqueeze(1)
         # On a GPU it adds the rows of a frequent token in parallel, in any order (unless you
         # request deterministic kernels); index_put_ adds them serially.
         return total.index_add_(0, ids, rows), None, None

@@ -28,7 +28,12 @@ from llm.data.open_corpus import open_corpus
 from llm.data.options import training_paths
 from llm.data.order import choose_document_boundaries
 from llm.errors import CheckpointError, ConfigError, DataError
-from llm.models.configuration import find_weights, load_config, max_positions
+from llm.models.configuration import (
+    check_skipped_layers,
+    find_weights,
+    load_config,
+    max_positions,
+)
 from llm.models.options import ARCHITECTURE
 from llm.parallel.accelerator import check_device, check_precision
 from llm.parallel.dims import ParallelDims, parallel_dims
@@ -246,6 +251,8 @@ def choose_dims(
         ConfigError: The ranks cannot be divided this way.
     """
     dims = parallel_dims(config, world_size)
+    if world_size > 1:
+        check_skipped_layers(model_config)
     check_tensor_parallel(model_config, dims.tensor)
     if config.sequence_parallel:
         check_sequence_parallel(model_config)

@@ -18,6 +18,7 @@ from llm.runtime.health import Health
 from llm.runtime.rng import seed_step
 from llm.runtime.signals import Interruption, SaveTimer
 from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.idle_weights import log_idle_weights
 from llm.trainers.gpt.reporting import report_skipped
 from llm.trainers.gpt.run_setup import TrainSetup, checkpoint_metadata
 from llm.trainers.gpt.seams import Exported, LoopExtension, Periodic
@@ -194,6 +195,8 @@ class Trainer:
         config, step = self.config, self.state.step
         last = step == self.plan.total_steps
         self.health.heartbeat(step=step, phase="step")
+        if step == 1:
+            log_idle_weights(self.strategy)
         stop, overdue = self.check_requests()
         if last or step % config.logging_steps == 0:
             self.log()
