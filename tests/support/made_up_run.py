@@ -39,6 +39,15 @@ from tests.support.strict_mode import Notes, Strict
 BATCH, LENGTH, MICRO_BATCHES, RANKS_PER_NODE = 2, 16, 2, 2
 
 
+class NumberedTokens:
+    """What a run asks of a tokenizer: its size, and its special tokens, of which there are none."""
+
+    eos_token_id = bos_token_id = pad_token_id = None
+
+    def __len__(self) -> int:
+        return VOCAB_SIZE
+
+
 @dataclass(frozen=True)
 class Case:
     """What to run.
@@ -117,7 +126,7 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
     ShardingPropagator._propagate_tensor_meta_non_cached = _outside_modes(shapes)
     inputs: Any = SimpleNamespace(
         seed=1,
-        tokenizer=range(VOCAB_SIZE),
+        tokenizer=NumberedTokens(),
         model_config=tiny_config(case.family) if case.family else load_config(config),
         weights_from=None,
         start=None,
