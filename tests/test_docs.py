@@ -349,3 +349,24 @@ def test_help_names_what_comes_first_and_shows_a_command(program, usage, options
         own = words[: words.index("--")] if "--" in words else words
         read_options = parse(options, own, prog="", description="", positional=positional)
         assert getattr(read_options, positional)
+
+
+def test_pages_that_start_from_the_sample_text_make_different_files():
+    """A reader may follow one after the other in one folder."""
+    made = {"data.md": set(), "recipes.md": set()}
+    for page, names in made.items():
+        text = (ROOT / "docs/guides" / page).read_text(encoding="utf-8")
+        names.update(re.findall(r'Path\("(\S+)"\)\.mkdir\(\)', text))
+        names.update(re.findall(r"--output_(?:prefix|dir) (\S+)", text))
+
+    assert {"text", "data/plays"} <= made["data.md"]
+    assert {"speeches", "data/speeches/plays"} <= made["recipes.md"]
+    assert made["data.md"].isdisjoint(made["recipes.md"])
+
+
+def test_the_page_of_the_installation_lists_every_extra_of_a_user():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].keys() - {"dev", "docs", "release"}
+    page = (ROOT / "docs/guides/installation.md").read_text(encoding="utf-8")
+
+    assert extras == set(re.findall(r"^\| `(\w+)` \| ", page, flags=re.MULTILINE))
