@@ -103,3 +103,13 @@ def test_a_program_receives_its_arguments_and_returns_its_code(tmp_path, capsys)
 
     assert main(["checkpoints", str(tmp_path)]) == 0
     assert "holds no checkpoint" in capsys.readouterr().out
+
+
+def test_the_trainer_says_once_which_value_of_an_option_counts(tmp_path):
+    """It may restart itself first, with other settings of the allocator."""
+    words = ["--seed", "1", "--seed", "2", "--model_type", "gpt2", "--train_file", "missing.txt"]
+    words += ["--tokenizer_name", str(tmp_path), "--output_dir", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "llm.trainers.gpt", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "holds no tokenizer" in done.stdout
+    assert done.stdout.count("--seed is given twice: 2 counts") == 1

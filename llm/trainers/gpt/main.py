@@ -69,9 +69,9 @@ def _train_or_explain(argv: Sequence[str] | None) -> int:
             faulthandler.enable()  # show the place of a bus error, for example from a failing disk
     try:
         words = sys.argv[1:] if argv is None else argv
+        if argv is None and not {"-h", "--help"} & {*words}:
+            restart_with_kept_memory()  # before `parse_args`, which logs what it chooses
         config = parse_args(words)
-        if argv is None:
-            restart_with_kept_memory()
         return run(config, world, config_file=split_config_file(words)[0])
     except PeerLostError as error:
         if not error.reported:
