@@ -19,15 +19,12 @@ _NOT_ABOUT_IDS = ("version", "truncation", "padding", "post_processor", "decoder
 logger = logging.getLogger("llm.tokenizers")
 
 
-def follow_file(
-    tokenizer: "PreTrainedTokenizerBase", name: str, *, local_files_only: bool
-) -> "PreTrainedTokenizerBase":
+def follow_file(tokenizer: "PreTrainedTokenizerBase", name: str) -> "PreTrainedTokenizerBase":
     """Return a tokenizer that gives the ids of `tokenizer.json`.
 
     Args:
         tokenizer: What `AutoTokenizer` has loaded.
-        name: The Hub name or folder that it was loaded from.
-        local_files_only: Do not ask the Hub.
+        name: The folder or Hub name that it was loaded from; its files are in the Hub's cache.
 
     Returns:
         The same tokenizer if it has the rules of the file; if there is no file; and if the
@@ -44,13 +41,14 @@ def follow_file(
     path = cached_file(
         name,
         "tokenizer.json",
-        local_files_only=local_files_only,
+        local_files_only=True,
         _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
     )
     if path is None:
         return tokenizer
     plain: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(
-        name, local_files_only=local_files_only
+        name, local_files_only=True
     )
     if _rules_of(plain.backend_tokenizer) == _rules_of(backend):
         return tokenizer

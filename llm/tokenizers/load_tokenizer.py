@@ -164,7 +164,7 @@ def load_tokenizer(
                     trust_remote_code=trust_remote_code,
                     local_files_only=local_files_only,
                 )
-                tokenizer = follow_file(tokenizer, files.name, local_files_only=local_files_only)
+                tokenizer = follow_file(tokenizer, files.name)
         except Exception as error:  # the libraries raise many types of errors
             raise ConfigError(_explain(files, error, local_files_only)) from error
     # A setting of this call, which `save_pretrained` would write into the copies of the tokenizer.
