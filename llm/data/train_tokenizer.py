@@ -9,7 +9,9 @@ Exit codes: 0 trained, 1 an unforeseen error, 2 an option or input that cannot w
 import json
 import logging
 import os
+import re
 import shutil
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from llm.data.text.sources import text_sources
 from llm.data.text.training_texts import TrainingTexts
 from llm.data.workers import bounded_workers, num_cores
 from llm.errors import ConfigError
+from llm.runtime.files import delete
 from llm.runtime.logging import set_up_logging
 from llm.runtime.world import ignore_ranks
 from llm.tokenizers.fast import load_text_tokenizer
@@ -155,8 +158,9 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
         max_sentences=options.max_sentences,
         seed=options.seed,
     )
-    unfinished = output.parent / f".{output.name}.{os.getpid()}.unfinished"
+    unfinished = output.parent / f".{output.name}.{socket.gethostname()}.{os.getpid()}.unfinished"
     try:
+        _remove_leftovers(output)
         unfinished.mkdir(parents=True)
         try:
             _train(options, texts, num_threads, unfinished)
@@ -179,6 +183,21 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     log.info(f"{report}, {time.monotonic() - started:.1f} s | {output}")
+
+
+def _remove_leftovers(output: Path) -> None:
+    """Remove the folders of trainings on this machine that were killed."""
+    name, host = re.escape(output.name), re.escape(socket.gethostname())
+    for path in output.parent.glob(".*"):
+        leftover = re.fullmatch(rf"\.{name}\.{host}\.(\d+)\.(unfinished|replaced)", path.name)
+        if leftover is None:
+            continue
+        try:
+            os.kill(int(leftover[1]), 0)
+        except ProcessLookupError:
+            delete(path)
+        except PermissionError:  # another user's process
+            pass
 
 
 def check_options(options: TrainTokenizerOptions) -> None:

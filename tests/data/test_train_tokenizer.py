@@ -3,6 +3,7 @@ import gzip
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -345,6 +346,21 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(options, corpus, tmp_pat
 
     assert f"error: --output_dir {tmp_path / 'out'} cannot be written: File" in error_of(capsys)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_training_has_left_is_removed_by_the_next_one(corpus, tmp_path):
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    host = socket.gethostname()
+    for process in (child, os.getppid()):
+        (tmp_path / f".out.{host}.{process}.unfinished").mkdir()
+
+    assert train(corpus, tmp_path / "out", "--vocab_size", "300") == 0
+
+    alive = f".out.{host}.{os.getppid()}.unfinished"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [alive, "out"]
 
 
 def test_a_text_in_the_output_folder_is_never_replaced(tmp_path, capsys):
