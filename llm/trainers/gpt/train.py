@@ -112,7 +112,8 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
             if outcome == "preempted":
                 log_preempted(config, setup, trainer)
             else:
-                finish(config, setup, trainer, model)
+                # Only rank 0 writes; the others wait, so they learn of its error here.
+                on_all_ranks(lambda: finish(config, setup, trainer, model))
         strategy.close()
         if repository is not None and outcome == "finished":
             push(setup.run.path, repository)
