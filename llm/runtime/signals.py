@@ -40,6 +40,10 @@ def _end_if_orphaned() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+class StopRequest(Exception):
+    """Raised on all ranks to end an evaluation at once, because the run is asked to stop."""
+
+
 class Interruption:
     """A request to stop: a signal, a time limit, or the launcher's death.
 

@@ -77,7 +77,14 @@ def test_a_model_that_has_diverged_has_no_sample_and_trains_on(caplog):
         averaged=contextlib.nullcontext, autocast=contextlib.nullcontext, rank=0
     )
 
-    log_sample(GPTConfig(sample_prompt="The king"), setup, strategy, model, step=3)
+    log_sample(
+        GPTConfig(sample_prompt="The king"),
+        setup,
+        strategy,
+        model,
+        step=3,
+        should_stop=lambda: False,
+    )
 
     (message,) = caplog.messages
     assert "its weights are not finite" in message

@@ -109,10 +109,14 @@ def generate(
         prompts: The texts.
         tokenizer: The run's tokenizer.
         seed: Keys the draws, if a task samples.
-        on_batch: Called after each text.
+        on_batch: Called after each text, on all ranks equally often.
     """
     local_texts = {}
-    for number in range(strategy.rank, len(prompts), strategy.world_size):
+    num_rounds = -(-len(prompts) // strategy.world_size)
+    for number in range(strategy.rank, num_rounds * strategy.world_size, strategy.world_size):
+        if number >= len(prompts):
+            on_batch()
+            continue
         tokens, max_new_tokens, generation = prompts[number]
         try:
             with strategy.autocast():

@@ -1,8 +1,8 @@
 """The training loop. Read this file first."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from fractions import Fraction
 from typing import Literal
 
@@ -16,7 +16,7 @@ from llm.metrics.tracker import Tracker
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.health import Health
 from llm.runtime.rng import seed_step
-from llm.runtime.signals import Interruption, SaveTimer
+from llm.runtime.signals import Interruption, SaveTimer, StopRequest
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.idle_weights import log_idle_weights
 from llm.trainers.gpt.reporting import report_skipped
@@ -99,6 +99,7 @@ class Trainer:
         self.save_every: Every = config.checkpointing_tokens or config.checkpointing_steps
         self.saves_checkpoints = self.save_every is not None or minutes is not None
         self.save_timer = SaveTimer(minutes if strategy.rank == 0 else None)
+        self.is_stoppable = self.is_stopped = self.is_save_overdue = False
         self.saved_at: int | None = None
         self.eval_every: Every = config.eval_tokens or config.eval_steps or "epoch"
         self.results: dict[str, float] = {}
@@ -145,14 +146,16 @@ class Trainer:
             extension.close()
         self.health.heartbeat(step=state.step, phase="save")
         self.saver.finish(last=True)
-        return "finished" if state.step == self.plan.total_steps else "preempted"
+        is_finished = state.step == self.plan.total_steps and not self.is_stopped
+        return "finished" if is_finished else "preempted"
 
     def evaluate_on_resume(self) -> None:
         """Evaluate at the checkpoint's step if the previous start stopped before it could."""
         self.report_steps()  # raises again if too many steps before the checkpoint were skipped
         state = self.state
         due = self.is_due(self.eval_every, or_last=True)
-        with self.tracker.paused():
+        # On a request to stop, the first step ends the run.
+        with self.tracker.paused(), self.stoppable():
             if self.evaluate and due and state.evaluated_at != state.step:
                 self.run_evaluation()
             for periodic in self.periodic_due():
@@ -202,19 +205,22 @@ class Trainer:
             self.log()
         saving = stop or overdue or (last and self.saves_checkpoints)
         saving = saving or self.is_due(self.save_every, or_last=False)
-        # There may be only seconds left; evaluate after resuming.
-        evaluating = self.is_due(self.eval_every, or_last=True) and not stop
+        evaluating = self.is_due(self.eval_every, or_last=True)
         self.state.seconds = self.tracker.seconds()
         with self.tracker.paused():
             for extension in self.extensions:
                 extension.between_steps()
             loss = None
-            if self.evaluate and (evaluating or (saving and config.save_top_k)):
-                loss = self.run_evaluation()
-            for periodic in () if stop else self.periodic_due():
-                self.run_periodic(periodic)
-            if self.is_due(config.sample_steps, or_last=False):
-                self.sample(step)
+            with self.stoppable():
+                # There may be only seconds left; evaluate after resuming.
+                if self.evaluate and not stop and (evaluating or (saving and config.save_top_k)):
+                    loss = self.run_evaluation()
+                for periodic in () if stop else self.periodic_due():
+                    self.run_periodic(periodic)
+                if self.is_due(config.sample_steps, or_last=False) and not stop:
+                    self.sample(step)
+            stop = stop or self.is_stopped
+            saving = saving or stop
             if saving:
                 self.health.heartbeat(step=step, phase="save")
                 # All-reduce before the state is copied, so that any number of ranks can resume.
@@ -232,10 +238,36 @@ class Trainer:
         # It arrives some calls later, because waiting for it would stall the step.
         asked = [self.interruption.reason is not None, self.save_timer.is_due()]
         stop, overdue = self.strategy.any_rank(asked)
+        overdue, self.is_save_overdue = overdue or self.is_save_overdue, False
         step = self.state.step
         if self.saved_at is not None and step - self.saved_at <= self.strategy.answer_delay:
             overdue = False  # the timer asked before that save
         return stop and step < self.plan.total_steps, overdue
+
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """Let a request to stop end an evaluation inside the context."""
+        self.is_stoppable = True
+        try:
+            yield
+        except StopRequest:
+            self.is_stopped = True
+        finally:
+            self.is_stoppable = False
+
+    def between_batches(self) -> None:
+        """Take note that an evaluation goes on, or end it; all ranks call it equally often.
+
+        Raises:
+            StopRequest: The run is asked to stop, and can resume before the evaluation.
+        """
+        self.health.keep_alive()
+        if self.is_stoppable:
+            asked = [self.interruption.reason is not None, False]
+            stop, overdue = self.strategy.any_rank(asked)
+            self.is_save_overdue = self.is_save_overdue or overdue
+            if stop:
+                raise StopRequest
 
     def is_due(self, every: Every, *, or_last: bool) -> bool:
         """Return whether the interval `every` ends after this step."""

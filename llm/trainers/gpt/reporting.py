@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +263,8 @@ def log_sample(
     strategy: AcceleratedStrategy,
     model: PreTrainedModel,
     step: int | None,
+    *,
+    should_stop: Callable[[], bool],
 ) -> None:
     """Let the model continue `sample_prompt` and log the text; every rank calls it.
 
@@ -272,6 +274,7 @@ def log_sample(
         strategy: The prepared model; different weights of ranks are averaged.
         model: The whole model; rank 0 generates.
         step: Steps done during training; None at the end.
+        should_stop: Whether to end the text with the next token.
     """
     with strategy.averaged():
         if strategy.rank != 0:
@@ -284,6 +287,7 @@ def log_sample(
                     prompt=config.sample_prompt or "",
                     max_new_tokens=SAMPLE_TOKENS,
                     seed=setup.seed,
+                    stopping_criteria=[lambda tokens, scores: should_stop()],
                 )
         except DivergedError as error:
             logger.warning(f"No sample was written. {error}")

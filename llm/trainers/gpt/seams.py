@@ -60,7 +60,8 @@ class Running:
         setup: Its inputs.
         strategy: The model and its optimizer, on any layout.
         model: The model for the log's description.
-        keep_alive: Call this at least once every `timeout` seconds during long operations.
+        keep_alive: Call this at least once every `timeout` seconds during long operations, on all
+            ranks equally often. On a request to stop it raises `StopRequest`.
     """
 
     setup: "RunSetup"

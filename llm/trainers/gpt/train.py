@@ -135,9 +135,12 @@ def make_trainer(
         DataError: The validation data are too short to evaluate on.
         LLMError: Rank 0 cannot copy the model's configuration and the tokenizer.
     """
-    on_batch = health.keep_alive
     copies = on_all_ranks(lambda: copy_model(setup, model) if strategy.rank == 0 else {})
-    return Trainer(
+
+    def on_batch() -> None:
+        trainer.between_batches()
+
+    trainer = Trainer(
         config,
         setup,
         strategy,
@@ -145,13 +148,21 @@ def make_trainer(
         interruption=interruption,
         tracker=make_tracker(config, setup, strategy, model),
         evaluate=make_evaluate(config, setup, strategy, on_batch=on_batch),
-        sample=partial(log_sample, config, setup, strategy, model),
+        sample=partial(
+            log_sample,
+            config,
+            setup,
+            strategy,
+            model,
+            should_stop=lambda: interruption.reason is not None,
+        ),
         copies=copies,
         extensions=loop_extensions(
             config,
             Running(setup=setup, strategy=strategy, model=model, keep_alive=on_batch),
         ),
     )
+    return trainer
 
 
 def open_folder(config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy) -> None:
