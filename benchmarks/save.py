@@ -93,7 +93,7 @@ def report(options: SaveBenchmarkOptions, folder: Path) -> str:
         began = time.perf_counter()
         savers["background"].save(step=step, eval_loss=None)
         background = time.perf_counter() - began
-        savers["background"].finish(last=True)
+        savers["background"].finish(is_final=True)
         whole = time.perf_counter() - began
         blocking = timed(lambda step=step: savers["blocking"].save(step=step, eval_loss=None))  # type: ignore[misc]
         theirs = timed(lambda: state.accelerator.save_state(str(folder / "accelerate")))

@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the program that the first argument names; return the exit code."""
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
-        sys.stdout.write(_help())
+        sys.stdout.write(_help_text())
         return 0
     if name == "--version":
         sys.stdout.write(f"llm-trainers {__version__}\n")
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def _help() -> str:
+def _help_text() -> str:
     rows = [f"  {name:<13}{program.purpose}\n" for name, program in PROGRAMS.items()]
     return (
         f"usage: {COMMAND} PROGRAM [--OPTION VALUE ...]\n\n"

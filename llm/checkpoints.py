@@ -144,21 +144,21 @@ def main(argv: Sequence[str]) -> int:
         "average the weights of several.",
         positional="run",
     )
-    _check(options, averages=averages)
-    run, folder = _places(Path(options.run))
+    _check_options(options, averages=averages)
+    run, folder = _locate_folders(Path(options.run))
     if options.output is not None:
         with forbid_downloads():
-            lines, code = [_average(run, folder, options, options.output)], 0
+            lines, code = [_average_checkpoints(run, folder, options, options.output)], 0
     elif options.export:
         with forbid_downloads():
-            lines, code = [_export(run, folder, options)], 0
+            lines, code = [_export_checkpoint(run, folder, options)], 0
     else:
-        lines, code = _show(folder, verify=options.verify)
+        lines, code = _list_checkpoints(folder, verify=options.verify)
     sys.stdout.write("\n".join(lines) + "\n")
     return code
 
 
-def _check(options: CheckpointsOptions, *, averages: bool) -> None:
+def _check_options(options: CheckpointsOptions, *, averages: bool) -> None:
     """Refuse options that cannot work together."""
     if problems := missing_requirements(options):
         raise ConfigError(" ".join(problems))
@@ -184,7 +184,7 @@ def _check(options: CheckpointsOptions, *, averages: bool) -> None:
         )
 
 
-def _places(path: Path) -> tuple[Path, Path]:
+def _locate_folders(path: Path) -> tuple[Path, Path]:
     """Return the run folder and its checkpoints folder, which need not exist."""
     if not path.is_dir():
         raise ConfigError(f"--run {path} is not a folder; name the folder of a run.")
@@ -195,11 +195,11 @@ def _places(path: Path) -> tuple[Path, Path]:
     raise ConfigError(f"--run {path} holds no run: neither config.toml nor checkpoints.")
 
 
-def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
+def _list_checkpoints(folder: Path, *, verify: bool) -> tuple[list[str], int]:
     """Return the lines of the list, and the exit code."""
-    seen = [_look_at(path, verify=verify) for path in checkpoint_folders(folder)]
+    listed = [_look_at(path, verify=verify) for path in checkpoint_folders(folder)]
     # A running training may have removed some in the meantime.
-    entries = [entry for entry in seen if os.path.lexists(entry.path)]
+    entries = [entry for entry in listed if os.path.lexists(entry.path)]
     unfinished = leftovers(folder)
     if not entries and not unfinished:
         return [f"{folder} holds no checkpoint."], 0
@@ -209,13 +209,13 @@ def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
     lines = [_COLUMNS.format("step", "validation loss", "size", "saved", "ranks", "state")]
     for entry in entries:
         marks = [name for name, path in (("latest", latest), (BEST, best)) if path == entry.path]
-        lines.append(_row(entry, marks))
+        lines.append(_format_row(entry, marks))
     for path in unfinished:
         lines.append(
-            f"{path.name}, {_bytes(_size(path))}: from a save or removal that is running or was "
-            "interrupted; the next save or start removes it."
+            f"{path.name}, {_format_bytes(_folder_bytes(path))}: from a save or removal that is "
+            "running or was interrupted; the next save or start removes it."
         )
-    lines += _lineage(valid)
+    lines += _lineage_lines(valid)
     lines.append(f"latest, where training resumes: {latest.name if latest else 'none'}")
     lines.append(f"best, with the lowest validation loss: {remark}")
     damaged = len(entries) - len(valid)
@@ -227,7 +227,7 @@ def _show(folder: Path, *, verify: bool) -> tuple[list[str], int]:
     return lines, 0
 
 
-def _lineage(valid: list[Entry]) -> list[str]:
+def _lineage_lines(valid: list[Entry]) -> list[str]:
     """Return the line that names the parent of a branch."""
     checkpoint = valid[-1].checkpoint if valid else None
     branch = checkpoint.metadata.get("branch") if checkpoint else None
@@ -244,14 +244,14 @@ def _look_at(path: Path, *, verify: bool) -> Entry:
     except CheckpointError as error:
         # The row already has the name and says that it is not valid.
         problem = str(error).rstrip(".")
-        for said in (f"{path}/", f"{path} ", "is damaged: ", "is not a checkpoint: "):
-            problem = problem.removeprefix(said)
+        for prefix in (f"{path}/", f"{path} ", "is damaged: ", "is not a checkpoint: "):
+            problem = problem.removeprefix(prefix)
         return Entry(path=path, checkpoint=None, problem=problem)
-    read = checkpoint.files if verify else ()
-    return Entry(path=path, checkpoint=checkpoint, problem=checkpoint.problem(read=read))
+    files = checkpoint.files if verify else ()
+    return Entry(path=path, checkpoint=checkpoint, problem=checkpoint.problem(verify=files))
 
 
-def _row(entry: Entry, marks: list[str]) -> str:
+def _format_row(entry: Entry, marks: list[str]) -> str:
     checkpoint = entry.checkpoint
     loss = None if checkpoint is None else checkpoint.metadata.get("eval_loss")
     state = "valid" if entry.problem is None else f"not valid: {entry.problem}"
@@ -260,14 +260,14 @@ def _row(entry: Entry, marks: list[str]) -> str:
     return _COLUMNS.format(
         str(step_of(entry.path)),
         "-" if loss is None else f"{loss:.4f}",
-        _bytes(_size(entry.path)),
+        _format_bytes(_folder_bytes(entry.path)),
         "-" if checkpoint is None else checkpoint.saved_at[:16].replace("T", " "),
         "-" if checkpoint is None else checkpoint.world_size,
         ", ".join([state, *marks]),
     )
 
 
-def _size(folder: Path) -> int:
+def _folder_bytes(folder: Path) -> int:
     total = 0
     with contextlib.suppress(FileNotFoundError):  # a running training may remove it
         for path in folder.rglob("*"):
@@ -275,7 +275,7 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _bytes(number: float) -> str:
+def _format_bytes(number: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if number < 1000:
             return f"{number:.3g} {unit}"
@@ -283,30 +283,36 @@ def _bytes(number: float) -> str:
     return f"{number:.3g} TB"
 
 
-def _export(run: Path, folder: Path, options: CheckpointsOptions) -> str:
+def _export_checkpoint(run: Path, folder: Path, options: CheckpointsOptions) -> str:
     """Verify every file that the export needs, then write a Hugging Face folder."""
     step, target = options.export[0], Path(options.export[1])
     _check_folder(target, f"--export {step}")
     config = _export_config(run, options)
-    asked = next((each for each in _SAVED if getattr(options, each.part)), None)
+    saved_weights = next(
+        (candidate for candidate in _SAVED if getattr(options, candidate.part)), None
+    )
     _prepare_libraries()
 
     def read() -> tuple[Checkpoint, "PreTrainedModel", "PreTrainedTokenizerBase"]:
         chosen = choose_checkpoint(folder, step, option="--export")
-        if asked is not None and asked.part not in parts_of(chosen):
-            raise CheckpointError(f"{chosen.path} has no {asked.description}.")
-        return chosen, *load_trained(config, chosen, part=asked.part if asked else None)
+        if saved_weights is not None and saved_weights.part not in parts_of(chosen):
+            raise CheckpointError(f"{chosen.path} has no {saved_weights.description}.")
+        return chosen, *load_trained(
+            config, chosen, part=saved_weights.part if saved_weights else None
+        )
 
     chosen, model, tokenizer = read_while_training(folder, read)
-    known: dict[str, object] = {"steps": chosen.step}
-    loss = None if asked else chosen.metadata.get("eval_loss")
-    if asked is not None:
-        known["weights"] = asked.card
+    card_rows: dict[str, object] = {"steps": chosen.step}
+    loss = None if saved_weights else chosen.metadata.get("eval_loss")
+    if saved_weights is not None:
+        card_rows["weights"] = saved_weights.card
     elif loss is not None:
-        known["eval loss"] = loss
-    card = _card(run, config, chosen, known, results={} if loss is None else {"loss": loss})
+        card_rows["eval loss"] = loss
+    card = _make_card(
+        run, config, chosen, card_rows, results={} if loss is None else {"loss": loss}
+    )
     with _fill_folder(target, f"--export {step}"):
-        _write(target, config, model, tokenizer, model.state_dict(), card)
+        _write_export(target, config, model, tokenizer, model.state_dict(), card)
     return (
         f"{chosen.path} is exported: "
         f"AutoModelForCausalLM.from_pretrained({str(target)!r}) loads it."
@@ -319,7 +325,7 @@ def _export_config(run: Path, options: CheckpointsOptions) -> CoreConfig:
     return dataclasses.replace(config, export_dtype=options.export_dtype or config.export_dtype)
 
 
-def _average(run: Path, folder: Path, options: CheckpointsOptions, output: str) -> str:
+def _average_checkpoints(run: Path, folder: Path, options: CheckpointsOptions, output: str) -> str:
     """Write the mean of the newest checkpoints as a Hugging Face folder."""
     target, number = Path(output), options.last
     _check_folder(target, "--output")
@@ -328,10 +334,10 @@ def _average(run: Path, folder: Path, options: CheckpointsOptions, output: str) 
         folder, lambda: _read_mean(config, folder, number)
     )
     steps = ", ".join(str(checkpoint.step) for checkpoint in chosen)
-    card = _card(run, config, chosen[-1], {"mean of steps": steps}, results={})
+    card = _make_card(run, config, chosen[-1], {"mean of steps": steps}, results={})
     record = {"run": str(run.resolve()), "steps": [checkpoint.step for checkpoint in chosen]}
     with _fill_folder(target, "--output"):
-        _write(target, config, model, tokenizer, state, card)
+        _write_export(target, config, model, tokenizer, state, card)
         write_whole(target / MEAN_FILE, json.dumps(record) + "\n")
     return (
         f"The mean of the weights after steps {steps} is exported: "
@@ -371,14 +377,14 @@ def _check_same_model(config: CoreConfig, checkpoints: Sequence[Checkpoint]) -> 
     from llm.models.configuration import load_config
     from llm.trainers.gpt.inputs import config_changes
 
-    last = checkpoints[-1]
-    options = with_copies(config, last)
+    newest = checkpoints[-1]
+    options = with_copies(config, newest)
     current = load_config(options)
-    for other in checkpoints:
-        changed = config_changes(options, other, current)
+    for checkpoint in checkpoints:
+        changed = config_changes(options, checkpoint, current)
         if changed:
             raise CheckpointError(
-                f"{last.path} and {other.path} have different models: {'; '.join(changed)}. "
+                f"{newest.path} and {checkpoint.path} have different models: {'; '.join(changed)}. "
                 "Average checkpoints of one model, with a smaller --last."
             )
 
@@ -459,11 +465,11 @@ def _prepare_libraries() -> None:
     quiet_libraries()
 
 
-def _card(
+def _make_card(
     run: Path,
     config: CoreConfig,
     checkpoint: Checkpoint,
-    known: dict[str, object],
+    rows: dict[str, object],
     *,
     results: dict[str, float],
 ) -> "Card":
@@ -476,7 +482,7 @@ def _card(
         rows={
             "initial weights": checkpoint.metadata["initial_weights"],
             "data": describe_data(config),
-            **known,
+            **rows,
             "seed": config.seed,
         },
         results=results,
@@ -486,7 +492,7 @@ def _card(
     )
 
 
-def _write(
+def _write_export(
     target: Path,
     config: CoreConfig,
     model: "PreTrainedModel",

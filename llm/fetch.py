@@ -87,10 +87,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
     ignore_ranks()
     # The TOML file may have any option of the trainer, more than this program has.
-    config_file, words = split_config_file(argv)
+    config_file, arguments = split_config_file(argv)
     options = parse(
         FetchOptions,
-        words,
+        arguments,
         prog="python -m llm.fetch",
         description="Download a run's inputs from the Hub into a folder. --config names the run's "
         "TOML file; options of this program override it.",
@@ -98,17 +98,17 @@ def main(argv: Sequence[str]) -> int:
     )
     if options.folder is None:
         raise ConfigError("No folder is named: write llm-trainers fetch FOLDER --config run.toml.")
-    named = non_default(options)
-    folder = Path(named.pop("folder")).absolute()
+    option_values = non_default(options)
+    folder = Path(option_values.pop("folder")).absolute()
     if config_file is not None:
-        named = read_toml(GPTConfig, config_file) | named
+        option_values = read_toml(GPTConfig, config_file) | option_values
     _check_online()
     set_up_logging(rank=0)
     quiet_libraries()
-    config = GPTConfig(**named)
+    config = GPTConfig(**option_values)
     local = fetch(config, folder)
     # Write defaults too: they override the options of a preset or of a branch's parent.
-    values = {name: getattr(local, name) for name in named}
+    values = {name: getattr(local, name) for name in option_values}
     write_whole(folder / "run.toml", values_as_toml(values))
     check(local)
     logger.info(f"train without a network: {shell_line(['--config', folder / 'run.toml'])}")
@@ -138,7 +138,7 @@ def fetch(config: GPTConfig, folder: Path) -> GPTConfig:
         name = getattr(config, name_of)
         if _is_on_hub(name):
             target = folder / "models" / name
-            with _explained(name_of, name):
+            with _explain_errors(name_of, name):
                 _fetch_model(name, target, with_weights=name == weights_from)
             changes[name_of] = str(target)
     if _is_on_hub(config.dataset_name):
@@ -149,10 +149,12 @@ def fetch(config: GPTConfig, folder: Path) -> GPTConfig:
     if metrics != config.eval_metrics:
         changes["eval_metrics"] = metrics
     for extension, options in extensions_of(config):
-        found = extension.fetch(options, folder, partial(_fetch_dataset, folder=folder))
-        changes |= {name: path for name, path in found.items() if path != getattr(config, name)}
+        paths = extension.fetch(options, folder, partial(_fetch_dataset, folder=folder))
+        changes |= {name: path for name, path in paths.items() if path != getattr(config, name)}
     if not changes:
-        added = "".join(f"--{field.name}, " for each in _ADDED for field in fields(each))
+        added = "".join(
+            f"--{field.name}, " for options_class in _ADDED for field in fields(options_class)
+        )
         raise ConfigError(
             "There is nothing to fetch: the options name nothing on the Hub. Give "
             f"--model_name_or_path, --dataset_name, {added}or --eval_metrics, or a --config with "
@@ -200,7 +202,7 @@ def _is_on_hub(name: str | None) -> TypeGuard[str]:
 
 
 @contextlib.contextmanager
-def _explained(option_name: str, name: str) -> Iterator[None]:
+def _explain_errors(option_name: str, name: str) -> Iterator[None]:
     """Turn errors of the Hub's client into one sentence."""
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -235,7 +237,7 @@ def _explained(option_name: str, name: str) -> Iterator[None]:
         ) from error
 
 
-def _download(
+def _download_files(
     name: str, target: Path, *, files: Sequence[str], kind: str, revision: str | None = None
 ) -> None:
     """Download files of a repository; existing files are only compared."""
@@ -253,16 +255,16 @@ def _fetch_model(name: str, target: Path, *, with_weights: bool) -> None:
     import huggingface_hub
 
     every = [f for f in huggingface_hub.HfApi().list_repo_files(name) if "/" not in f]
-    weights = _matching(every, _WEIGHTS) or _matching(every, _OLD_WEIGHTS)
+    weights = _matching_files(every, _WEIGHTS) or _matching_files(every, _OLD_WEIGHTS)
     settings = {f for f in every if f.endswith(_SETTINGS)}
-    settings -= {*_matching(every, _WEIGHTS), *_matching(every, _OLD_WEIGHTS)}
+    settings -= {*_matching_files(every, _WEIGHTS), *_matching_files(every, _OLD_WEIGHTS)}
     files = sorted(settings | set(weights if with_weights else []))
     if not files:
         raise ConfigError(f"{name} has no model or tokenizer files at its top level.")
-    _download(name, target, files=files, kind="model")
+    _download_files(name, target, files=files, kind="model")
 
 
-def _matching(files: Sequence[str], patterns: Sequence[str]) -> list[str]:
+def _matching_files(files: Sequence[str], patterns: Sequence[str]) -> list[str]:
     return [file for file in files if any(Path(file).match(pattern) for pattern in patterns)]
 
 
@@ -272,9 +274,9 @@ def _fetch_dataset(option_name: str, name: str, config_name: str | None, folder:
 
     repository = find_hub_files(name, config_name)
     target = folder / "datasets" / name
-    with _explained(option_name, name):
+    with _explain_errors(option_name, name):
         # The card defines the configurations. Without configurations, it is left out.
-        _download(
+        _download_files(
             repository.name,
             target,
             files=["README.md", *repository.files],
@@ -294,7 +296,7 @@ def _fetch_metric(name: str, folder: Path) -> str:
         return name
     repository = name if "/" in name else f"evaluate-metric/{name}"
     target = folder / "metrics" / name
-    with _explained("eval_metrics", name):
+    with _explain_errors("eval_metrics", name):
         hub, revision = huggingface_hub.HfApi(), f"v{evaluate.__version__}"
         try:
             files = hub.list_repo_files(repository, repo_type="space", revision=revision)
@@ -302,7 +304,7 @@ def _fetch_metric(name: str, folder: Path) -> str:
             revision = "main"
             files = hub.list_repo_files(repository, repo_type="space", revision=revision)
         code = [file for file in files if file.endswith(".py")]
-        _download(repository, target, files=code, kind="space", revision=revision)
+        _download_files(repository, target, files=code, kind="space", revision=revision)
     return str(target)
 
 

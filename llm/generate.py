@@ -119,22 +119,22 @@ def main(argv: Sequence[str]) -> int:
         )
     try:
         with forbid_downloads():
-            _generate(options)
+            _generate_texts(options)
     except DivergedError as error:
-        raise DivergedError(f"{error} {_remedy(options)}") from error
+        raise DivergedError(f"{error} {_describe_divergence(options)}") from error
     return 0
 
 
-def _generate(options: GenerateOptions) -> None:
+def _generate_texts(options: GenerateOptions) -> None:
     prompt = _read_prompt() if options.prompt == "-" else options.prompt
-    model, tokenizer = _open(options)
+    model, tokenizer = _open_model(options)
     from llm.models.sampling import sample_text
 
     model = model.to(device_of(world_from_environment()))
-    max_new_tokens = _room(options.max_new_tokens, prompt, model, tokenizer)
+    max_new_tokens = _limit_new_tokens(options.max_new_tokens, prompt, model, tokenizer)
     seed = draw_seed() if options.seed is None else options.seed
     if options.seed is None and options.temperature != 0:
-        _say(f"--seed {seed}")
+        _print_note(f"--seed {seed}")
     for number in range(options.num_samples):
         if options.num_samples > 1:
             title = f"--- text {number + 1} of {options.num_samples}, --seed {seed + number}"
@@ -146,11 +146,11 @@ def _generate(options: GenerateOptions) -> None:
             max_new_tokens=max_new_tokens,
             seed=seed + number,
             streamer=make_printer(tokenizer),
-            **_sampling(options),
+            **_sampling_arguments(options),
         )
 
 
-def _remedy(options: GenerateOptions) -> str:
+def _describe_divergence(options: GenerateOptions) -> str:
     """Describe since when the run's loss is not finite, and suggest an earlier checkpoint."""
     run = Path(options.run)
     if (run / MANIFEST).is_file():
@@ -159,10 +159,14 @@ def _remedy(options: GenerateOptions) -> str:
     if since is None:
         return "Its training has diverged; use another model."
     # The update after the last finite loss may have made the weights infinite or NaN.
-    before = [one.path for one in list_checkpoints(run / "checkpoints") if one.step < finite]
+    earlier = [
+        checkpoint.path
+        for checkpoint in list_checkpoints(run / "checkpoints")
+        if checkpoint.step < finite
+    ]
     remedy = (
-        f"use an earlier checkpoint, such as {before[-1]}."
-        if before
+        f"use an earlier checkpoint, such as {earlier[-1]}."
+        if earlier
         else "no earlier checkpoint exists, so train again with a lower --learning_rate."
     )
     return f"No loss of {run} has been finite since step {since}; {remedy}"
@@ -189,7 +193,7 @@ def _read_prompt() -> str:
         raise ConfigError(f"--prompt -: standard input is not UTF-8 text: {error}.") from error
 
 
-def _open(options: GenerateOptions) -> "Model":
+def _open_model(options: GenerateOptions) -> "Model":
     """Load the model that the options name, and its tokenizer."""
     if not options.run:
         raise ConfigError(
@@ -230,7 +234,7 @@ def _open_checkpoint(run: Path, name: str, options: GenerateOptions) -> "Model":
             chosen = read_valid(Path(name))
         else:
             chosen = choose_checkpoint(run / "checkpoints", name, option="--checkpoint")
-        _say(f"The model after step {chosen.step:,}, from {chosen.path}.")
+        _print_note(f"The model after step {chosen.step:,}, from {chosen.path}.")
         return load_trained(config, chosen)
 
     return read_while_training(run / "checkpoints", read)
@@ -258,11 +262,11 @@ def _open_export(folder: Path, *, trust_remote_code: bool) -> "Model":
         )
     except Exception as error:  # the library and the model's code may raise anything
         raise ConfigError(f"The model in {folder} cannot be loaded: {one_line(error)}.") from error
-    _say(f"The exported model in {folder}.")
+    _print_note(f"The exported model in {folder}.")
     return model, tokenizer
 
 
-def _room(
+def _limit_new_tokens(
     wanted: int, prompt: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
 ) -> int:
     """Return the number of tokens to generate, limited by the model's positions."""
@@ -273,7 +277,7 @@ def _room(
     if limit is None or used + wanted <= limit:
         return wanted
     room = max(1, limit - used)
-    _say(
+    _print_note(
         f"The model has {limit:,} positions, and the prompt takes {used:,}: "
         f"at most {room:,} tokens are written instead of {wanted:,}"
         + (", and the beginning of the prompt is left out." if used >= limit else ".")
@@ -281,13 +285,13 @@ def _room(
     return room
 
 
-def _sampling(options: GenerateOptions) -> dict[str, Any]:
+def _sampling_arguments(options: GenerateOptions) -> dict[str, Any]:
     """Return arguments of `generate`; options that are not set use the model's defaults."""
     alone = {"num_beams": 1}  # several beams have no text to print before they end
     if options.temperature == 0:
         return {**alone, "do_sample": False}
-    given = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
-    return {**alone, **{name: value for name, value in given.items() if value is not None}}
+    values = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
+    return {**alone, **{name: value for name, value in values.items() if value is not None}}
 
 
 def make_printer(tokenizer: "PreTrainedTokenizerBase") -> Any:
@@ -310,14 +314,14 @@ def make_printer(tokenizer: "PreTrainedTokenizerBase") -> Any:
                 return
             text = tokenizer.decode(self._ids, skip_special_tokens=True)
             if not text.endswith("\ufffd"):  # an incomplete character
-                self._write(text)
+                self._write_text(text)
 
         def end(self) -> None:
-            self._write(tokenizer.decode(self._ids, skip_special_tokens=True))
+            self._write_text(tokenizer.decode(self._ids, skip_special_tokens=True))
             sys.stdout.write("\n")
             sys.stdout.flush()
 
-        def _write(self, text: str) -> None:
+        def _write_text(self, text: str) -> None:
             sys.stdout.write(text_for(sys.stdout, text[self._written :]))
             sys.stdout.flush()
             self._written = len(text)
@@ -325,7 +329,7 @@ def make_printer(tokenizer: "PreTrainedTokenizerBase") -> Any:
     return Printer()
 
 
-def _say(text: str) -> None:
+def _print_note(text: str) -> None:
     sys.stderr.write(text_for(sys.stderr, f"{text}\n"))
     sys.stderr.flush()
 

@@ -81,15 +81,16 @@ def check(options: PreflightOptions, world: World) -> int:
         host = socket.gethostname()
         return _print_error(f"rank {world.rank} on {host} has no working device: {first}")
     if world.world_size == 1:
-        sys.stdout.write(f"{_line(0, description, None)}\npreflight: one process, alone.\n")
+        sys.stdout.write(f"{_format_rank(0, description, None)}\npreflight: one process, alone.\n")
         return 0
     try:
         return _check_together(options, world, description)
     except RuntimeError as error:  # an error of the store: rank 0 cannot be reached, or has ended
-        where = f"{os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}"
+        address = f"{os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}"
         first = str(error).partition("\n")[0]
         return _print_error(
-            f"rank {world.rank} on {description['host']} does not reach rank 0 at {where}: {first}"
+            f"rank {world.rank} on {description['host']} does not reach rank 0 at {address}: "
+            f"{first}"
         )
 
 
@@ -123,19 +124,19 @@ class Board:
     """Values that each rank publishes in a store, readable by every rank."""
 
     def __init__(self, store: "Store", *, rank: int, world_size: int) -> None:
-        self._store = store
+        self._connect_store = store
         self._rank = rank
         self._ranks = range(world_size)
 
     def set(self, name: str, value: Any) -> None:
         """Publish a value of this rank."""
-        self._store.set(f"{name}/{self._rank}", json.dumps(value))
+        self._connect_store.set(f"{name}/{self._rank}", json.dumps(value))
 
     def get_all(self, name: str) -> dict[int, Any]:
         """Return the values that ranks have published, by rank."""
         keys = [f"{name}/{rank}" for rank in self._ranks]
-        if self._store.check(keys):
-            return dict(enumerate(map(json.loads, self._store.multi_get(keys))))
+        if self._connect_store.check(keys):
+            return dict(enumerate(map(json.loads, self._connect_store.multi_get(keys))))
         # Reading a missing key blocks.
         values = {rank: self.get(name, rank) for rank in self._ranks}
         return {rank: value for rank, value in values.items() if value is not None}
@@ -143,13 +144,15 @@ class Board:
     def get(self, name: str, rank: int) -> Any:
         """Return the value of one rank; None if it has not published one."""
         key = f"{name}/{rank}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return (
+            json.loads(self._connect_store.get(key)) if self._connect_store.check([key]) else None
+        )
 
     def wait(self, name: str, deadline: float, *, unless: str | None = None) -> bool:
         """Wait for all ranks' values; false after the deadline, or once `unless` is posted."""
         keys = [f"{name}/{rank}" for rank in self._ranks]
         while time.monotonic() < deadline:
-            if self._store.check(keys):
+            if self._connect_store.check(keys):
                 return True
             if unless is not None and self.get_global(unless) is not None:
                 return False
@@ -158,31 +161,35 @@ class Board:
 
     def set_global(self, key: str, text: str) -> None:
         """Write a text for all ranks, unless one has been written already."""
-        self._store.compare_set(key, "", text or "-")
+        self._connect_store.compare_set(key, "", text or "-")
 
     def get_global(self, key: str, deadline: float = -math.inf) -> str | None:
         """Return the posted text; None if there is none before the deadline."""
-        while not self._store.check([key]):
+        while not self._connect_store.check([key]):
             if time.monotonic() > deadline:
                 return None
             time.sleep(_POLL_SECONDS)
-        text = self._store.get(key).decode()
+        text = self._connect_store.get(key).decode()
         return "" if text == "-" else text
 
 
 def _check_together(options: PreflightOptions, world: World, description: dict[str, Any]) -> int:
     # torchrun serves a store already.
     serve = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = _store(options.timeout, serve=serve)
+    store = _connect_store(options.timeout, serve=serve)
     board = Board(store, rank=world.rank, world_size=world.world_size)
     host_of_rank_0 = os.environ["MASTER_ADDR"]
     board.set("here", description)
     deadline = time.monotonic() + options.timeout
     if world.is_main:
         board.wait("here", deadline)
-        here = board.get_all("here")  # late answers count too
-        complete = len(here) == world.world_size
-        problem = differences(here) if complete else describe_missing(here, world, options.timeout)
+        descriptions = board.get_all("here")  # late answers count too
+        complete = len(descriptions) == world.world_size
+        problem = (
+            differences(descriptions)
+            if complete
+            else describe_missing(descriptions, world, options.timeout)
+        )
         board.set_global("verdict/here", problem)
     failure = board.get_global("verdict/here", deadline + _GRACE_SECONDS)
     if failure == "":
@@ -191,8 +198,8 @@ def _check_together(options: PreflightOptions, world: World, description: dict[s
         return _print_error(f"rank 0 at {host_of_rank_0} does not answer rank {world.rank}")
     if world.is_main:
         times = board.get_all("times")
-        for rank, said in board.get_all("here").items():
-            sys.stdout.write(_line(rank, said, times.get(rank)) + "\n")
+        for rank, description_of_rank in board.get_all("here").items():
+            sys.stdout.write(_format_rank(rank, description_of_rank, times.get(rank)) + "\n")
         code = _print_error(failure) if failure else _print_ok(options, board, world)
         # A launcher kills all ranks once one ends with an error, so the others wait until rank 0
         # has printed. Rank 0 ends last because it serves the store.
@@ -205,7 +212,7 @@ def _check_together(options: PreflightOptions, world: World, description: dict[s
     return 1 if failure else 0
 
 
-def _store(timeout: float, *, serve: bool = False) -> "Store":
+def _connect_store(timeout: float, *, serve: bool = False) -> "Store":
     """Connect to rank 0's store; rank 0 serves it."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
@@ -260,7 +267,7 @@ def communicate(options: PreflightOptions, world: World, board: Board) -> dict[s
     board.set("stage", "connecting")
     dist.init_process_group(
         _BACKENDS.get(device.type, "gloo"),
-        store=_store(options.timeout),  # the first connection blocks in `board.wait`
+        store=_connect_store(options.timeout),  # the first connection blocks in `board.wait`
         rank=world.rank,
         world_size=world.world_size,
         timeout=timedelta(seconds=2 * options.timeout),
@@ -272,14 +279,14 @@ def communicate(options: PreflightOptions, world: World, board: Board) -> dict[s
     expected = world.world_size * (world.world_size + 1) / 2
     if tensor.min().item() != expected or tensor.max().item() != expected:
         raise ParallelError(f"an all-reduce gives {tensor.max().item()} instead of {expected}")
-    reduce_seconds = _seconds(lambda: dist.all_reduce(tensor), device)
+    reduce_seconds = _time_action(lambda: dist.all_reduce(tensor), device)
     board.set("stage", "broadcast")
-    broadcast_seconds = _seconds(lambda: dist.broadcast(tensor, src=0), device)
+    broadcast_seconds = _time_action(lambda: dist.broadcast(tensor, src=0), device)
     dist.destroy_process_group()
     return {"all-reduce": reduce_seconds, "broadcast": broadcast_seconds}
 
 
-def _seconds(action: Any, device: "torch.device") -> float:
+def _time_action(action: Any, device: "torch.device") -> float:
     import torch
 
     def wait() -> None:
@@ -295,48 +302,58 @@ def _seconds(action: Any, device: "torch.device") -> float:
     return (time.perf_counter() - began) / _REPEATS
 
 
-def describe_missing(here: dict[int, Any], world: World, timeout: float) -> str:
+def describe_missing(descriptions: dict[int, Any], world: World, timeout: float) -> str:
     """Describe the ranks that have not answered, and the hosts where they should run."""
-    missing = [rank for rank in range(world.world_size) if rank not in here]
+    missing = [rank for rank in range(world.world_size) if rank not in descriptions]
     sentence = (
         f"{len(missing)} of {world.world_size} ranks have not answered within {timeout:g} s: "
         f"{', '.join(map(str, missing))}."
     )
-    answers = Counter(_short(said["host"]) for said in here.values())
+    answers = Counter(_short_name(description["host"]) for description in descriptions.values())
     hosts = hosts_of(os.environ)
     if not hosts:
         return f"{sentence} Answers came from {', '.join(answers)} only."
-    each = world.world_size / len(hosts)
-    lost = [host for host in hosts if answers[_short(host)] < each]
+    ranks_per_host = world.world_size / len(hosts)
+    lost = [host for host in hosts if answers[_short_name(host)] < ranks_per_host]
     return (
         f"{sentence} These hosts do not answer: {', '.join(lost)}. Check whether Python starts "
         f"there, or leave them out (Slurm: --exclude={','.join(lost)})."
     )
 
 
-def _short(host: str) -> str:
+def _short_name(host: str) -> str:
     return host.partition(".")[0]
 
 
-def differences(here: dict[int, Any]) -> str:
+def differences(descriptions: dict[int, Any]) -> str:
     """Describe how the versions and devices of ranks differ; empty if they agree."""
     problems = []
-    for name in sorted({name for said in here.values() for name in said["versions"]}):
-        problems.append(_difference(name, {r: s["versions"].get(name) for r, s in here.items()}))
-    kinds = {rank: said["device"].partition(":")[0] for rank, said in here.items()}
-    problems.append(_difference("the kind of device", kinds))
+    for name in sorted(
+        {name for description in descriptions.values() for name in description["versions"]}
+    ):
+        problems.append(
+            _describe_difference(
+                name, {r: s["versions"].get(name) for r, s in descriptions.items()}
+            )
+        )
+    kinds = {
+        rank: description["device"].partition(":")[0] for rank, description in descriptions.items()
+    }
+    problems.append(_describe_difference("the kind of device", kinds))
     users: dict[str, list[int]] = {}
-    for rank, said in here.items():
-        if said["id"] is not None:
-            users.setdefault(said["id"], []).append(rank)
+    for rank, description in descriptions.items():
+        if description["id"] is not None:
+            users.setdefault(description["id"], []).append(rank)
     for ranks in users.values():
         if len(ranks) > 1:
             numbers = " and ".join(map(str, ranks))
-            problems.append(f"Ranks {numbers} share one device of {here[ranks[0]]['host']}.")
+            problems.append(
+                f"Ranks {numbers} share one device of {descriptions[ranks[0]]['host']}."
+            )
     return " ".join(filter(None, problems))
 
 
-def _difference(name: str, values: dict[int, Any]) -> str:
+def _describe_difference(name: str, values: dict[int, Any]) -> str:
     if len(set(values.values())) == 1:
         return ""
     ranks_with: dict[Any, list[str]] = {}
@@ -348,7 +365,10 @@ def _difference(name: str, values: dict[int, Any]) -> str:
 
 def describe_hang(board: Board, timeout: float) -> str:
     """Describe the ranks that failed in the collectives, or keep the others waiting."""
-    names = {rank: f"rank {rank} on {said['host']}" for rank, said in board.get_all("here").items()}
+    names = {
+        rank: f"rank {rank} on {description['host']}"
+        for rank, description in board.get_all("here").items()
+    }
     failed = board.get_all("failed")
     if failed:
         return "; ".join(f"{names[rank]} fails: {why}" for rank, why in failed.items()) + "."
@@ -365,15 +385,17 @@ def describe_hang(board: Board, timeout: float) -> str:
     )
 
 
-def _line(rank: int, said: dict[str, Any], times: dict[str, float] | None) -> str:
-    words = [f"rank {rank} on {said['host']}: {said['device']} ({said['kind']})"]
-    words += [f"{name} {version}" for name, version in said["versions"].items()]
-    words += [f"{name} {1000 * seconds:.2f} ms" for name, seconds in (times or {}).items()]
-    return ", ".join(words)
+def _format_rank(rank: int, description: dict[str, Any], times: dict[str, float] | None) -> str:
+    columns = [
+        f"rank {rank} on {description['host']}: {description['device']} ({description['kind']})"
+    ]
+    columns += [f"{name} {version}" for name, version in description["versions"].items()]
+    columns += [f"{name} {1000 * seconds:.2f} ms" for name, seconds in (times or {}).items()]
+    return ", ".join(columns)
 
 
 def _print_ok(options: PreflightOptions, board: Board, world: World) -> int:
-    hosts = {said["host"] for said in board.get_all("here").values()}
+    hosts = {description["host"] for description in board.get_all("here").values()}
     slowest: dict[str, float] = {}
     for times in board.get_all("times").values():
         for name, seconds in times.items():

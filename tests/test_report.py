@@ -432,7 +432,7 @@ def test_long_runs_are_thinned_to_means_with_the_range_beside_them(tmp_path):
 
 def test_events_undone_by_a_resume_are_listed_but_not_marked_on_the_curves(run):
     (read,) = runs_of(run)
-    assert [(event.kind, event.step, event.kept) for event in read.events] == [
+    assert [(event.kind, event.step, event.is_current) for event in read.events] == [
         ("start", 0, True),
         ("save", 20, True),
         ("skip", 25, False),

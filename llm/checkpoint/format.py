@@ -100,11 +100,11 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counters."""
-        rest = dict(state)
+        counters = dict(state)
         for field in dataclasses.fields(self):
             if field.name != "ran_at":
-                setattr(self, field.name, rest.pop(field.name))
-        self.ran_at = {name.removesuffix("_at"): step for name, step in rest.items()}
+                setattr(self, field.name, counters.pop(field.name))
+        self.ran_at = {name.removesuffix("_at"): step for name, step in counters.items()}
 
 
 def model_tensors(model: "torch.nn.Module") -> dict[str, "torch.Tensor"]:
@@ -115,7 +115,9 @@ def model_tensors(model: "torch.nn.Module") -> dict[str, "torch.Tensor"]:
     return parameters | buffers
 
 
-def check_same_parameters(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def check_same_parameters(
+    name: str, local_state: Mapping[str, Any], saved: Mapping[str, Any]
+) -> None:
     """Raise a CheckpointError if a saved state has other names than this run's.
 
     A name without contents belongs to a state on another rank.
@@ -124,7 +126,7 @@ def check_same_parameters(name: str, own: Mapping[str, Any], saved: Mapping[str,
     def kept(state: Mapping[str, Any]) -> set[str]:
         return {name for name, value in state.items() if not isinstance(value, Mapping) or value}
 
-    if kept(own) != kept(saved):
+    if kept(local_state) != kept(saved):
         raise CheckpointError(f"The {name} of the saved state has other parameters.")
 
 
@@ -179,11 +181,11 @@ class Checkpoint:
     metadata: dict[str, Any]
     files: dict[str, tuple[int, str]]
 
-    def problem(self, *, read: Container[str] = ()) -> str | None:
+    def problem(self, *, verify: Container[str] = ()) -> str | None:
         """Return why the checkpoint is not valid, or None.
 
         Args:
-            read: Files to compare by checksum, too, not only by name and size.
+            verify: Files to compare by checksum, too, not only by name and size.
         """
         foreign = _discovered_files(self.path) - self.files.keys()
         if foreign:
@@ -197,7 +199,7 @@ class Checkpoint:
                     return f"{name} is missing"
                 if path.stat().st_size != size:
                     return f"{name} has {path.stat().st_size} bytes instead of {size}"
-                if name in read and checksum(path) != digest:
+                if name in verify and checksum(path) != digest:
                     return f"{name} does not match its checksum"
             except OSError as error:
                 return f"{name} cannot be read ({error.strerror})"
@@ -221,9 +223,9 @@ def checkpoint_folders(folder: Path) -> list[Path]:
     Args:
         folder: The run's `checkpoints` folder.
     """
-    named = [path for path in folder.glob("step_*") if step_of(path) is not None]
+    folders = [path for path in folder.glob("step_*") if step_of(path) is not None]
     # If two have the same step, the one being replaced is older.
-    return sorted(named, key=lambda path: (step_of(path) or 0, path.suffix != REPLACED))
+    return sorted(folders, key=lambda path: (step_of(path) or 0, path.suffix != REPLACED))
 
 
 def write_manifest(checkpoint: Checkpoint) -> None:
@@ -324,8 +326,8 @@ def _is_branch(value: Any) -> bool:
 def _is_file_name(name: str) -> bool:
     """Return whether a name is a path within a folder, in its only spelling."""
     path = PurePosixPath(name)
-    inside = not path.is_absolute() and ".." not in path.parts and path.parts != ()
-    return inside and str(path) == name and name.isprintable()
+    is_relative = not path.is_absolute() and ".." not in path.parts and path.parts != ()
+    return is_relative and str(path) == name and name.isprintable()
 
 
 _FIELDS: dict[str, Callable[[Any], bool]] = {

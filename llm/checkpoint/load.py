@@ -61,13 +61,16 @@ def newest_valid(
     """
     folders = checkpoint_folders(folder)
     names = [path.name for path in folders]
-    seen = gather(names) if together else [names]
-    other = next((rank for rank, there in enumerate(seen) if there != seen[0]), None)
-    if other is not None:
+    names_by_rank = gather(names) if together else [names]
+    different_rank = next(
+        (rank for rank, rank_names in enumerate(names_by_rank) if rank_names != names_by_rank[0]),
+        None,
+    )
+    if different_rank is not None:
         raise ParallelError(
-            f"Rank {other} sees other checkpoints in {folder} than rank 0: the folder is not the "
-            "same on all nodes, or its contents are out of date there; start again, and if this "
-            "does not help, move it to a file system that all nodes share."
+            f"Rank {different_rank} sees other checkpoints in {folder} than rank 0: the folder is "
+            "not the same on all nodes, or its contents are out of date there; start again, and "
+            "if this does not help, move it to a file system that all nodes share."
         )
     for path in reversed(folders):
         try:
@@ -93,7 +96,7 @@ def read_valid(path: Path, *, together: bool = False) -> Checkpoint:
     try:
         checkpoint = read_manifest(path)
         problem = checkpoint.problem(
-            read=_share(checkpoint.files) if together else checkpoint.files
+            verify=_files_of_rank(checkpoint.files) if together else checkpoint.files
         )
         if problem is not None:
             problem = f"{path} is damaged: {problem}."
@@ -102,7 +105,9 @@ def read_valid(path: Path, *, together: bool = False) -> Checkpoint:
     except CheckpointError as error:
         problem = str(error)
     if together:
-        problem = next((other for other in gather(problem) if other is not None), None)
+        problem = next(
+            (rank_problem for rank_problem in gather(problem) if rank_problem is not None), None
+        )
     if checkpoint is None or problem is not None:
         raise CheckpointError(problem or f"{path} is damaged.")
     return checkpoint
@@ -131,17 +136,17 @@ def _read_plain(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     return parts
 
 
-def _share(files: Mapping[str, tuple[int, str]]) -> set[str]:
+def _files_of_rank(files: Mapping[str, tuple[int, str]]) -> set[str]:
     """Divide the files among ranks by size; return the files that this rank reads."""
     world = world_from_environment()
     loads = [0] * world.world_size
-    own = set()
+    local_files = set()
     for name, (size, _) in sorted(files.items(), key=lambda item: (-item[1][0], item[0])):
         reader = min(range(world.world_size), key=loads.__getitem__)
         loads[reader] += size
         if reader == world.rank:
-            own.add(name)
-    return own
+            local_files.add(name)
+    return local_files
 
 
 def load_state(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
@@ -176,17 +181,17 @@ def load_state(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
             ) from error
 
 
-def load_model(checkpoint: Checkpoint, own: Mapping[str, "torch.Tensor"]) -> None:
+def load_model(checkpoint: Checkpoint, targets: Mapping[str, "torch.Tensor"]) -> None:
     """Load the weights and persistent buffers of a model, but no other state of its run.
 
     Args:
         checkpoint: What to read from.
-        own: The tensors to overwrite, by name, as `model_tensors` returns them; perhaps shards.
+        targets: The tensors to overwrite, by name, as `model_tensors` returns them; perhaps shards.
 
     Raises:
         CheckpointError: The checkpoint belongs to another model.
     """
-    tensors = {f"{MODEL_TENSORS}{name}": tensor for name, tensor in own.items()}
+    tensors = {f"{MODEL_TENSORS}{name}": tensor for name, tensor in targets.items()}
     read_tensors(checkpoint, tensors, of=[MODEL_TENSORS])
 
 
@@ -202,8 +207,8 @@ def load_weights_of(part: str, checkpoint: Checkpoint, model: "torch.nn.Module")
         CheckpointError: The checkpoint lacks this part, or belongs to another model.
     """
     load_model(checkpoint, model_tensors(model))
-    named = model.named_parameters()
-    weights = {f"{part}/{name}": p.detach() for name, p in named if p.requires_grad}
+    parameters = model.named_parameters()
+    weights = {f"{part}/{name}": p.detach() for name, p in parameters if p.requires_grad}
     read_tensors(checkpoint, weights, of=[f"{part}/"])
 
 

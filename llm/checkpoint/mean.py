@@ -33,8 +33,8 @@ def mean_state(checkpoints: Sequence[Checkpoint], model: nn.Module) -> dict[str,
     """
     saved = [_SavedModel(checkpoint) for checkpoint in checkpoints]
     tensors = model_tensors(model)
-    for each in saved:
-        each.check(tensors)
+    for checkpoint_model in saved:
+        checkpoint_model.check(tensors)
     means = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in tensors.items()}
     # One buffer for all blocks: the allocator would keep the memory of every freed one.
     widest = max(math.prod(mean.shape[1:]) for mean in means.values())
@@ -43,14 +43,14 @@ def mean_state(checkpoints: Sequence[Checkpoint], model: nn.Module) -> dict[str,
         rows = mean.view(-1) if mean.ndim == 0 else mean
         step = max(1, _BLOCK // max(1, math.prod(rows.shape[1:])))
         for first in range(0, len(rows), step):
-            own = rows[first : first + step]
-            total = buffer[: own.numel()].view(own.shape).zero_()
-            for each in saved:
-                for place, part in each.parts(name, first, first + len(own)):
+            block = rows[first : first + step]
+            total = buffer[: block.numel()].view(block.shape).zero_()
+            for checkpoint_model in saved:
+                for place, part in checkpoint_model.parts(name, first, first + len(block)):
                     total[place].add_(part)
-            own.copy_(total.div_(len(saved)))
-    named = [*model.named_parameters(), *model.named_buffers()]
-    first_name = {id(tensor): name for name, tensor in named}
+            block.copy_(total.div_(len(saved)))
+    named_tensors = [*model.named_parameters(), *model.named_buffers()]
+    first_name = {id(tensor): name for name, tensor in named_tensors}
     state = model.state_dict(keep_vars=True)
     return {name: means[first_name[id(tensor)]] for name, tensor in state.items()}
 

@@ -41,7 +41,7 @@ def leftovers(folder: Path) -> list[Path]:
 def clear_leftovers(folder: Path) -> None:
     """Remove the remains of killed saves and removals."""
     for leftover in leftovers(folder):
-        _delete(leftover)
+        _try_delete(leftover)
     for replaced in folder.glob(f"step_*{REPLACED}"):
         if replaced.with_suffix("").exists():
             remove(replaced)
@@ -61,15 +61,17 @@ def prune(folder: Path, *, saved: int, keep_newest: int | None, keep_best: int) 
         keep_best: Number of checkpoints with the lowest validation loss to keep as well.
     """
     checkpoints = [c for c in list_checkpoints(folder) if c.step <= saved]
-    best = sorted((c for c in checkpoints if math.isfinite(_loss(c))), key=_loss)[:keep_best]
+    best = sorted((c for c in checkpoints if math.isfinite(_eval_loss(c))), key=_eval_loss)[
+        :keep_best
+    ]
     # With `keep_best` alone, the newest is also kept, to resume from.
     newest = keep_newest if keep_newest is not None else (1 if keep_best else len(checkpoints))
-    kept = {c.path for c in best} | {c.path for c in checkpoints[-max(1, newest) :]}
+    retained = {c.path for c in best} | {c.path for c in checkpoints[-max(1, newest) :]}
     try:
         if best:
             _link_best(folder, best[0], saved=saved)
         for checkpoint in checkpoints:
-            if checkpoint.path not in kept:
+            if checkpoint.path not in retained:
                 remove(checkpoint.path)
     except OSError as error:
         logger.warning(f"Old checkpoints in {folder} could not be removed: {error.strerror}.")
@@ -86,18 +88,18 @@ def _link_best(folder: Path, best: Checkpoint, *, saved: int) -> None:
     temporary.replace(link)
     sync_folder(folder)
     if best.step == saved:
-        logger.info(f"new best checkpoint: {best.path}, validation loss {_loss(best):.4f}")
+        logger.info(f"new best checkpoint: {best.path}, validation loss {_eval_loss(best):.4f}")
 
 
-def mark_superseded(folder: Path, *, after: int) -> None:
+def mark_superseded(folder: Path, *, step: int) -> None:
     """Rename abandoned checkpoints so that no resume chooses them.
 
     Args:
         folder: The run's `checkpoints` folder.
-        after: Step that training resumed from; later checkpoints are abandoned.
+        step: Step that training resumed from; later checkpoints are abandoned.
     """
     for path in checkpoint_folders(folder):
-        if (step_of(path) or 0) > after:
+        if (step_of(path) or 0) > step:
             aside = path.with_name(f"{path.name}.superseded")
             if aside.exists():
                 remove(aside)
@@ -107,7 +109,7 @@ def mark_superseded(folder: Path, *, after: int) -> None:
             )
 
 
-def _loss(checkpoint: Checkpoint) -> float:
+def _eval_loss(checkpoint: Checkpoint) -> float:
     loss = checkpoint.metadata.get("eval_loss")
     return math.nan if loss is None else float(loss)
 
@@ -116,10 +118,10 @@ def remove(path: Path) -> None:
     """Remove a checkpoint; after a kill in between, no remaining folder counts as one."""
     doomed = path.with_name(f".{path.name}.removed.tmp")
     path.rename(doomed)
-    _delete(doomed)
+    _try_delete(doomed)
 
 
-def _delete(path: Path) -> None:
+def _try_delete(path: Path) -> None:
     """Delete what does not count as a checkpoint; if that fails, the next save tries again."""
     try:
         delete(path)  # perhaps a file or a link that is named like a checkpoint

@@ -101,10 +101,10 @@ class RunFolder:
                 "with --resume_from_checkpoint, remove it with --overwrite_output_dir, or name "
                 "another folder."
             )
-        if not marks and (other := run_around(self.path)) is not None:
+        if not marks and (surrounding_run := run_around(self.path)) is not None:
             raise ConfigError(
-                f"--output_dir {self.path} is within the files of the run {other}; name a folder "
-                "outside of them."
+                f"--output_dir {self.path} is within the files of the run {surrounding_run}; name "
+                "a folder outside of them."
             )
         folders = {path.parent for path in trained if path.parent != self.path}
         links = sorted(folder for folder in folders if folder.is_symlink())
@@ -122,24 +122,24 @@ class RunFolder:
         """
         # Unlike Path.exists, os.path.exists does not raise if access is denied.
         parents = (self.path, *self.path.absolute().parents)
-        there = next(path for path in parents if os.path.lexists(path))
-        if not os.path.exists(there):
+        existing = next(path for path in parents if os.path.lexists(path))
+        if not os.path.exists(existing):
             raise ConfigError(
-                f"--output_dir {self.path}: {there} is a link to {os.readlink(there)}, which does "
-                "not exist; create that folder, or name another one."
+                f"--output_dir {self.path}: {existing} is a link to {os.readlink(existing)}, which "
+                "does not exist; create that folder, or name another one."
             )
-        if not os.path.isdir(there):
-            raise ConfigError(f"--output_dir {self.path}: {there} is a file; name a folder.")
+        if not os.path.isdir(existing):
+            raise ConfigError(f"--output_dir {self.path}: {existing} is a file; name a folder.")
         # Some file systems, such as /proc, grant access but take no files; `lock` refuses them.
-        if not os.access(there, os.W_OK | os.X_OK):
+        if not os.access(existing, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"--output_dir {self.path}: {there} cannot be written to (you lack the permission, "
-                "or the file system is read-only); name another folder."
+                f"--output_dir {self.path}: {existing} cannot be written to (you lack the "
+                "permission, or the file system is read-only); name another folder."
             )
 
     def _holds_run(self) -> bool:
         has_checkpoints = any(self.checkpoints.glob("step_*/manifest.json"))
-        return "pid" in self._status() or has_checkpoints or self._abandoned.exists()
+        return "pid" in self._read_status() or has_checkpoints or self._abandoned.exists()
 
     def _own_files(self) -> tuple[list[Path], list[Path]]:
         """Return the files of a training and the files of an export.
@@ -177,16 +177,19 @@ class RunFolder:
             ConfigError: This folder cannot be read.
         """
         trained, exported = self._own_files()
-        own = _places(*(self.path / name for name in _FOLDERS), *trained, *exported)
+        run_places = _paths_of(*(self.path / name for name in _FOLDERS), *trained, *exported)
         links = [
             path
             for parent, folders, files in os.walk(source)
             for path in (Path(parent, name) for name in (*folders, *files))
             if path.is_symlink()
         ]
-        read = _places(source, *links)
-        inside = any(place in own or not own.isdisjoint(place.parents) for place in read)
-        return inside or os.path.realpath(source) == os.path.realpath(self.path)
+        input_places = _paths_of(source, *links)
+        overlaps = any(
+            place in run_places or not run_places.isdisjoint(place.parents)
+            for place in input_places
+        )
+        return overlaps or os.path.realpath(source) == os.path.realpath(self.path)
 
     def check_unfinished(self) -> None:
         """Refuse to resume a finished run without checkpoints, which would start it again.
@@ -194,14 +197,14 @@ class RunFolder:
         Raises:
             ConfigError: The run is finished.
         """
-        if self._status().get("status") == "finished" and not self._abandoned.exists():
+        if self._read_status().get("status") == "finished" and not self._abandoned.exists():
             raise ConfigError(
                 f"--resume_from_checkpoint: {self.path} holds a finished run without checkpoints, "
                 "so there is nothing to resume from; remove it with --overwrite_output_dir, or "
                 "name another folder."
             )
 
-    def _status(self) -> dict[str, object]:
+    def _read_status(self) -> dict[str, object]:
         """Return the contents of `status.json`; empty if it is missing or damaged."""
         try:
             status = json.loads((self.path / "status.json").read_text(encoding="utf-8"))
@@ -226,7 +229,7 @@ class RunFolder:
             # Appending keeps the text of another owner, for the message below.
             lock = path.open("a+", encoding="utf-8")
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise self._unwritable_error(error) from error
         try:
             claim = self._take_ownership(lock)
             try:
@@ -246,7 +249,7 @@ class RunFolder:
         claim = Claim(self.path, ".owner", on_loss=self._end_process)
         try:
             if not try_lock(lock.fileno()):
-                self._acquire(claim, lock)
+                self._wait_for_claim(claim, lock)
             lock.truncate(0)
             since = time.strftime("%Y-%m-%d %H:%M:%S")
             lock.write(f"process {os.getpid()} on {socket.gethostname()} since {since}")
@@ -254,10 +257,10 @@ class RunFolder:
         except BlockingIOError as error:
             raise self._in_use_error(lock) from error
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise self._unwritable_error(error) from error
         return claim
 
-    def _acquire(self, claim: Claim, lock: IO[str]) -> None:
+    def _wait_for_claim(self, claim: Claim, lock: IO[str]) -> None:
         """Wait until the last owner of the folder is known to be dead."""
         waits = False
         while not claim.try_acquire():
@@ -287,7 +290,7 @@ class RunFolder:
         )
         os._exit(2)
 
-    def _unwritable(self, error: OSError) -> DataError:
+    def _unwritable_error(self, error: OSError) -> DataError:
         return DataError(f"--output_dir: {explain_os_error(error)}")
 
     def open(self, *, overwrite: bool, config: str) -> None:
@@ -309,7 +312,7 @@ class RunFolder:
             self._remove_abandoned()
             write_whole(self.path / "config.toml", config)
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise self._unwritable_error(error) from error
 
     def _abandon_run(self) -> None:
         """Take all checkpoints of the former run away by one rename, so that no start resumes it.
@@ -385,7 +388,7 @@ def run_around(path: Path) -> Path | None:
     return None
 
 
-def _places(*paths: Path) -> set[Path]:
+def _paths_of(*paths: Path) -> set[Path]:
     """Return paths as written, with links in their folders resolved, and fully resolved."""
     places = set()
     for path in paths:

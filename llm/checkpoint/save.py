@@ -116,10 +116,10 @@ class Saver:
         began = time.perf_counter()
         self.finish()  # the copies below overwrite buffers that the last save may still be writing
         state, plain = split_state({name: part.state_dict() for name, part in self._parts.items()})
-        own, file_of = assign_writers(
+        local_tensors, file_of = assign_writers(
             state, rank=self._rank, world_size=self._world_size, owner_ranks=self._owner_ranks
         )
-        self._under_way = copy_to_host(own, self._buffers, first=self._copied_first)
+        self._under_way = copy_to_host(local_tensors, self._buffers, first=self._copied_first)
         snapshot = Snapshot(
             step=step,
             copies=self._under_way,
@@ -129,10 +129,10 @@ class Saver:
         )
         self.held_up = time.perf_counter() - began
         if not self._options.async_checkpoint:
-            self._save(snapshot)
+            self._save_snapshot(snapshot)
             self.finish()
             return
-        self._thread = threading.Thread(target=self._save, args=(snapshot,), name="save")
+        self._thread = threading.Thread(target=self._save_snapshot, args=(snapshot,), name="save")
         self._thread.daemon = True  # on a crash, do not wait for a half-written folder
         self._thread.start()
 
@@ -145,11 +145,11 @@ class Saver:
             self._under_way.wait_on_device()
             self._under_way = None
 
-    def finish(self, *, last: bool = False) -> None:
+    def finish(self, *, is_final: bool = False) -> None:
         """Wait for the background save, if one is running.
 
         Args:
-            last: Whether training ends here, so that no later save can replace a failed one.
+            is_final: Whether training ends here, so that no later save can replace a failed one.
 
         Raises:
             CheckpointError: The state is not finite, or too many saves have failed in a row.
@@ -162,15 +162,15 @@ class Saver:
         if error is None:
             return
         self._failures += 1
-        if last or isinstance(error, NotFiniteError) or self._failures > _MAX_FAILED_SAVES:
+        if is_final or isinstance(error, NotFiniteError) or self._failures > _MAX_FAILED_SAVES:
             raise error
         logger.warning(f"{error} Training continues.")
 
-    def _save(self, snapshot: Snapshot) -> None:
+    def _save_snapshot(self, snapshot: Snapshot) -> None:
         """Write a snapshot once its copies are complete; keep the error for `finish`."""
         began = time.perf_counter()
         try:
-            # All ranks learn of an error here. Otherwise the others would wait in `_write`.
+            # All ranks learn of an error here. Otherwise the others would wait in the next one.
             problem = self._on_all_ranks(snapshot.copies.wait_on_host)
             problem = problem or self._write_or_retry(snapshot)
         except NotFiniteError as error:
@@ -194,14 +194,14 @@ class Saver:
 
     def _write_or_retry(self, snapshot: Snapshot) -> str | None:
         """Write, and retry if the file system fails; all ranks retry together."""
-        problem = self._write(snapshot)
+        problem = self._write_checkpoint(snapshot)
         for pause in _PAUSES:
             if problem is None:
                 break
             self._remove_unfinished()
             logger.warning(f"{problem}; trying again in {pause:g} seconds.")
             time.sleep(pause)
-            problem = self._write(snapshot)
+            problem = self._write_checkpoint(snapshot)
         return problem
 
     def _remove_unfinished(self) -> None:
@@ -210,7 +210,7 @@ class Saver:
             with contextlib.suppress(OSError):
                 clear_leftovers(self._folder)
 
-    def _write(self, snapshot: Snapshot) -> str | None:
+    def _write_checkpoint(self, snapshot: Snapshot) -> str | None:
         """Try to save once; return the error of any rank, or None."""
         final = self._folder / name_of(snapshot.step)
         temporary = self._folder / f".{final.name}.tmp"
@@ -222,13 +222,13 @@ class Saver:
         return (
             self._on_all_ranks(lambda: self._make_folder(temporary))
             or self._on_all_ranks(lambda: files.update(self._write_tensors(snapshot, temporary)))
-            or self._on_all_ranks(lambda: self._commit(snapshot, files, temporary, final))
+            or self._on_all_ranks(lambda: self._commit_files(snapshot, files, temporary, final))
         )
 
     def _check_finite(self, snapshot: Snapshot) -> None:
         tensors = snapshot.copies.tensors.items()
-        own = next((name for name, tensor in tensors if not is_finite(tensor)), None)
-        bad = [name for name in gather(own, group=self._group) if name is not None]
+        infinite_name = next((name for name, tensor in tensors if not is_finite(tensor)), None)
+        bad = [name for name in gather(infinite_name, group=self._group) if name is not None]
         if bad:
             raise NotFiniteError(
                 f"The state of step {snapshot.step} is not saved because {bad[0]} is not finite; "
@@ -269,10 +269,10 @@ class Saver:
             process_group=self._group,
             no_dist=alone,
         )
-        own = temporary.glob(f"shard-{self._rank + 1:05d}-*.safetensors")
-        return {path.name: sync_file(path) for path in own}
+        rank_files = temporary.glob(f"shard-{self._rank + 1:05d}-*.safetensors")
+        return {path.name: sync_file(path) for path in rank_files}
 
-    def _commit(
+    def _commit_files(
         self,
         snapshot: Snapshot,
         files: dict[str, tuple[int, str]],
@@ -287,7 +287,7 @@ class Saver:
             path = temporary / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        own = {name: sync_file(temporary / name) for name in plain}
+        plain_files = {name: sync_file(temporary / name) for name in plain}
         for folder in {parent for name in plain for parent in Path(name).parents[:-1]}:
             sync_folder(temporary / folder)
         checkpoint = Checkpoint(
@@ -296,7 +296,7 @@ class Saver:
             saved_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             world_size=self._world_size,
             metadata=snapshot.metadata,
-            files={name: entry for files in [*ranks, own] for name, entry in files.items()},
+            files={name: entry for files in [*ranks, plain_files] for name, entry in files.items()},
         )
         # Written last: a folder with a manifest is complete.
         write_manifest(checkpoint)

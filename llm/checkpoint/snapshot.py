@@ -99,7 +99,7 @@ def assign_writers(
     loads = [0] * world_size
     files = [_Files() for _ in range(world_size)]
     shard_files = _Files()
-    own, file_of = {}, {}
+    local_tensors, file_of = {}, {}
     # Tensors on the most ranks come first: tensors that fewer ranks know must not change their
     # writers. Then the largest, for an even load.
     items = sorted(state.items(), key=lambda i: (-len(owner_ranks(i[0])), -i[1].nbytes, i))
@@ -109,7 +109,7 @@ def assign_writers(
             file_of[path] = files[writer].put(tensor.nbytes)
             loads[writer] += tensor.nbytes
             if writer == rank:
-                own[path] = tensor
+                local_tensors[path] = tensor
     # A sharded tensor without elements is not written.
     sharded = [(p, t) for p, t in items if isinstance(t, DTensor) and t.numel()]
     for number, (path, tensor) in enumerate(sharded):
@@ -117,8 +117,8 @@ def assign_writers(
         num_shards = math.prod(size for size, placement in axes if not placement.is_replicate())
         file_of[path] = shard_files.put(tensor.nbytes // num_shards)
         if tensor.to_local().numel() and _writes_shard(tensor, number):
-            own[path] = tensor
-    return own, file_of
+            local_tensors[path] = tensor
+    return local_tensors, file_of
 
 
 class _Files:
@@ -137,9 +137,11 @@ class _Files:
 
 def _writes_shard(tensor: DTensor, number: int) -> bool:
     """Return whether this rank writes its shard; replicas alternate tensor by tensor."""
-    where = tensor.device_mesh.get_coordinate()
-    assert where is not None
-    for size, at, placement in zip(tensor.device_mesh.shape, where, tensor.placements, strict=True):
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    for size, at, placement in zip(
+        tensor.device_mesh.shape, coordinate, tensor.placements, strict=True
+    ):
         if placement.is_replicate():
             number, writer = divmod(number, size)
             if at != writer:
@@ -168,9 +170,9 @@ def copy_to_host(
         for path, tensor in tensors.items()
     }
     device = next((t.device for t in local.values() if t.device.type in _WITH_STREAMS), None)
-    if any(not _fits(buffers.get(path), tensor) for path, tensor in local.items()):
+    if any(not _fits_buffer(buffers.get(path), tensor) for path, tensor in local.items()):
         buffers.clear()  # before the new memory is allocated
-        buffers.update(_allocate(local, pinned=device is not None))
+        buffers.update(_allocate_buffers(local, pinned=device is not None))
     copies: dict[str, torch.Tensor] = {}
     for path, tensor in tensors.items():
         copies[path] = buffers[path]
@@ -209,11 +211,13 @@ def _stream_of_copies(device: torch.device) -> Any:
     return torch.get_device_module(device).Stream(device)
 
 
-def _fits(buffer: torch.Tensor | None, tensor: torch.Tensor) -> bool:
+def _fits_buffer(buffer: torch.Tensor | None, tensor: torch.Tensor) -> bool:
     return buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
 
 
-def _allocate(tensors: Mapping[str, torch.Tensor], *, pinned: bool) -> dict[str, torch.Tensor]:
+def _allocate_buffers(
+    tensors: Mapping[str, torch.Tensor], *, pinned: bool
+) -> dict[str, torch.Tensor]:
     """Return host memory for a copy of each tensor; pinned if a GPU copies into it.
 
     torch rounds each pinned block up to a power of two, so tensors share slabs of power-of-two

@@ -60,8 +60,10 @@ class _Values(argparse.Namespace):
                 "options on the command line to change it."
             )
         if former != value:
-            last, first = _format_value(value), _format_value(former)
-            logger.warning(f"--{name} is given twice: {last} counts, and {first} does not.")
+            last_value, first_value = _format_value(value), _format_value(former)
+            logger.warning(
+                f"--{name} is given twice: {last_value} counts, and {first_value} does not."
+            )
         super().__setattr__(name, value)
 
 
@@ -105,21 +107,21 @@ def parse(
             missing or too old.
         SystemExit: After `--help`.
     """
-    words = _with_plain_switches([_underscored(word) for word in argv], cls)
-    topic = _help_topic(words)
+    arguments = _with_plain_switches([_underscore_name(word) for word in argv], cls)
+    topic = _help_topic(arguments)
     if topic is not None:
         if sys.argv[0].startswith(f"{COMMAND} "):
             prog = re.sub(r"^python -m \S+", sys.argv[0], prog)
-        parser = _parser(_on_topic(topic, cls))
+        parser = _make_parser(_on_topic(topic, cls))
         parser.prog, parser.description = prog, description
-        parser.usage = f"%(prog)s {usage or _usage(cls, positional)}"
+        parser.usage = f"%(prog)s {usage or _usage_line(cls, positional)}"
         parser.epilog = _other_topics(cls) if common(cls) else None
         _show_help(parser, example)
         raise SystemExit(0)
-    given = _given(words, cls, positional)
-    path = given.pop("config", None)
+    parsed = _parse_arguments(arguments, cls, positional)
+    path = parsed.pop("config", None)
     values = read_toml(cls, Path(path)) if path is not None else {}
-    values.update({name: _value(name, value) for name, value in given.items()})
+    values.update({name: _as_tuple(name, value) for name, value in parsed.items()})
     if inherit is not None:
         values = inherit(values) | values
     config = cls(**values)
@@ -138,7 +140,7 @@ def _show_help(parser: argparse.ArgumentParser, example: str | None) -> None:
         sys.stdout.write(f"\nexample:\n  {parser.prog} {example}\n")
 
 
-def _usage(cls: type, positional: str | None) -> str:
+def _usage_line(cls: type, positional: str | None) -> str:
     """Return the usage of a program without its name: `RUNS ... [--config FILE] ...`."""
     many = any(field.many for field in fields(cls) if field.name == positional)
     word = "" if positional is None else f"{positional.upper()}{' ...' * many} "
@@ -166,27 +168,27 @@ def _check_text(config: Any) -> None:
                 raise ConfigError(f"--{field.name} {word!a} is not UTF-8 text; convert it first.")
 
 
-def _given(words: Sequence[str], cls: type, positional: str | None) -> dict[str, Any]:
+def _parse_arguments(arguments: Sequence[str], cls: type, positional: str | None) -> dict[str, Any]:
     """Return the options that the words give, and the TOML file as `config`."""
     declared = fields(cls)
-    parser = _parser(declared)
-    known, unknown = parser.parse_known_args(words, _Values())
-    given = vars(known)
-    if positional is not None and positional not in given:
+    parser = _make_parser(declared)
+    namespace, unknown = parser.parse_known_args(arguments, _Values())
+    parsed = vars(namespace)
+    if positional is not None and positional not in parsed:
         many = next(field.many for field in declared if field.name == positional)
         # Words that are not a flag and do not follow one as its value.
         bare = [
             word
-            for before, word in zip(["", *unknown], unknown, strict=False)
-            if not word.startswith("-") and not before.startswith("-")
+            for previous, word in zip(["", *unknown], unknown, strict=False)
+            if not word.startswith("-") and not previous.startswith("-")
         ][: None if many else 1]
         if bare:
-            given |= vars(parser.parse_args([f"--{positional}", *bare]))
+            parsed |= vars(parser.parse_args([f"--{positional}", *bare]))
             unknown = [word for word in unknown if word not in bare]
     if unknown:
-        before = ["", *words][words.index(unknown[0])]
-        raise ConfigError(f"{_about_unknown(unknown, cls, before=before)} See --help.")
-    return given
+        previous = ["", *arguments][arguments.index(unknown[0])]
+        raise ConfigError(f"{_about_unknown(unknown, cls, previous=previous)} See --help.")
+    return parsed
 
 
 def split_config_file(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -197,11 +199,11 @@ def split_config_file(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     """
     parser = _Parser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path)
-    known, others = parser.parse_known_args(argv, _Values())
-    return vars(known).get("config"), others
+    namespace, arguments = parser.parse_known_args(argv, _Values())
+    return vars(namespace).get("config"), arguments
 
 
-def _with_plain_switches(words: Sequence[str], cls: type) -> list[str]:
+def _with_plain_switches(arguments: Sequence[str], cls: type) -> list[str]:
     """Replace `--flag=true` and `--flag true` by `--flag`, and `false` by the opposite flag.
 
     Raises:
@@ -211,12 +213,14 @@ def _with_plain_switches(words: Sequence[str], cls: type) -> list[str]:
     for field in fields(cls):
         if field.is_switch:
             pairs = zip(field.names, field.opposites, strict=True)
-            opposite |= {end: other for pair in pairs for end, other in (pair, pair[::-1])}
+            opposite |= {
+                end: counterpart for pair in pairs for end, counterpart in (pair, pair[::-1])
+            }
     plain: list[str] = []
-    for before, word in zip(["", *words], words, strict=False):
+    for previous, word in zip(["", *arguments], arguments, strict=False):
         flag, equals, value = word.partition("=")
         if not equals:
-            flag, value = before, word
+            flag, value = previous, word
         if flag[2:] not in opposite or not flag.startswith("--"):
             plain.append(word)
         elif value.lower() in ("true", "false"):
@@ -229,7 +233,7 @@ def _with_plain_switches(words: Sequence[str], cls: type) -> list[str]:
     return plain
 
 
-def _value(name: str, value: Any) -> Any:
+def _as_tuple(name: str, value: Any) -> Any:
     """Return a list as a tuple, an empty one for `none`."""
     if not isinstance(value, list):
         return value
@@ -238,18 +242,18 @@ def _value(name: str, value: Any) -> Any:
     return () if None in value else tuple(value)
 
 
-def _underscored(word: str) -> str:
+def _underscore_name(word: str) -> str:
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
     return "--" + name[2:].replace("-", "_") + equals + value
 
 
-def _help_topic(words: Sequence[str]) -> str | None:
+def _help_topic(arguments: Sequence[str]) -> str | None:
     """Return the word after `--help`: "" if nothing follows, None without `--help`."""
-    for word, after in zip(words, [*words[1:], ""], strict=False):
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
         if word in ("-h", "--help"):
-            return "" if after.startswith("-") else after.lower()
+            return "" if following.startswith("-") else following.lower()
         if word.startswith("--help="):
             return word.partition("=")[2].lower()
     return None
@@ -267,26 +271,26 @@ def _on_topic(topic: str, cls: type) -> Sequence[Field]:
     if not topic:
         by_name = {field.name: field for field in declared}
         return [by_name[name] for name in common(cls)]
-    asked = {*_topics(topic)}
-    shown_fields = [field for field in declared if asked & {*_topics(field.option.group)}]
+    topics = {*_topics_of(topic)}
+    shown_fields = [field for field in declared if topics & {*_topics_of(field.option.group)}]
     if not shown_fields:
         raise ConfigError(f"--help {topic}: there is no topic of this name. {_other_topics(cls)}")
     return shown_fields
 
 
-def _topics(group: str) -> list[str]:
+def _topics_of(group: str) -> list[str]:
     """Return the topics that name a heading, such as ["kfac"] for "K-FAC"."""
-    words = re.sub(r"[^a-z ]", "", group.lower()).split()
-    return [word for word in words if word not in ("and", "of", "the")]
+    parts = re.sub(r"[^a-z ]", "", group.lower()).split()
+    return [word for word in parts if word not in ("and", "of", "the")]
 
 
 def _other_topics(cls: type) -> str:
     headings = dict.fromkeys(field.option.group for field in fields(cls))
-    topics = ", ".join(_topics(heading)[0] for heading in headings)
+    topics = ", ".join(_topics_of(heading)[0] for heading in headings)
     return f"--help all shows every option; --help TOPIC shows one topic: {topics}."
 
 
-def _parser(declared: Sequence[Field]) -> _Parser:
+def _make_parser(declared: Sequence[Field]) -> _Parser:
     parser = _Parser(
         allow_abbrev=False,
         add_help=False,
@@ -305,11 +309,11 @@ def _parser(declared: Sequence[Field]) -> _Parser:
     for field in declared:
         if field.option.group not in groups:
             groups[field.option.group] = parser.add_argument_group(field.option.group)
-        _add(groups[field.option.group], field)
+        _add_flag(groups[field.option.group], field)
     return parser
 
 
-def _add(group: Any, field: Field) -> None:
+def _add_flag(group: Any, field: Field) -> None:
     flags = [f"--{name}" for name in field.names]
     text = field.option.help.replace("%", "%%")
     if field.default not in (None, (), "") and not field.is_switch:
@@ -324,8 +328,8 @@ def _add(group: Any, field: Field) -> None:
     if field.is_switch:
         group.add_argument(*flags, dest=field.name, action="store_true", help=text)
         return
-    kwargs: dict[str, Any] = {"type": _converter(field), "help": text, "dest": field.name}
-    kwargs["metavar"] = _metavar(field)
+    kwargs: dict[str, Any] = {"type": _make_converter(field), "help": text, "dest": field.name}
+    kwargs["metavar"] = _metavar_of(field)
     if field.many:
         kwargs["nargs"] = "+" if kwargs["metavar"] else 1
         kwargs["metavar"] = kwargs["metavar"] or "none"  # only a TOML file can hold tables
@@ -334,14 +338,14 @@ def _add(group: Any, field: Field) -> None:
     group.add_argument(*flags, **kwargs)
 
 
-def _metavar(field: Field) -> str:
+def _metavar_of(field: Field) -> str:
     if field.choices and field.members == (str,):
         return "{" + ",".join(field.choices) + "}"
-    words = {int: "N", float: "X", Tokens: "TOKENS", str: "|".join(field.choices) or "TEXT"}
-    return "|".join(words[member] for member in field.members if member in words)
+    placeholders = {int: "N", float: "X", Tokens: "TOKENS", str: "|".join(field.choices) or "TEXT"}
+    return "|".join(placeholders[member] for member in field.members if member in placeholders)
 
 
-def _converter(field: Field) -> Callable[[str], Any]:
+def _make_converter(field: Field) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
         empties = field.optional or (field.many and field.default == ())
         if empties and text.lower() == "none":
@@ -362,19 +366,21 @@ def _converter(field: Field) -> Callable[[str], Any]:
     return convert
 
 
-def _about_unknown(words: Sequence[str], cls: type, *, before: str) -> str:
-    """Return a sentence about words that belong to no option; `before` precedes the first one."""
-    first = words[0]
+def _about_unknown(arguments: Sequence[str], cls: type, *, previous: str) -> str:
+    """Return a sentence about words that belong to no option; `previous` precedes the first one."""
+    first = arguments[0]
     if not first.startswith("-"):
         for field in fields(cls):
-            if field.is_switch and before.removeprefix("--") in field.names:
+            if field.is_switch and previous.removeprefix("--") in field.names:
                 return (
-                    f"{before} takes true, false or no value, and '{first}' follows it; leave that "
-                    "out."
+                    f"{previous} takes true, false or no value, and '{first}' follows it; leave "
+                    "that out."
                 )
         return f"'{first}' has no option before it."
     flags = ["config", *(n for field in fields(cls) for n in (*field.names, *field.opposites))]
-    names = [word.lstrip("-").partition("=")[0] for word in words if re.match("-+[A-Za-z]", word)]
+    names = [
+        word.lstrip("-").partition("=")[0] for word in arguments if re.match("-+[A-Za-z]", word)
+    ]
     return " ".join(unknown_option(name, flags, dashes="--") for name in dict.fromkeys(names))
 
 

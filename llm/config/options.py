@@ -110,11 +110,11 @@ def option_group(
         for name in inspect.get_annotations(cls):
             field = vars(cls).get(name)
             if isinstance(field, dataclasses.Field):
-                own: Option = field.metadata["option"]
+                option: Option = field.metadata["option"]
                 declared = dataclasses.replace(
-                    own,
-                    group=own.group or group,
-                    resume=own.resume or resume,
+                    option,
+                    group=option.group or group,
+                    resume=option.resume or resume,
                     extension=extension,
                 )
                 field.metadata = types.MappingProxyType({"option": declared})
@@ -170,10 +170,17 @@ class Field:
     @property
     def kind(self) -> str:
         """The kind of its values, in words."""
-        words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-        words[Tokens] = "a number of tokens such as 500M or 20B"
+        descriptions = {
+            bool: "true or false",
+            int: "an integer",
+            float: "a number",
+            str: "a string",
+        }
+        descriptions[Tokens] = "a number of tokens such as 500M or 20B"
         table = f"a table [[{self.name}]] of the TOML file"
-        kinds = [words.get(m, table) for m in self.members if m is not str or not self.choices]
+        kinds = [
+            descriptions.get(m, table) for m in self.members if m is not str or not self.choices
+        ]
         if self.choices:
             kinds.append(("one of " if len(self.choices) > 1 else "") + ", ".join(self.choices))
         text = " or ".join(kinds)
@@ -188,11 +195,11 @@ def fields(cls: type) -> tuple[Field, ...]:
     Raises:
         ConfigError: Two of the classes declare the same option.
     """
-    return _fields(cls)
+    return _declared_fields(cls)
 
 
 @functools.cache  # one start of a program asks seven times
-def _fields(cls: type) -> tuple[Field, ...]:
+def _declared_fields(cls: type) -> tuple[Field, ...]:
     hints = typing.get_type_hints(cls)
     declared = {item.name: item for item in dataclasses.fields(cls)}
     pairs = [(name, base) for base in cls.__mro__ for name in inspect.get_annotations(base)]
@@ -203,11 +210,11 @@ def _fields(cls: type) -> tuple[Field, ...]:
                 f"The option {name} of {base.__name__} is declared again by "
                 f"{owners[name].__name__}; give it another name there."
             )
-    found = [_field(declared[name], hints[name], cls) for name in owners]
-    return tuple(sorted(found, key=lambda field: field.option.extension))
+    described_fields = [_make_field(declared[name], hints[name], cls) for name in owners]
+    return tuple(sorted(described_fields, key=lambda field: field.option.extension))
 
 
-def _field(item: dataclasses.Field[Any], hint: Any, cls: type) -> Field:
+def _make_field(item: dataclasses.Field[Any], hint: Any, cls: type) -> Field:
     described: Option = item.metadata["option"]
     many = typing.get_origin(hint) is tuple
     if many:
@@ -277,9 +284,9 @@ def unknown_option(name: str, names: list[str], *, dashes: str) -> str:
         names: Known names. The nearest one is suggested.
         dashes: What precedes the name of an option: "--" on the command line, "" in a file.
     """
-    here = counterpart(name, names, dashes=dashes)
-    if here is not None:
-        return f"{dashes}{name} {here}."
+    remark = counterpart(name, names, dashes=dashes)
+    if remark is not None:
+        return f"{dashes}{name} {remark}."
     positive = name.removeprefix("no_")  # a file has `x = false` instead of `--no_x`
     close = difflib.get_close_matches(name, names, n=1, cutoff=_LIKENESS)
     close = [positive] if positive in names else close
@@ -308,8 +315,8 @@ def check_ranges(config: Any) -> None:
             if isinstance(number, float) and not math.isfinite(number):
                 raise ConfigError(f"--{field.name} must be a finite number, not {number}.")
             broken = [
-                f"{words} {bound:.15g}"
-                for words, bound, holds in (
+                f"{relation} {bound:.15g}"
+                for relation, bound, holds in (
                     ("at least", rule.at_least, operator.ge),
                     ("greater than", rule.above, operator.gt),
                     ("at most", rule.at_most, operator.le),
@@ -336,8 +343,8 @@ def missing_requirements(config: Any) -> list[str]:
         met = [name in values and value in ("", values[name]) for name, value in required]
         if field.name in values and required and not any(met):
             flags = " or ".join(f"--{name} {value}".rstrip() for name, value in required)
-            it = "one of them" if len(required) > 1 else "that"
-            problems.append(f"--{field.name} needs {flags}; give {it} too, or leave it out.")
+            pronoun = "one of them" if len(required) > 1 else "that"
+            problems.append(f"--{field.name} needs {flags}; give {pronoun} too, or leave it out.")
     return problems
 
 
@@ -350,14 +357,14 @@ def format_default(value: Any) -> str:
 
 def paths(config: Any) -> list[tuple[str, str]]:
     """Return the options that name files or folders, and each path."""
-    named = []
+    pairs = []
     for field in fields(type(config)):
         value = getattr(config, field.name)
-        words = value if isinstance(value, tuple) else (value,)
-        named += [(field.name, w) for w in words if field.option.path and isinstance(w, str)]
-        tables = [w for w in words if dataclasses.is_dataclass(w)]
-        named += [(field.name, path) for table in tables for _, path in paths(table)]
-    return named
+        values = value if isinstance(value, tuple) else (value,)
+        pairs += [(field.name, w) for w in values if field.option.path and isinstance(w, str)]
+        tables = [w for w in values if dataclasses.is_dataclass(w)]
+        pairs += [(field.name, path) for table in tables for _, path in paths(table)]
+    return pairs
 
 
 def is_too_long(path: str) -> bool:

@@ -213,12 +213,12 @@ REMARKS = {
 }
 
 
-def counterpart(name: str, known: Collection[str], *, dashes: str) -> str | None:
+def counterpart(name: str, options: Collection[str], *, dashes: str) -> str | None:
     """Return the end of a sentence about an unknown name; None if no table has the name.
 
     Args:
         name: The name, such as `max_steps`, or `trainer.max_steps` of NeMo.
-        known: The options of the program.
+        options: The options of the program.
         dashes: What precedes the name of an option: "--" on the command line, "" in a file.
 
     Returns:
@@ -226,11 +226,11 @@ def counterpart(name: str, known: Collection[str], *, dashes: str) -> str | None
     """
     name = name.rpartition(".")[2].lower().replace("-", "_")
     for table in (HUGGING_FACE, MEGATRON, NEMO, NANOGPT, PROGRAMS):
-        here = table.get(name)
-        if here is not None and here.partition(" ")[0] in known:
-            return f"is {dashes}{here} here"
+        equivalent = table.get(name)
+        if equivalent is not None and equivalent.partition(" ")[0] in options:
+            return f"is {dashes}{equivalent} here"
     remark = REMARKS.get(name)
     if remark is None:
         return None
-    named = set(re.findall(r"(?<!llm-trainers )--(\w+)", remark))
-    return remark if named <= {*known} else None
+    mentioned = set(re.findall(r"(?<!llm-trainers )--(\w+)", remark))
+    return remark if mentioned <= {*options} else None

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def shell_line(words: Iterable[str | Path]) -> str:
+def shell_line(arguments: Iterable[str | Path]) -> str:
     """Return a command as a line for bash.
 
     Args:
-        words: The program and its arguments. A path that begins with a dash gets `./` before it,
+        arguments: The program and its arguments. A path that begins with a dash gets `./` in front,
             because programs take it for an option.
     """
-    return " ".join(map(_quote_word, words))
+    return " ".join(map(_quote_word, arguments))
 
 
 def _quote_word(word: str | Path) -> str:

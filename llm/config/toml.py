@@ -44,10 +44,10 @@ def read_toml(cls: type, path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, thousands of digits, nesting
         raise ConfigError(f"--config {path} is not valid TOML: {one_line(error)}.") from error
-    return _options_of(cls, table, where=str(path))
+    return _options_of(cls, table, location=str(path))
 
 
-def _options_of(cls: type, table: dict[str, Any], *, where: str) -> dict[str, Any]:
+def _options_of(cls: type, table: dict[str, Any], *, location: str) -> dict[str, Any]:
     """Return the options that a table sets."""
     by_name = {field.name: field for field in fields(cls)}
     table = {key.replace("-", "_"): value for key, value in table.items()}
@@ -57,31 +57,35 @@ def _options_of(cls: type, table: dict[str, Any], *, where: str) -> dict[str, An
         value = table.pop(alias)
         if table.setdefault(name, value) != value:
             raise ConfigError(
-                f"{where} sets '{name}' and its other name '{alias}' to different values; remove "
-                f"'{alias}'."
+                f"{location} sets '{name}' and its other name '{alias}' to different values; "
+                f"remove '{alias}'."
             )
     values: dict[str, Any] = {}
     for name, value in table.items():
         if name not in by_name:
-            raise ConfigError(f"{where}: {unknown_option(name, [*by_name], dashes='')}")
+            raise ConfigError(f"{location}: {unknown_option(name, [*by_name], dashes='')}")
         field = by_name[name]
-        values[field.name] = _checked(field, value, where=f"{where}: {name}")
+        values[field.name] = _check_value(field, value, location=f"{location}: {name}")
     return values
 
 
-def _checked(field: Field, value: Any, *, where: str) -> Any:
+def _check_value(field: Field, value: Any, *, location: str) -> Any:
     if type(value) is int and value.bit_length() > _MOST_BITS:
-        raise ConfigError(f"{where} has a number of more than {_MOST_BITS} bits.")
+        raise ConfigError(f"{location} has a number of more than {_MOST_BITS} bits.")
     if field.many:
         items = value if isinstance(value, list) else [value]
         single = dataclasses.replace(field, many=False)
         return tuple(
-            _checked(single, item, where=f"{where} {number}" if isinstance(item, dict) else where)
+            _check_value(
+                single,
+                item,
+                location=f"{location} {number}" if isinstance(item, dict) else location,
+            )
             for number, item in enumerate(items, start=1)
         )
     for member in field.members:
         if dataclasses.is_dataclass(member) and isinstance(value, dict):
-            return member(**_options_of(member, value, where=where))
+            return member(**_options_of(member, value, location=location))
         if member is float and type(value) is int:
             return float(value)
         if member is Tokens and type(value) in (int, str):
@@ -91,7 +95,7 @@ def _checked(field: Field, value: Any, *, where: str) -> Any:
             member is not str or not field.choices or value in field.choices
         ):
             return value
-    raise ConfigError(f"{where} {bad_value_message(field, value)}")
+    raise ConfigError(f"{location} {bad_value_message(field, value)}")
 
 
 def to_toml(config: Any) -> str:
@@ -111,19 +115,23 @@ def to_toml(config: Any) -> str:
         if value is None:
             lines.append(f"# {field.name} is not set")
         else:
-            lines.append(f"{field.name} = {_toml(value)}")
+            lines.append(f"{field.name} = {_to_toml_value(value)}")
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
 def values_as_toml(values: Mapping[str, Any]) -> str:
     """Return options by name as TOML, in their order; none of the values is None."""
-    return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
+    return "".join(f"{name} = {_to_toml_value(value)}\n" for name, value in values.items())
 
 
-def _toml(value: Any) -> str:
+def _to_toml_value(value: Any) -> str:
     if dataclasses.is_dataclass(value):  # an inline table, so other options may follow it
-        return "{" + ", ".join(f"{n} = {_toml(v)}" for n, v in non_default(value).items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{n} = {_to_toml_value(v)}" for n, v in non_default(value).items())
+            + "}"
+        )
     if isinstance(value, tuple):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
+        return "[" + ", ".join(_to_toml_value(item) for item in value) + "]"
     # JSON's strings, numbers and booleans are valid TOML, except surrogate pairs and DEL.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

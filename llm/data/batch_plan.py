@@ -109,8 +109,8 @@ class BatchPlan:
 
     def reaches_multiple(self, num_steps: int, samples: int | Fraction) -> bool:
         """Return whether the last of `num_steps` steps reaches a multiple of so many samples."""
-        before, after = self.step_samples(num_steps - 1)
-        return after // samples > before // samples
+        first, stop = self.step_samples(num_steps - 1)
+        return stop // samples > first // samples
 
     def batch_schedule(self, block_size: int) -> int | str:
         """Return the global batch size in the option's notation; phases begin at whole steps.
@@ -190,12 +190,14 @@ def plan_batches(
                 "--gradient_accumulation_steps smaller."
             )
         # A batch that grows may begin with smaller micro-batches.
-        each = min(micro_batch_size, size // world_size) if growth else micro_batch_size
-        if each == 0 or size % (each * world_size):
+        phase_micro_batch = (
+            min(micro_batch_size, size // world_size) if growth else micro_batch_size
+        )
+        if phase_micro_batch == 0 or size % (phase_micro_batch * world_size):
             lower, upper = size // together * together, -(-size // together) * together
-            which, multiple = "", f"{lower} or {upper}" if lower else f"{upper}"
+            clause, multiple = "", f"{lower} or {upper}" if lower else f"{upper}"
             if growth:
-                which = f" has a phase of {size} samples, which"
+                clause = f" has a phase of {size} samples, which"
                 multiple = f"one, or a smaller multiple of {world_size}"
             batches = [phase.global_batch_size for phase in (first, *growth)]
             sizes = _list_divisors(batches, world_size=world_size)
@@ -205,7 +207,7 @@ def plan_batches(
                 if number < micro_batch_size
             ]
             raise ConfigError(
-                f"--global_batch_size {batch}{which} is not a multiple of {together} "
+                f"--global_batch_size {batch}{clause} is not a multiple of {together} "
                 f"(--per_device_train_batch_size {micro_batch_size} x "
                 f"{counted(world_size, 'rank')}); take {''.join(keep[-1:])}{multiple}."
             )

@@ -69,11 +69,11 @@ def batch_phases(batch: int | str, *, block_size: int) -> list[BatchPhase]:
     for size, first_token in parse_batch_schedule(batch):
         step, sample = 0, 0
         if phases:
-            before = phases[-1]
-            sample_of_border = Fraction(first_token, block_size) - before.first_sample
-            steps = max(0, math.ceil(sample_of_border / before.global_batch_size))
-            step = before.first_step + steps
-            sample = before.first_sample + steps * before.global_batch_size
+            previous = phases[-1]
+            sample_of_border = Fraction(first_token, block_size) - previous.first_sample
+            steps = max(0, math.ceil(sample_of_border / previous.global_batch_size))
+            step = previous.first_step + steps
+            sample = previous.first_sample + steps * previous.global_batch_size
         phases = [phase for phase in phases if phase.first_step < step]
         phases.append(BatchPhase(step, sample, size))
     return phases

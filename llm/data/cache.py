@@ -67,7 +67,7 @@ class TokenCache:
         prepared = waits = False
         while True:
             with contextlib.ExitStack() as lock:
-                elect = partial(self._elect, folder, lock, anew=self.overwrite and not waits)
+                elect = partial(self._elect_rank, folder, lock, anew=self.overwrite and not waits)
                 state = "done" if prepared else ""
                 # Rank 0 comes first because it writes the run's log.
                 for is_next in (is_main, not is_main):
@@ -78,7 +78,7 @@ class TokenCache:
                 states = gather(state)
                 # Locks are held until all ranks are done: one rank prepares for each file system.
                 if state == "elected":
-                    on_all_ranks(partial(self._prepare, folder, prepare), patience=math.inf)
+                    on_all_ranks(partial(self._prepare_files, folder, prepare), patience=math.inf)
                     prepared = True
                 elif state == "elected, no locks":
                     apart = partial(self._prepare_without_locks, folder, prepare)
@@ -99,13 +99,13 @@ class TokenCache:
             log.info(f"using the cached tokens in {folder}")
         return folder / "tokens"
 
-    def _elect(self, folder: Path, lock: contextlib.ExitStack, *, anew: bool) -> str:
+    def _elect_rank(self, folder: Path, lock: contextlib.ExitStack, *, anew: bool) -> str:
         """Return this rank's part in preparing a text; it holds the lock if it prepares."""
-        with self._explained():
+        with self._explain_errors():
             if not anew and self._is_done(folder):
                 return "done"
             self.folder.mkdir(parents=True, exist_ok=True)
-            locked = lock.enter_context(_lock(add_suffix(folder, ".lock")))
+            locked = lock.enter_context(_lock_file(add_suffix(folder, ".lock")))
             if locked is None:
                 return "waits"
             # Check again: another process may have prepared it before this one got the lock.
@@ -113,12 +113,12 @@ class TokenCache:
                 if self._is_done(folder):
                     return "done"
                 # Logged here, so only once: the other ranks only wait.
-                if faults := self._faults(folder):
+                if faults := self._find_faults(folder):
                     log.warning(f"the cached tokens in {folder} cannot be used: {' '.join(faults)}")
             return "elected" if locked else "elected, no locks"
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explain_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -129,15 +129,15 @@ class TokenCache:
 
     def _is_done(self, folder: Path) -> bool:
         """Return whether this launch may use the contents of a folder."""
-        return (folder / "absent").exists() or self._faults(folder) == []
+        return (folder / "absent").exists() or self._find_faults(folder) == []
 
-    def _faults(self, folder: Path) -> list[str] | None:
+    def _find_faults(self, folder: Path) -> list[str] | None:
         """Return the faults of token files; None if the files do not exist."""
         prefix = folder / "tokens"
         return damage(prefix, row_bytes=True) if add_suffix(prefix, ".bin").exists() else None
 
-    def _prepare(self, folder: Path, prepare: Callable[[Path], None]) -> None:
-        with self._explained():
+    def _prepare_files(self, folder: Path, prepare: Callable[[Path], None]) -> None:
+        with self._explain_errors():
             if self.overwrite:
                 # Processes that have mapped the files can still use them; the kernel frees them
                 # afterwards.
@@ -153,19 +153,19 @@ class TokenCache:
 
     def _prepare_without_locks(self, folder: Path, prepare: Callable[[Path], None]) -> None:
         """Prepare in a folder of this process. It is harmless if others do the same work."""
-        own = add_suffix(folder, f".{socket.gethostname()}.{os.getpid()}")
+        private_folder = add_suffix(folder, f".{socket.gethostname()}.{os.getpid()}")
         try:
-            self._prepare(own, prepare)
+            self._prepare_files(private_folder, prepare)
             if self.overwrite or not self._is_done(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 with contextlib.suppress(OSError):  # another process was faster, with equal files
-                    own.rename(folder)
+                    private_folder.rename(folder)
         finally:
-            shutil.rmtree(own, ignore_errors=True)
+            shutil.rmtree(private_folder, ignore_errors=True)
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[bool | None]:
+def _lock_file(path: Path) -> Iterator[bool | None]:
     """Hold the lock of a file; yield None if another process holds it, False without locks."""
     # The kernel releases the lock when its holder ends, even after a crash. The file stays: if it
     # were removed, a waiting process and a later one would lock different files.

@@ -79,7 +79,7 @@ class TokenStream:
         if isinstance(self.tokens, PartedTokens):
             windows = self._copy_from_parts(self.tokens, starts, length)
         else:
-            windows = self._copy(self.tokens, starts, length)
+            windows = self._copy_windows(self.tokens, starts, length)
         # Checked here, because a check on opening would read the whole file.
         if self._vocab_size is not None and windows.size:
             smallest = 0 if windows.dtype.kind == "u" else int(windows.min())
@@ -112,22 +112,24 @@ class TokenStream:
     def path_of(self, array: NDArray[Any]) -> Path:
         """Return the file that an array of `tokens` is mapped from."""
         parts = self.file.parts if isinstance(self.file, TokenFileParts) else []
-        here = [part for part in parts if mapping_of(part.tokens) is mapping_of(array)]
-        return add_suffix(here[0].prefix if here else self.file.prefix, ".bin")
+        matching_parts = [part for part in parts if mapping_of(part.tokens) is mapping_of(array)]
+        return add_suffix(matching_parts[0].prefix if matching_parts else self.file.prefix, ".bin")
 
-    def _copy(self, tokens: NDArray[Any], starts: NDArray[np.int64], length: int) -> NDArray[Any]:
+    def _copy_windows(
+        self, tokens: NDArray[Any], starts: NDArray[np.int64], length: int
+    ) -> NDArray[Any]:
         self._check_size(tokens)
         windows = np.empty((starts.size, length), tokens.dtype)
-        inside = starts + length <= self.num_tokens
-        if inside.any():
+        is_inside = starts + length <= self.num_tokens
+        if is_inside.any():
             if length not in self._views:  # creating one takes as long as a small batch
                 self._views[length] = np.lib.stride_tricks.sliding_window_view(tokens, length)
             view = self._views[length]
-            if inside.all():
+            if is_inside.all():
                 return view[starts]  # one copy in C instead of a loop over windows
-            windows[inside] = view[starts[inside]]
-        around = starts[~inside, None] + np.arange(length)
-        windows[~inside] = tokens[around % self.num_tokens]
+            windows[is_inside] = view[starts[is_inside]]
+        wrapped = starts[~is_inside, None] + np.arange(length)
+        windows[~is_inside] = tokens[wrapped % self.num_tokens]
         return windows
 
     def _copy_from_parts(
@@ -215,8 +217,8 @@ class Samples:
         self.block_size = block_size
         self._streams = [source.stream for source in sources]
         self._dtype = np.result_type(*(stream.tokens.dtype for stream in self._streams))
-        only = MixtureStage(None, tuple(source.weight for source in sources))
-        self._mixture = Mixture(stages or [only], block_size=block_size)
+        single_stage = MixtureStage(None, tuple(source.weight for source in sources))
+        self._mixture = Mixture(stages or [single_stage], block_size=block_size)
         self._samplers = {
             number: WindowSampler(
                 num_tokens=source.stream.num_tokens,
@@ -248,8 +250,8 @@ class Samples:
             return self._streams[0].windows(starts, length)
         tokens = np.empty((samples.size, length), self._dtype)
         for source in np.unique(sources).tolist():
-            here = sources == source
-            tokens[here] = self._streams[source].windows(starts[here], length)
+            from_source = sources == source
+            tokens[from_source] = self._streams[source].windows(starts[from_source], length)
         return tokens
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -265,8 +267,8 @@ class Samples:
         sources, numbers = self._mixture.locate(samples)
         starts = np.empty_like(numbers)
         for source in np.unique(sources).tolist():
-            here = sources == source
-            starts[here] = self._samplers[source].starts(numbers[here])
+            from_source = sources == source
+            starts[from_source] = self._samplers[source].starts(numbers[from_source])
         return sources, starts
 
     def stage_of(self, sample: int) -> int:
@@ -295,14 +297,14 @@ def hold_in_memory(sources: Iterable[CorpusSource]) -> None:
     for stream in (source.stream for source in sources if source.weight > 0):
         fault = None
         for array in arrays_of(stream.tokens):
-            _read(stream.path_of(array), array)
-            fault = fault or _pin(array.ctypes.data, array.nbytes)
+            _read_into_cache(stream.path_of(array), array)
+            fault = fault or _lock_pages(array.ctypes.data, array.nbytes)
         outcome = f"read ahead but not pinned ({fault}; see `ulimit -l`)" if fault else "pinned"
         num_bytes = stream.tokens.nbytes
         log.info(f"in memory: {num_bytes / 1e9:.3g} GB of {stream.file.prefix}.bin, {outcome}")
 
 
-def _read(path: Path, array: NDArray[Any]) -> None:
+def _read_into_cache(path: Path, array: NDArray[Any]) -> None:
     """Bring the bytes of an array that is mapped from a file into the page cache."""
     mapping = mapping_of(array)
     if mapping is None:
@@ -310,17 +312,17 @@ def _read(path: Path, array: NDArray[Any]) -> None:
     first = array.ctypes.data - np.frombuffer(mapping, np.uint8).ctypes.data
     # Large sequential reads are faster than the page faults of a memory map.
     buffer = memoryview(bytearray(_READ_BYTES))
-    left = array.nbytes
+    remaining = array.nbytes
     with open(path, "rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), first, left, os.POSIX_FADV_SEQUENTIAL)
+            os.posix_fadvise(file.fileno(), first, remaining, os.POSIX_FADV_SEQUENTIAL)
         file.seek(first)
         # If the file was cut short since it was mapped, the next access to the map raises.
-        while left > 0 and (count := file.readinto(buffer[:left])):
-            left -= count
+        while remaining > 0 and (count := file.readinto(buffer[:remaining])):
+            remaining -= count
 
 
-def _pin(address: int, num_bytes: int) -> str | None:
+def _lock_pages(address: int, num_bytes: int) -> str | None:
     """Lock mapped pages; return the reason if this fails."""
     try:
         lock = ctypes.CDLL(None, use_errno=True).mlock

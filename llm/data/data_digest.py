@@ -45,8 +45,8 @@ def digest_of(sources: Sequence[CorpusSource]) -> dict[str, Any]:
 
 def _read_places(tokens: Tokens) -> bytes:
     """Return the bytes of a stream at equally spaced places."""
-    last = max(0, tokens.size - _PLACE_TOKENS)
-    starts = [last * number // (_PLACES - 1) for number in range(_PLACES)]
+    last_start = max(0, tokens.size - _PLACE_TOKENS)
+    starts = [last_start * number // (_PLACES - 1) for number in range(_PLACES)]
     for array in arrays_of(tokens):
         set_read_ahead(array, on=False)
     places = [np.asarray(tokens[start : start + _PLACE_TOKENS]).tobytes() for start in starts]
@@ -86,10 +86,11 @@ def has_changed(saved: dict[str, Any], digest: dict[str, Any]) -> bool:
         return True
     # A sidecar that was added or removed says nothing about the tokens, nor do parts that were
     # joined: they have other checksums.
-    both = zip(saved["sidecars"], digest["sidecars"], strict=False)
+    pairs = zip(saved["sidecars"], digest["sidecars"], strict=False)
     sidecars_differ = any(
-        before != now
-        for before, now in both
-        if None not in (before, now) and before.startswith(_PARTS) == now.startswith(_PARTS)
+        saved_sidecar != sidecar
+        for saved_sidecar, sidecar in pairs
+        if None not in (saved_sidecar, sidecar)
+        and saved_sidecar.startswith(_PARTS) == sidecar.startswith(_PARTS)
     )
     return sidecars_differ or any(saved[name] != digest[name] for name in ("ends", "places"))

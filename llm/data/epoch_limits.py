@@ -26,43 +26,47 @@ def check_epochs(
     Raises:
         ConfigError: A source is used up before the end, or the option names an unknown source.
     """
-    served = samples.served(num_samples)
+    samples_served = samples.served(num_samples)
     problems = []
-    for number, most in _limits(options.max_epochs, sources).items():
+    for number, max_epochs in _parse_limits(options.max_epochs, sources).items():
         windows = samples.windows_of(number)
-        if served[number] > most * windows:
+        if samples_served[number] > max_epochs * windows:
             problems.append(
-                f"--max_epochs is {most:g} for the source {sources[number].name}, which has "
-                f"{windows:,} samples, and the run would take {served[number]:,} "
-                f"({served[number] / windows:.4g} epochs); give it less weight or more text, "
-                "shorten the run, or allow more epochs."
+                f"--max_epochs is {max_epochs:g} for the source {sources[number].name}, which has "
+                f"{windows:,} samples, and the run would take {samples_served[number]:,} "
+                f"({samples_served[number] / windows:.4g} epochs); give it less weight or more "
+                "text, shorten the run, or allow more epochs."
             )
     if problems:
         raise ConfigError(" ".join(problems))
 
 
-def _limits(words: Sequence[float | str], sources: Sequence[CorpusSource]) -> dict[int, float]:
+def _parse_limits(
+    values: Sequence[float | str], sources: Sequence[CorpusSource]
+) -> dict[int, float]:
     """Return the maximum epochs by number of the source, for sources with a limit."""
-    if len(words) == 1 and not isinstance(words[0], str):
-        return dict.fromkeys(range(len(sources)), words[0])
+    if len(values) == 1 and not isinstance(values[0], str):
+        return dict.fromkeys(range(len(sources)), values[0])
     pairs = [
-        (most, path)
-        for most, path in zip(words[::2], words[1::2], strict=False)
-        if not isinstance(most, str) and isinstance(path, str)
+        (max_epochs, path)
+        for max_epochs, path in zip(values[::2], values[1::2], strict=False)
+        if not isinstance(max_epochs, str) and isinstance(path, str)
     ]
-    if 2 * len(pairs) != len(words):
+    if 2 * len(pairs) != len(values):
         raise ConfigError(
-            f"--max_epochs {' '.join(map(str, words))} is neither one number for every source nor "
+            f"--max_epochs {' '.join(map(str, values))} is neither one number for every source nor "
             "a number before each path, such as 4 data/web 1 data/code; give one of the two."
         )
     files = [source.stream.file.prefix.resolve() for source in sources]
     limits: dict[int, float] = {}
-    for most, path in pairs:
+    for max_epochs, path in pairs:
         file = locate(Path(path))[0].resolve()
         if file not in files:
             raise ConfigError(
                 f"--max_epochs names {path}, which is not a source of the training data; they are "
                 f"{', '.join(str(source.stream.file.prefix) for source in sources)}."
             )
-        limits |= {number: most for number, other in enumerate(files) if other == file}
+        limits |= {
+            number: max_epochs for number, source_file in enumerate(files) if source_file == file
+        }
     return limits

@@ -47,8 +47,10 @@ def find_hub_files(dataset_name: str, dataset_config_name: str | None) -> HubFil
             f"{f' ({outside})' if outside else ''}: load it with the datasets library, save it "
             "with save_to_disk, and name that folder with --dataset_name."
         )
-    found = [part.groups() for part in parts if part is not None]
-    return HubFiles(name=found[0][0], revision=found[0][1], files=[path for *_, path in found])
+    file_parts = [part.groups() for part in parts if part is not None]
+    return HubFiles(
+        name=file_parts[0][0], revision=file_parts[0][1], files=[path for *_, path in file_parts]
+    )
 
 
 @contextlib.contextmanager
@@ -67,13 +69,13 @@ def errors_explained(
     except Exception as error:
         message = str(error)
         if isinstance(error, ValueError) and re.search("BuilderConfig|Config name", message):
-            known = re.search(r"\[(.*?)\]", message)
+            listed = re.search(r"\[(.*?)\]", message)
             lack = "several configurations"
             if dataset_config_name is not None:
                 lack = f"no {dataset_config_name!r}"
             raise DataError(
                 f"The data set {dataset_name} has {lack}; choose a configuration with "
-                f"--dataset_config_name from: {known[1] if known else 'see its page'}."
+                f"--dataset_config_name from: {listed[1] if listed else 'see its page'}."
             ) from error
         if local:
             reason = one_line(error.__cause__ or error)

@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
         positional="path",
         example="data/web_text_document --documents 2 --tokenizer_name gpt2",
     )
-    _check(options)
+    _check_options(options)
     code = 0
     if options.step is not None:
         from llm.runtime.offline import forbid_downloads
@@ -110,12 +110,12 @@ def main(argv: Sequence[str]) -> int:
         faults = verify(Path(options.path))
         lines, code = (faults, 1) if faults else (["all checks passed"], 0)
     else:
-        lines = _describe(options)
+        lines = _describe_tokens(options)
     sys.stdout.write("\n".join(lines) + "\n")
     return code
 
 
-def _check(options: InspectOptions) -> None:
+def _check_options(options: InspectOptions) -> None:
     """Refuse options that cannot work together."""
     if not options.path:
         raise ConfigError("No token file is named: give its path, as in inspect data/wiki.")
@@ -145,10 +145,10 @@ def _describe_step(options: InspectOptions, number: int) -> list[str]:
     )
     whose = "" if options.rank is None else f"; these are the samples of number {options.rank}"
     lines = [
-        _row("run", str(run)),
-        _row("step", f"{number:,} of {step.total_steps:,}"),
-        _row("samples", f"{step.samples.size:,}"),
-        _row("data ranks", f"{step.data_ranks:,}{whose}"),
+        _format_row("run", str(run)),
+        _format_row("step", f"{number:,} of {step.total_steps:,}"),
+        _format_row("samples", f"{step.samples.size:,}"),
+        _format_row("data ranks", f"{step.data_ranks:,}{whose}"),
     ]
     flat = set()
     rows = zip(step.samples.tolist(), step.sources.tolist(), step.starts.tolist(), strict=True)
@@ -164,7 +164,7 @@ def _describe_step(options: InspectOptions, number: int) -> list[str]:
             more = " ..." if passage.tokens.size > len(ids) else ""
             lines += [
                 f"{unit}, tokens {passage.offset:,} to {stop - 1:,} of {passage.length:,}",
-                _quoted(step.tokenizer, ids) + more,
+                _quote_text(step.tokenizer, ids) + more,
             ]
     if flat:
         names = ", ".join(sorted(flat))
@@ -172,28 +172,28 @@ def _describe_step(options: InspectOptions, number: int) -> list[str]:
     return lines
 
 
-def _describe(options: InspectOptions) -> list[str]:
+def _describe_tokens(options: InspectOptions) -> list[str]:
     from llm.data.formats.flat import FlatTokenFile
     from llm.data.formats.sidecar import open_described
 
     file, sidecar = open_described(Path(options.path))
-    tokenizer, note = _tokenizer(options, sidecar) if options.documents else (None, None)
+    tokenizer, note = _load_decoder(options, sidecar) if options.documents else (None, None)
     lines = _describe_file(file)
     if sidecar is not None:
         lines += _describe_sidecar(sidecar)
     if not isinstance(file, FlatTokenFile) and file.num_documents:
         lines += _describe_documents(file, tokenizer)
-    lines += _contents(file, options, tokenizer)
+    lines += _describe_contents(file, options, tokenizer)
     return [*lines, "", note] if note else lines
 
 
-def _tokenizer(
+def _load_decoder(
     options: InspectOptions, sidecar: "Sidecar | None"
 ) -> tuple["PreTrainedTokenizerBase | None", str | None]:
     """Return the tokenizer that decodes the ids, or None, and a remark on it."""
     is_named = any((options.tokenizer_name, options.vocab_file, options.merges_file))
     if is_named:
-        named = TokenizerOptions(
+        tokenizer_options = TokenizerOptions(
             tokenizer_name=options.tokenizer_name,
             vocab_file=options.vocab_file,
             merges_file=options.merges_file,
@@ -204,9 +204,9 @@ def _tokenizer(
         vocab_file, comma, merges_file = sidecar.tokenizer.partition(", ")
         # `prepare` names the pair "vocab.json, merges.txt", but a path may contain a comma, too.
         if comma and not Path(sidecar.tokenizer).exists():
-            named = TokenizerOptions(vocab_file=vocab_file, merges_file=merges_file)
+            tokenizer_options = TokenizerOptions(vocab_file=vocab_file, merges_file=merges_file)
         else:
-            named = TokenizerOptions(tokenizer_name=sidecar.tokenizer)
+            tokenizer_options = TokenizerOptions(tokenizer_name=sidecar.tokenizer)
     from llm.runtime.logging import quiet_libraries
     from llm.tokenizers.load_tokenizer import fingerprint, load_tokenizer
 
@@ -214,7 +214,7 @@ def _tokenizer(
     try:
         # Where the user has named no tokenizer, nothing is downloaded.
         tokenizer = load_tokenizer(
-            named,
+            tokenizer_options,
             local_files_only=not is_named,
             trust_remote_code=options.trust_remote_code,
         )
@@ -230,7 +230,7 @@ def _tokenizer(
     )
 
 
-def _row(name: str, value: str) -> str:
+def _format_row(name: str, value: str) -> str:
     return f"{name:<18}{value}"
 
 
@@ -249,35 +249,42 @@ def _describe_file(file: "AnyTokenFile") -> list[str]:
         index_bytes = sum(add_suffix(part, ".idx").stat().st_size for part in parts)
         size = f"{file.tokens.nbytes:,} bytes of .bin, {index_bytes:,} of .idx"
         counts = [
-            _row("documents", f"{file.num_documents:,}"),
-            _row("sequences", f"{file.num_sequences:,}"),
+            _format_row("documents", f"{file.num_documents:,}"),
+            _format_row("sequences", f"{file.num_sequences:,}"),
         ]
     else:
         name = file.path
         kind = "flat .bin, as nanoGPT reads it"
         size = f"{file.tokens.nbytes:,} bytes"
-        counts = [_row("documents", "not known")]
-    lines = [_row("token file", str(name)), _row("kind", kind), *counts]
-    lines += [_row("tokens", f"{file.num_tokens:,}"), _row("dtype", file.tokens.dtype.name)]
-    return [*lines, _row("size", size)]
+        counts = [_format_row("documents", "not known")]
+    lines = [_format_row("token file", str(name)), _format_row("kind", kind), *counts]
+    lines += [
+        _format_row("tokens", f"{file.num_tokens:,}"),
+        _format_row("dtype", file.tokens.dtype.name),
+    ]
+    return [*lines, _format_row("size", size)]
 
 
 def _describe_sidecar(sidecar: "Sidecar") -> list[str]:
-    made = f"{sidecar.tokenizer} (fingerprint {sidecar.tokenizer_fingerprint})"
+    tokenizer = f"{sidecar.tokenizer} (fingerprint {sidecar.tokenizer_fingerprint})"
     ends = "appended to each document" if sidecar.append_eos else "not appended"
     eos = "none" if sidecar.eos_token_id is None else f"{sidecar.eos_token_id}, {ends}"
     text = f"{sidecar.text_bytes:,} bytes"
     if sidecar.tokens:
         text += f", {sidecar.text_bytes / sidecar.tokens:.3f} bytes per token"
-    left_out = f"{sidecar.empty_documents:,} empty, {sidecar.skipped_documents:,} unreadable"
+    skipped = f"{sidecar.empty_documents:,} empty, {sidecar.skipped_documents:,} unreadable"
     return [
-        _row("text", text),
-        _row("left out", f"{left_out} documents"),
-        _row("tokenizer", made),
-        _row("vocabulary", f"{sidecar.vocab_size:,}; largest id in use {sidecar.largest_token:,}"),
-        _row("end of text", eos),
-        _row("beginning of text", "prepended to each document" if sidecar.prepend_bos else "none"),
-        _row("sources", ", ".join(sidecar.sources)),
+        _format_row("text", text),
+        _format_row("left out", f"{skipped} documents"),
+        _format_row("tokenizer", tokenizer),
+        _format_row(
+            "vocabulary", f"{sidecar.vocab_size:,}; largest id in use {sidecar.largest_token:,}"
+        ),
+        _format_row("end of text", eos),
+        _format_row(
+            "beginning of text", "prepended to each document" if sidecar.prepend_bos else "none"
+        ),
+        _format_row("sources", ", ".join(sidecar.sources)),
     ]
 
 
@@ -297,18 +304,19 @@ def _describe_documents(
         length += f" (of the first {measured:,})"
     ends = starts[1 : _SAMPLED + 1][lengths[:_SAMPLED] > 0]
     if ends.size == 0:
-        return [_row("document length", length)]
-    last = np.unique(file.tokens.take(ends - 1))
-    if last.size == 1:
-        end = f"all with the token {last[0]} {_quoted(tokenizer, last.tolist())}".rstrip()
+        return [_format_row("document length", length)]
+    last_tokens = np.unique(file.tokens.take(ends - 1))
+    if last_tokens.size == 1:
+        text = _quote_text(tokenizer, last_tokens.tolist())
+        end = f"all with the token {last_tokens[0]} {text}".rstrip()
     else:
-        end = f"with {last.size:,} different tokens"
+        end = f"with {last_tokens.size:,} different tokens"
     if ends.size < file.num_documents:
         end += f" (of the first {ends.size:,})"
-    return [_row("document length", length), _row("documents end", end)]
+    return [_format_row("document length", length), _format_row("documents end", end)]
 
 
-def _contents(
+def _describe_contents(
     file: "AnyTokenFile",
     options: InspectOptions,
     tokenizer: "PreTrainedTokenizerBase | None",
@@ -332,11 +340,11 @@ def _contents(
         more = " ..." if stop - start > len(ids) else ""
         lines += ["", f"{name}, {stop - start:,} tokens", " ".join(map(str, ids)) + more]
         if tokenizer is not None:
-            lines.append(_quoted(tokenizer, ids) + more)
+            lines.append(_quote_text(tokenizer, ids) + more)
     return lines
 
 
-def _quoted(tokenizer: "PreTrainedTokenizerBase | None", ids: list[int]) -> str:
+def _quote_text(tokenizer: "PreTrainedTokenizerBase | None", ids: list[int]) -> str:
     """Return the text of ids; escapes characters that would change the terminal."""
     if tokenizer is None:
         return ""

@@ -101,13 +101,13 @@ class TrainLoader:
         try:
             remaining = iter(range(start, self.plan.total_steps))
             for step in itertools.islice(remaining, _PREFETCH_STEPS):
-                pending.append(pool.submit(self._read, step))
+                pending.append(pool.submit(self._read_step, step))
             while pending:
                 # Wait before submitting the next step: the thread would compete for the interpreter
                 # lock with the training step that waits here.
                 batch = pending.popleft().result()
                 for step in itertools.islice(remaining, 1):
-                    pending.append(pool.submit(self._read, step))
+                    pending.append(pool.submit(self._read_step, step))
                 # Copied here and not in the thread, so that the CUDA stream that uses the copies
                 # also queues them.
                 micro_batches = [_to_device(micro, self.device) for micro in batch.micro_batches]
@@ -115,7 +115,7 @@ class TrainLoader:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, step: int) -> StepBatch:
+    def _read_step(self, step: int) -> StepBatch:
         first, stop = self.plan.step_samples(step)
         positions = self.plan.rank_samples(step, self.rank)  # [accumulation, micro_batch_size]
         is_real = positions >= 0

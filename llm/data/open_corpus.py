@@ -63,7 +63,7 @@ def open_corpus(
         return opener.open_split()
     if options.train_data_path or options.valid_data_path:
         return opener.open_whole(options.train_data_path, options.valid_data_path)
-    train, validation = _prepared(options, tokenizer, vocab_size, trust_remote_code)
+    train, validation = _prepare_texts(options, tokenizer, vocab_size, trust_remote_code)
     if train is not None and validation is None and options.validation_split_percentage > 0:
         corpus = opener.open_split_rows(train)
     else:
@@ -75,7 +75,7 @@ def open_corpus(
     return replace(corpus, train=tuple(replace(source, name=name) for source in corpus.train))
 
 
-def _prepared(
+def _prepare_texts(
     options: DataOptions,
     tokenizer: "PreTrainedTokenizerBase",
     vocab_size: int,
@@ -94,7 +94,7 @@ def _prepared(
         dtype=token_dtype(max(vocab_size, size)).name,
     )
     workers = bounded_workers(options.preprocessing_num_workers)
-    texts = _texts(options, trust_remote_code)
+    texts = _texts_by_split(options, trust_remote_code)
     files = {split: text.files() for split, text in texts.items()}  # all are checked first
     train, validation = (
         cache.token_files(
@@ -108,7 +108,7 @@ def _prepared(
     return train, validation
 
 
-def _texts(options: DataOptions, trust_remote_code: bool) -> dict[str, Text]:
+def _texts_by_split(options: DataOptions, trust_remote_code: bool) -> dict[str, Text]:
     """Return the texts for training and evaluation, by the name of their split."""
     text = partial(
         Text,
@@ -164,7 +164,7 @@ class _Opener:
 
     def open_split(self) -> Corpus:
         """Open the files of `data_path` and split each of them by `split`."""
-        return self._split(self._open(self.options.data_path, "--data_path"))
+        return self._split_sources(self._open_sources(self.options.data_path, "--data_path"))
 
     def open_stages(self) -> Corpus:
         """Open the files of all stages; a file that appears in several stages is one source.
@@ -175,7 +175,7 @@ class _Opener:
         blends: list[dict[Path, float]] = []
         for number, stage in enumerate(self.options.data_stage, start=1):
             blend: dict[Path, float] = defaultdict(float)
-            for source in self._open(stage.data_path, f"data_stage {number}: data_path"):
+            for source in self._open_sources(stage.data_path, f"data_stage {number}: data_path"):
                 file = source.stream.file.prefix.resolve()
                 first.setdefault(file, source)
                 blend[file] += source.weight
@@ -184,7 +184,7 @@ class _Opener:
             MixtureStage(stage.until, tuple(blend[file] for file in first))
             for stage, blend in zip(self.options.data_stage, blends, strict=True)
         )
-        names = _names([source.stream.file.prefix for source in first.values()])
+        names = _shortest_names([source.stream.file.prefix for source in first.values()])
         # Means over the stages, so that the weights of the validation losses are constant.
         shares = zip(*(stage.weights for stage in stages), strict=True)
         sources = [
@@ -194,16 +194,16 @@ class _Opener:
         if self.options.valid_data_path:
             corpus = self.open_whole((), self.options.valid_data_path)
             return replace(corpus, train=tuple(sources), stages=stages)
-        return replace(self._split(sources), stages=stages)
+        return replace(self._split_sources(sources), stages=stages)
 
-    def _split(self, whole: Sequence[CorpusSource]) -> Corpus:
+    def _split_sources(self, unsplit: Sequence[CorpusSource]) -> Corpus:
         """Split each file by `split`."""
         text = self.options.split
         split = parse_split(DEFAULT_SPLIT if text is None else text)
         text = f"{DEFAULT_SPLIT} (the default)" if text is None else text
         train: list[CorpusSource] = []
         validation: list[CorpusSource] = []
-        for source in whole:
+        for source in unsplit:
             if source.weight == 0:
                 # It keeps its number in the blend, because the number keys the order of each
                 # source.
@@ -219,8 +219,8 @@ class _Opener:
 
     def open_whole(self, train: Words, validation: Words) -> Corpus:
         """Open files to train on and others to evaluate on."""
-        train_sources = self._open(train, "--train_data_path")
-        validation_sources = self._open(validation, "--valid_data_path")
+        train_sources = self._open_sources(train, "--train_data_path")
+        validation_sources = self._open_sources(validation, "--valid_data_path")
         return Corpus(
             train=tuple(train_sources),
             validation=tuple(source for source in validation_sources if source.weight > 0),
@@ -228,7 +228,7 @@ class _Opener:
 
     def open_split_rows(self, prefix: Path) -> Corpus:
         """Open a cached file and split off `validation_split_percentage` of its rows."""
-        (source,) = self._open((str(prefix),), "--train_file")
+        (source,) = self._open_sources((str(prefix),), "--train_file")
         assert isinstance(source.stream.file, TokenFile)  # the cache holds no other kind
         train, validation = split_rows(
             source.stream.file,
@@ -241,17 +241,17 @@ class _Opener:
             validation=(replace(source, stream=validation),),
         )
 
-    def _open(self, words: Words, option: str) -> list[CorpusSource]:
+    def _open_sources(self, blend: Words, option: str) -> list[CorpusSource]:
         """Open and check the token files of one option, whole, and normalize their weights."""
-        if not words:
+        if not blend:
             return []
-        paths, weights = parse_blend(words, option=option)
+        paths, weights = parse_blend(blend, option=option)
         streams = [self._open_file(path) for path in paths]
         weights = weights or [float(stream.num_tokens) for stream in streams]
         total = sum(weights)
         return [
             CorpusSource(name, weight / total, stream)
-            for name, weight, stream in zip(_names(paths), weights, streams, strict=True)
+            for name, weight, stream in zip(_shortest_names(paths), weights, streams, strict=True)
         ]
 
     def _open_file(self, path: Path) -> TokenStream:
@@ -302,7 +302,7 @@ def check_document_ends(file: AnyTokenFile, eos_token_id: int) -> None:
         )
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
+def _shortest_names(paths: Sequence[Path]) -> list[str]:
     """Return the shortest path endings that tell the files apart."""
     for length in range(1, 1 + max(len(path.parts) for path in paths)):
         names = [Path(*path.parts[-length:]).as_posix() for path in paths]

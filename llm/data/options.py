@@ -196,8 +196,8 @@ SOURCES = ("dataset_name", "train_file", "data_path", "data_stage", "train_data_
 def training_paths(options: DataOptions) -> list[str]:
     """Return the names of the token files for training, each once."""
     staged = dict.fromkeys(word for stage in options.data_stage for word in stage.data_path)
-    words = (*options.data_path, *options.train_data_path, *staged)
-    return [word for word in words if isinstance(word, str)]
+    values = (*options.data_path, *options.train_data_path, *staged)
+    return [word for word in values if isinstance(word, str)]
 
 
 def data_problems(options: DataOptions) -> list[str]:

@@ -64,21 +64,21 @@ def permute(index: NDArray[Any], *, size: int, key: int | UInt64s) -> Int64s:
     keys = np.broadcast_to(np.asarray(_as_uint64(key)), shape).reshape(-1)
     todo = np.arange(value.size)
     while todo.size:
-        value[todo] = _feistel(value[todo], keys[todo], np.uint64(side))
+        value[todo] = _feistel_permute(value[todo], keys[todo], np.uint64(side))
         # Values outside the range are mapped again, which keeps the map one to one.
         todo = todo[value[todo] >= size]
     return value.astype(np.int64).reshape(shape)
 
 
-def _feistel(value: UInt64s, keys: UInt64s, side: np.uint64) -> UInt64s:
-    right, left = value // side, value % side
+def _feistel_permute(value: UInt64s, keys: UInt64s, side: np.uint64) -> UInt64s:
+    high, low = value // side, value % side
     for number in range(_ROUNDS):
-        hashed = _splitmix(_splitmix(keys, number), right)
-        left, right = right, (left + hashed % side) % side
-    return right * side + left
+        hashed = _split_mix(_split_mix(keys, number), high)
+        low, high = high, (low + hashed % side) % side
+    return high * side + low
 
 
-def _splitmix(seed: UInt64s, position: UInt64s | int) -> UInt64s:
+def _split_mix(seed: UInt64s, position: UInt64s | int) -> UInt64s:
     """Return the SplitMix64 output at a position of each seed's stream; 1-D arrays."""
     # Arrays wrap around silently, which is intended; for scalars numpy would warn.
     count = np.atleast_1d(np.asarray(position, dtype=np.uint64)) + np.uint64(1)
@@ -114,8 +114,8 @@ class _Blockwise:
             return self._block(int(blocks[0]))[:, places]
         values = np.empty((self._num_values, samples.size), np.int64)
         for block in np.unique(blocks).tolist():
-            here = blocks == block
-            values[:, here] = self._block(block)[:, places[here]]
+            in_block = blocks == block
+            values[:, in_block] = self._block(block)[:, places[in_block]]
         return values
 
 
@@ -156,7 +156,7 @@ class WindowSampler:
             )
         self._seed = _as_uint64(seed)
         if source:
-            self._seed = _splitmix(self._seed, _SOURCE_KEY + source)
+            self._seed = _split_mix(self._seed, _SOURCE_KEY + source)
         self._starts = _Blockwise(self._make_block, num_values=1, size=_WINDOW_BLOCK)
 
     def starts(self, samples: NDArray[Any]) -> Int64s:
@@ -174,9 +174,9 @@ class WindowSampler:
     def _make_block(self, block: int) -> Int64s:
         samples = block * _WINDOW_BLOCK + np.arange(_WINDOW_BLOCK, dtype=np.int64)
         epoch, index = np.divmod(samples, self.num_windows)
-        epoch_seed = _splitmix(self._seed, epoch.astype(np.uint64))
-        window = permute(index, size=self.num_windows, key=_splitmix(epoch_seed, _WINDOW_KEY))
-        offset = _splitmix(epoch_seed, _OFFSET_KEY) % np.uint64(self.num_tokens)
+        epoch_seed = _split_mix(self._seed, epoch.astype(np.uint64))
+        window = permute(index, size=self.num_windows, key=_split_mix(epoch_seed, _WINDOW_KEY))
+        offset = _split_mix(epoch_seed, _OFFSET_KEY) % np.uint64(self.num_tokens)
         offset[epoch == 0] = 0
         position = offset.astype(np.int64) + window * self.block_size
         return (position % self.num_tokens)[None]
@@ -222,22 +222,25 @@ class Blend:
         """Return how many of the first `num_samples` samples each source serves, exactly."""
         # Binary search for the first time when `num_samples` samples have been served. With k
         # sources, the clock is within k / 2 samples of this number.
-        most = len(self._weights)
-        low, high = max(-1, (num_samples - most) * _TICKS - 1), (num_samples + most) * _TICKS
+        num_sources = len(self._weights)
+        low, high = (
+            max(-1, (num_samples - num_sources) * _TICKS - 1),
+            (num_samples + num_sources) * _TICKS,
+        )
         while high - low > 1:
             middle = (low + high) // 2
             if sum(self._served_until(middle)) >= num_samples:
                 high = middle
             else:
                 low = middle
-        before, until = self._served_until(high - 1), self._served_until(high)
-        missing = num_samples - sum(before)
-        for source in range(len(before)):
+        counts, counts_at_end = self._served_until(high - 1), self._served_until(high)
+        missing = num_samples - sum(counts)
+        for source in range(len(counts)):
             # If several sources are served at the same tick, the lower number comes first.
-            if missing and until[source] > before[source]:
-                before[source] += 1
+            if missing and counts_at_end[source] > counts[source]:
+                counts[source] += 1
                 missing -= 1
-        return before
+        return counts
 
     def _served_until(self, time: int) -> list[int]:
         """Return how many samples of each source have a time of at most `time`."""
@@ -256,9 +259,16 @@ class Blend:
                 continue
             # The first time is computed with Python's integers, which do not overflow; the others
             # are int64 relative to the block, because step * rest is below 2**12 * 2**41.
-            start, begun = divmod((2 * first[source] + 1) * _DENOMINATOR * _TICKS, 2 * weight)
-            whole, rest = divmod(2 * _DENOMINATOR * _TICKS, 2 * weight)
-            times.append(start - origin + steps * whole + (begun + steps * rest) // (2 * weight))
+            start, start_remainder = divmod(
+                (2 * first[source] + 1) * _DENOMINATOR * _TICKS, 2 * weight
+            )
+            step_ticks, step_remainder = divmod(2 * _DENOMINATOR * _TICKS, 2 * weight)
+            times.append(
+                start
+                - origin
+                + steps * step_ticks
+                + (start_remainder + steps * step_remainder) // (2 * weight)
+            )
             sources.append(np.full(steps.size, source, dtype=np.int64))
             numbers.append(first[source] + steps)
         # The sort is stable: at equal times the lower source stays first.
@@ -352,17 +362,19 @@ class Mixture:
         stages = np.searchsorted(self._starts, samples, side="right") - 1
         sources, numbers = np.empty_like(samples), np.empty_like(samples)
         for stage in np.unique(stages).tolist():
-            here = stages == stage
-            sources[here], within = self._blends[stage].locate(samples[here] - self._starts[stage])
-            numbers[here] = self._before[stage][sources[here]] + within
+            in_stage = stages == stage
+            sources[in_stage], within = self._blends[stage].locate(
+                samples[in_stage] - self._starts[stage]
+            )
+            numbers[in_stage] = self._before[stage][sources[in_stage]] + within
         return sources, numbers
 
     def served(self, num_samples: int) -> list[int]:
         """Return how many of the first `num_samples` samples each source serves, exactly."""
         stage = self.stage_of(num_samples)
         within = self._blends[stage].served(num_samples - self._starts[stage])
-        served: list[int] = (self._before[stage] + within).tolist()
-        return served
+        counts: list[int] = (self._before[stage] + within).tolist()
+        return counts
 
     def stage_of(self, sample: int) -> int:
         """Return the stage of a sample, counted from 0."""

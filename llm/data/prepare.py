@@ -42,13 +42,13 @@ def prepare(config: PrepareConfig, share: "Share") -> None:
             "--overwrite goes with one process only, since a rank may start when the others have "
             "finished; remove the files that exist."
         )
-    outputs = _outputs(config)
+    outputs = _plan_outputs(config)
     inputs = [file for sources, _ in outputs for source in sources for file in source.files]
-    named = (config.tokenizer_name, config.vocab_file, config.merges_file)
-    inputs += [Path(name) for name in named if name is not None and os.path.isfile(name)]
+    tokenizer_files = (config.tokenizer_name, config.vocab_file, config.merges_file)
+    inputs += [Path(name) for name in tokenizer_files if name is not None and os.path.isfile(name)]
     for _, output in outputs:
         check_replaceable(output, inputs)
-    encoding = _encoding(config)
+    encoding = _make_encoding(config)
     with ExitStack() as stack:
         workers: int | Cluster
         if config.executor == "dask":
@@ -66,7 +66,7 @@ def prepare(config: PrepareConfig, share: "Share") -> None:
         )
 
 
-def _encoding(config: PrepareConfig) -> "Encoding":
+def _make_encoding(config: PrepareConfig) -> "Encoding":
     """Load the tokenizer, and return how texts become ids.
 
     Raises:
@@ -102,7 +102,7 @@ def _encoding(config: PrepareConfig) -> "Encoding":
     )
 
 
-def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
+def _plan_outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
     """Return the sources of each output."""
     from llm.data.formats.megatron import add_suffix
     from llm.data.preparation.output_files import Output
@@ -137,16 +137,17 @@ def _outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
     if not config.output_per_input:
         return [(files, output(add_suffix(prefix, f"_{key}_document")))]
     outputs: list[tuple[list[Source], Output]] = []
-    seen: dict[Path, str] = {}
+    names_by_prefix: dict[Path, str] = {}
     for file in files:
-        made = output(add_suffix(prefix, f"_{bare_name(Path(file.name))}_{key}_document"))
-        if made.prefix in seen:
+        file_output = output(add_suffix(prefix, f"_{bare_name(Path(file.name))}_{key}_document"))
+        if file_output.prefix in names_by_prefix:
             raise ConfigError(
-                f"--output_per_input would write {seen[made.prefix]} and {file.name} to the same "
-                f"{made.prefix}.bin; rename one, or prepare them one by one."
+                f"--output_per_input would write {names_by_prefix[file_output.prefix]} and "
+                f"{file.name} to the same {file_output.prefix}.bin; rename one, or prepare them "
+                "one by one."
             )
-        seen[made.prefix] = file.name
-        outputs.append(([file], made))
+        names_by_prefix[file_output.prefix] = file.name
+        outputs.append(([file], file_output))
     return outputs
 
 
@@ -201,7 +202,7 @@ def main(argv: Sequence[str]) -> int:
             f"--executor dask goes with one process, and this is {share}; start it once, or give "
             "--executor processes."
         )
-    set_up_logging(rank=share.rank, others=logging.INFO)
+    set_up_logging(rank=share.rank, level_of_other_ranks=logging.INFO)
     prepare(config, share)
     return 0
 

@@ -71,7 +71,9 @@ class SkippedSamples:
         totals = count(end)
         for first, stop in self.before(end):
             skipped = zip(totals, count(first), count(stop), strict=True)
-            totals = [total + before - after for total, before, after in skipped]
+            totals = [
+                total + count_before - count_after for total, count_before, count_after in skipped
+            ]
         return totals
 
 

@@ -20,12 +20,12 @@ log = logging.getLogger("llm.data")
 
 
 def parse_blend(
-    words: Sequence[float | str], *, option: str
+    blend: Sequence[float | str], *, option: str
 ) -> tuple[list[Path], list[float] | None]:
     """Read prefixes of token files, alone or each after its weight.
 
     Args:
-        words: Numbers are weights, strings are prefixes.
+        blend: Numbers are weights, strings are prefixes.
         option: The option that they were given with, for messages.
 
     Returns:
@@ -34,10 +34,10 @@ def parse_blend(
     Raises:
         ConfigError: Weights and prefixes do not alternate, or a weight cannot be one.
     """
-    weighted = isinstance(words[0], int | float)
+    weighted = isinstance(blend[0], int | float)
     paths: list[Path] = []
     weights: list[float] = []
-    for number, word in enumerate(words):
+    for number, word in enumerate(blend):
         wants_weight = weighted and number % 2 == 0
         if isinstance(word, str):
             if wants_weight:
@@ -57,8 +57,8 @@ def parse_blend(
             )
         else:
             weights.append(float(word))
-    if isinstance(words[-1], int | float):
-        raise ConfigError(f"{option} ends with the weight {words[-1]:g}; a prefix must follow it.")
+    if isinstance(blend[-1], int | float):
+        raise ConfigError(f"{option} ends with the weight {blend[-1]:g}; a prefix must follow it.")
     if weighted and not any(weights):
         raise ConfigError(f"{option} gives every source the weight 0; one must be above it.")
     if not math.isfinite(sum(weights)):
@@ -171,12 +171,12 @@ def split_rows(
             f"for {split}; change the percentage, or give a --validation_file."
         )
     # A document that is cut in two counts on both sides.
-    begun = int(np.searchsorted(file.documents[:-1], split_row, side="left"))
-    ended = int(np.searchsorted(file.documents[1:], split_row, side="right"))
+    num_begun = int(np.searchsorted(file.documents[:-1], split_row, side="left"))
+    num_ended = int(np.searchsorted(file.documents[1:], split_row, side="right"))
     validation = TokenStream(
         file,
         stop=end,
-        num_documents=begun,
+        num_documents=num_begun,
         # Sum in int64: a large corpus has more bytes than uint32 can count.
         num_bytes=int(row_bytes[:split_row].sum(dtype=np.int64)),
         vocab_size=vocab_size,
@@ -184,7 +184,7 @@ def split_rows(
     training = TokenStream(
         file,
         start=end,
-        num_documents=file.num_documents - ended,
+        num_documents=file.num_documents - num_ended,
         num_bytes=int(row_bytes[split_row:].sum(dtype=np.int64)),
         vocab_size=vocab_size,
     )

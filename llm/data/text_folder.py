@@ -59,11 +59,11 @@ def find_text_files(folder: Path, option: str) -> list[Path]:
 
 def refuse_duplicates(paths: Sequence[Path], option: str) -> None:
     """Raise a DataError if two paths are the same file."""
-    seen: set[Path] = set()
+    real_paths: set[Path] = set()
     for path in paths:
-        if (real := path.resolve()) in seen:
+        if (real := path.resolve()) in real_paths:
             raise DataError(f"{option} names {path} twice; give each file once.")
-        seen.add(real)
+        real_paths.add(real)
 
 
 def _join_names(names: Sequence[str]) -> str:

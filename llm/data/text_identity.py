@@ -152,9 +152,9 @@ def dataset_files(dataset_name: str) -> Stamps:
     """
     if not Path(dataset_name).is_dir():
         return {}
-    inside = sorted(Path(os.path.abspath(dataset_name)).rglob("*"))
-    refuse_broken_links(inside, f"--dataset_name {dataset_name}:")
-    return {file: stamp(file) for file in inside if file.is_file()}
+    paths = sorted(Path(os.path.abspath(dataset_name)).rglob("*"))
+    refuse_broken_links(paths, f"--dataset_name {dataset_name}:")
+    return {file: stamp(file) for file in paths if file.is_file()}
 
 
 def dataset_identity(
@@ -181,12 +181,12 @@ def dataset_identity(
     return identity
 
 
-def refuse_broken_links(paths: list[Path], where: str) -> None:
-    """Raise a DataError that begins with `where` if a path is a broken link."""
+def refuse_broken_links(paths: list[Path], location: str) -> None:
+    """Raise a DataError that begins with `location` if a path is a broken link."""
     for path in paths:
         if os.path.islink(path) and not os.path.exists(path):
             raise DataError(
-                f"{where} {path} is a broken link; remove it, or name the files to read."
+                f"{location} {path} is a broken link; remove it, or name the files to read."
             )
 
 
@@ -220,8 +220,8 @@ def recipe(
     }
 
 
-def recipe_digest(made_of: Recipe) -> str:
+def recipe_digest(recipe: Recipe) -> str:
     """Return a digest of a recipe: equal digests, equal bytes."""
     import xxhash  # imported here because --help runs without packages
 
-    return xxhash.xxh3_128_hexdigest(json.dumps(made_of, sort_keys=True).encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps(recipe, sort_keys=True).encode())

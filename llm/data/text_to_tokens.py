@@ -98,13 +98,13 @@ class Text:
             return [{**identity, "content": "".join(samples.values())}]
         return [
             {
-                **file_identity(path, files[path], self._options(path)),
+                **file_identity(path, files[path], self._file_options(path)),
                 "content": samples[path],
             }
             for path in files
         ]
 
-    def _options(self, path: Path) -> dict[str, Json]:
+    def _file_options(self, path: Path) -> dict[str, Json]:
         return file_options(
             path,
             text_column=self.text_column,
@@ -250,34 +250,34 @@ def run_job(job: TextJob) -> None:
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    said: list[str] = []
+    output_lines: list[str] = []
     try:
         with contextlib.suppress(BrokenPipeError):  # it has already failed and reports why
             process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
             process.stdin.flush()
-        _log_lines(process.stdout, said)
+        _log_lines(process.stdout, output_lines)
         code = process.wait()
     except BaseException:
-        _close(process.stdin)  # as if this process had died: it logs its progress and ends
+        _close_pipe(process.stdin)  # as if this process had died: it logs its progress and ends
         timer = threading.Timer(_END_SECONDS, process.kill)
         timer.daemon = True
         timer.start()
         try:
-            _log_lines(process.stdout, said)
+            _log_lines(process.stdout, output_lines)
         finally:  # after a second Ctrl-C too
             timer.cancel()
         raise
     finally:
         process.kill()
         process.wait()
-        _close(process.stdin)
+        _close_pipe(process.stdin)
         process.stdout.close()
-    begins = (number for number, line in enumerate(said) if line.startswith(_ERROR))
-    sentence = next(begins, len(said))
-    for line in said[:sentence]:  # of a library, or a traceback
+    begins = (number for number, line in enumerate(output_lines) if line.startswith(_ERROR))
+    sentence = next(begins, len(output_lines))
+    for line in output_lines[:sentence]:  # of a library, or a traceback
         log.warning(line)
     if code == 2:
-        raise DataError("\n".join(said[sentence:]).removeprefix(_ERROR))
+        raise DataError("\n".join(output_lines[sentence:]).removeprefix(_ERROR))
     if code < 0:
         raise DataError(
             f"The process that made token files of {job.text.name} was killed "
@@ -288,16 +288,16 @@ def run_job(job: TextJob) -> None:
         raise RuntimeError(f"{PROGRAM} has failed with the exit code {code}")
 
 
-def _close(pipe: IO[bytes]) -> None:
+def _close_pipe(pipe: IO[bytes]) -> None:
     with contextlib.suppress(BrokenPipeError):  # closing would flush unread data again
         pipe.close()
 
 
-def _log_lines(lines: IO[bytes], said: list[str]) -> None:
+def _log_lines(lines: IO[bytes], output_lines: list[str]) -> None:
     """Forward the process's log, and collect its other output."""
     for line in lines:
         try:
             level, message = json.loads(line)
             log.log(level, message)
         except (ValueError, TypeError):
-            said.append(line.decode(errors="replace").rstrip())
+            output_lines.append(line.decode(errors="replace").rstrip())

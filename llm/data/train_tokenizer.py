@@ -143,7 +143,7 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
     """
     check_options(options)
     started = time.monotonic()
-    num_threads = bounded_workers(options.num_workers, most=max(_THREADS, num_cores()))
+    num_threads = bounded_workers(options.num_workers, max_workers=max(_THREADS, num_cores()))
     output = Path(str(options.output_dir))
     sources = text_sources(options.input, text_column=options.text_column)
     for path in (path for source in sources for path in source.files):
@@ -163,12 +163,12 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
         _remove_leftovers(output)
         unfinished.mkdir(parents=True)
         try:
-            _train(options, texts, num_threads, unfinished)
+            _train_tokenizer(options, texts, num_threads, unfinished)
         except Exception:
             if texts.error is not None:  # the libraries replace it by another error
                 raise texts.error from None
             raise
-        report = _report(unfinished, texts)
+        report = _describe_result(unfinished, texts)
         check_output(output, overwrite=options.overwrite)  # again, because training may take hours
         replaced = unfinished.with_suffix(".replaced")
         if output.exists():
@@ -219,8 +219,8 @@ def check_options(options: TrainTokenizerOptions) -> None:
         )
     if options.library == "sentencepiece":
         return
-    if given := list(_given(options, _SENTENCEPIECE)):
-        raise ConfigError(f"--{given[0]} is for --library sentencepiece alone; leave it out.")
+    if conflicting := list(_non_default_options(options, _SENTENCEPIECE)):
+        raise ConfigError(f"--{conflicting[0]} is for --library sentencepiece alone; leave it out.")
     if options.vocab_size <= NUM_BYTES:
         raise ConfigError(
             f"--vocab_size {options.vocab_size} is too small: the {NUM_BYTES} bytes and "
@@ -239,23 +239,26 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     if not overwrite:
         raise ConfigError(f"--output_dir {output} exists already; pass --overwrite to replace it.")
     names = {path.name for path in output.iterdir()} if output.is_dir() else {output.name}
-    if others := sorted(names - _FILES if output.is_dir() else names):
+    if other_files := sorted(names - _FILES if output.is_dir() else names):
         raise ConfigError(
-            f"--output_dir {output} holds more than a tokenizer from here ({others[0]}), so "
+            f"--output_dir {output} holds more than a tokenizer from here ({other_files[0]}), so "
             "--overwrite does not replace it; name another folder."
         )
 
 
-def _given(options: TrainTokenizerOptions, names: Sequence[str]) -> dict[str, Any]:
+def _non_default_options(options: TrainTokenizerOptions, names: Sequence[str]) -> dict[str, Any]:
     """Return the options that are set, by name."""
     values = {name: getattr(options, name) for name in names}
     return {name: v for name, v in values.items() if v is not None and v is not False}
 
 
-def _train(
+def _train_tokenizer(
     options: TrainTokenizerOptions, texts: TrainingTexts, num_threads: int, folder: Path
 ) -> None:
-    flags = {**_given(options, (*_COMMON, *_SENTENCEPIECE)), "num_threads": num_threads}
+    flags = {
+        **_non_default_options(options, (*_COMMON, *_SENTENCEPIECE)),
+        "num_threads": num_threads,
+    }
     if options.library == "huggingface":
         backend = train_huggingface(texts, **flags)
         special_tokens = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
@@ -272,7 +275,7 @@ def _train(
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _report(folder: Path, texts: TrainingTexts) -> str:
+def _describe_result(folder: Path, texts: TrainingTexts) -> str:
     """Describe text and tokenizer in a line; the tokenizer is loaded as its users load it."""
     tokenizer = load_text_tokenizer(TokenizerOptions(tokenizer_name=str(folder)))
     assert tokenizer.backend is not None

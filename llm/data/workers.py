@@ -13,16 +13,16 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def bounded_workers(wanted: int | None, *, most: int | None = None) -> int:
+def bounded_workers(wanted: int | None, *, max_workers: int | None = None) -> int:
     """Return the requested number of workers, limited to a useful number.
 
     Args:
         wanted: The number asked for; None takes all that are useful.
-        most: How many are useful; None is the cores that this process may use.
+        max_workers: How many are useful; None is the cores that this process may use.
     """
-    most = most or num_cores()
+    max_workers = max_workers or num_cores()
     if wanted is None:
-        return most
-    if wanted > most:
-        log.info(f"taking {most:,} workers, not {wanted:,}: there are {num_cores():,} cores")
-    return min(wanted, most)
+        return max_workers
+    if wanted > max_workers:
+        log.info(f"taking {max_workers:,} workers, not {wanted:,}: there are {num_cores():,} cores")
+    return min(wanted, max_workers)

@@ -54,18 +54,18 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
     if argv[:1] == ["prepare"]:
         return preparation_job(argv)
-    words = list(argv)
-    cut = words.index("--") if "--" in words else len(words)
-    if cut == len(words) and not any(word.startswith(("-h", "--help")) for word in words):
+    arguments = list(argv)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    if cut == len(arguments) and not any(word.startswith(("-h", "--help")) for word in arguments):
         raise ConfigError(_NO_TRAINER)
-    if [_option_of(word) for word in words[:cut] if word.startswith("--")].count("sweep") > 1:
+    if [_option_of(word) for word in arguments[:cut] if word.startswith("--")].count("sweep") > 1:
         raise ConfigError(
             "--sweep is given twice; for a job per combination, list all options after one, as in "
             "--sweep learning_rate=1e-4,3e-4 seed=1,2."
         )
     options = parse(
         JobOptions,
-        words[:cut],
+        arguments[:cut],
         prog="python -m llm.jobs",
         description="Write a job script; the trainer's options follow after --. With the word "
         "prepare first, it prepares token files: python -m llm.jobs prepare --help.",
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         usage="SCHEDULER [--OPTION VALUE ...] -- TRAINER OPTIONS",
         example="slurm --nodes 8 --requeue --output job.sh -- --config run.toml",
     )
-    text, notes = job_script(options, command=words[:cut], trainer=words[cut + 1 :])
+    text, notes = job_script(options, command=arguments[:cut], trainer=arguments[cut + 1 :])
     write_script(options.output, text)
     sys.stderr.write("".join(f"{note}\n" for note in notes))
     return 0
@@ -101,7 +101,7 @@ def job_script(
         cpus_per_gpu=options.cpus_per_gpu or site.cpus_per_gpu,
         launcher=options.launcher or site.launcher,
     )
-    _check(job)
+    _check_scheduler(job)
     if not trainer:
         raise ConfigError(_NO_TRAINER)
     minutes = read_minutes(job.time)
@@ -114,8 +114,8 @@ def job_script(
     # Time for the job to start and to save its last checkpoint.
     exit_after = minutes - max(15, minutes // 20) if job.chain else None
     added = _stop_and_resume(trainer, exit_after)
-    asked, trainer = trainer, [*trainer, *added]
-    queue = choose_queue(site, asked=job.queue, nodes=job.nodes, minutes=minutes)
+    user_arguments, trainer = trainer, [*trainer, *added]
+    queue = choose_queue(site, queue_name=job.queue, nodes=job.nodes, minutes=minutes)
     config = parse_args(trainer)
     if config.output_dir is None:
         raise ConfigError("--output_dir is missing among the trainer's options.")
@@ -138,7 +138,7 @@ def job_script(
         trainer=_option_rows(trainer, without=sweep),
         made_by=shlex.join(without_output(command)),
     )
-    return text, describe_script(job, config, trainer=asked, added=added)
+    return text, describe_script(job, config, trainer=user_arguments, added=added)
 
 
 def _check_ranks(config: CoreConfig, *, ranks: int, ranks_per_node: int) -> None:
@@ -159,7 +159,7 @@ def _check_ranks(config: CoreConfig, *, ranks: int, ranks_per_node: int) -> None
     plan_batches(replace(config, **batch), num_windows=1, world_size=dims.data_ranks, block_size=1)
 
 
-def _check(job: JobOptions) -> None:
+def _check_scheduler(job: JobOptions) -> None:
     """Refuse options that the scheduler does not have, or that break the script."""
     check_job(job)
     for name in ("requeue", "sweep", "container"):
@@ -174,13 +174,13 @@ def _check(job: JobOptions) -> None:
 
 def _stop_and_resume(trainer: Sequence[str], exit_after: int | None) -> list[str]:
     """Return arguments to add to the trainer's, so that it ends in time and resumes."""
-    named = {_option_of(word) for word in trainer if word.startswith("--")}
-    words = []
-    if exit_after is not None and "exit_after" not in named:
-        words += ["--exit_after", str(exit_after)]
-    if not named & {"resume_from_checkpoint", "no_resume_from_checkpoint"}:
-        words.append("--resume_from_checkpoint")
-    return words
+    option_names = {_option_of(word) for word in trainer if word.startswith("--")}
+    arguments = []
+    if exit_after is not None and "exit_after" not in option_names:
+        arguments += ["--exit_after", str(exit_after)]
+    if not option_names & {"resume_from_checkpoint", "no_resume_from_checkpoint"}:
+        arguments.append("--resume_from_checkpoint")
+    return arguments
 
 
 def _read_sweep(sweep: Sequence[str]) -> dict[str, list[str]]:

@@ -26,10 +26,12 @@ def describe_script(
     """
     assert job.gpus_per_node is not None
     lines = [f"Added: {' '.join(added)}."] if added else []
-    lines += [f"Fill in {name} before you submit, or give {flag}." for name, flag in _blanks(job)]
+    lines += [
+        f"Fill in {name} before you submit, or give {flag}." for name, flag in _unfilled_fields(job)
+    ]
     lines += [
         f"--{name} {path} is not on this machine; the job needs it."
-        for name, path in _inputs(config)
+        for name, path in _input_files(config)
         if not (glob(path) or Path(f"{path}.bin").exists() or glob(f"{escape(path)}-*-of-*.bin"))
     ]
     command = ["llm-trainers", "plan", "--nodes", str(job.nodes)]
@@ -44,13 +46,13 @@ def describe_script(
     return lines
 
 
-def _blanks(job: JobOptions) -> list[tuple[str, str]]:
+def _unfilled_fields(job: JobOptions) -> list[tuple[str, str]]:
     """Return the places to fill in, and the options that fill them."""
     values = (("account", job.account), ("queue", job.queue or ""))
     return [(value, f"--{name}") for name, value in values if value.startswith("__")]
 
 
-def _inputs(config: CoreConfig) -> list[tuple[str, str]]:
+def _input_files(config: CoreConfig) -> list[tuple[str, str]]:
     """Return the options that name files to read, and each file."""
     return [
         (name, path)

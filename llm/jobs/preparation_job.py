@@ -30,11 +30,11 @@ def preparation_job(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: An option does not fit the others, or `llm.data.prepare` refuses its own.
     """
-    words = list(argv)
-    cut = words.index("--") if "--" in words else len(words)
+    arguments = list(argv)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = parse(
         PreparationJobOptions,
-        words[1:cut],
+        arguments[1:cut],
         prog="python -m llm.jobs prepare",
         description="Write a job script that prepares token files, with one process on each node; "
         "the options of llm.data.prepare follow after --.",
@@ -46,13 +46,13 @@ def preparation_job(argv: Sequence[str]) -> int:
     site = SITES[options.site]
     job = replace(options, scheduler=options.scheduler or site.schedulers[0])
     check_job(job)
-    preparation = words[cut + 1 :]
+    preparation = arguments[cut + 1 :]
     if not preparation:
         raise ConfigError("The options of llm.data.prepare are missing: write them after --.")
     config = parse(PrepareConfig, preparation, prog="python -m llm.data.prepare", description="")
     check(config)
-    given = {"executor dask": config.executor == "dask", "rank": config.rank is not None}
-    for name, is_given in given.items():
+    conflicts = {"executor dask": config.executor == "dask", "rank": config.rank is not None}
+    for name, is_given in conflicts.items():
         if is_given:
             raise ConfigError(
                 f"--{name} does not go into this script, which starts one rank on each node; "
@@ -64,13 +64,13 @@ def preparation_job(argv: Sequence[str]) -> int:
             "node; remove the files that exist."
         )
     minutes = read_minutes(job.time)
-    queue = choose_queue(site, asked=job.queue, nodes=job.nodes, minutes=minutes)
+    queue = choose_queue(site, queue_name=job.queue, nodes=job.nodes, minutes=minutes)
     text = load_template(f"prepare_{job.scheduler}.sh").render(
         job=replace(job, queue=queue),
         site=site,
         walltime=f"{minutes // 60:02}:{minutes % 60:02}:00",
         options=[" ".join(row) for row in quoted_rows(preparation)],
-        made_by=shlex.join(without_output(words[:cut])),
+        made_by=shlex.join(without_output(arguments[:cut])),
     )
     write_script(options.output, text)
     return 0

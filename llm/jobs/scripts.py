@@ -77,10 +77,10 @@ def read_minutes(time: str) -> int:
     return total
 
 
-def quoted_rows(words: Sequence[str]) -> list[list[str]]:
+def quoted_rows(arguments: Sequence[str]) -> list[list[str]]:
     """Quote arguments for bash, in a row for each option."""
     rows: list[list[str]] = []
-    for word in words:
+    for word in arguments:
         if word.startswith("--") or not rows:
             rows.append([])
         quoted = shlex.quote(word)
@@ -91,11 +91,11 @@ def quoted_rows(words: Sequence[str]) -> list[list[str]]:
 
 def without_output(command: Sequence[str]) -> list[str]:
     """Return the arguments without `--output`."""
-    kept = [word for word in command if not word.startswith("--output=")]
-    if "--output" in kept:
-        place = kept.index("--output")
-        del kept[place : place + 2]
-    return kept
+    arguments = [word for word in command if not word.startswith("--output=")]
+    if "--output" in arguments:
+        place = arguments.index("--output")
+        del arguments[place : place + 2]
+    return arguments
 
 
 def write_script(path: str | None, text: str) -> None:

@@ -82,7 +82,7 @@ class Site:
         return "list:" + ":".join(f"{begin}-{begin + cores - 1}" for begin in begins[:ranks])
 
 
-def _read() -> dict[str, Site]:
+def _read_sites() -> dict[str, Site]:
     text = Path(__file__).with_name("sites.toml").read_text(encoding="utf-8")
     return {
         name: Site(**{**site, "queues": [Queue(**row) for row in site.get("queues", ())]})
@@ -90,18 +90,18 @@ def _read() -> dict[str, Site]:
     }
 
 
-SITES = _read()
+SITES = _read_sites()
 
 
-def choose_queue(site: Site, *, asked: str | None, nodes: int, minutes: int) -> str:
+def choose_queue(site: Site, *, queue_name: str | None, nodes: int, minutes: int) -> str:
     """Return the queue that you name, or the site's first one that accepts a job of this size.
 
     Raises:
         ConfigError: No queue, or not the named one, accepts the job.
     """
-    rows = [queue for queue in site.queues if asked in (None, queue.name)]
+    rows = [queue for queue in site.queues if queue_name in (None, queue.name)]
     if not rows:
-        return asked or "__QUEUE__"
+        return queue_name or "__QUEUE__"
     for queue in rows:
         if queue.min_nodes <= nodes <= queue.max_nodes and minutes <= 60 * queue.hours:
             return queue.name
@@ -109,7 +109,7 @@ def choose_queue(site: Site, *, asked: str | None, nodes: int, minutes: int) -> 
         f"{queue.name} ({queue.min_nodes}-{queue.max_nodes} nodes, {queue.hours} h)"
         for queue in rows
     )
-    verb = "No queue takes" if asked is None else f"--queue {asked} does not take"
+    verb = "No queue takes" if queue_name is None else f"--queue {queue_name} does not take"
     raise ConfigError(
         f"{verb} --nodes {nodes} for {minutes} minutes. There are {offers}; change --nodes, "
         "--time or --queue."

@@ -60,9 +60,9 @@ class MetricsFile:
                 return
             try:
                 self._file.truncate(self._size)  # a failed attempt may have written a part
-                rest = memoryview(self._unwritten)
-                while rest:
-                    rest = rest[self._file.write(rest) :]
+                unwritten = memoryview(self._unwritten)
+                while unwritten:
+                    unwritten = unwritten[self._file.write(unwritten) :]
                 sync(self._file)
             except OSError as error:
                 error.filename = str(self._path)

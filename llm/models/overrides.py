@@ -45,9 +45,9 @@ def override(config: PreTrainedConfig, *, stated: dict[str, Any], text: str) -> 
     return _make_config(config, {**stated, **changes}, text=text)
 
 
-def nearest_names(name: str, known: Iterable[str]) -> str:
+def nearest_names(name: str, names: Iterable[str]) -> str:
     """Return a clause that suggests known names like this one."""
-    near = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=0.4)
+    near = difflib.get_close_matches(name, sorted(set(names)), n=3, cutoff=0.4)
     return f"nearest: {', '.join(near)}" if near else "nothing has a name like it"
 
 
@@ -63,16 +63,18 @@ def _change_field(
         }
     rope = fields.get(_ROPE) or {}
     change = {name: _parse_value(value, rope.get(name), option=option)}
-    before = _make_config(config, stated, text=text).to_dict()
-    after = _make_config(config, {**stated, **change}, text=text).to_dict()
-    if name not in after and after != before:  # the class derives other fields from this one
+    fields_before = _make_config(config, stated, text=text).to_dict()
+    fields_after = _make_config(config, {**stated, **change}, text=text).to_dict()
+    if (
+        name not in fields_after and fields_after != fields_before
+    ):  # the class derives other fields from this one
         return change
     if name in rope:
         return {_ROPE: {**(stated.get(_ROPE) or rope), **change}}
     model_reads = _undeclared_fields(config)
     if name in model_reads:
         return change
-    if name not in after:
+    if name not in fields_after:
         raise ConfigError(
             f"{option} changes nothing: the {config.model_type} model has this value already, or "
             f"its config.json states it in another field, such as {_ROPE}; leave it out, or "

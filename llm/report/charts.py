@@ -79,14 +79,14 @@ class Charts:
         Returns:
             A `script` element, and for each chart by name the element that it is drawn into.
         """
-        charts = {panel.name: self._chart(panel) for panel in self._panels}
+        charts = {panel.name: self._draw_panel(panel) for panel in self._panels}
         if any(len(source.data["step"]) for source in self._events):
-            charts["events"] = self._lanes()
+            charts["events"] = self._draw_events()
             charts[self._panels[0].name].xaxis.visible = False
         document = Document()
         for chart in charts.values():
             document.add_root(chart)
-        known = {
+        arguments = {
             "charts": list(charts.values()),
             "drawn": self._drawn,
             "ranges": [self._whole, self._half],
@@ -95,11 +95,11 @@ class Charts:
             "names": [run.name for run in self._runs],
         }
         code = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
-        document.js_on_event("document_ready", CustomJS(args=known, code=code))
+        document.js_on_event("document_ready", CustomJS(args=arguments, code=code))
         script, places = components(charts)
         return script, places
 
-    def _figure(self, *, height: int, half: bool = False, **options: Any) -> Any:
+    def _make_figure(self, *, height: int, half: bool = False, **options: Any) -> Any:
         chart: Any = figure(
             height=height,
             sizing_mode="stretch_width",
@@ -124,10 +124,10 @@ class Charts:
         chart.xgrid.visible = False
         return chart
 
-    def _chart(self, panel: Panel) -> Any:
+    def _draw_panel(self, panel: Panel) -> Any:
         height = 400 if panel is self._panels[0] else 250
         scale = "log" if panel.log else "linear"
-        chart = self._figure(height=height, half=panel.from_half, y_axis_type=scale)
+        chart = self._make_figure(height=height, half=panel.from_half, y_axis_type=scale)
         chart.y_range.only_visible = True
         if panel.from_zero and not panel.log:
             chart.y_range.start = 0
@@ -139,10 +139,10 @@ class Charts:
                     line.tags = [kind]
                     self._drawn[run].append(line)
         for curve in panel.curves:
-            known = (curve.run, curve.key)
-            if known not in self._sources:
-                self._sources[known] = self._source(curve.points)
-            source, drawn = self._sources[known], self._drawn[curve.run]
+            source_key = (curve.run, curve.key)
+            if source_key not in self._sources:
+                self._sources[source_key] = self._column_source(curve.points)
+            source, drawn = self._sources[source_key], self._drawn[curve.run]
             if "low" in curve.points:
                 drawn.append(chart.varea(self._x, "low", "high", fill_alpha=0.2, source=source))
             validation = curve.key.startswith("eval_")
@@ -164,10 +164,10 @@ class Charts:
         chart.add_tools(CrosshairTool(dimensions="height", overlay=self._cursor))
         return chart
 
-    def _lanes(self) -> Any:
+    def _draw_events(self) -> Any:
         """Return the chart of the events: a line of marks for each run."""
         num_runs = len(self._runs)
-        chart = self._figure(height=18 * num_runs + 60, y_range=(num_runs - 0.5, -0.5))
+        chart = self._make_figure(height=18 * num_runs + 60, y_range=(num_runs - 0.5, -0.5))
         chart.yaxis.visible = False
         chart.ygrid.ticker = list(range(num_runs))
         for run, source in enumerate(self._events):
@@ -179,19 +179,21 @@ class Charts:
         return chart
 
     def _event_source(self, run: Run) -> ColumnDataSource:
-        shown = []
+        shown_events = []
         for kind in MARKS:
-            events = [e for e in run.events if e.kind == kind and e.kept and e.step is not None]
-            shown += events[:: -(-len(events) // _MAX_MARKS) or 1]
-        places = [run.at(event.step or 0) for event in shown]
+            events = [
+                e for e in run.events if e.kind == kind and e.is_current and e.step is not None
+            ]
+            shown_events += events[:: -(-len(events) // _MAX_MARKS) or 1]
+        places = [run.at(event.step or 0) for event in shown_events]
         columns: dict[str, list[Any]] = {x: [place[x] for place in places] for x in X_KEYS}
-        columns["kind"] = [event.kind for event in shown]
-        columns["mark"] = [MARKS[event.kind][0] for event in shown]
-        columns["aside"] = [MARKS[event.kind][1] for event in shown]
-        columns["text"] = [f"{run.name}, step {e.step:,}: {e.text}" for e in shown]
-        return self._source(columns)
+        columns["kind"] = [event.kind for event in shown_events]
+        columns["mark"] = [MARKS[event.kind][0] for event in shown_events]
+        columns["aside"] = [MARKS[event.kind][1] for event in shown_events]
+        columns["text"] = [f"{run.name}, step {e.step:,}: {e.text}" for e in shown_events]
+        return self._column_source(columns)
 
-    def _source(self, columns: Mapping[str, Any]) -> ColumnDataSource:
+    def _column_source(self, columns: Mapping[str, Any]) -> ColumnDataSource:
         """Return columns for charts, with time in the unit that the page shows."""
         seconds = np.asarray(columns["seconds"], dtype=np.float64)
         return ColumnDataSource({**columns, "seconds": seconds / self._divisor})

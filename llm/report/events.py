@@ -24,7 +24,7 @@ class Event:
         step: Optimizer steps done; None if unknown.
         text: A few words.
         time: Local time; empty if unknown.
-        kept: Whether its steps are still part of the curves: False for an event after the
+        is_current: Whether its steps are still part of the curves: False for an event after the
             checkpoint that a later start resumed from.
     """
 
@@ -32,7 +32,7 @@ class Event:
     step: int | None
     text: str
     time: str = ""
-    kept: bool = True
+    is_current: bool = True
 
 
 def logged_events(lines: list[dict[str, Any]], *, saved: set[int]) -> list[Event]:
@@ -47,7 +47,9 @@ def logged_events(lines: list[dict[str, Any]], *, saved: set[int]) -> list[Event
         kind, step = line["event"], line.get("step")
         if kind in ("start", "rewind"):
             events = [
-                dataclasses.replace(event, kept=event.kept and (event.step or 0) <= (step or 0))
+                dataclasses.replace(
+                    event, is_current=event.is_current and (event.step or 0) <= (step or 0)
+                )
                 for event in events
             ]
         texts = {
@@ -77,7 +79,7 @@ def planned_events(
     start: dict[str, Any],
     *,
     first: int,
-    last: float,
+    last_step: float,
     cooldown_from: int | None,
 ) -> list[Event]:
     """Return the steps where data stages, larger batches and the cooldown began.
@@ -86,27 +88,31 @@ def planned_events(
         config: config.toml.
         start: The last `start` event; empty if there is none.
         first: Steps that a branch inherits from its parent.
-        last: Steps done.
+        last_step: Steps done.
         cooldown_from: Steps done before the cooldown; None without one.
     """
     try:
-        borders = [border for border in _borders(config, start) if border[1] > first]
+        borders = [border for border in _phase_borders(config, start) if border[1] > first]
     except (ConfigError, ArithmeticError, LookupError, TypeError, ValueError):
         borders = []  # no run has these options
     if cooldown_from is not None and cooldown_from >= first:
         text = f"the cooldown begins, of {config['cooldown_tokens']:,} tokens"
         borders.append(("cooldown", cooldown_from, text))
-    return [Event(kind=kind, step=step, text=text) for kind, step, text in borders if step <= last]
+    return [
+        Event(kind=kind, step=step, text=text) for kind, step, text in borders if step <= last_step
+    ]
 
 
-def _borders(config: dict[str, Any], start: dict[str, Any]) -> Iterator[tuple[str, int, str]]:
+def _phase_borders(config: dict[str, Any], start: dict[str, Any]) -> Iterator[tuple[str, int, str]]:
     """Yield kind, step and text of every border of batches and stages, including future ones."""
     if "block_size" not in start or "global_batch_size" not in start:
         return
     phases = batch_phases(start["global_batch_size"], block_size=start["block_size"])
     for step, _, size in phases[1:]:
         yield "batch", step, f"the batch grows to {size:,} samples"
-    for number, (before, stage) in enumerate(pairwise(config.get("data_stage") or []), start=2):
-        samples = Fraction(Tokens(before["until"]), start["block_size"])
-        words = " ".join(Path(str(word)).name for word in stage["data_path"])
-        yield "stage", math.ceil(steps_at(phases, samples)), f"data stage {number}: {words}"
+    for number, (previous_stage, stage) in enumerate(
+        pairwise(config.get("data_stage") or []), start=2
+    ):
+        samples = Fraction(Tokens(previous_stage["until"]), start["block_size"])
+        paths = " ".join(Path(str(word)).name for word in stage["data_path"])
+        yield "stage", math.ceil(steps_at(phases, samples)), f"data stage {number}: {paths}"

@@ -30,7 +30,7 @@ def make_page(runs: list[Run], *, x: X) -> str:
     script, places = Charts(runs, panels, x=x).embed() if panels else ("", {})
     library = Resources(mode="inline", components=["bokeh"])
     options = configuration_rows(runs)
-    kinds = {event.kind for run in runs for event in run.events if event.kept}
+    kinds = {event.kind for run in runs for event in run.events if event.is_current}
     page: str = (
         jinja2.Environment(
             loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -70,21 +70,30 @@ def make_page(runs: list[Run], *, x: X) -> str:
 def summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
     """Return the rows of the summary: a name, and a cell for each run."""
     rows: list[tuple[str, Callable[[Run], str | None]]] = [
-        ("Status", _status),
-        ("Made of", _origin),
-        ("Model", _model),
-        ("Parameters", lambda run: _text(run.start.get("parameters"), whole)),
-        ("Devices", _devices),
-        ("Steps", _steps),
-        ("Tokens", lambda run: _text(run.last("tokens"), whole)),
-        ("Training time", lambda run: _text(run.last("seconds"), duration)),
+        ("Status", _status_cell),
+        ("Made of", _origin_cell),
+        ("Model", _model_cell),
+        ("Parameters", lambda run: _format_or_none(run.start.get("parameters"), whole)),
+        ("Devices", _devices_cell),
+        ("Steps", _steps_cell),
+        ("Tokens", lambda run: _format_or_none(run.last("tokens"), whole)),
+        ("Training time", lambda run: _format_or_none(run.last("seconds"), duration)),
         ("Tokens/s, mean", _mean_speed),
-        ("Training loss, last", lambda run: _text(run.last("loss"), "{:.4f}".format)),
-        ("Validation loss, last", lambda run: _text(run.last("eval_loss"), "{:.4f}".format)),
-        ("Validation loss, best", _best),
-        ("Moving average, last", lambda run: _text(run.last("eval_ema_loss"), "{:.4f}".format)),
-        ("Perplexity, last", lambda run: _text(run.last("eval_perplexity"), "{:.2f}".format)),
-        ("Skipped steps", lambda run: _text(run.last("skipped_steps"), whole)),
+        ("Training loss, last", lambda run: _format_or_none(run.last("loss"), "{:.4f}".format)),
+        (
+            "Validation loss, last",
+            lambda run: _format_or_none(run.last("eval_loss"), "{:.4f}".format),
+        ),
+        ("Validation loss, best", _best_cell),
+        (
+            "Moving average, last",
+            lambda run: _format_or_none(run.last("eval_ema_loss"), "{:.4f}".format),
+        ),
+        (
+            "Perplexity, last",
+            lambda run: _format_or_none(run.last("eval_perplexity"), "{:.2f}".format),
+        ),
+        ("Skipped steps", lambda run: _format_or_none(run.last("skipped_steps"), whole)),
     ]
     cells = [(name, [cell(run) for run in runs]) for name, cell in rows]
     return [(name, [value or "-" for value in values]) for name, values in cells if any(values)]
@@ -93,7 +102,7 @@ def summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
 def configuration_rows(runs: list[Run]) -> list[tuple[str, list[str | None]]]:
     """Return every option and its value in each run, None if it is not set."""
     options = dict.fromkeys(name for run in runs for name in run.config)
-    return [(name, [_value(run.config.get(name)) for run in runs]) for name in options]
+    return [(name, [_format_option(run.config.get(name)) for run in runs]) for name in options]
 
 
 def event_rows(runs: list[Run]) -> list[tuple[int, str, Event]]:
@@ -126,11 +135,11 @@ def duration(seconds: float) -> str:
     return f"{int(seconds // 86400)} d {int(seconds % 86400 // 3600)} h"
 
 
-def _text(value: float | None, text: Callable[[float], str]) -> str | None:
+def _format_or_none(value: float | None, text: Callable[[float], str]) -> str | None:
     return None if value is None else text(value)
 
 
-def _status(run: Run) -> str | None:
+def _status_cell(run: Run) -> str | None:
     status = run.status.get("status")
     if not isinstance(status, str):
         return None
@@ -145,13 +154,13 @@ def _status(run: Run) -> str | None:
     return cell + Markup(" <small>{}</small>").format(remark)
 
 
-def _origin(run: Run) -> str | None:
+def _origin_cell(run: Run) -> str | None:
     if run.origin is None:
         return None
     name, steps = run.origin.folder.name, run.origin.steps
     if run.origin.is_mean:
-        words = "mean of {} <small>{} checkpoints, steps {:,} to {:,}</small>"
-        return Markup(words).format(name, len(steps), steps[0], steps[-1])
+        template = "mean of {} <small>{} checkpoints, steps {:,} to {:,}</small>"
+        return Markup(template).format(name, len(steps), steps[0], steps[-1])
     cell = Markup("branch of {} <small>step {:,}</small>").format(name, steps[0])
     cooldown, shape = run.config.get("cooldown_tokens"), run.config.get("cooldown_shape")
     if not is_count(cooldown):
@@ -161,13 +170,13 @@ def _origin(run: Run) -> str | None:
     )
 
 
-def _model(run: Run) -> str | None:
-    named = run.config.get("model_name_or_path") or run.config.get("config_name")
-    words = dict.fromkeys(str(word) for word in (named, run.start.get("architecture")) if word)
-    return ", ".join(words)
+def _model_cell(run: Run) -> str | None:
+    model_name = run.config.get("model_name_or_path") or run.config.get("config_name")
+    names = dict.fromkeys(str(word) for word in (model_name, run.start.get("architecture")) if word)
+    return ", ".join(names)
 
 
-def _devices(run: Run) -> str | None:
+def _devices_cell(run: Run) -> str | None:
     if "ranks" not in run.start:
         return None
     precision = run.start.get("mixed_precision")
@@ -176,10 +185,10 @@ def _devices(run: Run) -> str | None:
     )
 
 
-def _steps(run: Run) -> str | None:
+def _steps_cell(run: Run) -> str | None:
     done, total = run.last("step"), run.start.get("total_steps")
     if not total or done == total:
-        return _text(done, whole)
+        return _format_or_none(done, whole)
     bar = '<span class="progress"><i style="width:{:.1f}%"></i></span>'
     return Markup("{} of {} " + bar).format(
         whole(done or 0), whole(total), 100 * min(1.0, (done or 0) / total)
@@ -191,14 +200,14 @@ def _mean_speed(run: Run) -> str | None:
     return short(tokens / seconds) if tokens and seconds else None
 
 
-def _best(run: Run) -> str | None:
+def _best_cell(run: Run) -> str | None:
     best = best_evaluation(run.rows)
     if best is None:
         return None
     return Markup("{:.4f} <small>step {:,}</small>").format(best[1], best[0])
 
 
-def _value(value: object) -> str | None:
+def _format_option(value: object) -> str | None:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):

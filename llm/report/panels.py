@@ -111,13 +111,13 @@ _UNCHANGED = {"loss_scale": 1.0, "skipped_steps": 0.0}
 def make_panels(runs: list[Run]) -> list[Panel]:
     """Return the panels with values, in the order of the page."""
     keys = list(dict.fromkeys(key for run in runs for row in run.rows for key in row))
-    known = {key for panel in _KNOWN for key in panel.keys} | _NOT_DRAWN
-    others = [key for key in keys if key not in known and not key.startswith("eval_ema_")]
-    every = [*_KNOWN, *map(_panel_of, others)]
+    known_keys = {key for panel in _KNOWN for key in panel.keys} | _NOT_DRAWN
+    other_keys = [key for key in keys if key not in known_keys and not key.startswith("eval_ema_")]
+    every = [*_KNOWN, *map(_panel_of, other_keys)]
     panels = []
     for panel in sorted(every, key=lambda panel: _SECTIONS.index(panel.section)):
         curves = [
-            _curve(run, key, number=number, panel=panel)
+            _make_curve(run, key, number=number, panel=panel)
             for key in panel.keys
             for number, run in enumerate(runs)
             if any(key in row for row in run.rows)
@@ -133,8 +133,10 @@ def make_panels(runs: list[Run]) -> list[Panel]:
 
 def x_ends(runs: list[Run]) -> dict[X, float]:
     """Return the end of the longest run on each x axis."""
-    last = [run.rows[-1] for run in runs if run.rows]
-    return {x: max((row[x] for row in last if math.isfinite(row[x])), default=0.0) for x in X_KEYS}
+    last_rows = [run.rows[-1] for run in runs if run.rows]
+    return {
+        x: max((row[x] for row in last_rows if math.isfinite(row[x])), default=0.0) for x in X_KEYS
+    }
 
 
 def unit_of_time(seconds: float) -> tuple[float, str]:
@@ -148,11 +150,11 @@ def unit_of_time(seconds: float) -> tuple[float, str]:
 def _panel_of(key: str) -> Panel:
     """Return the panel of a metric that `_KNOWN` lacks, such as one from `--eval_metrics`."""
     name = "".join(letter if letter.isalnum() else "_" for letter in key)
-    words = key.removeprefix("eval_").replace("_", " ")
+    label = key.removeprefix("eval_").replace("_", " ")
     if key.startswith(("eval_", "loss/")):
         split = "Validation" if key.startswith("eval_") else "Training"
         source = key.partition("loss/")[2]
-        title = f"{split} loss, {source}" if source else f"{split} {words}"
+        title = f"{split} loss, {source}" if source else f"{split} {label}"
         unit = _NATS if source else ""
         average = key.replace("eval_", "eval_ema_")
         return Panel(name=name, title=title, keys=(key, average), unit=unit, section="Loss")
@@ -160,30 +162,33 @@ def _panel_of(key: str) -> Panel:
         task, _, metric = key.removeprefix("task_").partition("/")
         return Panel(name=name, title=f"{task}: {metric}", keys=(key,), section="Tasks")
     if "memory" in key:
-        return Panel(name=name, title=words.capitalize(), keys=(key,), unit="GiB", section="System",
+        return Panel(name=name, title=label.capitalize(), keys=(key,), unit="GiB", section="System",
                      from_zero=True, factor=2.0**-30)  # fmt: skip
     section = "K-FAC" if key.startswith("kfac") else "Other"
-    return Panel(name=name, title=words, keys=(key,), section=section, log=True)
+    return Panel(name=name, title=label, keys=(key,), section=section, log=True)
 
 
-def _curve(run: Run, key: str, *, number: int, panel: Panel) -> Curve:
+def _make_curve(run: Run, key: str, *, number: int, panel: Panel) -> Curve:
     rows = [row for row in run.rows if key in row]
     is_branch = run.origin is not None and not run.origin.is_mean
     if is_branch and panel.section != "System":  # its devices may differ
-        rows = [*[row for row in run.before if key in row][-1:], *rows]  # continues its parent
+        rows = [
+            *[row for row in run.inherited_rows if key in row][-1:],
+            *rows,
+        ]  # continues its parent
     points: dict[str, npt.NDArray[np.float64]] = {
         name: np.array([row[name] for row in rows]) for name in X_KEYS
     }
     points["y"] = np.array([row[key] * panel.factor for row in rows])
     size = math.ceil(len(rows) / MAX_POINTS)
     if size > 1:
-        bins = {name: _bins(values, size) for name, values in points.items()}
+        bins = {name: _bin_values(values, size) for name, values in points.items()}
         points = {name: bins[name].mean(axis=1).filled(math.nan) for name in bins}
         points["low"] = bins["y"].min(axis=1).filled(math.nan)
         points["high"] = bins["y"].max(axis=1).filled(math.nan)
     return Curve(run=number, key=key, points=points)
 
 
-def _bins(values: npt.NDArray[np.float64], size: int) -> np.ma.MaskedArray:
+def _bin_values(values: npt.NDArray[np.float64], size: int) -> np.ma.MaskedArray:
     padded = np.pad(values, (0, -len(values) % size), constant_values=math.nan)
     return np.ma.masked_invalid(padded.reshape(-1, size))

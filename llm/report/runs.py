@@ -63,8 +63,8 @@ class Run:
         events: The events in chronological order.
         start: The last `start` event; empty in runs without events.jsonl.
         origin: Origin of a branch or a mean.
-        before: Rows of the origin and of the run, up to the last of the steps; empty if the origin
-            is not among the runs of the report.
+        inherited_rows: Rows of the origin up to the last of its steps; empty if the origin is not
+            among the runs of the report.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Run:
     events: list[Event]
     start: dict[str, Any]
     origin: Origin | None = None
-    before: Sequence[Row] = ()
+    inherited_rows: Sequence[Row] = ()
 
     def last(self, key: str) -> float | None:
         """Return the last finite value of a metric, or None."""
@@ -85,9 +85,9 @@ class Run:
 
     def at(self, step: float) -> dict[X, float]:
         """Return the place of a step on each x axis: steps, tokens and seconds of training."""
-        rows = [*self.before, *self.rows]
+        rows = [*self.inherited_rows, *self.rows]
         steps = [row["step"] for row in rows]
-        return {x: _between(steps, [row[x] for row in rows], step) for x in X_KEYS}
+        return {x: _interpolate_at(steps, [row[x] for row in rows], step) for x in X_KEYS}
 
 
 def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
@@ -115,7 +115,7 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
             problems.append(str(error))
         except OSError as error:
             problems.append(f"{error.filename or path} cannot be read: {one_line(error)}.")
-    return [_beside(run, runs) for run in runs], problems
+    return [_with_inherited_rows(run, runs) for run in runs], problems
 
 
 def best_evaluation(rows: list[Row]) -> tuple[int, float] | None:
@@ -154,7 +154,7 @@ def _read_run(path: Path, name: str) -> Run:
         status=status or {},
         events=[],
         start=starts[-1] if starts else {},
-        origin=_parent(config or {}),
+        origin=_parent_of(config or {}),
     )
     return dataclasses.replace(run, events=_collect_events(run, lines))
 
@@ -177,9 +177,9 @@ def _collect_events(run: Run, lines: list[dict[str, Any]]) -> list[Event]:
     if (best := best_evaluation(run.rows)) is not None:
         text = f"lowest validation loss, {best[1]:.4f}"
         events.append(Event(kind="best", step=best[0], text=text))
-    last = run.rows[-1]["step"] if run.rows else 0
+    last_step = run.rows[-1]["step"] if run.rows else 0
     return events + planned_events(
-        run.config, run.start, first=first, last=last, cooldown_from=cooldown_from
+        run.config, run.start, first=first, last_step=last_step, cooldown_from=cooldown_from
     )
 
 
@@ -215,31 +215,31 @@ def _read_mean(path: Path, name: str, origin: Origin) -> Run:
     )
 
 
-def _beside(run: Run, runs: list[Run]) -> Run:
+def _with_inherited_rows(run: Run, runs: list[Run]) -> Run:
     """Return a run with the rows of its origin, taken from the other runs of the report."""
-    before = _before(run, runs)
-    steps = [row["step"] for row in before]
-    rows = [
-        row | {x: _between(steps, [other[x] for other in before], row["step"])
-               for x in ("tokens", "seconds") if before and math.isnan(row[x])}
-        for row in run.rows
-    ]  # fmt: skip
-    return dataclasses.replace(run, rows=rows, before=before)
+    inherited_rows = _inherited_rows(run, runs)
+    steps = [row["step"] for row in inherited_rows]
+    rows = []
+    for row in run.rows:
+        missing = [x for x in ("tokens", "seconds") if inherited_rows and math.isnan(row[x])]
+        values = {x: [inherited[x] for inherited in inherited_rows] for x in missing}
+        rows.append(row | {x: _interpolate_at(steps, values[x], row["step"]) for x in missing})
+    return dataclasses.replace(run, rows=rows, inherited_rows=inherited_rows)
 
 
-def _before(run: Run, runs: list[Run]) -> list[Row]:
+def _inherited_rows(run: Run, runs: list[Run]) -> list[Row]:
     if run.origin is None:
         return []
     folder, step = run.origin.folder, run.origin.steps[-1]
     # Both folders may have been moved together.
-    parents = [other for other in runs if other.path.resolve().name == folder.name]
-    parent = min(parents, key=lambda other: other.path.resolve() != folder, default=None)
+    parents = [candidate for candidate in runs if candidate.path.resolve().name == folder.name]
+    parent = min(parents, key=lambda candidate: candidate.path.resolve() != folder, default=None)
     if parent is None or parent is run:
         return []
-    return [row for row in (*_before(parent, runs), *parent.rows) if row["step"] <= step]
+    return [row for row in (*_inherited_rows(parent, runs), *parent.rows) if row["step"] <= step]
 
 
-def _parent(config: dict[str, Any]) -> Origin | None:
+def _parent_of(config: dict[str, Any]) -> Origin | None:
     checkpoint = config.get("branch_from")
     if not isinstance(checkpoint, str):
         return None
@@ -250,13 +250,13 @@ def _parent(config: dict[str, Any]) -> Origin | None:
 
 def _fill_in(rows: list[Row], key: str) -> None:
     """Place the steps with only an evaluation between the neighboring training reports."""
-    known = [row for row in rows if math.isfinite(row.get(key, math.nan))]
-    steps, values = [row["step"] for row in known], [row[key] for row in known]
+    known_rows = [row for row in rows if math.isfinite(row.get(key, math.nan))]
+    steps, values = [row["step"] for row in known_rows], [row[key] for row in known_rows]
     for row in rows:
-        row[key] = _between(steps, values, row["step"])
+        row[key] = _interpolate_at(steps, values, row["step"])
 
 
-def _between(steps: list[float], values: list[float], step: float) -> float:
+def _interpolate_at(steps: list[float], values: list[float], step: float) -> float:
     """Interpolate the value at a step linearly, from 0 through the known values.
 
     After the last known value, the last line continues.
@@ -265,7 +265,7 @@ def _between(steps: list[float], values: list[float], step: float) -> float:
         steps, values = [0.0, *steps], [0.0, *values]
     if len(steps) == 1:
         return values[0]
-    right = min(max(1, bisect_left(steps, step)), len(steps) - 1)
-    left = right - 1
-    fraction = (step - steps[left]) / (steps[right] - steps[left])
-    return values[left] + (values[right] - values[left]) * fraction
+    high = min(max(1, bisect_left(steps, step)), len(steps) - 1)
+    low = high - 1
+    fraction = (step - steps[low]) / (steps[high] - steps[low])
+    return values[low] + (values[high] - values[low]) * fraction

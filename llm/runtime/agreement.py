@@ -71,9 +71,9 @@ def on_all_ranks(
     except Exception as error:
         # The other ranks would not receive the news that a rank is lost.
         if not (is_shared(error) or isinstance(error, PeerLostError)):
-            _exchange(None, error, group, patience)
+            _exchange_values(None, error, group, patience)
         raise
-    _exchange(None, None, group, patience)
+    _exchange_values(None, None, group, patience)
     return result
 
 
@@ -83,7 +83,7 @@ def on_rank0(action: Callable[[], T]) -> T:
     Raises:
         LLMError: The error of rank 0, on all ranks.
     """
-    result = on_all_ranks(lambda: action() if _rank() == 0 else None)
+    result = on_all_ranks(lambda: action() if _rank_of_process() == 0 else None)
     shared: T = gather(result)[0]  # type: ignore[assignment]
     return shared
 
@@ -98,7 +98,7 @@ def gather(value: T, *, group: "ProcessGroup | None" = None) -> list[T]:
     Raises:
         LLMError: Another rank failed within `on_all_ranks`.
     """
-    return _exchange(value, None, group, PATIENCE)
+    return _exchange_values(value, None, group, PATIENCE)
 
 
 def is_shared(error: BaseException) -> bool:
@@ -115,7 +115,7 @@ def leave_together(seconds: float) -> None:
             return
 
 
-def _exchange(
+def _exchange_values(
     value: Any, error: Exception | None, group: "ProcessGroup | None", patience: float
 ) -> list[Any]:
     """Return the values of all ranks, or raise the error of the first rank that has one."""
@@ -123,25 +123,27 @@ def _exchange(
         if error is not None:
             raise error
         return [value]
-    told = None
+    report = None
     if isinstance(error, LLMError):
-        told = type(error).__name__, str(error)
+        report = type(error).__name__, str(error)
     elif error is not None:
         reason = explain_system_error(error) or f"{type(error).__name__}: {one_line(error)}."
-        told = "ParallelError", f"Rank {_rank()} has failed: {reason}"
-    found = _gather((value, told), group, patience)
-    failed = next((rank for rank, (_, other) in enumerate(found) if other is not None), None)
+        report = "ParallelError", f"Rank {_rank_of_process()} has failed: {reason}"
+    reports = _gather_values((value, report), group, patience)
+    failed = next(
+        (rank for rank, (_, rank_report) in enumerate(reports) if rank_report is not None), None
+    )
     if failed is None:
-        return [others for others, _ in found]
+        return [rank_value for rank_value, _ in reports]
     raised: Any = error
-    if error is None or failed != _rank():
-        kind, message = found[failed][1]
+    if error is None or failed != _rank_of_process():
+        kind, message = reports[failed][1]
         raised = getattr(errors, kind)(message)
     raised.shared = True
     raise raised
 
 
-def _gather(value: Any, group: "ProcessGroup | None", patience: float) -> list[Any]:
+def _gather_values(value: Any, group: "ProcessGroup | None", patience: float) -> list[Any]:
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -155,10 +157,10 @@ def _gather(value: Any, group: "ProcessGroup | None", patience: float) -> list[A
 
 
 def _gather_by_store(value: Any, patience: float) -> list[Any]:
-    rank, world_size = _rank(), _world_size()
+    rank, world_size = _rank_of_process(), _world_size()
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep its store
     key = f"llm/agreement/{restart}/{next(_exchanges)}"
-    keys = [f"{key}/{other}" for other in range(world_size)]
+    keys = [f"{key}/{peer}" for peer in range(world_size)]
     deadline = time.monotonic() + patience
 
     def wait_for_all(name: str, *, wait: bool = True) -> None:
@@ -188,10 +190,10 @@ def _gather_by_store(value: Any, patience: float) -> list[Any]:
 
 def _log_late_ranks(store: "Store", keys: list[str], rank: int) -> None:
     """Log which ranks have not sent their value; the lowest of the others does."""
-    late = [other for other, key in enumerate(keys) if not store.check([key])]
-    if not late or rank != next(other for other in range(len(keys)) if other not in late):
+    late = [peer for peer, key in enumerate(keys) if not store.check([key])]
+    if not late or rank != next(peer for peer in range(len(keys)) if peer not in late):
         return
-    names = [str(other) for other in late]
+    names = [str(peer) for peer in late]
     if len(late) > _MOST_NAMED:
         names = [*names[:_MOST_NAMED], f"{len(late) - _MOST_NAMED:,} others"]
     logger.warning(
@@ -210,7 +212,7 @@ def _read_value(text: bytes, sender: int) -> Any:
         ) from error
 
 
-def _rank() -> int:
+def _rank_of_process() -> int:
     return world_from_environment().rank
 
 
@@ -235,10 +237,10 @@ def _launch_store() -> "Store":
 @contextlib.contextmanager
 def _log_long_connection() -> Iterator[None]:
     """Log which ranks do not connect if the context takes long."""
-    rank = _rank()
-    others = "rank 0" if rank else f"the other {_world_size() - 1:,} ranks"
+    rank = _rank_of_process()
+    missing_ranks = "rank 0" if rank else f"the other {_world_size() - 1:,} ranks"
     place = f"{os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}"
-    sentence = f"Rank {rank} waits for {others} at {place}. {_HOW_ALONE}"
+    sentence = f"Rank {rank} waits for {missing_ranks} at {place}. {_HOW_ALONE}"
     timer = threading.Timer(_NOTICE_SECONDS, logger.warning, [sentence])
     timer.daemon = True
     timer.start()

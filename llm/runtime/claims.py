@@ -48,25 +48,30 @@ class Claim:
     def try_acquire(self) -> bool:
         """Acquire the claim if no living process has it; call again until `has_rival`."""
         newest = self._find_newest()
-        beat = newest, _read_time(self._path(newest))
+        beat = newest, _read_time(self._claim_path(newest))
         if beat != self._last_beat:
             self.has_rival = newest > 0 and self._last_beat is not None
             self._last_beat, self._last_beat_at = beat, time.monotonic()
         is_recent = time.monotonic() - self._last_beat_at <= DEAD_SECONDS
-        if newest > 0 and is_recent and not _names_dead_process(self._path(newest)):
+        if newest > 0 and is_recent and not _names_dead_process(self._claim_path(newest)):
             return False
         try:
-            with self._path(newest + 1).open("x", encoding="utf-8") as file:
-                file.write(f"{os.getpid()} {_machine()}")
+            with self._claim_path(newest + 1).open("x", encoding="utf-8") as file:
+                file.write(f"{os.getpid()} {_machine_identity()}")
         except (FileExistsError, FileNotFoundError):  # another was faster, or removed the folder
             return False
         self._number = newest + 1
-        threading.Thread(target=self._beat, name=f"{self._name}-beat", daemon=True).start()
+        threading.Thread(
+            target=self._send_heartbeats, name=f"{self._name}-beat", daemon=True
+        ).start()
         return True
 
     def is_held(self) -> bool:
         """Return whether this process has the claim, and no other has replaced it."""
-        return self._path(self._number).exists() and not self._path(self._number + 1).exists()
+        return (
+            self._claim_path(self._number).exists()
+            and not self._claim_path(self._number + 1).exists()
+        )
 
     def release(self) -> None:
         """Let another process acquire the claim at once."""
@@ -74,29 +79,29 @@ class Claim:
         # The newest first: a process that looks in between finds an old one, and waits.
         with contextlib.suppress(OSError):  # it dies with this process in any case
             for number in range(self._number, 0, -1):
-                self._path(number).unlink(missing_ok=True)
+                self._claim_path(number).unlink(missing_ok=True)
 
     def _find_newest(self) -> int:
         number = 0
-        while self._path(number + 1).exists():
+        while self._claim_path(number + 1).exists():
             number += 1
         return number
 
-    def _path(self, number: int) -> Path:
+    def _claim_path(self, number: int) -> Path:
         return self._folder / f"{self._name}-{number}"
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._released.wait(BEAT_SECONDS):
             # An error of the storage says nothing about the claim.
             with contextlib.suppress(OSError):
                 if self.is_held():
-                    os.utime(self._path(self._number))
+                    os.utime(self._claim_path(self._number))
                 elif not self._released.is_set():
                     self._on_loss()
                     return
 
 
-def _machine() -> str:
+def _machine_identity() -> str:
     """Return what tells whether two processes may compare their process ids; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -109,7 +114,7 @@ def _names_dead_process(path: Path) -> bool:
     """Return whether a claim names a process of this machine that has ended."""
     try:
         number, _, machine = path.read_text(encoding="utf-8").partition(" ")
-        if not machine or machine != _machine():
+        if not machine or machine != _machine_identity():
             return False
         os.kill(int(number), 0)
     except ProcessLookupError:

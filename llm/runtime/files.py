@@ -119,7 +119,7 @@ def sync(file: IO[bytes] | IO[str]) -> None:
         OSError: It cannot be written; the error names the file.
     """
     file.flush()
-    _fsync(file.fileno(), file.name)
+    _sync_descriptor(file.fileno(), file.name)
 
 
 def sync_folder(folder: Path) -> None:
@@ -132,7 +132,7 @@ def sync_folder(folder: Path) -> None:
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        _fsync(descriptor, folder)
+        _sync_descriptor(descriptor, folder)
     except OSError as error:
         if error.errno not in _NO_SYNC_OF_FOLDERS:
             raise
@@ -147,7 +147,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _fsync(descriptor: int, path: str | Path) -> None:
+def _sync_descriptor(descriptor: int, path: str | Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -165,7 +165,7 @@ def delete(path: Path) -> None:
 def sync_file(path: Path) -> tuple[int, str]:
     """Write a file through to the disk; return its size in bytes and its checksum."""
     with path.open("rb") as file:
-        _fsync(file.fileno(), path)
+        _sync_descriptor(file.fileno(), path)
     return path.stat().st_size, checksum(path)
 
 

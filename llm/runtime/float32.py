@@ -17,12 +17,12 @@ def full_float32() -> Iterator[None]:
     """
     # torch has two settings. Its compiler, which may run inside, reads the older one and raises if
     # only the newer `fp32_precision` was changed.
-    before = torch.get_float32_matmul_precision()
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(precision)
 
 
 def has_half_products(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> bool:

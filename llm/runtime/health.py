@@ -104,7 +104,7 @@ class Health:
             self._thread = threading.Thread(target=self._watch_ranks, daemon=True)
         else:
             self._host, self._address, self._port, self._key = share(None)
-            channel = self._connect()
+            channel = self._connect_to_rank0()
             if channel is None:
                 logger.warning(
                     f"Rank {rank} does not reach rank 0 on {self._host}, port {self._port}: if it "
@@ -197,14 +197,16 @@ class Health:
     def _send_until_disconnected(self, message: dict[str, Any], seconds: float) -> None:
         """Send to all ranks until they have disconnected: an earlier exit could lose a message."""
         deadline = time.monotonic() + seconds
-        while (now := time.monotonic()) < deadline:
+        while (checked_at := time.monotonic()) < deadline:
             self._receive_heartbeats()
             self._send_to_ranks(message)
-            if all(now - peer.received_at > _SILENT_SECONDS for peer in self._peers.values()):
+            if all(
+                checked_at - peer.received_at > _SILENT_SECONDS for peer in self._peers.values()
+            ):
                 return  # the remaining ranks have stopped
             time.sleep(0.05)
 
-    def _connect(self) -> LineChannel | None:
+    def _connect_to_rank0(self) -> LineChannel | None:
         """Connect to rank 0, which then knows this rank even if it dies at once."""
         # The name of a host may not resolve on other hosts, and not even on itself.
         hosts = [self._address]
@@ -235,7 +237,7 @@ class Health:
                 channel.close()
                 # Rank 0 closes a connection if the key comes late, because this process was stopped
                 # in between, for example.
-                next_channel = None if is_known else self._connect()
+                next_channel = None if is_known else self._connect_to_rank0()
                 if next_channel is None:
                     failure = f"rank 0 on {self._host} has died, about step {self._step}"
                     return self._end_process(failure, reporter=1)
@@ -253,14 +255,14 @@ class Health:
         return None
 
     def _find_hung(self) -> str | None:
-        now = time.monotonic()
-        peers = [*self._peers.values(), _Peer(self._last_heartbeat(), now)]
-        late = [p for p in peers if now - p.progress_at > self._limits[p.heartbeat["phase"]]]
+        checked_at = time.monotonic()
+        peers = [*self._peers.values(), _Peer(self._last_heartbeat(), checked_at)]
+        late = [p for p in peers if checked_at - p.progress_at > self._limits[p.heartbeat["phase"]]]
         if not late or any(p.heartbeat["leaves"] for p in late):
             return None
         # A stopped process sends no heartbeat, and its last one may come from another phase. A
         # hanging rank is behind the ranks that wait for it.
-        silent = [p for p in peers if now - p.received_at >= _SILENT_SECONDS]
+        silent = [p for p in peers if checked_at - p.received_at >= _SILENT_SECONDS]
         worst = min(silent or late, key=lambda peer: (peer.heartbeat["step"], peer.progress_at))
         heartbeat = worst.heartbeat
         limit = min(self._limits[peer.heartbeat["phase"]] for peer in late)
@@ -270,7 +272,7 @@ class Health:
             everyone = f"every rank that rank 0 hears ({len(peers)} of {self._world_size})"
         who = everyone if at_one_step and not silent else heartbeat["name"]
         return (
-            f"{who} hangs: no progress for {now - worst.progress_at:.0f} s of its "
+            f"{who} hangs: no progress for {checked_at - worst.progress_at:.0f} s of its "
             f"{heartbeat['phase']} after step {heartbeat['step']} (limit {limit:g} s)"
         )
 

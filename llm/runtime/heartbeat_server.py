@@ -48,12 +48,12 @@ class LineChannel:
         A line is lost if the other end is gone, which the next read shows, or does not read and all
         buffers are full.
         """
-        self._flush()
+        self._send_queue()
         if len(self._queued) + len(line) < _MAX_QUEUED_BYTES:
             self._queued += line + b"\n"
-            self._flush()
+            self._send_queue()
 
-    def _flush(self) -> None:
+    def _send_queue(self) -> None:
         with contextlib.suppress(OSError):
             while self._queued:
                 del self._queued[: self._socket.send(self._queued)]
@@ -72,9 +72,9 @@ class LineChannel:
             raise ConnectionError(error.strerror) from error
         if not content:
             raise ConnectionError("The other end has closed the connection.")
-        *lines, rest = (self._received + content).split(b"\n")
-        self._received = rest
-        if any(len(line) > _MAX_LINE_BYTES for line in (*lines, rest)):
+        *lines, partial_line = (self._received + content).split(b"\n")
+        self._received = partial_line
+        if any(len(line) > _MAX_LINE_BYTES for line in (*lines, partial_line)):
             raise ConnectionError(f"The other end sends more than {_MAX_LINE_BYTES} bytes a line.")
         return [bytes(line) for line in lines]
 
@@ -100,7 +100,7 @@ class HeartbeatServer:
     def __init__(self, *, host: str | None, num_ranks: int) -> None:
         self._num_missing = num_ranks
         # A rank that starts later than the others waits here until they are accepted.
-        self._listener: socket.socket | None = _listen(host, backlog=max(num_ranks, 128))
+        self._listener: socket.socket | None = _open_listener(host, backlog=max(num_ranks, 128))
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._deadlines: dict[LineChannel, float] = {}  # of connections that have not sent the key
@@ -169,7 +169,7 @@ class HeartbeatServer:
         channel.close()
 
 
-def _listen(host: str | None, *, backlog: int) -> socket.socket:
+def _open_listener(host: str | None, *, backlog: int) -> socket.socket:
     """Listen on one address of this host, or on all interfaces if that is not possible."""
     if host is None:
         return socket.create_server(("127.0.0.1", 0), backlog=backlog)
@@ -186,9 +186,11 @@ def _listen(host: str | None, *, backlog: int) -> socket.socket:
         f"Rank 0 cannot listen for heartbeats on MASTER_ADDR {host} ({reason}): until all ranks "
         "have connected, it listens on all interfaces of its host."
     )
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=both)
+    has_both_families = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_both_families else socket.AF_INET
+    return socket.create_server(
+        ("", 0), family=family, backlog=backlog, dualstack_ipv6=has_both_families
+    )
 
 
 def connect_to_server(hosts: Sequence[str], port: int) -> LineChannel | None:

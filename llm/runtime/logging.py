@@ -50,14 +50,14 @@ class _ConsoleHandler(logging.Handler):
                 discard_output(sys.stdout)
 
 
-def set_up_logging(*, rank: int, others: int = logging.WARNING) -> None:
+def set_up_logging(*, rank: int, level_of_other_ranks: int = logging.WARNING) -> None:
     """Send the package's log to the console: everything from rank 0, warnings from all ranks.
 
     Lines are kept in memory too, until `log_to_file` knows the folder of the run.
 
     Args:
         rank: This process.
-        others: The least level of the lines from other ranks than 0.
+        level_of_other_ranks: The least level of the lines from other ranks than 0.
     """
     logging.raiseExceptions = False  # a full disk must not cause tracebacks from the log
     threading.excepthook = _log_thread_error
@@ -65,7 +65,7 @@ def set_up_logging(*, rank: int, others: int = logging.WARNING) -> None:
     console = _ConsoleHandler()
     prefix = "" if rank == 0 else f"[rank {rank}] "
     console.setFormatter(_Formatter(prefix + "%(message)s"))
-    console.setLevel(logging.INFO if rank == 0 else others)
+    console.setLevel(logging.INFO if rank == 0 else level_of_other_ranks)
     waiting = logging.handlers.MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1)
     logger.handlers = [console, waiting]
     logger.setLevel(logging.INFO)

@@ -42,18 +42,20 @@ def restart_with_kept_memory() -> None:
     Does nothing on a machine with an accelerator, without glibc, or if the user has chosen an
     allocator or settings.
     """
-    if not _helps(os.environ):
+    if not _restart_helps(os.environ):
         return
     settings = [f"{name}={value}" for name, value in TUNABLES.items()]
-    others = os.environ.get("GLIBC_TUNABLES")
-    os.environ["GLIBC_TUNABLES"] = ":".join([*([others] if others else []), *settings])
+    user_tunables = os.environ.get("GLIBC_TUNABLES")
+    os.environ["GLIBC_TUNABLES"] = ":".join(
+        [*([user_tunables] if user_tunables else []), *settings]
+    )
     # exec drops the contents of the buffers.
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _helps(environment: Mapping[str, str]) -> bool:
+def _restart_helps(environment: Mapping[str, str]) -> bool:
     if any(Path(device).exists() for device in _ACCELERATORS):
         return False  # the activations are in the accelerator's memory
     if "glibc.malloc" in environment.get("GLIBC_TUNABLES", ""):
@@ -115,8 +117,8 @@ def expand_segments() -> None:
 
 def allocator_settings() -> str:
     """Return the allocator's settings, reading the variables in torch's order."""
-    found = (os.environ[name] for name in _VARIABLES if name in os.environ)
-    return next(found, "defaults")
+    settings = (os.environ[name] for name in _VARIABLES if name in os.environ)
+    return next(settings, "defaults")
 
 
 _COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"

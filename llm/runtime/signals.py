@@ -58,11 +58,11 @@ class Interruption:
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
-    def __init__(self, *, after: float | None = None) -> None:
+    def __init__(self, *, time_limit: float | None = None) -> None:
         self.received: signal.Signals | None = None
         self._exit_code: int | None = None
         self._first = 0.0
-        self._deadline = time.monotonic() + (math.inf if after is None else after)
+        self._deadline = time.monotonic() + (math.inf if time_limit is None else time_limit)
 
     @property
     def reason(self) -> str | None:
@@ -80,7 +80,7 @@ class Interruption:
             # Under torchrun it must not ignore it: torchrun forwards Ctrl-C and kills ranks that do
             # not exit.
             if is_launched() or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._record)
+                signal.signal(number, self._record_signal)
 
     def keep_exit_code(self) -> None:
         """Let a further signal end the process with `EXIT_PREEMPTED`: everything is saved."""
@@ -95,11 +95,11 @@ class Interruption:
         for number in self.signals:
             signal.signal(number, signal.SIG_IGN)
 
-    def _record(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
+    def _record_signal(self, number: int, frame: FrameType | None) -> None:
+        received_at = time.monotonic()
         if self.received is None:
-            self.received, self._first = signal.Signals(number), now
-        elif now - self._first > SAME_REQUEST_SECONDS:
+            self.received, self._first = signal.Signals(number), received_at
+        elif received_at - self._first > SAME_REQUEST_SECONDS:
             # sys.exit would run atexit handlers, which may wait for a collective that hangs.
             os._exit(128 + number if self._exit_code is None else self._exit_code)
 

@@ -54,13 +54,17 @@ def world_from_environment() -> World:
         ParallelError: A variable is missing, is not a number, or does not fit the others.
     """
     environ = {**ranks_of(os.environ), **os.environ}
-    rank, world_size = _number(environ, "RANK", "0"), _number(environ, "WORLD_SIZE", "1")
-    given = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
-    if len(given) == 1:
-        missing = "RANK" if given == ["WORLD_SIZE"] else "WORLD_SIZE"
+    rank, world_size = (
+        _parse_number(environ, "RANK", "0"),
+        _parse_number(environ, "WORLD_SIZE", "1"),
+    )
+    variables = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
+    if len(variables) == 1:
+        missing = "RANK" if variables == ["WORLD_SIZE"] else "WORLD_SIZE"
         raise ParallelError(
-            f"{given[0]} is {environ[given[0]]}, and {missing} is not set: unset {given[0]} to "
-            "train with one process, or start the processes with torchrun, srun or mpiexec."
+            f"{variables[0]} is {environ[variables[0]]}, and {missing} is not set: unset "
+            f"{variables[0]} to train with one process, or start the processes with torchrun, srun "
+            "or mpiexec."
         )
     if world_size == 0:
         raise ParallelError(
@@ -72,10 +76,12 @@ def world_from_environment() -> World:
             f"RANK is {rank}, and WORLD_SIZE {world_size} allows ranks up to {world_size - 1}: "
             "start the processes with torchrun, srun or mpiexec, or unset both variables."
         )
-    return World(rank=rank, local_rank=_number(environ, "LOCAL_RANK", "0"), world_size=world_size)
+    return World(
+        rank=rank, local_rank=_parse_number(environ, "LOCAL_RANK", "0"), world_size=world_size
+    )
 
 
-def _number(environ: Mapping[str, str], name: str, default: str) -> int:
+def _parse_number(environ: Mapping[str, str], name: str, default: str) -> int:
     """Return the value of a variable that a launcher sets to a whole number."""
     value = environ.get(name, default)
     if re.fullmatch(r"[0-9]{1,9}", value) is None:
@@ -133,7 +139,7 @@ def adopt_launcher() -> None:
                 "first host, before mpiexec."
             )
         address = "127.0.0.1"  # all ranks run on this host
-    ranks |= {"MASTER_ADDR": address, "MASTER_PORT": str(_port(os.environ))}
+    ranks |= {"MASTER_ADDR": address, "MASTER_PORT": str(_choose_port(os.environ))}
     for name, value in ranks.items():
         os.environ.setdefault(name, value)
 
@@ -148,7 +154,7 @@ def _check_address(world: World) -> None:
             f"This is one of {world.world_size} processes, and {' and '.join(unknown)} do not say "
             "where rank 0 listens: start it by torchrun, srun or mpiexec, or export them."
         )
-    _number(os.environ, "MASTER_PORT", "")
+    _parse_number(os.environ, "MASTER_PORT", "")
 
 
 def ranks_of(environ: Mapping[str, str]) -> dict[str, str]:
@@ -166,8 +172,10 @@ def ranks_of(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _ranks_of_mpi(environ: Mapping[str, str]) -> dict[str, str]:
     for names in _MPI:
-        if environ.keys() >= set(names) and _number(environ, names[1], "1") > 1:
-            return {ours: environ[name] for ours, name in zip(_TORCHRUN, names, strict=True)}
+        if environ.keys() >= set(names) and _parse_number(environ, names[1], "1") > 1:
+            return {
+                variable: environ[name] for variable, name in zip(_TORCHRUN, names, strict=True)
+            }
     return {}
 
 
@@ -176,12 +184,14 @@ def _ranks_of_slurm(environ: Mapping[str, str]) -> dict[str, str]:
     if not environ.keys() >= set(_SLURM) or in_shell_of_srun(environ):
         return {}
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if _number(environ, "SLURM_STEP_NUM_TASKS", "1") == 1:
+    if _parse_number(environ, "SLURM_STEP_NUM_TASKS", "1") == 1:
         return {}
     # If a job step calls sbatch, the batch script inherits the step's variables.
     same_step = environ.get("SLURM_NTASKS", tasks) == tasks
-    here = environ.get("SLURMD_NODENAME")
-    if not same_step or (here and here not in expand(environ.get("SLURM_STEP_NODELIST", here))):
+    node_name = environ.get("SLURMD_NODENAME")
+    if not same_step or (
+        node_name and node_name not in expand(environ.get("SLURM_STEP_NODELIST", node_name))
+    ):
         return {}
     values = (environ["SLURM_PROCID"], tasks, environ["SLURM_LOCALID"])
     return dict(zip(_TORCHRUN, values, strict=True))
@@ -213,7 +223,7 @@ def ranks_per_node(environ: Mapping[str, str], world_size: int) -> int:
     """Return the number of ranks on this host, or all ranks if no variable tells."""
     for name in ("LOCAL_WORLD_SIZE", *_MPI_LOCAL_SIZE):
         if name in environ:
-            return _number(environ, name, "1")
+            return _parse_number(environ, name, "1")
     hosts = hosts_of(environ) if ranks_of(environ) else []
     return max(1, world_size // max(1, len(hosts)))
 
@@ -222,7 +232,7 @@ def is_on_one_host(environ: Mapping[str, str], world_size: int) -> bool:
     """Return whether all ranks run on this host, as the launcher's variables tell."""
     for name in ("LOCAL_WORLD_SIZE", *_MPI_LOCAL_SIZE):
         if name in environ:
-            return _number(environ, name, "1") == world_size
+            return _parse_number(environ, name, "1") == world_size
     return bool(ranks_of(environ)) and len(hosts_of(environ)) == 1
 
 
@@ -232,22 +242,22 @@ def expand(nodes: str) -> list[str]:
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
         prefixes = [""]
         for plain, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", item):
-            ends = [plain] if plain else _numbers(ranges)
+            ends = [plain] if plain else _expand_ranges(ranges)
             prefixes = [prefix + end for prefix in prefixes for end in ends]
         hosts += prefixes
     return hosts
 
 
-def _numbers(ranges: str) -> list[str]:
+def _expand_ranges(ranges: str) -> list[str]:
     numbers = []
     for item in ranges.split(","):
-        first, _, last = item.partition("-")
-        span = range(int(first), int(last or first) + 1)
+        first, _, stop = item.partition("-")
+        span = range(int(first), int(stop or first) + 1)
         numbers += [str(number).zfill(len(first)) for number in span]
     return numbers
 
 
-def _port(environ: Mapping[str, str]) -> int:
+def _choose_port(environ: Mapping[str, str]) -> int:
     """Return a port that is equal on all ranks of a job step and rarely used by other jobs."""
     job = environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID", "").partition(".")[0]
     digits = re.sub(r"\D", "", job)

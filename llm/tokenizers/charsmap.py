@@ -49,9 +49,9 @@ def charsmap_normalizers(charsmap: bytes) -> "list[Normalizer]":
     )
     unless_joined = f"(?!{pairs})" if pairs else ""
     # Not at the beginning of a text, where the library cannot insert an empty match.
-    inside = r"(?<=[\s\S])"
-    apart = f"{inside}(?={class_of_joining}){unless_joined}"
-    alone = rf"{inside}(?=[{_class_ranges(joining)}{_EXTENDING}])|(?<=\r)(?=\n)"
+    after_any = r"(?<=[\s\S])"
+    apart = f"{after_any}(?={class_of_joining}){unless_joined}"
+    alone = rf"{after_any}(?=[{_class_ranges(joining)}{_EXTENDING}])|(?<=\r)(?=\n)"
     return [
         normalizers.Replace(Regex(apart), _NO_COMPOSITION),
         normalizers.Replace(Regex(alone), _ALONE),
@@ -117,4 +117,4 @@ def _class_ranges(characters: Iterable[str]) -> str:
             ranges[-1][1] = code
         else:
             ranges.append([code, code])
-    return "".join(f"\\x{{{first:x}}}-\\x{{{last:x}}}" for first, last in ranges)
+    return "".join(f"\\x{{{start:x}}}-\\x{{{stop:x}}}" for start, stop in ranges)

@@ -86,13 +86,13 @@ def load_text_tokenizer(
         ConfigError: Nothing was named, a file is missing or broken, or the Hub cannot be reached.
     """
     files = locate_tokenizer(options)
-    shown = options.tokenizer_name or f"{options.vocab_file}, {options.merges_file}"
+    name = options.tokenizer_name or f"{options.vocab_file}, {options.merges_file}"
     if not options.use_slow_tokenizer:
-        direct = _without_transformers(files, shown)
+        direct = _without_transformers(files, name)
         if direct is not None:
             return direct
     tokenizer = load_tokenizer(options, trust_remote_code=trust_remote_code)
-    return from_transformers(tokenizer, shown)
+    return from_transformers(tokenizer, name)
 
 
 def from_transformers(tokenizer: "PreTrainedTokenizerBase", name: str) -> TextTokenizer:
@@ -119,7 +119,7 @@ def from_transformers(tokenizer: "PreTrainedTokenizerBase", name: str) -> TextTo
 def _without_transformers(files: TokenizerFiles, name: str) -> TextTokenizer | None:
     """Load a tokenizer; return None if transformers is needed, or can explain the error."""
     try:
-        loaded = _read(files)
+        loaded = _read_backend(files)
     except ConfigError:
         raise
     except Exception:  # a broken file; load_tokenizer explains the error
@@ -144,7 +144,7 @@ def _without_transformers(files: TokenizerFiles, name: str) -> TextTokenizer | N
     )
 
 
-def _read(files: TokenizerFiles) -> "tuple[Tokenizer, str | None, str | None] | None":
+def _read_backend(files: TokenizerFiles) -> "tuple[Tokenizer, str | None, str | None] | None":
     """Return a backend and the tokens that begin and end a text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -163,16 +163,16 @@ def _read(files: TokenizerFiles) -> "tuple[Tokenizer, str | None, str | None] | 
     config: dict[str, str] = {}
     if files.kind == "named":
         folder, file = file, file / "tokenizer.json"
-        if any((folder / other).exists() for other in _OTHER_FILES):
+        if any((folder / file_name).exists() for file_name in _OTHER_FILES):
             return None
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         if config.get("tokenizer_class") not in _PLAIN_CLASSES or not config.keys() <= _PLAIN_KEYS:
             return None
     backend = Tokenizer.from_file(str(file))
     added = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
-    named = [token for key, token in config.items() if key.endswith("_token")]
+    special_tokens = [token for key, token in config.items() if key.endswith("_token")]
     padding = [backend.padding["pad_token"]] if backend.padding else []
-    if not {*named, *padding} <= added.keys():  # transformers would add them
+    if not {*special_tokens, *padding} <= added.keys():  # transformers would add them
         return None
     eos = end_of_text(added) if files.kind == "file" else config.get("eos_token")
     return backend, config.get("bos_token"), eos

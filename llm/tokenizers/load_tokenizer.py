@@ -66,7 +66,7 @@ def locate_tokenizer(
         ConfigError: Nothing was named, or a local path does not exist.
     """
     if options.vocab_file is not None or options.merges_file is not None:
-        return _pair(options.vocab_file, options.merges_file)
+        return _locate_pair(options.vocab_file, options.merges_file)
     name = options.tokenizer_name or model_name_or_path
     if name is None:
         raise ConfigError(
@@ -98,18 +98,18 @@ def _in_folder(folder: Path) -> TokenizerFiles:
         if (folder / "tokenizer.json").is_file():
             return TokenizerFiles(kind="file", name=str(folder / "tokenizer.json"))
         if (folder / "merges.txt").is_file():
-            return _pair(str(folder / "vocab.json"), str(folder / "merges.txt"))
+            return _locate_pair(str(folder / "vocab.json"), str(folder / "merges.txt"))
         if len(models) == 1:
             return TokenizerFiles(kind="model", name=str(models[0]))
     return TokenizerFiles(kind="named", name=str(folder))
 
 
-def _pair(vocab_file: str | None, merges_file: str | None) -> TokenizerFiles:
+def _locate_pair(vocab_file: str | None, merges_file: str | None) -> TokenizerFiles:
     if vocab_file is None or merges_file is None:
-        given, missing = ("--vocab_file", "--merges_file")
+        present, missing = ("--vocab_file", "--merges_file")
         if vocab_file is None:
-            given, missing = missing, given
-        raise ConfigError(f"{given} is given without {missing}: GPT-2's tokenizer needs both.")
+            present, missing = missing, present
+        raise ConfigError(f"{present} is given without {missing}: GPT-2's tokenizer needs both.")
     for option, file in (("--vocab_file", vocab_file), ("--merges_file", merges_file)):
         if not Path(file).is_file():
             raise ConfigError(f"{option} {file} does not exist.")
@@ -166,7 +166,7 @@ def load_tokenizer(
                 )
                 tokenizer = follow_file(tokenizer, files.name)
         except Exception as error:  # the libraries raise many types of errors
-            raise ConfigError(_explain(files, error, local_files_only)) from error
+            raise ConfigError(_explain_error(files, error, local_files_only)) from error
     # A setting of this call, which `save_pretrained` would write into the copies of the tokenizer.
     tokenizer.init_kwargs.pop("local_files_only", None)
     # Documents are encoded whole, regardless of the model's length, and without padding.
@@ -186,15 +186,15 @@ def _convert_sentencepiece(path: str) -> "PreTrainedTokenizerBase":
     program = [sys.executable, "-m", "llm.tokenizers.sentencepiece", path]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ConfigError(said[-1].removeprefix("error: "))
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ConfigError(lines[-1].removeprefix("error: "))
     model = json.loads(done.stdout)
     backend = tokenizers.Tokenizer.from_str(model["backend"])
     backend.encode_special_tokens = True  # not part of the JSON
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **model["special_tokens"])
 
 
-def _explain(files: TokenizerFiles, error: Exception, local_files_only: bool) -> str:
+def _explain_error(files: TokenizerFiles, error: Exception, local_files_only: bool) -> str:
     reason, name = one_line(error), files.name
     if files.kind == "pair":
         return (
@@ -241,7 +241,7 @@ def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
         "probe": tokenizer.encode(PROBE, add_special_tokens=False),
         "ends": ends,
     }
-    return _digest([json.dumps(state, sort_keys=True).encode()])
+    return _digest_states([json.dumps(state, sort_keys=True).encode()])
 
 
 def num_ids(backend: "Tokenizer | None", num_tokens: int) -> int:
@@ -292,10 +292,10 @@ def backend_fingerprint(
     # Each part is dumped as JSON, with the vocabulary in the order of the ids.
     components = (backend.model, backend.normalizer, backend.pre_tokenizer)
     states = [b"" if component is None else component.__getstate__() for component in components]
-    return _digest([*states, json.dumps([added, bos_token_id, eos_token_id]).encode()])
+    return _digest_states([*states, json.dumps([added, bos_token_id, eos_token_id]).encode()])
 
 
-def _digest(states: list[bytes]) -> str:
+def _digest_states(states: list[bytes]) -> str:
     digest = hashlib.sha256()
     for state in states:
         digest.update(len(state).to_bytes(8, "little"))

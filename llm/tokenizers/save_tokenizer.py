@@ -42,16 +42,16 @@ def _reason_for_other_ids(
     from transformers import AutoTokenizer
 
     try:
-        other = AutoTokenizer.from_pretrained(
+        reloaded = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
-        same_rules = fingerprint(other) == fingerprint(tokenizer)
-        same_template = other(PROBE)["input_ids"] == tokenizer(PROBE)["input_ids"]
+        same_rules = fingerprint(reloaded) == fingerprint(tokenizer)
+        same_template = reloaded(PROBE)["input_ids"] == tokenizer(PROBE)["input_ids"]
     except Exception as error:  # the libraries raise many types of errors
         return f"cannot read it: {one_line(error)}"
     if same_rules and same_template:
         return None
-    return f"reads it as {type(other).__name__}"
+    return f"reads it as {type(reloaded).__name__}"
 
 
 def _make_classes_follow_file(tokenizer: "PreTrainedTokenizerBase", config_path: Path) -> None:

@@ -112,7 +112,7 @@ def convert_sentencepiece(
         )
     ids = {name: getattr(spec, f"{name}_id") for name in ("bos", "eos", "unk", "pad")}
     try:
-        backend = _backend(proto)
+        backend = _make_backend(proto)
         special = {f"{name}_token": proto.pieces[id].piece for name, id in ids.items() if id >= 0}
     except Exception as error:
         raise ConfigError(
@@ -161,7 +161,7 @@ def model_proto(data: bytes) -> Any:
     return proto
 
 
-def _backend(proto: Any) -> "Tokenizer":
+def _make_backend(proto: Any) -> "Tokenizer":
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     spec, pieces = proto.trainer_spec, proto.pieces
@@ -169,7 +169,7 @@ def _backend(proto: Any) -> "Tokenizer":
     if spec.model_type == _BPE:
         model: Any = models.BPE(
             vocab={piece.piece: id for id, piece in enumerate(pieces)},
-            merges=_merges(proto),
+            merges=_ranked_merges(proto),
             unk_token=spec.unk_piece,
             fuse_unk=True,
             byte_fallback=spec.byte_fallback,
@@ -182,7 +182,7 @@ def _backend(proto: Any) -> "Tokenizer":
         if pattern := _letters_apart(proto):
             splits.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
     backend = Tokenizer(model)
-    backend.normalizer = _normalizer(proto)
+    backend.normalizer = _make_normalizer(proto)
     if proto.normalizer_spec.escape_whitespaces:
         # If no piece crosses a space, words are encoded separately, and the library caches them.
         apart = not any(_SPACE in piece.piece[1:] for piece in pieces if piece.type == _NORMAL)
@@ -207,7 +207,7 @@ def _backend(proto: Any) -> "Tokenizer":
     return backend
 
 
-def _merges(proto: Any) -> list[tuple[str, str]]:
+def _ranked_merges(proto: Any) -> list[tuple[str, str]]:
     """Return every pair of pieces that joins to a piece, the best-scored piece first.
 
     SentencePiece joins the neighbors that make the best-scored piece, regardless of its halves; the
@@ -229,32 +229,34 @@ def _letters_apart(proto: Any) -> str:
     The library prefers even a piece with the lowest score to an unknown letter, so these letters
     are split off. Other ids do not change, because no piece contains the letters.
     """
-    known = {p.piece for p in proto.pieces if p.type == _NORMAL and len(p.piece) == 1}
+    letters_with_piece = {p.piece for p in proto.pieces if p.type == _NORMAL and len(p.piece) == 1}
     patterns = []
     for name in sorted({p.piece for p in proto.pieces if p.type in (_UNKNOWN, _CONTROL)}):
-        unknown = [letter not in known for letter in name]
+        unknown = [letter not in letters_with_piece for letter in name]
         if any(unknown):
             begin = unknown.index(True)
             end = begin + len(list(itertools.takewhile(bool, unknown[begin:])))
-            before, run, after = map(re.escape, (name[:begin], name[begin:end], name[end:]))
-            patterns.append(_between(before, run, after))
+            prefix, run, suffix = map(re.escape, (name[:begin], name[begin:end], name[end:]))
+            patterns.append(_pattern_between(prefix, run, suffix))
     if any(piece.type == _BYTE for piece in proto.pieces):
         digits = "0123456789ABCDEF"
         patterns_of_byte = ["<", "0", "x", f"[{digits}]", f"[{digits}]", ">"]
         for at, letters in enumerate(("<", "0", "x", digits, digits, ">")):
-            if unknown_letters := "".join(letter for letter in letters if letter not in known):
-                before, after = "".join(patterns_of_byte[:at]), "".join(patterns_of_byte[at + 1 :])
-                patterns.append(_between(before, f"[{unknown_letters}]", after))
+            if unknown_letters := "".join(
+                letter for letter in letters if letter not in letters_with_piece
+            ):
+                prefix, suffix = "".join(patterns_of_byte[:at]), "".join(patterns_of_byte[at + 1 :])
+                patterns.append(_pattern_between(prefix, f"[{unknown_letters}]", suffix))
     return "|".join(patterns)
 
 
-def _between(before: str, pattern: str, after: str) -> str:
-    behind = f"(?<={before})" if before else ""
-    ahead = f"(?={after})" if after else ""
+def _pattern_between(prefix: str, pattern: str, suffix: str) -> str:
+    behind = f"(?<={prefix})" if prefix else ""
+    ahead = f"(?={suffix})" if suffix else ""
     return f"{behind}{pattern}{ahead}"
 
 
-def _normalizer(proto: Any) -> Any:
+def _make_normalizer(proto: Any) -> Any:
     """Return the normalizer that changes a text as SentencePiece does, in its order."""
     from tokenizers import Regex, normalizers
 
@@ -284,21 +286,21 @@ def _check_equal_ids(
     processor = import_sentencepiece().SentencePieceProcessor(model_proto=proto.SerializeToString())
     scores = [piece.score for piece in proto.pieces]
     ranked = proto.trainer_spec.model_type == _UNIGRAM
-    for text in (*_probes(proto), *samples):
+    for text in (*_probe_texts(proto), *samples):
         expected = processor.encode(text)
         actual = backend.encode(text, add_special_tokens=False).ids
         if actual == expected or (ranked and _score_the_same(actual, expected, scores)):
             continue
         pairs = zip(actual, expected, strict=False)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(actual), len(expected)))
-        begun = processor.decode(expected[:at])[-20:]
-        theirs, ours = (
+        decoded = processor.decode(expected[:at])[-20:]
+        expected_pieces, actual_pieces = (
             [processor.id_to_piece(id) for id in ids[at : at + 3]] for ids in (expected, actual)
         )
         raise ConfigError(
-            f"{subject} cannot be used: after {begun!r} SentencePiece gives {theirs}, and the "
-            f"tokenizers library {ours}. A model of the type bpe that was trained with "
-            "--normalization_rule_name identity works."
+            f"{subject} cannot be used: after {decoded!r} SentencePiece gives {expected_pieces}, "
+            f"and the tokenizers library {actual_pieces}. A model of the type bpe that was trained "
+            "with --normalization_rule_name identity works."
         )
 
 
@@ -312,7 +314,7 @@ def _score_the_same(actual: list[int], expected: list[int], scores: list[float])
     return abs(best - sum(scores[id] for id in expected)) <= 1e-4 + 1e-6 * abs(best)
 
 
-def _probes(proto: Any) -> Iterator[str]:
+def _probe_texts(proto: Any) -> Iterator[str]:
     """Yield the texts that a converted model must encode like SentencePiece."""
     yield from _PROBES
     normal = [piece.piece for piece in proto.pieces if piece.type == _NORMAL]

@@ -119,7 +119,7 @@ def train_sentencepiece(
             **_DEFAULTS | flags,
         )
     except Exception as error:
-        raise _explained(str(error), vocab_size) from error
+        raise _explain_message(str(error), vocab_size) from error
     proto = model_proto(model.getvalue())
     # Otherwise the file of the same bpe model would differ with the number of threads.
     proto.trainer_spec.ClearField("num_threads")
@@ -127,7 +127,7 @@ def train_sentencepiece(
     return data
 
 
-def _explained(message: str, vocab_size: int) -> ConfigError:
+def _explain_message(message: str, vocab_size: int) -> ConfigError:
     """Return SentencePiece's complaint about options, with the option and what to do."""
     if high := re.search(r"size too high \(\d+\).*<= (\d+)", message):
         return ConfigError(

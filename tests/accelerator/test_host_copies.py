@@ -30,7 +30,7 @@ def save_twice(folder: Path, *, copied_first: Container[str] = ()) -> list[dict[
         part.state["buffer"] += 1  # in the forward pass
         saver.before_update()
         part.state["weight"] += 1
-    saver.finish(last=True)
+    saver.finish(is_final=True)
     return [held_by(folder, step=step) for step in (1, 2)]
 
 
@@ -74,7 +74,7 @@ def test_without_a_wait_on_the_host_it_has_those_of_the_last_save(late, tmp_path
     part.state["weight"] += 1
     monkeypatch.setattr(HostCopies, "wait_on_host", lambda self: None)
     saver.save(step=2, eval_loss=None)
-    saver.finish(last=True)
+    saver.finish(is_final=True)
     assert held_by(tmp_path, step=2) == {"weight": 1}
 
 

@@ -89,7 +89,7 @@ def kill_at_every_moment(folder: Path, step: int) -> tuple[int, list[str]]:
 def check_after_kill(run: Path, step: int, survived: bool) -> list[str]:
     wrong = []
     for found in list_checkpoints(run):
-        if found.problem(read=found.files) is not None:
+        if found.problem(verify=found.files) is not None:
             wrong.append(f"{found.path.name} is partial and counts")
     newest = newest_valid(run)
     if newest is None or newest.step < 3:

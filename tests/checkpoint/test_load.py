@@ -289,7 +289,7 @@ def test_checkpoints_after_the_resumed_step_are_marked_superseded(tmp_path):
     for step in (2, 4, 6):
         save(tmp_path, step)
 
-    mark_superseded(tmp_path, after=2)
+    mark_superseded(tmp_path, step=2)
 
     assert newest_valid(tmp_path).step == 2
     assert [c.step for c in list_checkpoints(tmp_path)] == [2]

@@ -153,7 +153,7 @@ def save_what_differs(folder: Path) -> str:
     )
     saver.save(step=1, eval_loss=None)
     try:
-        saver.finish(last=True)
+        saver.finish(is_final=True)
     except CheckpointError as error:
         return str(error)
     return "saved"
@@ -324,7 +324,7 @@ def test_the_last_save_of_a_run_may_not_fail(tmp_path, monkeypatch, no_pauses):
     saver = saver_of(tmp_path, filled(1.0), async_checkpoint=True)
     saver.save(step=1, eval_loss=None)
     with pytest.raises(CheckpointError, match="step 1 could not be written"):
-        saver.finish(last=True)
+        saver.finish(is_final=True)
 
 
 def test_a_removal_that_fails_is_a_warning_and_no_failed_save(tmp_path, monkeypatch, caplog):

@@ -53,7 +53,7 @@ hold_in_memory([CorpusSource("text", 1.0, stream)])
 
 
 def test_the_log_says_when_pinning_is_refused(stream, caplog, monkeypatch):
-    monkeypatch.setattr(corpus, "_pin", lambda address, num_bytes: "Cannot allocate memory")
+    monkeypatch.setattr(corpus, "_lock_pages", lambda address, num_bytes: "Cannot allocate memory")
 
     with caplog.at_level("INFO", logger="llm.data"):
         hold(stream)
@@ -62,13 +62,13 @@ def test_the_log_says_when_pinning_is_refused(stream, caplog, monkeypatch):
 
 
 def test_an_error_of_mlock_is_logged_in_words(stream):
-    assert corpus._pin(16, 4096) is not None  # no page lies there
+    assert corpus._lock_pages(16, 4096) is not None  # no page lies there
 
 
 def test_a_system_without_mlock_reads_ahead_only(monkeypatch):
     monkeypatch.setattr(corpus.ctypes, "CDLL", lambda *_, **__: object())
 
-    assert corpus._pin(0, 4096) == "this system has no mlock"
+    assert corpus._lock_pages(0, 4096) == "this system has no mlock"
 
 
 def test_only_the_range_of_the_split_is_read_and_only_once(stream, monkeypatch):

@@ -117,7 +117,7 @@ def test_the_digest_of_parts_is_that_of_the_joined_file(both, tmp_path):
 
 def test_parts_are_held_in_memory(both, caplog, monkeypatch):
     pinned = []
-    monkeypatch.setattr("llm.data.corpus._pin", lambda address, size: pinned.append(size))
+    monkeypatch.setattr("llm.data.corpus._lock_pages", lambda address, size: pinned.append(size))
     caplog.set_level("INFO")
 
     hold_in_memory([CorpusSource("a", 1.0, TokenStream(both[1], start=5, stop=100))])

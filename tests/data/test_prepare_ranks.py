@@ -288,13 +288,13 @@ def test_a_rank_refuses_an_output_of_another_text_and_unknown_files(tmp_path):
 def test_ranks_and_one_process_do_not_work_at_once(tmp_path):
     output = Output(prefix=tmp_path / "wiki")
     with (
-        prepare_files._locked(output, shared=True),
+        prepare_files._lock_output(output, shared=True),
         pytest.raises(DataError, match="Another program is writing to"),
     ):
         prepare(tmp_path / "wiki", sources())
 
     with (
-        prepare_files._locked(output),
+        prepare_files._lock_output(output),
         pytest.raises(DataError, match="Another program is writing"),
     ):
         prepare_rank(tmp_path / "wiki", 0, 2)

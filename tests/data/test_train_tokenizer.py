@@ -382,7 +382,7 @@ def test_a_folder_that_appears_during_the_training_is_left_alone(
         (tmp_path / "out" / "thesis.txt").write_text("precious")
         return ""
 
-    monkeypatch.setattr("llm.data.train_tokenizer._report", report)
+    monkeypatch.setattr("llm.data.train_tokenizer._describe_result", report)
 
     assert train(corpus, tmp_path / "out", "--vocab_size", "300") == 2
     assert "exists already; pass --overwrite" in error_of(capsys)
@@ -396,7 +396,7 @@ def test_a_failure_leaves_the_old_folder_and_nothing_else(corpus, tmp_path, monk
     def fail(*arguments: Any) -> str:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr("llm.data.train_tokenizer._report", fail)
+    monkeypatch.setattr("llm.data.train_tokenizer._describe_result", fail)
     with pytest.raises(RuntimeError, match="out of luck"):
         train(corpus, tmp_path / "out", "--vocab_size", "310", "--overwrite")
     assert load(tmp_path / "out").fingerprint == before

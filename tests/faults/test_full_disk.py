@@ -67,9 +67,13 @@ def test_a_save_on_a_full_disk_is_skipped_and_training_is_unchanged(bench, strai
     name = f"two-left-out-{rank}"
     faults = [
         Fault(
-            at="llm.checkpoint.save:Saver._save", what="small files", call=2, amount=ROOM, rank=rank
+            at="llm.checkpoint.save:Saver._save_snapshot",
+            what="small files",
+            call=2,
+            amount=ROOM,
+            rank=rank,
         ),
-        Fault(at="llm.checkpoint.save:Saver._save", what="large files", call=4, rank=rank),
+        Fault(at="llm.checkpoint.save:Saver._save_snapshot", what="large files", call=4, rank=rank),
     ]
 
     run = bench.train(name, faults=faults, **OPTIONS)
@@ -89,7 +93,7 @@ def test_a_save_on_a_full_disk_is_skipped_and_training_is_unchanged(bench, strai
 
 
 def test_a_run_on_a_full_disk_ends_and_resumes_from_the_old_checkpoint(bench, straight):
-    save = "llm.checkpoint.save:Saver._save"
+    save = "llm.checkpoint.save:Saver._save_snapshot"
     full = Fault(at=save, what="small files", call=2, amount=ROOM)
 
     run = bench.train("full", faults=[full], **OPTIONS)
@@ -108,7 +112,9 @@ def test_a_run_on_a_full_disk_ends_and_resumes_from_the_old_checkpoint(bench, st
 
 
 def test_training_stops_after_four_failed_saves_in_a_row(bench):
-    full = Fault(at="llm.checkpoint.save:Saver._save", what="small files", call=1, amount=ROOM)
+    full = Fault(
+        at="llm.checkpoint.save:Saver._save_snapshot", what="small files", call=1, amount=ROOM
+    )
 
     run = bench.train("impatient", faults=[full], **OPTIONS | {"checkpointing_steps": 2})
 

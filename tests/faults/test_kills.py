@@ -28,7 +28,7 @@ IN_A_SAVE = [
     ("llm.checkpoint.save:Saver._make_folder", (1, 5), None),
     ("llm.checkpoint.save:Saver._write_tensors", (1, 5), None),
     ("llm.checkpoint.save:sync_file", (1, 5), 1),
-    ("llm.checkpoint.save:Saver._commit", (2, 5), 0),
+    ("llm.checkpoint.save:Saver._commit_files", (2, 5), 0),
     ("llm.checkpoint.save:commit_checkpoint", (1, 5), 0),
     ("llm.checkpoint.retention:sync_folder", (2, 8), 0),
     ("llm.checkpoint.retention:remove", (1, 3), 0),

@@ -59,7 +59,7 @@ def test_settings_of_other_tunables_are_extended():
 
 
 def test_another_allocator_is_left_alone():
-    assert not process_settings._helps({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"})
+    assert not process_settings._restart_helps({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"})
 
 
 def test_freed_memory_is_reused_without_page_faults():

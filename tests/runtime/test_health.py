@@ -29,7 +29,7 @@ def connect_without_key(connect):
     """Connects as a rank does that is stopped before it can send the key; later as usual."""
 
     def connect_first(health):
-        Health._connect = connect
+        Health._connect_to_rank0 = connect
         return connect_to_server([health._address], health._port)
 
     return connect_first
@@ -71,9 +71,9 @@ class Ranks:
             return self.address.get()
 
         if rank == self.alone:
-            Health._connect = lambda health: None
+            Health._connect_to_rank0 = lambda health: None
         if rank == self.silent:
-            Health._connect = connect_without_key(Health._connect)
+            Health._connect_to_rank0 = connect_without_key(Health._connect_to_rank0)
         if rank in self.late:
             time.sleep(0.2)
         health = Health(

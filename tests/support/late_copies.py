@@ -56,7 +56,7 @@ class LateCopies:
     def __init__(self, patch: Callable[[Any, str, Any], None]) -> None:
         self._may_end = threading.Event()
         self._lock = threading.Lock()
-        finish, allocate = Saver.finish, snapshot._allocate
+        finish, allocate = Saver.finish, snapshot._allocate_buffers
         module_of = torch.get_device_module
 
         def wait_for_save(saver: Saver, **kwargs: Any) -> None:
@@ -69,7 +69,9 @@ class LateCopies:
 
         patch(Saver, "finish", wait_for_save)
         patch(snapshot, "_WITH_STREAMS", {"cpu"})
-        patch(snapshot, "_allocate", lambda tensors, pinned: allocate(tensors, pinned=False))
+        patch(
+            snapshot, "_allocate_buffers", lambda tensors, pinned: allocate(tensors, pinned=False)
+        )
         patch(snapshot, "_stream_of_copies", Stream)
         patch(torch, "get_device_module", get_module)
 

@@ -10,7 +10,7 @@ def train_and_note(argv: list[str]) -> tuple[int, dict[int, list[list[int]]]]:
     from llm.data.loader import TrainLoader
     from llm.trainers.gpt import main
 
-    noted, read = {}, TrainLoader._read
+    noted, read = {}, TrainLoader._read_step
 
     def noting(self, step):
         batch = read(self, step)
@@ -21,7 +21,7 @@ def train_and_note(argv: list[str]) -> tuple[int, dict[int, list[list[int]]]]:
         noted[step + 1] = windows
         return batch
 
-    TrainLoader._read = noting
+    TrainLoader._read_step = noting
     return main.main(argv), noted
 
 

@@ -118,8 +118,8 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
     build_run.device_of, build_run.make_accelerator = lambda _: device, join
     build_run._check_use = lambda *_: None  # it compares values
     snapshot._WITH_STREAMS = {made_up_device.NAME}
-    snapshot._allocate = _allocate
-    Saver._save = lambda *_: None  # its messages are lost
+    snapshot._allocate_buffers = _allocate_buffers
+    Saver._save_snapshot = lambda *_: None  # its messages are lost
     context.causal_lower_right = _outside_modes(context.causal_lower_right)
     # PyTorch 2.10 computes the shapes of a DTensor with tensors of the host, which are real here.
     shapes = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -202,7 +202,7 @@ def _train(
     return notes
 
 
-def _allocate(tensors: dict[str, torch.Tensor], *, pinned: bool) -> dict[str, torch.Tensor]:
+def _allocate_buffers(tensors: dict[str, torch.Tensor], *, pinned: bool) -> dict[str, torch.Tensor]:
     """Return memory of the host for a copy of each tensor: this device cannot pin any."""
     assert pinned
     return {path: torch.empty(tensor.shape, dtype=tensor.dtype) for path, tensor in tensors.items()}

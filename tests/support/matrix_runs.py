@@ -112,7 +112,7 @@ def save(strategy: AcceleratedStrategy, folder: Any, step: int) -> None:
         owner_ranks=strategy.owner_ranks,
     )
     saver.save(step=step, eval_loss=None)
-    saver.finish(last=True)
+    saver.finish(is_final=True)
 
 
 def load(strategy: AcceleratedStrategy, folder: Any) -> None:

@@ -40,7 +40,7 @@ def train_and_note_files(argv: list[str]) -> tuple[int, set[str], set[str]]:
         setattr(cls, name, profiled)
         return files
 
-    reading, training = note_files(TrainLoader, "_read"), note_files(Trainer, "train_step")
+    reading, training = note_files(TrainLoader, "_read_step"), note_files(Trainer, "train_step")
     return main.main(argv), reading, training
 
 

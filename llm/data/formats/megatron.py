@@ -173,34 +173,34 @@ class TokenFile:
         dtype = self._map_index(map_file(add_suffix(self.prefix, ".idx")))
         data = map_file(add_suffix(self.prefix, ".bin"))
         if data.size % dtype.itemsize:
-            raise self._broken(
+            raise self._damage_error(
                 f"is {data.size} bytes long, which cuts a {dtype.name} in two", suffix=".bin"
             )
         self.tokens: NDArray[Any] = data.view(dtype)
         self.num_tokens = int(self.tokens.size)
         self._check_ends(data.size)
         if check_tables and (faults := self.index_faults(sample=True)):
-            raise self._broken(", and ".join(faults))
+            raise self._damage_error(", and ".join(faults))
 
     def _map_index(self, data: NDArray[np.uint8]) -> np.dtype[Any]:
         """Locate the tables in the bytes of the `.idx`; return the dtype of the tokens."""
         head = data[: _HEADER.size].tobytes()
         if len(head) < _HEADER.size or not head.startswith(_MAGIC):
-            raise self._broken("does not start with a token file's header")
+            raise self._damage_error("does not start with a token file's header")
         _, version, code, num_sequences, num_starts = _HEADER.unpack(head)
         if version != _VERSION:
-            raise self._broken(f"has version {version}, not {_VERSION}")
+            raise self._damage_error(f"has version {version}, not {_VERSION}")
         if code not in _DTYPES:
-            raise self._broken(f"has the dtype code {code}, which is not an integer type")
+            raise self._damage_error(f"has the dtype code {code}, which is not an integer type")
         if num_starts < 1:
-            raise self._broken("has no document table")
+            raise self._damage_error("has no document table")
         # Python's integers do not overflow; in 64 bits, a damaged header could wrap to the right
         # size.
         offsets = _HEADER.size + num_sequences * 4
         documents = offsets + num_sequences * 8
         end = documents + num_starts * 8
         if data.size not in (end, end + num_sequences):  # including the table of modes
-            raise self._broken(f"is {data.size} bytes long, not {end} as its header says")
+            raise self._damage_error(f"is {data.size} bytes long, not {end} as its header says")
         self.lengths: NDArray[np.int32] = data[_HEADER.size : offsets].view("<i4")
         self.offsets: NDArray[np.int64] = data[offsets:documents].view("<i8")
         self.documents: NDArray[np.int64] = data[documents:end].view("<i8")
@@ -213,16 +213,16 @@ class TokenFile:
         end = 0
         if self.num_sequences:
             if self.offsets[0] != 0:
-                raise self._broken(f"starts its sequences at {self.offsets[0]}")
+                raise self._damage_error(f"starts its sequences at {self.offsets[0]}")
             if self.lengths[-1] < 0:
-                raise self._broken(f"ends with the length {self.lengths[-1]}")
+                raise self._damage_error(f"ends with the length {self.lengths[-1]}")
             end = int(self.offsets[-1]) + int(self.lengths[-1]) * self.tokens.itemsize
         if end != bin_size:
-            raise self._broken(
+            raise self._damage_error(
                 f"is {bin_size} bytes long, not {end} as {self.prefix}.idx says", suffix=".bin"
             )
         if self.documents[0] != 0 or self.documents[-1] != self.num_sequences:
-            raise self._broken(
+            raise self._damage_error(
                 f"has documents from sequence {self.documents[0]} to {self.documents[-1]}, "
                 f"not from 0 to {self.num_sequences}",
             )
@@ -244,9 +244,11 @@ class TokenFile:
         def misplaced(start: int, stop: int) -> NDArray[np.bool_]:
             # The first offset is 0. If each sequence ends where the next one starts, every offset
             # is right.
-            after = self.tokens.nbytes if stop == self.num_sequences else self.offsets[stop]
+            next_offset = self.tokens.nbytes if stop == self.num_sequences else self.offsets[stop]
             sizes = self.lengths[start:stop].astype(np.int64) * self.tokens.itemsize
-            wrong: NDArray[np.bool_] = np.diff(self.offsets[start:stop], append=after) != sizes
+            wrong: NDArray[np.bool_] = (
+                np.diff(self.offsets[start:stop], append=next_offset) != sizes
+            )
             return wrong
 
         def backward(start: int, stop: int) -> NDArray[np.bool_]:
@@ -271,7 +273,7 @@ class TokenFile:
                 faults.append(f"has {count:,} {what}; the first one is number {first:,}")
         return faults
 
-    def _broken(self, fault: str, *, suffix: str = ".idx") -> DataError:
+    def _damage_error(self, fault: str, *, suffix: str = ".idx") -> DataError:
         return DataError(
             f"The token file {self.prefix}{suffix} {fault}; it is damaged or of another kind."
         )
@@ -308,20 +310,20 @@ class TokenFile:
             DataError: A pointer lies outside the files.
         """
         sequences = self.documents[first:stop]
-        inside = (sequences >= 0) & (sequences <= self.num_sequences)
-        if not inside.all():
-            number = first + int(inside.argmin())
-            raise self._broken(f"has a wrong pointer at document {number}")
+        is_valid = (sequences >= 0) & (sequences <= self.num_sequences)
+        if not is_valid.all():
+            number = first + int(is_valid.argmin())
+            raise self._damage_error(f"has a wrong pointer at document {number}")
         return self._sequence_starts(sequences)
 
     def _sequence_starts(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the positions in `tokens` of sequences; number S is the end."""
         starts = np.full(sequences.size, self.tokens.nbytes, np.int64)
-        begun = sequences < self.num_sequences
-        starts[begun] = self.offsets[sequences[begun]]
-        positions, rest = np.divmod(starts, self.tokens.itemsize)
-        inside = (rest == 0) & (positions >= 0) & (positions <= self.num_tokens)
-        if not inside.all():
-            sequence = int(sequences[inside.argmin()])
-            raise self._broken(f"has a wrong pointer at sequence {sequence}")
+        has_offset = sequences < self.num_sequences
+        starts[has_offset] = self.offsets[sequences[has_offset]]
+        positions, remainders = np.divmod(starts, self.tokens.itemsize)
+        is_valid = (remainders == 0) & (positions >= 0) & (positions <= self.num_tokens)
+        if not is_valid.all():
+            sequence = int(sequences[is_valid.argmin()])
+            raise self._damage_error(f"has a wrong pointer at sequence {sequence}")
         return positions

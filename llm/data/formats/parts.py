@@ -53,19 +53,19 @@ def find_parts(prefix: Path) -> list[Path]:
         )
     prefixes = [part_prefix(prefix, number, int(counts[0])) for number in range(int(counts[0]))]
     wanted = [add_suffix(part, suffix) for part in prefixes for suffix in (".bin", ".idx")]
-    found = set(files)
-    if missing := [path for path in wanted if path not in found]:
+    existing = set(files)
+    if missing := [path for path in wanted if path not in existing]:
         raise DataError(
             f"The token file {prefix} lacks {missing[0].name} of its {len(prefixes):,} parts "
             f"({len(missing):,} of {len(wanted):,} files are missing); copy or prepare them again."
         )
-    if excess := sorted(found.difference(wanted)):
+    if excess := sorted(existing.difference(wanted)):
         raise DataError(f"The token file {excess[0]} has a number beyond its count; move it away.")
     for suffix in (".bin", ".idx"):
-        if os.path.exists(whole := add_suffix(prefix, suffix)):
+        if os.path.exists(joined_file := add_suffix(prefix, suffix)):
             raise DataError(
-                f"There are a whole token file {whole} and parts of it, {files[0]}; move one of "
-                "them away."
+                f"There are a whole token file {joined_file} and parts of it, {files[0]}; move one "
+                "of them away."
             )
     return prefixes
 
@@ -95,11 +95,15 @@ class PartedTokens:
         assert step == 1
         if start >= stop:
             return PartedTokens([self.arrays[0][:0]])
-        first, last = np.searchsorted(self._stops, [start, stop - 1], side="right").tolist()
-        arrays = list(self.arrays[first : last + 1])
+        first_array, last_array = np.searchsorted(
+            self._stops, [start, stop - 1], side="right"
+        ).tolist()
+        arrays = list(self.arrays[first_array : last_array + 1])
         # The end first: in a range of one array, the start counts from its beginning, too.
-        begin = int(self._stops[first]) - self.arrays[first].size
-        arrays[-1] = arrays[-1][: stop - int(self._stops[last]) + self.arrays[last].size]
+        begin = int(self._stops[first_array]) - self.arrays[first_array].size
+        arrays[-1] = arrays[-1][
+            : stop - int(self._stops[last_array]) + self.arrays[last_array].size
+        ]
         arrays[0] = arrays[0][start - begin :]
         return PartedTokens(arrays)
 
@@ -107,17 +111,17 @@ class PartedTokens:
         self, dtype: np.dtype[Any] | None = None, copy: bool | None = None
     ) -> NDArray[Any]:
         """Return the ids as one array, which is a view if there is only one."""
-        whole = self.arrays[0] if len(self.arrays) == 1 else np.concatenate(self.arrays)
-        return np.array(whole, dtype, copy=copy)
+        ids = self.arrays[0] if len(self.arrays) == 1 else np.concatenate(self.arrays)
+        return np.array(ids, dtype, copy=copy)
 
     def take(self, positions: NDArray[np.int64]) -> NDArray[Any]:
         """Return the ids at positions [...], counted from 0."""
         ids = np.empty(positions.shape, self.dtype)
         numbers = np.searchsorted(self._stops, positions, side="right")
         for number in np.unique(numbers).tolist():
-            here = numbers == number
+            from_array = numbers == number
             begin = int(self._stops[number]) - self.arrays[number].size
-            ids[here] = self.arrays[number][positions[here] - begin]
+            ids[from_array] = self.arrays[number][positions[from_array] - begin]
         return ids
 
 
@@ -180,13 +184,17 @@ class TokenFileParts:
     def document_starts(self, first: int, stop: int) -> NDArray[np.int64]:
         """Return the positions in `tokens` where documents begin; see `TokenFile`."""
         starts = np.full(stop - first, self.num_tokens, np.int64)
-        last = min(stop, self.num_documents) - 1
+        last_document = min(stop, self.num_documents) - 1
         bounds = self._first_documents
-        begin, end = np.searchsorted(bounds, [first, last], side="right").tolist()
+        begin, end = np.searchsorted(bounds, [first, last_document], side="right").tolist()
         for number in range(begin - 1, end):
             low, high = int(bounds[number]), int(bounds[number + 1])
-            here = range(max(first, low), min(stop, high))
-            if here:
-                inside = self.parts[number].document_starts(here.start - low, here.stop - low)
-                starts[here.start - first : here.stop - first] = self._first_tokens[number] + inside
+            documents = range(max(first, low), min(stop, high))
+            if documents:
+                part_starts = self.parts[number].document_starts(
+                    documents.start - low, documents.stop - low
+                )
+                starts[documents.start - first : documents.stop - first] = (
+                    self._first_tokens[number] + part_starts
+                )
         return starts

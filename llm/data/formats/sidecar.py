@@ -122,7 +122,7 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
         if name not in content:
             raise no_sidecar(f"it lacks the key '{name}'")
         value = content[name]
-        if not _fits(value, hint):
+        if not _fits_type(value, hint):
             raise no_sidecar(f"the value of '{name}' has the wrong type")
         if type(value) is int and value < (-1 if name == "largest_token" else 0):
             raise no_sidecar(f"the value of '{name}' is {value}")
@@ -131,15 +131,15 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
     return Sidecar(**{name: content[name] for name in hints})
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits_type(value: Any, hint: Any) -> bool:
     """Return whether a value of a JSON file has a type; `true` is not an integer here."""
     if isinstance(hint, types.UnionType):
-        return any(_fits(value, member) for member in typing.get_args(hint))
+        return any(_fits_type(value, member) for member in typing.get_args(hint))
     kind = typing.get_origin(hint) or hint
     if type(value) is not kind or kind not in (list, dict):
         return type(value) is kind
     values = value.values() if kind is dict else value  # the keys of a JSON object are strings
-    return all(_fits(member, typing.get_args(hint)[-1]) for member in values)
+    return all(_fits_type(member, typing.get_args(hint)[-1]) for member in values)
 
 
 def open_described(path: Path) -> tuple[AnyTokenFile, Sidecar | None]:
@@ -164,11 +164,11 @@ def check_parts(file: AnyTokenFile, sidecar: Sidecar) -> None:
             f"{file.prefix}.json describes {kinds[0]}, but it belongs to {kinds[1]}; restore the "
             "files that were prepared together."
         )
-    found = [part.num_tokens for part in parts]
-    if len(found) != len(sidecar.part_tokens):
+    part_tokens = [part.num_tokens for part in parts]
+    if len(part_tokens) != len(sidecar.part_tokens):
         raise DataError(
-            f"{file.prefix}.json describes {len(sidecar.part_tokens):,} parts, not {len(found):,}; "
-            "restore the files that were prepared together."
+            f"{file.prefix}.json describes {len(sidecar.part_tokens):,} parts, not "
+            f"{len(part_tokens):,}; restore the files that were prepared together."
         )
     for part, recorded in zip(parts, sidecar.part_tokens, strict=True):
         if part.num_tokens != recorded:
@@ -227,11 +227,11 @@ def check_beginnings(prefix: Path, sidecar: Sidecar, prepend_bos: bool) -> None:
     """
     if sidecar.prepend_bos == prepend_bos:
         return
-    made, remedy = ("without", "leave --prepend_bos out")
+    state, remedy = ("without", "leave --prepend_bos out")
     if sidecar.prepend_bos:
-        made, remedy = ("with", "pass --prepend_bos")
+        state, remedy = ("with", "pass --prepend_bos")
     raise DataError(
-        f"The token file {prefix} was made {made} --prepend_bos; {remedy}, or prepare it again."
+        f"The token file {prefix} was made {state} --prepend_bos; {remedy}, or prepare it again."
     )
 
 

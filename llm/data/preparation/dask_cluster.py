@@ -165,21 +165,21 @@ def _encode_shards(
     for number, (source, stem) in shards:
         stats = read_shard(stem, verify=True)
         if stats is None:
-            encoding, encoder = _encoder(key, file)
+            encoding, encoder = _worker_encoder(key, file)
             stats = write_shard(source, stem, encoding, encoder, report=lambda _: None)
         results.append((number, stats))
     return results
 
 
-def _encoder(key: tuple[Any, ...], file: Path) -> tuple[Encoding, Encoder]:
+def _worker_encoder(key: tuple[Any, ...], file: Path) -> tuple[Encoding, Encoder]:
     # Both take a second, so a worker keeps them for the next command, too.
     if getattr(_kept, "key", None) != key:
         _keep_freed_memory()
         encoding = _load_encoding(file)
         _kept.made = encoding, make_encoder(encoding, threads=1, fast=key[-1])
         _kept.key = key
-    made: tuple[Encoding, Encoder] = _kept.made
-    return made
+    encoding_and_encoder: tuple[Encoding, Encoder] = _kept.made
+    return encoding_and_encoder
 
 
 def _load_encoding(file: Path) -> Encoding:

@@ -230,7 +230,7 @@ class FastEncoder:
             self._fast: Any = gigatoken.Tokenizer.from_json(orjson.dumps(description)).backend
         names = [token["content"] for token in added]
         for text in (*_PROBES, " ".join(names), *(f"a{name} b{name}" for name in names[:16])):
-            self._compare(text, self._encode([text], ends=True)[0], ends=True)
+            self._compare_ids(text, self._encode_texts([text], ends=True)[0], ends=True)
 
     def encode(self, texts: Sequence[str], *, ends: bool = True) -> tuple[Ids, Counts]:
         """Encode a batch, as `ReferenceEncoder.encode` does, and compare a sample of it.
@@ -238,7 +238,7 @@ class FastEncoder:
         Raises:
             OtherIds: gigatoken fails on this text, or gives other ids than the tokenizer.
         """
-        ids, counts = self._encode(texts, ends=ends)
+        ids, counts = self._encode_texts(texts, ends=ends)
         if texts:
             # Compare one text, or a piece of it, chosen by hashing the size of the batch.
             number = int(ids.size) * 7919 % len(texts)
@@ -246,15 +246,15 @@ class FastEncoder:
             if len(text) > _SAMPLE_CHARACTERS:
                 start = int(ids.size) * 104729 % (len(text) - _SAMPLE_CHARACTERS)
                 text = text[start : start + _SAMPLE_CHARACTERS]
-                sample = self._encode([text], ends=ends)[0]
+                sample = self._encode_texts([text], ends=ends)[0]
             else:
                 stop = int(counts[: number + 1].sum())
                 sample = ids[stop - int(counts[number]) : stop]
-            self._compare(text, sample, ends=ends)
+            self._compare_ids(text, sample, ends=ends)
         return ids, counts
 
     @_translate_errors(lambda reason: OtherIds(f"gigatoken failed ({reason})"))
-    def _encode(self, texts: Sequence[str], *, ends: bool) -> tuple[Ids, Counts]:
+    def _encode_texts(self, texts: Sequence[str], *, ends: bool) -> tuple[Ids, Counts]:
         begin, end = (token if ends else token[:0] for token in (self._begin, self._end))
         few = len(texts) <= _FEW_TEXTS or sum(map(len, texts)) >= _LONG_TEXT * len(texts)
         # Encoding one text at a time needs no threads, and saves half a second for importing
@@ -273,7 +273,7 @@ class FastEncoder:
         ids = np.asarray(batch.layout.content.data)[offsets[0] : offsets[-1]]
         return _with_ends(ids.astype(self._dtype), np.diff(offsets), begin, end)
 
-    def _compare(self, text: str, ids: Ids, *, ends: bool) -> None:
+    def _compare_ids(self, text: str, ids: Ids, *, ends: bool) -> None:
         if not np.array_equal(ids, self._reference.encode([text], ends=ends)[0]):
             raise OtherIds(f"gigatoken gives other ids than the tokenizer for {text[:40]!r}")
 

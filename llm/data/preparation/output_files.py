@@ -112,11 +112,11 @@ def assemble_output(
         DataError: The sidecar cannot be written.
         OSError: The file system refused a write.
     """
-    whole = output.folder / "out"
+    joined = output.folder / "out"
     if output.shuffle_seed is not None:
-        assemble_shuffled(stems, whole, dtype=encoding.dtype, seed=output.shuffle_seed)
+        assemble_shuffled(stems, joined, dtype=encoding.dtype, seed=output.shuffle_seed)
     elif not output.parts:
-        assemble(stems, whole, dtype=encoding.dtype)
+        assemble(stems, joined, dtype=encoding.dtype)
     common = _common_entries(stats, encoding=encoding, sources=sources, digest=digest)
     if output.nanogpt:
         _assemble_flat(stems, output, common)
@@ -130,18 +130,18 @@ def assemble_output(
         **common,
     )
     if output.parts:
-        kept = [shard for shard in stats if shard.tokens]
+        part_stats = [shard for shard in stats if shard.tokens]
         digests = {
             f"{number:05d}{suffix}": shard.checksums[suffix]
-            for number, shard in enumerate(kept)
+            for number, shard in enumerate(part_stats)
             for suffix in (".bin", ".idx")
         }
-        tokens = [shard.tokens for shard in kept]
-        write_sidecar(whole, replace(sidecar, checksums=digests, part_tokens=tokens))
+        tokens = [shard.tokens for shard in part_stats]
+        write_sidecar(joined, replace(sidecar, checksums=digests, part_tokens=tokens))
         return
-    write_sidecar(whole, replace(sidecar, checksums=_pair_checksums(whole)))
+    write_sidecar(joined, replace(sidecar, checksums=_pair_checksums(joined)))
     if output.row_bytes:
-        with open(add_suffix(whole, ".bytes"), "wb") as file:
+        with open(add_suffix(joined, ".bytes"), "wb") as file:
             for block in each_row_bytes(stems, _BLOCK):
                 file.write(np.ascontiguousarray(block).data)
             sync(file)
@@ -181,11 +181,11 @@ def join_parts(parts: Sequence[Path], output: Output) -> None:
         DataError: The sidecar cannot be written, or a part is damaged.
         OSError: The file system refused a write.
     """
-    whole = output.folder / "out"
+    joined = output.folder / "out"
     sidecar = read_sidecar(output.prefix)
     assert sidecar is not None
-    assemble(parts, whole, dtype=np.dtype(sidecar.dtype))
-    write_sidecar(whole, replace(sidecar, checksums=_pair_checksums(whole), part_tokens=[]))
+    assemble(parts, joined, dtype=np.dtype(sidecar.dtype))
+    write_sidecar(joined, replace(sidecar, checksums=_pair_checksums(joined), part_tokens=[]))
 
 
 def assemble(stems: Sequence[Path], prefix: Path, *, dtype: np.dtype[Any]) -> None:
@@ -197,15 +197,15 @@ def assemble(stems: Sequence[Path], prefix: Path, *, dtype: np.dtype[Any]) -> No
         dtype: Dtype of the ids.
     """
     num_sequences = num_documents = 0
-    for file in _opened(stems):
+    for file in _open_shards(stems):
         num_sequences += file.num_sequences
         num_documents += file.num_documents
-    _join(stems, add_suffix(prefix, ".bin"))
+    _join_ids(stems, add_suffix(prefix, ".bin"))
 
     def document_table() -> Iterator[NDArray[Any]]:
         yield np.zeros(1, "<i8")
         sequences = 0
-        for file in _opened(stems):
+        for file in _open_shards(stems):
             for first in range(1, file.num_documents + 1, _BLOCK):
                 yield sequences + file.documents[first : first + _BLOCK]
             sequences += file.num_sequences
@@ -222,14 +222,14 @@ def assemble(stems: Sequence[Path], prefix: Path, *, dtype: np.dtype[Any]) -> No
         sync(idx)
 
 
-def _opened(stems: Iterable[Path]) -> Iterator[TokenFile]:
+def _open_shards(stems: Iterable[Path]) -> Iterator[TokenFile]:
     for stem in stems:
         yield TokenFile(stem, check_tables=False)
 
 
 def _each_length(stems: Iterable[Path]) -> Iterator[NDArray[Any]]:
     """Yield the tokens of each text, in blocks."""
-    for file in _opened(stems):
+    for file in _open_shards(stems):
         for first in range(0, file.num_sequences, _BLOCK):
             yield file.lengths[first : first + _BLOCK]
 
@@ -243,9 +243,11 @@ def assemble_shuffled(
     """
     # One file, because there may be more shards than a process can have open files.
     joined = add_suffix(prefix, ".joined")
-    _join(stems, joined)
+    _join_ids(stems, joined)
     ids = read_array(joined, ".joined", dtype)
-    lengths = np.concatenate([np.empty(0, "<i4"), *(np.array(f.lengths) for f in _opened(stems))])
+    lengths = np.concatenate(
+        [np.empty(0, "<i4"), *(np.array(f.lengths) for f in _open_shards(stems))]
+    )
     count = lengths.size
     starts = np.cumsum(lengths, dtype=np.int64) - lengths  # int64: a sum of int32 may overflow
 
@@ -273,16 +275,16 @@ def assemble_shuffled(
     joined.unlink()
 
 
-def _join(stems: Iterable[Path], path: Path) -> None:
+def _join_ids(stems: Iterable[Path], path: Path) -> None:
     """Write the ids of all shards to one file, and sync it."""
     with open(path, "wb") as target:
         for stem in stems:
             with open(add_suffix(stem, ".bin"), "rb") as shard:
-                _append(shard, target)
+                _append_file(shard, target)
         sync(target)
 
 
-def _append(source: BinaryIO, target: BinaryIO) -> None:
+def _append_file(source: BinaryIO, target: BinaryIO) -> None:
     """Copy a file to the end of another one, inside the kernel if possible."""
     target.flush()  # copy_file_range writes behind the buffer's back
     try:
@@ -298,20 +300,20 @@ def _append(source: BinaryIO, target: BinaryIO) -> None:
 def _assemble_flat(stems: list[Path], output: Output, common: dict[str, Any]) -> None:
     """Split the ids at a document boundary into nanoGPT's `train.bin` and `val.bin`."""
     folder = output.folder
-    whole = TokenFile(folder / "out")
-    count = whole.num_documents
+    joined = TokenFile(folder / "out")
+    count = joined.num_documents
     num_validation = output.num_validation(count)
     sizes = np.concatenate([np.zeros(1, np.int64), *each_row_bytes(stems, _BLOCK)])
     text_bytes = np.cumsum(sizes)
     for name, first, stop in (("val", 0, num_validation), ("train", num_validation, count)):
         if first == stop:
             continue
-        tokens = whole.tokens[whole.document_start(first) : whole.document_start(stop)]
+        tokens = joined.tokens[joined.document_start(first) : joined.document_start(stop)]
         path = folder / f"out.{name}.bin"
         with open(path, "wb") as file:
             tokens.tofile(file)
             sync(file)
-        rows = whole.documents[[first, stop]]
+        rows = joined.documents[[first, stop]]
         sidecar = Sidecar(
             documents=stop - first,
             tokens=int(tokens.size),
@@ -365,7 +367,7 @@ def check_replaceable(output: Output, inputs: Iterable[Path]) -> None:
             )
 
 
-def former_validation(output: Output) -> list[Path]:
+def stale_validation_files(output: Output) -> list[Path]:
     """Return the files of an earlier `val.bin`; an output without validation text removes them.
 
     Its documents are now in `train.bin`, so a run on both would evaluate on its training text.
@@ -377,11 +379,15 @@ def former_validation(output: Output) -> list[Path]:
     if not output.nanogpt or output.validation_percentage:
         return []
     prefix = output.prefix / "val"
-    found = [path for suffix in output.suffixes if (path := add_suffix(prefix, suffix)).exists()]
-    if not found:
+    stale_files = [
+        path for suffix in output.suffixes if (path := add_suffix(prefix, suffix)).exists()
+    ]
+    if not stale_files:
         return []
-    fault = f"{found[-1]} exists, and --validation_split_percentage 0 writes no validation text"
-    if len(found) < 2 or verify(add_suffix(prefix, ".bin")):
+    fault = (
+        f"{stale_files[-1]} exists, and --validation_split_percentage 0 writes no validation text"
+    )
+    if len(stale_files) < 2 or verify(add_suffix(prefix, ".bin")):
         raise DataError(
             f"{fault}. The file is not removed, since no val.json shows that this program wrote "
             f"it; move it away, or choose another {output.option}."
@@ -390,26 +396,26 @@ def former_validation(output: Output) -> list[Path]:
         raise DataError(
             f"{fault}; choose another {output.option}, or pass --overwrite to remove the file."
         )
-    return found
+    return stale_files
 
 
 def publish(output: Output) -> None:
     """Rename the files to their final names, the `.bin` last: it marks a complete prefix."""
     if output.nanogpt:
         output.prefix.mkdir(exist_ok=True)
-    for path in former_validation(output):
+    for path in stale_validation_files(output):
         log.info(f"removing {path}: its documents are in train.bin now")
         path.unlink()
     parts = [] if output.nanogpt else part_files(output.prefix)
     for prefix in output.names:
-        made = output.folder / (f"out.{prefix.name}" if output.nanogpt else "out")
+        temporary = output.folder / (f"out.{prefix.name}" if output.nanogpt else "out")
         # Remove the old .bin first, so that a mixture of old and new files never looks complete.
         for suffix in reversed(output.suffixes):
             add_suffix(prefix, suffix).unlink(missing_ok=True)
         if output.row_bytes:
-            add_suffix(made, ".bytes").replace(add_suffix(prefix, ".bytes"))
+            add_suffix(temporary, ".bytes").replace(add_suffix(prefix, ".bytes"))
         for suffix in output.suffixes:
-            add_suffix(made, suffix).replace(add_suffix(prefix, suffix))
+            add_suffix(temporary, suffix).replace(add_suffix(prefix, suffix))
         sync_folder(prefix.parent)  # the renames survive a power cut
     for path in parts:  # which are joined now, or belong to another text
         path.unlink()
@@ -432,10 +438,10 @@ def publish_parts(stems: Sequence[Path], stats: Sequence[ShardStats], output: Ou
     for path in output.existing(output.prefix):
         path.unlink()
     add_suffix(output.folder / "out", ".json").replace(add_suffix(output.prefix, ".json"))
-    kept = [stem for stem, shard in zip(stems, stats, strict=True) if shard.tokens]
-    for number, stem in enumerate(kept):
+    part_stems = [stem for stem, shard in zip(stems, stats, strict=True) if shard.tokens]
+    for number, stem in enumerate(part_stems):
         for suffix in (".bin", ".idx"):
-            path = add_suffix(part_prefix(output.prefix, number, len(kept)), suffix)
+            path = add_suffix(part_prefix(output.prefix, number, len(part_stems)), suffix)
             try:
                 os.link(stem.with_suffix(suffix), path)
             except OSError:  # a file system without links

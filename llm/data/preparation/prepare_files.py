@@ -26,10 +26,10 @@ from llm.data.preparation.encoder import Encoding
 from llm.data.preparation.output_files import (
     Output,
     assemble_output,
-    former_validation,
     join_parts,
     publish,
     publish_parts,
+    stale_validation_files,
 )
 from llm.data.preparation.shards import ShardStats, read_shard
 from llm.data.preparation.shares import (
@@ -97,14 +97,14 @@ def prepare_files(
                 f"--parts would leave {len(sources):,} parts, and a run can open "
                 f"{_MOST_PARTS:,}; join small files of text, or leave --parts out."
             )
-        made_of = _recipe(sources, output, encoding, shard_bytes)
-        if not output.overwrite and _is_done(output, recipe_digest(made_of)):
-            _remove_leftovers(output, made_of)
+        recipe = _make_recipe(sources, output, encoding, shard_bytes)
+        if not output.overwrite and _is_done(output, recipe_digest(recipe)):
+            _remove_leftovers(output, recipe)
             log.info(f"{output.names[0]}.bin already exists, made with the same options")
         else:
-            former_validation(output)  # refused now, rather than after the work
+            stale_validation_files(output)  # refused now, rather than after the work
             numbers = share.numbers(len(sources), first=num_chunks)
-            todo.append((_Work(sources, output, encoding, workers, log_seconds, made_of), numbers))
+            todo.append((_Work(sources, output, encoding, workers, log_seconds, recipe), numbers))
         num_chunks += len(sources)
     # Each rank begins with another output: otherwise the slowest would be last everywhere, and join
     # the shards of all outputs.
@@ -139,7 +139,7 @@ class _Work:
         encoding: Encoding,
         workers: int | Cluster,
         log_seconds: float,
-        made_of: Recipe,
+        plan: Recipe,
     ) -> None:
         self._sources = sources
         self.output = output
@@ -147,19 +147,19 @@ class _Work:
         self._encoding = encoding
         self._workers = workers
         self._log_seconds = log_seconds
-        self._recipe = made_of
-        self._digest = recipe_digest(made_of)
+        self._make_recipe = plan
+        self._digest = recipe_digest(plan)
         self._began = time.monotonic()
 
     def do_all(self) -> None:
         """Write all shards, and join them."""
         self._folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(self.output):
-            done = _begin(self.output, self._recipe, len(self._sources))
+        with _lock_output(self.output):
+            done = _begin_folder(self.output, self._make_recipe, len(self._sources))
             try:
-                self._join(is_resumed=done > 0)
+                self._join_shards(is_resumed=done > 0)
             except BaseException:
-                if not self._log_kept():
+                if not self._log_finished():
                     shutil.rmtree(self._folder, ignore_errors=True)
                 raise
 
@@ -172,9 +172,9 @@ class _Work:
         """
         folder = self._folder
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(self.output, shared=True):
+        with _lock_output(self.output, shared=True):
             _check_own_names(self.output)
-            share_plan(folder, self._recipe)
+            share_plan(folder, self._make_recipe)
             mark_begun(folder, share)
             if not is_marked(folder, share):
                 if _is_done(self.output, self._digest):  # since this rank looked
@@ -185,7 +185,7 @@ class _Work:
                         self._write_shards(numbers)
                         check_unchanged([self._sources[number] for number in numbers])
                 except BaseException:
-                    self._log_kept()
+                    self._log_finished()
                     raise
                 mark_done(folder, share)
             done = ranks_done(folder, share)
@@ -205,11 +205,11 @@ class _Work:
                 log.info(
                     f"{share} {'names the parts' if self.output.parts else 'joins the shards'}"
                 )
-                self._join(claim=claim)
+                self._join_shards(claim=claim)
                 add_suffix(self._folder, ".lock").unlink(missing_ok=True)
                 return
         except BaseException:
-            self._log_kept()
+            self._log_finished()
             raise
         finally:
             claim.release()
@@ -249,12 +249,12 @@ class _Work:
         while True:
             stems = [self._folder / f"{number:06d}" for number in range(len(self._sources))]
             stats = [read_shard(stem, verify=False) for stem in stems]
-            found = [shard for shard in stats if shard is not None]
-            if len(found) == len(stems):
-                return stems, found
+            finished = [shard for shard in stats if shard is not None]
+            if len(finished) == len(stems):
+                return stems, finished
             self._write_shards([number for number, shard in enumerate(stats) if shard is None])
 
-    def _join(self, *, is_resumed: bool = False, claim: Claim | None = None) -> None:
+    def _join_shards(self, *, is_resumed: bool = False, claim: Claim | None = None) -> None:
         """Write the shards that are missing, and make the output of all."""
         stems: list[Path] = []
         stats: list[ShardStats] = []
@@ -263,7 +263,7 @@ class _Work:
             join_parts(parts, self.output)
         else:
             stems, stats = self._write_shards() if claim is None else self._shards_of_ranks()
-            self._assemble(stems, stats)
+            self._assemble_shards(stems, stats)
         if claim is not None and not claim.is_held():
             raise DataError(
                 f"Another rank joins the shards in {self._folder}, since this one did not answer "
@@ -283,7 +283,7 @@ class _Work:
         for prefix in self.output.names:
             log.info(f"wrote {prefix}.bin{' in parts' * self.output.parts}")
 
-    def _assemble(self, stems: list[Path], stats: list[ShardStats]) -> None:
+    def _assemble_shards(self, stems: list[Path], stats: list[ShardStats]) -> None:
         """Check all shards, and write the files to be renamed."""
         try:
             check_unchanged(self._sources)
@@ -300,15 +300,15 @@ class _Work:
             digest=self._digest,
         )
 
-    def _log_kept(self) -> int:
+    def _log_finished(self) -> int:
         """Log how many shards are kept; return their number."""
-        kept = len(list(self._folder.glob("[0-9]*.json")))
-        if kept:
+        num_finished = len(list(self._folder.glob("[0-9]*.json")))
+        if num_finished:
             log.info(
-                f"{kept:,} of {len(self._sources):,} shards are kept in {self._folder}: the same "
-                "command resumes from them"
+                f"{num_finished:,} of {len(self._sources):,} shards are kept in {self._folder}: "
+                "the same command resumes from them"
             )
-        return kept
+        return num_finished
 
 
 def _check_shards(
@@ -318,16 +318,18 @@ def _check_shards(
     documents = sum(shard.documents for shard in stats)
     if not documents:
         names = list(dict.fromkeys(source.name for source in sources))
-        held = f"{names[0]} and {len(names) - 1:,} more hold" if names[1:] else f"{names[0]} holds"
+        subject = (
+            f"{names[0]} and {len(names) - 1:,} more hold" if names[1:] else f"{names[0]} holds"
+        )
         policy = BadRecordPolicy("skip")
         if any(text for source in sources for batch in source.batches(policy) for text in batch):
             raise ConfigError(
-                f"{held} text, but the tokenizer {encoding.tokenizer.name} makes no token of it; "
-                f"check its vocabulary, which has {encoding.tokenizer.size:,} tokens."
+                f"{subject} text, but the tokenizer {encoding.tokenizer.name} makes no token of "
+                f"it; check its vocabulary, which has {encoding.tokenizer.size:,} tokens."
             )
         empty = sum(shard.empty for shard in stats)
         reason = f": {empty:,} documents are empty" if empty else ""
-        raise DataError(f"{held} no text{reason}.")
+        raise DataError(f"{subject} no text{reason}.")
     if output.nanogpt and output.num_validation(documents) == documents:
         raise DataError(
             f"--validation_split_percentage {output.validation_percentage:g} of {documents:,} "
@@ -335,7 +337,9 @@ def _check_shards(
         )
 
 
-def _recipe(sources: list[Source], output: Output, encoding: Encoding, shard_bytes: int) -> Recipe:
+def _make_recipe(
+    sources: list[Source], output: Output, encoding: Encoding, shard_bytes: int
+) -> Recipe:
     return recipe(
         [source.identity() for source in sources],
         tokenizer_fingerprint=encoding.tokenizer.fingerprint,
@@ -355,14 +359,14 @@ def _is_done(output: Output, digest: str) -> bool:
 
     Parts that are to be joined are not done.
     """
-    made, faults, to_join = 0, [], False
+    num_complete, faults, to_join = 0, [], False
     for prefix in output.names:
         try:
             sidecar = read_sidecar(prefix)
         except DataError:
             sidecar = None
         if sidecar is not None and sidecar.plan == digest:
-            made += 1
+            num_complete += 1
             to_join = bool(sidecar.part_tokens) and not output.parts
             faults += damage(prefix, nanogpt=output.nanogpt, row_bytes=output.row_bytes)
             continue
@@ -372,13 +376,13 @@ def _is_done(output: Output, digest: str) -> bool:
                 f"{path} exists already; choose another --output_prefix, or pass --overwrite "
                 "to replace it."
             )
-    if made and faults:
+    if num_complete and faults:
         log.warning(f"{' '.join(faults)} The same options made it, so it is made again.")
     return not faults and not to_join
 
 
 @contextmanager
-def _locked(output: Output, *, shared: bool = False) -> Iterator[None]:
+def _lock_output(output: Output, *, shared: bool = False) -> Iterator[None]:
     """Make the folder of the shards, and hold its lock, which ranks share."""
     folder = output.folder
     # Next to the folder: any file system can then remove the folder while it is locked.
@@ -425,12 +429,12 @@ def _check_own_names(output: Output) -> None:
             )
 
 
-def _begin(output: Output, made_of: Recipe, num_shards: int) -> int:
+def _begin_folder(output: Output, plan: Recipe, num_shards: int) -> int:
     """Prepare the folder for a recipe; return how many shards are done."""
     folder = output.folder
     _check_own_names(output)
     earlier = _read_plan(folder)
-    if earlier == made_of:
+    if earlier == plan:
         for path in folder.glob(".[0-9]*"):  # which a kill has left
             path.unlink()
         done = len(list(folder.glob("[0-9]*.json")))
@@ -441,7 +445,7 @@ def _begin(output: Output, made_of: Recipe, num_shards: int) -> int:
     # Remove the plan last: without it, the folder cannot be attributed to this program.
     for path in sorted(folder.iterdir(), key=lambda path: path.name == "plan.json"):
         path.unlink()
-    write_whole(folder / "plan.json", json.dumps(made_of))
+    write_whole(folder / "plan.json", json.dumps(plan))
     return 0
 
 
@@ -468,14 +472,14 @@ def _remove_shards(folder: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def _remove_leftovers(output: Output, made_of: Recipe) -> None:
+def _remove_leftovers(output: Output, plan: Recipe) -> None:
     """Remove the shards of a finished output, which a start has left that was killed at its end."""
-    left = (output.folder, _removed_folder(output.folder), add_suffix(output.folder, ".lock"))
-    if not any(path.exists() for path in left):
+    leftovers = (output.folder, _removed_folder(output.folder), add_suffix(output.folder, ".lock"))
+    if not any(path.exists() for path in leftovers):
         return
     # Another rank may still be at work, or nobody can write there.
-    with suppress(DataError, OSError), _locked(replace(output, lock_seconds=0.0)):
-        if _read_plan(output.folder) in (made_of, None):
+    with suppress(DataError, OSError), _lock_output(replace(output, lock_seconds=0.0)):
+        if _read_plan(output.folder) in (plan, None):
             _check_own_names(output)
             _remove_shards(output.folder)
 
@@ -486,11 +490,11 @@ def progress_log(log_seconds: float) -> Callable[[Totals], None]:
 
     def report(totals: Totals) -> None:
         nonlocal last_report
-        now = time.monotonic()
-        if now - last_report < log_seconds:
+        reported_at = time.monotonic()
+        if reported_at - last_report < log_seconds:
             return
-        last_report = now
-        seconds = now - began
+        last_report = reported_at
+        seconds = reported_at - began
         line = (
             f"{totals.texts:,} documents | {totals.text_bytes / 1e6:,.1f} MB | "
             f"{totals.texts / seconds:,.0f} documents/s | "
@@ -502,7 +506,7 @@ def progress_log(log_seconds: float) -> Callable[[Totals], None]:
             fraction = min(1.0, totals.consumed / totals.num_bytes)
             line += f" | {fraction:.1%} done"
             if fraction:
-                line += f" | {_clock(seconds / fraction - seconds)} left"
+                line += f" | {_format_duration(seconds / fraction - seconds)} left"
         else:
             line += f" | {totals.shards_done:,} of {totals.num_shards:,} shards done"
         log.info(line)
@@ -519,9 +523,10 @@ def _log_summary(stats: list[ShardStats], *, seconds: float, resumed: bool) -> N
         f"{counted(sum(shard.documents for shard in stats), 'document')}, {tokens:,} tokens, "
         f"{text_bytes:,} bytes of text ({text_bytes / tokens:.3f} per token); "
         f"{sum(shard.empty for shard in stats if not shard.one_document):,} empty and "
-        f"{sum(shard.skipped for shard in stats):,} skipped documents; {_clock(seconds)}, {speed}"
+        f"{sum(shard.skipped for shard in stats):,} skipped documents; "
+        f"{_format_duration(seconds)}, {speed}"
     )
 
 
-def _clock(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"

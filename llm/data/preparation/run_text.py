@@ -81,7 +81,7 @@ def make_token_files(job: TextJob) -> None:
     from llm.data.text.sources import check_unchanged
 
     prefix = Path(job.prefix)
-    sources = _sources(job)
+    sources = _open_sources(job)
     # The state when the run computed the key of the token files: a later text must not be used.
     for source in sources:
         paths = source.files if job.text.paths else map(Path, job.files)
@@ -108,7 +108,7 @@ def make_token_files(job: TextJob) -> None:
             )
         ],
         encoding=Encoding(
-            tokenizer=_tokenizer(job.tokenizer, job.text.trust_remote_code),
+            tokenizer=_load_copy(job.tokenizer, job.text.trust_remote_code),
             end_token=job.end_token,
             begin_token=job.begin_token,
             dtype=np.dtype(job.dtype),
@@ -117,7 +117,7 @@ def make_token_files(job: TextJob) -> None:
     )
 
 
-def _sources(job: TextJob) -> list[Source]:
+def _open_sources(job: TextJob) -> list[Source]:
     text = job.text
     if text.split is not None:
         from llm.data.text.hub import dataset_sources
@@ -140,7 +140,7 @@ def _sources(job: TextJob) -> list[Source]:
     )
 
 
-def _tokenizer(copy: TokenizerCopy, trust_remote_code: bool) -> TextTokenizer:
+def _load_copy(copy: TokenizerCopy, trust_remote_code: bool) -> TextTokenizer:
     if copy.backend is not None:
         from tokenizers import Tokenizer
 

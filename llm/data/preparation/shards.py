@@ -160,20 +160,20 @@ class _ShardWriter:
         filled = counts > 0
         utf8_bytes = (len(text) if text.isascii() else len(text.encode()) for text in texts)
         sizes = np.fromiter(utf8_bytes, np.uint32, len(texts))[filled]
-        self._write(".bin", ids)
-        self._write(".bytes", sizes.astype("<u4"))
+        self._write_array(".bin", ids)
+        self._write_array(".bytes", sizes.astype("<u4"))
         if sizes.size:
             self._lengths.append(counts[filled].astype("<i4"))
         self.stats.empty += len(texts) - sizes.size
         self.stats.texts += sizes.size
         self.stats.text_bytes += int(sizes.sum(dtype=np.int64))
-        self._count(ids)
+        self._count_ids(ids)
 
     def end_document(self, end: NDArray[Any]) -> None:
         if self.stats.texts:
-            self._write(".bin", end)
+            self._write_array(".bin", end)
             self._lengths[-1][-1] += end.size
-            self._count(end)
+            self._count_ids(end)
 
     def write_index(self) -> None:
         """Write the index, since all texts have been added."""
@@ -188,7 +188,7 @@ class _ShardWriter:
             documents=[np.asarray(table)],
         )
 
-    def _count(self, ids: NDArray[Any]) -> None:
+    def _count_ids(self, ids: NDArray[Any]) -> None:
         self.stats.tokens += int(ids.size)
         self.stats.largest_token = max(self.stats.largest_token, int(ids.max(initial=0)))
 
@@ -202,7 +202,7 @@ class _ShardWriter:
         self.stats.checksums = {**digests, ".idx": checksums(paths[".idx"])}
         self.stats.sizes = {suffix: path.stat().st_size for suffix, path in paths.items()}
 
-    def _write(self, suffix: str, array: NDArray[Any]) -> None:
+    def _write_array(self, suffix: str, array: NDArray[Any]) -> None:
         data = np.ascontiguousarray(array).view(np.uint8)
         self._files[suffix].write(data.data)
         self._hashes[suffix].update(data.data)

@@ -129,45 +129,45 @@ def _array_share(environ: Mapping[str, str]) -> Share:
     values = [environ.get(prefix + name, "1" if name == "STEP" else "") for name in names]
     if not all(re.fullmatch(r"[0-9]{1,9}", value) for value in values):
         return Share()
-    task, count, least, most, step = map(int, values)
-    if most - least != (count - 1) * step:
+    task, count, first_task, last_task, step = map(int, values)
+    if last_task - first_task != (count - 1) * step:
         raise ConfigError(
-            f"The job array has {count} tasks with numbers from {least} to {most}, which do not "
-            f"tell the rank of task {task}; submit --array=0-{count - 1}, or give --rank and "
-            "--world_size."
+            f"The job array has {count} tasks with numbers from {first_task} to {last_task}, which "
+            f"do not tell the rank of task {task}; submit --array=0-{count - 1}, or give --rank "
+            "and --world_size."
         )
-    return Share(rank=(task - least) // step, world_size=count)
+    return Share(rank=(task - first_task) // step, world_size=count)
 
 
-def share_plan(folder: Path, made_of: Recipe) -> None:
+def share_plan(folder: Path, plan: Recipe) -> None:
     """Write the plan of a folder of shards, or compare it with the other ranks' plan.
 
     Raises:
         DataError: The ranks have different plans.
     """
-    plan = folder / "plan.json"
-    if not plan.exists():
+    plan_path = folder / "plan.json"
+    if not plan_path.exists():
         temporary = folder / f".plan.{uuid4().hex}"
-        temporary.write_text(json.dumps(made_of), encoding="utf-8")
+        temporary.write_text(json.dumps(plan), encoding="utf-8")
         try:
-            os.link(temporary, plan)  # fails if another rank has been faster
+            os.link(temporary, plan_path)  # fails if another rank has been faster
             temporary.unlink()
         except FileExistsError:
             temporary.unlink()
         except OSError:  # a file system without links
-            temporary.replace(plan)
+            temporary.replace(plan_path)
     try:
-        earlier = json.loads(plan.read_text(encoding="utf-8"))
+        earlier = json.loads(plan_path.read_text(encoding="utf-8"))
     except ValueError:
         earlier = {}
-    if earlier == made_of:
+    if earlier == plan:
         return
-    if earlier.get("format") != made_of["format"]:
+    if earlier.get("format") != plan["format"]:
         raise DataError(
             f"{folder} holds shards of another version of this program; finish them with it, or "
             "remove the folder."
         )
-    changed = [_NAMES.get(key, f"--{key}") for key in made_of if earlier.get(key) != made_of[key]]
+    changed = [_NAMES.get(key, f"--{key}") for key in plan if earlier.get(key) != plan[key]]
     raise DataError(
         f"{folder} was begun with another {' and '.join(changed)}; give all ranks the same command "
         "and the same files, or remove the folder if no rank is at work."
@@ -222,20 +222,20 @@ def _absent_ranks(folders: Sequence[Path], share: Share) -> list[int]:
 def mark_done(folder: Path, share: Share) -> None:
     """Note that a rank has written its shards, once they are on the disk."""
     os.sync()  # a crash of this node can lose nothing of the shards now
-    _marker(folder, share.rank, share).touch()
+    _marker_path(folder, share.rank, share).touch()
 
 
 def is_marked(folder: Path, share: Share) -> bool:
     """Return whether a rank has written its shards, now or in an earlier job."""
-    return _marker(folder, share.rank, share).exists()
+    return _marker_path(folder, share.rank, share).exists()
 
 
 def ranks_done(folder: Path, share: Share) -> int:
     """Return how many of the ranks have written their shards."""
-    return sum(_marker(folder, rank, share).exists() for rank in range(share.world_size))
+    return sum(_marker_path(folder, rank, share).exists() for rank in range(share.world_size))
 
 
-def _marker(folder: Path, rank: int, share: Share) -> Path:
+def _marker_path(folder: Path, rank: int, share: Share) -> Path:
     return folder / f"rank-{rank}-of-{share.world_size}"
 
 

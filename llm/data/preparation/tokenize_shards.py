@@ -123,13 +123,13 @@ def tokenize_shards(
     stems = [folder / f"{number:06d}" for number in numbers]
     shards = [(sources[number], stem) for number, stem in zip(numbers, stems, strict=True)]
     try:
-        _encode(shards, encoding, workers, report, fast=not needs_reference(folder))
+        _encode_shards(shards, encoding, workers, report, fast=not needs_reference(folder))
     except OtherIds as error:
         log.warning(
             f"{error}; encoding everything again with the tokenizers library, which is slower"
         )
         require_reference(folder)
-        _encode(shards, encoding, workers, report, fast=False)
+        _encode_shards(shards, encoding, workers, report, fast=False)
     stats: list[ShardStats] = []
     for stem in stems:
         shard = read_shard(stem, verify=False)
@@ -180,7 +180,7 @@ class _Progress:
         )
 
 
-def _encode(
+def _encode_shards(
     shards: list[Shard],
     encoding: Encoding,
     workers: int | Cluster,
@@ -238,8 +238,8 @@ def _encode(
 def _warn_of_lines(encoder: Encoder) -> None:
     """Log a warning if a tokenizer, like SentencePiece, encodes separate lines differently."""
     # One text per call, which starts no threads: this process may fork later.
-    whole, first, second = (encoder.encode([text], ends=False)[0] for text in ("a\nb", "a\n", "b"))
-    if not np.array_equal(whole, np.concatenate([first, second])):
+    joined, first, second = (encoder.encode([text], ends=False)[0] for text in ("a\nb", "a\n", "b"))
+    if not np.array_equal(joined, np.concatenate([first, second])):
         log.warning(
             "text files are encoded line by line, and this tokenizer treats each line as the start "
             "of a text, usually by adding a space in front; to encode whole documents, give them "
@@ -294,14 +294,14 @@ def run_in_processes(
         DataError: A process was killed.
         Exception: The first exception of `work`; the processes are ended.
     """
-    others = set(multiprocessing.active_children())
+    existing_children = set(multiprocessing.active_children())
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=(work,))
     # Otherwise every forked process would write the contents of the buffers again.
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        finish_tasks([pool.submit(_call, task) for task in tasks], report=report)
+        finish_tasks([pool.submit(_call_work, task) for task in tasks], report=report)
     except BrokenProcessPool as error:
         raise DataError(
             "A worker was killed, perhaps because the memory ran out; start again with fewer "
@@ -309,7 +309,7 @@ def run_in_processes(
         ) from error
     except BaseException:
         # The pool itself would wait for the tasks that are running.
-        for process in set(multiprocessing.active_children()) - others:
+        for process in set(multiprocessing.active_children()) - existing_children:
             process.terminate()
         raise
     finally:
@@ -331,6 +331,6 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _call(task: int) -> None:
+def _call_work(task: int) -> None:
     # Pass only numbers: the work is a closure, which the pool cannot pickle for its queue.
     _work(task)

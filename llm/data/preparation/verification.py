@@ -23,9 +23,9 @@ class ChunkHash:
 
     def __init__(self) -> None:
         self._digests: list[str] = []
-        self._restart()
+        self._start_chunk()
 
-    def _restart(self) -> None:
+    def _start_chunk(self) -> None:
         self._hash = xxhash.xxh3_128()
         self._left = CHUNK_BYTES
 
@@ -37,7 +37,7 @@ class ChunkHash:
             self._left -= len(piece)
             if not self._left:
                 self._digests.append(self._hash.hexdigest())
-                self._restart()
+                self._start_chunk()
 
     def digests(self) -> list[str]:
         """Return the hex digests of the chunks; the last chunk may be shorter."""
@@ -102,7 +102,7 @@ def verify(path: Path) -> list[str]:
     if token_file.num_tokens == 0:
         faults.append(f"{add_suffix(prefix, '.bin')} is empty: it contains no tokens.")
     if sidecar is not None:
-        faults += _disagreements(token_file, sidecar)
+        faults += _compare_sidecar(token_file, sidecar)
     return faults
 
 
@@ -139,7 +139,7 @@ def _changed_bytes(prefix: Path, sidecar: Sidecar) -> list[str]:
     return faults
 
 
-def _disagreements(token_file: AnyTokenFile, sidecar: Sidecar) -> list[str]:
+def _compare_sidecar(token_file: AnyTokenFile, sidecar: Sidecar) -> list[str]:
     """Compare a sidecar with the contents of the files; reads all tokens."""
     path = add_suffix(token_file.prefix, ".bin")
     smallest, largest = _id_range(token_file)

@@ -79,7 +79,7 @@ class FileChunk:
         try:
             with open(self.path, "rb") as file:
                 if is_compressed(self.path):
-                    yield from self._unpacked(file)
+                    yield from self._decompress_blocks(file)
                     return
                 end = None if self.stop is None else _line_start(file, self.stop)
                 position = _line_start(file, self.start)
@@ -91,7 +91,7 @@ class FileChunk:
         except OSError as error:
             raise DataError(f"{self.path} cannot be read: {error.strerror or error}.") from error
 
-    def _unpacked(self, file: IO[bytes]) -> Iterator[bytes]:
+    def _decompress_blocks(self, file: IO[bytes]) -> Iterator[bytes]:
         # Use the decompressors directly: gzip.open and similar functions take a broken second
         # stream for the end of the file.
         stream = None
@@ -101,7 +101,7 @@ class FileChunk:
             self.consumed += len(raw)
             # A file is one stream or several; zero bytes after a stream are padding.
             while raw := raw if stream else raw.lstrip(b"\0"):
-                stream = stream or self._decompressor()
+                stream = stream or self._make_decompressor()
                 try:
                     data = bytes(stream.decompress(raw))
                 except Exception as error:  # each library raises its own kind
@@ -121,7 +121,7 @@ class FileChunk:
         if size:
             yield b"".join(unpacked)
 
-    def _decompressor(self) -> Any:
+    def _make_decompressor(self) -> Any:
         match self.path.suffix.lower():
             case ".gz":
                 return zlib.decompressobj(wbits=31)  # 31: data with gzip's header and checksum
@@ -173,8 +173,8 @@ class FileChunk:
             yield lines.removeprefix(mark)
             pieces, mark = [block[end:]], b""
             num_bytes, line, is_skipped = len(block) - end, line + lines.count(b"\n"), False
-        if last := b"".join(pieces).removeprefix(mark):
-            yield last
+        if last_line := b"".join(pieces).removeprefix(mark):
+            yield last_line
 
     def error(self, line: int, message: str) -> DataError:
         """Return an error that names a line of the file.
@@ -188,8 +188,8 @@ class FileChunk:
         if self.on_bad_record.on_error == "skip":  # counting lines for each reads the file
             line_and_byte = f"line {line} of those from byte {self.start:,} on"
             return DataError(f"{self.path}, {line_and_byte}: {message}")
-        before = FileChunk(path=self.path, stop=self.start)
-        line += sum(block.count(b"\n") for block in before.blocks())
+        preceding = FileChunk(path=self.path, stop=self.start)
+        line += sum(block.count(b"\n") for block in preceding.blocks())
         return DataError(f"{self.path}, line {line}: {message}")
 
 

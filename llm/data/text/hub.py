@@ -89,7 +89,7 @@ class _DatasetLoader:
             datasets.disable_progress_bars()
             try:
                 with self.errors_explained():
-                    loaded = self._load()
+                    loaded = self._load_dataset()
             finally:
                 if bars:
                     datasets.enable_progress_bars()
@@ -100,7 +100,7 @@ class _DatasetLoader:
             self.streaming = all(isinstance(split, kinds) for split in self._splits.values())
         return self._splits
 
-    def _load(self) -> Any:
+    def _load_dataset(self) -> Any:
         import datasets
 
         if self.folder is None:
@@ -146,7 +146,7 @@ class _DatasetSplit:
         return self._split in self._loader.splits()
 
     def split(self, num_bytes: int) -> list[Source]:
-        data = self._data()
+        data = self._select_split()
         if self._loader.streaming:
             ranges = [(index, data.num_shards) for index in range(data.num_shards)]
         else:
@@ -160,14 +160,14 @@ class _DatasetSplit:
         return chunks
 
     def batches(self, faults: BadRecordPolicy | None = None) -> Iterator[list[str]]:
-        data = self._data()
-        column = self._column(data)
-        before, where = 0, self.name
+        data = self._select_split()
+        column = self._choose_column(data)
+        first_row, location = 0, self.name
         if self._range is not None and self._loader.streaming:
             data = data.shard(num_shards=self._range[1], index=self._range[0])
-            where = f"{where}, shard {self._range[0] + 1}"
+            location = f"{location}, shard {self._range[0] + 1}"
         elif self._range is not None:
-            before = self._range[0]
+            first_row = self._range[0]
             data = data.select(range(*self._range))
 
         def values() -> Iterator[Any]:
@@ -176,10 +176,12 @@ class _DatasetSplit:
                     yield from batch[column]
 
         yield from record_batches(
-            values(), lambda number: f"{where}, row {before + number}", faults or BadRecordPolicy()
+            values(),
+            lambda number: f"{location}, row {first_row + number}",
+            faults or BadRecordPolicy(),
         )
 
-    def _data(self) -> Any:
+    def _select_split(self) -> Any:
         splits = self._loader.splits()
         if self._split not in splits:
             raise DataError(
@@ -188,7 +190,7 @@ class _DatasetSplit:
             )
         return splits[self._split]
 
-    def _column(self, data: Any) -> str:
+    def _choose_column(self, data: Any) -> str:
         """Choose the column with the text; for a stream without features, by its first row."""
         with self._loader.errors_explained():
             if data.features:

@@ -127,9 +127,9 @@ def json_records(chunk: FileChunk) -> Iterator[list[str]]:
     if next(filter(None, beginnings), b"") != b"[":
         yield from json_lines(chunk)
         return
-    whole = b"".join(chunk.blocks()).removeprefix(BOM)
+    content = b"".join(chunk.blocks()).removeprefix(BOM)
     try:
-        records = _parse_json(whole.decode())
+        records = _parse_json(content.decode())
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}: byte {error.start + 1} is not UTF-8; convert the file to UTF-8."

@@ -46,7 +46,7 @@ def check_text(value: object) -> str:
 def choose_column(
     columns: Sequence[str],
     wanted: str | None,
-    where: object,
+    location: object,
     *,
     texts: Sequence[str],
     nulls: Sequence[str] = (),
@@ -58,7 +58,7 @@ def choose_column(
     Args:
         columns: All columns.
         wanted: The requested column; or None.
-        where: The file or data set, for messages.
+        location: The file or data set, for messages.
         texts: The columns that hold strings.
         nulls: The columns that hold only nulls, which may hold strings in other records.
         records: The records that `texts` and `nulls` are about, such as `in its first row`; all
@@ -71,22 +71,22 @@ def choose_column(
     """
     if wanted is None:
         wanted = texts[0] if "text" not in columns and len(texts) == 1 else "text"
-        only = f"the only column with text {records}".rstrip()
+        reason = f"the only column with text {records}".rstrip()
         if wanted != "text" and nulls:
             raise DataError(
-                f"{where} has no column 'text'. {wanted!r} is {only}, but {nulls[0]!r} is null "
-                f"there and may be the right one; choose with --text_column from: "
+                f"{location} has no column 'text'. {wanted!r} is {reason}, but {nulls[0]!r} is "
+                "null there and may be the right one; choose with --text_column from: "
                 f"{', '.join((wanted, *nulls))}."
             )
         if wanted != "text" and log_choice:
-            log.info(f"{where}: no column is named 'text'; taking {wanted!r}, {only}")
+            log.info(f"{location}: no column is named 'text'; taking {wanted!r}, {reason}")
     if wanted not in columns:
         raise DataError(
-            f"{where} has no column {wanted!r}; choose one with --text_column from: "
+            f"{location} has no column {wanted!r}; choose one with --text_column from: "
             f"{', '.join(texts or columns) or 'none at all'}."
         )
     if columns.count(wanted) > 1:
-        raise DataError(f"{where} has several columns {wanted!r}; rename all but the right one.")
+        raise DataError(f"{location} has several columns {wanted!r}; rename all but the right one.")
     return wanted
 
 
@@ -106,7 +106,7 @@ def batched(texts: Iterable[str]) -> Iterator[list[str]]:
 
 def record_batches(
     records: Iterable[Any],
-    where: Callable[[int], str],
+    locate: Callable[[int], str],
     on_bad_record: BadRecordPolicy,
     text_of: Callable[[Any], str] = check_text,
 ) -> Iterator[list[str]]:
@@ -114,7 +114,7 @@ def record_batches(
 
     Args:
         records: The records.
-        where: Returns the place of a record, counted from 1, for messages.
+        locate: Returns the place of a record, counted from 1, for messages.
         on_bad_record: What to do with records that `text_of` refuses with a DataError.
         text_of: Returns the text of a record.
     """
@@ -124,7 +124,7 @@ def record_batches(
             try:
                 text = text_of(record)
             except DataError as error:
-                on_bad_record(DataError(f"{where(number)}: {error}"))
+                on_bad_record(DataError(f"{locate(number)}: {error}"))
             else:
                 yield text
 
@@ -148,10 +148,10 @@ def text_lines(chunk: FileChunk, *, skippable: bool = True) -> Iterator[list[str
         line += block.count(b"\n")
         # str.splitlines would also split at Unicode separators and at a lone "\r".
         rows = text.split("\n")
-        last = rows.pop()
+        last_row = rows.pop()
         rows = [f"{row}\n" for row in rows]
-        if last:
-            rows.append(last)
+        if last_row:
+            rows.append(last_row)
         if rows:
             yield rows
 
@@ -258,14 +258,14 @@ def parquet_records(chunk: FileChunk) -> Iterator[list[str]]:
                 log_choice=chunk.start == 0,
             )
             groups = range(file.num_row_groups)
-            before = sum(file.metadata.row_group(i).num_rows for i in groups[: chunk.start])
+            first_row = sum(file.metadata.row_group(i).num_rows for i in groups[: chunk.start])
             batches = file.iter_batches(
                 1000, row_groups=list(groups[chunk.start : chunk.stop]), columns=[column]
             )
             values = (value for batch in batches for value in batch.column(0).to_pylist())
             yield from record_batches(
                 values,
-                lambda number: f"{chunk.path}, row {before + number}",
+                lambda number: f"{chunk.path}, row {first_row + number}",
                 chunk.on_bad_record,
             )
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:

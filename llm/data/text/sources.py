@@ -264,9 +264,9 @@ def check_unchanged(sources: Iterable[Source]) -> None:
         DataError: A file has changed, so the text may be a mixture of old and new.
     """
     for source in {source.name: source for source in sources}.values():  # chunks share their files
-        for path, before in source.files.items():
+        for path, original_stamp in source.files.items():
             try:
-                unchanged = stamp(path) == before
+                unchanged = stamp(path) == original_stamp
             except OSError:
                 unchanged = False
             if not unchanged:

@@ -50,7 +50,7 @@ class TrainingTexts:
             DataError: A source cannot be read, or has no text at all.
         """
         try:
-            texts: Iterable[str] = self._read()
+            texts: Iterable[str] = self._read_texts()
             texts = _short_lines(texts) if self.lines else texts
             if self.max_sentences is not None:
                 texts = _draw_sample(texts, self.max_sentences, self.seed)
@@ -59,12 +59,12 @@ class TrainingTexts:
             self.error = error
             raise
 
-    def _read(self) -> Iterator[str]:
+    def _read_texts(self) -> Iterator[str]:
         generator = random.Random(self.seed)
         number = 0
         logged = time.monotonic()
         for source in self.sources:
-            before = number
+            number_before_source = number
             # Lines of one document stay together, unless some of them are drawn.
             joined = source.one_document and self.max_sentences is None
             for batch in source.batches():
@@ -74,12 +74,14 @@ class TrainingTexts:
                     for begin in range(0, len(text), _SAMPLE_LETTERS):
                         number += 1
                         piece = text[begin : begin + _SAMPLE_LETTERS]
-                        _draw(self.sample, piece, number, size=_NUM_SAMPLES, generator=generator)
+                        _offer_text(
+                            self.sample, piece, number, size=_NUM_SAMPLES, generator=generator
+                        )
                     yield text
                 if time.monotonic() - logged > _LOG_SECONDS:
                     logged = time.monotonic()
                     log.info(f"read {self.num_bytes / 1e6:,.0f} MB of text")
-            self.num_documents += source.one_document and number > before
+            self.num_documents += source.one_document and number > number_before_source
         if not number:
             names = ", ".join(source.name for source in self.sources)
             raise DataError(f"No text was found in {names}; give an --input with text.")
@@ -90,11 +92,13 @@ def _draw_sample(texts: Iterable[str], size: int, seed: int) -> list[str]:
     drawn: list[str] = []
     generator = random.Random(seed)
     for number, text in enumerate(texts, 1):
-        _draw(drawn, text, number, size=size, generator=generator)
+        _offer_text(drawn, text, number, size=size, generator=generator)
     return drawn
 
 
-def _draw(drawn: list[str], text: str, number: int, *, size: int, generator: random.Random) -> None:
+def _offer_text(
+    drawn: list[str], text: str, number: int, *, size: int, generator: random.Random
+) -> None:
     """Offer the `number`-th text to a list of `size` texts drawn evenly so far (reservoir)."""
     if len(drawn) < size:
         drawn.append(text)

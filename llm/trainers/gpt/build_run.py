@@ -122,7 +122,7 @@ def make_strategy(
         The strategy; and the model for the log and the model card. With pipeline stages this is a
         copy without weights, because each stage keeps only its layers.
     """
-    whole = without_weights(model) if setup.dims.pipeline > 1 else model
+    model_for_logging = without_weights(model) if setup.dims.pipeline > 1 else model
     accelerator = make_accelerator(config, device=device_of(world), timeout=config.timeout)
     if getattr(model.config.get_text_config(), "is_decoder", None):
         # Decoders of translation models, such as BART, have unused cross-attention.
@@ -146,7 +146,9 @@ def make_strategy(
         device=strategy.device,
         memory=device_memory(strategy.device),
         divided_head=setup.dims.tensor > 1,
-        sources=[each.name for each in setup.corpus.train] if config.log_source_losses else (),
+        sources=[corpus_source.name for corpus_source in setup.corpus.train]
+        if config.log_source_losses
+        else (),
     )
     if config.torch_compile:
         compile_blocks(model)
@@ -156,13 +158,13 @@ def make_strategy(
         recipe.plan(model)
 
     def optimizer_of(model: nn.Module, mesh: DeviceMesh | None) -> RunOptimizer:
-        made = recipe.make(model, mesh)
+        run_optimizer = recipe.make(model, mesh)
         for transform in transforms:
-            scale_learning_rates(made.optimizer, model, transform.rate_factor)
-        return made
+            scale_learning_rates(run_optimizer.optimizer, model, transform.rate_factor)
+        return run_optimizer
 
     strategy.prepare(loss, optimizer_of)
-    return strategy, whole
+    return strategy, model_for_logging
 
 
 def check_same_start(setup: RunSetup) -> None:
@@ -172,22 +174,22 @@ def check_same_start(setup: RunSetup) -> None:
         ParallelError: Names the inputs of two ranks; raised on all ranks.
     """
     start = setup.start or setup.init_from
-    own = {
+    local_start = {
         "checkpoint": None if start is None else f"{start.path.name} of {start.saved_at}",
         "seed": setup.seed,
     }
     if isinstance(setup, TrainSetup):
-        own["windows"] = setup.samples.num_windows
+        local_start["windows"] = setup.samples.num_windows
         # A sidecar may exist on only some nodes.
-        own["data"] = f"{setup.data_digest['ends']}-{setup.data_digest['places']}"
-    starts = gather(own)
-    for rank, other in enumerate(starts):
-        if other != starts[0]:
+        local_start["data"] = f"{setup.data_digest['ends']}-{setup.data_digest['places']}"
+    starts = gather(local_start)
+    for rank, rank_start in enumerate(starts):
+        if rank_start != starts[0]:
             raise ParallelError(
-                f"Rank 0 starts from {starts[0]}, but rank {rank} from {other}: a folder is not "
-                "the same on all nodes, or its contents are out of date there; start again, and if "
-                "this does not help, move --output_dir and the data to a file system that all "
-                "nodes share."
+                f"Rank 0 starts from {starts[0]}, but rank {rank} from {rank_start}: a folder is "
+                "not the same on all nodes, or its contents are out of date there; start again, "
+                "and if this does not help, move --output_dir and the data to a file system that "
+                "all nodes share."
             )
 
 
@@ -210,15 +212,20 @@ def load_start(setup: TrainSetup, trainer: Trainer) -> None:
     if setup.start is None:
         return
     parts, saved = trainer.parts, parts_of(setup.start)
-    new = {each.part: each for each in trainer.extensions if each.part and each.part not in saved}
+    new = {
+        candidate.part: candidate
+        for candidate in trainer.extensions
+        if candidate.part and candidate.part not in saved
+    }
     setup.layout.load(setup.start, {name: part for name, part in parts.items() if name not in new})
     for extension in new.values():
         extension.begin()
         logger.info(f"{setup.start.path} has no {extension.description}: it begins here.")
-    left = [name for name in saved if name not in parts]
-    if left:
+    unused_parts = [name for name in saved if name not in parts]
+    if unused_parts:
         logger.info(
-            f"{setup.start.path} also holds {' and '.join(left)}, which this run does not continue."
+            f"{setup.start.path} also holds {' and '.join(unused_parts)}, which this run does not "
+            "continue."
         )
 
 
@@ -236,7 +243,7 @@ def leave_later_steps(config: CoreConfig, setup: TrainSetup, trainer: Trainer) -
     else:
         if trainer.strategy.rank == 0:
             # Otherwise the next resume would take a later, abandoned checkpoint.
-            mark_superseded(setup.run.checkpoints, after=step)
+            mark_superseded(setup.run.checkpoints, step=step)
         logger.info(
             f"Resumed from {setup.start.path} at step {step}.",
             extra=event("resume", step=step, checkpoint=setup.start.path.name),

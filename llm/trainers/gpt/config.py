@@ -227,7 +227,7 @@ def preset_options(values: dict[str, Any]) -> dict[str, Any]:
     return {
         option: value
         for option, value in _read_preset(name).items()
-        if all(values.get(other) is None for other in _IN_PLACE_OF.get(option, ()))
+        if all(values.get(replacing) is None for replacing in _IN_PLACE_OF.get(option, ()))
     }
 
 
@@ -283,11 +283,11 @@ def check(config: CoreConfig) -> None:
 def _from_preset(config: CoreConfig, problems: str) -> list[str]:
     """Return a sentence about options in the problems that come from the preset, not the user."""
     names = [] if config.preset is None else values_of_preset(config)
-    named = [f"--{name}" for name in names if re.search(rf"--{name}\b", problems)]
-    if not named:
+    flags = [f"--{name}" for name in names if re.search(rf"--{name}\b", problems)]
+    if not flags:
         return []
     return [
-        f"--preset {config.preset} sets {' and '.join(named)}; give another value, or no preset."
+        f"--preset {config.preset} sets {' and '.join(flags)}; give another value, or no preset."
     ]
 
 
@@ -346,9 +346,11 @@ def _run_problems(config: CoreConfig) -> list[str]:
         for name, text in paths(config)
         if text.encode(errors="replace") != text.encode(errors="surrogatepass")
     ]
-    known = {field.name for field in fields(type(config))} | names_by_alias(type(config)).keys()
+    option_names = {field.name for field in fields(type(config))} | names_by_alias(
+        type(config)
+    ).keys()
     for name in config.change_on_resume:
-        if name not in known:
+        if name not in option_names:
             problems.append(f"--change_on_resume names '{name}', which is not an option.")
     return problems
 
@@ -395,19 +397,21 @@ def _precision_problems(config: CoreConfig) -> list[str]:
 def _fp8_gather_problems(config: CoreConfig) -> list[str]:
     if not config.fp8_all_gather:
         return []
-    others = [f"--{name}" for name in sizes_above_one(config) if name != "data_parallel_shard_size"]
+    conflicts = [
+        f"--{name}" for name in sizes_above_one(config) if name != "data_parallel_shard_size"
+    ]
     if not config.optimizer_kind.averaged_shards:  # it is not elementwise
-        others.append(f"--optimizer {config.optimizer}")
+        conflicts.append(f"--optimizer {config.optimizer}")
     if config.unsharded_gradients:
-        others.append("--unsharded_gradients")
+        conflicts.append("--unsharded_gradients")
     if config.several_models is not None:
-        others.append(config.several_models)
+        conflicts.append(config.several_models)
     if config.besides_optimizer is not None:
-        others.append(config.besides_optimizer)
+        conflicts.append(config.besides_optimizer)
     problems = [
         f"--fp8_all_gather has been tried with one sharded model and elementwise optimizers only, "
-        f"and does not go with {other}; leave one of them out."
-        for other in others
+        f"and does not go with {conflict}; leave one of them out."
+        for conflict in conflicts
     ]
     if config.mixed_precision != "fp8":
         problems.append("--fp8_all_gather is for the float8 layers of --mixed_precision fp8.")
@@ -417,15 +421,15 @@ def _fp8_gather_problems(config: CoreConfig) -> list[str]:
 def _all_reduce_problems(config: CoreConfig) -> list[str]:
     if config.all_reduce_dtype == "fp32":
         return []
-    others = [f"--{name}" for name in sizes_above_one(config)]
+    conflicts = [f"--{name}" for name in sizes_above_one(config)]
     if config.mixed_precision not in (None, "no", "bf16"):
-        others.append(f"--mixed_precision {config.mixed_precision}")
+        conflicts.append(f"--mixed_precision {config.mixed_precision}")
     if config.several_models:
-        others.append(config.several_models)
+        conflicts.append(config.several_models)
     if config.besides_optimizer is not None:
-        others.append(config.besides_optimizer)
+        conflicts.append(config.besides_optimizer)
     return [
         f"--all_reduce_dtype {config.all_reduce_dtype} is for the gradients of whole weights in "
-        f"float32 or bf16 runs, and does not go with {other}; leave one of them out."
-        for other in others
+        f"float32 or bf16 runs, and does not go with {conflict}; leave one of them out."
+        for conflict in conflicts
     ]

@@ -150,7 +150,7 @@ def evaluate_sources(
             evaluate_source(strategy, source, metrics=metrics, on_batch=on_batch)
             for source in sources
         ]
-    results = by_source[0] if len(sources) == 1 else _mean(sources, by_source)
+    results = by_source[0] if len(sources) == 1 else _weighted_mean(sources, by_source)
     if distance is not None:
         results["consensus_distance"] = float(distance)
     return results
@@ -180,7 +180,7 @@ def evaluate_source(
             on_batch()
     loss_sum, num_tokens = strategy.reduce_sum(totals)
     loss = float(loss_sum / num_tokens)  # the host waits for the device here
-    results = {"loss": loss, "perplexity": _perplexity(loss)}
+    results = {"loss": loss, "perplexity": _perplexity_of(loss)}
     if source.bytes_per_token:
         results["bits_per_byte"] = loss / math.log(2) / source.bytes_per_token
     for metric in metrics.values():
@@ -202,11 +202,11 @@ def _add_predictions(
         )
 
 
-def _perplexity(loss: float) -> float:
+def _perplexity_of(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf  # exp overflows above 709
 
 
-def _mean(
+def _weighted_mean(
     sources: Sequence[ValidationSource], by_source: Sequence[dict[str, float]]
 ) -> dict[str, float]:
     """Return the weighted means of the sources' results, and the loss of each by name."""
@@ -215,7 +215,7 @@ def _mean(
         for name, value in by_source[0].items()
         if isinstance(value, int | float)
     }
-    results["perplexity"] = _perplexity(results["loss"])
+    results["perplexity"] = _perplexity_of(results["loss"])
     results.pop("bits_per_byte", None)
     if all(source.bytes_per_token for source in sources):
         mean_bytes = sum(source.weight * (source.bytes_per_token or 0.0) for source in sources)

@@ -93,14 +93,14 @@ def read_training(
     config = keep_batch_size(config, resume_from)
     branch_from = find_parent(config, resume_from)
     check_folder(config, run, resume_from, config_file=config_file)
-    setup = _read(config, world, run, resume_from, branch_from)
+    setup = _read_inputs(config, world, run, resume_from, branch_from)
     if not setup.corpus.train:
         raise DataError(f"--split {config.split} leaves nothing to train on.")
-    asked = [name for name in _NEED_VALIDATION if getattr(config, name)]
+    options_with_evaluation = [name for name in _NEED_VALIDATION if getattr(config, name)]
     for extension, options in extensions_of(config):
-        asked += extension.needs_validation(options)
-    if asked and not setup.corpus.validation:
-        raise DataError(_nothing_to_evaluate_on(*asked))
+        options_with_evaluation += extension.needs_validation(options)
+    if options_with_evaluation and not setup.corpus.validation:
+        raise DataError(_nothing_to_evaluate_on(*options_with_evaluation))
     data_digest = digest_of(setup.corpus.train)
     check_same_data(config, setup.start, data_digest, is_branch=branch_from is not None)
     samples = Samples(
@@ -133,7 +133,7 @@ def read_evaluation(config: CoreConfig, world: World) -> RunSetup:
     run = _open_run(config, world)
     resume_from = find_resume(config, run)
     run.check_usable()
-    setup = _read(config, world, run, resume_from, None)
+    setup = _read_inputs(config, world, run, resume_from, None)
     if not (setup.weights_from or setup.resume_from):
         raise ConfigError(
             "--eval_only has no trained weights to evaluate: name a model with weights by "
@@ -153,7 +153,7 @@ def _open_run(config: CoreConfig, world: World) -> RunFolder:
     return RunFolder(Path(config.output_dir or _default_output_dir(config)))
 
 
-def _read(
+def _read_inputs(
     config: CoreConfig,
     world: World,
     run: RunFolder,
@@ -184,7 +184,9 @@ def _read(
         tokenizer=tokenizer,
         dims=dims,
     )
-    read_by = {each: each.read(options, inputs) for each, options in extensions_of(config)}
+    read_by = {
+        extension: extension.read(options, inputs) for extension, options in extensions_of(config)
+    }
     return RunSetup(
         run=run,
         resume_from=resume_from,
@@ -216,10 +218,10 @@ def _find_weights_of_run(config: CoreConfig, model_config: PreTrainedConfig) -> 
     """Return the checkpoint of `--init_from`; None without the option."""
     if config.init_from is None:
         return None
-    found = find_start(config.init_from, option="init_from")
-    check_known(config, found)
-    _log_other_model(config, found, model_config)
-    return found
+    checkpoint = find_start(config.init_from, option="init_from")
+    check_known(config, checkpoint)
+    _log_other_model(config, checkpoint, model_config)
+    return checkpoint
 
 
 def _initial_weights(
@@ -270,8 +272,8 @@ def _default_output_dir(config: CoreConfig) -> str:
     if text is not None:
         data = Path(text).stem
     else:
-        words = training_paths(config) or config.valid_data_path
-        prefixes = [Path(word).name for word in words if isinstance(word, str)]
+        values = training_paths(config) or config.valid_data_path
+        prefixes = [Path(word).name for word in values if isinstance(word, str)]
         # A prefix may contain dots: remove only the suffix of a flat file.
         data = prefixes[0].removesuffix(".bin") if prefixes else "data"
         if len(prefixes) > 1:
@@ -322,7 +324,7 @@ def read_model_config(config: CoreConfig, start: Checkpoint | None) -> PreTraine
     """
     if start is None:
         return load_config(config)
-    allowed = _allowed(config, ARCHITECTURE)
+    allowed = _is_change_allowed(config, ARCHITECTURE)
     name = config.config_name or config.model_name_or_path
     if name is not None and not Path(name).exists() and not allowed:
         logger.info(
@@ -332,11 +334,11 @@ def read_model_config(config: CoreConfig, start: Checkpoint | None) -> PreTraine
     current = load_config(config)
     changed = config_changes(config, start, current)
     if changed and not allowed:
-        named = next(option for option in ARCHITECTURE if getattr(config, option) is not None)
+        option_name = next(option for option in ARCHITECTURE if getattr(config, option) is not None)
         raise CheckpointError(
             f"The model's configuration has changed since {start.path} was written: "
             f"{'; '.join(changed)}. Restore it, or allow the change with --change_on_resume "
-            f"{named}."
+            f"{option_name}."
         )
     if changed:
         logger.info(f"The model's configuration changes: {'; '.join(changed)}.")
@@ -359,19 +361,19 @@ def config_changes(
     """Return a clause for each field that differs from the copy in a checkpoint."""
     saved = load_config(with_copies(config, checkpoint))
     # Built from all fields, like the copy: some classes then derive other values.
-    now = type(current).from_dict(current.to_dict())
+    rebuilt = type(current).from_dict(current.to_dict())
     # A field on only one side comes from another version of the library, or is never read.
-    changed = differences(_fields(saved), _fields(now))
+    changed = differences(_model_fields(saved), _model_fields(rebuilt))
     # The model's Python code, if it comes from a folder.
     folder = config.config_name or config.model_name_or_path
     for path in sorted((checkpoint.path / MODEL_FOLDER).glob("*.py")):
-        other = Path(folder or "", path.name)
-        if folder and other.is_file() and other.read_bytes() != path.read_bytes():
+        code_file = Path(folder or "", path.name)
+        if folder and code_file.is_file() and code_file.read_bytes() != path.read_bytes():
             changed.append(f"{path.name} has another content")
     return changed
 
 
-def _fields(config: PreTrainedConfig) -> dict[str, Any]:
+def _model_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the fields that affect a model, by name; `a.b` is field b of the inner object a."""
     bases = [base for base in type(config).__mro__ if issubclass(base, PreTrainedConfig)]
     declared = {name for base in bases for name in inspect.signature(base).parameters}
@@ -381,7 +383,7 @@ def _fields(config: PreTrainedConfig) -> dict[str, Any]:
         if name not in _COMPARED | (declared - _NOT_COMPARED):
             continue
         if isinstance(inner, PreTrainedConfig):
-            fields |= {f"{name}.{key}": field for key, field in _fields(inner).items()}
+            fields |= {f"{name}.{key}": field for key, field in _model_fields(inner).items()}
         else:
             fields[name] = value
     return fields
@@ -406,7 +408,7 @@ def read_tokenizer(config: CoreConfig, start: Checkpoint | None) -> PreTrainedTo
     files = [getattr(config, option)]
     if option == "vocab_file":
         files.append(config.merges_file)
-    allowed = _allowed(config, names)
+    allowed = _is_change_allowed(config, names)
     if not all(Path(file).exists() for file in files) and not allowed:
         logger.info(f"{files[0]} is not a local path: the tokenizer is the copy in {start.path}.")
         return tokenizer_of(with_copies(config, start))
@@ -417,8 +419,8 @@ def read_tokenizer(config: CoreConfig, start: Checkpoint | None) -> PreTrainedTo
         tokenizer_of(with_copies(config, start))
     )
     if allowed:
-        same = "changes: it gives other ids than" if changed else "gives the same ids as"
-        logger.info(f"The tokenizer {files[0]} {same} the copy in {start.path}.")
+        comparison = "changes: it gives other ids than" if changed else "gives the same ids as"
+        logger.info(f"The tokenizer {files[0]} {comparison} the copy in {start.path}.")
     elif changed:
         raise CheckpointError(
             f"The tokenizer {files[0]} gives other ids than the copy in {start.path}: it has "
@@ -427,7 +429,7 @@ def read_tokenizer(config: CoreConfig, start: Checkpoint | None) -> PreTrainedTo
     return tokenizer
 
 
-def _allowed(config: CoreConfig, names: tuple[str, ...]) -> bool:
+def _is_change_allowed(config: CoreConfig, names: tuple[str, ...]) -> bool:
     """Return whether `change_on_resume` names one of these options."""
     return not set(names).isdisjoint(named_changes(config))
 

@@ -115,12 +115,16 @@ class Trainer:
             "meter": self.meter,
         }
         parts |= self.strategy.run_optimizer.parts()
-        return parts | {each.part: each for each in self.extensions if each.part is not None}
+        return parts | {
+            extension.part: extension for extension in self.extensions if extension.part is not None
+        }
 
     @property
     def exported(self) -> Exported | None:
         """The export that replaces the last weights; None to export these."""
-        return next((each.exported for each in self.extensions if each.exported), None)
+        return next(
+            (extension.exported for extension in self.extensions if extension.exported), None
+        )
 
     def fit(self) -> Literal["finished", "preempted"]:
         """Train to the last step or a request to stop, then save everything."""
@@ -145,7 +149,7 @@ class Trainer:
         for extension in self.extensions:
             extension.close()
         self.health.heartbeat(step=state.step, phase="save")
-        self.saver.finish(last=True)
+        self.saver.finish(is_final=True)
         is_finished = state.step == self.plan.total_steps and not self.is_stopped
         return "finished" if is_finished else "preempted"
 
@@ -196,14 +200,14 @@ class Trainer:
     def after_step(self) -> Literal["training", "preempted"]:
         """Log, evaluate and save if due after a step, and act on a request to stop."""
         config, step = self.config, self.state.step
-        last = step == self.plan.total_steps
+        is_final = step == self.plan.total_steps
         self.health.heartbeat(step=step, phase="step")
         if step == 1:
             log_idle_weights(self.strategy)
         stop, overdue = self.check_requests()
-        if last or step % config.logging_steps == 0:
+        if is_final or step % config.logging_steps == 0:
             self.log()
-        saving = stop or overdue or (last and self.saves_checkpoints)
+        saving = stop or overdue or (is_final and self.saves_checkpoints)
         saving = saving or self.is_due(self.save_every, or_last=False)
         evaluating = self.is_due(self.eval_every, or_last=True)
         self.state.seconds = self.tracker.seconds()
@@ -236,8 +240,8 @@ class Trainer:
         """Return whether to stop and whether the save timer is due, the same on all ranks."""
         # A signal may reach only one rank, and clocks differ, so all ranks act on the same answer.
         # It arrives some calls later, because waiting for it would stall the step.
-        asked = [self.interruption.reason is not None, self.save_timer.is_due()]
-        stop, overdue = self.strategy.any_rank(asked)
+        flags = [self.interruption.reason is not None, self.save_timer.is_due()]
+        stop, overdue = self.strategy.any_rank(flags)
         overdue, self.is_save_overdue = overdue or self.is_save_overdue, False
         step = self.state.step
         if self.saved_at is not None and step - self.saved_at <= self.strategy.answer_delay:
@@ -263,8 +267,8 @@ class Trainer:
         """
         self.health.keep_alive()
         if self.is_stoppable:
-            asked = [self.interruption.reason is not None, False]
-            stop, overdue = self.strategy.any_rank(asked)
+            flags = [self.interruption.reason is not None, False]
+            stop, overdue = self.strategy.any_rank(flags)
             self.is_save_overdue = self.is_save_overdue or overdue
             if stop:
                 raise StopRequest
@@ -305,9 +309,11 @@ class Trainer:
             DivergedError: Too many steps in a row were skipped, or an extension gives up.
             RestartError: An extension asks to go back to a checkpoint.
         """
-        steps, most = self.meter.pop_steps(), self.config.max_skipped_steps
+        steps, max_skipped_steps = self.meter.pop_steps(), self.config.max_skipped_steps
         try:
-            report_skipped(steps, self.state, self.loader, most=most, run=self.folder)
+            report_skipped(
+                steps, self.state, self.loader, max_skipped_steps=max_skipped_steps, run=self.folder
+            )
             for extension in self.extensions:
                 extension.after_steps(steps, self.loader)
         except DivergedError:
@@ -329,8 +335,10 @@ class Trainer:
 
     def periodic_due(self) -> list[Periodic]:
         """Return the work of extensions that is due after this step."""
-        asked = [each.periodic for each in self.extensions if each.periodic is not None]
-        return [periodic for periodic in asked if self.is_due(periodic.every, or_last=True)]
+        periodic_work = [
+            extension.periodic for extension in self.extensions if extension.periodic is not None
+        ]
+        return [periodic for periodic in periodic_work if self.is_due(periodic.every, or_last=True)]
 
     def run_periodic(self, periodic: Periodic) -> None:
         """Do the work of an extension, and report its values."""
@@ -342,18 +350,18 @@ class Trainer:
         """Return the results of an evaluation, including extensions' results."""
         assert self.evaluate is not None
         results = self.evaluate()
-        last = self.state.step == self.plan.total_steps
+        is_final = self.state.step == self.plan.total_steps
         for extension in self.extensions:
-            results |= extension.evaluated(self.evaluate, is_final=last)
+            results |= extension.evaluated(self.evaluate, is_final=is_final)
         return results
 
     def format_train_stats(self) -> list[str]:
         """Return the last logged loss, and the time since the last evaluation or this start."""
-        words = [] if self.train_loss is None else [f"train loss: {self.train_loss:.6g}"]
+        columns = [] if self.train_loss is None else [f"train loss: {self.train_loss:.6g}"]
         steps = self.state.step - self.last_eval_mark[0]
         seconds = self.state.seconds - self.last_eval_mark[1]
         if steps:
-            words.append(f"train time: {seconds:.1f} s")
-            words.append(f"ms per step: {1000 * seconds / steps:.1f}")
+            columns.append(f"train time: {seconds:.1f} s")
+            columns.append(f"ms per step: {1000 * seconds / steps:.1f}")
         self.last_eval_mark = self.state.step, self.state.seconds
-        return [*words, f"total train time: {self.state.seconds:.1f} s"]
+        return [*columns, f"total train time: {self.state.seconds:.1f} s"]

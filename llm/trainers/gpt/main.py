@@ -68,17 +68,17 @@ def _train_or_explain(argv: Sequence[str] | None) -> int:
         with contextlib.suppress(OSError, RuntimeError):  # stderr is missing or has no file
             faulthandler.enable()  # show the place of a bus error, for example from a failing disk
     try:
-        words = sys.argv[1:] if argv is None else argv
-        if argv is None and not {"-h", "--help"} & {*words}:
+        arguments = sys.argv[1:] if argv is None else argv
+        if argv is None and not {"-h", "--help"} & {*arguments}:
             restart_with_kept_memory()  # before `parse_args`, which logs what it chooses
-        config = parse_args(words)
-        return run(config, world, config_file=split_config_file(words)[0])
+        config = parse_args(arguments)
+        return run(config, world, config_file=split_config_file(arguments)[0])
     except PeerLostError as error:
         if not error.reported:
             logger.error(f"error: {error}")
         return EXIT_PEER_LOST
     except LLMError as error:
-        _refuse(error, str(error), world)
+        _log_refusal(error, str(error), world)
         return 2
     except KeyboardInterrupt:
         logger.error("Interrupted before training began.")
@@ -88,7 +88,7 @@ def _train_or_explain(argv: Sequence[str] | None) -> int:
         if sentence is None:  # with its stack, in the run's log and on the console
             logger.exception("The run failed.")
             return 1
-        _refuse(error, sentence, world)
+        _log_refusal(error, sentence, world)
         return 2
 
 
@@ -107,14 +107,14 @@ def parse_args(argv: Sequence[str]) -> GPTConfig:
     )
     if config.mixed_precision in (None, "no"):
         # `accelerate launch --mixed_precision bf16` and `accelerate config` set this variable.
-        asked: Any = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        if asked in ("fp8", "fp16", "bf16"):
-            config = dataclasses.replace(config, mixed_precision=asked)
+        precision: Any = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if precision in ("fp8", "fp16", "bf16"):
+            config = dataclasses.replace(config, mixed_precision=precision)
     check(config)
     return config
 
 
-def _refuse(error: Exception, sentence: str, world: World) -> None:
+def _log_refusal(error: Exception, sentence: str, world: World) -> None:
     """Log an error once: on rank 0, or on the only rank that raised it."""
     # An error that is not of this package is found by the rank with the file.
     found_here = getattr(error, "found_here", not is_shared(error))

@@ -63,7 +63,7 @@ def log_start(
         logger.info("no validation data: the loss is not evaluated")
     total_steps, order = None, {}
     if isinstance(setup, TrainSetup):
-        total_steps, order = setup.plan.total_steps, _order(config, setup)
+        total_steps, order = setup.plan.total_steps, _sample_order(config, setup)
         _log_length(config, setup, model)
         if setup.skipped.ranges:
             logger.info(f"left out: samples {setup.skipped} (--skip_samples)")
@@ -113,8 +113,8 @@ def _without_effect(
     if config.all_reduce_dtype != "fp32" and strategy.world_size == 1:
         yield f"all_reduce_dtype {config.all_reduce_dtype}", "with one rank"
     plan = setup.plan
-    most = max(plan.shape(phase.first_step)[0] for phase in plan.phases)
-    if config.unsharded_gradients and most == 1:
+    max_micro_batches = max(plan.shape(phase.first_step)[0] for phase in plan.phases)
+    if config.unsharded_gradients and max_micro_batches == 1:
         yield "unsharded_gradients", "with one micro-batch per step"
 
 
@@ -122,10 +122,10 @@ def _log_options(config: CoreConfig, setup: RunSetup) -> None:
     """Log the preset's options, or that the default learning rate is not for random weights."""
     starts_from_weights = setup.start or setup.init_from or setup.weights_from
     if config.preset is not None:
-        kept = [
+        texts = [
             f"{name} {format_default(value)}" for name, value in values_of_preset(config).items()
         ]
-        logger.info(f"preset {config.preset}: {', '.join(kept) or 'overridden by other options'}")
+        logger.info(f"preset {config.preset}: {', '.join(texts) or 'overridden by other options'}")
     elif not starts_from_weights and "learning_rate" not in non_default(config):
         logger.info(
             "advice: the default --learning_rate is for fine-tuning; random weights learn faster "
@@ -190,7 +190,7 @@ def _log_length(config: CoreConfig, setup: TrainSetup, model: PreTrainedModel) -
         )
 
 
-def _order(config: CoreConfig, setup: TrainSetup) -> dict[str, object]:
+def _sample_order(config: CoreConfig, setup: TrainSetup) -> dict[str, object]:
     """Return the settings that determine a rank's samples in each step."""
     return {
         "seed": setup.seed,
@@ -211,14 +211,14 @@ def _log_data(name: str, sources: Sequence[CorpusSource], setup: RunSetup) -> No
         windows = tokens // setup.block_size
         if name == "validation":
             windows = _num_windows(source, setup)
-        which = f" {source.name} ({source.weight:.2%})" if len(sources) > 1 else ""
+        source_label = f" {source.name} ({source.weight:.2%})" if len(sources) > 1 else ""
         if name == "training" and setup.corpus.stages:
-            which = f" {source.name}"  # the weights of each stage follow
+            source_label = f" {source.name}"  # the weights of each stage follow
         num_documents = source.stream.num_documents
         documents = f"{counted(num_documents, 'document')}, " if num_documents else ""
         logger.info(
-            f"{name} data{which}: {documents}{tokens:,} tokens, {counted(windows, 'window')} of "
-            f"{setup.block_size}"
+            f"{name} data{source_label}: {documents}{tokens:,} tokens, "
+            f"{counted(windows, 'window')} of {setup.block_size}"
         )
 
 
@@ -247,8 +247,10 @@ def _log_sources(setup: TrainSetup, num_samples: int, verb: str) -> None:
     """Log how many of a number of samples each source of a blend serves."""
     if len(setup.corpus.train) == 1 or not num_samples:
         return
-    served = setup.skipped.served(setup.samples.served, num_samples)
-    for number, (source, samples) in enumerate(zip(setup.corpus.train, served, strict=True)):
+    samples_served = setup.skipped.served(setup.samples.served, num_samples)
+    for number, (source, samples) in enumerate(
+        zip(setup.corpus.train, samples_served, strict=True)
+    ):
         windows = setup.samples.windows_of(number)
         if windows:
             logger.info(
@@ -331,15 +333,15 @@ def log_end(
     if setup.run.checkpoints.is_dir():
         logger.info(f"checkpoints: {setup.run.checkpoints}")
     if "tensorboard" in config.report_to:
-        found = shutil.which("tensorboard") is not None
-        board = ["tensorboard"] if found else [python_command(), "-m", "tensorboard.main"]
+        is_installed = shutil.which("tensorboard") is not None
+        board = ["tensorboard"] if is_installed else [python_command(), "-m", "tensorboard.main"]
         logger.info("curves: " + shell_line([*board, "--logdir", folder / "tensorboard"]))
     world_size = setup.dims.world_size
-    again = start_command(world_size, "--config", folder / "config.toml")
-    logger.info(f"again with other settings: {again} --output_dir NEW")
+    rerun_command = start_command(world_size, "--config", folder / "config.toml")
+    logger.info(f"again with other settings: {rerun_command} --output_dir NEW")
     trust = ["--trust_remote_code"] if config.trust_remote_code else []
-    onward = start_command(world_size, *trust, "--model_name_or_path", folder)
-    logger.info(f"to continue from this model: {onward} --train_file FILE")
+    continue_command = start_command(world_size, *trust, "--model_name_or_path", folder)
+    logger.info(f"to continue from this model: {continue_command} --train_file FILE")
 
 
 def generate_command(config: CoreConfig, run: RunFolder) -> str:
@@ -356,22 +358,22 @@ def inspect_command(run: str, step: int) -> str:
 
 def resume_command(config: CoreConfig, run: RunFolder, world_size: int) -> str:
     """Return the command line that resumes a run on the same number of ranks."""
-    words: list[str | Path] = ["--config", run.path / "config.toml", "--resume_from_checkpoint"]
+    arguments: list[str | Path] = ["--config", run.path / "config.toml", "--resume_from_checkpoint"]
     if config.push_to_hub:  # config.toml does not record it, and it has not been done
-        words += ["--push_to_hub"]
-        words += [f"--hub_model_id={config.hub_model_id}"] if config.hub_model_id else []
-    return start_command(world_size, *words)
+        arguments += ["--push_to_hub"]
+        arguments += [f"--hub_model_id={config.hub_model_id}"] if config.hub_model_id else []
+    return start_command(world_size, *arguments)
 
 
-def start_command(world_size: int, *words: str | Path) -> str:
+def start_command(world_size: int, *arguments: str | Path) -> str:
     """Return the command line that starts the trainer, with HOST:PORT to be filled in.
 
     Args:
         world_size: Number of ranks.
-        words: The trainer's arguments.
+        arguments: The trainer's arguments.
     """
     python = python_command()
-    module = ["-m", "llm.trainers.gpt", *words]
+    module = ["-m", "llm.trainers.gpt", *arguments]
     if world_size == 1:
         return shell_line([python, *module])
     launcher = task_launcher(os.environ)
@@ -379,11 +381,11 @@ def start_command(world_size: int, *words: str | Path) -> str:
         return shell_line([launcher, "-n", str(world_size), python, *module])
     torchrun = ["torchrun"] if python == "python" else [python, "-m", "torch.distributed.run"]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    where = ["--standalone"]
+    rendezvous = ["--standalone"]
     if local < world_size:
         nodes = str(world_size // local)
-        where = ["--nnodes", nodes, "--rdzv_backend", "c10d", "--rdzv_endpoint", "HOST:PORT"]
-    return shell_line([*torchrun, *where, "--nproc_per_node", str(local), *module])
+        rendezvous = ["--nnodes", nodes, "--rdzv_backend", "c10d", "--rdzv_endpoint", "HOST:PORT"]
+    return shell_line([*torchrun, *rendezvous, "--nproc_per_node", str(local), *module])
 
 
 def python_command() -> str:
@@ -399,7 +401,7 @@ def report_skipped(
     state: TrainState,
     loader: TrainLoader,
     *,
-    most: int,
+    max_skipped_steps: int,
     run: str,
 ) -> None:
     """Log skipped steps with their samples; every rank calls it with the same steps.
@@ -408,7 +410,7 @@ def report_skipped(
         steps: The result of `Meter.pop_steps`.
         state: Counters of the run, which count the skipped steps in a row.
         loader: The samples of the steps.
-        most: Maximum number of consecutive skipped steps before training stops.
+        max_skipped_steps: Maximum number of consecutive skipped steps before training stops.
         run: Folder of the run, for the command that shows a step's text.
 
     Raises:
@@ -426,7 +428,7 @@ def report_skipped(
                     "skip", step=step + 1, first_sample=first, last_sample=stop - 1, inspect=command
                 ),
             )
-    if state.skipped_in_a_row >= most:
+    if state.skipped_in_a_row >= max_skipped_steps:
         raise DivergedError(
             f"The last {state.skipped_in_a_row} steps were skipped because loss or gradient was "
             "not finite (--max_skipped_steps); resume from an earlier checkpoint with a lower "
@@ -563,7 +565,7 @@ def _write_hyperparameters(writer: Any, config: CoreConfig) -> None:
         writer.file_writer.add_summary(summary)
 
 
-def forget_points(strategy: AcceleratedStrategy, *, after: int) -> None:
+def forget_points(strategy: AcceleratedStrategy, *, step: int) -> None:
     """Let TensorBoard drop the points after a step, for example when a run resumes."""
     for tracker in strategy.accelerator.trackers:
         if tracker.name == "tensorboard":
@@ -571,4 +573,4 @@ def forget_points(strategy: AcceleratedStrategy, *, after: int) -> None:
 
             start = SessionLog(status=SessionLog.START)
             with contextlib.suppress(Exception):  # `Tracker.write` warns of a full disk
-                tracker.writer.file_writer.add_event(Event(step=after + 1, session_log=start))
+                tracker.writer.file_writer.add_event(Event(step=step + 1, session_log=start))

@@ -52,7 +52,7 @@ def write_results(
     card = make_card(
         config,
         name=folder.name,
-        rows=_rows(config, setup, results, model, trainer.exported),
+        rows=_card_rows(config, setup, results, model, trainer.exported),
         results=trainer.results,
         task_results=task_results,
         initial_weights=setup.initial_weights,
@@ -84,7 +84,7 @@ def _collect_results(
     }
 
 
-def _rows(
+def _card_rows(
     config: CoreConfig,
     setup: TrainSetup,
     results: dict[str, float | None],

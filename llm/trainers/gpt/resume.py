@@ -86,14 +86,16 @@ def find_resume(config: CoreConfig, run: RunFolder) -> Checkpoint | None:
     allowed = (*named_changes(config), *lengthened(config, checkpoint))
     fixed = fixed_options(config, like=saved)
     # If an older checkpoint lacks an option, the option did not exist yet, so it has not changed.
-    before = _state_options(dataclasses.replace(config, **saved))
-    changed = differences(before, _state_options(config))
+    state_options = _state_options(dataclasses.replace(config, **saved))
+    changed = differences(state_options, _state_options(config))
     if changed:
-        others = {n: v for n, v in fixed.items() if n not in before and n not in allowed}
+        new_options = {
+            n: v for n, v in fixed.items() if n not in state_options and n not in allowed
+        }
         raise CheckpointError(
             f"{checkpoint.path} holds another state of the optimizer: "
-            f"{'; '.join([*differences(saved, others), *changed])}. Give the former values, or "
-            "start another run from its weights with --init_from."
+            f"{'; '.join([*differences(saved, new_options), *changed])}. Give the former values, "
+            "or start another run from its weights with --init_from."
         )
     check_unchanged(saved, fixed, allowed=allowed)
     return checkpoint
@@ -121,8 +123,8 @@ def check_known(config: CoreConfig, checkpoint: Checkpoint) -> None:
             "from it; name another checkpoint."
         )
     _check_types(config, checkpoint)
-    known = {field.name for field in options.fields(type(config))}
-    unknown = _saved_options(config, checkpoint, "fixed").keys() - known
+    option_names = {field.name for field in options.fields(type(config))}
+    unknown = _saved_options(config, checkpoint, "fixed").keys() - option_names
     if unknown:
         names = " and ".join(f"--{name}" for name in sorted(unknown))
         raise CheckpointError(
@@ -172,8 +174,8 @@ def check_folder(
     Raises:
         ConfigError: The folder is taken, or the run would replace an input inside it.
     """
-    own = {Path(os.path.realpath(run.path)), Path(os.path.realpath(run.checkpoints))}
-    if resume_from is not None and not own.isdisjoint(resume_from.path.resolve().parents):
+    run_folders = {Path(os.path.realpath(run.path)), Path(os.path.realpath(run.checkpoints))}
+    if resume_from is not None and not run_folders.isdisjoint(resume_from.path.resolve().parents):
         run.check(resume=True, overwrite=False)
         return
     inputs = [(name, text) for name, text in options.paths(config) if name not in _NOT_INPUTS]
@@ -212,14 +214,14 @@ def check_same_data(
         return
     changed = has_changed(checkpoint.metadata["data"], digest)
     if not set(SOURCES).isdisjoint(named_changes(config)):
-        same = "change: they are not those" if changed else "are the same as those"
-        logger.info(f"The training data {same} with which {checkpoint.path} was reached.")
+        comparison = "change: they are not those" if changed else "are the same as those"
+        logger.info(f"The training data {comparison} with which {checkpoint.path} was reached.")
     elif changed:
-        where = "" if is_branch else ", or start in another --output_dir"
+        alternative = "" if is_branch else ", or start in another --output_dir"
         raise CheckpointError(
             f"The training data have changed since {checkpoint.path} was saved, although the "
             "options that name them are the same; restore the data, or allow the change with "
-            f"--change_on_resume and the option's name{where}."
+            f"--change_on_resume and the option's name{alternative}."
         )
 
 
@@ -243,17 +245,17 @@ def lengthened(config: CoreConfig, checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def find_start(named: str, *, option: str) -> Checkpoint:
+def find_start(location: str, *, option: str) -> Checkpoint:
     """Return a checkpoint of another run: the newest valid one, or a given step.
 
     Args:
-        named: RUN, RUN/STEP, RUN/best, or the checkpoint's own folder.
+        location: RUN, RUN/STEP, RUN/best, or the checkpoint's own folder.
         option: The option that names it, for messages.
 
     Raises:
         CheckpointError: The checkpoint is missing or damaged.
     """
-    path = Path(named)
+    path = Path(location)
     if (path / MANIFEST).exists():
         return read_valid(path, together=True)
     for run, name in ((path, None), (path.parent, path.name)):
@@ -286,19 +288,21 @@ def fixed_options(config: CoreConfig, *, like: dict[str, Any] | None = None) -> 
         config: The options.
         like: Fixed options of a checkpoint; provide seed and precision if the options do not.
     """
-    fixed = _options(config, "fixed")
+    fixed = _recorded_values(config, "fixed")
     for name in ("seed", *_BY_DEVICE):
         if like is not None and name in fixed and fixed[name] is None:
             fixed[name] = like.get(name)
     return fixed
 
 
-def _options(config: CoreConfig, kind: str) -> dict[str, Any]:
+def _recorded_values(config: CoreConfig, kind: str) -> dict[str, Any]:
     """Return the options that checkpoints record as fixed or as logged, as JSON values."""
-    return _as_json({field.name: getattr(config, field.name) for field in _recorded(config, kind)})
+    return _as_json(
+        {field.name: getattr(config, field.name) for field in _recorded_fields(config, kind)}
+    )
 
 
-def _recorded(config: CoreConfig, kind: str) -> list[options.Field]:
+def _recorded_fields(config: CoreConfig, kind: str) -> list[options.Field]:
     """Return the options that checkpoints record as fixed or as logged."""
     kinds = ("state", "fixed") if kind == "fixed" else (kind,)
     return [field for field in options.fields(type(config)) if field.option.resume in kinds]
@@ -311,14 +315,14 @@ def _as_json(values: dict[str, Any]) -> dict[str, Any]:
 
 def recorded_options(config: CoreConfig) -> dict[str, dict[str, Any]]:
     """Return the options for a checkpoint's record, without extension options at their default."""
-    left_out = {
+    default_names = {
         field.name
         for field in options.fields(type(config))
         if field.option.extension and getattr(config, field.name) == field.default
     }
-    kinds = {"fixed": fixed_options(config), "logged": _options(config, "logged")}
+    kinds = {"fixed": fixed_options(config), "logged": _recorded_values(config, "logged")}
     return {
-        kind: {name: value for name, value in values.items() if name not in left_out}
+        kind: {name: value for name, value in values.items() if name not in default_names}
         for kind, values in kinds.items()
     }
 
@@ -329,7 +333,9 @@ def _saved_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> dic
     Extension options that it does not record have their default.
     """
     defaults = {
-        field.name: field.default for field in _recorded(config, kind) if field.option.extension
+        field.name: field.default
+        for field in _recorded_fields(config, kind)
+        if field.option.extension
     }
     saved: dict[str, Any] = checkpoint.metadata[kind]
     return _as_json(defaults) | saved
@@ -346,7 +352,7 @@ def log_changes(config: CoreConfig, checkpoint: Checkpoint, *, ranks: int) -> No
     fixed, logged = (_saved_options(config, checkpoint, kind) for kind in ("fixed", "logged"))
     changed = [
         *differences(fixed, fixed_options(config, like=fixed)),
-        *differences(logged, _options(config, "logged")),
+        *differences(logged, _recorded_values(config, "logged")),
         *differences({"number of ranks": checkpoint.world_size}, {"number of ranks": ranks}),
     ]
     if changed:
@@ -373,8 +379,8 @@ def choose_by_device(
     if resume_from is not None and not config.eval_only:
         fixed, logged = (_saved_options(config, resume_from, kind) for kind in ("fixed", "logged"))
         values = {name: (fixed | logged)[name] for name in _BY_DEVICE}
-    given = {name: getattr(config, name) for name in _BY_DEVICE}
-    values |= {name: value for name, value in given.items() if value is not None}
+    overrides = {name: getattr(config, name) for name in _BY_DEVICE}
+    values |= {name: value for name, value in overrides.items() if value is not None}
     if config.deterministic and values["torch_compile"] and device.type == "cuda":
         # On an H200 with PyTorch 2.11, the first gradient after a resume differed in 3 of 6 runs.
         raise ConfigError(
@@ -411,11 +417,11 @@ def choose_skipped(
         ConfigError: The options name samples that the checkpoint has trained on or skipped: every
             later sample would move to another step.
     """
-    given = skipped_ranges(config.skip_samples)
+    new_ranges = skipped_ranges(config.skip_samples)
     if resume_from is None:
-        return NONE_SKIPPED.skip(given)
+        return NONE_SKIPPED.skip(new_ranges)
     saved = NONE_SKIPPED.skip(skipped_ranges(resume_from.metadata["skip_samples"]))
-    skipped = saved.skip(given)
+    skipped = saved.skip(new_ranges)
     position, _ = plan.step_samples(resume_from.step)
     _, reached = saved.span((0, position))
     if skipped.before(reached) != saved.before(reached):
@@ -475,20 +481,20 @@ def find_parent(config: CoreConfig, resume_from: Checkpoint | None) -> Checkpoin
     return parent
 
 
-def _check_same_parent(named: str, resume_from: Checkpoint) -> None:
+def _check_same_parent(parent_name: str, resume_from: Checkpoint) -> None:
     recorded = resume_from.metadata.get("branch")
     if recorded is None:
         raise CheckpointError(
-            f"--branch_from {named} starts a branch in a separate folder, but {resume_from.path} "
-            "belongs to a run that is not a branch; name another --output_dir."
+            f"--branch_from {parent_name} starts a branch in a separate folder, but "
+            f"{resume_from.path} belongs to a run that is not a branch; name another --output_dir."
         )
     parent = Path(recorded["parent"])
     run = parent.parent.parent
     names = {parent, run, run / str(recorded["step"]), run / BEST}
-    if Path(os.path.realpath(named)) not in names:
+    if Path(os.path.realpath(parent_name)) not in names:
         raise CheckpointError(
             f"{resume_from.path} belongs to a branch from {parent}, not from --branch_from "
-            f"{named}; name another --output_dir for another branch."
+            f"{parent_name}; name another --output_dir for another branch."
         )
 
 

@@ -159,12 +159,14 @@ def saved_batch(config: CoreConfig, setup: RunSetup) -> int | str | None:
     if setup.start is None or "global_batch_size" in config.change_on_resume:
         return None
     saved: int | str = setup.start.metadata["global_batch_size"]
-    given = saved if config.global_batch_size is None else config.global_batch_size
-    phases = (batch_phases(batch, block_size=setup.block_size) for batch in (saved, given))
-    if len({tuple(each) for each in phases}) > 1:
+    requested_batch = saved if config.global_batch_size is None else config.global_batch_size
+    phases = (
+        batch_phases(batch, block_size=setup.block_size) for batch in (saved, requested_batch)
+    )
+    if len({tuple(phase_list) for phase_list in phases}) > 1:
         check_unchanged(
             {"global_batch_size": setup.start.metadata.get("batch_option") or saved},
-            {"global_batch_size": given},
+            {"global_batch_size": requested_batch},
             allowed=(),
             branch_from=setup.branch_from.path if setup.branch_from else None,
         )

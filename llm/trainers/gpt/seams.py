@@ -326,8 +326,10 @@ def loop_extensions(config: CoreConfig, running: Running) -> list[LoopExtension]
 
 def transforms_of(config: CoreConfig, model_config: "PreTrainedConfig") -> "list[Transform]":
     """Return the changes of all extensions to a model."""
-    found = (each.transform(options, model_config) for each, options in extensions_of(config))
-    return [transform for transform in found if transform is not None]
+    transforms = (
+        extension.transform(options, model_config) for extension, options in extensions_of(config)
+    )
+    return [transform for transform in transforms if transform is not None]
 
 
 def recipe_of(config: CoreConfig, *, seed: int, layout: Layout | None = None) -> "Recipe":
@@ -341,10 +343,12 @@ def recipe_of(config: CoreConfig, *, seed: int, layout: Layout | None = None) ->
     from llm.optim.optimizers import make_optimizer
     from llm.optim.run_optimizer import Recipe
 
-    given = extensions_of(config)
-    found = (each.recipe(options, seed=seed, layout=layout) for each, options in given)
-    made = next((recipe for recipe in found if recipe is not None), None)
-    return made or Recipe(partial(make_optimizer, config))
+    extensions = extensions_of(config)
+    recipes = (
+        extension.recipe(options, seed=seed, layout=layout) for extension, options in extensions
+    )
+    extension_recipe = next((recipe for recipe in recipes if recipe is not None), None)
+    return extension_recipe or Recipe(partial(make_optimizer, config))
 
 
 def choose_layout(

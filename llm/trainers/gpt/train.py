@@ -81,10 +81,10 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
     began = time.perf_counter()
     # Created here, so that the time limit includes reading the text and the weights.
     limit = None if config.exit_after is None else 60 * config.exit_after
-    interruption = Interruption(after=limit)
+    interruption = Interruption(time_limit=limit)
     # Read everything before process groups form: bad input is refused with one sentence.
     setup = on_all_ranks(lambda: read_training(config, world, config_file=config_file))
-    given, config = config, resolved_config(config, setup)
+    unresolved, config = config, resolved_config(config, setup)
     model = on_all_ranks(lambda: make_model(config, setup, world))
     with setup.run.lock() if world.is_main else contextlib.nullcontext():
         repository = on_all_ranks(
@@ -94,7 +94,7 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
         strategy, model = make_strategy(config, setup, model, world)
         check_same_start(setup)
         load_weights(setup.init_from, strategy)
-        for extension, options in extensions_of(given):
+        for extension, options in extensions_of(unresolved):
             config, setup = extension.adjust(options, config, setup, strategy)
         with run_context(config, setup, strategy, world) as health:
             trainer = make_trainer(config, setup, strategy, model, health, interruption)
@@ -251,15 +251,15 @@ def fit_with_restarts(
             checkpoint = newest_valid(setup.run.checkpoints, together=True) or setup.start
             if checkpoint is None:
                 raise
-            setup = _restart(config, setup, trainer, checkpoint, asked)
+            setup = _restart_training(config, setup, trainer, checkpoint, asked)
 
 
-def _restart(
+def _restart_training(
     config: CoreConfig,
     setup: TrainSetup,
     trainer: Trainer,
     checkpoint: Checkpoint,
-    asked: RestartError,
+    request: RestartError,
 ) -> TrainSetup:
     """Load a checkpoint, and skip samples from there on.
 
@@ -268,14 +268,18 @@ def _restart(
         setup: The run's present setup.
         trainer: The trainer, reset on every rank.
         checkpoint: The checkpoint to continue from.
-        asked: The request: first step to skip, and the reason.
+        request: The request: first step to skip, and the reason.
     """
-    left_out = trainer.loader.samples_of(max(checkpoint.step, asked.first), trainer.state.step)
-    skipped = trainer.loader.skipped.skip([left_out])
+    skipped_range = trainer.loader.samples_of(
+        max(checkpoint.step, request.first), trainer.state.step
+    )
+    skipped = trainer.loader.skipped.skip([skipped_range])
     logger.info(
-        f"Going back to step {checkpoint.step} because of {asked.reason}, without the samples "
-        f"{left_out[0]:,} to {left_out[1] - 1:,}.",
-        extra=event("rewind", step=checkpoint.step, skip_samples=f"{left_out[0]}:{left_out[1]}"),
+        f"Going back to step {checkpoint.step} because of {request.reason}, without the samples "
+        f"{skipped_range[0]:,} to {skipped_range[1] - 1:,}.",
+        extra=event(
+            "rewind", step=checkpoint.step, skip_samples=f"{skipped_range[0]}:{skipped_range[1]}"
+        ),
     )
     trainer.tracker.close()
     setup = replace(setup, resume_from=checkpoint, skipped=skipped)
@@ -284,7 +288,7 @@ def _restart(
     trainer.loader = replace(trainer.loader, skipped=skipped)
     trainer.metadata["skip_samples"] = str(skipped)
     trainer.saved_at = None
-    forget_points(trainer.strategy, after=checkpoint.step)
+    forget_points(trainer.strategy, step=checkpoint.step)
     if trainer.strategy.rank == 0:
         config = replace(config, skip_samples=str(skipped))
         setup.run.open(overwrite=False, config=to_toml(config))
@@ -384,19 +388,19 @@ def _out_of_memory(config: CoreConfig, world: World) -> str:
     total = device_memory(device)
     size = "" if total is None else f" of its {total / GIB:.1f} GiB"
     per_node = ranks_per_node(os.environ, world.world_size)
-    sentence = f"Out of memory on {device}{size} (rank {world.rank}): {_remedies(config)}."
+    sentence = f"Out of memory on {device}{size} (rank {world.rank}): {_memory_remedies(config)}."
     if config.several_models:  # the plan refuses it
         return sentence
-    words = [f"--nodes {-(-world.world_size // per_node)}", f"--gpus_per_node {per_node}"]
+    flags = [f"--nodes {-(-world.world_size // per_node)}", f"--gpus_per_node {per_node}"]
     if total is not None:
-        words.append(f"--memory_gib {total / GIB:.1f}")
+        flags.append(f"--memory_gib {total / GIB:.1f}")
     return (
-        f"{sentence} `python -m llm.plan` with the options of this run and {' '.join(words)} shows "
+        f"{sentence} `python -m llm.plan` with the options of this run and {' '.join(flags)} shows "
         "how the memory is used, and with --search the layouts that fit."
     )
 
 
-def _remedies(config: CoreConfig) -> str:
+def _memory_remedies(config: CoreConfig) -> str:
     """Return the options that can still lower the memory."""
     remedies = []
     size = device_batch_size(config)

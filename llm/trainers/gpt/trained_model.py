@@ -99,23 +99,23 @@ def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
             f"--branch_from {parent} is not a run: it has no config.toml; name a run's folder or "
             "RUN/STEP."
         )
-    own = ("output_dir", "branch_from")
+    separate = ("output_dir", "branch_from")
     recorded = non_default(_read_recorded(runs[0]))
     restricted = restricted_options(GPTConfig).keys()
-    taken = {name: value for name, value in recorded.items() if name not in restricted}
+    inherited = {name: value for name, value in recorded.items() if name not in restricted}
     if not_inherited := sorted((recorded.keys() & restricted) - values.keys()):
         logger.warning(
             f"{runs[0] / 'config.toml'} sets {', '.join(f'--{name}' for name in not_inherited)}, "
             "which a branch takes only from its own command; give them there if you trust what "
             "they run."
         )
-    recorded_length = next((f"--{name}" for name in LENGTHS if name in taken), None)
+    recorded_length = next((f"--{name}" for name in LENGTHS if name in inherited), None)
     if lengths and recorded_length not in (None, *lengths):
         raise ConfigError(
             f"{lengths[0]} is not how --branch_from {parent} states its length; give "
             f"{recorded_length} instead."
         )
-    return {name: value for name, value in taken.items() if name not in own}
+    return {name: value for name, value in inherited.items() if name not in separate}
 
 
 def with_copies(config: CoreConfig, checkpoint: Checkpoint) -> CoreConfig:
@@ -213,22 +213,22 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
         if best is None:
             raise CheckpointError(f"{folder / BEST} cannot be followed: {remark}.")
         return read_valid(best)
-    there = [path for path in checkpoint_folders(folder) if str(step_of(path)) == step]
-    if not there:
+    matching = [path for path in checkpoint_folders(folder) if str(step_of(path)) == step]
+    if not matching:
         names = ["latest", *(["best"] if (folder / BEST).exists() else [])]
         steps = [*(str(step_of(path)) for path in checkpoint_folders(folder)), *names]
         raise ConfigError(
             f"{option} {step} names no checkpoint of {folder}; there are {', '.join(steps)}."
         )
-    return read_valid(there[-1])
+    return read_valid(matching[-1])
 
 
-def read_while_training(folder: Path, read: Callable[[], _Read]) -> _Read:
-    """Call `read` to read checkpoints; call it again if training removes one meanwhile.
+def read_while_training(folder: Path, read_checkpoints: Callable[[], _Read]) -> _Read:
+    """Call `read_checkpoints` to read checkpoints; call it again if training removes one meanwhile.
 
     Args:
         folder: The run's `checkpoints` folder.
-        read: Chooses and reads checkpoints.
+        read_checkpoints: Chooses and reads checkpoints.
 
     Raises:
         CheckpointError: Training removes checkpoints faster than they are read.
@@ -236,7 +236,7 @@ def read_while_training(folder: Path, read: Callable[[], _Read]) -> _Read:
     for tries_left in reversed(range(_TRIES)):
         listed = checkpoint_folders(folder)
         try:
-            return read()
+            return read_checkpoints()
         except Exception:
             if all(os.path.lexists(path) for path in listed):
                 raise

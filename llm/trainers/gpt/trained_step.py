@@ -132,7 +132,7 @@ def read_step(
         block_size=block_size,
         global_batch_size=order["global_batch_size"],
     )
-    positions = _positions(plan, step, rank)
+    positions = _positions_of_step(plan, step, rank)
     numbers = choose_skipped(config, None, plan).numbers(positions)
     sources, starts = samples.locate(numbers)
     return TrainedStep(
@@ -154,13 +154,13 @@ def _read_model(
 
     def read() -> "tuple[PreTrainedTokenizerBase, PreTrainedConfig]":
         newest = list_checkpoints(checkpoints)[-1:]
-        named = with_copies(config, newest[0]) if newest else config
-        return tokenizer_of(named), load_config(named)
+        options = with_copies(config, newest[0]) if newest else config
+        return tokenizer_of(options), load_config(options)
 
     return read_while_training(checkpoints, read)
 
 
-def _positions(plan: BatchPlan, step: int, rank: int | None) -> NDArray[np.int64]:
+def _positions_of_step(plan: BatchPlan, step: int, rank: int | None) -> NDArray[np.int64]:
     """Return the positions of a step, or of a rank in it.
 
     Raises:
@@ -190,7 +190,7 @@ def _recorded_order(run: RunFolder, step: int, config: CoreConfig) -> dict[str, 
     Raises:
         DataError: No start before the step is recorded, or the record of a start is damaged.
     """
-    starts = [start for folder in _lineage(run, config) for start in _read_starts(folder)]
+    starts = [start for folder in _run_lineage(run, config) for start in _read_starts(folder)]
     order = next((start for start in starts[::-1] if start["step"] < step), None)
     if order is None:
         raise DataError(
@@ -201,7 +201,7 @@ def _recorded_order(run: RunFolder, step: int, config: CoreConfig) -> dict[str, 
     return order | {"total_samples": starts[-1]["total_samples"]}
 
 
-def _lineage(run: RunFolder, config: CoreConfig) -> list[RunFolder]:
+def _run_lineage(run: RunFolder, config: CoreConfig) -> list[RunFolder]:
     """Return the folders of a run and its parents, the oldest first, as far as they exist."""
     lineage = [run]
     while config.branch_from is not None:

@@ -63,7 +63,7 @@ def saved_and_loaded(folder) -> tuple[list[str], list[float]]:
         owner_ranks=strategy.owner_ranks,
     )
     saver.save(step=1, eval_loss=None)
-    saver.finish(last=True)
+    saver.finish(is_final=True)
     loaded = Norms(strategy, 0.0)
     load_state(newest_valid(folder), {"norms": loaded})
     found = torch.stack([*loaded.state["by_parameter"].values()])
