@@ -4,12 +4,13 @@ import ast
 
 from tests.support.package import MODULES, name_of, tree_of
 
-VAGUE = set(
-    """its it those these each other others alike held left gone rest back own given found made kept
-    laid taken said told heard asked named there here now before after left_out words its_own theirs
-    ours one both several only most known again onward around inside whole mine where which such same
-    got sent seen begun last this that them read shown served made_of own_ is_first""".split()
-)
+_WORDS = """
+its it those these each other others alike held left gone rest back own given found made kept laid
+taken said told heard asked named there here now before after left_out words its_own theirs ours one
+both several only most known again onward around inside whole mine where which such same got sent
+seen begun last this that them read shown served made_of own_ is_first
+"""
+VAGUE = set(_WORDS.split())
 """Pronouns, participles and adverbs, which do not say what a variable holds."""
 
 
