@@ -24,7 +24,7 @@ from llm.errors import ConfigError
 from llm.runtime.world import ignore_ranks
 from llm.trainers.gpt.config import check_planned, preset_options
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.seams import recipe_of, transforms_of
+from llm.trainers.gpt.seams import make_extensions, recipe_of, transforms_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -130,14 +130,14 @@ def _resize_model(options: CheckOptions, width: int, *, mup: bool) -> CheckOptio
                 f"A model of width {width} cannot be divided into heads of {head_dim}; give other "
                 "--widths, or fewer --num_attention_heads."
             )
-    return dataclasses.replace(
-        options,
-        hidden_size=width,
-        num_attention_heads=heads,
-        mup=mup,
-        attention_implementation=None,
-        activation_checkpointing="none",
-    )
+    changes: dict[str, Any] = {
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "mup": mup,
+        "attention_implementation": None,
+        "activation_checkpointing": "none",
+    }
+    return dataclasses.replace(options, **changes)
 
 
 def activation_sizes(options: GPTConfig) -> dict[str, list[float]]:
@@ -158,7 +158,7 @@ def activation_sizes(options: GPTConfig) -> dict[str, list[float]]:
 
     config = load_config(options)
     vocab_size = config.get_text_config().vocab_size
-    transforms = transforms_of(options, config)
+    transforms = transforms_of(make_extensions(options), config)
     model = build_model(
         options,
         config,
@@ -168,7 +168,7 @@ def activation_sizes(options: GPTConfig) -> dict[str, list[float]]:
         vocab_size=vocab_size,
         transforms=transforms,
     ).eval()  # without dropout
-    optimizer = recipe_of(options, seed=0).make(model, None).optimizer
+    optimizer = recipe_of(options, make_extensions(options), seed=0).make(model, None).optimizer
     for transform in transforms:
         scale_learning_rates(optimizer, model, transform.rate_factor)
     loss = LanguageModelLoss(model, chunked=False)  # its logits are an activation of the head

@@ -35,8 +35,7 @@ from llm.runtime.logging import counted
 from llm.runtime.offline import forbid_downloads
 from llm.runtime.world import ignore_ranks
 from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.seams import extensions_of
+from llm.trainers.gpt.extensions import EXTENSIONS
 from llm.trainers.gpt.trained_model import (
     build_untrained,
     choose_checkpoint,
@@ -105,9 +104,7 @@ class CoreCheckpointsOptions:
 
 
 _SAVED = [
-    extension.saved_weights
-    for extension, _ in extensions_of(GPTConfig())
-    if extension.saved_weights is not None
+    extension.saved_weights for extension in EXTENSIONS if extension.saved_weights is not None
 ]
 
 

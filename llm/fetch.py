@@ -25,8 +25,7 @@ from llm.runtime.files import write_whole
 from llm.runtime.logging import quiet_libraries, set_up_logging
 from llm.runtime.offline import offline_variable
 from llm.runtime.world import ignore_ranks
-from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.seams import extensions_of
+from llm.trainers.gpt.extensions import EXTENSIONS, GPTConfig
 from llm.trainers.gpt.trained_model import tokenizer_of
 
 # Files at the top of a model's repository. Weights are read as safetensors if possible.
@@ -70,15 +69,11 @@ class CoreFetchOptions:
     )
 
 
-_ADDED = [
-    extension.fetch_options
-    for extension, _ in extensions_of(GPTConfig())
-    if extension.fetch_options is not None
-]
+_ADDED = [extension.fetch for extension in EXTENSIONS if extension.fetch is not None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FetchOptions(CoreFetchOptions, *_ADDED):  # type: ignore[misc]
+class FetchOptions(CoreFetchOptions, *(added.options for added in _ADDED)):  # type: ignore[misc]
     """The options of this program, including extensions' options."""
 
 
@@ -148,16 +143,15 @@ def fetch(config: GPTConfig, folder: Path) -> GPTConfig:
     metrics = tuple(_fetch_metric(name, folder) for name in config.eval_metrics)
     if metrics != config.eval_metrics:
         changes["eval_metrics"] = metrics
-    for extension, options in extensions_of(config):
-        paths = extension.fetch(options, folder, partial(_fetch_dataset, folder=folder))
-        changes |= {name: path for name, path in paths.items() if path != getattr(config, name)}
+    for added in _ADDED:
+        local = added.download(config, folder, partial(_fetch_dataset, folder=folder))
+        changes |= {name: path for name, path in local.items() if path != getattr(config, name)}
     if not changes:
-        added = "".join(
-            f"--{field.name}, " for options_class in _ADDED for field in fields(options_class)
-        )
+        names = (field.name for added in _ADDED for field in fields(added.options))
+        further = "".join(f"--{name}, " for name in names)
         raise ConfigError(
             "There is nothing to fetch: the options name nothing on the Hub. Give "
-            f"--model_name_or_path, --dataset_name, {added}or --eval_metrics, or a --config with "
+            f"--model_name_or_path, --dataset_name, {further}or --eval_metrics, or a --config with "
             "one of them."
         )
     return dataclasses.replace(config, **changes)

@@ -461,7 +461,7 @@ def test_kfac_has_separate_memory():
 
     # The two factors of the narrowest kind of layer alone are 65 x 65 and 64 x 64, in fp32.
     assert memory.extra["kfac"] > 4 * 2 * 4 * (65**2 + 64**2)
-    assert plan_of(gpus_per_node=1).memory.extra == {"kfac": 0}
+    assert plan_of(gpus_per_node=1).memory.extra == {}
 
 
 def test_owners_share_the_state_of_matrices_and_send_updates():
@@ -498,7 +498,7 @@ def test_a_toml_file_comes_first_and_options_override_it(tmp_path, capsys):
     assert plan["memory"]["total"] == sum(
         plan["memory"][kind]
         for kind in (
-            "weights", "gradients", "optimizer", "kfac", "activations", "logits", "buffers"
+            "weights", "gradients", "optimizer", "activations", "logits", "buffers"
         )
     )  # fmt: skip
     assert plan["node_hours"] == pytest.approx(plan["days"] * 24)

@@ -23,7 +23,7 @@ from llm.plan.estimate import estimate
 from llm.plan.job import Job
 from llm.plan.options import PlanOptions
 from llm.trainers.gpt.inputs import choose_dims
-from llm.trainers.gpt.seams import recipe_of
+from llm.trainers.gpt.seams import make_extensions, recipe_of
 from tests.support.ranks import run_ranks, values
 
 MODEL = (
@@ -75,7 +75,7 @@ def make_strategy(options: PlanOptions, accelerator: Any) -> AcceleratedStrategy
     strategy: Any = AcceleratedStrategy(accelerator)
     if not layout.is_replicated:
         strategy = ShardedStrategy(options, accelerator, layout)
-    recipe = recipe_of(options, seed=1)
+    recipe = recipe_of(options, make_extensions(options), seed=1)
     recipe.plan(model)
     loss = LanguageModelLoss(model, chunked=options.chunked_loss)
     strategy.prepare(loss, recipe.make)

@@ -43,6 +43,7 @@ class CheckpointOptions:
         "model is then evaluated before each save. Needs checkpointing_steps, checkpointing_tokens "
         "or checkpointing_minutes.",
         at_least=0,
+        needs_validation=True,
     )
     async_checkpoint: bool = option(
         True,

@@ -50,6 +50,7 @@ class Option:
         resume: Whether a resumed run may change it; by default as its class says.
         one_shot: Whether it applies to a single start, so that `to_toml` leaves it out.
         path: Whether a string can name a file or folder.
+        needs_validation: Whether a training needs validation data for it.
         widens_trust: Whether it lets code from elsewhere run. A program that reads a run's folder
             ignores it in the folder's `config.toml`, see `restricted_options`.
         requires: Options that it depends on, as NAME or NAME=VALUE. Unless one of them is given, or
@@ -71,6 +72,7 @@ class Option:
     resume: Resume | None = None
     one_shot: bool = False
     path: bool = False
+    needs_validation: bool = False
     widens_trust: bool = False
     requires: tuple[str, ...] = ()
     choices: Callable[[type], Iterable[str]] | None = None
@@ -193,7 +195,7 @@ def fields(cls: type) -> tuple[Field, ...]:
     `dataclasses.fields` returns the bases in reverse. The options of extensions come last.
 
     Raises:
-        ConfigError: Two of the classes declare the same option.
+        ConfigError: Two of the classes declare the same option, or two options share a name.
     """
     return _declared_fields(cls)
 
@@ -211,7 +213,25 @@ def _declared_fields(cls: type) -> tuple[Field, ...]:
                 f"{owners[name].__name__}; give it another name there."
             )
     described_fields = [_make_field(declared[name], hints[name], cls) for name in owners]
+    _check_names(described_fields)
     return tuple(sorted(described_fields, key=lambda field: field.option.extension))
+
+
+def _check_names(options: Iterable[Field]) -> None:
+    """Refuse two options that have a name, an alias or a flag in common.
+
+    Raises:
+        ConfigError: Names both options.
+    """
+    owners: dict[str, str] = {}
+    for field in options:
+        for name in (*field.names, *field.opposites):
+            owner = owners.setdefault(name, field.name)
+            if owner != field.name:
+                raise ConfigError(
+                    f"The name {name} belongs to the options {owner} and {field.name}; give one of "
+                    "them another name or alias."
+                )
 
 
 def _make_field(item: dataclasses.Field[Any], hint: Any, cls: type) -> Field:

@@ -32,7 +32,7 @@ from llm.jobs.sites import SITES, choose_queue
 from llm.parallel.dims import parallel_dims
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.main import parse_args
-from llm.trainers.gpt.seams import choose_layout
+from llm.trainers.gpt.seams import choose_layout, make_extensions
 
 _LEAST_MINUTES = 30
 """To start, train and save."""
@@ -153,7 +153,8 @@ def _check_ranks(config: CoreConfig, *, ranks: int, ranks_per_node: int) -> None
         ConfigError: The ranks cannot be divided this way; the message is the trainer's.
     """
     dims = parallel_dims(config, ranks)
-    choose_layout(config, ranks=ranks, ranks_per_node=ranks_per_node, start=None)
+    extensions = make_extensions(config)
+    choose_layout(config, extensions, ranks=ranks, ranks_per_node=ranks_per_node, start=None)
     # Without the length, because it needs the model and the data.
     batch: Any = dict.fromkeys(LENGTHS)
     plan_batches(replace(config, **batch), num_windows=1, world_size=dims.data_ranks, block_size=1)

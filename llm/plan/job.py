@@ -35,7 +35,7 @@ from llm.plan.rank_model import (
 )
 from llm.plan.trace import Trace, trace
 from llm.trainers.gpt.inputs import choose_block_size, choose_dims
-from llm.trainers.gpt.seams import transforms_of
+from llm.trainers.gpt.seams import make_extensions, transforms_of
 
 USABLE = 0.95
 """Usable fraction of a GPU's memory; fragmentation takes the rest."""
@@ -165,7 +165,7 @@ class Job:
                 device=torch.device("meta"),
                 vocab_size=self._config.get_text_config().vocab_size,
                 tensor_parallel_size=options.tensor_parallel_size,
-                transforms=transforms_of(options, self._config),
+                transforms=transforms_of(make_extensions(options), self._config),
             )
 
     def batches(self, layout: ParallelDims) -> BatchPlan:

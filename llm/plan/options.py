@@ -6,7 +6,7 @@ from llm.config.options import option, option_group
 from llm.errors import ConfigError
 from llm.trainers.gpt.config import check_planned
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.seams import extensions_of
+from llm.trainers.gpt.seams import make_extensions
 
 
 @option_group("Plan")
@@ -68,8 +68,11 @@ def check(options: PlanOptions) -> None:
         ConfigError: One message with a sentence for each fault.
     """
     problems = check_planned(options)
-    for extension, values in extensions_of(options):
-        problems += extension.plan_problems(values)
+    for extension in make_extensions(options):
+        try:
+            extension.bytes_per_parameter()
+        except ConfigError as error:
+            problems.append(str(error))
     if options.links and len(options.links) != 2:
         problems.append(
             "--links takes two numbers: GB/s in the node and between nodes, such as 450 50."

@@ -18,7 +18,7 @@ from llm.models.sizes import find_blocks
 from llm.optim.run_optimizer import MatrixTraffic, StateMemory
 from llm.parallel.tensor_plans import check_tensor_parallel, sequence_plan, tensor_plan
 from llm.plan.options import PlanOptions
-from llm.trainers.gpt.seams import extensions_of, recipe_of
+from llm.trainers.gpt.seams import make_extensions, recipe_of
 
 FP32 = 4
 """Bytes of a number."""
@@ -199,17 +199,15 @@ def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerM
 
     State that extensions keep for each parameter counts too.
     """
-    extension_bytes = sum(
-        extension.bytes_per_parameter(values) for extension, values in extensions_of(options)
-    )
+    extensions = make_extensions(options)
     with fake_ranks(options.nodes * options.gpus_per_node):
-        recipe = recipe_of(options, seed=0)
+        recipe = recipe_of(options, extensions, seed=0)
         recipe.plan(model)
         run_optimizer = recipe.make(model, None)
-    kinds = (kind for extension, _ in extensions_of(options) for kind in extension.MEMORY_KINDS)
+    extension_bytes = sum(extension.bytes_per_parameter() for extension in extensions)
     return OptimizerMemory(
         per_element=_per_element(run_optimizer.optimizer, model) + extension_bytes,
-        extra={kind: StateMemory() for kind in kinds} | run_optimizer.memory(),
+        extra=run_optimizer.memory(),
         traffic=run_optimizer.traffic(),
     )
 

@@ -314,6 +314,23 @@ def test_an_option_that_is_declared_twice_is_refused_with_both_classes(argv):
     )
 
 
+def test_two_options_with_an_alias_or_a_flag_in_common_are_refused():
+    @option_group("Aliases")
+    class Aliases:
+        size: int = option(1, "Size.", aliases=("length",))
+        width: int = option(1, "Width.", aliases=("length",))
+
+    @option_group("Switches")
+    class Switches:
+        log: bool = option(False, "Log.")
+        no_log: int = option(1, "Lines to leave out.")
+
+    with pytest.raises(ConfigError, match="name length belongs to the options size and width; "):
+        fields(Aliases)
+    with pytest.raises(ConfigError, match="name no_log belongs to the options log and no_log; "):
+        fields(Switches)
+
+
 def test_classes_that_are_put_together_can_each_add_choices(capsys):
     def shapes(cls: type) -> list[str]:
         return [shape for base in reversed(cls.__mro__) for shape in vars(base).get("SHAPES", ())]

@@ -1,38 +1,58 @@
-"""An extension that counts the updates of a run: the example in CONTRIBUTING.md."""
+"""An extension that counts the updates of a run: the example of docs/extend.md."""
 
 import logging
 from typing import Any
 
 from llm.config.options import option, option_group
-from llm.trainers.gpt.seams import Extension, LoopExtension, Running
+from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.seams import Extension, LoopExtension, Periodic, Running
+
+logger = logging.getLogger("llm")
 
 
 @option_group("Counter", extension=True)
-class CounterOptions(Extension):
+class CounterOptions(CoreConfig):
     """The counter of updates."""
 
-    count_every: int | None = option(None, "Log the count so often.", at_least=1)
+    count_every: int | None = option(
+        None, "Steps between two reports of the number of updates.", at_least=1
+    )
+
+
+class CounterExtension(Extension[CounterOptions]):
+    """Counts the updates, if the option asks for it."""
+
+    def problems(self) -> list[str]:
+        if self.options.count_every is None or not self.options.eval_only:
+            return []
+        return ["--count_every counts updates, and --eval_only makes none; leave one of them out."]
 
     def in_loop(self, running: Running) -> LoopExtension | None:
-        return None if self.count_every is None else Counter(self.count_every)
+        every = self.options.count_every
+        return None if every is None else Counter(every)
 
 
 class Counter(LoopExtension):
+    """Counts the updates of all starts of a run."""
+
     part, description = "counter", "count of updates"
 
     def __init__(self, every: int) -> None:
-        self.every, self.count = every, 0
+        self._count = 0
+        self.periodic = Periodic("counter", every, self._report_count)
 
-    def after_update(self, batch: Any) -> None:
-        self.count += 1
-        if self.count % self.every == 0:
-            logging.getLogger("llm").info(f"counted {self.count} updates")
+    def after_step(self, step: int, batch: Any) -> None:
+        self._count += 1
+
+    def _report_count(self, step: int) -> dict[str, float]:
+        logger.info(f"counted {self._count} updates")
+        return {"updates": self._count}
 
     def begin(self) -> None:
-        self.count = 0
+        self._count = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
+        return {"count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
+        self._count = state["count"]

@@ -20,7 +20,6 @@ EXTENSIONS = sorted(path.parent.name for path in PACKAGE.glob("extensions/*/__in
 CLOZE = ROOT / "examples" / "tasks" / "shakespeare_cloze.yaml"
 MADE_WITH = {
     "averaging": ({"ema_decay": 0.9}, 0, "also holds ema, which this run does not continue"),
-    "batch_size": ({"per_device_train_batch_size": "auto"}, 0, ""),
     "bf16_moments": ({"moment_dtype": "bf16"}, 2, "was trained with --moment_dtype"),
     "decentralized": ({"data_parallel": "gossip"}, 2, "was trained with --data_parallel"),
     "kfac": ({"kfac": True}, 2, "was trained with --kfac,"),
@@ -67,7 +66,6 @@ for line in sys.stdin:
 """
 """Runs the trainers of copies of the package, which fork from one process with PyTorch."""
 REFUSED = {
-    "batch_size": "auto needs an extension that finds the batch size",
     "matrix_optim": "not 'muon'",
 }
 """What a command with these options is answered without the extension, if it has no own option."""
@@ -91,14 +89,16 @@ def delete(name: str, package: Path) -> None:
     shutil.rmtree(package / "llm" / "extensions" / name)
     source = listed_in(package).read_text(encoding="utf-8")
     imported = re.compile(rf"^from llm\.extensions\.{name}\.options import (\w+)\n", re.MULTILINE)
-    [base] = imported.findall(source)
-    source, removed = re.subn(rf"^    {base},\n", "", imported.sub("", source), flags=re.MULTILINE)
+    [extension] = imported.findall(source)
+    source, removed = re.subn(
+        rf"^    {extension},\n", "", imported.sub("", source), flags=re.MULTILINE
+    )
     assert removed == 1
     listed_in(package).write_text(source, encoding="utf-8")
 
 
 def add_counter(package: Path) -> None:
-    """Add the counter of CONTRIBUTING.md: its folder, its import and its line in the list."""
+    """Add the counter of docs/extend.md: its folder, its import and its line in the list."""
     folder = package / "llm" / "extensions" / "counter"
     folder.mkdir()
     (folder / "__init__.py").write_text('"""Counts updates."""\n')
@@ -106,9 +106,9 @@ def add_counter(package: Path) -> None:
     source = listed_in(package).read_text(encoding="utf-8")
     line = "from llm.trainers.gpt.config import CoreConfig\n"
     source = source.replace(
-        line, f"from llm.extensions.counter.options import CounterOptions\n{line}"
+        line, f"from llm.extensions.counter.options import CounterExtension\n{line}"
     )
-    source = source.replace("    CoreConfig,\n", "    CounterOptions,\n    CoreConfig,\n")
+    source = source.replace(", ...] = (\n", ", ...] = (\n    CounterExtension,\n")
     listed_in(package).write_text(source, encoding="utf-8")
 
 
@@ -217,15 +217,18 @@ def test_an_extension_of_one_file_counts_saves_and_resumes(bench, server, tmp_pa
     )
 
     assert codes == [0, 0, 0, 0], output
-    assert re.findall(r"counted (\d+) updates", output) == ["2", "4", "2"]
+    assert re.findall(r"counted (\d+) updates", output) == ["2", "3", "4", "0", "2", "3"]
+    metrics = (bench.folder / "counted" / "metrics.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in metrics.splitlines()]
+    assert [line["updates"] for line in lines if "updates" in line] == [2, 3, 4]
     assert "has no count of updates: it begins here" in output
 
 
-def test_the_example_for_contributors_is_the_extension_that_is_tested():
+def test_the_example_of_the_page_is_the_extension_that_is_tested():
     source = (Path(__file__).parent / "counter.py").read_text(encoding="utf-8")
-    code = source.partition("\n\n")[2]
-    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert f"```python\n{code}```" in page
+    page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert "\n\n".join(blocks) == source.partition("\n\n")[2]
 
 
 @pytest.mark.slow

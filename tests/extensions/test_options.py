@@ -1,6 +1,7 @@
 """What the options of extensions have in common: names, and what a run records of them."""
 
 import pkgutil
+import re
 from collections import Counter
 from importlib import import_module
 
@@ -8,24 +9,21 @@ from llm import extensions
 from llm.config.options import fields
 from llm.config.toml import to_toml
 from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.extensions import GPTConfig
+from llm.trainers.gpt.extensions import EXTENSIONS, GPTConfig
 from llm.trainers.gpt.resume import recorded_options
-from llm.trainers.gpt.seams import Extension, LoopExtension
-from tests.support.package import PACKAGE
-
-LISTED = GPTConfig().listed
+from llm.trainers.gpt.seams import Extension, LoopExtension, option_classes
+from tests.support.package import PACKAGE, ROOT
 
 
 def test_every_folder_is_listed_once():
     folders = sorted(path.parent.name for path in PACKAGE.glob("extensions/*/options.py"))
-    assert sorted(each.__module__.split(".")[2] for each in LISTED) == folders
+    assert sorted(each.__module__.split(".")[2] for each in EXTENSIONS) == folders
 
 
-def test_no_two_extensions_define_the_same_name():
-    inherited = {*dir(Extension)}
-    names = Counter(name for each in LISTED for name in vars(each) if name not in inherited)
-    names -= Counter(dict.fromkeys(names, 1))
-    assert set(names) == set()
+def test_no_two_extensions_answer_the_same_question_of_the_core():
+    answers = (name for each in option_classes(EXTENSIONS) for name in vars(each))
+    number = Counter(name for name in answers if isinstance(getattr(CoreConfig, name, 0), property))
+    assert number == {"several_models": 1, "default_optimizer": 1, "besides_optimizer": 1}
 
 
 def test_every_part_of_a_checkpoint_has_another_name():
@@ -54,3 +52,11 @@ def test_a_run_records_an_extensions_options_only_if_they_are_given():
         for kind, values in recorded_options(given).items()
     }
     assert more == {"fixed": {"mup", "mup_base_width"}, "logged": {"ema_decay"}}
+
+
+def test_the_page_lists_every_hook():
+    page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (`[^|]*) \|", page, re.M))))
+    hooks = {name for cls in (Extension, LoopExtension) for name in vars(cls) if name[0] != "_"}
+    answers = {name for name, value in vars(CoreConfig).items() if isinstance(value, property)}
+    assert listed == {*hooks, *answers, "OPTIMIZERS", "besides_optimizer"}

@@ -31,7 +31,7 @@ from llm.parallel.dims import parallel_dims
 from llm.runtime.world import World
 from llm.trainers.gpt import build_run
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.seams import choose_layout
+from llm.trainers.gpt.seams import choose_layout, make_extensions
 from tests.support import made_up_device
 from tests.support.models import VOCAB_SIZE, tiny_config
 from tests.support.strict_mode import Notes, Strict
@@ -133,8 +133,10 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
         block_size=case.shape[1],
         document_boundaries=None,
         dims=parallel_dims(config, case.world_size),
+        extensions=make_extensions(config),
         layout=choose_layout(
             config,
+            make_extensions(config),
             ranks=case.world_size,
             ranks_per_node=min(RANKS_PER_NODE, case.world_size),
             start=None,

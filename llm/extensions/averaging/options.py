@@ -1,9 +1,10 @@
-"""Options of the moving average of the weights."""
+"""The extension of the moving average of the weights."""
 
 from typing import TYPE_CHECKING, ClassVar
 
 from llm.config.options import Tokens, option, option_group
 from llm.errors import ConfigError
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.seams import Extension, LoopExtension, SavedWeights
 
 if TYPE_CHECKING:
@@ -22,15 +23,8 @@ class ExportAverageOptions:
 
 
 @option_group("Moving average of the weights", extension=True)
-class AveragingOptions(Extension):
+class AveragingOptions(CoreConfig):
     """The moving average of the weights, and whether it is evaluated and exported."""
-
-    saved_weights: ClassVar[SavedWeights] = SavedWeights(
-        part="ema",
-        options=ExportAverageOptions,
-        description="moving average; train with --ema_decay or --ema_tokens to keep one",
-        card="their exponential moving average",
-    )
 
     ema_decay: float | None = option(
         None,
@@ -49,6 +43,7 @@ class AveragingOptions(Extension):
     eval_ema: bool = option(
         False,
         "Also evaluate the moving average of the weights; metrics are prefixed with ema_.",
+        needs_validation=True,
         requires=("ema_decay", "ema_tokens"),
     )
     export_ema: bool = option(
@@ -58,22 +53,30 @@ class AveragingOptions(Extension):
         requires=("ema_decay", "ema_tokens"),
     )
 
+
+class AveragingExtension(Extension[AveragingOptions]):
+    """Keeps the average of a run's weights."""
+
+    saved_weights: ClassVar[SavedWeights] = SavedWeights(
+        part="ema",
+        options=ExportAverageOptions,
+        description="moving average; train with --ema_decay or --ema_tokens to keep one",
+        card="their exponential moving average",
+    )
+
     def problems(self) -> list[str]:
         """Return a sentence for each combination that cannot work."""
+        options = self.options
         problems = []
-        if self.ema_decay is not None and self.ema_tokens is not None:
+        if options.ema_decay is not None and options.ema_tokens is not None:
             problems.append("--ema_decay and --ema_tokens exclude each other.")
         problems += [
-            f"--{name} averages the weights of one model, and {self.several_models} trains "
+            f"--{name} averages the weights of one model, and {options.several_models} trains "
             "several; leave one of them out."
             for name in ("ema_decay", "ema_tokens")
-            if getattr(self, name) is not None and self.several_models
+            if getattr(options, name) is not None and options.several_models
         ]
         return problems
-
-    def needs_validation(self) -> list[str]:
-        """Return the option that asks for evaluations, if it is given."""
-        return ["eval_ema"] if self.eval_ema else []
 
     def read(self, inputs: "Inputs") -> None:
         """Refuse to evaluate an average that no checkpoint holds.
@@ -81,7 +84,7 @@ class AveragingOptions(Extension):
         Raises:
             ConfigError: The run only evaluates, and names no checkpoint.
         """
-        if self.eval_only and self.eval_ema and inputs.start is None:
+        if self.options.eval_only and self.options.eval_ema and inputs.start is None:
             raise ConfigError(
                 "--eval_ema has no moving average to evaluate with --eval_only: name a checkpoint "
                 "by --resume_from_checkpoint, or leave it out."
@@ -89,16 +92,17 @@ class AveragingOptions(Extension):
 
     def in_loop(self, running: "Running") -> LoopExtension | None:
         """Return the average; None without one. An evaluation needs it only to evaluate it."""
-        if not self._keeps_average or (self.eval_only and not self.eval_ema):
+        options = self.options
+        if not self._keeps_average or (options.eval_only and not options.eval_ema):
             return None
         from llm.extensions.averaging.weight_average import WeightAverage
 
         return WeightAverage(
             running.strategy,
-            decay=self.ema_decay,
-            half_life=self.ema_tokens,
-            evaluates=self.eval_ema,
-            exports=self.export_ema,
+            decay=options.ema_decay,
+            half_life=options.ema_tokens,
+            evaluates=options.eval_ema,
+            exports=options.export_ema,
         )
 
     def bytes_per_parameter(self) -> float:
@@ -107,4 +111,4 @@ class AveragingOptions(Extension):
 
     @property
     def _keeps_average(self) -> bool:
-        return self.ema_decay is not None or self.ema_tokens is not None
+        return self.options.ema_decay is not None or self.options.ema_tokens is not None

@@ -1,7 +1,7 @@
 """An exponential moving average of the weights, on every layout."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from llm.data.loader import StepBatch
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.fsdp import as_dtensor, reshard
-from llm.trainers.gpt.seams import Exported, LoopExtension
+from llm.trainers.gpt.seams import ExtraWeights, LoopExtension
 
 
 class WeightAverage(LoopExtension):
@@ -40,9 +40,15 @@ class WeightAverage(LoopExtension):
         exports: bool = False,
     ) -> None:
         self._strategy, self._decay, self._half_life = strategy, decay, half_life
-        self._evaluates = evaluates
-        if exports:
-            self.exported = Exported("ema_", "the average", "their exponential moving average")
+        if evaluates or exports:
+            self.weights = ExtraWeights(
+                prefix="ema_",
+                evaluates=evaluates,
+                exports=exports,
+                description="the average",
+                card="their exponential moving average",
+                swapped=self.swapped,
+            )
         self._weights = [parameter.detach() for parameter in strategy.local_parameters]
         self._averages = [weight.clone() for weight in self._weights]
         self._mass = 0.0  # the sum of all factors, times 1 - decay
@@ -52,13 +58,12 @@ class WeightAverage(LoopExtension):
         torch._foreach_copy_(self._averages, self._weights)
         self._mass = 0.0
 
-    def after_update(self, batch: StepBatch) -> None:
-        """Update the average with the weights after a step."""
+    def after_step(self, step: int, batch: StepBatch) -> None:
+        """Update the average with the weights after a step; reads nothing from the device."""
         decay = self._decay
         if self._half_life is not None:
             decay = 0.5 ** (batch.num_tokens / self._half_life)
         assert decay is not None  # one of the two is given
-        # All numbers are on the host: nothing is read from the device or copied to it.
         self._mass = 1 - decay * (1 - self._mass)
         torch._foreach_lerp_(self._averages, self._weights, (1 - decay) / self._mass)
 
@@ -70,19 +75,6 @@ class WeightAverage(LoopExtension):
             yield
         finally:
             self._swap_weights()
-
-    def exporting(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that gives the model the average, if it is exported."""
-        return contextlib.nullcontext() if self.exported is None else self.swapped()
-
-    def evaluated(
-        self, evaluate: Callable[[], dict[str, float]], *, is_final: bool
-    ) -> dict[str, float]:
-        """Return the results of an evaluation of the average, as `ema_NAME`."""
-        if not (self._evaluates or (self.exported and is_final)):
-            return {}
-        with self.swapped():
-            return {f"ema_{name}": value for name, value in evaluate().items()}
 
     def _swap_weights(self) -> None:
         reshard(self._strategy.wrapped)  # weights that are still gathered would not change

@@ -1,4 +1,4 @@
-"""Options of decentralized training, and the layout that they ask for."""
+"""The extension of decentralized training: its options, and the layout that they ask for."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from llm.extensions.decentralized.rounds import Round, Topology, check_topology,
 from llm.optim.options import ELEMENTWISE_WITH_BETAS, OptimizerKind
 from llm.parallel.options import sizes_above_one
 from llm.runtime.logging import counted
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.seams import Extension
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ MOST_ACCUM_STEPS = 8
 
 
 @option_group("Decentralized training", resume="fixed", extension=True)
-class DecentralizedOptions(Extension):
+class DecentralizedOptions(CoreConfig):
     """Replicas that average their weights, by gossip or DiLoCo."""
 
     data_parallel: Literal["allreduce", "gossip", "diloco"] = option(
@@ -85,20 +86,25 @@ class DecentralizedOptions(Extension):
         """AccumAdamW for gossip."""
         return "accumadamw" if self.data_parallel == "gossip" else "adamw"
 
+
+class DecentralizedExtension(Extension[DecentralizedOptions]):
+    """Trains replicas of the model."""
+
     def problems(self) -> list[str]:
         """Return a sentence for each combination that cannot work."""
-        kind, mode = self.optimizer, self.data_parallel
+        options = self.options
+        kind, mode = options.optimizer, options.data_parallel
         problems = []
         uses_blocks = kind == "accumadamw" or (kind is None and mode == "gossip")
-        if self.moment_update_steps is not None and not uses_blocks:
+        if options.moment_update_steps is not None and not uses_blocks:
             problems.append(
                 "--moment_update_steps needs --optimizer accumadamw; give that too, or leave it "
                 "out."
             )
         if mode == "allreduce":
             return problems
-        if not self.optimizer_kind.averaged:
-            state = self.optimizer_kind.state
+        if not options.optimizer_kind.averaged:
+            state = options.optimizer_kind.state
             problems.append(
                 f"--optimizer {kind} has {state} that cannot be averaged over ranks with separate "
                 f"weights, as with --data_parallel {mode}; choose another optimizer."
@@ -107,9 +113,10 @@ class DecentralizedOptions(Extension):
 
     def _size_problems(self) -> list[str]:
         """Return a sentence for each size that does not go with replicas."""
-        mode, sizes = self.data_parallel, sizes_above_one(self)
+        options = self.options
+        mode, sizes = options.data_parallel, sizes_above_one(options)
         problems = []
-        if sizes and self.unsharded_gradients:
+        if sizes and options.unsharded_gradients:
             problems.append(
                 f"--unsharded_gradients does not go with --data_parallel {mode}; leave one of them "
                 "out."
@@ -120,7 +127,7 @@ class DecentralizedOptions(Extension):
                     f"--{name} divides one model over ranks, which --data_parallel {mode} does "
                     "not; leave one of them out."
                 )
-            elif (mode, self.gossip_group) != ("gossip", "nodes"):
+            elif (mode, options.gossip_group) != ("gossip", "nodes"):
                 problems.append(
                     f"--{name} goes together with --data_parallel gossip --gossip_group nodes, "
                     "where nodes average and each divides its model, not with --data_parallel "
@@ -128,25 +135,16 @@ class DecentralizedOptions(Extension):
                 )
         return problems
 
-    def plan_problems(self) -> list[str]:
-        """Return a sentence if there are several models."""
-        if self.data_parallel == "allreduce":
-            return []
-        return [
-            f"--data_parallel {self.data_parallel} cannot be planned yet; leave it out, and add "
-            "one more copy of the weights for gossip, two for diloco."
-        ]
-
     def read(self, inputs: "Inputs") -> None:
         """Refuse to continue a checkpoint of one model with several, or the other way round.
 
         Raises:
             CheckpointError: The optimizer state of the checkpoint cannot be converted.
         """
-        if inputs.start is None or self.eval_only:
+        if inputs.start is None or self.options.eval_only:
             return
         mode = inputs.start.metadata["fixed"].get("data_parallel", "allreduce")
-        if (mode == "allreduce") != (self.data_parallel == "allreduce"):
+        if (mode == "allreduce") != (self.options.data_parallel == "allreduce"):
             raise CheckpointError(
                 f"{inputs.start.path} was written with --data_parallel {mode}, and its optimizer "
                 "state cannot be converted; start another run from its weights with --init_from."
@@ -160,22 +158,23 @@ class DecentralizedOptions(Extension):
         Raises:
             ConfigError: The topology does not allow this number; the message names allowed ones.
         """
-        if self.data_parallel == "allreduce" or self.eval_only:
+        options = self.options
+        if options.data_parallel == "allreduce" or options.eval_only:
             return None
         from llm.extensions.decentralized.modes import DiLoCo, Gossip
         from llm.extensions.decentralized.replicas import ReplicaLayout
 
         averaging: Gossip | DiLoCo
-        if self.data_parallel == "gossip":
+        if options.data_parallel == "gossip":
             number, ranks_each, rounds = self._divide_ranks(ranks, ranks_per_node)
-            averaging = Gossip(rounds=rounds, overlap=self.gossip_order == "overlap")
+            averaging = Gossip(rounds=rounds, overlap=options.gossip_order == "overlap")
         else:
             number, ranks_each = ranks, 1
             averaging = DiLoCo(
                 # With one replica the outer step averages nothing: it trains as without it.
-                inner_steps=self.inner_steps if number > 1 else sys.maxsize,
-                outer_learning_rate=self.outer_learning_rate,
-                outer_momentum=self.outer_momentum,
+                inner_steps=options.inner_steps if number > 1 else sys.maxsize,
+                outer_learning_rate=options.outer_learning_rate,
+                outer_momentum=options.outer_momentum,
             )
         steps = self._accum_steps(number, start)
         return ReplicaLayout(
@@ -188,10 +187,11 @@ class DecentralizedOptions(Extension):
 
     def _divide_ranks(self, ranks: int, ranks_per_node: int) -> tuple[int, int, Sequence[Round]]:
         """Return the number of replicas, the ranks of each, and the rounds of gossip."""
+        options = self.options
         check_topology("complete", ranks=ranks, ranks_per_node=ranks_per_node)
         num_replicas, ranks_per_replica, on_node = ranks, 1, ranks_per_node
-        if self.gossip_group == "nodes":
-            size = self.data_parallel_shard_size
+        if options.gossip_group == "nodes":
+            size = options.data_parallel_shard_size
             if size not in (1, ranks_per_node):
                 raise ConfigError(
                     "--gossip_group nodes divides a replica over all ranks of a node, and there "
@@ -201,36 +201,39 @@ class DecentralizedOptions(Extension):
         return (
             num_replicas,
             ranks_per_replica,
-            make_rounds(self.topology, ranks=num_replicas, ranks_per_node=on_node),
+            make_rounds(options.topology, ranks=num_replicas, ranks_per_node=on_node),
         )
 
     def _accum_steps(self, replicas: int, start: "Checkpoint | None") -> int | None:
         """Return the steps of a block of AccumAdamW; None for another optimizer."""
-        if self.moment_update_steps is not None:
-            return self.moment_update_steps
+        options = self.options
+        if options.moment_update_steps is not None:
+            return options.moment_update_steps
         if start is not None and "accum_steps" in start.metadata:
             # The optimizer counts steps within a block, regardless of the number of replicas.
             saved: int | None = start.metadata["accum_steps"]
             return saved
         steps = min(MOST_ACCUM_STEPS, replicas)
-        if self.optimizer is None:
+        if options.optimizer is None:
             # With blocks of one step it would be AdamW, which has a fused kernel.
-            return steps if self.data_parallel == "gossip" and steps > 1 else None
-        return steps if self.optimizer == "accumadamw" else None
+            return steps if options.data_parallel == "gossip" and steps > 1 else None
+        return steps if options.optimizer == "accumadamw" else None
 
     def _describe_replicas(self, number: int, ranks_each: int, accum_steps: int | None) -> str:
-        optimizer = self.optimizer or ("adamw" if accum_steps is None else "accumadamw")
+        options = self.options
+        optimizer = options.optimizer or ("adamw" if accum_steps is None else "accumadamw")
         moments = f" with moments every {counted(accum_steps, 'step')}" if accum_steps else ""
         replicas = f"{counted(number, 'replica')} x {counted(ranks_each, 'rank')}"
-        if self.data_parallel == "gossip":
+        if options.data_parallel == "gossip":
             return (
-                f"gossip: {replicas}, averaged in each step ({self.topology}, "
-                f"{self.gossip_order}), optimizer {optimizer}{moments}"
+                f"gossip: {replicas}, averaged in each step ({options.topology}, "
+                f"{options.gossip_order}), optimizer {optimizer}{moments}"
             )
         return (
             f"diloco: {replicas}, inner optimizer {optimizer}{moments}, an outer step every "
-            f"{counted(self.inner_steps, 'step')} (learning rate {self.outer_learning_rate:g}, "
-            f"momentum {self.outer_momentum:g})"
+            f"{counted(options.inner_steps, 'step')} "
+            f"(learning rate {options.outer_learning_rate:g}, "
+            f"momentum {options.outer_momentum:g})"
         )
 
     def recipe(self, *, seed: int, layout: "Layout | None") -> "Recipe | None":
@@ -246,4 +249,17 @@ class DecentralizedOptions(Extension):
         from llm.extensions.decentralized.accum_adamw import make_accum_adamw
         from llm.optim.run_optimizer import Recipe
 
-        return Recipe(partial(make_accum_adamw, self, accum_steps=steps))
+        return Recipe(partial(make_accum_adamw, self.options, accum_steps=steps))
+
+    def bytes_per_parameter(self) -> float:
+        """Return 0 for one model.
+
+        Raises:
+            ConfigError: There are several models.
+        """
+        if self.options.data_parallel == "allreduce":
+            return 0.0
+        raise ConfigError(
+            f"--data_parallel {self.options.data_parallel} cannot be planned yet; leave it out, "
+            "and add one more copy of the weights for gossip, two for diloco."
+        )

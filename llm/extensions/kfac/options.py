@@ -1,14 +1,16 @@
 """K-FAC among the optimizers of a run, and with what it goes together."""
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from llm.config.options import option_group
+from llm.errors import ConfigError
 from llm.extensions.kfac.kfac_settings import (
     KFACSettings,
     kfac_method,
     preconditioner_options,
 )
 from llm.parallel.options import sizes_above_one
+from llm.trainers.gpt.seams import Extension
 
 if TYPE_CHECKING:
     from llm.optim.run_optimizer import Recipe
@@ -22,30 +24,42 @@ _DIVIDED_BY = ("data_parallel_shard_size", "context_parallel_size", "pipeline_pa
 class KFACOptions(KFACSettings):
     """K-FAC, a second-order method; see `llm.extensions.kfac`."""
 
-    MEMORY_KINDS: ClassVar[tuple[str, ...]] = ("kfac",)
-
     @property
     def besides_optimizer(self) -> str | None:
         """K-FAC's option, if it is given: it trains the covered layers."""
         return "--kfac" if self.kfac else None
 
+
+class KFACExtension(Extension[KFACOptions]):
+    """Makes K-FAC."""
+
     def problems(self) -> list[str]:
         """Return a sentence for each combination that nobody tried, or that cannot work."""
-        return [*_method_problems(self), *_optimizer_problems(self), *_layout_problems(self)]
-
-    def plan_problems(self) -> list[str]:
-        """Return a sentence if a library does the arithmetic, which has no plan."""
-        if not self.kfac or self.kfac_library in (None, "native"):
-            return []
-        return [f"--kfac_library {self.kfac_library} cannot be planned; leave it out."]
+        options = self.options
+        return [
+            *_method_problems(options),
+            *_optimizer_problems(options),
+            *_layout_problems(options),
+        ]
 
     def recipe(self, *, seed: int, layout: "Layout | None") -> "Recipe | None":
         """Return what makes K-FAC; None without it, and for an evaluation."""
-        if not self.kfac or self.eval_only:  # an evaluation takes the weights only
+        if not self.options.kfac or self.options.eval_only:  # an evaluation takes the weights only
             return None
         from llm.extensions.kfac.make_kfac import KFACRecipe
 
-        return KFACRecipe(self)
+        return KFACRecipe(self.options)
+
+    def bytes_per_parameter(self) -> float:
+        """Return 0: `RunOptimizer.memory` has the state.
+
+        Raises:
+            ConfigError: A library does the arithmetic, which has no plan.
+        """
+        library = self.options.kfac_library
+        if self.options.kfac and library not in (None, "native"):
+            raise ConfigError(f"--kfac_library {library} cannot be planned; leave it out.")
+        return 0.0
 
 
 def _method_problems(options: KFACOptions) -> list[str]:

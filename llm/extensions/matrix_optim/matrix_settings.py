@@ -1,11 +1,11 @@
 """Settings of SOAP, which K-FAC's optimizer shares."""
 
 from llm.config.options import option, option_group
-from llm.trainers.gpt.seams import Extension
+from llm.trainers.gpt.config import CoreConfig
 
 
 @option_group("Muon and SOAP", resume="fixed", extension=True)
-class MatrixSettings(Extension):
+class MatrixSettings(CoreConfig):
     """Settings of optimizers of whole matrices."""
 
     nesterov: bool = option(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 from llm.config.options import option_group
 from llm.extensions.matrix_optim.matrix_settings import MatrixSettings
 from llm.optim.options import OptimizerKind
+from llm.trainers.gpt.seams import Extension
 
 if TYPE_CHECKING:
     from llm.optim.run_optimizer import Recipe
@@ -21,10 +22,15 @@ class MatrixOptions(MatrixSettings):
         "soap": OptimizerKind(has_betas=True, sharded=True, state="bases"),
     }
 
+
+class MatrixExtension(Extension[MatrixOptions]):
+    """Makes Muon and SOAP."""
+
     def recipe(self, *, seed: int, layout: "Layout | None") -> "Recipe | None":
         """Return what makes Muon or SOAP; None for other optimizers."""
-        if self.optimizer not in MatrixOptions.OPTIMIZERS:
+        if self.options.optimizer not in MatrixOptions.OPTIMIZERS:
             return None
         from llm.extensions.matrix_optim.matrix_recipe import MuonRecipe, SOAPRecipe
 
-        return MuonRecipe(self) if self.optimizer == "muon" else SOAPRecipe(self)
+        options = self.options
+        return MuonRecipe(options) if options.optimizer == "muon" else SOAPRecipe(options)

@@ -1,10 +1,11 @@
-"""Options of muP, and the scales that they ask for."""
+"""The extension of muP: its options, and the scales that they ask for."""
 
 import math
 from typing import TYPE_CHECKING
 
 from llm.config.options import option, option_group
 from llm.errors import ConfigError
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.seams import Extension
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @option_group("muP", resume="fixed", extension=True)
-class MuPOptions(Extension):
+class MuPOptions(CoreConfig):
     """muP, and the narrow base model of its learning rate."""
 
     mup: bool = option(
@@ -43,17 +44,22 @@ class MuPOptions(Extension):
         at_least=1,
     )
 
+
+class MuPExtension(Extension[MuPOptions]):
+    """Scales the model."""
+
     def problems(self) -> list[str]:
         """Return a sentence for a missing width, and for an optimizer that muP has no rule for."""
+        options = self.options
         problems = []
-        if self.mup and self.mup_base_width is None:
+        if options.mup and options.mup_base_width is None:
             problems.append(
                 "--mup needs --mup_base_width, the width of the model used to tune the learning "
                 "rate."
             )
         allowed = (None, "adamw", "accumadamw", "muon")
-        if self.mup and (self.besides_optimizer or self.optimizer not in allowed):
-            optimizer = self.besides_optimizer or f"--optimizer {self.optimizer}"
+        if options.mup and (options.besides_optimizer or options.optimizer not in allowed):
+            optimizer = options.besides_optimizer or f"--optimizer {options.optimizer}"
             problems.append(
                 f"--mup has learning rates for adamw, accumadamw and muon, and none for "
                 f"{optimizer}; leave one of them out."
@@ -67,18 +73,19 @@ class MuPOptions(Extension):
             ConfigError: As for `scales_of`; or the model has trained weights, or was trained with
                 another scale of attention and is to be evaluated, or trained further.
         """
-        MuPOptions.transform(self, inputs.model_config)
-        if self.mup and inputs.weights_from is not None:
+        options = self.options
+        self.transform(inputs.model_config)
+        if options.mup and inputs.weights_from is not None:
             raise ConfigError(
                 f"--mup scales initial weights, and {inputs.weights_from} has trained ones; add "
                 "--from_scratch to start from initial ones, or leave --mup out."
             )
         # Resumed runs and branches keep every option; the core checks this.
-        source = inputs.start if self.eval_only else inputs.init_from
+        source = inputs.start if options.eval_only else inputs.init_from
         if source is None:
             return
-        origin = source.path if self.eval_only else f"--init_from {self.init_from}"
-        base_head_dim, name = self.mup_base_head_dim, "mup_base_head_dim"
+        origin = source.path if options.eval_only else f"--init_from {options.init_from}"
+        base_head_dim, name = options.mup_base_head_dim, "mup_base_head_dim"
         saved = source.metadata["fixed"].get(name)
         if saved != base_head_dim:
             raise ConfigError(
@@ -89,9 +96,10 @@ class MuPOptions(Extension):
 
     def transform(self, model_config: "PreTrainedConfig") -> "Scales | None":
         """Return the scales of a model; None without `mup`."""
-        if not self.mup or self.mup_base_width is None:
+        options = self.options
+        if not options.mup or options.mup_base_width is None:
             return None
-        return scales_of(self, model_config)
+        return scales_of(options, model_config)
 
 
 def scales_of(options: MuPOptions, config: "PreTrainedConfig") -> "Scales":

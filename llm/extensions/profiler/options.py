@@ -1,9 +1,10 @@
-"""Options of the profiler."""
+"""The extension of the profiler."""
 
 from typing import TYPE_CHECKING
 
 from llm.config.options import option, option_group
 from llm.errors import ConfigError
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.seams import Extension, LoopExtension
 
 if TYPE_CHECKING:
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @option_group("Profiler", extension=True)
-class ProfilerOptions(Extension):
+class ProfilerOptions(CoreConfig):
     """Which steps are profiled."""
 
     profile: str | None = option(
@@ -21,29 +22,37 @@ class ProfilerOptions(Extension):
         one_shot=True,
     )
 
+
+class ProfilerExtension(Extension[ProfilerOptions]):
+    """Profiles the steps."""
+
     def problems(self) -> list[str]:
         """Return a sentence if the steps are not two growing numbers, or are not trained."""
+        options = self.options
         try:
-            span = profiled_steps(self)
+            span = profiled_steps(options)
         except ConfigError as error:
             return [str(error)]
-        steps = self.max_train_steps
+        steps = options.max_train_steps
         if span is not None and steps is not None and span[1] > steps:
-            return [f"--profile {self.profile} ends after the last of --max_train_steps {steps}."]
+            return [
+                f"--profile {options.profile} ends after the last of --max_train_steps {steps}."
+            ]
         return []
 
     def in_loop(self, running: "Running") -> LoopExtension | None:
         """Return the profiler of a training."""
-        span = profiled_steps(self)
-        if span is None or self.eval_only:
+        span = profiled_steps(self.options)
+        if span is None or self.options.eval_only:
             return None
         from llm.extensions.profiler.step_profiler import StepProfiler
 
         return StepProfiler(
             span,
-            folder=running.setup.run.path / "profile",
+            folder=running.folder / "profile",
             rank=running.strategy.rank,
             device=running.strategy.device,
+            paused=running.paused,
         )
 
 

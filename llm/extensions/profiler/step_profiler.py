@@ -5,13 +5,15 @@ The trace opens in Perfetto or chrome://tracing.
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from llm.data.loader import StepBatch
 from llm.errors import one_line
 from llm.runtime.files import write_whole
 from llm.trainers.gpt.seams import LoopExtension
@@ -42,10 +44,17 @@ class StepProfiler(LoopExtension):
         folder: Folder of the traces and the table.
         rank: Rank of this process; every rank writes a trace, rank 0 also the table.
         device: Device of the model.
+        paused: Returns a context with time that does not count as training.
     """
 
     def __init__(
-        self, span: tuple[int, int], *, folder: Path, rank: int, device: torch.device
+        self,
+        span: tuple[int, int],
+        *,
+        folder: Path,
+        rank: int,
+        device: torch.device,
+        paused: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._start, self._stop = span
         self._folder = folder
@@ -53,7 +62,7 @@ class StepProfiler(LoopExtension):
         self._on_gpu = device.type in _DEVICES
         self._activities = [ProfilerActivity.CPU, *_DEVICES.get(device.type, ())]
         self._profile: Any = None
-        self._ended = False
+        self._paused = paused
 
     def before_step(self, step: int) -> None:
         """Start the profile if it begins with the next step.
@@ -69,21 +78,16 @@ class StepProfiler(LoopExtension):
         self._profile.__enter__()
         self._began = time.perf_counter()
 
-    def after_step(self, step: int) -> None:
-        """Stop the profile if it ends with this step."""
+    def after_step(self, step: int, batch: StepBatch) -> None:
+        """Stop and write the profile if it ends with this step."""
         if step != self._stop or self._profile is None:
             return
         if self._on_gpu:
             torch.accelerator.synchronize()
         self._seconds = time.perf_counter() - self._began
         self._profile.__exit__(None, None, None)
-        self._ended = True
-
-    def between_steps(self) -> None:
-        """Write a profile that has ended."""
-        if self._ended:
+        with self._paused():
             self._write_profile()
-            self._ended = False
 
     def close(self) -> None:
         """Log after the last step if this start has not seen the whole span."""

@@ -49,7 +49,7 @@ class LossSpikes(LoopExtension):
         self.losses: list[float] = []
         self.rewinds = 0
 
-    def after_steps(self, steps: Sequence[tuple[int, bool, float]], loader: TrainLoader) -> None:
+    def check_losses(self, steps: Sequence[tuple[int, bool, float]], loader: TrainLoader) -> None:
         """Log the spikes among some steps, and act on them.
 
         Raises:

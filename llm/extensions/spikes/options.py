@@ -1,8 +1,9 @@
-"""Options of loss spikes."""
+"""The extension of loss spikes."""
 
 from typing import TYPE_CHECKING, Literal
 
 from llm.config.options import option, option_group
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.seams import Extension, LoopExtension
 
 if TYPE_CHECKING:
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @option_group("Loss spikes", extension=True)
-class SpikeOptions(Extension):
+class SpikeOptions(CoreConfig):
     """How a run reacts to loss spikes."""
 
     on_loss_spike: Literal["warn", "stop", "rewind"] = option(
@@ -25,10 +26,19 @@ class SpikeOptions(Extension):
         at_least=1,
     )
 
+
+class SpikeExtension(Extension[SpikeOptions]):
+    """Looks for spikes."""
+
     def problems(self) -> list[str]:
         """Return a sentence if a run should go back to checkpoints but saves none."""
-        saves = self.checkpointing_steps or self.checkpointing_tokens or self.checkpointing_minutes
-        if self.on_loss_spike != "rewind" or saves:
+        options = self.options
+        saves = (
+            options.checkpointing_steps
+            or options.checkpointing_tokens
+            or options.checkpointing_minutes
+        )
+        if options.on_loss_spike != "rewind" or saves:
             return []
         return [
             "--on_loss_spike rewind goes back to checkpoints, and none are saved; give "
@@ -37,15 +47,16 @@ class SpikeOptions(Extension):
 
     def in_loop(self, running: "Running") -> LoopExtension | None:
         """Return the spike detector of a training."""
-        if self.eval_only:
+        options = self.options
+        if options.eval_only:
             return None
         from llm.extensions.spikes.loss_spikes import LossSpikes
 
         return LossSpikes(
-            running.setup.corpus,
-            run=str(running.setup.run.path),
-            action=self.on_loss_spike,
-            max_rewinds=self.max_rewinds,
+            running.corpus,
+            run=str(running.folder),
+            action=options.on_loss_spike,
+            max_rewinds=options.max_rewinds,
             # The updates of a logging interval before the spike may have led to it.
-            margin=self.logging_steps,
+            margin=options.logging_steps,
         )

@@ -1,11 +1,12 @@
-"""Options of the tasks of lm-eval, for training and for `python -m llm.fetch`."""
+"""The extension of the tasks of lm-eval, for training and for `python -m llm.fetch`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llm.config.options import option, option_group
 from llm.errors import ConfigError
-from llm.trainers.gpt.seams import Extension, FetchDataset, LoopExtension
+from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.seams import Extension, Fetch, FetchDataset, LoopExtension
 
 if TYPE_CHECKING:
     from llm.extensions.tasks.tasks import Tasks
@@ -25,10 +26,8 @@ class FetchTasksOptions:
 
 
 @option_group("Tasks of lm-eval", extension=True)
-class TasksOptions(Extension):
+class TasksOptions(CoreConfig):
     """The tasks, and when they run."""
-
-    fetch_options: ClassVar[type] = FetchTasksOptions
 
     eval_tasks: tuple[str, ...] = option(
         (),
@@ -44,39 +43,51 @@ class TasksOptions(Extension):
         requires=("eval_tasks",),
     )
 
-    def read(self, inputs: "Inputs") -> "Tasks | None":
-        """Return the tasks with their data; None without tasks.
+
+def _fetch_tasks(
+    options: TasksOptions, folder: Path, fetch_dataset: FetchDataset
+) -> dict[str, Any]:
+    """Return the YAML files of the tasks, after their data were downloaded."""
+    from llm.extensions.tasks.fetch_tasks import fetch_task
+
+    tasks = (fetch_task(name, folder, fetch_dataset) for name in options.eval_tasks)
+    return {"eval_tasks": tuple(tasks)}
+
+
+class TasksExtension(Extension[TasksOptions]):
+    """Runs the tasks on a run's model."""
+
+    fetch: ClassVar[Fetch] = Fetch(options=FetchTasksOptions, download=_fetch_tasks)
+
+    _tasks: "Tasks | None" = None
+
+    def read(self, inputs: "Inputs") -> None:
+        """Read the tasks with their data, if there are any.
 
         Raises:
             ConfigError: lm-eval is missing, or as for `Tasks`.
         """
-        if not self.eval_tasks:
-            return None
+        if not self.options.eval_tasks:
+            return
         try:
             from llm.extensions.tasks.tasks import Tasks  # an extra; its import takes seconds
         except ImportError as error:
             raise ConfigError(
                 f"--eval_tasks needs the package {error.name}: pip install 'llm-trainers[tasks]'."
             ) from error
-        return Tasks(self.eval_tasks, inputs.tokenizer, inputs.model_config, inputs.dims)
+        self._tasks = Tasks(
+            self.options.eval_tasks, inputs.tokenizer, inputs.model_config, inputs.dims
+        )
 
     def in_loop(self, running: "Running") -> LoopExtension | None:
         """Return what runs the tasks; None without tasks."""
-        tasks = running.setup.read_by[TasksOptions]
-        if tasks is None:
+        if self._tasks is None:
             return None
         from llm.extensions.tasks.task_runs import TaskRuns
 
         return TaskRuns(
-            tasks,
+            self._tasks,
             running,
-            every=self.eval_tasks_steps,
-            batch_size=self.per_device_eval_batch_size,
+            every=self.options.eval_tasks_steps,
+            batch_size=self.options.per_device_eval_batch_size,
         )
-
-    def fetch(self, folder: Path, fetch_dataset: FetchDataset) -> dict[str, Any]:
-        """Return the YAML files of the tasks, after their data were downloaded."""
-        from llm.extensions.tasks.fetch_tasks import fetch_task
-
-        tasks = (fetch_task(name, folder, fetch_dataset) for name in self.eval_tasks)
-        return {"eval_tasks": tuple(tasks)}

@@ -47,6 +47,6 @@ class TaskRuns(LoopExtension):
             self._running.strategy,
             self._running.model,
             batch_size=self._batch_size,
-            seed=self._running.setup.seed,
+            seed=self._running.seed,
             on_batch=self._running.keep_alive,
         )

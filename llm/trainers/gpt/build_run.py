@@ -1,6 +1,8 @@
 """Builds the objects of a run from its configuration and the result of `inputs`."""
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -35,7 +37,7 @@ from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.resume import log_changes
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
-from llm.trainers.gpt.seams import recipe_of, transforms_of
+from llm.trainers.gpt.seams import LoopExtension, Running, recipe_of, transforms_of
 from llm.trainers.gpt.trained_model import generation_settings
 
 logger = logging.getLogger("llm")
@@ -58,7 +60,7 @@ def make_model(config: CoreConfig, setup: RunSetup, world: World) -> PreTrainedM
         seed=setup.seed,
         vocab_size=len(setup.tokenizer),
         tensor_parallel_size=config.tensor_parallel_size,
-        transforms=transforms_of(config, setup.model_config),
+        transforms=transforms_of(setup.extensions, setup.model_config),
     )
     # Ranks draw or read their shards once the model is sharded.
     model = build(device=device if setup.dims.is_replicated else torch.device("meta"))
@@ -127,7 +129,7 @@ def make_strategy(
     if getattr(model.config.get_text_config(), "is_decoder", None):
         # Decoders of translation models, such as BART, have unused cross-attention.
         accelerator.ddp_handler.find_unused_parameters = True
-    transforms = transforms_of(config, setup.model_config)
+    transforms = transforms_of(setup.extensions, setup.model_config)
     init_weights = None
     if model.device.type == "meta":
         source = setup.weights_from
@@ -153,7 +155,7 @@ def make_strategy(
     if config.torch_compile:
         compile_blocks(model)
 
-    recipe = recipe_of(config, seed=setup.seed, layout=setup.layout)
+    recipe = recipe_of(config, setup.extensions, seed=setup.seed, layout=setup.layout)
     with dummy_weights(model, strategy.device), strategy.autocast():
         recipe.plan(model)
 
@@ -165,6 +167,36 @@ def make_strategy(
 
     strategy.prepare(loss, optimizer_of)
     return strategy, model_for_logging
+
+
+def make_loop_extensions(
+    setup: RunSetup,
+    strategy: AcceleratedStrategy,
+    model: PreTrainedModel,
+    *,
+    keep_alive: Callable[[], None],
+    paused: Callable[[], AbstractContextManager[None]],
+) -> list[LoopExtension]:
+    """Return the parts of all extensions in training or in an evaluation.
+
+    Args:
+        setup: The run's inputs.
+        strategy: The prepared model and its optimizer.
+        model: The model for the log's description.
+        keep_alive: Extensions call it during long operations.
+        paused: Returns a context with time that does not count as training.
+    """
+    running = Running(
+        folder=setup.run.path,
+        seed=setup.seed,
+        corpus=setup.corpus,
+        strategy=strategy,
+        model=model,
+        keep_alive=keep_alive,
+        paused=paused,
+    )
+    parts = (extension.in_loop(running) for extension in setup.extensions)
+    return [part for part in parts if part is not None]
 
 
 def check_same_start(setup: RunSetup) -> None:

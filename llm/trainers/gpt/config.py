@@ -56,11 +56,13 @@ class EvaluationOptions:
         "Steps between two evaluations; by default the end of each epoch. The end of training is "
         "always evaluated.",
         at_least=1,
+        needs_validation=True,
     )
     eval_tokens: Tokens | None = option(
         None,
         "Tokens between two evaluations, instead of eval_steps.",
         at_least=1,
+        needs_validation=True,
     )
     max_eval_steps: int | None = option(
         None,
@@ -73,6 +75,7 @@ class EvaluationOptions:
         (),
         "Further metrics of the validation split: accuracy (of the next token), or names for "
         "evaluate.load, which runs their Python code.",
+        needs_validation=True,
         widens_trust=True,
     )
     eval_only: bool = option(
@@ -170,6 +173,9 @@ class CoreConfig(
 ):
     """Options of the core: of every package, and of the run as a whole."""
 
+    # The classes of `seams.Extension` in calling order; `GPTConfig` lists them.
+    EXTENSIONS: ClassVar[tuple[type[Any], ...]] = ()
+
     # The options of most runs; `--help` lists them in this order within their groups.
     COMMON: ClassVar[tuple[str, ...]] = (
         *("model_name_or_path", "from_scratch", "model_type", "model_size", "config_overrides"),
@@ -187,11 +193,6 @@ class CoreConfig(
     )
 
     @property
-    def finds_batch_size(self) -> bool:
-        """Whether an extension finds the micro-batch of `per_device_train_batch_size auto`."""
-        return False
-
-    @property
     def several_models(self) -> str | None:
         """The option that gives ranks separate weights; None if they train one model."""
         return None
@@ -200,10 +201,6 @@ class CoreConfig(
     def default_optimizer(self) -> str:
         """The optimizer of a run that names none."""
         return "adamw"
-
-    def extension_problems(self) -> list[str]:
-        """Return the problems that extensions find in the options."""
-        return []
 
 
 def preset_options(values: dict[str, Any]) -> dict[str, Any]:
@@ -300,7 +297,7 @@ def check_planned(config: CoreConfig) -> list[str]:
         *parallel_problems(config),
         *_size_problems(config),
         *_precision_problems(config),
-        *config.extension_problems(),
+        *(problem for extension in config.EXTENSIONS for problem in extension(config).problems()),
         *missing_requirements(config),
     ]
 
@@ -334,10 +331,10 @@ def _run_problems(config: CoreConfig) -> list[str]:
         )
     if config.eval_steps is not None and config.eval_tokens is not None:
         problems.append("--eval_steps and --eval_tokens exclude each other; give one of them.")
-    if config.per_device_train_batch_size == "auto" and not config.finds_batch_size:
+    if config.per_device_train_batch_size == "auto" and config.several_models:
         problems.append(
-            "--per_device_train_batch_size auto needs an extension that finds the batch size, and "
-            "none is installed; give a number."
+            f"--per_device_train_batch_size auto cannot plan {config.several_models}; give a "
+            "number."
         )
     if config.push_to_hub and config.eval_only:
         problems.append("--push_to_hub has nothing to push with --eval_only.")

@@ -22,6 +22,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from llm.checkpoint.format import MODEL_FOLDER, TOKENIZER_FOLDER, Checkpoint
 from llm.checkpoint.run_folder import RunFolder, differences
+from llm.config.options import fields
 from llm.data.corpus import Samples, hold_in_memory
 from llm.data.data_digest import digest_of
 from llm.data.open_corpus import open_corpus
@@ -60,11 +61,8 @@ from llm.trainers.gpt.resume import (
     named_changes,
 )
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup, plan_training
-from llm.trainers.gpt.seams import Inputs, choose_layout, extensions_of
+from llm.trainers.gpt.seams import Inputs, choose_layout, make_extensions
 from llm.trainers.gpt.trained_model import generation_settings, tokenizer_of, with_copies
-
-_NEED_VALIDATION = ("eval_steps", "eval_tokens", "eval_metrics", "save_top_k")
-"""Training options that require validation data."""
 
 _COMPARED = {"model_type", "tie_word_embeddings"}
 """Fields to compare even if a model's class does not declare them."""
@@ -96,11 +94,13 @@ def read_training(
     setup = _read_inputs(config, world, run, resume_from, branch_from)
     if not setup.corpus.train:
         raise DataError(f"--split {config.split} leaves nothing to train on.")
-    options_with_evaluation = [name for name in _NEED_VALIDATION if getattr(config, name)]
-    for extension, options in extensions_of(config):
-        options_with_evaluation += extension.needs_validation(options)
-    if options_with_evaluation and not setup.corpus.validation:
-        raise DataError(_nothing_to_evaluate_on(*options_with_evaluation))
+    evaluating = [
+        field.name
+        for field in fields(type(config))
+        if field.option.needs_validation and getattr(config, field.name)
+    ]
+    if evaluating and not setup.corpus.validation:
+        raise DataError(_nothing_to_evaluate_on(*evaluating))
     data_digest = digest_of(setup.corpus.train)
     check_same_data(config, setup.start, data_digest, is_branch=branch_from is not None)
     samples = Samples(
@@ -163,9 +163,12 @@ def _read_inputs(
     # In order of cost: wrong options are refused before text is tokenized.
     start = resume_from or branch_from
     per_node = ranks_per_node(os.environ, world.world_size)
-    layout = choose_layout(config, ranks=world.world_size, ranks_per_node=per_node, start=start)
     device = device_of(world)
     by_device = choose_by_device(config, start, device)
+    extensions = make_extensions(dataclasses.replace(config, **by_device))
+    layout = choose_layout(
+        config, extensions, ranks=world.world_size, ranks_per_node=per_node, start=start
+    )
     check_precision(dataclasses.replace(config, **by_device), device)
     metrics = load_metrics(config.eval_metrics)
     model_config = read_model_config(config, start)
@@ -184,9 +187,8 @@ def _read_inputs(
         tokenizer=tokenizer,
         dims=dims,
     )
-    read_by = {
-        extension: extension.read(options, inputs) for extension, options in extensions_of(config)
-    }
+    for extension in extensions:
+        extension.read(inputs)
     return RunSetup(
         run=run,
         resume_from=resume_from,
@@ -208,7 +210,7 @@ def _read_inputs(
         ),
         document_boundaries=document_boundaries,
         metrics=metrics,
-        read_by=read_by,
+        extensions=extensions,
         dims=dims,
         layout=layout,
     )

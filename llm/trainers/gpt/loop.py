@@ -21,7 +21,7 @@ from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.idle_weights import log_idle_weights
 from llm.trainers.gpt.reporting import report_skipped
 from llm.trainers.gpt.run_setup import TrainSetup, checkpoint_metadata
-from llm.trainers.gpt.seams import Exported, LoopExtension, Periodic
+from llm.trainers.gpt.seams import ExtraWeights, LoopExtension, Periodic, evaluate_weights
 
 Every = int | Tokens | Literal["epoch"] | None
 """An interval: steps, tokens (as `Tokens`), the end of each epoch, or never."""
@@ -120,11 +120,10 @@ class Trainer:
         }
 
     @property
-    def exported(self) -> Exported | None:
-        """The export that replaces the last weights; None to export these."""
-        return next(
-            (extension.exported for extension in self.extensions if extension.exported), None
-        )
+    def exported(self) -> ExtraWeights | None:
+        """The weights to export instead of the last ones; None to export these."""
+        extra = (extension.weights for extension in self.extensions)
+        return next((weights for weights in extra if weights and weights.exports), None)
 
     def fit(self) -> Literal["finished", "preempted"]:
         """Train to the last step or a request to stop, then save everything."""
@@ -142,7 +141,7 @@ class Trainer:
                     extension.before_step(state.step)
                 self.train_step(batch)
                 for extension in self.extensions:
-                    extension.after_step(state.step)
+                    extension.after_step(state.step, batch)
                 if self.after_step() == "preempted":
                     break
                 waiting_since = time.perf_counter()
@@ -185,8 +184,6 @@ class Trainer:
         # All ranks skip the step if any gradient is not finite. Norm and flag stay on the device:
         # reading them here would wait for the whole step.
         grad_norm, skipped = strategy.optimizer_step(self.config.max_grad_norm)
-        for extension in self.extensions:
-            extension.after_update(batch)
         self.state.advance(samples=batch.num_samples, tokens=batch.num_tokens)
         self.meter.add(
             step,
@@ -212,8 +209,6 @@ class Trainer:
         evaluating = self.is_due(self.eval_every, or_last=True)
         self.state.seconds = self.tracker.seconds()
         with self.tracker.paused():
-            for extension in self.extensions:
-                extension.between_steps()
             loss = None
             with self.stoppable():
                 # There may be only seconds left; evaluate after resuming.
@@ -315,7 +310,7 @@ class Trainer:
                 steps, self.state, self.loader, max_skipped_steps=max_skipped_steps, run=self.folder
             )
             for extension in self.extensions:
-                extension.after_steps(steps, self.loader)
+                extension.check_losses(steps, self.loader)
         except DivergedError:
             self.saver.finish()  # a running save is valid, and may be the checkpoint to resume from
             raise
@@ -349,11 +344,8 @@ class Trainer:
     def evaluate_weights(self) -> dict[str, float]:
         """Return the results of an evaluation, including extensions' results."""
         assert self.evaluate is not None
-        results = self.evaluate()
         is_final = self.state.step == self.plan.total_steps
-        for extension in self.extensions:
-            results |= extension.evaluated(self.evaluate, is_final=is_final)
-        return results
+        return evaluate_weights(self.evaluate, self.extensions, is_final=is_final)
 
     def format_train_stats(self) -> list[str]:
         """Return the last logged loss, and the time since the last evaluation or this start."""

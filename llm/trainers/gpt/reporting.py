@@ -41,7 +41,7 @@ from llm.runtime.process_settings import allocator_settings
 from llm.runtime.world import task_launcher
 from llm.trainers.gpt.config import CoreConfig, values_of_preset
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
-from llm.trainers.gpt.seams import Exported
+from llm.trainers.gpt.seams import ExtraWeights
 
 SAMPLE_TOKENS = 120
 
@@ -310,7 +310,7 @@ def log_end(
     state: TrainState,
     results: dict[str, float],
     *,
-    exported: Exported | None,
+    exported: ExtraWeights | None,
 ) -> None:
     """Log the last validation loss, the paths of the files, and commands that use them."""
     _log_sources(setup, state.samples, "served")

@@ -24,7 +24,7 @@ from llm.runtime.logging import counted
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.run_setup import TrainSetup
-from llm.trainers.gpt.seams import Exported
+from llm.trainers.gpt.seams import ExtraWeights
 from llm.trainers.gpt.trained_model import export_trained
 
 _NOT_UPLOADED = ("*/*", "*.toml", "*.jsonl", "log.txt", "status.json", "eval_results.json")
@@ -89,7 +89,7 @@ def _card_rows(
     setup: TrainSetup,
     results: dict[str, float | None],
     model: PreTrainedModel,
-    exported: Exported | None,
+    exported: ExtraWeights | None,
 ) -> dict[str, object]:
     """Return the table of the model card."""
     return {

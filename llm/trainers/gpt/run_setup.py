@@ -26,6 +26,7 @@ from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
 from llm.tokenizers.load_tokenizer import fingerprint
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.resume import Branch, choose_skipped, recorded_options
+from llm.trainers.gpt.seams import Extension
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class RunSetup:
         corpus: Training and validation tokens.
         document_boundaries: How to keep the documents of a sample apart; None ignores them.
         metrics: Metrics of the evaluate library by name.
-        read_by: The objects that extensions have read, by their class of options.
+        extensions: The extensions, in calling order; they have read their inputs.
         dims: How the ranks divide one model and its data.
         layout: How the ranks train.
     """
@@ -67,7 +68,7 @@ class RunSetup:
     corpus: Corpus
     document_boundaries: DocumentBoundaries | None
     metrics: dict[str, Any]
-    read_by: dict[type, Any]
+    extensions: tuple[Extension[Any], ...]
     dims: ParallelDims
     layout: Layout
 

@@ -1,16 +1,17 @@
 """The interface of extensions, and the functions with which the core calls them.
 
-An extension is a folder of `llm/extensions/` with an `options.py`, which declares a subclass of
-[Extension][llm.trainers.gpt.seams.Extension]; `llm/trainers/gpt/extensions.py` lists it. The core
-calls extensions in the order of that list.
+An extension is a folder of `llm/extensions/` with an `options.py`, which declares its options and a
+subclass of [Extension][llm.trainers.gpt.seams.Extension]; `llm/trainers/gpt/extensions.py` lists
+the subclass. The core calls extensions in the order of that list. `docs/extend.md` builds one.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from llm.parallel.dims import parallel_dims
 from llm.parallel.layout import Layout
@@ -20,15 +21,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from llm.checkpoint.format import Checkpoint
+    from llm.data.corpus import Corpus
     from llm.data.loader import StepBatch, TrainLoader
     from llm.models.transforms import Transform
     from llm.optim.run_optimizer import Recipe
     from llm.parallel.base import AcceleratedStrategy
     from llm.parallel.dims import ParallelDims
-    from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
 
+OptionsT = TypeVar("OptionsT", bound=CoreConfig)
 
 FetchDataset = Callable[[str, str, str | None], str]
+"""Takes the name of an option, and the name and configuration of a data set; downloads it and
+returns its folder."""
 
 
 @dataclass(frozen=True)
@@ -57,37 +61,49 @@ class Running:
     """A prepared run or evaluation.
 
     Attributes:
-        setup: Its inputs.
+        folder: The run's folder.
+        seed: The run's seed.
+        corpus: Training and validation tokens.
         strategy: The model and its optimizer, on any layout.
         model: The model for the log's description.
         keep_alive: Call this at least once every `timeout` seconds during long operations, on all
             ranks equally often. On a request to stop it raises `StopRequest`.
+        paused: Returns a context with time that does not count as training.
     """
 
-    setup: "RunSetup"
+    folder: Path
+    seed: int
+    corpus: "Corpus"
     strategy: "AcceleratedStrategy"
     model: "PreTrainedModel"
     keep_alive: Callable[[], None]
+    paused: Callable[[], AbstractContextManager[None]]
 
 
-@dataclass(frozen=True)
-class Exported:
-    """An export that replaces the last weights.
+@dataclass(frozen=True, kw_only=True)
+class ExtraWeights:
+    """Other weights for the trained model, such as an average.
 
     Attributes:
-        prefix: Prefix of its evaluation results, such as `ema_`.
+        prefix: Prefix of their evaluation results, such as `ema_`.
+        evaluates: Whether each evaluation evaluates them too.
+        exports: Whether the export has them instead of the last weights.
         description: Description for the log.
-        card: Description of the weights for the model card.
+        card: Description for the model card.
+        swapped: Returns a context in which the model has them.
     """
 
     prefix: str
+    evaluates: bool
+    exports: bool
     description: str
     card: str
+    swapped: Callable[[], AbstractContextManager[None]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SavedWeights:
-    """Weights in a part of checkpoints, which `python -m llm.checkpoints --export` can export.
+    """Weights in a part of checkpoints, which `llm-trainers checkpoints --export` can export.
 
     Attributes:
         part: Name of the part, and of the switch that asks for it.
@@ -100,6 +116,20 @@ class SavedWeights:
     options: type
     description: str
     card: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetch:
+    """Inputs on the Hub that `llm-trainers fetch` downloads.
+
+    Attributes:
+        options: The class of options that the program takes in addition.
+        download: Takes the run's options, the absolute path of a folder to write to, and a function
+            that downloads a data set. Returns options with local paths instead of names.
+    """
+
+    options: type
+    download: Callable[[Any, Path, FetchDataset], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -126,13 +156,13 @@ class LoopExtension:
     Attributes:
         part: Its name in checkpoints; None if it keeps no state.
         description: Description of its state, for the log.
-        exported: Description of the weights of `exporting`; None if it changes nothing.
+        weights: Other weights for the model; None without any.
         periodic: Its work every few steps; None without any.
     """
 
     part: ClassVar[str | None] = None
     description: ClassVar[str] = ""
-    exported: Exported | None = None
+    weights: ExtraWeights | None = None
     periodic: Periodic | None = None
 
     def before_step(self, step: int) -> None:
@@ -142,17 +172,17 @@ class LoopExtension:
             step: Steps done.
         """
 
-    def after_update(self, batch: "StepBatch") -> None:
-        """Called after each optimizer step; must not read from the device."""
+    def after_step(self, step: int, batch: "StepBatch") -> None:
+        """Called after a training step; its time counts as training.
 
-    def after_step(self, step: int) -> None:
-        """Called after a training step, before logging; its time counts as training.
+        The host runs ahead of the device: a read from the device waits for the whole step.
 
         Args:
             step: Steps done.
+            batch: The samples of the step.
         """
 
-    def after_steps(
+    def check_losses(
         self, steps: "Sequence[tuple[int, bool, float]]", loader: "TrainLoader"
     ) -> None:
         """Called with the losses of steps over all ranks, once read from the device.
@@ -166,22 +196,8 @@ class LoopExtension:
             RestartError: Training must go back to a checkpoint.
         """
 
-    def between_steps(self) -> None:
-        """Called between two steps; its time does not count as training."""
-
     def close(self) -> None:
         """Called after the last step of this start."""
-
-    def evaluated(
-        self, evaluate: Callable[[], dict[str, float]], *, is_final: bool
-    ) -> dict[str, float]:
-        """Return further results of an evaluation.
-
-        Args:
-            evaluate: Evaluates the model with its present weights.
-            is_final: Whether this is the evaluation at the end of training.
-        """
-        return {}
 
     def task_results(self) -> dict[str, dict[str, float]]:
         """Return results of the trained model by task and metric, for its card.
@@ -189,10 +205,6 @@ class LoopExtension:
         Called at the end of training, and of an evaluation without training.
         """
         return {}
-
-    def exporting(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that gives the model the weights to export."""
-        return contextlib.nullcontext()
 
     def begin(self) -> None:
         """Initialize the part if a checkpoint does not have it."""
@@ -205,47 +217,31 @@ class LoopExtension:
         """Load the state; live tensors have already been overwritten."""
 
 
-@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
-class Extension(CoreConfig):
-    """The options of an extension, and its methods; it imports its code where needed.
+class Extension(Generic[OptionsT]):
+    """A feature of some runs; it imports its code where needed, because `--help` loads no torch.
+
+    A run makes one object from its options and calls the methods in the order in which they are
+    listed here. Other programs make one for `problems`, `layout`, `transform`, `recipe` and
+    `bytes_per_parameter`.
+
+    Args:
+        options: The options of the run, with the values chosen for its device.
 
     Attributes:
-        MEMORY_KINDS: Kinds of memory that the plan shows for its optimizer.
-        fetch_options: Options that `python -m llm.fetch` takes too.
+        options: The same. The class is the argument of the base: `Extension[SpikeOptions]`.
         saved_weights: Further weights in checkpoints.
+        fetch: Inputs on the Hub.
     """
 
-    MEMORY_KINDS: ClassVar[tuple[str, ...]] = ()
-    fetch_options: ClassVar[type | None] = None
     saved_weights: ClassVar[SavedWeights | None] = None
+    fetch: ClassVar[Fetch | None] = None
 
-    @property
-    def listed(self) -> "Sequence[type[Extension]]":
-        """The extensions in `extensions.py`, in their order."""
-        return ()
-
-    def extension_problems(self) -> list[str]:
-        """Return the problems that the listed extensions find in the options."""
-        return [problem for extension in self.listed for problem in extension.problems(self)]
+    def __init__(self, options: OptionsT) -> None:
+        self.options = options
 
     def problems(self) -> list[str]:
         """Return a sentence for each combination of its options, or with the core's, that fails."""
         return []
-
-    def plan_problems(self) -> list[str]:
-        """Return a sentence for each of its options that `llm.plan` cannot plan."""
-        return []
-
-    def needs_validation(self) -> list[str]:
-        """Return its given options that ask for evaluations."""
-        return []
-
-    def read(self, inputs: Inputs) -> Any:
-        """Check the inputs, and read further ones; `RunSetup.read_by` keeps the result.
-
-        Raises:
-            LLMError: The extension cannot work with these inputs.
-        """
 
     def layout(
         self, *, ranks: int, ranks_per_node: int, start: "Checkpoint | None"
@@ -262,6 +258,13 @@ class Extension(CoreConfig):
         """
         return None
 
+    def read(self, inputs: Inputs) -> None:
+        """Check the inputs of a run, and read further ones into attributes.
+
+        Raises:
+            LLMError: The extension cannot work with these inputs.
+        """
+
     def transform(self, model_config: "PreTrainedConfig") -> "Transform | None":
         """Return its change to the model, or None."""
         return None
@@ -275,89 +278,46 @@ class Extension(CoreConfig):
         """
         return None
 
-    def adjust(
-        self, config: CoreConfig, setup: "TrainSetup", strategy: "AcceleratedStrategy"
-    ) -> "tuple[CoreConfig, TrainSetup]":
-        """Adjust options and setup of a training to the prepared model on the device.
-
-        `self` has the original options. Every rank must return the same.
-
-        Args:
-            config: The options, with the choices of the setup.
-            setup: The setup for these options.
-            strategy: The prepared model; neither its weights nor its optimizer may change.
-        """
-        return config, setup
-
     def in_loop(self, running: Running) -> LoopExtension | None:
         """Return its part in training or evaluation; None if the options do not ask for it."""
         return None
 
     def bytes_per_parameter(self) -> float:
-        """Return the device memory that it needs for each trained parameter."""
+        """Return the device memory that `llm-trainers plan` counts for each trained parameter.
+
+        The memory of an optimizer is not included, see `RunOptimizer.memory`.
+
+        Raises:
+            ConfigError: The options cannot be planned.
+        """
         return 0.0
 
-    def fetch(self, folder: Path, fetch_dataset: FetchDataset) -> dict[str, Any]:
-        """Download inputs on the Hub into a folder, for `python -m llm.fetch`.
 
-        Args:
-            folder: An absolute path.
-            fetch_dataset: Called with the name of the option, and the name and configuration of a
-                data set; downloads it and returns its folder.
-
-        Returns:
-            The options with local paths instead of names.
-        """
-        return {}
+def option_classes(extensions: Iterable[type[Extension[Any]]]) -> list[type]:
+    """Return the classes of options that extensions declare, in their order."""
+    bases = (base for extension in extensions for base in vars(extension)["__orig_bases__"])
+    declared = (typing.get_args(base)[0] for base in bases if typing.get_origin(base) is Extension)
+    return [options for options in declared if options is not CoreConfig]
 
 
-def extensions_of(config: CoreConfig) -> Iterator[tuple[type[Extension], Extension]]:
-    """Yield each listed extension, and the options to call its methods with."""
-    if isinstance(config, Extension):
-        for extension in config.listed:
-            yield extension, config
-
-
-def loop_extensions(config: CoreConfig, running: Running) -> list[LoopExtension]:
-    """Return the parts of all extensions in training or in an evaluation."""
-    parts = (extension.in_loop(options, running) for extension, options in extensions_of(config))
-    return [part for part in parts if part is not None]
-
-
-def transforms_of(config: CoreConfig, model_config: "PreTrainedConfig") -> "list[Transform]":
-    """Return the changes of all extensions to a model."""
-    transforms = (
-        extension.transform(options, model_config) for extension, options in extensions_of(config)
-    )
-    return [transform for transform in transforms if transform is not None]
-
-
-def recipe_of(config: CoreConfig, *, seed: int, layout: Layout | None = None) -> "Recipe":
-    """Return what makes the optimizer of a run.
-
-    Args:
-        config: The options.
-        seed: The run's seed.
-        layout: The run's layout; None if no run is started.
-    """
-    from llm.optim.optimizers import make_optimizer
-    from llm.optim.run_optimizer import Recipe
-
-    extensions = extensions_of(config)
-    recipes = (
-        extension.recipe(options, seed=seed, layout=layout) for extension, options in extensions
-    )
-    extension_recipe = next((recipe for recipe in recipes if recipe is not None), None)
-    return extension_recipe or Recipe(partial(make_optimizer, config))
+def make_extensions(config: CoreConfig) -> tuple[Extension[Any], ...]:
+    """Return an object of each listed extension, in calling order."""
+    return tuple(extension(config) for extension in config.EXTENSIONS)
 
 
 def choose_layout(
-    config: CoreConfig, *, ranks: int, ranks_per_node: int, start: "Checkpoint | None"
+    config: CoreConfig,
+    extensions: Sequence[Extension[Any]],
+    *,
+    ranks: int,
+    ranks_per_node: int,
+    start: "Checkpoint | None",
 ) -> Layout:
     """Return the first layout that an extension's options ask for, or else the core's.
 
     Args:
         config: The options.
+        extensions: The extensions of the run.
         ranks: Number of all ranks.
         ranks_per_node: Number of consecutive ranks on each node.
         start: The checkpoint that the run resumes, branches from, or evaluates.
@@ -365,9 +325,63 @@ def choose_layout(
     Raises:
         ConfigError: The layout does not allow this number of ranks.
     """
-    for extension, options in extensions_of(config):
-        layout = extension.layout(options, ranks=ranks, ranks_per_node=ranks_per_node, start=start)
+    for extension in extensions:
+        layout = extension.layout(ranks=ranks, ranks_per_node=ranks_per_node, start=start)
         if layout is not None:
             return layout
     parallel_dims(config, ranks)  # refuses ranks that cannot be divided
     return Layout()
+
+
+def transforms_of(
+    extensions: Iterable[Extension[Any]], model_config: "PreTrainedConfig"
+) -> "list[Transform]":
+    """Return the changes of all extensions to a model."""
+    transforms = (extension.transform(model_config) for extension in extensions)
+    return [transform for transform in transforms if transform is not None]
+
+
+def recipe_of(
+    config: CoreConfig,
+    extensions: Iterable[Extension[Any]],
+    *,
+    seed: int,
+    layout: Layout | None = None,
+) -> "Recipe":
+    """Return what makes the optimizer of a run.
+
+    Args:
+        config: The options.
+        extensions: The extensions of the run.
+        seed: The run's seed.
+        layout: The run's layout; None if no run is started.
+    """
+    from llm.optim.optimizers import make_optimizer
+    from llm.optim.run_optimizer import Recipe
+
+    recipes = (extension.recipe(seed=seed, layout=layout) for extension in extensions)
+    recipe = next((recipe for recipe in recipes if recipe is not None), None)
+    return recipe or Recipe(partial(make_optimizer, config))
+
+
+def evaluate_weights(
+    evaluate: Callable[[], dict[str, float]],
+    extensions: Iterable[LoopExtension],
+    *,
+    is_final: bool,
+) -> dict[str, float]:
+    """Evaluate the model with its present weights, and with the other weights of extensions.
+
+    Args:
+        evaluate: Evaluates the model with the weights that it has.
+        extensions: The parts of extensions in this run.
+        is_final: Whether this is the evaluation at the end of training, which evaluates the weights
+            for the export.
+    """
+    results = evaluate()
+    for weights in (extension.weights for extension in extensions):
+        if weights is not None and (weights.evaluates or (weights.exports and is_final)):
+            with weights.swapped():
+                values = evaluate()
+            results |= {f"{weights.prefix}{name}": value for name, value in values.items()}
+    return results

@@ -34,6 +34,7 @@ from llm.trainers.gpt.build_run import (
     leave_later_steps,
     load_start,
     load_weights,
+    make_loop_extensions,
     make_model,
     make_strategy,
 )
@@ -55,7 +56,7 @@ from llm.trainers.gpt.reporting import (
 )
 from llm.trainers.gpt.results import open_repository, push, write_results
 from llm.trainers.gpt.run_setup import TrainSetup, resolved_config
-from llm.trainers.gpt.seams import Running, extensions_of, loop_extensions
+from llm.trainers.gpt.seams import evaluate_weights
 
 PEER_SECONDS = 5.0
 """Seconds to wait for the watchdog to name the failed rank."""
@@ -84,7 +85,8 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
     interruption = Interruption(time_limit=limit)
     # Read everything before process groups form: bad input is refused with one sentence.
     setup = on_all_ranks(lambda: read_training(config, world, config_file=config_file))
-    unresolved, config = config, resolved_config(config, setup)
+    searches_batch_size = config.per_device_train_batch_size == "auto" and not setup.resume_from
+    config = resolved_config(config, setup)
     model = on_all_ranks(lambda: make_model(config, setup, world))
     with setup.run.lock() if world.is_main else contextlib.nullcontext():
         repository = on_all_ranks(
@@ -94,8 +96,10 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
         strategy, model = make_strategy(config, setup, model, world)
         check_same_start(setup)
         load_weights(setup.init_from, strategy)
-        for extension, options in extensions_of(unresolved):
-            config, setup = extension.adjust(options, config, setup, strategy)
+        if searches_batch_size:
+            from llm.trainers.gpt.find_batch_size import find_batch_size
+
+            config, setup = find_batch_size(config, setup, strategy)
         with run_context(config, setup, strategy, world) as health:
             trainer = make_trainer(config, setup, strategy, model, health, interruption)
             # From here on a signal saves and stops; earlier it ends the process at once.
@@ -136,6 +140,7 @@ def make_trainer(
         LLMError: Rank 0 cannot copy the model's configuration and the tokenizer.
     """
     copies = on_all_ranks(lambda: copy_model(setup, model) if strategy.rank == 0 else {})
+    tracker = make_tracker(config, setup, strategy, model)
 
     def on_batch() -> None:
         trainer.between_batches()
@@ -146,7 +151,7 @@ def make_trainer(
         strategy,
         health=health,
         interruption=interruption,
-        tracker=make_tracker(config, setup, strategy, model),
+        tracker=tracker,
         evaluate=make_evaluate(config, setup, strategy, on_batch=on_batch),
         sample=partial(
             log_sample,
@@ -157,9 +162,8 @@ def make_trainer(
             should_stop=lambda: interruption.reason is not None,
         ),
         copies=copies,
-        extensions=loop_extensions(
-            config,
-            Running(setup=setup, strategy=strategy, model=model, keep_alive=on_batch),
+        extensions=make_loop_extensions(
+            setup, strategy, model, keep_alive=on_batch, paused=tracker.paused
         ),
     )
     return trainer
@@ -316,9 +320,7 @@ def finish(config: CoreConfig, setup: TrainSetup, trainer: Trainer, model: PreTr
     task_results: dict[str, dict[str, float]] = {}
     for extension in trainer.extensions:
         task_results |= extension.task_results()
-    with contextlib.ExitStack() as exported:
-        for extension in trainer.extensions:
-            exported.enter_context(extension.exporting())
+    with trainer.exported.swapped() if trainer.exported else contextlib.nullcontext():
         write_results(config, setup, trainer, model, task_results)
         if config.sample_prompt is not None and setup.dims.is_replicated:
             trainer.sample(None)
@@ -350,13 +352,13 @@ def evaluate(config: CoreConfig, world: World) -> None:
     load_weights(setup.resume_from, strategy)
     evaluate_model = make_evaluate(config, setup, strategy)
     assert evaluate_model is not None  # read_evaluation requires validation data
-    results = evaluate_model()
-    running = Running(setup=setup, strategy=strategy, model=model, keep_alive=lambda: None)
-    extensions = loop_extensions(config, running)
+    extensions = make_loop_extensions(
+        setup, strategy, model, keep_alive=lambda: None, paused=contextlib.nullcontext
+    )
     for extension in extensions:
         if setup.resume_from is not None and extension.part is not None:
             load_state(setup.resume_from, {extension.part: extension})
-        results |= extension.evaluated(evaluate_model, is_final=False)
+    results = evaluate_weights(evaluate_model, extensions, is_final=False)
     for extension in extensions:
         results |= task_values(extension.task_results())
     logger.info(" | ".join(f"{name}: {value:.6g}" for name, value in results.items()))

@@ -26,7 +26,7 @@ from llm.models.options import ARCHITECTURE
 from llm.tokenizers.options import TOKENIZER_FILES
 from llm.trainers.gpt.config import CoreConfig, is_complete
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.seams import transforms_of
+from llm.trainers.gpt.seams import make_extensions, transforms_of
 
 if TYPE_CHECKING:
     import torch
@@ -306,7 +306,7 @@ def build_untrained(
         device=torch.device(device),
         vocab_size=len(tokenizer),
         tensor_parallel_size=config.tensor_parallel_size,
-        transforms=transforms_of(config, model_config),
+        transforms=transforms_of(make_extensions(config), model_config),
     )
     settings = generation_settings(chosen)
     if settings is not None:
@@ -345,6 +345,6 @@ def export_trained(
         generation_config=model.generation_config,
         trust_remote_code=config.trust_remote_code,
         dtype=config.export_dtype,
-        transforms=transforms_of(config, model.config),
+        transforms=transforms_of(make_extensions(config), model.config),
     )
     write_model_card(folder, card)

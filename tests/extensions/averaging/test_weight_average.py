@@ -167,7 +167,7 @@ def test_an_average_begins_anew_wherever_a_checkpoint_has_none():
         if value == 4.0:
             average.begin()
         weight.data.fill_(value)
-        average.after_update(batch)
+        average.after_step(1, batch)
     assert average._averages[0].tolist() == [4.0, 4.0]
 
 
@@ -175,7 +175,7 @@ def reads_of_an_update() -> list[str]:
     strategy = make_strategy("no")
     average = WeightAverage(strategy, decay=0.9)
     with Reads() as reads:
-        average.after_update(cast(StepBatch, SimpleNamespace(num_tokens=1)))
+        average.after_step(1, cast(StepBatch, SimpleNamespace(num_tokens=1)))
     return reads.seen
 
 

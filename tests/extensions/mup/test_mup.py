@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from llm.errors import ConfigError
 from llm.extensions.mup.mup_scales import Scales
-from llm.extensions.mup.options import MuPOptions
+from llm.extensions.mup.options import MuPExtension
 from llm.models.sizes import SHAPED, find_blocks
 from llm.optim.groups import scale_learning_rates
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.seams import Inputs, recipe_of
+from llm.trainers.gpt.seams import Inputs, make_extensions, recipe_of
 from tests.support.models import (
     FAMILIES,
     export_to,
@@ -68,7 +68,7 @@ HALF = {"mup": True, "mup_base_width": 16, "mup_base_num_layers": 1, "mup_base_h
 
 def scaled_model(config: PreTrainedConfig, **options) -> PreTrainedModel:
     """The tiny model under muP."""
-    return tiny_model(config, transforms=[GPTConfig(**options).transform(config)])
+    return tiny_model(config, transforms=[MuPExtension(GPTConfig(**options)).transform(config)])
 
 
 @pytest.mark.parametrize(("family", "name", "ndim", "deviation", "adamw", "muon"), CASES)
@@ -83,11 +83,11 @@ def test_each_kind_of_weight_has_its_deviation_and_its_rates(
 
 def test_a_models_scales_are_its_sizes_over_those_of_the_base_model():
     options = GPTConfig(**HALF)
-    scales = options.transform(tiny_config("gpt2", n_embd=64, n_head=2, n_layer=6))
+    scales = MuPExtension(options).transform(tiny_config("gpt2", n_embd=64, n_head=2, n_layer=6))
     assert scales == Scales(width=4, depth=6, attention=0.5, starts_by_depth=True)
-    wider = options.transform(tiny_config("qwen3"))
+    wider = MuPExtension(options).transform(tiny_config("qwen3"))
     assert wider == Scales(width=2, depth=2, attention=0.5**0.5)
-    assert GPTConfig().transform(tiny_config("opt")) is None
+    assert MuPExtension(GPTConfig()).transform(tiny_config("opt")) is None
 
 
 @pytest.mark.parametrize("family", SHAPED)
@@ -164,7 +164,7 @@ def test_a_model_trains_as_one_with_multipliers_in_the_forward_pass(family, opti
     ids = torch.randint(320, (4, 17), generator=torch.Generator().manual_seed(0))
     losses = []
     for model, factor_of in ((folded, scales.rate_factor), (multiplied, rate_in_the_papers)):
-        stepper = recipe_of(settings, seed=0).make(model, None).optimizer
+        stepper = recipe_of(settings, make_extensions(settings), seed=0).make(model, None).optimizer
         scale_learning_rates(stepper, model, factor_of)
         losses.append([])
         for _ in range(6):
@@ -182,7 +182,7 @@ def test_a_model_trains_as_one_with_multipliers_in_the_forward_pass(family, opti
 def test_other_families_are_refused_by_name(family):
     options = GPTConfig(mup=True, mup_base_width=16)
     with pytest.raises(ConfigError, match=rf"--mup is for gpt2, .* this model is {family}"):
-        options.transform(tiny_config(family))
+        MuPExtension(options).transform(tiny_config(family))
 
 
 @pytest.mark.parametrize(
@@ -203,4 +203,4 @@ def test_a_base_model_that_cannot_be_and_trained_weights_are_refused(
     given = {"model_config": tiny_config("gpt2"), "weights_from": weights_from}
     inputs = Inputs(**dict.fromkeys(field.name for field in dataclasses.fields(Inputs)) | given)
     with pytest.raises(ConfigError, match=sentence):
-        MuPOptions.read(GPTConfig(mup=True, **changes), inputs)
+        MuPExtension(GPTConfig(mup=True, **changes)).read(inputs)

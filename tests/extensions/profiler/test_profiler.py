@@ -1,12 +1,15 @@
 """Profiled steps: the trace, the table, and what their times are put down to."""
 
+import contextlib
 import gzip
 import json
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+from llm.data.loader import StepBatch
 from llm.extensions.profiler.step_profiler import StepProfiler, table, time_by_class
 from tests.support.training import Bench
 
@@ -74,11 +77,12 @@ def test_a_kernel_counts_once_as_the_operation_that_started_it():
 
 
 def test_profiled_steps_outside_this_run_get_a_warning(tmp_path, caplog):
-    profiler = StepProfiler((1, 3), folder=tmp_path, rank=0, device=torch.device("cpu"))
+    profiler = StepProfiler(
+        (1, 3), folder=tmp_path, rank=0, device=torch.device("cpu"), paused=contextlib.nullcontext
+    )
     with caplog.at_level("INFO", logger="llm"):
         profiler.before_step(1)
-        profiler.after_step(2)
-        profiler.between_steps()
+        profiler.after_step(2, cast(StepBatch, None))
         profiler.close()
     assert "--profile 1:3: this start did not train all" in caplog.text
     assert not list(tmp_path.iterdir())

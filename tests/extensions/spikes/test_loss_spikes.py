@@ -236,7 +236,7 @@ def test_another_mixture_of_the_data_is_not_a_spike(tmp_path):
     spikes = LossSpikes(corpus, run="runs/staged", action="stop")
 
     def report(steps: range, loss: float) -> None:
-        spikes.after_steps([(step, False, loss) for step in steps], loader)
+        spikes.check_losses([(step, False, loss) for step in steps], loader)
 
     report(range(40), 2.0)
     report(range(40, 80), 5.0)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from llm.errors import ConfigError
-from llm.extensions.tasks.options import TasksOptions
+from llm.extensions.tasks.options import TasksExtension
 from llm.parallel.dims import ParallelDims
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import Inputs
@@ -322,7 +322,7 @@ def test_tasks_without_the_library_print_its_pip_line(monkeypatch):
     config = GPTConfig(eval_tasks=("task.yaml",))
     inputs = Inputs(**dict.fromkeys(field.name for field in dataclasses.fields(Inputs)))
     with pytest.raises(ConfigError, match=r"pip install 'llm-trainers\[tasks\]'"):
-        TasksOptions.read(config, inputs)
+        TasksExtension(config).read(inputs)
 
 
 def modules_of_a_run(argv: list[str]) -> bool:

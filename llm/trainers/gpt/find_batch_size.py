@@ -23,7 +23,6 @@ from llm.config.toml import to_toml
 from llm.data.batch_plan import micro_batch_sizes
 from llm.data.loader import TrainLoader
 from llm.errors import ConfigError
-from llm.extensions.batch_size.trial import trial_step
 from llm.metrics.hardware import GIB, device_memory, is_out_of_memory
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.agreement import gather, on_rank0
@@ -31,6 +30,7 @@ from llm.runtime.files import temporary_folder
 from llm.runtime.world import ranks_per_node
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.run_setup import TrainSetup, plan_training
+from llm.trainers.gpt.trial_step import trial_step
 
 _HOST_SHARE = 0.8
 """Usable fraction of the host's memory; libraries, the text and the page cache take the rest."""

@@ -13,16 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from llm.errors import ConfigError
-from llm.extensions.batch_size import find_batch_size
-from llm.extensions.batch_size.trial import trial_step
 from llm.metrics.hardware import device_memory
 from llm.models.loss import LanguageModelLoss
 from llm.models.patches.tied_embedding import tie_gradients
 from llm.parallel.base import AcceleratedStrategy
 from llm.plan.__main__ import main as plan
+from llm.trainers.gpt import find_batch_size
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
-from llm.trainers.gpt.seams import recipe_of
+from llm.trainers.gpt.seams import make_extensions, recipe_of
+from llm.trainers.gpt.trial_step import trial_step
 from tests.support.data_parallel import share
 from tests.support.faults import Fault
 from tests.support.layouts import cpu_accelerator, make_strategy
@@ -37,7 +37,7 @@ AUTO = {
     "global_batch_size": 24,
     "eval_steps": 2,
 }
-TRIAL = "llm.extensions.batch_size.find_batch_size:trial_step"
+TRIAL = "llm.trainers.gpt.find_batch_size:trial_step"
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,9 @@ def changes_of_a_trial(options: GPTConfig) -> list[bool]:
     """Whether weights and states are others after a trial, and after a step."""
     strategy = make_strategy({})
     model = tiny_model(tiny_config("gpt2", **NO_DROPOUT))
-    strategy.prepare(LanguageModelLoss(model), recipe_of(options, seed=1).make)
+    strategy.prepare(
+        LanguageModelLoss(model), recipe_of(options, make_extensions(options), seed=1).make
+    )
     batches, num_tokens = share(0, strategy, 2)
 
     def tensors() -> list[torch.Tensor]:
@@ -144,7 +146,9 @@ def gradient_after_trials(*, fails: bool) -> tuple[bool, torch.Tensor]:
     """Whether ranks all-reduce by DDP, and the gradient of a step after trials."""
     strategy, model = AcceleratedStrategy(cpu_accelerator("no")), still_model()
     tie_gradients(model)
-    strategy.prepare(LanguageModelLoss(model), recipe_of(GPTConfig(), seed=1).make)
+    strategy.prepare(
+        LanguageModelLoss(model), recipe_of(GPTConfig(), make_extensions(GPTConfig()), seed=1).make
+    )
     batches, num_tokens = share(0, strategy, 1)
 
     def run_out_of_memory(*_: object) -> None:
