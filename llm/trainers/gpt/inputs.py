@@ -165,11 +165,12 @@ def _read_inputs(
     per_node = ranks_per_node(os.environ, world.world_size)
     device = device_of(world)
     by_device = choose_by_device(config, start, device)
-    extensions = make_extensions(dataclasses.replace(config, **by_device))
+    device_config = dataclasses.replace(config, **by_device)
+    extensions = make_extensions(device_config)
     layout = choose_layout(
         config, extensions, ranks=world.world_size, ranks_per_node=per_node, start=start
     )
-    check_precision(dataclasses.replace(config, **by_device), device)
+    check_precision(device_config, device)
     metrics = load_metrics(config.eval_metrics)
     model_config = read_model_config(config, start)
     dims = choose_dims(config, model_config, world.world_size)

@@ -1,4 +1,4 @@
-"""The interface of extensions, and the functions with which the core calls them.
+"""The interface of extensions, and the functions of the core that call them.
 
 An extension is a folder of `llm/extensions/` with an `options.py`, which declares its options and a
 subclass of [Extension][llm.trainers.gpt.seams.Extension]; `llm/trainers/gpt/extensions.py` lists
@@ -90,7 +90,7 @@ class ExtraWeights:
         exports: Whether the export has them instead of the last weights.
         description: Description for the log.
         card: Description for the model card.
-        swapped: Returns a context in which the model has them.
+        swapped: Returns a context that gives them to the model.
     """
 
     prefix: str
@@ -220,9 +220,8 @@ class LoopExtension:
 class Extension(Generic[OptionsT]):
     """A feature of some runs; it imports its code where needed, because `--help` loads no torch.
 
-    A run makes one object from its options and calls the methods in the order in which they are
-    listed here. Other programs make one for `problems`, `layout`, `transform`, `recipe` and
-    `bytes_per_parameter`.
+    A run makes one object from its options, and calls the methods in this order. Other programs
+    make one for `problems`, `layout`, `transform`, `recipe` and `bytes_per_parameter`.
 
     Args:
         options: The options of the run, with the values chosen for its device.
