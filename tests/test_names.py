@@ -32,7 +32,7 @@ def test_fewer_than_three_names_in_a_thousand_are_vague():
     assert len(vague) < 0.003 * sum(map(len, by_module.values())), vague
 
 
-def test_fewer_than_a_seventh_of_the_private_functions_have_a_name_of_one_word():
+def test_few_private_functions_have_a_name_of_one_word():
     functions = [
         (name_of(path), name) for path in MODULES for name in private_functions(tree_of(path))
     ]
