@@ -100,7 +100,7 @@ class Runs:
         """Write the mean of the last checkpoints of a run; return its folder."""
         output = self.folder / f"mean-of-{name}"
         words = ["average", self.folder / name, "--last", number, "--output", output]
-        self._run("llm.checkpoints", words)
+        self._run("llm", ["checkpoints", *words])
         return output
 
     def _start(self, name: str, options: Mapping[str, Any]) -> None:

@@ -25,8 +25,8 @@ from benchmarks.report import (
 )
 from llm.config.options import option
 
-# SHARD_BYTES or 0, workers of Dask or 0, a short text, and the words of llm.data.prepare. Dask's
-# workers prepare the short text first: the cluster runs and has the tokenizer when time is taken.
+# SHARD_BYTES or 0, workers of Dask or 0, a short text, and the words of `prepare`. Dask's workers
+# prepare the short text first: the cluster runs and has the tokenizer when time is taken.
 _SCRIPT = """
 import json, os, resource, sys, time
 import llm.data.workers
@@ -91,7 +91,7 @@ class LargeCorpusOptions(ReportOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class _Program:
-    """Cases of `llm.data.prepare`."""
+    """Cases of `llm-trainers prepare`."""
 
     options: LargeCorpusOptions
     folder: Path

@@ -124,8 +124,8 @@ class Preparation:
 
 
 def prepare_command(corpus: Path, workers: int, vocab_file: Path, merges_file: Path) -> list[str]:
-    """Return the command of `llm.data.prepare` with GPT-2's tokenizer; it writes `out`."""
-    command = [sys.executable, "-m", "llm.data.prepare", "--input", str(corpus)]
+    """Return the command of `llm-trainers prepare` with GPT-2's tokenizer; it writes `out`."""
+    command = [sys.executable, "-m", "llm", "prepare", "--input", str(corpus)]
     command += ["--json_key", "text", "--append_eod", "--workers", str(workers)]
     command += ["--vocab_file", str(vocab_file), "--merges_file", str(merges_file)]
     return [*command, "--output_prefix", "out"]

@@ -1,7 +1,7 @@
 """Write the parts of docs/ that are generated from the code: `make pages`.
 
 configuration.md: the trainer's options, all below the page's introduction. data-tools.md, cli.md:
-a table for each program, between two comments that name its module. architecture.md: every package
+a table for each program, between two comments that name it. architecture.md: every package
 and the first paragraph of its docstring, between two comments. api/: a page for each package.
 """
 
@@ -26,15 +26,19 @@ from llm.trainers.gpt.extensions import GPTConfig
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "llm"
 PAGES = {
-    "data-tools.md": (TrainTokenizerOptions, PrepareConfig, InspectOptions),
-    "cli.md": (
-        CheckpointsOptions,
-        ReportOptions,
-        GenerateOptions,
-        PreflightOptions,
-        JobOptions,
-        FetchOptions,
-    ),
+    "data-tools.md": {
+        "tokenizer": TrainTokenizerOptions,
+        "prepare": PrepareConfig,
+        "inspect": InspectOptions,
+    },
+    "cli.md": {
+        "checkpoints": CheckpointsOptions,
+        "report": ReportOptions,
+        "generate": GenerateOptions,
+        "preflight": PreflightOptions,
+        "jobs": JobOptions,
+        "fetch": FetchOptions,
+    },
 }
 
 
@@ -68,10 +72,9 @@ def configuration_page(page: str) -> str:
     return f"{introduction}\n\n{to_markdown(GPTConfig)}"
 
 
-def programs_page(page: str, programs: tuple[type, ...]) -> str:
+def programs_page(page: str, programs: dict[str, type]) -> str:
     """Return the page with the tables of some programs' options."""
-    for program in programs:
-        name = program.__module__.removesuffix(".__main__").removesuffix(".options")
+    for name, program in programs.items():
         begin, end = f"<!-- options of {name} -->", "<!-- end of options -->"
         before, _, rest = page.partition(begin)
         after = rest.partition(end)[2]

@@ -1,4 +1,4 @@
-"""Lists, verifies, exports and averages a run's checkpoints: `python -m llm.checkpoints runs/wiki`.
+"""Lists, verifies, exports and averages a run's checkpoints: `llm-trainers checkpoints runs/wiki`.
 
 Exit codes: 0 success; 1 `--verify` found damage; 2 an option cannot work, or a file cannot be read
 or written.
@@ -136,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(
         CheckpointsOptions,
         argv[1:] if averages else argv,
-        prog="python -m llm.checkpoints [average]",
+        prog="llm-trainers checkpoints [average]",
         description="Show a run's checkpoints, verify them, export a model from one, or "
         "average the weights of several.",
         positional="run",
@@ -161,8 +161,8 @@ def _check_options(options: CheckpointsOptions, *, averages: bool) -> None:
         raise ConfigError(" ".join(problems))
     if averages != (options.output is not None):
         raise ConfigError(
-            "The mean of checkpoints is written by llm.checkpoints average RUN --last 5 --output "
-            f"DIR; {'--output is missing' if averages else 'the word average is missing'}."
+            "The mean of checkpoints is written by llm-trainers checkpoints average RUN --last 5 "
+            f"--output DIR; {'--output is missing' if averages else 'the word average is missing'}."
         )
     if averages and (options.verify or options.export):
         raise ConfigError(
@@ -170,7 +170,8 @@ def _check_options(options: CheckpointsOptions, *, averages: bool) -> None:
         )
     if not options.run:
         raise ConfigError(
-            "No run is named: give its folder first, as in llm.checkpoints runs/wiki --verify."
+            "No run is named: give its folder first, as in llm-trainers checkpoints runs/wiki "
+            "--verify."
         )
     if options.verify and options.export:
         raise ConfigError("--export verifies the checkpoint; leave out --verify.")
@@ -500,7 +501,3 @@ def _write_export(
     """Export a model and its card."""
     weights = {name: tensor.detach() for name, tensor in state.items()}
     export_trained(config, model, tokenizer, weights, folder=target, card=card)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

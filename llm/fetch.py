@@ -1,4 +1,4 @@
-"""Downloads a run's inputs from the Hub: `python -m llm.fetch FOLDER --config run.toml`.
+"""Downloads a run's inputs from the Hub: `llm-trainers fetch FOLDER --config run.toml`.
 
 Run it on a machine with access to the Hub, such as a login node. It writes `FOLDER/run.toml`; with
 this configuration the run reads only local files. If you run it again, it downloads only missing or
@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -86,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(
         FetchOptions,
         arguments,
-        prog="python -m llm.fetch",
+        prog="llm-trainers fetch",
         description="Download a run's inputs from the Hub into a folder. --config names the run's "
         "TOML file; options of this program override it.",
         positional="folder",
@@ -300,7 +299,3 @@ def _fetch_metric(name: str, folder: Path) -> str:
         code = [file for file in files if file.endswith(".py")]
         _download_files(repository, target, files=code, kind="space", revision=revision)
     return str(target)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Generates text with a trained model: `python -m llm.generate runs/wiki --prompt "Once upon a"`.
+"""Generates text with a trained model: `llm-trainers generate runs/wiki --prompt "Once upon a"`.
 
 The text goes to standard output token by token, everything else to standard error.
 
@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(
         GenerateOptions,
         argv,
-        prog="python -m llm.generate",
+        prog="llm-trainers generate",
         description="Generate text with a trained model.",
         positional="run",
     )
@@ -197,7 +197,8 @@ def _open_model(options: GenerateOptions) -> "Model":
     """Load the model that the options name, and its tokenizer."""
     if not options.run:
         raise ConfigError(
-            "No model is named: give the folder of a run first, as in llm.generate runs/wiki."
+            "No model is named: give the folder of a run first, as in llm-trainers generate "
+            "runs/wiki."
         )
     path = Path(options.run)
     if not path.is_dir():
@@ -332,7 +333,3 @@ def make_printer(tokenizer: "PreTrainedTokenizerBase") -> Any:
 def _print_note(text: str) -> None:
     sys.stderr.write(text_for(sys.stderr, f"{text}\n"))
     sys.stderr.flush()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Checks the ranks and the network of a job before it begins: `srun python -m llm.preflight`.
+"""Checks the ranks and the network of a job before it begins: `srun llm-trainers preflight`.
 
 Start it like the training, with one process per device. Every rank sends its host, device and
 versions to rank 0 through a TCP store, so rank 0 can name the ranks that do not answer. Then all
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(
         PreflightOptions,
         argv,
-        prog="python -m llm.preflight",
+        prog="llm-trainers preflight",
         description="Check that every rank of a job answers, and time its network.",
     )
     adopt_launcher()
@@ -440,7 +440,3 @@ def run() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    run()

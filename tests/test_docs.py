@@ -2,7 +2,6 @@
 
 import ast
 import bz2
-import importlib
 import os
 import re
 import shlex
@@ -14,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from llm.__main__ import PROGRAMS
+from llm.__main__ import PROGRAMS, main
 from llm.checkpoints import CheckpointsOptions
 from llm.config.command_line import parse
 from llm.data.inspect import InspectOptions
@@ -40,16 +39,17 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *S
 
 OPTIONS = {
     "checkpoints": (CheckpointsOptions, "run"),
-    "data.inspect": (InspectOptions, "path"),
-    "data.prepare": (PrepareConfig, None),
-    "data.train_tokenizer": (TrainTokenizerOptions, None),
     "fetch": (FetchOptions, "folder"),
     "generate": (GenerateOptions, "run"),
+    "inspect": (InspectOptions, "path"),
     "plan": (PlanOptions, None),
     "preflight": (PreflightOptions, None),
+    "prepare": (PrepareConfig, None),
     "report": (ReportOptions, "runs"),
+    "tokenizer": (TrainTokenizerOptions, None),
 }
 """The programs other than the trainer and the jobs: options, and the one that comes first."""
+QUICK_START = ["--config", str(ROOT / "examples/quickstart.toml")]
 JOB_SCRIPTS = sorted(ROOT.glob("examples/*/prepare_data.*"))
 
 # The ancestor's guide: its launcher and the OPTIONS of its job script, word for word.
@@ -91,14 +91,17 @@ def blocks(page: Path) -> list[str]:
 def commands_of(page: Path) -> list[tuple[str, list[str]]]:
     """The programs of the package that a page starts, and the words that it gives to them."""
     lines = [line.strip() for block in blocks(page) for line in block.splitlines()]
-    starts = r"^(?:torchrun .*|accelerate launch |srun |\S*python )-m llm"
-    program = r"\.((?:extensions\.\w+\.|data\.|trainers\.)?\w+)(?: (.*))?$"
-    found = [re.match(starts + program, line) for line in lines]
+    launched = r"(?:torchrun .*|accelerate launch |srun .*)-m llm(?:\.| )"
+    start = rf"^(?:(?:srun .*)?\S*llm-trainers |{launched})(trainers\.gpt|\w+)(?: (.*))?$"
+    found = [re.match(start, line) for line in lines]
     # A file that is read from or written to by the shell is none of the program's words.
     return [
-        (match[1], shlex.split(re.sub(r" [<>|] .*", "", match[2] or ""), comments=True))
+        (
+            match[1].replace("trainers.gpt", "train"),
+            shlex.split(re.sub(r" [<>|] .*", "", match[2] or ""), comments=True),
+        )
         for match in found
-        if match
+        if match and not (match[2] or "").startswith("PROGRAM")
     ]
 
 
@@ -158,15 +161,18 @@ def test_the_dump_of_the_guide_to_wikipedia_is_made_by_its_script(tmp_path):
 
 def test_the_page_of_the_command_lines_names_and_shows_every_program():
     page = ROOT / "docs/cli.md"
-    rows = re.findall(
-        r"^\| `llm-trainers (\w+)` \|(?: `python -m llm\.(\S+)`)? \|", read(page), re.MULTILINE
-    )
+    rows = re.findall(r"^\| `llm-trainers (\w+)` \|", read(page), re.MULTILINE)
     shown = {program for program, _ in commands_of(page)}
-    assert sorted(name for name, _ in rows) == sorted(PROGRAMS)
-    for name, module in rows:
-        target = PROGRAMS[name].target.replace("gpt.main", "gpt").replace(".__main__", "")
-        assert not module or target.startswith(f"llm.{module}:")
-    assert shown == {module for _, module in rows if module}
+    assert sorted(rows) == sorted(PROGRAMS)
+    assert shown == PROGRAMS.keys() - {"quickstart"}
+
+
+def test_pages_and_messages_start_programs_by_the_command():
+    """Only launchers take a module: `torchrun ... -m llm.trainers.gpt`."""
+    shown = [*PAGES[:2], *SITE, *(path for path in MODULES if path.stem != "sentencepiece")]
+    shown += [path for path in (ROOT / "examples").rglob("*") if path.suffix in (".sh", ".pbs")]
+    lines = [(path.name, line) for path in shown for line in read(path).splitlines()]
+    assert [(name, line) for name, line in lines if re.search(r"python3? -m llm\.", line)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of_page)
@@ -252,8 +258,8 @@ def check_program(program: str, words: list[str]) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of_page)
 def test_every_command_that_a_page_shows_parses(page, capsys):
     for program, words in commands_of(page):
-        if program == "trainers.gpt":
-            check_training(words)
+        if program in ("train", "quickstart"):
+            check_training(words if program == "train" else QUICK_START + words)
         elif program == "jobs":  # a test writes nothing
             assert write_job(without(words, "--output")) == 0, capsys.readouterr().err
             assert capsys.readouterr().out.startswith("#!/bin/bash")
@@ -331,16 +337,16 @@ def test_the_output_on_a_page_is_that_of_the_quick_start_that_ships():
 @pytest.mark.parametrize(
     ("program", "usage", "options"),
     [
-        ("llm.report.__main__", "RUNS ... [--config FILE]", ReportOptions),
-        ("llm.data.inspect", "PATH [--config FILE]", InspectOptions),
-        ("llm.jobs.__main__", "SCHEDULER [--OPTION VALUE ...] -- TRAINER OPTIONS", JobOptions),
-        ("llm.plan.__main__", "[CONFIG.toml] [--OPTION VALUE ...]", None),
+        ("report", "RUNS ... [--config FILE]", ReportOptions),
+        ("inspect", "PATH [--config FILE]", InspectOptions),
+        ("jobs", "SCHEDULER [--OPTION VALUE ...] -- TRAINER OPTIONS", JobOptions),
+        ("plan", "[CONFIG.toml] [--OPTION VALUE ...]", None),
     ],
 )
 def test_help_names_what_comes_first_and_shows_a_command(program, usage, options, capsys):
     with pytest.raises(SystemExit):
-        importlib.import_module(program).main(["--help"])
-    text, command = capsys.readouterr().out, f"python -m {program.removesuffix('.__main__')}"
+        main([program, "--help"])
+    text, command = capsys.readouterr().out, f"llm-trainers {program}"
     assert text.startswith(f"usage: {command} {usage}")
     shown = re.findall(rf"\nexample:\n  {command} (.*)\n$", text)
     assert len(shown) == (options is not None)

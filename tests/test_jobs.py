@@ -55,7 +55,7 @@ def directives(script: str) -> dict[str, str]:
 def test_an_example_is_what_the_command_in_its_head_writes(path, capsys, monkeypatch):
     monkeypatch.chdir(EXAMPLES.parent)  # where --config examples/... is
     text = path.read_text(encoding="utf-8")
-    command = re.search(r"(?m)^# Made by: python -m llm\.jobs (.*) -- OPTIONS$", text)[1]
+    command = re.search(r"(?m)^# Made by: llm-trainers jobs (.*) -- OPTIONS$", text)[1]
     assert write(capsys, *shlex.split(command), trainer=options_of(text)) == text
 
 
@@ -87,7 +87,7 @@ conda() { :; }
 scontrol() { if [[ "$1" == show ]]; then echo node1; else echo "scontrol $*"; fi; }
 srun() {
     while [[ "$1" == --* ]]; do shift; done
-    case "$*" in torchrun* | *llm.jobs.output_dir*) "$@" ;; esac
+    case "$*" in torchrun* | *"jobs output_dir"*) "$@" ;; esac
 }
 torchrun() {
     if [[ "$*" == *" -m llm.trainers.gpt "* ]]; then
@@ -146,14 +146,15 @@ def make_environment(folder: Path) -> None:
 
 def test_a_script_uses_the_python_of_a_conda_environment(tmp_path):
     """Such an environment has no bin/activate."""
-    python = tmp_path / "env/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/bash\necho "$*" > asked; echo runs/mine\n')
-    python.chmod(0o755)
+    (tmp_path / "env/bin").mkdir(parents=True)
+    for name in ("python", "llm-trainers"):
+        program = tmp_path / "env/bin" / name
+        program.write_text('#!/bin/bash\necho "$*" > asked; echo runs/mine\n')
+        program.chmod(0o755)
 
     start(tmp_path, EXAMPLES / "slurm/requeue.sh", VENV="env", **RECORD)
 
-    assert (tmp_path / "asked").read_text().startswith("-m llm.jobs.output_dir --model_name")
+    assert (tmp_path / "asked").read_text().startswith("jobs output_dir --model_name")
 
 
 # Scripts of conda, which read a variable that may be unset, run a command that may fail, or take an
@@ -180,8 +181,9 @@ def test_an_environment_that_expects_a_plain_shell_is_activated(
 ):
     (tmp_path / "env/bin").mkdir(parents=True)
     (tmp_path / "env/bin/activate").write_text(f"{activate}PATH={tmp_path}/env/bin:$PATH\n")
-    (tmp_path / "env/bin/python").write_text("#!/bin/sh\n")
-    (tmp_path / "env/bin/python").chmod(0o755)
+    for name in ("python", "llm-trainers"):
+        (tmp_path / "env/bin" / name).write_text("#!/bin/sh\n")
+        (tmp_path / "env/bin" / name).chmod(0o755)
     (tmp_path / "nodes").write_text("node1\n")
     (tmp_path / "my.toml").touch()
     if isinstance(path, Path):
@@ -677,7 +679,7 @@ def test_a_preparation_starts_once_on_each_node_of_slurm(capsys):
     assert (found["nodes"], found["ntasks-per-node"], found["time"]) == ("10", "1", "02:00:00")
     assert options_of(script) == PREPARE
     assert 'srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1' in script
-    assert "# Made by: python -m llm.jobs prepare slurm --nodes 10 --time 2:00:00 --" in script
+    assert "# Made by: llm-trainers jobs prepare slurm --nodes 10 --time 2:00:00 --" in script
 
 
 def test_a_preparation_starts_once_on_each_node_of_polaris(capsys):
@@ -692,7 +694,7 @@ def test_a_preparation_starts_once_on_each_node_of_polaris(capsys):
 @pytest.mark.parametrize(
     ("argv", "options", "fault"),
     [
-        (["slurm"], [], "The options of llm.data.prepare are missing: write them after --."),
+        (["slurm"], [], "The options of llm-trainers prepare are missing: write them after --."),
         (["slurm"], PREPARE[2:], "Name the text with either --input or --dataset_name."),
         (["slurm"], [*PREPARE, "--executor", "dask"], "--executor dask does not go into this"),
         (["slurm"], [*PREPARE, "--rank", "0", "--world_size", "2"], "--rank does not go into this"),

@@ -175,7 +175,7 @@ def test_values_that_no_machine_can_have_are_refused(option, value, most, capsys
 def test_torchrun_starts_it_too():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*command, "--nproc_per_node", "2", "-m", "llm.preflight", *COMMAND, "--timeout", "60"],
+        [*command, "--nproc_per_node", "2", "-m", "llm", "preflight", *COMMAND, "--timeout", "60"],
         capture_output=True,
         text=True,
         timeout=120,

@@ -164,7 +164,9 @@ def test_the_page_replaces_an_earlier_page_and_no_other_file(run, capsys):
 
     metrics = (run / "metrics.jsonl").read_bytes()
     assert main([str(run), "--output", str(run / "metrics.jsonl")]) == 2
-    assert "metrics.jsonl exists and was not written by llm.report" in capsys.readouterr().err
+    assert (
+        "metrics.jsonl exists and was not written by llm-trainers report" in capsys.readouterr().err
+    )
     assert (run / "metrics.jsonl").read_bytes() == metrics
 
 

@@ -8,7 +8,7 @@
 # Five minutes before the time limit, the run saves a checkpoint and the job requeues itself. This
 # repeats until the training has finished.
 #
-# Made by: python -m llm.jobs slurm --nodes 8 --gpus_per_node 8 --time 6:00:00 --requeue --name llama-1b -- OPTIONS
+# Made by: llm-trainers jobs slurm --nodes 8 --gpus_per_node 8 --time 6:00:00 --requeue --name llama-1b -- OPTIONS
 #
 #SBATCH --job-name=llama-1b
 #SBATCH --account=__ALLOCATION__
@@ -72,7 +72,7 @@ GPUS=${GPUS##*:}  # without the type in a100:4
 export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
 
 # The output folder, as the trainer reads it from OPTIONS and CONFIG.toml.
-RUN=$(python -m llm.jobs.output_dir "${OPTIONS[@]}")
+RUN=$(llm-trainers jobs output_dir "${OPTIONS[@]}")
 
 # EACH_GPU starts a program once per GPU. LAUNCH starts the training.
 # srun does not inherit --cpus-per-task from sbatch.
@@ -90,7 +90,7 @@ LAUNCH=(
 )
 
 echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
-"${EACH_GPU[@]}" -m llm.preflight
+"${EACH_GPU[@]}" -m llm preflight
 
 # Launchers hide the exit codes of their ranks, so rank 0 writes to status.json how the run ended.
 status() {  # the run's status, if this job has written one

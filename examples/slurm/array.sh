@@ -8,7 +8,7 @@
 #
 # Submit it again, and the run resumes from its newest checkpoint.
 #
-# Made by: python -m llm.jobs slurm --sweep learning_rate=1e-4,3e-4,1e-3 -- OPTIONS
+# Made by: llm-trainers jobs slurm --sweep learning_rate=1e-4,3e-4,1e-3 -- OPTIONS
 #
 #SBATCH --job-name=pretrain
 #SBATCH --account=__ALLOCATION__
@@ -78,7 +78,7 @@ GPUS=${GPUS##*:}  # without the type in a100:4
 export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
 
 # The output folder, as the trainer reads it from OPTIONS and CONFIG.toml.
-RUN=$(python -m llm.jobs.output_dir "${OPTIONS[@]}")
+RUN=$(llm-trainers jobs output_dir "${OPTIONS[@]}")
 OPTIONS+=(--output_dir="$RUN/learning_rate-${learning_rate[JOB]}")
 
 # EACH_GPU starts a program once per GPU. LAUNCH starts the training.
@@ -88,6 +88,6 @@ LAUNCH=(
 EACH_GPU=("${LAUNCH[@]}")
 
 echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
-"${EACH_GPU[@]}" -m llm.preflight
+"${EACH_GPU[@]}" -m llm preflight
 echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
 "${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}"

@@ -7,7 +7,7 @@
 #
 # Submit it again, and the run resumes from its newest checkpoint.
 #
-# Made by: python -m llm.jobs slurm --nodes 4 --gpus_per_node 4 --time 2-00:00:00 --name gpt2-small -- OPTIONS
+# Made by: llm-trainers jobs slurm --nodes 4 --gpus_per_node 4 --time 2-00:00:00 --name gpt2-small -- OPTIONS
 #
 #SBATCH --job-name=gpt2-small
 #SBATCH --account=__ALLOCATION__
@@ -81,6 +81,6 @@ LAUNCH=(
 )
 
 echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
-"${EACH_GPU[@]}" -m llm.preflight
+"${EACH_GPU[@]}" -m llm preflight
 echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
 "${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}"

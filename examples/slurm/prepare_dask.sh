@@ -1,6 +1,6 @@
 #!/bin/bash
 # Prepares token files with Dask on some nodes of a Slurm cluster: a scheduler on the first node, a
-# worker for each core, and llm.data.prepare as their client.
+# worker for each core, and llm-trainers prepare as their client.
 #
 #     sbatch --account ACCOUNT --partition PARTITION --nodes 10 examples/slurm/prepare_dask.sh \
 #         --input 'text/*.jsonl' --tokenizer_name gpt2 --append_eod --output_prefix data/web
@@ -28,7 +28,7 @@ INTERFACE=${INTERFACE:-}
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 if (($# == 0)); then
-    echo "Write the options of llm.data.prepare after the name of this script." >&2
+    echo "Write the options of llm-trainers prepare after the name of this script." >&2
     exit 2
 fi
 OPTIONS=("$@")
@@ -62,4 +62,4 @@ srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
     dask worker --nworkers "$WORKERS" --nthreads 1 --memory-limit 0 "${COMMON[@]}" \
     --local-directory "${TMPDIR:-/tmp}" --death-timeout 60 &
 
-python -m llm.data.prepare --executor dask --scheduler_file "$FILE" "${OPTIONS[@]}"
+llm-trainers prepare --executor dask --scheduler_file "$FILE" "${OPTIONS[@]}"

@@ -56,4 +56,4 @@ fi
 set -euo pipefail
 
 echo "$(date) on $(hostname)"
-exec python -m llm.data.prepare "${OPTIONS[@]}"
+exec llm-trainers prepare "${OPTIONS[@]}"

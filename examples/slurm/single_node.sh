@@ -7,7 +7,7 @@
 #
 # Submit it again, and the run resumes from its newest checkpoint.
 #
-# Made by: python -m llm.jobs slurm -- OPTIONS
+# Made by: llm-trainers jobs slurm -- OPTIONS
 #
 #SBATCH --job-name=pretrain
 #SBATCH --account=__ALLOCATION__
@@ -80,6 +80,6 @@ LAUNCH=(
 EACH_GPU=("${LAUNCH[@]}")
 
 echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
-"${EACH_GPU[@]}" -m llm.preflight
+"${EACH_GPU[@]}" -m llm preflight
 echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
 "${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}"

@@ -7,7 +7,7 @@
 #
 # Submit it again, and the run resumes from its newest checkpoint.
 #
-# Made by: python -m llm.jobs slurm --site frontier --nodes 2 --time 2:00:00 -- OPTIONS
+# Made by: llm-trainers jobs slurm --site frontier --nodes 2 --time 2:00:00 -- OPTIONS
 #
 #SBATCH --job-name=pretrain
 #SBATCH --account=__ALLOCATION__
@@ -87,6 +87,6 @@ EACH_GPU=(
 LAUNCH=("${EACH_GPU[@]}")
 
 echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
-"${EACH_GPU[@]}" -m llm.preflight
+"${EACH_GPU[@]}" -m llm preflight
 echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
 "${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}"

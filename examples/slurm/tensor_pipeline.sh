@@ -7,7 +7,7 @@
 #
 # Submit it again, and the run resumes from its newest checkpoint.
 #
-# Made by: python -m llm.jobs slurm --nodes 4 --gpus_per_node 4 --name gpt-7.5b -- OPTIONS
+# Made by: llm-trainers jobs slurm --nodes 4 --gpus_per_node 4 --name gpt-7.5b -- OPTIONS
 #
 #SBATCH --job-name=gpt-7.5b
 #SBATCH --account=__ALLOCATION__
@@ -102,6 +102,6 @@ LAUNCH=(
 )
 
 echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
-"${EACH_GPU[@]}" -m llm.preflight
+"${EACH_GPU[@]}" -m llm preflight
 echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
 "${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}"

@@ -110,8 +110,8 @@ def parse(
     arguments = _with_plain_switches([_underscore_name(word) for word in argv], cls)
     topic = _help_topic(arguments)
     if topic is not None:
-        if sys.argv[0].startswith(f"{COMMAND} "):
-            prog = re.sub(r"^python -m \S+", sys.argv[0], prog)
+        if sys.argv[0].startswith(f"{COMMAND} "):  # the quick start is the trainer
+            prog = re.sub(rf"^{COMMAND} \w+", sys.argv[0], prog)
         parser = _make_parser(_on_topic(topic, cls))
         parser.prog, parser.description = prog, description
         parser.usage = f"%(prog)s {usage or _usage_line(cls, positional)}"

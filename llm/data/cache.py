@@ -1,6 +1,6 @@
 """Token files made from a run's text, prepared once per file system by any rank.
 
-    CACHE/KEY/tokens.*        the result: as `llm.data.prepare` writes it, and the bytes of each row
+    CACHE/KEY/tokens.*        the result: as `prepare` writes it, and the bytes of each row
     CACHE/KEY/tokens.parts/   unfinished work; the next start resumes it
     CACHE/KEY/absent          instead of these: the data set has no such split
     CACHE/KEY.lock            held by the process that prepares

@@ -1,7 +1,7 @@
-"""Shows the contents of token files, or the text of a run's step: `python -m llm.data.inspect`.
+"""Shows the contents of token files, or the text of a run's step: `llm-trainers inspect`.
 
-`python -m llm.data.inspect data/wiki_text_document` shows token files, and `--verify` their damage;
-`python -m llm.data.inspect runs/wiki --step 1207` shows the training text of a step.
+`llm-trainers inspect data/wiki_text_document` shows token files, and `--verify` their damage;
+`llm-trainers inspect runs/wiki --step 1207` shows the training text of a step.
 
 Exit codes: 0, shown, or verified without fault; 1, `--verify` reports faults; 2, a wrong option, or
 files that are missing or (without `--verify`) too damaged to show.
@@ -33,7 +33,7 @@ _SAMPLED = 1_000  # documents checked for their last token
 
 @option_group("Contents")
 class InspectOptions:
-    """Options of `python -m llm.data.inspect`."""
+    """Options of `llm-trainers inspect`."""
 
     path: str = option(
         "",
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(
         InspectOptions,
         argv,
-        prog="python -m llm.data.inspect",
+        prog="llm-trainers inspect",
         description="Show or verify token files, or show the text of a run's step.",
         positional="path",
         example="data/web_text_document --documents 2 --tokenizer_name gpt2",
@@ -351,7 +351,3 @@ def _quote_text(tokenizer: "PreTrainedTokenizerBase | None", ids: list[int]) -> 
     if ids and not 0 <= min(ids) <= max(ids) < len(tokenizer):
         return f"(ids beyond the tokenizer's {len(tokenizer):,})"
     return repr(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

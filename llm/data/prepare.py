@@ -1,8 +1,7 @@
-"""`python -m llm.data.prepare`: text to token files, ahead of training."""
+"""`llm-trainers prepare`: text to token files, ahead of training."""
 
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -190,7 +189,7 @@ def main(argv: Sequence[str]) -> int:
     config = parse(
         PrepareConfig,
         argv,
-        prog="python -m llm.data.prepare",
+        prog="llm-trainers prepare",
         description="Turn text into token files, on all cores.",
     )
     check(config)
@@ -205,7 +204,3 @@ def main(argv: Sequence[str]) -> int:
     set_up_logging(rank=share.rank, level_of_other_ranks=logging.INFO)
     prepare(config, share)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

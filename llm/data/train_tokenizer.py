@@ -1,4 +1,4 @@
-"""Trains a tokenizer on text files: `python -m llm.data.train_tokenizer --input text/*.jsonl ...`.
+"""Trains a tokenizer on text files: `llm-trainers tokenizer --input text/*.jsonl ...`.
 
 The output is an ordinary Hugging Face tokenizer folder, renamed into place when it is complete. The
 ids of a SentencePiece tokenizer are first compared with SentencePiece itself.
@@ -46,7 +46,7 @@ log = logging.getLogger("llm.data")
 
 @option_group(_TOKENIZER)
 class TrainTokenizerOptions:
-    """Options of `python -m llm.data.train_tokenizer`."""
+    """Options of `llm-trainers tokenizer`."""
 
     input: tuple[str, ...] = option(
         (),
@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(
         TrainTokenizerOptions,
         argv,
-        prog="python -m llm.data.train_tokenizer",
+        prog="llm-trainers tokenizer",
         description="Train a tokenizer on text, for any model.",
     )
     train_tokenizer(options)
@@ -287,7 +287,3 @@ def _describe_result(folder: Path, texts: TrainingTexts) -> str:
         f"{texts.num_documents:,} {documents}, {texts.num_bytes / 1e6:,.1f} MB of text | "
         f"{tokenizer.size:,} tokens, {num_bytes / num_tokens:.2f} bytes each on a sample"
     )
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,1 +1,1 @@
-"""Job scripts for Slurm and PBS: `python -m llm.jobs`."""
+"""Job scripts for Slurm and PBS: `llm-trainers jobs`."""

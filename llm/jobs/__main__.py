@@ -1,8 +1,8 @@
-"""Writes a job script: `python -m llm.jobs slurm --nodes 4 --time 6:00:00 -- TRAINER OPTIONS`.
+"""Writes a job script: `llm-trainers jobs slurm --nodes 4 --time 6:00:00 -- TRAINER OPTIONS`.
 
 The trainer's options follow `--` and are checked when the script is written. The script fills the
 template `slurm.sh` or `pbs.sh` with the options and the settings in `sites.toml`.
-`python -m llm.jobs prepare slurm ...` writes one that prepares token files.
+`llm-trainers jobs prepare slurm ...` writes one that prepares token files.
 """
 
 import shlex
@@ -19,6 +19,7 @@ from llm.data.options import LENGTHS
 from llm.errors import ConfigError
 from llm.jobs.notes import describe_script
 from llm.jobs.options import JobOptions
+from llm.jobs.output_dir import print_output_dir
 from llm.jobs.preparation_job import preparation_job
 from llm.jobs.scripts import (
     check_job,
@@ -54,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
     if argv[:1] == ["prepare"]:
         return preparation_job(argv)
+    if argv[:1] == ["output_dir"]:
+        return print_output_dir(argv[1:])
     arguments = list(argv)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     if cut == len(arguments) and not any(word.startswith(("-h", "--help")) for word in arguments):
@@ -66,9 +69,9 @@ def main(argv: Sequence[str]) -> int:
     options = parse(
         JobOptions,
         arguments[:cut],
-        prog="python -m llm.jobs",
+        prog="llm-trainers jobs",
         description="Write a job script; the trainer's options follow after --. With the word "
-        "prepare first, it prepares token files: python -m llm.jobs prepare --help.",
+        "prepare first, it prepares token files: llm-trainers jobs prepare --help.",
         positional="scheduler",
         usage="SCHEDULER [--OPTION VALUE ...] -- TRAINER OPTIONS",
         example="slurm --nodes 8 --requeue --output job.sh -- --config run.toml",
@@ -236,7 +239,3 @@ def _option_rows(trainer: Sequence[str], *, without: Collection[str]) -> list[st
 
 def _option_of(word: str) -> str:
     return word.partition("=")[0].lstrip("-").replace("-", "_")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Options of `python -m llm.jobs`."""
+"""Options of `llm-trainers jobs`."""
 
 from typing import Literal
 
@@ -34,7 +34,7 @@ class SchedulerOptions:
 
 @option_group("Job")
 class PreparationJobOptions(SchedulerOptions):
-    """A job that prepares token files: `python -m llm.jobs prepare`."""
+    """A job that prepares token files: `llm-trainers jobs prepare`."""
 
     name: str = option("prepare", "Name of the job.")
 

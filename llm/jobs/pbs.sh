@@ -21,7 +21,7 @@
 #
 #     qsub -A ALLOCATION -q QUEUE -v CONFIG=CONFIG.toml SCRIPT
 #
-# Made by: python -m llm.jobs {{ made_by }} -- OPTIONS
+# Made by: llm-trainers jobs {{ made_by }} -- OPTIONS
 #
 #PBS -N {{ job.name }}
 #PBS -A {{ job.account }}
@@ -106,6 +106,6 @@ else
 fi
 
 echo "$(date): job ${PBS_JOBID:-(none)} on ${HOSTS[*]}"
-"${EACH_GPU[@]}" -m llm.preflight
+"${EACH_GPU[@]}" -m llm preflight
 echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
 "${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}"

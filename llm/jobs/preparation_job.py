@@ -1,8 +1,8 @@
 """The script of a job that prepares token files, with one process on each node.
 
-`python -m llm.jobs prepare slurm --nodes 10 -- PREPARE OPTIONS` fills in the template
-`prepare_slurm.sh` or `prepare_pbs.sh`. The options of `llm.data.prepare`, which follow `--`, are
-checked when the script is written.
+`llm-trainers jobs prepare slurm --nodes 10 -- PREPARE OPTIONS` fills in the template
+`prepare_slurm.sh` or `prepare_pbs.sh`. The options of `prepare`, which follow `--`, are checked
+when the script is written.
 """
 
 import shlex
@@ -28,16 +28,16 @@ def preparation_job(argv: Sequence[str]) -> int:
     """Write the script that `prepare` and the words after it ask for; return the exit code.
 
     Raises:
-        ConfigError: An option does not fit the others, or `llm.data.prepare` refuses its own.
+        ConfigError: An option does not fit the others, or `llm-trainers prepare` refuses its own.
     """
     arguments = list(argv)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = parse(
         PreparationJobOptions,
         arguments[1:cut],
-        prog="python -m llm.jobs prepare",
+        prog="llm-trainers jobs prepare",
         description="Write a job script that prepares token files, with one process on each node; "
-        "the options of llm.data.prepare follow after --.",
+        "the options of llm-trainers prepare follow after --.",
         positional="scheduler",
         usage="SCHEDULER [--OPTION VALUE ...] -- PREPARE OPTIONS",
         example="slurm --nodes 10 --output job.sh -- --input 'text/*.jsonl' "
@@ -48,8 +48,8 @@ def preparation_job(argv: Sequence[str]) -> int:
     check_job(job)
     preparation = arguments[cut + 1 :]
     if not preparation:
-        raise ConfigError("The options of llm.data.prepare are missing: write them after --.")
-    config = parse(PrepareConfig, preparation, prog="python -m llm.data.prepare", description="")
+        raise ConfigError("The options of llm-trainers prepare are missing: write them after --.")
+    config = parse(PrepareConfig, preparation, prog="llm-trainers prepare", description="")
     check(config)
     conflicts = {"executor dask": config.executor == "dask", "rank": config.rank is not None}
     for name, is_given in conflicts.items():

@@ -9,7 +9,7 @@
 # A job that reaches its time limit or loses a node keeps its finished shards. Submit the script
 # again, and it prepares the missing ones.
 #
-# Made by: python -m llm.jobs {{ made_by }} -- OPTIONS
+# Made by: llm-trainers jobs {{ made_by }} -- OPTIONS
 #
 #PBS -N {{ job.name }}
 #PBS -A {{ job.account }}
@@ -52,7 +52,7 @@ LAUNCH=(
 {% if site.pals %}
     --cpu-bind none
 {% endif %}
-    python -m llm.data.prepare
+    llm-trainers prepare
 )
 echo "$(date): job $PBS_JOBID on ${HOSTS[*]}"
 echo "Running: ${LAUNCH[*]} ${OPTIONS[*]}"

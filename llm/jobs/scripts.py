@@ -33,7 +33,7 @@ def check_job(job: SchedulerOptions) -> None:
     if job.scheduler not in offered:
         raise ConfigError(
             f"--site {job.site} knows {' and '.join(offered)}, not {job.scheduler}; write "
-            f"python -m llm.jobs {offered[0]}."
+            f"llm-trainers jobs {offered[0]}."
         )
     for name in ("name", "account", "queue"):
         value = getattr(job, name)

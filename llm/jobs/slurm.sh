@@ -16,7 +16,7 @@
 # Submit it again, and the run resumes from its newest checkpoint.
 {% endif %}
 #
-# Made by: python -m llm.jobs {{ made_by }} -- OPTIONS
+# Made by: llm-trainers jobs {{ made_by }} -- OPTIONS
 #
 #SBATCH --job-name={{ job.name }}
 #SBATCH --account={{ job.account }}
@@ -113,9 +113,9 @@ CONTAINER=(  # options that pyxis adds to srun
 {% if job.requeue or sweep %}
 # The output folder, as the trainer reads it from OPTIONS and CONFIG.toml.
 {% if job.container %}
-RUN=$(srun --nodes=1 --ntasks=1 "${CONTAINER[@]}" python -m llm.jobs.output_dir "${OPTIONS[@]}")
+RUN=$(srun --nodes=1 --ntasks=1 "${CONTAINER[@]}" llm-trainers jobs output_dir "${OPTIONS[@]}")
 {% else %}
-RUN=$(python -m llm.jobs.output_dir "${OPTIONS[@]}")
+RUN=$(llm-trainers jobs output_dir "${OPTIONS[@]}")
 {% endif %}
 {% if sweep %}
 OPTIONS+=(--output_dir="$RUN/{% for name in sweep %}{{ "," if not loop.first }}{{ '%s-${%s[JOB]}' | format(name, name) }}{% endfor %}")
@@ -173,7 +173,7 @@ LAUNCH=(
 {% endif %}
 
 echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
-"${EACH_GPU[@]}" -m llm.preflight
+"${EACH_GPU[@]}" -m llm preflight
 {% if not job.requeue %}
 echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
 "${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}"

@@ -1,1 +1,1 @@
-"""Memory, traffic and time of a run before it is queued: `python -m llm.plan`."""
+"""Memory, traffic and time of a run before it is queued: `llm-trainers plan`."""

@@ -1,4 +1,4 @@
-"""Plans a run before it is queued: `python -m llm.plan CONFIG.toml --nodes 64`.
+"""Plans a run before it is queued: `llm-trainers plan CONFIG.toml --nodes 64`.
 
 Exit codes: 0 the run fits; 1 it does not fit; 2 an option cannot work.
 """
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(
         PlanOptions,
         arguments,
-        prog="python -m llm.plan",
+        prog="llm-trainers plan",
         description=_HELP,
         usage="[CONFIG.toml] [--OPTION VALUE ...]",
         inherit=preset_options,
@@ -72,7 +72,3 @@ def _plan_lines(options: PlanOptions) -> tuple[list[str], bool]:
     if ranked is not None:
         lines = [*render.table(job, ranked), "", "the first of them:", *lines]
     return lines, plan.fits
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Options of `python -m llm.plan`: the trainer's options and the devices of the run."""
+"""Options of `llm-trainers plan`: the trainer's options and the devices of the run."""
 
 from typing import ClassVar, Literal
 

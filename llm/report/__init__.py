@@ -1,1 +1,1 @@
-"""The report of one or several runs: `python -m llm.report runs/NAME`."""
+"""The report of one or several runs: `llm-trainers report runs/NAME`."""

@@ -1,4 +1,4 @@
-"""Shows runs as a page of curves: `python -m llm.report runs/NAME [runs/OTHER ...]`.
+"""Shows runs as a page of curves: `llm-trainers report runs/NAME [runs/OTHER ...]`.
 
 Exit codes: 0 written, 1 written without the runs that cannot be read, 2 an option, or a file that
 cannot be read or written.
@@ -54,14 +54,14 @@ def main(argv: Sequence[str]) -> int:
     options = parse(
         ReportOptions,
         argv,
-        prog="python -m llm.report",
+        prog="llm-trainers report",
         description="Show the curves of runs, finished or running, as a web page. It needs the "
         "packages bokeh and matplotlib: pip install bokeh matplotlib.",
         positional="runs",
         example="runs/quickstart runs/other --output compare.html",
     )
     if not options.runs:
-        raise ConfigError("No run is named: give its folder, as in llm.report runs/wiki.")
+        raise ConfigError("No run is named: give its folder, as in llm-trainers report runs/wiki.")
     runs, problems = read_runs([Path(run) for run in options.runs])
     if not runs:
         raise ConfigError(" ".join(problems))
@@ -89,7 +89,8 @@ def write_report(options: ReportOptions, runs: list[Run]) -> list[Path]:
             is_page = _PAGE_TITLE in file.read(_HEAD_BYTES)
         if not is_page:
             raise ConfigError(
-                f"--output {output} exists and was not written by llm.report; name another file."
+                f"--output {output} exists and was not written by llm-trainers report; name "
+                "another file."
             )
     x: X = {"steps": "step", "tokens": "tokens", "time": "seconds"}[options.x]  # type: ignore[assignment]
     try:
@@ -107,7 +108,3 @@ def write_report(options: ReportOptions, runs: list[Run]) -> list[Path]:
     # The name of a folder may contain any bytes.
     write_whole(output, make_page(runs, x=x).encode(errors="replace"))
     return [output, *images]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -194,7 +194,7 @@ def _mean_origin(record: dict[str, Any]) -> Origin | None:
 
 
 def _read_mean(path: Path, name: str, origin: Origin) -> Run:
-    """Return a folder that `llm.checkpoints average` has written, and `--eval_only` evaluated."""
+    """Return a folder that `checkpoints average` has written, and `--eval_only` evaluated."""
     values = {
         key if key.startswith("task_") else f"eval_{key}": value
         for key, value in read_numbers(path / "eval_results.json").items()

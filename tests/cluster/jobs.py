@@ -26,7 +26,7 @@ IN_QUEUE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
 TOY = {"max_train_steps": 300, "checkpointing_steps": 100, "logging_steps": 1}
 
 
-# `llm.data.prepare` with small shards; rank 1 is killed after three of them, once.
+# `llm-trainers prepare` with small shards; rank 1 is killed after three of them, once.
 DYING_PREPARATION = """
 import os, signal, sys, time
 from pathlib import Path
@@ -105,11 +105,11 @@ class Submission:
         made = ("--queue", "debug", "--output", script, "--", *self.preparation(output))
         assert write_job([str(word) for word in (*job, *made)]) == 0
         text = script.read_text()
-        script.write_text(text.replace("python -m llm.data.prepare", "python prepare.py"))
+        script.write_text(text.replace("llm-trainers prepare", "python prepare.py"))
         return script
 
     def preparation(self, output: str) -> list[str]:
-        """Options of `llm.data.prepare` that write an output in `data`."""
+        """Options of `llm-trainers prepare` that write an output in `data`."""
         tokenizer = str(EXAMPLES / "tokenizer")
         options = ["--input", "b.jsonl", "--tokenizer_name", tokenizer]
         return [*options, "--output_prefix", f"data/{output}"]
@@ -118,7 +118,7 @@ class Submission:
         """Compare the files with those of one process."""
         alone = f"{output}-alone"
         options = [*self.preparation(alone), "--workers", "1"]
-        command = [sys.executable, "-m", "llm.data.prepare", *options]
+        command = [sys.executable, "-m", "llm", "prepare", *options]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         subprocess.run(command, cwd=self.folder, env=environment, check=True, timeout=240)
         for kind in ("bin", "idx"):

@@ -149,7 +149,7 @@ def test_a_node_without_python_is_named_and_nothing_is_trained(slurm, submission
     text = script.read_text()
     broken = '    bash -c \'[[ "$(hostname)" == node1 ]] || sleep 20; exec python "$@"\' python\n'
     text = text.replace("    python\n)", f"{broken})").replace(
-        "-m llm.preflight", "-m llm.preflight --timeout 8"
+        "-m llm preflight", "-m llm preflight --timeout 8"
     )
     script.write_text(text)
     job = slurm.submit(script, *TWO_NODES)

@@ -141,7 +141,7 @@ def test_a_link_that_breaks_ends_the_run_with_the_lost_rank_and_it_resumes(
 
 def test_the_preflight_warns_of_a_slow_link(network):
     network.delay = 0.1
-    processes = start_on_both(network, "llm.preflight", "--message_mb", "1")
+    processes = start_on_both(network, "llm", "preflight", "--message_mb", "1")
     first, second = outputs(processes)
 
     (found,) = re.findall(r"1 MiB: [\w-]+ ([\d.]+) ms", first + second)
@@ -159,7 +159,7 @@ def test_the_preflight_names_a_host_that_does_not_resolve(tmp_path):
         "MASTER_ADDR": "node7.invalid",
         "MASTER_PORT": "29511",
     }
-    command = [sys.executable, "-m", "llm.preflight", "--timeout", "5"]
+    command = [sys.executable, "-m", "llm", "preflight", "--timeout", "5"]
 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 

@@ -1,6 +1,5 @@
 """The commands of docs/guides/recipes.md, run in their order on an eighth of the tokens."""
 
-import importlib
 import importlib.util
 import os
 import re
@@ -11,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.package import ROOT
+from tests.support.programs import run_program
 from tests.support.ranks import run_ranks, values
-
-MAIN = {"llm.trainers.gpt": "llm.trainers.gpt.main", "llm.report": "llm.report.__main__"}
-"""The modules with the `main` of the programs that are packages."""
 
 
 def with_an_eighth(text: str) -> str:
@@ -26,11 +23,10 @@ def with_an_eighth(text: str) -> str:
 def run_there(folder: Path, command: str) -> int:
     """Run a program of the package, or a script, in a folder."""
     os.chdir(folder)
-    if not command.startswith("python -m "):
+    if not command.startswith("llm-trainers "):
         exec(command, {})
         return 0
-    name, *words = shlex.split(command)[2:]
-    return importlib.import_module(MAIN.get(name, name)).main(words)
+    return run_program(shlex.split(command)[1:])
 
 
 @pytest.mark.slow

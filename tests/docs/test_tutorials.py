@@ -1,6 +1,5 @@
 """The dry runs of the tutorials, run as the pages show them, and the plan that a page shows."""
 
-import importlib
 import json
 import os
 import re
@@ -13,10 +12,8 @@ import pytest
 from llm.jobs.__main__ import main as jobs
 from llm.plan.__main__ import main as plan
 from tests.support.package import ROOT
+from tests.support.programs import run_program
 from tests.support.ranks import run_ranks, values
-
-MODULES = {"llm.trainers.gpt": "llm.trainers.gpt.main"}
-"""The modules with the `main` of the programs that are packages."""
 
 
 def commands_of_dry_run(page: str) -> list[list[str]]:
@@ -28,10 +25,7 @@ def commands_of_dry_run(page: str) -> list[list[str]]:
 def run_in_turn(folder: Path, commands: list[list[str]]) -> list[int]:
     """Run programs of the package in a folder, one after the other in this process."""
     os.chdir(folder)
-    codes = []
-    for _, _, module, *words in commands:
-        codes.append(importlib.import_module(MODULES.get(module, module)).main(words))
-    return codes
+    return [run_program(words) for _, *words in commands]
 
 
 @pytest.mark.slow

@@ -262,7 +262,7 @@ def test_the_trainer_refuses_such_variables_in_one_sentence(environ):
         (["-bash"], True),
         (["/usr/bin/zsh", "-l", "-i"], True),
         (["bash", "run.sh"], False),
-        (["bash", "-c", "python -m llm.trainers.gpt"], False),
+        (["bash", "-c", "llm-trainers train"], False),
         (["python", "-m", "llm.trainers.gpt"], False),
     ],
 )

@@ -85,7 +85,7 @@ def ask(bench: Bench, **options: object) -> int | str:
 def plan_here(words: list[str], **_: object) -> SimpleNamespace:
     """Plan without the seconds that a process of its own takes to start."""
     with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
-        code = plan(words[words.index("llm.plan") + 1 :])
+        code = plan(words[words.index("plan") + 1 :])
     return SimpleNamespace(returncode=code, stdout=output.getvalue(), stderr=errors.getvalue())
 
 

@@ -61,7 +61,9 @@ def test_a_branch_which_needs_its_parent_shows_no_options_to_repeat():
     assert card_of(config).options == ""
 
 
-@pytest.mark.parametrize(("ranks", "start"), [(1, "python -m"), (4, "torchrun .*=4 -m")])
+@pytest.mark.parametrize(
+    ("ranks", "start"), [(1, "llm-trainers train"), (4, "torchrun .*=4 -m llm.trainers.gpt")]
+)
 def test_the_command_starts_as_many_ranks_as_the_run_had(ranks, start):
     card = card_of(GPTConfig(train_file="a.txt"), ranks=ranks)
-    assert re.fullmatch(f"{start} llm.trainers.gpt --config config.toml", card.command)
+    assert re.fullmatch(f"{start} --config config.toml", card.command)

@@ -30,7 +30,7 @@ def test_out_of_memory_is_one_sentence_with_the_remedies(bench, at):
     for part in (
         "lower --per_device_train_batch_size 4, or ",
         "recompute activations by --activation_checkpointing full, or shard the model",
-        "`python -m llm.plan` with the options of this run and --nodes 1 --gpus_per_node 2 --mem",
+        "`llm-trainers plan` with the options of this run and --nodes 1 --gpus_per_node 2 --mem",
     ):
         assert part in run.outcomes[0].output
     if at == STEP:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,11 +98,9 @@ def test_a_sample_without_a_prompt_begins_a_text(tmp_path):
 
 
 def test_a_printed_command_starts_as_many_ranks_and_can_be_pasted(monkeypatch):
-    monkeypatch.setattr(reporting, "python_command", lambda: "my env/bin/python")
+    monkeypatch.setattr(reporting, "python_command", lambda: "python")
     words = ("--config", "runs/with späces/config.toml")
     trainer = "-m llm.trainers.gpt --config 'runs/with späces/config.toml'"
-    assert reporting.start_command(1, *words) == f"'my env/bin/python' {trainer}"
-    monkeypatch.setattr(reporting, "python_command", lambda: "python")
     local = f"torchrun --standalone --nproc_per_node 8 {trainer}"
     assert reporting.start_command(8, *words) == local
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -119,21 +118,39 @@ def test_a_printed_command_starts_as_many_ranks_and_can_be_pasted(monkeypatch):
     assert reporting.start_command(8, *words) == f"mpiexec -n 8 python {trainer}"
 
 
+def test_a_printed_command_starts_the_programs_of_this_environment(tmp_path, monkeypatch):
+    command = "generate runs/tiny"
+    run = RunFolder(Path("runs/tiny"))
+    (tmp_path / "my env").mkdir()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "my env/python"))
+    monkeypatch.chdir(tmp_path)
+
+    alone = reporting.generate_command(GPTConfig(), run)
+    (tmp_path / "my env/llm-trainers").touch(mode=0o755)
+    installed = reporting.generate_command(GPTConfig(), run)
+    monkeypatch.setenv("PATH", str(tmp_path / "my env"))
+    active = reporting.generate_command(GPTConfig(), run)
+
+    assert alone == f"'my env/python' -m llm {command}"
+    assert installed == f"'my env/llm-trainers' {command}"
+    assert active == f"llm-trainers {command}"
+
+
 def test_printed_commands_do_not_take_a_folder_for_an_option(monkeypatch):
-    monkeypatch.setattr(reporting, "python_command", lambda: "python")
+    monkeypatch.setattr(reporting, "program_command", lambda program: ["llm-trainers", program])
     run = RunFolder(Path("-dash"))
-    assert reporting.generate_command(GPTConfig(), run) == "python -m llm.generate ./-dash"
+    assert reporting.generate_command(GPTConfig(), run) == "llm-trainers generate ./-dash"
     assert reporting.resume_command(GPTConfig(), run, 1).endswith(
         " --config ./-dash/config.toml --resume_from_checkpoint"
     )
-    inspect = "python -m llm.data.inspect ./-dash --step 3"
+    inspect = "llm-trainers inspect ./-dash --step 3"
     assert reporting.inspect_command(str(run.path), 3) == inspect
 
 
 def test_a_stopped_run_is_pushed_after_its_resume(monkeypatch):
-    monkeypatch.setattr(reporting, "python_command", lambda: "python")
+    monkeypatch.setattr(reporting, "program_command", lambda program: ["llm-trainers", program])
     config = GPTConfig(push_to_hub=True, hub_model_id="someone/tiny")
     assert reporting.resume_command(config, RunFolder(Path("runs/tiny")), 1) == (
-        "python -m llm.trainers.gpt --config runs/tiny/config.toml --resume_from_checkpoint "
+        "llm-trainers train --config runs/tiny/config.toml --resume_from_checkpoint "
         "--push_to_hub --hub_model_id=someone/tiny"
     )

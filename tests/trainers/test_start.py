@@ -226,9 +226,10 @@ def test_exit_after_ends_with_code_75_and_the_run_resumes_to_the_same_bits(bench
     assert 0 < status["step"] < 20
     config = run.folder / "config.toml"
     command = shlex.split(re.search("To continue: (.*)", run.output)[1])
-    launcher = ["--nproc_per_node", str(ranks)] if ranks > 1 else []
-    printed = ["-m", "llm.trainers.gpt", "--config", str(config), "--resume_from_checkpoint"]
-    assert command[-len([*launcher, *printed]) :] == [*launcher, *printed]
+    launched = ["--nproc_per_node", str(ranks), "-m", "llm.trainers.gpt"]
+    program = launched if ranks > 1 else ["train"]
+    printed = [*program, "--config", str(config), "--resume_from_checkpoint"]
+    assert command[-len(printed) :] == printed
     recorded = dict.fromkeys(read_toml(GPTConfig, config))
     resumed = bench.train_well(
         name, ranks=ranks, **recorded, config=config, resume_from_checkpoint=True

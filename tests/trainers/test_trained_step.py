@@ -1,4 +1,4 @@
-"""From a step of a run to its text, by `python -m llm.data.inspect RUN --step N`."""
+"""From a step of a run to its text, by `llm-trainers inspect RUN --step N`."""
 
 import ctypes
 import json

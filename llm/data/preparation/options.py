@@ -1,4 +1,4 @@
-"""Options of `python -m llm.data.prepare`."""
+"""Options of `llm-trainers prepare`."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ RUNNING = "Running"
 
 @option_group("Input")
 class PrepareConfig:
-    """Options of `python -m llm.data.prepare`."""
+    """Options of `llm-trainers prepare`."""
 
     input: tuple[str, ...] = option(
         (),

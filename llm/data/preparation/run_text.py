@@ -1,7 +1,7 @@
 """Turns text into token files for a run, which starts this program and forwards its log.
 
 It reads a `TextJob` from standard input and writes each log line as a line of JSON with level and
-message. Errors and exit codes are the same as for `llm.data.prepare`.
+message. Errors and exit codes are the same as for `llm-trainers prepare`.
 """
 
 import json
@@ -159,7 +159,7 @@ def _load_copy(copy: TokenizerCopy, trust_remote_code: bool) -> TextTokenizer:
 
     quiet_libraries()
     options = TokenizerOptions(tokenizer_name=copy.folder, use_slow_tokenizer=True)
-    remedy = "the text cannot be prepared in a run; prepare it ahead with llm.data.prepare."
+    remedy = "the text cannot be prepared in a run; prepare it ahead with llm-trainers prepare."
     try:
         tokenizer = from_transformers(
             load_tokenizer(options, trust_remote_code=trust_remote_code), copy.name

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @option_group("Checkpoints")
 class ExportAverageOptions:
-    """What `python -m llm.checkpoints` takes of the average."""
+    """What `llm-trainers checkpoints` takes of the average."""
 
     ema: bool = option(
         False,

@@ -1,4 +1,4 @@
-"""The extension of the tasks of lm-eval, for training and for `python -m llm.fetch`."""
+"""The extension of the tasks of lm-eval, for training and for `llm-trainers fetch`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @option_group("Fetch")
 class FetchTasksOptions:
-    """What `python -m llm.fetch` takes of the tasks."""
+    """What `llm-trainers fetch` takes of the tasks."""
 
     eval_tasks: tuple[str, ...] = option(
         (),

@@ -1,1 +1,1 @@
-"""The GPT pretrainer: `python -m llm.trainers.gpt`."""
+"""The GPT pretrainer: `llm-trainers train`."""

@@ -1,4 +1,4 @@
-"""`python -m llm.trainers.gpt`: see `main`."""
+"""The trainer as a module, for launchers: `torchrun ... -m llm.trainers.gpt`."""
 
 from llm.trainers.gpt.main import main
 

@@ -1,6 +1,6 @@
 """The search for the largest micro-batch that fits (`--per_device_train_batch_size auto`).
 
-It begins with the result of `python -m llm.plan`. If every rank holds the whole model, each rank
+It begins with the result of `llm-trainers plan`. If every rank holds the whole model, each rank
 tries a forward and backward pass, and halves the batch until it fits into memory; all ranks then
 take the smallest batch. Ranks that share a model take the plan's result: a rank that runs out of
 memory would leave the others waiting in a collective.
@@ -106,7 +106,7 @@ def _fits_in_memory(
 
 
 def ask_plan(config: CoreConfig, ranks: int, device: torch.device) -> int | str:
-    """Return the micro-batch that fits according to `python -m llm.plan`, or its error.
+    """Return the micro-batch that fits according to `llm-trainers plan`, or its error.
 
     A subprocess plans, because planning forms process groups and this process already has some.
     """
@@ -120,7 +120,7 @@ def ask_plan(config: CoreConfig, ranks: int, device: torch.device) -> int | str:
         file = folder / "config.toml"
         plan_config = dataclasses.replace(config, per_device_train_batch_size="auto")
         file.write_text(to_toml(plan_config), encoding="utf-8")
-        command = [sys.executable, "-m", "llm.plan", str(file), "--json"]
+        command = [sys.executable, "-m", "llm", "plan", str(file), "--json"]
         command += ["--nodes", str(ranks // per_node), "--gpus_per_node", str(per_node)]
         command += ["--device", "cpu"] if on_host else []
         command += [] if memory is None else ["--memory_gib", f"{memory / GIB:.4f}"]

@@ -101,7 +101,7 @@ def parse_args(argv: Sequence[str]) -> GPTConfig:
     config = parse(
         GPTConfig,
         argv,
-        prog="python -m llm.trainers.gpt",
+        prog="llm-trainers train",
         description="Pretrain any Hugging Face causal language model on any text.",
         inherit=lambda values: preset_options(values) | inherited_options(values),
     )

@@ -23,6 +23,7 @@ from llm import __version__
 from llm.checkpoint.format import TrainState
 from llm.checkpoint.run_folder import RunFolder
 from llm.config.options import format_default, non_default
+from llm.config.program import COMMAND
 from llm.config.shell import shell_line
 from llm.config.toml import to_toml
 from llm.data.corpus import CorpusSource
@@ -347,13 +348,12 @@ def log_end(
 def generate_command(config: CoreConfig, run: RunFolder) -> str:
     """Return the command line that generates text with the model of a run."""
     trust = ["--trust_remote_code"] if config.trust_remote_code else []
-    return shell_line([python_command(), "-m", "llm.generate", run.path, *trust])
+    return shell_line([*program_command("generate"), run.path, *trust])
 
 
 def inspect_command(run: str, step: int) -> str:
     """Return the command line that shows the text of a step, counted from 1."""
-    program = [python_command(), "-m", "llm.data.inspect"]
-    return shell_line([*program, Path(run), "--step", str(step)])
+    return shell_line([*program_command("inspect"), Path(run), "--step", str(step)])
 
 
 def resume_command(config: CoreConfig, run: RunFolder, world_size: int) -> str:
@@ -372,10 +372,10 @@ def start_command(world_size: int, *arguments: str | Path) -> str:
         world_size: Number of ranks.
         arguments: The trainer's arguments.
     """
+    if world_size == 1:
+        return shell_line([*program_command("train"), *arguments])
     python = python_command()
     module = ["-m", "llm.trainers.gpt", *arguments]
-    if world_size == 1:
-        return shell_line([python, *module])
     launcher = task_launcher(os.environ)
     if launcher is not None:
         return shell_line([launcher, "-n", str(world_size), python, *module])
@@ -388,12 +388,26 @@ def start_command(world_size: int, *arguments: str | Path) -> str:
     return shell_line([*torchrun, *rendezvous, "--nproc_per_node", str(local), *module])
 
 
+def program_command(program: str) -> list[str]:
+    """Return the words that start a program of this package in this environment."""
+    script = Path(sys.executable).with_name(COMMAND)
+    if not script.is_file():  # the package is not installed
+        return [python_command(), "-m", "llm", program]
+    return [_shortest_command(str(script)), program]
+
+
 def python_command() -> str:
     """Return the command that starts this Python again."""
-    if shutil.which("python") == sys.executable:
-        return "python"
-    near = os.path.relpath(sys.executable)
-    return sys.executable if near.startswith("..") else near
+    return _shortest_command(sys.executable)
+
+
+def _shortest_command(executable: str) -> str:
+    """Return the name of an executable that a shell finds, otherwise its path."""
+    name = Path(executable).name
+    if shutil.which(name) == executable:
+        return name
+    path = os.path.relpath(executable)
+    return executable if path.startswith("..") else path
 
 
 def report_skipped(

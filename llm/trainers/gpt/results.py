@@ -195,7 +195,8 @@ def make_card(
     """
     software = f"llm-trainers {__version__}, torch {torch.__version__}"
     source = initial_weights.removeprefix("from ")
-    start = "python" if ranks == 1 else f"torchrun --standalone --nproc_per_node={ranks}"
+    torchrun = f"torchrun --standalone --nproc_per_node={ranks} -m llm.trainers.gpt"
+    start = "llm-trainers train" if ranks == 1 else torchrun
     return Card(
         name=name,
         rows={**rows, "software": software},
@@ -208,7 +209,7 @@ def make_card(
         or describe_data(config),
         results=results,
         task_results=task_results,
-        command=f"{start} -m llm.trainers.gpt --config config.toml",
+        command=f"{start} --config config.toml",
         options=_options_to_repeat(config, name),
         software=f"{software}, on {counted(ranks, 'rank')}",
     )

@@ -397,7 +397,7 @@ def _out_of_memory(config: CoreConfig, world: World) -> str:
     if total is not None:
         flags.append(f"--memory_gib {total / GIB:.1f}")
     return (
-        f"{sentence} `python -m llm.plan` with the options of this run and {' '.join(flags)} shows "
+        f"{sentence} `llm-trainers plan` with the options of this run and {' '.join(flags)} shows "
         "how the memory is used, and with --search the layouts that fit."
     )
 
