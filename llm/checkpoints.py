@@ -501,3 +501,7 @@ def _write_export(
     """Export a model and its card."""
     weights = {name: tensor.detach() for name, tensor in state.items()}
     export_trained(config, model, tokenizer, weights, folder=target, card=card)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

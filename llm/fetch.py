@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -299,3 +300,7 @@ def _fetch_metric(name: str, folder: Path) -> str:
         code = [file for file in files if file.endswith(".py")]
         _download_files(repository, target, files=code, kind="space", revision=revision)
     return str(target)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

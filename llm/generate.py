@@ -333,3 +333,7 @@ def make_printer(tokenizer: "PreTrainedTokenizerBase") -> Any:
 def _print_note(text: str) -> None:
     sys.stderr.write(text_for(sys.stderr, f"{text}\n"))
     sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,12 +16,14 @@ def command(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/usr/bin/llm-trainers"])
 
 
-def test_only_what_a_launcher_or_a_run_starts_is_a_program_by_its_module():
+def test_every_module_that_is_a_program_has_a_name_in_the_command():
     started = {name_of(path) for path in MODULES if '__name__ == "__main__"' in path.read_text()}
+    targets = {program.target for program in PROGRAMS.values()}
+    modules = {target.removeprefix("llm.").partition(":")[0] for target in targets}
 
-    by_launchers = {"__main__", "trainers.gpt.__main__"}
     by_runs = {"data.preparation.run_text", "tokenizers.sentencepiece"}
-    assert started == by_launchers | by_runs
+    named = started - {"__main__"} - by_runs
+    assert modules == {name.replace("gpt.__main__", "gpt.main") for name in named} | {"quickstart"}
 
 
 # What each command shows first, and which of the heavy libraries are loaded by then.

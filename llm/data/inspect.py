@@ -351,3 +351,7 @@ def _quote_text(tokenizer: "PreTrainedTokenizerBase | None", ids: list[int]) -> 
     if ids and not 0 <= min(ids) <= max(ids) < len(tokenizer):
         return f"(ids beyond the tokenizer's {len(tokenizer):,})"
     return repr(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -204,3 +205,7 @@ def main(argv: Sequence[str]) -> int:
     set_up_logging(rank=share.rank, level_of_other_ranks=logging.INFO)
     prepare(config, share)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

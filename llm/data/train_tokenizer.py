@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -287,3 +288,7 @@ def _describe_result(folder: Path, texts: TrainingTexts) -> str:
         f"{texts.num_documents:,} {documents}, {texts.num_bytes / 1e6:,.1f} MB of text | "
         f"{tokenizer.size:,} tokens, {num_bytes / num_tokens:.2f} bytes each on a sample"
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -239,3 +239,7 @@ def _option_rows(trainer: Sequence[str], *, without: Collection[str]) -> list[st
 
 def _option_of(word: str) -> str:
     return word.partition("=")[0].lstrip("-").replace("-", "_")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

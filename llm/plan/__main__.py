@@ -72,3 +72,7 @@ def _plan_lines(options: PlanOptions) -> tuple[list[str], bool]:
     if ranked is not None:
         lines = [*render.table(job, ranked), "", "the first of them:", *lines]
     return lines, plan.fits
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -108,3 +108,7 @@ def write_report(options: ReportOptions, runs: list[Run]) -> list[Path]:
     # The name of a folder may contain any bytes.
     write_whole(output, make_page(runs, x=x).encode(errors="replace"))
     return [output, *images]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
