@@ -414,7 +414,7 @@ def _is_unfinished(folder: Path) -> bool:
 def _fill_folder(target: Path, option: str) -> Iterator[None]:
     """Mark a folder until the context has written an export to it, so that it can be repeated.
 
-    What an unfinished export has left is removed first, and again if this one fails.
+    Leftovers of an unfinished export are removed first, and again if this one fails.
 
     Raises:
         ConfigError: The folder has other files, or another process is writing to it.

@@ -38,7 +38,7 @@ MODEL_TENSORS = "strategy/model/"
 """Prefix of the paths of the model's tensors."""
 
 OPTIMIZER_TENSORS = "strategy/optimizer/"
-"""Prefix of the paths of the optimizer's tensors, which go on with the name of a parameter."""
+"""Prefix of the paths of the optimizer's tensors, followed by the name of a parameter."""
 
 REPLACED = ".replaced"
 """Suffix of a checkpoint while a new one of the same step takes its name."""

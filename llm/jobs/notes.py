@@ -1,4 +1,4 @@
-"""What the program says about a job script that it has written."""
+"""Notes about a job script that the program has written."""
 
 from collections.abc import Sequence
 from glob import escape, glob

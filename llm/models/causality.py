@@ -1,7 +1,7 @@
 """Checks that tokens do not see later tokens.
 
 transformers lists encoders such as BERT among the causal language models, but they are causal only
-if they are configured as decoders. Others, such as XLNet, have masks of their own.
+if they are configured as decoders. Others, such as XLNet, make their masks themselves.
 """
 
 import copy

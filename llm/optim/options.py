@@ -14,12 +14,12 @@ _WARMUPS = ("num_warmup_steps", "num_warmup_samples", "num_warmup_tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerKind:
-    """What has been tried with an optimizer; other combinations are refused.
+    """The combinations that were tried with an optimizer; others are refused.
 
     Attributes:
         has_betas: It takes `betas` and `eps`.
         sharded: It trains weights that ranks divide.
-        averaged: Models with weights of their own can average its state.
+        averaged: Several models can average its state.
         averaged_shards: The same where ranks divide each model.
         state: What it keeps, for messages.
     """
@@ -155,7 +155,7 @@ class OptimizerOptions:
 
     @property
     def optimizer_kind(self) -> OptimizerKind:
-        """What has been tried with `optimizer`; nothing if no table names it."""
+        """The combinations that were tried with `optimizer`; none if no table names it."""
         return optimizer_kinds(type(self)).get(self.optimizer or "adamw", OptimizerKind())
 
     @property

@@ -1,4 +1,4 @@
-"""What a run asks of its optimizer, in addition to updates."""
+"""The requests of a run to its optimizer, in addition to updates."""
 
 import contextlib
 from collections.abc import Callable, Mapping

@@ -179,7 +179,7 @@ def load_tokenizer(
 
 
 def _convert_sentencepiece(path: str) -> "PreTrainedTokenizerBase":
-    """Convert a SentencePiece model by a program, whose libraries most runs do not need."""
+    """Convert a SentencePiece model in a subprocess; most runs do not need its libraries."""
     import tokenizers
     import transformers
 

@@ -302,8 +302,11 @@ def test_a_text_on_which_the_tokenizer_panics_is_refused(texts, capfd):
     tokenizer.backend.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
     refused = r"The tokenizer tiny cannot encode the text that begins with 'xxx.*: Onig.*retry"
 
-    with pytest.raises(DataError, match=refused):
+    with pytest.raises(DataError, match=refused) as raised:
         make(tokenizer, fast=False).encode(texts)
+    # With Dask, errors are pickled together with these, and a panic cannot be pickled.
+    errors = [raised.value, raised.value.__cause__, raised.value.__context__]
+    assert {type(error) for error in errors} == {DataError, type(None)}
     sys.stderr.write("a later line")
     assert capfd.readouterr().err == "a later line"
 

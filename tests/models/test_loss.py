@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from llm.errors import ConfigError
-from llm.models.cross_entropy import _softmax, chunked_cross_entropy
+from llm.models.cross_entropy import _softmax_losses, chunked_cross_entropy
 from llm.models.loss import (
     LanguageModelLoss,
     accelerator_chunk_bytes,
@@ -369,7 +369,7 @@ def test_chunks_are_twice_as_long_where_the_gradient_replaces_the_logits():
 
     def recorded(logits: torch.Tensor, *arguments: Any) -> Any:
         rows.append(len(logits))
-        return _softmax(None, logits, *arguments)
+        return _softmax_losses(None, logits, *arguments)
 
     chunk_bytes = 128 * 384 * 4  # 128 tokens in fp32
     for softmax in (None, recorded):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llm.models.cross_entropy import _softmax
+from llm.models.cross_entropy import _softmax_losses
 
 VOCABULARY = 4200
 """Of 4,224 columns, which are more than two blocks; the last ones are padding."""
@@ -30,7 +30,7 @@ def compare(dtype: torch.dtype, z_loss: float, with_gradient: bool) -> None:
 
     options = VOCABULARY, with_gradient, z_loss
     found = softmax_in_place(*chunk(dtype), *options)
-    expected = _softmax(None, *chunk(dtype), *options)
+    expected = _softmax_losses(None, *chunk(dtype), *options)
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:

@@ -76,7 +76,7 @@ NO_VALIDATION = TRAINED | {"validation_split_percentage": 0}
         ),
         (
             {"eval_tokens": "1K", "save_top_k": 1, "checkpointing_steps": 2, **NO_VALIDATION},
-            "no validation data for --eval_tokens and --save_top_k; give --validation_file",
+            "no validation data for --save_top_k and --eval_tokens; give --validation_file",
         ),
         ({"eval_only": True, **NO_VALIDATION}, "no validation data for --eval_only; give"),
         (

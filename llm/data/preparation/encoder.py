@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from functools import partial, wraps
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import orjson
@@ -47,6 +47,8 @@ _PROBES = (
 
 _thread_owner = 0  # id of the first process that used threads of the libraries
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Ids = NDArray[Any]
 Counts = NDArray[np.int64]
 
@@ -88,16 +90,24 @@ class Encoding:
         return np.array([] if self.begin_token is None else [self.begin_token], self.dtype)
 
 
-@contextmanager
-def _translate_errors(error_of: Callable[[str], Exception]) -> Iterator[None]:
-    """Turn an error of a library into another one; panics of Rust are not an `Exception`."""
-    try:
-        with _hide_panics():
-            yield
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:
-        raise error_of(one_line(error)[:120]) from error
+def _translate_errors(
+    function: Callable[P, T], error_of: Callable[[str], Exception]
+) -> Callable[P, T]:
+    """Turn errors of a library into others; panics of Rust are not an `Exception`."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            with _hide_panics():
+                return function(*args, **kwargs)
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:
+            reason = one_line(error)[:120]
+        # With Dask, an error is pickled together with its cause, and a panic cannot be pickled.
+        raise error_of(reason)
+
+    return call
 
 
 @contextmanager
@@ -166,12 +176,11 @@ class ReferenceEncoder:
             DataError: The tokenizer fails on a text.
         """
         try:
-            with _translate_errors(DataError):
-                lists = self._encode_batch(texts)
+            lists = _translate_errors(self._encode_batch, DataError)(texts)
         except DataError:
             for text in texts:  # which one is it?
-                with _translate_errors(partial(self._explain_refusal, text)):
-                    self._encode_batch([text])
+                explain = partial(self._explain_refusal, text)
+                _translate_errors(self._encode_batch, explain)([text])
             raise
         counts = np.fromiter(map(len, lists), np.int64, len(lists))
         flat = itertools.chain.from_iterable(lists)
@@ -224,10 +233,11 @@ class FastEncoder:
         self._reference = reference
         self._dtype, self._begin, self._end = encoding.dtype, encoding.begin, encoding.end
         self._threads = threads
-        with _translate_errors(
-            lambda reason: OtherIds(f"gigatoken cannot read this tokenizer ({reason})")
-        ):
-            self._fast: Any = gigatoken.Tokenizer.from_json(orjson.dumps(description)).backend
+        from_json = _translate_errors(
+            gigatoken.Tokenizer.from_json,
+            lambda reason: OtherIds(f"gigatoken cannot read this tokenizer ({reason})"),
+        )
+        self._fast: Any = from_json(orjson.dumps(description)).backend
         names = [token["content"] for token in added]
         for text in (*_PROBES, " ".join(names), *(f"a{name} b{name}" for name in names[:16])):
             self._compare_ids(text, self._encode_texts([text], ends=True)[0], ends=True)
@@ -253,7 +263,7 @@ class FastEncoder:
             self._compare_ids(text, sample, ends=ends)
         return ids, counts
 
-    @_translate_errors(lambda reason: OtherIds(f"gigatoken failed ({reason})"))
+    @partial(_translate_errors, error_of=lambda reason: OtherIds(f"gigatoken failed ({reason})"))
     def _encode_texts(self, texts: Sequence[str], *, ends: bool) -> tuple[Ids, Counts]:
         begin, end = (token if ends else token[:0] for token in (self._begin, self._end))
         few = len(texts) <= _FEW_TEXTS or sum(map(len, texts)) >= _LONG_TEXT * len(texts)

@@ -79,7 +79,7 @@ class KFAC(MatrixRunOptimizer):
     def before_clip(self, *, learning_rate: float) -> None:
         """Change the gradients of the covered layers, unless the optimizer does so.
 
-        The norm by which gradients are clipped is that of the changed ones.
+        Gradients are clipped by the norm of the changed ones.
         """
         if self.preconditioner is not None:
             self.preconditioner.precondition(learning_rate=learning_rate)

@@ -1,4 +1,4 @@
-"""K-FAC among the optimizers of a run, and with what it goes together."""
+"""The extension of K-FAC: its options, and the combinations that work."""
 
 from typing import TYPE_CHECKING
 

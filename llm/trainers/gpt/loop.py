@@ -255,7 +255,7 @@ class Trainer:
             self.is_stoppable = False
 
     def between_batches(self) -> None:
-        """Take note that an evaluation goes on, or end it; all ranks call it equally often.
+        """Take note that an evaluation continues, or end it; all ranks call it equally often.
 
         Raises:
             StopRequest: The run is asked to stop, and can resume before the evaluation.

@@ -1,4 +1,4 @@
-"""What a run reports: the lines of its log with their commands, and its trackers."""
+"""Reports of a run: the lines of its log with their commands, and its trackers."""
 
 import contextlib
 import dataclasses

@@ -142,7 +142,7 @@ def with_copies(config: CoreConfig, checkpoint: Checkpoint) -> CoreConfig:
 
 
 def tokenizer_of(config: CoreConfig) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer that the options name; its template becomes that of the training texts.
+    """Load the tokenizer that the options name; it gets the template of the training texts.
 
     Raises:
         ConfigError: It cannot be loaded.
