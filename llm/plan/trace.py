@@ -47,7 +47,7 @@ class MemoryMeter(TorchDispatchMode):
     """A mode that counts the storages of tensors returned by operations, until they are freed.
 
     Args:
-        known: Existing tensors, such as weights and inputs; they do not count.
+        existing: Existing tensors, such as weights and inputs; they do not count.
     """
 
     def __init__(self, existing: Iterable[Tensor]) -> None:

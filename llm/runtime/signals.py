@@ -53,7 +53,7 @@ class Interruption:
     forwards the signal: signals within seconds of the first count as the same request.
 
     Args:
-        after: Seconds until it stops without a signal; None: no limit.
+        time_limit: Seconds until it stops without a signal; None: no limit.
     """
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

@@ -58,7 +58,7 @@ class EKFAC(MatrixOptimizer):
         weight_decay: Default decoupled weight decay of groups.
         nesterov: In covered layers, use a first moment one gradient ahead of the stored one, like
             NAdam (Dozat 2016).
-        others: Creates SOAP for the parameters outside of covered layers, which are only in its
+        make_soap: Creates SOAP for the parameters outside of covered layers, which are only in its
             groups; by default AdamW trains them. Called when the covered layers have owners, so
             that ranks with fewer of them get more of SOAP's matrices.
         matrix_owners: As for `CoveredUnits`.
