@@ -272,9 +272,10 @@ def _limit_new_tokens(
 ) -> int:
     """Return the number of tokens to generate, limited by the model's positions."""
     from llm.models.configuration import max_positions
+    from llm.tokenizers.prompts import encode_prompt
 
     limit = max_positions(model.config)
-    used = max(1, len(tokenizer(prompt)["input_ids"])) if prompt else 1
+    used = max(1, len(encode_prompt(tokenizer, prompt))) if prompt else 1
     if limit is None or used + wanted <= limit:
         return wanted
     room = max(1, limit - used)

@@ -10,6 +10,7 @@ from llm.errors import DivergedError
 from llm.models.attention import evaluating
 from llm.models.configuration import max_positions
 from llm.models.init import keyed_generator
+from llm.tokenizers.prompts import encode_prompt
 
 
 def sample_text(
@@ -35,9 +36,10 @@ def sample_text(
         The prompt and its continuation.
 
     Raises:
+        DataError: The tokenizer fails on the prompt.
         DivergedError: The model's logits are not finite.
     """
-    start = tokenizer(prompt)["input_ids"]
+    start = encode_prompt(tokenizer, prompt)
     end = tokenizer.eos_token_id
     if not start:
         start = [end if end is not None else 0]

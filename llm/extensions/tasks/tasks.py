@@ -32,6 +32,7 @@ from llm.errors import ConfigError, one_line
 from llm.extensions.tasks.answers import Prompt, Scored, generate, score
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.dims import ParallelDims
+from llm.tokenizers.prompts import encode_prompt
 
 Score = Callable[[Sequence[Scored]], list[tuple[float, bool]]]
 Generate = Callable[[Sequence[Prompt]], list[str]]
@@ -209,8 +210,7 @@ class _Answers(TemplateLM):  # type: ignore[misc]
     ) -> list[int]:
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
-        tokens: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
-        return tokens
+        return encode_prompt(self.tokenizer, string, add_special_tokens=add_special_tokens)
 
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = True
