@@ -67,7 +67,9 @@ class TokenCache:
         prepared = waits = False
         while True:
             with contextlib.ExitStack() as lock:
-                elect = partial(self._elect_rank, folder, lock, anew=self.overwrite and not waits)
+                elect = partial(
+                    self._elect_rank, folder, lock, rebuild=self.overwrite and not waits
+                )
                 state = "done" if prepared else ""
                 # Rank 0 comes first because it writes the run's log.
                 for is_next in (is_main, not is_main):
@@ -99,17 +101,17 @@ class TokenCache:
             log.info(f"using the cached tokens in {folder}")
         return folder / "tokens"
 
-    def _elect_rank(self, folder: Path, lock: contextlib.ExitStack, *, anew: bool) -> str:
+    def _elect_rank(self, folder: Path, lock: contextlib.ExitStack, *, rebuild: bool) -> str:
         """Return this rank's part in preparing a text; it holds the lock if it prepares."""
         with self._explain_errors():
-            if not anew and self._is_done(folder):
+            if not rebuild and self._is_done(folder):
                 return "done"
             self.folder.mkdir(parents=True, exist_ok=True)
             locked = lock.enter_context(_lock_file(add_suffix(folder, ".lock")))
             if locked is None:
                 return "waits"
             # Check again: another process may have prepared it before this one got the lock.
-            if not anew:
+            if not rebuild:
                 if self._is_done(folder):
                     return "done"
                 # Logged here, so only once: the other ranks only wait.

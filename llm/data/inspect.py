@@ -143,12 +143,14 @@ def _describe_step(options: InspectOptions, number: int) -> list[str]:
         data_ranks=options.data_ranks,
         trust_remote_code=options.trust_remote_code,
     )
-    whose = "" if options.rank is None else f"; these are the samples of number {options.rank}"
+    sample_note = (
+        "" if options.rank is None else f"; these are the samples of number {options.rank}"
+    )
     lines = [
         _format_row("run", str(run)),
         _format_row("step", f"{number:,} of {step.total_steps:,}"),
         _format_row("samples", f"{step.samples.size:,}"),
-        _format_row("data ranks", f"{step.data_ranks:,}{whose}"),
+        _format_row("data ranks", f"{step.data_ranks:,}{sample_note}"),
     ]
     flat = set()
     rows = zip(step.samples.tolist(), step.sources.tolist(), step.starts.tolist(), strict=True)

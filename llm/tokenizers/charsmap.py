@@ -98,7 +98,7 @@ def _child_offset(unit: int) -> int:
 
 
 def _find_combining(rules: Mapping[str, str], joined: Iterable[str]) -> set[str]:
-    """Return characters whose replacement could be composed with the character in front."""
+    """Return characters with a replacement that could compose with the one in front."""
     seconds = set(joined)
     return {
         source

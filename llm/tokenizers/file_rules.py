@@ -27,8 +27,8 @@ def follow_file(tokenizer: "PreTrainedTokenizerBase", name: str) -> "PreTrainedT
         name: The folder or Hub name that it was loaded from; its files are in the Hub's cache.
 
     Returns:
-        The same tokenizer if it has the rules of the file; if there is no file; and if the
-        tokenizer is written in Python, or its code comes with it. Otherwise a
+        The same tokenizer if it has the rules of the file, if the file does not exist, or if the
+        tokenizer is written in Python or comes with its code. Otherwise a
         `PreTrainedTokenizerFast` with the special tokens of the first.
     """
     from transformers import PreTrainedTokenizerFast

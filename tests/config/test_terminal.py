@@ -42,10 +42,10 @@ from llm.errors import ConfigError
 @program
 def main(argv):
     print("half a pair \\ud800")
-    raise ConfigError("caf\\ud800 is no file.")
+    raise ConfigError("caf\\ud800 is a folder.")
 main()
 """
-    assert output_of(script, encoding) == "0 half a pair \\ud800\nerror: caf\\ud800 is no file.\n"
+    assert output_of(script, encoding) == "0 half a pair \\ud800\nerror: caf\\ud800 is a folder.\n"
 
 
 def test_a_full_disk_behind_standard_output_is_an_error_in_one_sentence():
