@@ -30,8 +30,8 @@ from llm.config.options import option
 _SCRIPT = """
 import json, os, resource, sys, time
 import llm.data.workers
-from llm.data.preparation import prepare_files
-from llm.data.prepare import main
+from llm.prepare import prepare_files
+from llm.prepare.prepare import main
 times = {}
 workers_seconds = lambda: 0.0
 def timed(name):

@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from llm.checkpoints import CheckpointsOptions
 from llm.config.options import fields, format_default
-from llm.data.inspect import InspectOptions
-from llm.data.preparation.options import PrepareConfig
-from llm.data.train_tokenizer import TrainTokenizerOptions
-from llm.fetch import FetchOptions
-from llm.generate import GenerateOptions
-from llm.jobs.options import JobOptions
-from llm.preflight import PreflightOptions
-from llm.report.__main__ import ReportOptions
+from llm.prepare.options import PrepareConfig
+from llm.prepare.train_tokenizer import TrainTokenizerOptions
+from llm.tools.checkpoints import CheckpointsOptions
+from llm.tools.fetch import FetchOptions
+from llm.tools.generate import GenerateOptions
+from llm.tools.inspect import InspectOptions
+from llm.tools.jobs.options import JobOptions
+from llm.tools.preflight import PreflightOptions
+from llm.tools.report.report import ReportOptions
 from llm.trainers.gpt.extensions import GPTConfig
 
 DOCS = Path(__file__).parent
@@ -119,8 +119,8 @@ def api_page(title: str, folders: list[Path]) -> str:
 
 
 def api_pages() -> dict[Path, str]:
-    """Return the pages of the API reference: the programs, and a page for each package."""
-    pages = {"programs.md": api_page("llm", [PACKAGE])}
+    """Return the pages of the API reference: the errors, and a page for each package."""
+    pages = {"errors.md": api_page("llm", [PACKAGE])}
     for init in sorted(PACKAGE.glob("*/__init__.py")):
         folder = init.parent
         pages[f"{folder.name}.md"] = api_page(f"llm.{folder.name}", list(packages(folder)))

@@ -10,18 +10,18 @@ from llm.config.program import COMMAND, Program, program
 from llm.errors import ConfigError
 
 PROGRAMS = {
-    "quickstart": Program("llm.quickstart:main", "train a small GPT on the text that ships"),
+    "quickstart": Program("llm.tools.quickstart:main", "train a small GPT on the text that ships"),
     "train": Program("llm.trainers.gpt.main:main", "pretrain a model"),
-    "tokenizer": Program("llm.data.train_tokenizer:main", "train a tokenizer on text"),
-    "prepare": Program("llm.data.prepare:main", "turn text into token files"),
-    "inspect": Program("llm.data.inspect:main", "show and verify token files, or a step's text"),
-    "fetch": Program("llm.fetch:main", "download a run's inputs from the Hub into a folder"),
-    "plan": Program("llm.plan.__main__:main", "predict memory, traffic and time of a run"),
-    "jobs": Program("llm.jobs.__main__:main", "write job scripts for Slurm and PBS"),
-    "preflight": Program("llm.preflight:run", "check every rank before a job begins"),
-    "checkpoints": Program("llm.checkpoints:main", "list, verify, export, average checkpoints"),
-    "generate": Program("llm.generate:main", "generate text with a trained model"),
-    "report": Program("llm.report.__main__:main", "show runs as an HTML page of curves"),
+    "tokenizer": Program("llm.prepare.train_tokenizer:main", "train a tokenizer on text"),
+    "prepare": Program("llm.prepare.prepare:main", "turn text into token files"),
+    "inspect": Program("llm.tools.inspect:main", "show and verify token files, or a step's text"),
+    "fetch": Program("llm.tools.fetch:main", "download a run's inputs from the Hub into a folder"),
+    "plan": Program("llm.tools.plan.plan:main", "predict memory, traffic and time of a run"),
+    "jobs": Program("llm.tools.jobs.jobs:main", "write job scripts for Slurm and PBS"),
+    "preflight": Program("llm.tools.preflight:run", "check every rank before a job begins"),
+    "checkpoints": Program("llm.tools.checkpoints:main", "list, verify, export, average them"),
+    "generate": Program("llm.tools.generate:main", "generate text with a trained model"),
+    "report": Program("llm.tools.report.report:main", "show runs as an HTML page of curves"),
 }
 
 

@@ -11,7 +11,6 @@ import pytest
 from tests.support.package import (
     LAYERS,
     MODULES,
-    PROGRAMS,
     ROOT,
     USES,
     imports_of,
@@ -21,17 +20,15 @@ from tests.support.package import (
 
 
 def package_of(name: str) -> str:
-    return name if name in PROGRAMS else name.partition(".")[0]
+    return name.partition(".")[0]
 
 
 def layer_of(name: str) -> int:
-    if name in PROGRAMS:
-        return len(LAYERS) - 1
     return next(number for number, packages in enumerate(LAYERS) if package_of(name) in packages)
 
 
 def test_every_folder_and_program_has_a_layer():
-    packages = {package_of(name_of(path)) for path in MODULES if name_of(path)} - PROGRAMS
+    packages = {package_of(name_of(path)) for path in MODULES if name_of(path)}
     assert packages == set().union(*LAYERS)
 
 
@@ -45,6 +42,22 @@ def test_a_module_imports_only_lower_layers_and_its_own_package(path):
         assert lower or package_of(imported) == package_of(name), (
             f"llm.{name} imports llm.{imported}"
         )
+
+
+def test_a_run_imports_neither_prepare_nor_tools():
+    """What a run loads stands on one side of a wall, and the programs on the other side."""
+    behind = ("prepare", "tools")
+    names = {
+        "__main__",  # names the programs
+        "data.text_to_tokens",  # starts the preparation of a text in another process
+    }
+    for path in MODULES:
+        name = name_of(path)
+        if package_of(name) in behind:
+            continue
+        assert not [each for each in imports_of(path) if package_of(each) in behind], name
+        named = re.search(r"llm\.(prepare|tools)\b", path.read_text(encoding="utf-8"))
+        assert named is None or name in names, f"llm.{name} names {named[0]}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

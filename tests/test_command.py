@@ -9,6 +9,8 @@ import pytest
 from llm.__main__ import PROGRAMS, main
 from tests.support.package import MODULES, name_of
 
+STARTED_BY_RUNS = {"prepare.run_text", "tokenizers.sentencepiece"}
+
 
 @pytest.fixture(autouse=True)
 def command(monkeypatch):
@@ -17,13 +19,15 @@ def command(monkeypatch):
 
 
 def test_every_module_that_is_a_program_has_a_name_in_the_command():
-    started = {name_of(path) for path in MODULES if '__name__ == "__main__"' in path.read_text()}
+    decorated = {name_of(path) for path in MODULES if "\n@program\n" in path.read_text()}
     targets = {program.target for program in PROGRAMS.values()}
     modules = {target.removeprefix("llm.").partition(":")[0] for target in targets}
+    assert modules == decorated - {"__main__"} - STARTED_BY_RUNS | {"trainers.gpt.main"}
 
-    by_runs = {"data.preparation.run_text", "tokenizers.sentencepiece"}
-    named = started - {"__main__"} - by_runs
-    assert modules == {name.replace("gpt.__main__", "gpt.main") for name in named} | {"quickstart"}
+
+def test_python_starts_the_command_and_the_trainer_and_no_other_module():
+    started = {name_of(path) for path in MODULES if '__name__ == "__main__"' in path.read_text()}
+    assert started == {"__main__", "trainers.gpt.__main__"} | STARTED_BY_RUNS
 
 
 # What each command shows first, and which of the heavy libraries are loaded by then.

@@ -14,21 +14,21 @@ from xml.etree import ElementTree
 import pytest
 
 from llm.__main__ import PROGRAMS, main
-from llm.checkpoints import CheckpointsOptions
 from llm.config.command_line import parse
-from llm.data.inspect import InspectOptions
-from llm.data.preparation.options import PrepareConfig
-from llm.data.preparation.options import check as check_prepare
-from llm.data.train_tokenizer import TrainTokenizerOptions, check_options
-from llm.fetch import FetchOptions
-from llm.generate import GenerateOptions
-from llm.jobs.__main__ import main as write_job
-from llm.jobs.options import JobOptions
-from llm.plan.options import PlanOptions
-from llm.preflight import PreflightOptions
-from llm.report.__main__ import ReportOptions
+from llm.prepare.options import PrepareConfig
+from llm.prepare.options import check as check_prepare
+from llm.prepare.train_tokenizer import TrainTokenizerOptions, check_options
 from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.signals import EXIT_PREEMPTED
+from llm.tools.checkpoints import CheckpointsOptions
+from llm.tools.fetch import FetchOptions
+from llm.tools.generate import GenerateOptions
+from llm.tools.inspect import InspectOptions
+from llm.tools.jobs.jobs import main as write_job
+from llm.tools.jobs.options import JobOptions
+from llm.tools.plan.options import PlanOptions
+from llm.tools.preflight import PreflightOptions
+from llm.tools.report.report import ReportOptions
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from tests.support.package import LAYERS, MODULES, ROOT

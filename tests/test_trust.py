@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from llm.__main__ import PROGRAMS
-from llm.checkpoints import main as checkpoints
 from llm.config.options import restricted_options
-from llm.data.inspect import main as inspect
-from llm.data.prepare import main as prepare
 from llm.errors import LLMError
-from llm.generate import main as generate
 from llm.models.configuration import load_config
 from llm.models.options import ModelOptions
-from llm.plan.__main__ import main as plan
-from llm.report.__main__ import main as report
+from llm.prepare.prepare import main as prepare
+from llm.tools.checkpoints import main as checkpoints
+from llm.tools.generate import main as generate
+from llm.tools.inspect import main as inspect
+from llm.tools.plan.plan import main as plan
+from llm.tools.report.report import main as report
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.trained_model import read_config
 from tests.support.hub_server import Hub

@@ -195,7 +195,7 @@ REMARKS = {
     "do_train": "is not needed: the trainer trains, unless --eval_only is given",
     "exit_signal_handler": "is not needed: signals save a checkpoint, as --exit_after does",
     "load_best_model_at_end": "is not an option: --save_top_k keeps the best checkpoints, and "
-    "llm.checkpoints exports them",
+    "llm-trainers checkpoints exports them",
     "local_rank": "is not needed: the launcher tells each process its rank",
     "logging_dir": _TENSORBOARD,
     "lr_decay_iters": "is not an option: the decay ends with the run, or --num_constant_steps "

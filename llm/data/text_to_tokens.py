@@ -1,4 +1,4 @@
-"""Turns text into token files in a subprocess, `llm.data.preparation.run_text`.
+"""Turns text into token files in a subprocess, `llm.prepare.run_text`.
 
 A run has started threads, which do not survive the forks of the workers. And once the token files
 exist, it needs neither the readers of text nor the encoders.
@@ -35,7 +35,7 @@ from llm.runtime.files import temporary_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PROGRAM = "llm.data.preparation.run_text"
+PROGRAM = "llm.prepare.run_text"
 _ERROR = "error: "
 _END_SECONDS = 10.0  # for the process to end without being killed
 

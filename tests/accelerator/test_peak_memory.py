@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from llm.parallel.base import AcceleratedStrategy
-from llm.plan.estimate import estimate
-from llm.plan.job import Job
-from llm.plan.memory import CONTEXT
-from llm.plan.options import PlanOptions
+from llm.tools.plan.estimate import estimate
+from llm.tools.plan.job import Job
+from llm.tools.plan.memory import CONTEXT
+from llm.tools.plan.options import PlanOptions
 from tests.support.made_up_run import MICRO_BATCHES, Case, run
 from tests.support.ranks import run_ranks, values
 from tests.support.strict_mode import Notes

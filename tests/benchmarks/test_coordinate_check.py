@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.coordinate_check import activation_sizes, main
-from llm.plan.__main__ import main as plan
+from llm.tools.plan.plan import main as plan
 from llm.trainers.gpt.extensions import GPTConfig
 
 SMALL = [

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llm.jobs.__main__ import main as write_job
+from llm.tools.jobs.jobs import main as write_job
 from tests.support.training import Bench, Run
 
 ROOT = Path(__file__).parents[2]
@@ -30,8 +30,8 @@ TOY = {"max_train_steps": 300, "checkpointing_steps": 100, "logging_steps": 1}
 DYING_PREPARATION = """
 import os, signal, sys, time
 from pathlib import Path
-from llm.data.preparation import prepare_files, tokenize_shards
-from llm.data.prepare import main
+from llm.prepare import prepare_files, tokenize_shards
+from llm.prepare.prepare import main
 prepare_files.SHARD_BYTES = 200
 write_shard = tokenize_shards.write_shard
 written = []

@@ -9,14 +9,14 @@ from llm.config import other_trainers
 from llm.config.command_line import parse
 from llm.config.options import fields
 from llm.config.toml import read_toml
-from llm.data.preparation.options import PrepareConfig
-from llm.data.train_tokenizer import TrainTokenizerOptions
 from llm.errors import ConfigError
-from llm.fetch import FetchOptions
-from llm.generate import GenerateOptions
-from llm.jobs.options import JobOptions
-from llm.plan.options import PlanOptions
-from llm.report.__main__ import ReportOptions
+from llm.prepare.options import PrepareConfig
+from llm.prepare.train_tokenizer import TrainTokenizerOptions
+from llm.tools.fetch import FetchOptions
+from llm.tools.generate import GenerateOptions
+from llm.tools.jobs.options import JobOptions
+from llm.tools.plan.options import PlanOptions
+from llm.tools.report.report import ReportOptions
 from llm.trainers.gpt.extensions import GPTConfig
 
 TRAINER = {name for field in fields(GPTConfig) for name in (*field.names, *field.opposites)}

@@ -14,13 +14,13 @@ import pytest
 
 from llm.data.cache import TokenCache
 from llm.data.formats.megatron import TokenFile, read_row_bytes
-from llm.data.preparation.encoder import Encoding
-from llm.data.preparation.output_files import Output
-from llm.data.preparation.prepare_files import prepare_files
-from llm.data.preparation.verification import verify
-from llm.data.text.sources import file_source
 from llm.data.text_identity import recipe, recipe_digest
 from llm.errors import DataError
+from llm.prepare.encoder import Encoding
+from llm.prepare.output_files import Output
+from llm.prepare.prepare_files import prepare_files
+from llm.prepare.text.sources import file_source
+from llm.prepare.verification import verify
 from tests.support.corpora import ListSource, byte_tokenizer, error_on_a_full_disk, write
 from tests.support.preparation import FailingSource, tokens
 from tests.support.processes import wait_until

@@ -8,7 +8,7 @@ import pytest
 from llm.data.corpus import CorpusSource, TokenStream
 from llm.data.data_digest import digest_of, has_changed
 from llm.data.formats.flat import FlatTokenFile
-from llm.data.preparation.verification import checksums
+from llm.prepare.verification import checksums
 from tests.support.token_files import describe, write_flat
 
 NUM_TOKENS = 400_000  # three times as many as the two ends that are read whole

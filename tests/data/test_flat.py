@@ -6,8 +6,8 @@ import pytest
 
 from llm.data.formats.flat import FlatTokenFile, open_token_file
 from llm.data.formats.megatron import TokenFile
-from llm.data.preparation.verification import verify
 from llm.errors import DataError
+from llm.prepare.verification import verify
 from tests.support.token_files import write_flat, write_pair
 
 

@@ -7,8 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llm.data.formats.megatron import TokenFile, token_dtype
-from llm.data.preparation.verification import verify
 from llm.errors import DataError
+from llm.prepare.verification import verify
 from tests.support.token_files import describe, write_sequences
 
 DOCUMENTS = [[[1, 2, 3], [4]], [[5, 6]]]

@@ -13,8 +13,8 @@ import pytest
 
 from llm.data.formats.flat import open_token_file
 from llm.data.formats.megatron import TokenFile
-from llm.data.preparation.verification import verify
 from llm.errors import DataError
+from llm.prepare.verification import verify
 from tests.support.token_files import write_sequences
 
 EXTREMES = [0, 1, 2, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**61, 2**63 - 1, 2**63, 2**64 - 1]

@@ -8,10 +8,10 @@ from llm.data.data_digest import digest_of, has_changed
 from llm.data.formats.flat import open_token_file
 from llm.data.formats.parts import PartedTokens, TokenFileParts, part_prefix
 from llm.data.formats.sidecar import open_described
-from llm.data.inspect import main as inspect
-from llm.data.preparation.verification import checksums, verify
 from llm.data.splits import split_documents
 from llm.errors import DataError
+from llm.prepare.verification import checksums, verify
+from llm.tools.inspect import main as inspect
 from llm.trainers.gpt.trained_step import passages
 from tests.support.token_files import describe, write_pair, write_parts
 

@@ -13,8 +13,8 @@ from llm.data.formats.sidecar import (
     read_sidecar,
     write_sidecar,
 )
-from llm.data.preparation.verification import checksums, verify
 from llm.errors import DataError
+from llm.prepare.verification import checksums, verify
 from tests.support.token_files import TokenFileWriter, write_flat, write_pair
 
 MIB = 2**20
@@ -157,7 +157,7 @@ def test_sound_files_have_no_faults(prefix, tmp_path):
 
 
 def test_every_changed_bit_is_detected_and_located(prefix, monkeypatch):
-    monkeypatch.setattr("llm.data.preparation.verification.CHUNK_BYTES", 16)
+    monkeypatch.setattr("llm.prepare.verification.CHUNK_BYTES", 16)
     write_sidecar(prefix, sidecar_of(prefix))
     for kind in ("bin", "idx"):
         path = prefix.with_suffix(f".{kind}")

@@ -15,10 +15,10 @@ from transformers import ByT5Tokenizer
 from llm.data import text_to_tokens
 from llm.data.formats.megatron import TokenFile
 from llm.data.formats.sidecar import read_sidecar
-from llm.data.preparation import run_text
 from llm.data.text_identity import stamp
 from llm.data.text_to_tokens import Text, TextEncoding, TextJob, TokenizerCopy, run_job
 from llm.errors import ConfigError, DataError
+from llm.prepare import run_text
 from llm.tokenizers.load_tokenizer import end_token, fingerprint, num_ids
 from tests.support.corpora import write
 from tests.support.processes import is_alive, wait_until
@@ -196,7 +196,7 @@ def test_an_error_about_a_saved_tokenizer_names_the_tokenizer(tmp_path):
 # The work on each part takes long, and leaves a line in a file.
 SLOW = """
 import os, sys, time
-from llm.data.preparation import prepare_files, run_text, tokenize_shards
+from llm.prepare import prepare_files, run_text, tokenize_shards
 prepare_files.SHARD_BYTES = 20
 write_shard = tokenize_shards.write_shard
 def slow(source, stem, *how, **options):

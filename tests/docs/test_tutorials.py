@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llm.jobs.__main__ import main as jobs
-from llm.plan.__main__ import main as plan
+from llm.tools.jobs.jobs import main as jobs
+from llm.tools.plan.plan import main as plan
 from tests.support.package import ROOT
 from tests.support.programs import run_program
 from tests.support.ranks import run_ranks, values

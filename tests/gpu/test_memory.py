@@ -1,6 +1,7 @@
 """The peak of the GPU's memory that a run reports, against the plan of the same run.
 
-On a CPU a run reports its resident memory; `tests/test_plan_measured.py` counts tensors there.
+On a CPU a run reports its resident memory; there `tests/tools/test_plan_measured.py` counts
+tensors.
 """
 
 from pathlib import Path
@@ -9,10 +10,10 @@ from typing import Any
 import pytest
 
 from llm.metrics.hardware import device_memory
-from llm.plan.estimate import estimate
-from llm.plan.job import GIB, Job
-from llm.plan.memory import CONTEXT
-from llm.plan.options import PlanOptions
+from llm.tools.plan.estimate import estimate
+from llm.tools.plan.job import GIB, Job
+from llm.tools.plan.memory import CONTEXT
+from llm.tools.plan.options import PlanOptions
 from tests.support.gpu import DEVICE, GPUBench, gpu, only_on_a_gpu
 
 pytestmark = [*gpu, only_on_a_gpu]

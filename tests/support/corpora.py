@@ -9,9 +9,9 @@ from pathlib import Path
 
 import zstandard
 
-from llm.data.text.blocks import BadRecordPolicy
-from llm.data.text.sources import Source
 from llm.errors import DataError
+from llm.prepare.text.blocks import BadRecordPolicy
+from llm.prepare.text.sources import Source
 from llm.tokenizers.fast import TextTokenizer
 
 PACK = {

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import llm.checkpoints
-import llm.data.prepare
-import llm.data.train_tokenizer
-import llm.fetch
-import llm.report.__main__
+import llm.prepare
+import llm.prepare.train_tokenizer
+import llm.tools.checkpoints
+import llm.tools.fetch
+import llm.tools.report.report
 import tests.support.preload
 from llm.__main__ import main as run_program
 from llm.checkpoint import save

@@ -17,17 +17,10 @@ LAYERS = [
     {"parallel"},
     {"trainers"},
     {"extensions"},
-    {
-        *("plan", "report", "jobs", "checkpoints", "fetch", "generate", "preflight"),
-        *("quickstart", "__main__"),
-    },
+    {"prepare"},
+    {"tools"},
+    {"__main__"},
 ]
-# Programs in the folder of their subject belong to the top layer like the others.
-PROGRAMS = {
-    "data.inspect",
-    "data.prepare",
-    "data.train_tokenizer",
-}
 
 # The extensions that an extension may import: whoever deletes one of these deletes that first.
 USES = {"kfac": ["matrix_optim"]}

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llm.data.formats.megatron import TokenFile
-from llm.data.preparation.encoder import Encoding
-from llm.data.preparation.output_files import Output
-from llm.data.preparation.prepare_files import prepare_files
-from llm.data.preparation.shares import Share
-from llm.data.text.blocks import BadRecordPolicy
 from llm.errors import DataError
+from llm.prepare.encoder import Encoding
+from llm.prepare.output_files import Output
+from llm.prepare.prepare_files import prepare_files
+from llm.prepare.shares import Share
+from llm.prepare.text.blocks import BadRecordPolicy
 from tests.support.corpora import ListSource, byte_tokenizer
 from tests.support.token_files import TokenFileWriter
 from tests.support.tokenizers import tiny_tokenizer

@@ -17,7 +17,7 @@ from llm.metrics.hardware import device_memory
 from llm.models.loss import LanguageModelLoss
 from llm.models.patches.tied_embedding import tie_gradients
 from llm.parallel.base import AcceleratedStrategy
-from llm.plan.__main__ import main as plan
+from llm.tools.plan.plan import main as plan
 from llm.trainers.gpt import find_batch_size
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args

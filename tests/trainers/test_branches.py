@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from llm.checkpoint.format import Checkpoint
-from llm.checkpoints import main as checkpoints
 from llm.errors import CheckpointError, LLMError
+from llm.tools.checkpoints import main as checkpoints
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.resume import branch_of
 from tests.support.faults import Fault

@@ -10,11 +10,11 @@ import pytest
 
 from llm.checkpoint.format import Checkpoint, write_manifest
 from llm.checkpoint.load import list_checkpoints
-from llm.checkpoints import main as checkpoints
-from llm.data.inspect import main as inspect
 from llm.errors import CheckpointError, LLMError
-from llm.generate import main as generate
 from llm.runtime.files import sync_file
+from llm.tools.checkpoints import main as checkpoints
+from llm.tools.generate import main as generate
+from llm.tools.inspect import main as inspect
 from llm.trainers.gpt.trained_step import read_step
 from tests.support.token_files import random_documents, write_pair
 from tests.support.training import FROM_PARENT, Bench
@@ -193,7 +193,7 @@ def test_a_recorded_option_of_another_type_is_damage(run, bench, kind, name, val
 
 
 def test_metrics_with_other_fields_do_not_hide_why_a_model_writes_nothing(run):
-    from llm.generate import _end_of_finite_losses
+    from llm.tools.generate import _end_of_finite_losses
 
     lines = [{"loss": 1.0}, {"step": "one", "loss": None}, {"step": 3, "loss": 1.0}]
     text = "".join(json.dumps(line) + "\n" for line in [*lines, {"step": 4, "loss": None}])

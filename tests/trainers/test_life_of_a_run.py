@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llm.data.inspect import main as inspect
+from llm.tools.inspect import main as inspect
 from llm.trainers.gpt.trained_step import read_step
 from tests.support.faults import Fault
 from tests.support.loaded_samples import tokens_of, train_and_note

@@ -10,14 +10,14 @@ from transformers import AutoModelForCausalLM
 
 from llm.checkpoint.format import Checkpoint, write_manifest
 from llm.checkpoint.load import list_checkpoints, newest_valid
-from llm.checkpoints import main as checkpoints
-from llm.data.inspect import main as inspect
 from llm.errors import LLMError
-from llm.generate import main as generate
 from llm.models.configuration import load_config
-from llm.report.__main__ import main as report
 from llm.runtime.files import sync_file
 from llm.tokenizers.load_tokenizer import fingerprint
+from llm.tools.checkpoints import main as checkpoints
+from llm.tools.generate import main as generate
+from llm.tools.inspect import main as inspect
+from llm.tools.report.report import main as report
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.inputs import read_model_config
 from llm.trainers.gpt.run_setup import RunSetup

@@ -6,7 +6,7 @@ import pytest
 
 from llm.config.toml import to_toml
 from llm.errors import ConfigError
-from llm.plan import __main__ as plan
+from llm.tools.plan import plan
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from tests.support.recovery import check_resume

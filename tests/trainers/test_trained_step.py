@@ -12,8 +12,8 @@ import pytest
 
 from llm.config.toml import to_toml
 from llm.data.formats.megatron import TokenFile, write_index
-from llm.data.inspect import main
 from llm.errors import CheckpointError, DataError
+from llm.tools.inspect import main
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.trained_step import passages, read_step
 from tests.support.loaded_samples import tokens_of, train_and_note

@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm.checkpoint.format import name_of, read_manifest
-from llm.checkpoints import main as checkpoints
 from llm.data.loader import StepBatch
 from llm.errors import ConfigError
 from llm.extensions.averaging.weight_average import WeightAverage
 from llm.models.sampling import sample_text
 from llm.parallel.base import AcceleratedStrategy
+from llm.tools.checkpoints import main as checkpoints
 from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.reporting import SAMPLE_TOKENS

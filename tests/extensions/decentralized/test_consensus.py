@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from llm.extensions.decentralized.consensus import Consensus
 from llm.parallel import buckets
-from llm.plan.trace import MemoryMeter
+from llm.tools.plan.trace import MemoryMeter
 from tests.support.ranks import run_ranks, values
 
 NUM_TENSORS, NUMEL = 20, 1000

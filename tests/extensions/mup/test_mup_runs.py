@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from llm.checkpoints import main as checkpoints
 from llm.errors import ConfigError, LLMError
+from llm.tools.checkpoints import main as checkpoints
 from llm.trainers.gpt.main import parse_args
 from llm.trainers.gpt.trained_model import choose_checkpoint, load_trained, read_config
 from tests.support.recovery import weights_hash, without_times

@@ -13,11 +13,11 @@ from llm.config.toml import read_toml
 from llm.data.batch_plan import BatchPlan
 from llm.data.corpus import Corpus, CorpusSource, Samples, TokenStream
 from llm.data.formats.megatron import TokenFile
-from llm.data.inspect import main
 from llm.data.loader import TrainLoader
 from llm.data.order import MixtureStage
 from llm.errors import ConfigError, DivergedError
 from llm.extensions.spikes.loss_spikes import LossSpikes
+from llm.tools.inspect import main
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from tests.support.faults import Fault

@@ -1,0 +1,206 @@
+"""`llm-trainers prepare`: text to token files, ahead of training."""
+
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llm.config.command_line import parse
+from llm.config.program import program
+from llm.errors import ConfigError
+from llm.prepare.options import PrepareConfig, check
+from llm.runtime.logging import set_up_logging
+
+if TYPE_CHECKING:
+    from llm.prepare.encoder import Encoding
+    from llm.prepare.output_files import Output
+    from llm.prepare.shares import Share
+    from llm.prepare.text.sources import Source
+    from llm.prepare.tokenize_shards import Cluster
+
+log = logging.getLogger("llm.data")
+
+
+def prepare(config: PrepareConfig, share: "Share") -> None:
+    """Write the token files, or a rank's share of them.
+
+    Raises:
+        LLMError: An option or the data is wrong.
+    """
+    # Linear algebra is not used here, and numpy would start a thread for it on each core.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Imported here so that --help and wrong options load no library.
+    from llm.data.workers import bounded_workers
+    from llm.prepare.output_files import check_replaceable
+    from llm.prepare.prepare_files import prepare_files
+
+    if config.overwrite and share.world_size > 1:
+        raise ConfigError(
+            "--overwrite goes with one process only, since a rank may start when the others have "
+            "finished; remove the files that exist."
+        )
+    outputs = _plan_outputs(config)
+    inputs = [file for sources, _ in outputs for source in sources for file in source.files]
+    tokenizer_files = (config.tokenizer_name, config.vocab_file, config.merges_file)
+    inputs += [Path(name) for name in tokenizer_files if name is not None and os.path.isfile(name)]
+    for _, output in outputs:
+        check_replaceable(output, inputs)
+    encoding = _make_encoding(config)
+    with ExitStack() as stack:
+        workers: int | Cluster
+        if config.executor == "dask":
+            from llm.prepare.dask_cluster import connect
+
+            workers = stack.enter_context(connect(config.scheduler_file))
+        else:
+            workers = bounded_workers(config.workers)
+        prepare_files(
+            outputs,
+            encoding=encoding,
+            workers=workers,
+            log_seconds=config.log_seconds,
+            share=share,
+        )
+
+
+def _make_encoding(config: PrepareConfig) -> "Encoding":
+    """Load the tokenizer, and return how texts become ids.
+
+    Raises:
+        ConfigError: The tokenizer cannot be loaded, or has too many ids for the format.
+    """
+    from llm.data.formats.megatron import token_dtype
+    from llm.prepare.encoder import Encoding
+    from llm.tokenizers.fast import load_text_tokenizer
+    from llm.tokenizers.load_tokenizer import begin_token, end_token
+    from llm.tokenizers.options import TokenizerOptions
+
+    tokenizer = load_text_tokenizer(
+        TokenizerOptions(
+            tokenizer_name=config.tokenizer_name,
+            vocab_file=config.vocab_file,
+            merges_file=config.merges_file,
+            use_slow_tokenizer=config.use_slow_tokenizer,
+        ),
+        trust_remote_code=config.trust_remote_code,
+    )
+    if config.format == "nanogpt" and tokenizer.size > 1 << 16:
+        raise ConfigError(
+            f"--format nanogpt holds ids below 65,536, and the tokenizer has {tokenizer.size:,}; "
+            "use --format megatron."
+        )
+    return Encoding(
+        tokenizer=tokenizer,
+        end_token=end_token(tokenizer.eos_token_id, config.append_eos),
+        begin_token=begin_token(tokenizer.bos_token_id, config.prepend_bos),
+        dtype=token_dtype(0 if config.format == "nanogpt" else tokenizer.size),
+        allow_special_tokens=config.allow_special_tokens,
+        on_error=config.on_error,
+    )
+
+
+def _plan_outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
+    """Return the sources of each output."""
+    from llm.data.formats.megatron import add_suffix
+    from llm.data.text_identity import bare_name
+    from llm.prepare.output_files import Output
+    from llm.prepare.text.sources import text_sources
+
+    def output(prefix: Path) -> Output:
+        nanogpt = config.format == "nanogpt"
+        return Output(
+            prefix=prefix,
+            nanogpt=nanogpt,
+            parts=config.parts,
+            validation_percentage=config.validation_split_percentage if nanogpt else 0.0,
+            shuffle_seed=config.seed if config.shuffle == "documents" else None,
+            overwrite=config.overwrite,
+        )
+
+    assert config.output_prefix is not None  # `check` asks for it
+    prefix = Path(config.output_prefix)
+    key = "text" if config.text_column is None else config.text_column
+    if config.dataset_name is not None:
+        files = _dataset_sources(config, config.dataset_name, text_column=key)
+    else:
+        files = text_sources(config.input, text_column=key, text_unit=config.text_unit)
+    if config.shuffle == "documents" and any(file.one_document for file in files):
+        raise ConfigError(
+            "--shuffle documents needs documents smaller than a txt file; choose --text_unit line "
+            "or paragraph."
+        )
+    if config.format == "nanogpt":
+        return [(files, output(prefix))]
+    if not config.output_per_input:
+        return [(files, output(add_suffix(prefix, f"_{key}_document")))]
+    outputs: list[tuple[list[Source], Output]] = []
+    names_by_prefix: dict[Path, str] = {}
+    for file in files:
+        file_output = output(add_suffix(prefix, f"_{bare_name(Path(file.name))}_{key}_document"))
+        if file_output.prefix in names_by_prefix:
+            raise ConfigError(
+                f"--output_per_input would write {names_by_prefix[file_output.prefix]} and "
+                f"{file.name} to the same {file_output.prefix}.bin; rename one, or prepare them "
+                "one by one."
+            )
+        names_by_prefix[file_output.prefix] = file.name
+        outputs.append(([file], file_output))
+    return outputs
+
+
+def _dataset_sources(
+    config: PrepareConfig, dataset_name: str, *, text_column: str
+) -> list["Source"]:
+    """Return the sources of a split of a data set."""
+    from llm.data.dataset_folder import open_dataset_folder
+    from llm.prepare.text.hub import dataset_sources
+    from llm.prepare.text.sources import file_sources
+
+    folder = open_dataset_folder(dataset_name, config.dataset_config_name, file_option="--input")
+    if config.streaming and os.path.isdir(dataset_name):
+        log.warning(
+            f"--streaming has no effect: {dataset_name} is a local folder, which is read without a "
+            "copy"
+        )
+    if folder is not None:
+        return file_sources(
+            folder.files(config.dataset_split),
+            text_column=text_column,
+            text_unit=config.text_unit,
+            option="--dataset_name",
+        )
+    splits = dataset_sources(
+        dataset_name,
+        config.dataset_config_name,
+        text_column=text_column,
+        trust_remote_code=config.trust_remote_code,
+        splits=[config.dataset_split],
+        streaming=config.streaming,
+    )
+    return [splits[config.dataset_split]]
+
+
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    set_up_logging(rank=0)
+    config = parse(
+        PrepareConfig,
+        argv,
+        prog="llm-trainers prepare",
+        description="Turn text into token files, on all cores.",
+    )
+    check(config)
+    from llm.prepare.shares import find_share  # here, since --help loads no library
+
+    share = find_share(config.rank, config.world_size, os.environ)
+    if config.executor == "dask" and share.world_size > 1:
+        raise ConfigError(
+            f"--executor dask goes with one process, and this is {share}; start it once, or give "
+            "--executor processes."
+        )
+    set_up_logging(rank=share.rank, level_of_other_ranks=logging.INFO)
+    prepare(config, share)
+    return 0

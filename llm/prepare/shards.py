@@ -1,0 +1,251 @@
+"""A shard: a chunk of text as token ids on the disk, written by one worker, reused by a restart.
+
+    STEM.bin     token ids, one text after the other
+    STEM.idx     their index: both are a complete token file
+    STEM.bytes   UTF-8 bytes of each text, uint32
+    STEM.json    counts and checksums, renamed last: without it the shard does not exist
+
+Each file is written under a temporary name and renamed, so a worker that was given up as lost does
+not disturb its replacement at the same shard. A text without tokens is dropped and counted.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm.data.formats.megatron import ROW_BYTES, write_index
+from llm.errors import DataError
+from llm.prepare.encoder import Encoder, Encoding, OtherIds, ReferenceEncoder
+from llm.prepare.text.blocks import BadRecordPolicy
+from llm.prepare.text.sources import Source
+from llm.prepare.verification import ChunkHash, checksums
+
+_FILES = (".bin", ".idx", ".bytes")
+_NO_FAST_ENCODER = "reference-encoder"  # an empty file: the fast encoder gave other ids
+_MOST_TOKENS = 2**31 - 1  # per text, a limit of the index format
+
+
+@dataclass(kw_only=True)
+class ShardStats:
+    """The contents of a shard, so far or when it is done.
+
+    Attributes:
+        one_document: Whether its texts are one document; otherwise each is one.
+        texts: Texts that have tokens.
+        empty: Texts without tokens.
+        skipped: Records that could not be used.
+        tokens: Tokens, including end tokens.
+        text_bytes: UTF-8 bytes of the texts.
+        largest_token: The largest id; 0 without tokens.
+        fast: Whether another encoder than the reference made the ids.
+        sizes: The size of each of the three files in bytes.
+        checksums: The result of `verification.checksums` for each of them.
+    """
+
+    one_document: bool
+    texts: int = 0
+    empty: int = 0
+    skipped: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    largest_token: int = 0
+    fast: bool = True
+    sizes: dict[str, int] = field(default_factory=dict)
+    checksums: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def documents(self) -> int:
+        """Documents that have tokens."""
+        return min(self.texts, 1) if self.one_document else self.texts
+
+
+def write_shard(
+    source: Source,
+    stem: Path,
+    encoding: Encoding,
+    encoder: Encoder,
+    *,
+    report: Callable[[ShardStats], None],
+) -> ShardStats:
+    """Encode a source and write it to the disk; an error leaves no shard.
+
+    Args:
+        source: The texts.
+        stem: The path of the files without their suffix.
+        encoding: How texts become ids.
+        encoder: An encoder for this encoding.
+        report: Called after every batch with the contents of the shard so far.
+
+    Returns:
+        The content of the shard.
+
+    Raises:
+        DataError: The source cannot be read, or a text is too long.
+        OtherIds: The encoder cannot be trusted, here or for another worker.
+        OSError: The file system refused a write.
+    """
+    faults = BadRecordPolicy(encoding.on_error)
+    temporary = working_stem(stem)
+    fast = not isinstance(encoder, ReferenceEncoder)
+    try:
+        writer = _ShardWriter(source, temporary, encoding.dtype)
+        try:
+            for texts in source.batches(faults):
+                # The pieces of one document share one begin token and one end token.
+                ids, lengths = encoder.encode(texts, ends=not source.one_document)
+                if source.one_document and not writer.stats.texts and ids.size:
+                    ids = np.concatenate([encoding.begin, ids])
+                    lengths[np.flatnonzero(lengths)[0]] += encoding.begin.size
+                writer.add(texts, ids, lengths)
+                report(writer.stats)
+            if source.one_document:
+                writer.end_document(encoding.end)
+            writer.write_index()
+        finally:
+            writer.close()
+        writer.add_checksums()
+        stats = dataclasses.replace(writer.stats, skipped=faults.skipped, fast=fast)
+        if fast and needs_reference(stem.parent):
+            raise OtherIds("another worker found wrong ids")
+        # Not synced, for speed: a restart compares every byte with the checksums.
+        counts = json.dumps(dataclasses.asdict(stats))
+        temporary.with_suffix(".json").write_text(counts, encoding="utf-8")
+        for suffix in (*_FILES, ".json"):
+            temporary.with_suffix(suffix).replace(stem.with_suffix(suffix))
+        return stats
+    except BaseException:
+        remove_shard(temporary)
+        raise
+
+
+def working_stem(stem: Path) -> Path:
+    """Return a path without suffix, next to a shard's, that no other process uses."""
+    return stem.with_name(f".{stem.name}-{uuid4().hex}")
+
+
+def needs_reference(folder: Path) -> bool:
+    """Return whether the fast encoder gave other ids than the reference in a folder of shards."""
+    return (folder / _NO_FAST_ENCODER).exists()
+
+
+def require_reference(folder: Path) -> None:
+    """Make the shards of the fast encoder in a folder invalid, for all processes."""
+    (folder / _NO_FAST_ENCODER).touch()
+
+
+class _ShardWriter:
+    """The three files of a shard, and their contents so far."""
+
+    def __init__(self, source: Source, stem: Path, dtype: np.dtype[Any]) -> None:
+        self.stats = ShardStats(one_document=source.one_document)
+        self._name = source.name
+        self._stem, self._dtype = stem, dtype
+        self._files = {suffix: open(stem.with_suffix(suffix), "wb") for suffix in _FILES}  # noqa: SIM115
+        self._hashes = {suffix: ChunkHash() for suffix in (".bin", ".bytes")}
+        self._lengths: list[NDArray[np.int32]] = []
+
+    def add(self, texts: list[str], ids: NDArray[Any], counts: NDArray[np.int64]) -> None:
+        if counts.size and counts.max() > _MOST_TOKENS:
+            raise DataError(
+                f"{self._name} holds a text of {counts.max():,} tokens, and a token file "
+                f"can take {_MOST_TOKENS:,} at most; cut it into several documents."
+            )
+        filled = counts > 0
+        utf8_bytes = (len(text) if text.isascii() else len(text.encode()) for text in texts)
+        sizes = np.fromiter(utf8_bytes, np.uint32, len(texts))[filled]
+        self._write_array(".bin", ids)
+        self._write_array(".bytes", sizes.astype("<u4"))
+        if sizes.size:
+            self._lengths.append(counts[filled].astype("<i4"))
+        self.stats.empty += len(texts) - sizes.size
+        self.stats.texts += sizes.size
+        self.stats.text_bytes += int(sizes.sum(dtype=np.int64))
+        self._count_ids(ids)
+
+    def end_document(self, end: NDArray[Any]) -> None:
+        if self.stats.texts:
+            self._write_array(".bin", end)
+            self._lengths[-1][-1] += end.size
+            self._count_ids(end)
+
+    def write_index(self) -> None:
+        """Write the index, since all texts have been added."""
+        texts, documents = self.stats.texts, self.stats.documents
+        table = [0, texts] if self.stats.one_document and texts else np.arange(texts + 1)
+        write_index(
+            self._files[".idx"],
+            self._dtype,
+            num_sequences=texts,
+            num_documents=documents,
+            lengths=lambda: iter(self._lengths),
+            documents=[np.asarray(table)],
+        )
+
+    def _count_ids(self, ids: NDArray[Any]) -> None:
+        self.stats.tokens += int(ids.size)
+        self.stats.largest_token = max(self.stats.largest_token, int(ids.max(initial=0)))
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def add_checksums(self) -> None:
+        digests = {suffix: chunks.digests() for suffix, chunks in self._hashes.items()}
+        paths = {suffix: self._stem.with_suffix(suffix) for suffix in _FILES}
+        self.stats.checksums = {**digests, ".idx": checksums(paths[".idx"])}
+        self.stats.sizes = {suffix: path.stat().st_size for suffix, path in paths.items()}
+
+    def _write_array(self, suffix: str, array: NDArray[Any]) -> None:
+        data = np.ascontiguousarray(array).view(np.uint8)
+        self._files[suffix].write(data.data)
+        self._hashes[suffix].update(data.data)
+
+
+def read_shard(stem: Path, *, verify: bool) -> ShardStats | None:
+    """Return the contents of a shard; None if it is unfinished, has changed, or is invalid.
+
+    Args:
+        stem: The path of its files without their suffix.
+        verify: Compare the checksums, not only the sizes; a crash of the machine may have lost
+            writes.
+    """
+    try:
+        stats = ShardStats(**json.loads(stem.with_suffix(".json").read_text(encoding="utf-8")))
+        for suffix in _FILES:
+            path = stem.with_suffix(suffix)
+            if path.stat().st_size != stats.sizes[suffix]:
+                return None
+            if verify and checksums(path) != stats.checksums[suffix]:
+                return None
+    except (OSError, ValueError, TypeError, KeyError, DataError):
+        return None
+    return None if stats.fast and needs_reference(stem.parent) else stats
+
+
+def read_array(stem: Path, suffix: str, dtype: str | np.dtype[Any]) -> NDArray[Any]:
+    """Map a file of a shard into memory."""
+    path = stem.with_suffix(suffix)
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+
+
+def remove_shard(stem: Path) -> None:
+    """Remove the files of a shard, if there are any."""
+    for suffix in (".json", *_FILES):
+        stem.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def each_row_bytes(stems: list[Path], size: int) -> Iterator[NDArray[Any]]:
+    """Yield the UTF-8 bytes of each text of shards, in blocks of at most `size` texts."""
+    for stem in stems:
+        array = read_array(stem, ".bytes", ROW_BYTES)
+        for first in range(0, array.size, size):
+            yield array[first : first + size]

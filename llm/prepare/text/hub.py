@@ -1,0 +1,214 @@
+"""Data sets that the `datasets` library reads: on the Hugging Face Hub, or saved by itself."""
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from llm.data.dataset_folder import saved_dataset
+from llm.data.hub_files import errors_explained
+from llm.data.text_identity import Json, Stamps, dataset_files, dataset_identity
+from llm.errors import DataError
+from llm.prepare.text.blocks import BadRecordPolicy
+from llm.prepare.text.readers import choose_column, record_batches
+from llm.prepare.text.sources import Source
+
+_BATCH_ROWS = 1000
+_CHUNK_ROWS = 100_000
+_STRINGS = ("string", "large_string", "string_view")
+
+log = logging.getLogger("llm.data")
+
+
+def dataset_sources(
+    dataset_name: str,
+    dataset_config_name: str | None,
+    *,
+    text_column: str | None,
+    trust_remote_code: bool,
+    splits: Sequence[str] = ("train", "validation"),
+    streaming: bool = False,
+) -> dict[str, Source]:
+    """Return the splits of a data set on the Hub, or in a folder of `Dataset.save_to_disk`.
+
+    The data set is loaded when you call a source's `exists` or read its rows.
+
+    Args:
+        dataset_name: A Hub name, or the folder.
+        dataset_config_name: The configuration; or None.
+        text_column: The column with the text; None takes `text`, else the only column of
+            strings.
+        trust_remote_code: As for `datasets.load_dataset`.
+        splits: Names of the splits.
+        streaming: Read the data set over the network while it is used, with no copy on disk.
+
+    Raises:
+        DataError: The folder has a broken link.
+    """
+    files = dataset_files(dataset_name)
+    loader = _DatasetLoader(dataset_name, dataset_config_name, files, trust_remote_code, streaming)
+    return {split: _DatasetSplit(loader, split, text_column) for split in splits}
+
+
+class _DatasetLoader:
+    """A data set that is loaded at most once, when its first split is needed."""
+
+    def __init__(
+        self,
+        name: str,
+        config: str | None,
+        files: Stamps,
+        trust_remote_code: bool,
+        streaming: bool,
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.folder = saved_dataset(name, config)
+        self.files = files
+        # Newer versions of `datasets` warn about trust_remote_code, whatever its value.
+        self._options = {"trust_remote_code": True} if trust_remote_code else {}
+        if streaming:
+            self._options["streaming"] = True
+        self.streaming = streaming
+        self._splits: dict[str, Any] | None = None
+
+    def splits(self) -> dict[str, Any]:
+        """Return the `datasets.Dataset` of each split."""
+        if self._splits is None:
+            import datasets
+            from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+            if self.folder is None and self.name in _PACKAGED_DATASETS_MODULES:
+                raise DataError(
+                    f"--dataset_name {self.name} is a file format of the `datasets` library, not a "
+                    "data set, and the folder does not exist; check the path."
+                )
+            log.info(f"loading the data set {self.name}")
+            bars = datasets.is_progress_bar_enabled()
+            datasets.disable_progress_bars()
+            try:
+                with self.errors_explained():
+                    loaded = self._load_dataset()
+            finally:
+                if bars:
+                    datasets.enable_progress_bars()
+            single = isinstance(loaded, datasets.Dataset | datasets.IterableDataset)
+            self._splits = {"train": loaded} if single else dict(loaded)
+            # A data set that is already on the disk is not streamed.
+            kinds = (datasets.IterableDataset,)
+            self.streaming = all(isinstance(split, kinds) for split in self._splits.values())
+        return self._splits
+
+    def _load_dataset(self) -> Any:
+        import datasets
+
+        if self.folder is None:
+            return datasets.load_dataset(self.name, self.config, **self._options)
+        if self.config and self.folder.name != self.config:
+            log.warning(
+                f"--dataset_config_name {self.config} has no effect: save_to_disk wrote "
+                f"{self.name}, which has no configurations"
+            )
+        return datasets.load_from_disk(str(self.folder))
+
+    def errors_explained(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that turns the library's dozens of error types into a DataError."""
+        return errors_explained(self.name, self.config, local=self.folder is not None)
+
+
+class _DatasetSplit:
+    """One split, or a chunk of it: a range of rows, or one shard of a streamed split."""
+
+    one_document = False
+    consumed = 0
+
+    def __init__(self, loader: _DatasetLoader, split: str, text_column: str | None) -> None:
+        self._loader = loader
+        self._split = split
+        self._text_column = text_column
+        config = f" {loader.config}" if loader.config else ""
+        self.name = f"{loader.name}{config} [{split}]"
+        self.num_bytes: int | None = None
+        self.files = loader.files
+        self._range: tuple[int, int] | None = None  # (first row, stop), or (shard, shards)
+
+    def identity(self) -> dict[str, Json]:
+        return dataset_identity(
+            self._loader.name,
+            self._loader.config,
+            split=self._split,
+            text_column=self._text_column,
+            files=self.files,
+        )
+
+    def exists(self) -> bool:
+        return self._split in self._loader.splits()
+
+    def split(self, num_bytes: int) -> list[Source]:
+        data = self._select_split()
+        if self._loader.streaming:
+            ranges = [(index, data.num_shards) for index in range(data.num_shards)]
+        else:
+            starts = range(0, data.num_rows, _CHUNK_ROWS)
+            ranges = [(start, min(start + _CHUNK_ROWS, data.num_rows)) for start in starts]
+        chunks: list[Source] = []
+        for chunk_range in ranges:
+            chunk = copy.copy(self)
+            chunk._range = chunk_range
+            chunks.append(chunk)
+        return chunks
+
+    def batches(self, faults: BadRecordPolicy | None = None) -> Iterator[list[str]]:
+        data = self._select_split()
+        column = self._choose_column(data)
+        first_row, location = 0, self.name
+        if self._range is not None and self._loader.streaming:
+            data = data.shard(num_shards=self._range[1], index=self._range[0])
+            location = f"{location}, shard {self._range[0] + 1}"
+        elif self._range is not None:
+            first_row = self._range[0]
+            data = data.select(range(*self._range))
+
+        def values() -> Iterator[Any]:
+            with self._loader.errors_explained():  # a stream's network, a broken file
+                for batch in data.select_columns(column).iter(_BATCH_ROWS):
+                    yield from batch[column]
+
+        yield from record_batches(
+            values(),
+            lambda number: f"{location}, row {first_row + number}",
+            faults or BadRecordPolicy(),
+        )
+
+    def _select_split(self) -> Any:
+        splits = self._loader.splits()
+        if self._split not in splits:
+            raise DataError(
+                f"The data set {self._loader.name} has no split {self._split!r}, only: "
+                f"{', '.join(splits)}."
+            )
+        return splits[self._split]
+
+    def _choose_column(self, data: Any) -> str:
+        """Choose the column with the text; for a stream without features, by its first row."""
+        with self._loader.errors_explained():
+            if data.features:
+                types = {name: getattr(kind, "dtype", "") for name, kind in data.features.items()}
+                texts = [name for name, kind in types.items() if kind in _STRINGS]
+                nulls = [name for name, kind in types.items() if kind == "null"]
+                columns, records = list(types), ""
+            else:
+                row: dict[str, Any] = next(iter(data), {})
+                texts = [name for name, value in row.items() if isinstance(value, str)]
+                nulls = [name for name, value in row.items() if value is None]
+                columns, records = list(row), "in its first row"
+        return choose_column(
+            columns,
+            self._text_column,
+            self.name,
+            texts=texts,
+            nulls=nulls,
+            records=records,
+            log_choice=self._range is None or self._range[0] == 0,
+        )

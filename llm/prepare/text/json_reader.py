@@ -1,0 +1,151 @@
+"""The texts in one JSON file: one object per line, or an array of objects.
+
+orjson reads nearly all records. Python's parser reads the records that orjson refuses, and locates
+errors.
+"""
+
+import contextlib
+import io
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from llm.errors import DataError
+from llm.prepare.text.blocks import BOM, FileChunk
+from llm.prepare.text.readers import check_text, choose_column, not_utf8, record_batches
+
+_FIRST_RECORDS = 100
+"""Records at the beginning of a file that decide its text column."""
+
+
+def json_lines(chunk: FileChunk) -> Iterator[list[str]]:
+    """Yield the texts of a file with one JSON object per line."""
+    column = chunk.text_column
+    if column is None:  # from the beginning of the file, so that all chunks choose the same column
+        column = _column_of(_first_records(chunk.path), chunk.path, log_choice=chunk.start == 0)
+    line = 0
+    for block in chunk.line_blocks():
+        texts: list[str] = []
+        view, start = memoryview(block), 0  # a view, so that slices are not copied
+        while start < len(block):
+            stop = block.find(b"\n", start)
+            stop = len(block) if stop < 0 else stop
+            line += 1
+            # Fast path for nearly all lines; the others take the slow path below.
+            try:
+                text = orjson.loads(view[start:stop])[column]
+            except (orjson.JSONDecodeError, KeyError, TypeError):
+                text = None
+            if type(text) is str:
+                texts.append(text)
+            elif raw := block[start:stop].strip():
+                try:
+                    texts.append(_text_of(_parse_line(raw), column))
+                except DataError as error:
+                    chunk.on_bad_record(chunk.error(line, str(error)))
+            start = stop + 1
+        if texts:
+            yield texts
+
+
+def _first_records(path: Path) -> Iterator[Any]:
+    """Yield the records of a file of lines, except those that cannot be read."""
+    for block in FileChunk(path=path).line_blocks():
+        for raw in filter(None, map(bytes.strip, io.BytesIO(block))):
+            with contextlib.suppress(DataError):
+                yield _parse_line(raw)
+
+
+def _column_of(records: Iterable[Any], path: Path, *, log_choice: bool = True) -> str:
+    """Choose the text column of a file by its first records.
+
+    Raises:
+        DataError: There is no `text`, and not exactly one column of strings.
+    """
+    values: dict[str, list[Any]] = {}  # by column
+    for record in itertools.islice(records, _FIRST_RECORDS):
+        if isinstance(record, dict):
+            for name, value in record.items():
+                values.setdefault(name, []).append(value)
+    if not values:  # reading the records reports what is wrong
+        return "text"
+    return choose_column(
+        list(values),
+        None,
+        path,
+        texts=[name for name in values if any(isinstance(value, str) for value in values[name])],
+        nulls=[name for name in values if all(value is None for value in values[name])],
+        records=f"in the first {_FIRST_RECORDS} records",
+        log_choice=log_choice,
+    )
+
+
+def _text_of(record: Any, column: str) -> str:
+    if not isinstance(record, dict):
+        raise DataError("a record must be a JSON object with fields.")
+    if column not in record:
+        keys = ", ".join(map(repr, record)) or "none at all"
+        raise DataError(
+            f"the record has no key {column!r}, only {keys}; mend the line, or prepare "
+            "the file with another --text_column or with --on_error skip."
+        )
+    return check_text(record[column])
+
+
+def _parse_line(raw: bytes) -> Any:
+    try:
+        return _parse_json(raw.decode())
+    except UnicodeDecodeError as error:
+        raise DataError(not_utf8(error)) from error
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"malformed JSON, {error.msg} (column {error.colno}); mend the line, or prepare the "
+            "file with --on_error skip."
+        ) from error
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        # orjson does not read NaN or very long numbers, so they are read here. Their values are not
+        # used, and int() would refuse more than 4,300 digits.
+        return json.loads(text, parse_int=lambda digits: 0)
+    except RecursionError as error:  # 10^5 brackets
+        raise DataError("the brackets are nested too deep for JSON.") from error
+
+
+def json_records(chunk: FileChunk) -> Iterator[list[str]]:
+    """Yield the texts of a file with a JSON array of objects, or with one object per line.
+
+    An array is read as a whole.
+    """
+    path = chunk.path
+    beginnings = (block.removeprefix(BOM).lstrip()[:1] for block in FileChunk(path=path).blocks())
+    if next(filter(None, beginnings), b"") != b"[":
+        yield from json_lines(chunk)
+        return
+    content = b"".join(chunk.blocks()).removeprefix(BOM)
+    try:
+        records = _parse_json(content.decode())
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: byte {error.start + 1} is not UTF-8; convert the file to UTF-8."
+        ) from error
+    except json.JSONDecodeError as error:
+        # In an array with broken syntax, single records cannot be skipped.
+        raise DataError(
+            f"{path}, line {error.lineno}: malformed JSON, {error.msg} (column {error.colno}); "
+            "mend the array, or write each of its records on a line of a .jsonl file."
+        ) from error
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+    column = _column_of(records, path) if chunk.text_column is None else chunk.text_column
+    yield from record_batches(
+        records,
+        lambda number: f"{path}, record {number}",
+        chunk.on_bad_record,
+        lambda record: _text_of(record, column),
+    )

@@ -1,0 +1,283 @@
+"""The texts in one file of plain text, CSV or Parquet, in batches of a few MiB.
+
+Files are streamed: memory grows with the longest text, not with the file. The `datasets` library is
+not used: it copies files into its cache, cannot divide one file among workers, and does not report
+the line of an error.
+"""
+
+import csv
+import io
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from llm.errors import DataError, one_line
+from llm.prepare.text.blocks import MAX_DOCUMENT_BYTES, BadRecordPolicy, FileChunk, check_size
+
+BATCH_CHARACTERS = 1 << 22
+BATCH_ROWS = 1 << 14
+
+Reader = Callable[[FileChunk], Iterator[list[str]]]
+
+log = logging.getLogger("llm.data")
+
+
+def check_text(value: object) -> str:
+    """Return the text of one record; a missing value is an empty text.
+
+    Raises:
+        DataError: The value is not a string, cannot be written as UTF-8, or is too large.
+    """
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise DataError(f"the text is a value of type {type(value).__name__}, not a string.")
+    num_bytes = len(value)
+    if not value.isascii():
+        try:
+            num_bytes = len(value.encode("utf-8"))
+        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+            raise DataError("the text holds a lone surrogate, no character.") from error
+    check_size(num_bytes)
+    return value
+
+
+def choose_column(
+    columns: Sequence[str],
+    wanted: str | None,
+    location: object,
+    *,
+    texts: Sequence[str],
+    nulls: Sequence[str] = (),
+    records: str = "",
+    log_choice: bool = True,
+) -> str:
+    """Return the column with the text: `wanted`, else `text`, else the only column of strings.
+
+    Args:
+        columns: All columns.
+        wanted: The requested column; or None.
+        location: The file or data set, for messages.
+        texts: The columns that hold strings.
+        nulls: The columns that hold only nulls, which may hold strings in other records.
+        records: The records that `texts` and `nulls` are about, such as `in its first row`; all
+            records by default.
+        log_choice: Whether to log the choice of another column than `text`.
+
+    Raises:
+        DataError: The column does not exist, or exists more than once, or another column may
+            hold the text; the message lists the columns of strings.
+    """
+    if wanted is None:
+        wanted = texts[0] if "text" not in columns and len(texts) == 1 else "text"
+        reason = f"the only column with text {records}".rstrip()
+        if wanted != "text" and nulls:
+            raise DataError(
+                f"{location} has no column 'text'. {wanted!r} is {reason}, but {nulls[0]!r} is "
+                "null there and may be the right one; choose with --text_column from: "
+                f"{', '.join((wanted, *nulls))}."
+            )
+        if wanted != "text" and log_choice:
+            log.info(f"{location}: no column is named 'text'; taking {wanted!r}, {reason}")
+    if wanted not in columns:
+        raise DataError(
+            f"{location} has no column {wanted!r}; choose one with --text_column from: "
+            f"{', '.join(texts or columns) or 'none at all'}."
+        )
+    if columns.count(wanted) > 1:
+        raise DataError(f"{location} has several columns {wanted!r}; rename all but the right one.")
+    return wanted
+
+
+def batched(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Group texts into batches of a few MiB."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_ROWS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def record_batches(
+    records: Iterable[Any],
+    locate: Callable[[int], str],
+    on_bad_record: BadRecordPolicy,
+    text_of: Callable[[Any], str] = check_text,
+) -> Iterator[list[str]]:
+    """Yield the texts of records in batches of a few MiB.
+
+    Args:
+        records: The records.
+        locate: Returns the place of a record, counted from 1, for messages.
+        on_bad_record: What to do with records that `text_of` refuses with a DataError.
+        text_of: Returns the text of a record.
+    """
+
+    def texts() -> Iterator[str]:
+        for number, record in enumerate(records, 1):
+            try:
+                text = text_of(record)
+            except DataError as error:
+                on_bad_record(DataError(f"{locate(number)}: {error}"))
+            else:
+                yield text
+
+    return batched(texts())
+
+
+def text_lines(chunk: FileChunk, *, skippable: bool = True) -> Iterator[list[str]]:
+    """Yield the lines of a text file with their line feeds; only line feeds end a line.
+
+    Args:
+        chunk: The file, or a chunk of it.
+        skippable: Whether the policy decides about lines that are not UTF-8 or too long; otherwise
+            they raise.
+    """
+    line = 1
+    for block in chunk.line_blocks(skippable=skippable):
+        try:
+            text = block.decode()
+        except UnicodeDecodeError:
+            text = _decodable_lines(chunk, block, line, skippable=skippable)
+        line += block.count(b"\n")
+        # str.splitlines would also split at Unicode separators and at a lone "\r".
+        rows = text.split("\n")
+        last_row = rows.pop()
+        rows = [f"{row}\n" for row in rows]
+        if last_row:
+            rows.append(last_row)
+        if rows:
+            yield rows
+
+
+def _decodable_lines(chunk: FileChunk, block: bytes, line: int, *, skippable: bool) -> str:
+    rows = []
+    for number, raw in enumerate(io.BytesIO(block), line):
+        try:
+            rows.append(raw.decode())
+        except UnicodeDecodeError as error:
+            fault = chunk.error(number, not_utf8(error))
+            if not skippable:
+                raise fault from error
+            chunk.on_bad_record(fault)
+    return "".join(rows)
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Describe why a line cannot be decoded."""
+    return f"byte {error.start + 1} of the line is not UTF-8; convert the file to UTF-8."
+
+
+def bare_lines(chunk: FileChunk) -> Iterator[list[str]]:
+    """Yield the lines of a text file without their line breaks; a blank line is an empty text."""
+    for rows in text_lines(chunk):
+        yield [row.rstrip("\r\n") if row.strip() else "" for row in rows]
+
+
+def paragraphs(chunk: FileChunk) -> Iterator[list[str]]:
+    """Yield the paragraphs of a text file, separated by blank lines, without the last break."""
+
+    def records() -> Iterator[tuple[list[str], int]]:
+        """Yield the lines of each paragraph and its bytes; a paragraph too large has no lines."""
+        lines: list[str] = []
+        num_bytes = 0
+        for rows in text_lines(chunk):
+            for row in rows:
+                if row.strip():
+                    num_bytes += len(row.encode())
+                    lines.append(row)
+                    if num_bytes > MAX_DOCUMENT_BYTES:
+                        lines.clear()
+                elif num_bytes:
+                    yield lines, num_bytes
+                    lines, num_bytes = [], 0
+        if num_bytes:
+            yield lines, num_bytes
+
+    def text_of(record: tuple[list[str], int]) -> str:
+        lines, num_bytes = record
+        check_size(num_bytes)
+        return "".join(lines).rstrip("\r\n")
+
+    return record_batches(
+        records(),
+        lambda number: f"{chunk.path}, paragraph {number}",
+        chunk.on_bad_record,
+        text_of,
+    )
+
+
+def csv_records(chunk: FileChunk) -> Iterator[list[str]]:
+    """Yield the texts of a CSV file with the column names in its first line."""
+    csv.field_size_limit(MAX_DOCUMENT_BYTES)  # the module's own limit is 128 KiB
+    return batched(_csv_texts(chunk))
+
+
+def _csv_texts(chunk: FileChunk) -> Iterator[str]:
+    # Skipping a line that is not UTF-8 could break the quotes of its neighbors.
+    lines = (row for rows in text_lines(chunk, skippable=False) for row in rows)
+    reader = csv.reader(lines, strict=True)
+    try:
+        header = next(reader, [])
+        column = header.index(choose_column(header, chunk.text_column, chunk.path, texts=header))
+        for fields in reader:
+            if len(fields) == len(header):
+                yield fields[column]
+            elif fields:
+                message = f"there are {len(fields)} fields, but the header names {len(header)}."
+                chunk.on_bad_record(chunk.error(reader.line_num, message))
+    except csv.Error as error:
+        raise chunk.error(reader.line_num, f"malformed CSV, {error}.") from error
+
+
+def parquet_records(chunk: FileChunk) -> Iterator[list[str]]:
+    """Yield the texts of the row groups `start` to `stop` of a Parquet file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def holds_strings(kind: Any) -> bool:
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        is_kind = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+        return any(check(kind) for check in is_kind)
+
+    try:
+        with pq.ParquetFile(chunk.path) as file:
+            schema = file.schema_arrow
+            column = choose_column(
+                schema.names,
+                chunk.text_column,
+                chunk.path,
+                texts=[field.name for field in schema if holds_strings(field.type)],
+                nulls=[field.name for field in schema if pa.types.is_null(field.type)],
+                log_choice=chunk.start == 0,
+            )
+            groups = range(file.num_row_groups)
+            first_row = sum(file.metadata.row_group(i).num_rows for i in groups[: chunk.start])
+            batches = file.iter_batches(
+                1000, row_groups=list(groups[chunk.start : chunk.stop]), columns=[column]
+            )
+            values = (value for batch in batches for value in batch.column(0).to_pylist())
+            yield from record_batches(
+                values,
+                lambda number: f"{chunk.path}, row {first_row + number}",
+                chunk.on_bad_record,
+            )
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+        raise DataError(f"{chunk.path} cannot be read as Parquet: {one_line(error)}.") from error
+
+
+def num_row_groups(path: Path) -> int:
+    """Return the number of row groups of a Parquet file; 0 if it cannot be read."""
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            return int(file.num_row_groups)
+    except Exception:  # reading the texts reports the error
+        return 0

@@ -1,0 +1,289 @@
+"""Trains a tokenizer on text files: `llm-trainers tokenizer --input text/*.jsonl ...`.
+
+The output is an ordinary Hugging Face tokenizer folder, renamed into place when it is complete. The
+ids of a SentencePiece tokenizer are first compared with SentencePiece itself.
+
+Exit codes: 0 trained, 1 an unforeseen error, 2 an option or input that cannot work.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from llm.config.command_line import parse
+from llm.config.options import option, option_group
+from llm.config.program import program
+from llm.data.workers import bounded_workers, num_cores
+from llm.errors import ConfigError
+from llm.prepare.text.sources import text_sources
+from llm.prepare.text.training_texts import TrainingTexts
+from llm.runtime.files import delete
+from llm.runtime.logging import set_up_logging
+from llm.runtime.world import ignore_ranks
+from llm.tokenizers.fast import load_text_tokenizer
+from llm.tokenizers.options import TokenizerOptions
+from llm.tokenizers.sentencepiece import convert_sentencepiece
+from llm.tokenizers.training import END_OF_TEXT, NUM_BYTES, train_huggingface, train_sentencepiece
+
+_INPUT, _TOKENIZER, _OUTPUT = "Text", "Tokenizer", "Output and running"
+_COMMON = ("model_type", "vocab_size", "split_digits", "normalization")
+_SENTENCEPIECE = ("byte_fallback", "character_coverage", "pad_id", "unk_id", "bos_id", "eos_id")
+_THREADS = 16
+"""The same on any machine, so a unigram model does not depend on the number of cores."""
+_MOST_TOKENS = 10_000_000
+"""Forty times the largest vocabularies in use; at 10^9 the libraries abort the process."""
+_FILES = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
+
+log = logging.getLogger("llm.data")
+
+
+@option_group(_TOKENIZER)
+class TrainTokenizerOptions:
+    """Options of `llm-trainers tokenizer`."""
+
+    input: tuple[str, ...] = option(
+        (),
+        "Files, patterns or folders of text: .jsonl, .json, .csv, .parquet or .txt; may be "
+        "compressed as .gz, .xz, .zst or .bz2.",
+        group=_INPUT,
+        path=True,
+    )
+    text_column: str | None = option(
+        None,
+        "Field or column with the text; by default text, else the only field of strings.",
+        group=_INPUT,
+        aliases=("json_key",),
+    )
+    max_sentences: int | None = option(
+        None,
+        "Train on this many documents (lines for sentencepiece), drawn evenly from the input. "
+        "Bounds the memory.",
+        group=_INPUT,
+        aliases=("input_sentence_size",),
+        at_least=1,
+    )
+    library: Literal["huggingface", "sentencepiece"] = option(
+        "huggingface",
+        "huggingface trains on bytes like GPT-2, with the token <|endoftext|>. sentencepiece "
+        "trains on letters and needs the package of this name.",
+    )
+    model_type: Literal["bpe", "unigram"] = option(
+        "bpe", "Segmentation: bpe merges pairs, unigram chooses the likeliest pieces."
+    )
+    vocab_size: int = option(
+        32768, "Number of tokens, including special tokens.", at_least=1, at_most=_MOST_TOKENS
+    )
+    split_digits: bool = option(False, "Make every digit a separate token.")
+    normalization: Literal["identity", "nfc", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"] = (
+        option(
+            "identity",
+            "Normalization of every text. identity keeps every space and line break. huggingface "
+            "has identity, nfc and nfkc. sentencepiece has all but nfc, joins spaces except with "
+            "identity, and uses nmt_nfkc by default.",
+        )
+    )
+    byte_fallback: bool = option(False, "Write unknown letters as bytes (sentencepiece).")
+    character_coverage: float | None = option(
+        None,
+        "Share of the letters in the text that become tokens, by default 0.9995 (sentencepiece).",
+        at_least=0.98,
+        at_most=1.0,
+    )
+    pad_id: int | None = option(
+        None, "Id of <pad>; -1, the default, leaves it out (sentencepiece).", at_least=-1
+    )
+    unk_id: int | None = option(None, "Id of <unk>, by default 0 (sentencepiece).", at_least=0)
+    bos_id: int | None = option(
+        None, "Id of <s>, by default 1; -1 leaves it out (sentencepiece).", at_least=-1
+    )
+    eos_id: int | None = option(
+        None, "Id of </s>, by default 2; -1 leaves it out (sentencepiece).", at_least=-1
+    )
+    output_dir: str | None = option(None, "Folder to write.", group=_OUTPUT, path=True)
+    overwrite: bool = option(False, "Replace an existing tokenizer.", group=_OUTPUT)
+    num_workers: int = option(
+        _THREADS,
+        "Threads of the library; on machines with more than 16 cores, at most the number of cores. "
+        "The last digits of a unigram model depend on the number of threads, not on the machine.",
+        group=_OUTPUT,
+        aliases=("workers", "num_threads"),
+        at_least=1,
+    )
+    seed: int = option(1234, "Seed for drawing max_sentences.", group=_OUTPUT, at_least=0)
+
+
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    ignore_ranks()
+    set_up_logging(rank=0)
+    options = parse(
+        TrainTokenizerOptions,
+        argv,
+        prog="llm-trainers tokenizer",
+        description="Train a tokenizer on text, for any model.",
+    )
+    train_tokenizer(options)
+    return 0
+
+
+def train_tokenizer(options: TrainTokenizerOptions) -> None:
+    """Train a tokenizer and write its folder.
+
+    Raises:
+        ConfigError: An option cannot work, alone, with another option or with this much text.
+        DataError: Text cannot be read.
+    """
+    check_options(options)
+    started = time.monotonic()
+    num_threads = bounded_workers(options.num_workers, max_workers=max(_THREADS, num_cores()))
+    output = Path(str(options.output_dir))
+    sources = text_sources(options.input, text_column=options.text_column)
+    for path in (path for source in sources for path in source.files):
+        if path.resolve().is_relative_to(output.resolve()):
+            raise ConfigError(
+                f"--input {path} is in --output_dir {output}, which would replace it; name another "
+                "folder."
+            )
+    texts = TrainingTexts(
+        sources,
+        lines=options.library == "sentencepiece",
+        max_sentences=options.max_sentences,
+        seed=options.seed,
+    )
+    unfinished = output.parent / f".{output.name}.{socket.gethostname()}.{os.getpid()}.unfinished"
+    try:
+        _remove_leftovers(output)
+        unfinished.mkdir(parents=True)
+        try:
+            _train_tokenizer(options, texts, num_threads, unfinished)
+        except Exception:
+            if texts.error is not None:  # the libraries replace it by another error
+                raise texts.error from None
+            raise
+        report = _describe_result(unfinished, texts)
+        check_output(output, overwrite=options.overwrite)  # again, because training may take hours
+        replaced = unfinished.with_suffix(".replaced")
+        if output.exists():
+            output.rename(replaced)
+        unfinished.rename(output)
+        if replaced.is_dir():
+            shutil.rmtree(replaced)
+    except OSError as error:
+        raise ConfigError(
+            f"--output_dir {output} cannot be written: {error.strerror or error}."
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    log.info(f"{report}, {time.monotonic() - started:.1f} s | {output}")
+
+
+def _remove_leftovers(output: Path) -> None:
+    """Remove the folders of trainings on this machine that were killed."""
+    name, host = re.escape(output.name), re.escape(socket.gethostname())
+    for path in output.parent.glob(".*"):
+        leftover = re.fullmatch(rf"\.{name}\.{host}\.(\d+)\.(unfinished|replaced)", path.name)
+        if leftover is None:
+            continue
+        try:
+            os.kill(int(leftover[1]), 0)
+        except ProcessLookupError:
+            delete(path)
+        except PermissionError:  # another user's process
+            pass
+
+
+def check_options(options: TrainTokenizerOptions) -> None:
+    """Refuse options that cannot work, before any text is read.
+
+    Raises:
+        ConfigError: Names the option and what to do.
+    """
+    if not options.input:
+        raise ConfigError("No text is named: give files, patterns or folders with --input.")
+    if options.output_dir is None:
+        raise ConfigError("No output is named: give the folder to write with --output_dir.")
+    check_output(Path(options.output_dir), overwrite=options.overwrite)
+    lacking = {"huggingface": ("nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"), "sentencepiece": ("nfc",)}
+    if options.normalization in lacking[options.library]:
+        raise ConfigError(
+            f"--library {options.library} has no --normalization {options.normalization}; "
+            "see --help for those that it has."
+        )
+    if options.library == "sentencepiece":
+        return
+    if conflicting := list(_non_default_options(options, _SENTENCEPIECE)):
+        raise ConfigError(f"--{conflicting[0]} is for --library sentencepiece alone; leave it out.")
+    if options.vocab_size <= NUM_BYTES:
+        raise ConfigError(
+            f"--vocab_size {options.vocab_size} is too small: the {NUM_BYTES} bytes and "
+            f"{END_OF_TEXT} need {NUM_BYTES + 1}."
+        )
+
+
+def check_output(output: Path, *, overwrite: bool) -> None:
+    """Refuse a folder that exists, unless it is a tokenizer from here and may be replaced.
+
+    Raises:
+        ConfigError: Says what to do.
+    """
+    if not output.exists():
+        return
+    if not overwrite:
+        raise ConfigError(f"--output_dir {output} exists already; pass --overwrite to replace it.")
+    names = {path.name for path in output.iterdir()} if output.is_dir() else {output.name}
+    if other_files := sorted(names - _FILES if output.is_dir() else names):
+        raise ConfigError(
+            f"--output_dir {output} holds more than a tokenizer from here ({other_files[0]}), so "
+            "--overwrite does not replace it; name another folder."
+        )
+
+
+def _non_default_options(options: TrainTokenizerOptions, names: Sequence[str]) -> dict[str, Any]:
+    """Return the options that are set, by name."""
+    values = {name: getattr(options, name) for name in names}
+    return {name: v for name, v in values.items() if v is not None and v is not False}
+
+
+def _train_tokenizer(
+    options: TrainTokenizerOptions, texts: TrainingTexts, num_threads: int, folder: Path
+) -> None:
+    flags = {
+        **_non_default_options(options, (*_COMMON, *_SENTENCEPIECE)),
+        "num_threads": num_threads,
+    }
+    if options.library == "huggingface":
+        backend = train_huggingface(texts, **flags)
+        special_tokens = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    else:
+        file = folder / "tokenizer.model"
+        file.write_bytes(train_sentencepiece(texts, **flags))
+        model = convert_sentencepiece(file, samples=texts.sample, subject="The trained model")
+        backend, special_tokens = model.backend, model.special_tokens
+    # Tokenizer.save does not say why a file cannot be written.
+    (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
+    # This name of the class is known to all versions of transformers.
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens}
+    text = json.dumps({**config, "clean_up_tokenization_spaces": False}, indent=2)
+    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _describe_result(folder: Path, texts: TrainingTexts) -> str:
+    """Describe text and tokenizer in a line; the tokenizer is loaded as its users load it."""
+    tokenizer = load_text_tokenizer(TokenizerOptions(tokenizer_name=str(folder)))
+    assert tokenizer.backend is not None
+    encoded = tokenizer.backend.encode_batch(texts.sample, add_special_tokens=False)
+    num_tokens = sum(len(encoding.ids) for encoding in encoded)
+    num_bytes = sum(len(text.encode()) for text in texts.sample)
+    documents = "document" if texts.num_documents == 1 else "documents"
+    return (
+        f"{texts.num_documents:,} {documents}, {texts.num_bytes / 1e6:,.1f} MB of text | "
+        f"{tokenizer.size:,} tokens, {num_bytes / num_tokens:.2f} bytes each on a sample"
+    )

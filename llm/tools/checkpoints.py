@@ -1,0 +1,503 @@
+"""Lists, verifies, exports and averages a run's checkpoints: `llm-trainers checkpoints runs/wiki`.
+
+Exit codes: 0 success; 1 `--verify` found damage; 2 an option cannot work, or a file cannot be read
+or written.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from llm.checkpoint.format import (
+    MEAN_FILE,
+    REPLACED,
+    Checkpoint,
+    checkpoint_folders,
+    read_manifest,
+    step_of,
+)
+from llm.checkpoint.load import list_checkpoints, parts_of, read_valid
+from llm.checkpoint.retention import BEST, leftovers
+from llm.checkpoint.run_folder import MODEL_FILES, run_around
+from llm.config.command_line import parse
+from llm.config.options import missing_requirements, option, option_group
+from llm.config.program import program
+from llm.errors import CheckpointError, ConfigError, one_line_with_path, os_error_remedy
+from llm.runtime.files import delete, try_lock, write_whole
+from llm.runtime.logging import counted
+from llm.runtime.offline import forbid_downloads
+from llm.runtime.world import ignore_ranks
+from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.extensions import EXTENSIONS
+from llm.trainers.gpt.trained_model import (
+    build_untrained,
+    choose_checkpoint,
+    export_trained,
+    follow_best,
+    load_trained,
+    read_config,
+    read_while_training,
+    with_copies,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from llm.models.model_card import Card
+
+_UNFINISHED = ".unfinished"
+"""Marks the folder of an export until it is complete."""
+_EXPORTED = rf"{MODEL_FILES}|{re.escape(MEAN_FILE)}|{re.escape(_UNFINISHED)}|\.export-.*|\..*\.tmp"
+"""Pattern of the file names in the folder of an export."""
+
+_COLUMNS = "{:>10}  {:>15}  {:>9}  {:<16}  {:>5}  {}"
+
+
+@option_group("Checkpoints")
+class CoreCheckpointsOptions:
+    """The run, and the action on its checkpoints."""
+
+    run: str = option(
+        "",
+        "The run's folder (its --output_dir), or its checkpoints folder. You can leave out the "
+        "option's name.",
+        path=True,
+    )
+    verify: bool = option(
+        False,
+        "Read every byte and compare it with its checksum; exit with 1 if anything is damaged.",
+    )
+    export: tuple[str, ...] = option(
+        (),
+        "STEP DIR: write a checkpoint's model and tokenizer as a Hugging Face folder. STEP is a "
+        "number, latest or best.",
+        path=True,
+    )
+    last: int = option(
+        5,
+        "average RUN: number of newest checkpoints to average.",
+        at_least=1,
+        requires=("output",),
+    )
+    output: str | None = option(
+        None,
+        "average RUN: folder for the mean of the weights, and the tokenizer.",
+        path=True,
+    )
+    trust_remote_code: bool = option(
+        False,
+        "Run the Python code of the run's model, to export it.",
+        requires=("export", "output"),
+    )
+    export_dtype: Literal["fp32", "bf16", "fp16"] | None = option(
+        None,
+        "Precision of the exported weights; by default the run's.",
+        requires=("export", "output"),
+    )
+
+
+_SAVED = [
+    extension.saved_weights for extension in EXTENSIONS if extension.saved_weights is not None
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointsOptions(CoreCheckpointsOptions, *(each.options for each in _SAVED)):  # type: ignore[misc]
+    """The options of this program, including extensions' options."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A folder with the name of a checkpoint.
+
+    Attributes:
+        path: The folder.
+        checkpoint: Its manifest; None if the manifest cannot be read.
+        problem: Why it is not valid, or None.
+    """
+
+    path: Path
+    checkpoint: Checkpoint | None
+    problem: str | None
+
+
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    ignore_ranks()
+    averages = [*argv[:1]] == ["average"]
+    options = parse(
+        CheckpointsOptions,
+        argv[1:] if averages else argv,
+        prog="llm-trainers checkpoints [average]",
+        description="Show a run's checkpoints, verify them, export a model from one, or "
+        "average the weights of several.",
+        positional="run",
+    )
+    _check_options(options, averages=averages)
+    run, folder = _locate_folders(Path(options.run))
+    if options.output is not None:
+        with forbid_downloads():
+            lines, code = [_average_checkpoints(run, folder, options, options.output)], 0
+    elif options.export:
+        with forbid_downloads():
+            lines, code = [_export_checkpoint(run, folder, options)], 0
+    else:
+        lines, code = _list_checkpoints(folder, verify=options.verify)
+    sys.stdout.write("\n".join(lines) + "\n")
+    return code
+
+
+def _check_options(options: CheckpointsOptions, *, averages: bool) -> None:
+    """Refuse options that cannot work together."""
+    if problems := missing_requirements(options):
+        raise ConfigError(" ".join(problems))
+    if averages != (options.output is not None):
+        raise ConfigError(
+            "The mean of checkpoints is written by llm-trainers checkpoints average RUN --last 5 "
+            f"--output DIR; {'--output is missing' if averages else 'the word average is missing'}."
+        )
+    if averages and (options.verify or options.export):
+        raise ConfigError(
+            "average verifies the checkpoints that it reads; leave out --verify and --export."
+        )
+    if not options.run:
+        raise ConfigError(
+            "No run is named: give its folder first, as in llm-trainers checkpoints runs/wiki "
+            "--verify."
+        )
+    if options.verify and options.export:
+        raise ConfigError("--export verifies the checkpoint; leave out --verify.")
+    if options.export and len(options.export) != 2:
+        raise ConfigError(
+            f"--export expects a step and a folder, as in --export latest DIR, not "
+            f"'{' '.join(options.export)}'."
+        )
+
+
+def _locate_folders(path: Path) -> tuple[Path, Path]:
+    """Return the run folder and its checkpoints folder, which need not exist."""
+    if not path.is_dir():
+        raise ConfigError(f"--run {path} is not a folder; name the folder of a run.")
+    if (path / "checkpoints").is_dir() or (path / "config.toml").is_file():
+        return path, path / "checkpoints"
+    if path.resolve().name == "checkpoints" or checkpoint_folders(path):
+        return path.resolve().parent, path
+    raise ConfigError(f"--run {path} holds no run: neither config.toml nor checkpoints.")
+
+
+def _list_checkpoints(folder: Path, *, verify: bool) -> tuple[list[str], int]:
+    """Return the lines of the list, and the exit code."""
+    listed = [_look_at(path, verify=verify) for path in checkpoint_folders(folder)]
+    # A running training may have removed some in the meantime.
+    entries = [entry for entry in listed if os.path.lexists(entry.path)]
+    unfinished = leftovers(folder)
+    if not entries and not unfinished:
+        return [f"{folder} holds no checkpoint."], 0
+    valid = [entry for entry in entries if entry.problem is None]
+    latest = valid[-1].path if valid else None
+    best, remark = follow_best(folder)
+    lines = [_COLUMNS.format("step", "validation loss", "size", "saved", "ranks", "state")]
+    for entry in entries:
+        marks = [name for name, path in (("latest", latest), (BEST, best)) if path == entry.path]
+        lines.append(_format_row(entry, marks))
+    for path in unfinished:
+        lines.append(
+            f"{path.name}, {_format_bytes(_folder_bytes(path))}: from a save or removal that is "
+            "running or was interrupted; the next save or start removes it."
+        )
+    lines += _lineage_lines(valid)
+    lines.append(f"latest, where training resumes: {latest.name if latest else 'none'}")
+    lines.append(f"best, with the lowest validation loss: {remark}")
+    damaged = len(entries) - len(valid)
+    if verify:
+        verdict = f"{damaged} of {len(entries)} damaged" if damaged else "no damage"
+        lines.append(f"Every byte was read: {verdict}.")
+        return lines, 1 if damaged else 0
+    lines.append("Only names and sizes were compared; --verify reads every byte.")
+    return lines, 0
+
+
+def _lineage_lines(valid: list[Entry]) -> list[str]:
+    """Return the line that names the parent of a branch."""
+    checkpoint = valid[-1].checkpoint if valid else None
+    branch = checkpoint.metadata.get("branch") if checkpoint else None
+    if branch is None:
+        return []
+    start = branch["cooldown_from"]
+    cooldown = "" if start is None else f", with a cooldown after step {start}"
+    return [f"a branch of {branch['parent']}{cooldown}"]
+
+
+def _look_at(path: Path, *, verify: bool) -> Entry:
+    try:
+        checkpoint = read_manifest(path)
+    except CheckpointError as error:
+        # The row already has the name and says that it is not valid.
+        problem = str(error).rstrip(".")
+        for prefix in (f"{path}/", f"{path} ", "is damaged: ", "is not a checkpoint: "):
+            problem = problem.removeprefix(prefix)
+        return Entry(path=path, checkpoint=None, problem=problem)
+    files = checkpoint.files if verify else ()
+    return Entry(path=path, checkpoint=checkpoint, problem=checkpoint.problem(verify=files))
+
+
+def _format_row(entry: Entry, marks: list[str]) -> str:
+    checkpoint = entry.checkpoint
+    loss = None if checkpoint is None else checkpoint.metadata.get("eval_loss")
+    state = "valid" if entry.problem is None else f"not valid: {entry.problem}"
+    if entry.path.name.endswith(REPLACED):
+        state += " (replaced by a later save of this step)"
+    return _COLUMNS.format(
+        str(step_of(entry.path)),
+        "-" if loss is None else f"{loss:.4f}",
+        _format_bytes(_folder_bytes(entry.path)),
+        "-" if checkpoint is None else checkpoint.saved_at[:16].replace("T", " "),
+        "-" if checkpoint is None else checkpoint.world_size,
+        ", ".join([state, *marks]),
+    )
+
+
+def _folder_bytes(folder: Path) -> int:
+    total = 0
+    with contextlib.suppress(FileNotFoundError):  # a running training may remove it
+        for path in folder.rglob("*"):
+            total += 0 if path.is_dir() else path.lstat().st_size
+    return total
+
+
+def _format_bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"
+
+
+def _export_checkpoint(run: Path, folder: Path, options: CheckpointsOptions) -> str:
+    """Verify every file that the export needs, then write a Hugging Face folder."""
+    step, target = options.export[0], Path(options.export[1])
+    _check_folder(target, f"--export {step}")
+    config = _export_config(run, options)
+    saved_weights = next(
+        (candidate for candidate in _SAVED if getattr(options, candidate.part)), None
+    )
+    _prepare_libraries()
+
+    def read() -> tuple[Checkpoint, "PreTrainedModel", "PreTrainedTokenizerBase"]:
+        chosen = choose_checkpoint(folder, step, option="--export")
+        if saved_weights is not None and saved_weights.part not in parts_of(chosen):
+            raise CheckpointError(f"{chosen.path} has no {saved_weights.description}.")
+        return chosen, *load_trained(
+            config, chosen, part=saved_weights.part if saved_weights else None
+        )
+
+    chosen, model, tokenizer = read_while_training(folder, read)
+    card_rows: dict[str, object] = {"steps": chosen.step}
+    loss = None if saved_weights else chosen.metadata.get("eval_loss")
+    if saved_weights is not None:
+        card_rows["weights"] = saved_weights.card
+    elif loss is not None:
+        card_rows["eval loss"] = loss
+    card = _make_card(
+        run, config, chosen, card_rows, results={} if loss is None else {"loss": loss}
+    )
+    with _fill_folder(target, f"--export {step}"):
+        _write_export(target, config, model, tokenizer, model.state_dict(), card)
+    return (
+        f"{chosen.path} is exported: "
+        f"AutoModelForCausalLM.from_pretrained({str(target)!r}) loads it."
+    )
+
+
+def _export_config(run: Path, options: CheckpointsOptions) -> CoreConfig:
+    """Return the run's configuration, with the precision of the export."""
+    config = read_config(run, trust_remote_code=options.trust_remote_code)
+    return dataclasses.replace(config, export_dtype=options.export_dtype or config.export_dtype)
+
+
+def _average_checkpoints(run: Path, folder: Path, options: CheckpointsOptions, output: str) -> str:
+    """Write the mean of the newest checkpoints as a Hugging Face folder."""
+    target, number = Path(output), options.last
+    _check_folder(target, "--output")
+    config = _export_config(run, options)
+    chosen, model, tokenizer, state = read_while_training(
+        folder, lambda: _read_mean(config, folder, number)
+    )
+    steps = ", ".join(str(checkpoint.step) for checkpoint in chosen)
+    card = _make_card(run, config, chosen[-1], {"mean of steps": steps}, results={})
+    record = {"run": str(run.resolve()), "steps": [checkpoint.step for checkpoint in chosen]}
+    with _fill_folder(target, "--output"):
+        _write_export(target, config, model, tokenizer, state, card)
+        write_whole(target / MEAN_FILE, json.dumps(record) + "\n")
+    return (
+        f"The mean of the weights after steps {steps} is exported: "
+        f"AutoModelForCausalLM.from_pretrained({str(target)!r}) loads it."
+    )
+
+
+def _read_mean(
+    config: CoreConfig, folder: Path, number: int
+) -> tuple[list[Checkpoint], "PreTrainedModel", "PreTrainedTokenizerBase", dict[str, Any]]:
+    """Return the newest checkpoints, their model and tokenizer, and the mean of their weights."""
+    newest = list_checkpoints(folder)[-number:]
+    if len(newest) < number:
+        available = counted(len(newest), "valid checkpoint") if newest else "no valid checkpoint"
+        remedy = "; choose a smaller number" if newest else ""
+        raise ConfigError(f"--last {number}: {folder} holds {available}{remedy}.")
+    chosen = [read_valid(checkpoint.path) for checkpoint in newest]
+    _prepare_libraries()
+    from llm.checkpoint.mean import mean_state
+
+    _check_same_model(config, chosen)
+    # Not initialized: a second copy of the weights would double the memory.
+    model, tokenizer = build_untrained(config, chosen[-1], device="meta")
+    return chosen, model, tokenizer, mean_state(chosen, model)
+
+
+def _check_same_model(config: CoreConfig, checkpoints: Sequence[Checkpoint]) -> None:
+    """Refuse to average checkpoints if the model's configuration changed between them.
+
+    Args:
+        config: The run's options.
+        checkpoints: Some of its checkpoints.
+
+    Raises:
+        CheckpointError: The configuration of one differs from the last one's.
+    """
+    from llm.models.configuration import load_config
+    from llm.trainers.gpt.inputs import config_changes
+
+    newest = checkpoints[-1]
+    options = with_copies(config, newest)
+    current = load_config(options)
+    for checkpoint in checkpoints:
+        changed = config_changes(options, checkpoint, current)
+        if changed:
+            raise CheckpointError(
+                f"{newest.path} and {checkpoint.path} have different models: {'; '.join(changed)}. "
+                "Average checkpoints of one model, with a smaller --last."
+            )
+
+
+def _check_folder(target: Path, option: str) -> None:
+    """Refuse a folder with files, unless they are of an unfinished export, or within a run."""
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{option} {target} is a file; name a new folder.")
+    if target.exists() and not (_is_empty(target) or _is_unfinished(target)):
+        raise ConfigError(f"{option} {target} is not empty; name a new folder.")
+    if (run := run_around(target)) is not None:
+        raise ConfigError(
+            f"{option} {target} is within the files of the run {run}; name a folder outside of "
+            "them."
+        )
+
+
+def _is_empty(folder: Path) -> bool:
+    return not any(folder.iterdir())
+
+
+def _is_unfinished(folder: Path) -> bool:
+    """Return whether all files in a folder are of an export that has failed or was killed."""
+    names = [path.name for path in folder.iterdir()]
+    return _UNFINISHED in names and all(re.fullmatch(_EXPORTED, name) for name in names)
+
+
+@contextlib.contextmanager
+def _fill_folder(target: Path, option: str) -> Iterator[None]:
+    """Mark a folder until the context has written an export to it, so that it can be repeated.
+
+    Leftovers of an unfinished export are removed first, and again if this one fails.
+
+    Raises:
+        ConfigError: The folder has other files, or another process is writing to it.
+        CheckpointError: It cannot be written to.
+    """
+    mark = target / _UNFINISHED
+    _check_folder(target, option)  # again: another export may have finished in the meantime
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with mark.open("a") as file:
+            if not try_lock(file.fileno()):
+                logging.getLogger("llm").warning(
+                    f"{target} is on a file system without locks: start no second program that "
+                    "writes it."
+                )
+            _clear_folder(target, but=mark)
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    _clear_folder(target)
+                raise
+            mark.unlink()
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"{option} {target} is being written by another process; wait for it, or name another "
+            "folder."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} cannot be written: {one_line_with_path(error)}; {os_error_remedy(error)}."
+        ) from error
+
+
+def _clear_folder(folder: Path, *, but: Path | None = None) -> None:
+    for path in folder.iterdir():
+        if path != but:
+            delete(path)
+
+
+def _prepare_libraries() -> None:
+    from llm.runtime.logging import quiet_libraries
+    from llm.runtime.process_settings import limit_spin_wait
+
+    limit_spin_wait()
+    quiet_libraries()
+
+
+def _make_card(
+    run: Path,
+    config: CoreConfig,
+    checkpoint: Checkpoint,
+    rows: dict[str, object],
+    *,
+    results: dict[str, float],
+) -> "Card":
+    """Return the model card of a checkpoint, with further rows for its table."""
+    from llm.trainers.gpt.results import describe_data, make_card
+
+    return make_card(
+        config,
+        name=run.resolve().name,
+        rows={
+            "initial weights": checkpoint.metadata["initial_weights"],
+            "data": describe_data(config),
+            **rows,
+            "seed": config.seed,
+        },
+        results=results,
+        task_results={},
+        initial_weights=checkpoint.metadata["initial_weights"],
+        ranks=checkpoint.world_size,
+    )
+
+
+def _write_export(
+    target: Path,
+    config: CoreConfig,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    state: dict[str, Any],
+    card: "Card",
+) -> None:
+    """Export a model and its card."""
+    weights = {name: tensor.detach() for name, tensor in state.items()}
+    export_trained(config, model, tokenizer, weights, folder=target, card=card)

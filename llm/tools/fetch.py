@@ -1,0 +1,301 @@
+"""Downloads a run's inputs from the Hub: `llm-trainers fetch FOLDER --config run.toml`.
+
+Run it on a machine with access to the Hub, such as a login node. It writes `FOLDER/run.toml`; with
+this configuration the run reads only local files. If you run it again, it downloads only missing or
+changed files.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from llm.config.command_line import parse, split_config_file
+from llm.config.options import fields, non_default, option, option_group
+from llm.config.program import program
+from llm.config.shell import shell_line
+from llm.config.toml import read_toml, values_as_toml
+from llm.errors import ConfigError, LLMError, one_line
+from llm.runtime.files import write_whole
+from llm.runtime.logging import quiet_libraries, set_up_logging
+from llm.runtime.offline import offline_variable
+from llm.runtime.world import ignore_ranks
+from llm.trainers.gpt.extensions import EXTENSIONS, GPTConfig
+from llm.trainers.gpt.trained_model import tokenizer_of
+
+# Files at the top of a model's repository. Weights are read as safetensors if possible.
+_SETTINGS = (".jinja", ".json", ".model", ".py", ".tiktoken", ".txt")
+_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+_OLD_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+
+logger = logging.getLogger("llm")
+
+
+@option_group("Fetch")
+class CoreFetchOptions:
+    """The folder, and the core's options that may name something on the Hub."""
+
+    folder: str | None = option(
+        None, "Folder to write to; you can leave out the option's name.", path=True
+    )
+    model_name_or_path: str | None = option(
+        None, "Model: its configuration, tokenizer and weights.", path=True, aliases=("model",)
+    )
+    config_name: str | None = option(
+        None, "Model configuration, if it differs from the model's.", path=True
+    )
+    tokenizer_name: str | None = option(
+        None, "Tokenizer, if it differs from the model's.", path=True, aliases=("tokenizer",)
+    )
+    from_scratch: bool = option(
+        False, "Do not download the model's weights.", aliases=("low_cpu_mem_usage",)
+    )
+    dataset_name: str | None = option(None, "Data set.", path=True, aliases=("dataset",))
+    dataset_config_name: str | None = option(
+        None,
+        "Configuration (subset) of the data set; only its files are downloaded.",
+        requires=("dataset_name",),
+    )
+    eval_metrics: tuple[str, ...] = option(
+        (), "Metrics of the evaluate library.", aliases=("metrics",)
+    )
+    trust_remote_code: bool = option(
+        False, "Run the Python code that comes with a model or a data set."
+    )
+
+
+_ADDED = [extension.fetch for extension in EXTENSIONS if extension.fetch is not None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FetchOptions(CoreFetchOptions, *(added.options for added in _ADDED)):  # type: ignore[misc]
+    """The options of this program, including extensions' options."""
+
+
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    ignore_ranks()
+    # The TOML file may have any option of the trainer, more than this program has.
+    config_file, arguments = split_config_file(argv)
+    options = parse(
+        FetchOptions,
+        arguments,
+        prog="llm-trainers fetch",
+        description="Download a run's inputs from the Hub into a folder. --config names the run's "
+        "TOML file; options of this program override it.",
+        positional="folder",
+    )
+    if options.folder is None:
+        raise ConfigError("No folder is named: write llm-trainers fetch FOLDER --config run.toml.")
+    option_values = non_default(options)
+    folder = Path(option_values.pop("folder")).absolute()
+    if config_file is not None:
+        option_values = read_toml(GPTConfig, config_file) | option_values
+    _check_online()
+    set_up_logging(rank=0)
+    quiet_libraries()
+    config = GPTConfig(**option_values)
+    local = fetch(config, folder)
+    # Write defaults too: they override the options of a preset or of a branch's parent.
+    values = {name: getattr(local, name) for name in option_values}
+    write_whole(folder / "run.toml", values_as_toml(values))
+    check(local)
+    logger.info(f"train without a network: {shell_line(['--config', folder / 'run.toml'])}")
+    return 0
+
+
+def fetch(config: GPTConfig, folder: Path) -> GPTConfig:
+    """Download what the options name on the Hub.
+
+    Args:
+        config: The trainer's options.
+        folder: An absolute path. Repositories go into `models/`, `datasets/` and `metrics/` by
+            name.
+
+    Returns:
+        The options with local paths instead of names.
+
+    Raises:
+        ConfigError: The options name nothing on the Hub; or a repository is gated, missing,
+            unreachable, or has no usable file.
+    """
+    from llm.models.configuration import find_weights
+
+    changes: dict[str, Any] = {}
+    weights_from = find_weights(config)
+    for name_of in ("model_name_or_path", "config_name", "tokenizer_name"):
+        name = getattr(config, name_of)
+        if _is_on_hub(name):
+            target = folder / "models" / name
+            with _explain_errors(name_of, name):
+                _fetch_model(name, target, with_weights=name == weights_from)
+            changes[name_of] = str(target)
+    if _is_on_hub(config.dataset_name):
+        changes["dataset_name"] = _fetch_dataset(
+            "dataset_name", config.dataset_name, config.dataset_config_name, folder
+        )
+    metrics = tuple(_fetch_metric(name, folder) for name in config.eval_metrics)
+    if metrics != config.eval_metrics:
+        changes["eval_metrics"] = metrics
+    for added in _ADDED:
+        local = added.download(config, folder, partial(_fetch_dataset, folder=folder))
+        changes |= {name: path for name, path in local.items() if path != getattr(config, name)}
+    if not changes:
+        names = (field.name for added in _ADDED for field in fields(added.options))
+        further = "".join(f"--{name}, " for name in names)
+        raise ConfigError(
+            "There is nothing to fetch: the options name nothing on the Hub. Give "
+            f"--model_name_or_path, --dataset_name, {further}or --eval_metrics, or a --config with "
+            "one of them."
+        )
+    return dataclasses.replace(config, **changes)
+
+
+def check(config: GPTConfig) -> None:
+    """Load the downloads, except weights and text, so that gaps show before the run.
+
+    Raises:
+        ConfigError: A part is missing, or a metric needs a Python package.
+        DataError: The data set is not made of text files.
+    """
+    from llm.data.dataset_folder import open_dataset_folder
+    from llm.data.text_identity import check_file
+    from llm.models.configuration import load_config
+    from llm.trainers.gpt.evaluation import load_metrics
+
+    if config.config_name or config.model_name_or_path:
+        load_config(config)
+    if config.tokenizer_name or config.model_name_or_path:
+        tokenizer_of(config)
+    if config.dataset_name is not None:
+        name, subset = config.dataset_name, config.dataset_config_name
+        folder = open_dataset_folder(name, subset, file_option="--train_file")
+        for file in folder.files("train") if folder is not None else ():
+            check_file(file, "--dataset_name")
+    load_metrics(config.eval_metrics)
+
+
+def _check_online() -> None:
+    """Refuse to start if a variable forbids the Hub's libraries to use the network."""
+    name = offline_variable()
+    if name is not None:
+        raise ConfigError(
+            f"{name}={os.environ[name]} in the environment forbids downloads, and this program "
+            f"downloads: unset {name}, and run it again."
+        )
+
+
+def _is_on_hub(name: str | None) -> TypeGuard[str]:
+    return name is not None and not Path(name).exists()
+
+
+@contextlib.contextmanager
+def _explain_errors(option_name: str, name: str) -> Iterator[None]:
+    """Turn errors of the Hub's client into one sentence."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        yield
+    except LLMError:
+        raise
+    except HFValidationError as error:
+        raise ConfigError(
+            f"--{option_name} {name} is neither a path that exists nor a name on the Hub, such as "
+            "OWNER/NAME: check it."
+        ) from error
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"--{option_name} {name} is gated: accept its terms on its page, log in with `hf auth "
+            "login`, and run this again."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"--{option_name} {name} is not on the Hub, and is not a local path: check the name; a "
+            "private repository needs `hf auth login`."
+        ) from error
+    except Exception as error:  # the client raises many types: network, Hub, disk
+        reason = one_line(error.__cause__ or error)
+        raise ConfigError(
+            f"--{option_name} {name} was not downloaded completely ({reason}); check the network "
+            "and the disk, and run this again: it downloads only the missing files."
+        ) from error
+
+
+def _download_files(
+    name: str, target: Path, *, files: Sequence[str], kind: str, revision: str | None = None
+) -> None:
+    """Download files of a repository; existing files are only compared."""
+    import huggingface_hub
+
+    huggingface_hub.snapshot_download(
+        name, repo_type=kind, revision=revision, local_dir=target, allow_patterns=list(files)
+    )
+    size = sum(path.stat().st_size for path in map(target.joinpath, files) if path.is_file())
+    logger.info(f"{name}: {len(files)} files, {size / 1e6:,.1f} MB in {target}")
+
+
+def _fetch_model(name: str, target: Path, *, with_weights: bool) -> None:
+    """Download configuration and tokenizer, and weights on request."""
+    import huggingface_hub
+
+    every = [f for f in huggingface_hub.HfApi().list_repo_files(name) if "/" not in f]
+    weights = _matching_files(every, _WEIGHTS) or _matching_files(every, _OLD_WEIGHTS)
+    settings = {f for f in every if f.endswith(_SETTINGS)}
+    settings -= {*_matching_files(every, _WEIGHTS), *_matching_files(every, _OLD_WEIGHTS)}
+    files = sorted(settings | set(weights if with_weights else []))
+    if not files:
+        raise ConfigError(f"{name} has no model or tokenizer files at its top level.")
+    _download_files(name, target, files=files, kind="model")
+
+
+def _matching_files(files: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    return [file for file in files if any(Path(file).match(pattern) for pattern in patterns)]
+
+
+def _fetch_dataset(option_name: str, name: str, config_name: str | None, folder: Path) -> str:
+    """Download the files of one configuration of a data set; return their folder."""
+    from llm.data.hub_files import find_hub_files
+
+    repository = find_hub_files(name, config_name)
+    target = folder / "datasets" / name
+    with _explain_errors(option_name, name):
+        # The card defines the configurations. Without configurations, it is left out.
+        _download_files(
+            repository.name,
+            target,
+            files=["README.md", *repository.files],
+            kind="dataset",
+            revision=repository.revision,
+        )
+    return str(target)
+
+
+def _fetch_metric(name: str, folder: Path) -> str:
+    """Download the code of a metric; return its folder, or its name if it is available locally."""
+    import evaluate
+    import huggingface_hub
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    if name == "accuracy" or not _is_on_hub(name):
+        return name
+    repository = name if "/" in name else f"evaluate-metric/{name}"
+    target = folder / "metrics" / name
+    with _explain_errors("eval_metrics", name):
+        hub, revision = huggingface_hub.HfApi(), f"v{evaluate.__version__}"
+        try:
+            files = hub.list_repo_files(repository, repo_type="space", revision=revision)
+        except RevisionNotFoundError:  # a metric that is not part of the library's release
+            revision = "main"
+            files = hub.list_repo_files(repository, repo_type="space", revision=revision)
+        code = [file for file in files if file.endswith(".py")]
+        _download_files(repository, target, files=code, kind="space", revision=revision)
+    return str(target)

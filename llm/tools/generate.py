@@ -1,0 +1,336 @@
+"""Generates text with a trained model: `llm-trainers generate runs/wiki --prompt "Once upon a"`.
+
+The text goes to standard output token by token, everything else to standard error.
+
+Exit codes: 0 success; 2 an option cannot work, a file cannot be read, or the model has diverged.
+"""
+
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llm.checkpoint.format import MANIFEST
+from llm.checkpoint.load import list_checkpoints, read_valid
+from llm.config.command_line import parse
+from llm.config.options import option, option_group
+from llm.config.program import program
+from llm.config.terminal import text_for
+from llm.errors import ConfigError, DivergedError, one_line
+from llm.runtime.files import read_json_lines
+from llm.runtime.logging import quiet_libraries
+from llm.runtime.offline import forbid_downloads
+from llm.runtime.process_settings import limit_spin_wait
+from llm.runtime.rng import draw_seed
+from llm.runtime.world import device_of, ignore_ranks, world_from_environment
+from llm.trainers.gpt.trained_model import (
+    choose_checkpoint,
+    load_trained,
+    read_config,
+    read_while_training,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    Model = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+_SMALLEST_TEMPERATURE, _LARGEST_TEMPERATURE = 1e-6, 1e6
+"""Outside these bounds, logits divided by the temperature may not be finite."""
+
+
+@option_group("Sampling")
+class GenerateOptions:
+    """The model, the prompt, and how to sample."""
+
+    run: str = option(
+        "",
+        "A run folder (its exported model, or else its newest checkpoint), a checkpoint's folder, "
+        "or any folder that from_pretrained can load. You can leave out the option's name.",
+        group="Model",
+        path=True,
+    )
+    checkpoint: str | None = option(
+        None,
+        "Checkpoint of the run to use: a step, latest, best, or its folder.",
+        group="Model",
+        path=True,
+    )
+    trust_remote_code: bool = option(
+        False, "Run the Python code that comes with the model.", group="Model"
+    )
+    prompt: str = option(
+        "",
+        "Beginning of the text; - reads it from standard input, without its last line break.",
+        group="Text",
+    )
+    max_new_tokens: int = option(
+        200,
+        "Maximum number of tokens; fewer if the text ends or the model has no more positions.",
+        group="Text",
+        at_least=1,
+    )
+    num_samples: int = option(1, "Number of texts to write.", group="Text", at_least=1)
+    temperature: float | None = option(
+        None,
+        "Values below 1 make likely tokens likelier, values above 1 make all tokens more alike; 0 "
+        "always takes the likeliest. By default from the model's generation_config.json, else 1.",
+        at_least=0,
+        at_most=_LARGEST_TEMPERATURE,
+    )
+    top_k: int | None = option(
+        None,
+        "Sample from the k most likely tokens (0: no limit). By default from the model's "
+        "generation_config.json, else 50.",
+        at_least=0,
+    )
+    top_p: float | None = option(
+        None,
+        "Sample from the likeliest tokens that together have this probability. By default from the "
+        "model's generation_config.json, else 1.",
+        above=0,
+        at_most=1,
+    )
+    seed: int | None = option(
+        None,
+        "The same seed gives the same text; each further text uses the next seed. By default drawn "
+        "at random and printed.",
+        at_least=0,
+    )
+
+
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    ignore_ranks()
+    options = parse(
+        GenerateOptions,
+        argv,
+        prog="llm-trainers generate",
+        description="Generate text with a trained model.",
+        positional="run",
+    )
+    if 0 < (options.temperature or 0) < _SMALLEST_TEMPERATURE:
+        raise ConfigError(
+            f"--temperature {options.temperature} is too small to divide by; give 0 to always take "
+            f"the likeliest token, or at least {_SMALLEST_TEMPERATURE:g}."
+        )
+    try:
+        with forbid_downloads():
+            _generate_texts(options)
+    except DivergedError as error:
+        raise DivergedError(f"{error} {_describe_divergence(options)}") from error
+    return 0
+
+
+def _generate_texts(options: GenerateOptions) -> None:
+    prompt = _read_prompt() if options.prompt == "-" else options.prompt
+    model, tokenizer = _open_model(options)
+    from llm.models.sampling import sample_text
+
+    model = model.to(device_of(world_from_environment()))
+    max_new_tokens = _limit_new_tokens(options.max_new_tokens, prompt, model, tokenizer)
+    seed = draw_seed() if options.seed is None else options.seed
+    if options.seed is None and options.temperature != 0:
+        _print_note(f"--seed {seed}")
+    for number in range(options.num_samples):
+        if options.num_samples > 1:
+            title = f"--- text {number + 1} of {options.num_samples}, --seed {seed + number}"
+            sys.stdout.write(f"{title}\n")
+        sample_text(
+            model,
+            tokenizer,
+            prompt=prompt,
+            max_new_tokens=max_new_tokens,
+            seed=seed + number,
+            streamer=make_printer(tokenizer),
+            **_sampling_arguments(options),
+        )
+
+
+def _describe_divergence(options: GenerateOptions) -> str:
+    """Describe since when the run's loss is not finite, and suggest an earlier checkpoint."""
+    run = Path(options.run)
+    if (run / MANIFEST).is_file():
+        run = run.resolve().parent.parent
+    finite, since = _end_of_finite_losses(run / "metrics.jsonl")
+    if since is None:
+        return "Its training has diverged; use another model."
+    # The update after the last finite loss may have made the weights infinite or NaN.
+    earlier = [
+        checkpoint.path
+        for checkpoint in list_checkpoints(run / "checkpoints")
+        if checkpoint.step < finite
+    ]
+    remedy = (
+        f"use an earlier checkpoint, such as {earlier[-1]}."
+        if earlier
+        else "no earlier checkpoint exists, so train again with a lower --learning_rate."
+    )
+    return f"No loss of {run} has been finite since step {since}; {remedy}"
+
+
+def _end_of_finite_losses(metrics: Path) -> tuple[int, int | None]:
+    """Return the step of the last finite training loss, and the first later step without one."""
+    finite, since = 0, None
+    for row in filter(None, read_json_lines(metrics)):
+        if type(row.get("step")) is not int:
+            continue
+        if row.get("loss") is not None:
+            finite, since = row["step"], None
+        if since is None and None in (row.get("loss", 0.0), row.get("eval_loss", 0.0)):
+            since = row["step"]
+    return finite, since
+
+
+def _read_prompt() -> str:
+    try:
+        # In the C locale, sys.stdin would accept other bytes.
+        return io.TextIOWrapper(sys.stdin.buffer, "utf-8").read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompt -: standard input is not UTF-8 text: {error}.") from error
+
+
+def _open_model(options: GenerateOptions) -> "Model":
+    """Load the model that the options name, and its tokenizer."""
+    if not options.run:
+        raise ConfigError(
+            "No model is named: give the folder of a run first, as in llm-trainers generate "
+            "runs/wiki."
+        )
+    path = Path(options.run)
+    if not path.is_dir():
+        raise ConfigError(f"--run {path} is not a folder; name the folder of a run or of a model.")
+    limit_spin_wait()
+    if (path / MANIFEST).is_file():
+        if options.checkpoint is not None:
+            raise ConfigError(f"--run {path} is a checkpoint already; leave out --checkpoint.")
+        return _open_checkpoint(path.resolve().parent.parent, str(path), options)
+    if options.checkpoint is None and _holds_model(path):
+        return _open_export(path, trust_remote_code=options.trust_remote_code)
+    if not ((path / "config.toml").is_file() or (path / "checkpoints").is_dir()):
+        raise ConfigError(
+            f"--run {path} holds neither a run (config.toml, checkpoints) nor a model "
+            "(config.json and weights)."
+        )
+    return _open_checkpoint(path, options.checkpoint or "latest", options)
+
+
+def _holds_model(folder: Path) -> bool:
+    if not (folder / "config.json").is_file():
+        return False
+    from llm.models.configuration import has_weights
+
+    return has_weights(str(folder))
+
+
+def _open_checkpoint(run: Path, name: str, options: GenerateOptions) -> "Model":
+    config = read_config(run, trust_remote_code=options.trust_remote_code)
+    quiet_libraries()
+
+    def read() -> "Model":
+        if (Path(name) / MANIFEST).is_file():
+            chosen = read_valid(Path(name))
+        else:
+            chosen = choose_checkpoint(run / "checkpoints", name, option="--checkpoint")
+        _print_note(f"The model after step {chosen.step:,}, from {chosen.path}.")
+        return load_trained(config, chosen)
+
+    return read_while_training(run / "checkpoints", read)
+
+
+def _open_export(folder: Path, *, trust_remote_code: bool) -> "Model":
+    quiet_libraries()
+    from llm.tokenizers.load_tokenizer import load_tokenizer
+    from llm.tokenizers.options import TokenizerOptions
+
+    tokenizer = load_tokenizer(
+        TokenizerOptions(tokenizer_name=str(folder)), trust_remote_code=trust_remote_code
+    )
+    from transformers import AutoModelForCausalLM
+
+    from llm.models.configuration import load_config
+    from llm.models.options import ModelOptions
+
+    config = load_config(
+        ModelOptions(model_name_or_path=str(folder), trust_remote_code=trust_remote_code)
+    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # the library and the model's code may raise anything
+        raise ConfigError(f"The model in {folder} cannot be loaded: {one_line(error)}.") from error
+    _print_note(f"The exported model in {folder}.")
+    return model, tokenizer
+
+
+def _limit_new_tokens(
+    wanted: int, prompt: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
+) -> int:
+    """Return the number of tokens to generate, limited by the model's positions."""
+    from llm.models.configuration import max_positions
+    from llm.tokenizers.prompts import encode_prompt
+
+    limit = max_positions(model.config)
+    used = max(1, len(encode_prompt(tokenizer, prompt))) if prompt else 1
+    if limit is None or used + wanted <= limit:
+        return wanted
+    room = max(1, limit - used)
+    _print_note(
+        f"The model has {limit:,} positions, and the prompt takes {used:,}: "
+        f"at most {room:,} tokens are written instead of {wanted:,}"
+        + (", and the beginning of the prompt is left out." if used >= limit else ".")
+    )
+    return room
+
+
+def _sampling_arguments(options: GenerateOptions) -> dict[str, Any]:
+    """Return arguments of `generate`; options that are not set use the model's defaults."""
+    alone = {"num_beams": 1}  # several beams have no text to print before they end
+    if options.temperature == 0:
+        return {**alone, "do_sample": False}
+    values = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
+    return {**alone, **{name: value for name, value in values.items() if value is not None}}
+
+
+def make_printer(tokenizer: "PreTrainedTokenizerBase") -> Any:
+    """Create a streamer that prints each token as soon as its characters are complete.
+
+    The library's `TextStreamer` delays words until they end, and loses spaces after a line break
+    with tokenizers that mark the beginnings of words.
+    """
+    from transformers.generation.streamers import BaseStreamer
+
+    class Printer(BaseStreamer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self._ids: list[int] = []
+            self._written = 0
+
+        def put(self, value: Any) -> None:
+            is_prompt = not self._ids
+            self._ids += value.flatten().tolist()
+            if is_prompt:  # printed with the first token
+                return
+            text = tokenizer.decode(self._ids, skip_special_tokens=True)
+            if not text.endswith("\ufffd"):  # an incomplete character
+                self._write_text(text)
+
+        def end(self) -> None:
+            self._write_text(tokenizer.decode(self._ids, skip_special_tokens=True))
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+        def _write_text(self, text: str) -> None:
+            sys.stdout.write(text_for(sys.stdout, text[self._written :]))
+            sys.stdout.flush()
+            self._written = len(text)
+
+    return Printer()
+
+
+def _print_note(text: str) -> None:
+    sys.stderr.write(text_for(sys.stderr, f"{text}\n"))
+    sys.stderr.flush()

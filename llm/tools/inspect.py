@@ -1,0 +1,355 @@
+"""Shows the contents of token files, or the text of a run's step: `llm-trainers inspect`.
+
+`llm-trainers inspect data/wiki_text_document` shows token files, and `--verify` their damage;
+`llm-trainers inspect runs/wiki --step 1207` shows the training text of a step.
+
+Exit codes: 0, shown, or verified without fault; 1, `--verify` reports faults; 2, a wrong option, or
+files that are missing or (without `--verify`) too damaged to show.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llm.config.command_line import parse
+from llm.config.options import missing_requirements, option, option_group
+from llm.config.program import program
+from llm.errors import ConfigError
+from llm.runtime.world import ignore_ranks
+from llm.tokenizers.options import TokenizerOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from llm.data.formats.flat import AnyTokenFile
+    from llm.data.formats.megatron import TokenFile
+    from llm.data.formats.parts import TokenFileParts
+    from llm.data.formats.sidecar import Sidecar
+
+_MEASURED = 1_000_000  # documents used for the statistics of lengths
+_SAMPLED = 1_000  # documents checked for their last token
+
+
+@option_group("Contents")
+class InspectOptions:
+    """Options of `llm-trainers inspect`."""
+
+    path: str = option(
+        "",
+        "Token files: PREFIX of PREFIX.bin and PREFIX.idx or of numbered parts, or a flat nanoGPT "
+        "file with its .bin; "
+        "with step, the folder of a run. You can leave out the option's name.",
+        group="Token files",
+        path=True,
+    )
+    verify: bool = option(
+        False,
+        "Read everything and report damage; exit with 1 if any is found.",
+        group="Token files",
+    )
+    step: int | None = option(
+        None,
+        "Show the text that this step of a run was trained on, counted from 1 as in the log.",
+        group="A run's step",
+        at_least=1,
+    )
+    rank: int | None = option(
+        None,
+        "Show only the samples of this data-parallel rank, counted from 0.",
+        group="A run's step",
+        requires=("step",),
+        at_least=0,
+    )
+    data_ranks: int | None = option(
+        None,
+        "Number of data-parallel ranks; by default the number when the step was trained.",
+        group="A run's step",
+        requires=("rank",),
+        at_least=1,
+    )
+    documents: int = option(3, "Number of documents to show, from the first.", at_least=0)
+    tokens: int = option(60, "Number of tokens to show per document.", at_least=0)
+    tokenizer_name: str | None = option(
+        None,
+        "Tokenizer to show them as text, too: a Hub name, a folder, or a tokenizer.json file. By "
+        "default the one that made the files, if they name it and it is on this machine.",
+        path=True,
+    )
+    trust_remote_code: bool = option(
+        False, "Run the Python code that comes with the tokenizer, or with the model of a run."
+    )
+    vocab_file: str | None = option(
+        None, "GPT-2's vocab.json, instead of a name; goes with --merges_file.", path=True
+    )
+    merges_file: str | None = option(None, "GPT-2's merges.txt; goes with --vocab_file.", path=True)
+
+
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    ignore_ranks()
+    options = parse(
+        InspectOptions,
+        argv,
+        prog="llm-trainers inspect",
+        description="Show or verify token files, or show the text of a run's step.",
+        positional="path",
+        example="data/web_text_document --documents 2 --tokenizer_name gpt2",
+    )
+    _check_options(options)
+    code = 0
+    if options.step is not None:
+        from llm.runtime.offline import forbid_downloads
+
+        with forbid_downloads():
+            lines = _describe_step(options, options.step)
+    elif options.verify:
+        from llm.prepare.verification import verify
+
+        faults = verify(Path(options.path))
+        lines, code = (faults, 1) if faults else (["all checks passed"], 0)
+    else:
+        lines = _describe_tokens(options)
+    sys.stdout.write("\n".join(lines) + "\n")
+    return code
+
+
+def _check_options(options: InspectOptions) -> None:
+    """Refuse options that cannot work together."""
+    if not options.path:
+        raise ConfigError("No token file is named: give its path, as in inspect data/wiki.")
+    if problems := missing_requirements(options):
+        raise ConfigError(" ".join(problems))
+    if options.step is None and (Path(options.path) / "config.toml").is_file():
+        raise ConfigError(
+            f"{options.path} is the folder of a run: name one of its steps by --step."
+        )
+    if options.step is not None and options.verify:
+        raise ConfigError("--verify is for token files and --step for a run; give one of them.")
+
+
+def _describe_step(options: InspectOptions, number: int) -> list[str]:
+    """Describe the documents that a step of a run was trained on."""
+    from llm.runtime.logging import quiet_libraries
+    from llm.trainers.gpt.trained_step import passages, read_step
+
+    quiet_libraries()
+    run = Path(options.path)
+    step = read_step(
+        run,
+        number,
+        rank=options.rank,
+        data_ranks=options.data_ranks,
+        trust_remote_code=options.trust_remote_code,
+    )
+    sample_note = (
+        "" if options.rank is None else f"; these are the samples of number {options.rank}"
+    )
+    lines = [
+        _format_row("run", str(run)),
+        _format_row("step", f"{number:,} of {step.total_steps:,}"),
+        _format_row("samples", f"{step.samples.size:,}"),
+        _format_row("data ranks", f"{step.data_ranks:,}{sample_note}"),
+    ]
+    flat = set()
+    rows = zip(step.samples.tolist(), step.sources.tolist(), step.starts.tolist(), strict=True)
+    for sample, source, start in rows:
+        name, stream = step.corpus[source].name, step.corpus[source].stream
+        lines += ["", f"sample {sample:,}, source {name}"]
+        if not stream.file.num_documents:
+            flat.add(name)
+        for passage in passages(stream, start, step.num_tokens):
+            unit = "the file" if passage.document is None else f"document {passage.document:,}"
+            stop = passage.offset + passage.tokens.size
+            ids = passage.tokens[: options.tokens].tolist()
+            more = " ..." if passage.tokens.size > len(ids) else ""
+            lines += [
+                f"{unit}, tokens {passage.offset:,} to {stop - 1:,} of {passage.length:,}",
+                _quote_text(step.tokenizer, ids) + more,
+            ]
+    if flat:
+        names = ", ".join(sorted(flat))
+        lines += ["", f"Flat token files do not say where documents begin: {names}."]
+    return lines
+
+
+def _describe_tokens(options: InspectOptions) -> list[str]:
+    from llm.data.formats.flat import FlatTokenFile
+    from llm.data.formats.sidecar import open_described
+
+    file, sidecar = open_described(Path(options.path))
+    tokenizer, note = _load_decoder(options, sidecar) if options.documents else (None, None)
+    lines = _describe_file(file)
+    if sidecar is not None:
+        lines += _describe_sidecar(sidecar)
+    if not isinstance(file, FlatTokenFile) and file.num_documents:
+        lines += _describe_documents(file, tokenizer)
+    lines += _describe_contents(file, options, tokenizer)
+    return [*lines, "", note] if note else lines
+
+
+def _load_decoder(
+    options: InspectOptions, sidecar: "Sidecar | None"
+) -> tuple["PreTrainedTokenizerBase | None", str | None]:
+    """Return the tokenizer that decodes the ids, or None, and a remark on it."""
+    is_named = any((options.tokenizer_name, options.vocab_file, options.merges_file))
+    if is_named:
+        tokenizer_options = TokenizerOptions(
+            tokenizer_name=options.tokenizer_name,
+            vocab_file=options.vocab_file,
+            merges_file=options.merges_file,
+        )
+    elif sidecar is None:
+        return None, None
+    else:
+        vocab_file, comma, merges_file = sidecar.tokenizer.partition(", ")
+        # `prepare` names the pair "vocab.json, merges.txt", but a path may contain a comma, too.
+        if comma and not Path(sidecar.tokenizer).exists():
+            tokenizer_options = TokenizerOptions(vocab_file=vocab_file, merges_file=merges_file)
+        else:
+            tokenizer_options = TokenizerOptions(tokenizer_name=sidecar.tokenizer)
+    from llm.runtime.logging import quiet_libraries
+    from llm.tokenizers.load_tokenizer import fingerprint, load_tokenizer
+
+    quiet_libraries()
+    try:
+        # Where the user has named no tokenizer, nothing is downloaded.
+        tokenizer = load_tokenizer(
+            tokenizer_options,
+            local_files_only=not is_named,
+            trust_remote_code=options.trust_remote_code,
+        )
+    except ConfigError as error:
+        if is_named:
+            raise
+        return None, f"Not shown as text: {error}"
+    if sidecar is None or fingerprint(tokenizer) == sidecar.tokenizer_fingerprint:
+        return tokenizer, None
+    return tokenizer, (
+        f"This tokenizer's fingerprint is {fingerprint(tokenizer)}, but the files were made with "
+        f"{sidecar.tokenizer_fingerprint}: the text may be wrong."
+    )
+
+
+def _format_row(name: str, value: str) -> str:
+    return f"{name:<18}{value}"
+
+
+def _describe_file(file: "AnyTokenFile") -> list[str]:
+    from llm.data.formats.flat import FlatTokenFile
+    from llm.data.formats.megatron import add_suffix
+    from llm.data.formats.parts import TokenFileParts
+
+    if not isinstance(file, FlatTokenFile):
+        name = file.prefix
+        kind = ".bin and .idx, as Megatron-LM and NeMo read them"
+        parts = [file.prefix]
+        if isinstance(file, TokenFileParts):
+            parts = [part.prefix for part in file.parts]
+            kind = f"{len(parts):,} parts, {parts[0].name} to {parts[-1].name}"
+        index_bytes = sum(add_suffix(part, ".idx").stat().st_size for part in parts)
+        size = f"{file.tokens.nbytes:,} bytes of .bin, {index_bytes:,} of .idx"
+        counts = [
+            _format_row("documents", f"{file.num_documents:,}"),
+            _format_row("sequences", f"{file.num_sequences:,}"),
+        ]
+    else:
+        name = file.path
+        kind = "flat .bin, as nanoGPT reads it"
+        size = f"{file.tokens.nbytes:,} bytes"
+        counts = [_format_row("documents", "not known")]
+    lines = [_format_row("token file", str(name)), _format_row("kind", kind), *counts]
+    lines += [
+        _format_row("tokens", f"{file.num_tokens:,}"),
+        _format_row("dtype", file.tokens.dtype.name),
+    ]
+    return [*lines, _format_row("size", size)]
+
+
+def _describe_sidecar(sidecar: "Sidecar") -> list[str]:
+    tokenizer = f"{sidecar.tokenizer} (fingerprint {sidecar.tokenizer_fingerprint})"
+    ends = "appended to each document" if sidecar.append_eos else "not appended"
+    eos = "none" if sidecar.eos_token_id is None else f"{sidecar.eos_token_id}, {ends}"
+    text = f"{sidecar.text_bytes:,} bytes"
+    if sidecar.tokens:
+        text += f", {sidecar.text_bytes / sidecar.tokens:.3f} bytes per token"
+    skipped = f"{sidecar.empty_documents:,} empty, {sidecar.skipped_documents:,} unreadable"
+    return [
+        _format_row("text", text),
+        _format_row("left out", f"{skipped} documents"),
+        _format_row("tokenizer", tokenizer),
+        _format_row(
+            "vocabulary", f"{sidecar.vocab_size:,}; largest id in use {sidecar.largest_token:,}"
+        ),
+        _format_row("end of text", eos),
+        _format_row(
+            "beginning of text", "prepended to each document" if sidecar.prepend_bos else "none"
+        ),
+        _format_row("sources", ", ".join(sidecar.sources)),
+    ]
+
+
+def _describe_documents(
+    file: "TokenFile | TokenFileParts", tokenizer: "PreTrainedTokenizerBase | None"
+) -> list[str]:
+    import numpy as np
+
+    measured = min(file.num_documents, _MEASURED)
+    starts = file.document_starts(0, measured + 1)
+    lengths = np.diff(starts)
+    length = (
+        f"min {lengths.min():,}, median {np.median(lengths):,.0f}, mean {lengths.mean():,.1f}, "
+        f"max {lengths.max():,} tokens"
+    )
+    if measured < file.num_documents:
+        length += f" (of the first {measured:,})"
+    ends = starts[1 : _SAMPLED + 1][lengths[:_SAMPLED] > 0]
+    if ends.size == 0:
+        return [_format_row("document length", length)]
+    last_tokens = np.unique(file.tokens.take(ends - 1))
+    if last_tokens.size == 1:
+        text = _quote_text(tokenizer, last_tokens.tolist())
+        end = f"all with the token {last_tokens[0]} {text}".rstrip()
+    else:
+        end = f"with {last_tokens.size:,} different tokens"
+    if ends.size < file.num_documents:
+        end += f" (of the first {ends.size:,})"
+    return [_format_row("document length", length), _format_row("documents end", end)]
+
+
+def _describe_contents(
+    file: "AnyTokenFile",
+    options: InspectOptions,
+    tokenizer: "PreTrainedTokenizerBase | None",
+) -> list[str]:
+    """Describe the first documents, or the first tokens if documents are not known."""
+    import numpy as np
+
+    from llm.data.formats.flat import FlatTokenFile
+
+    ranges: list[tuple[str, int, int]] = []
+    if not isinstance(file, FlatTokenFile):
+        ranges = [
+            (f"document {number:,}", file.document_start(number), file.document_start(number + 1))
+            for number in range(min(options.documents, file.num_documents))
+        ]
+    if options.documents and not file.num_documents:
+        ranges = [("all documents", 0, file.num_tokens)]
+    lines: list[str] = []
+    for name, start, stop in ranges:
+        ids = np.asarray(file.tokens[start : min(stop, start + options.tokens)]).tolist()
+        more = " ..." if stop - start > len(ids) else ""
+        lines += ["", f"{name}, {stop - start:,} tokens", " ".join(map(str, ids)) + more]
+        if tokenizer is not None:
+            lines.append(_quote_text(tokenizer, ids) + more)
+    return lines
+
+
+def _quote_text(tokenizer: "PreTrainedTokenizerBase | None", ids: list[int]) -> str:
+    """Return the text of ids; escapes characters that would change the terminal."""
+    if tokenizer is None:
+        return ""
+    if ids and not 0 <= min(ids) <= max(ids) < len(tokenizer):
+        return f"(ids beyond the tokenizer's {len(tokenizer):,})"
+    return repr(tokenizer.decode(ids, clean_up_tokenization_spaces=False))

@@ -1,0 +1,241 @@
+"""Writes a job script: `llm-trainers jobs slurm --nodes 4 --time 6:00:00 -- TRAINER OPTIONS`.
+
+The trainer's options follow `--` and are checked when the script is written. The script fills the
+template `slurm.sh` or `pbs.sh` with the options and the settings in `sites.toml`.
+`llm-trainers jobs prepare slurm ...` writes one that prepares token files.
+"""
+
+import shlex
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from llm.config.command_line import parse
+from llm.config.program import program
+from llm.data.batch_plan import plan_batches
+from llm.data.options import LENGTHS
+from llm.errors import ConfigError
+from llm.parallel.dims import parallel_dims
+from llm.tools.jobs.notes import describe_script
+from llm.tools.jobs.options import JobOptions
+from llm.tools.jobs.output_dir import print_output_dir
+from llm.tools.jobs.preparation_job import preparation_job
+from llm.tools.jobs.scripts import (
+    check_job,
+    load_template,
+    quoted_rows,
+    read_minutes,
+    without_output,
+    write_script,
+)
+from llm.tools.jobs.sites import SITES, choose_queue
+from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.main import parse_args
+from llm.trainers.gpt.seams import choose_layout, make_extensions
+
+_LEAST_MINUTES = 30
+"""To start, train and save."""
+
+_NO_TRAINER = "The trainer's options are missing: write them after --."
+
+# Names from the scripts of Megatron-LM: `TP_SIZE=8 PP_SIZE=2 sbatch SCRIPT`.
+_ENVIRONMENT_VARIABLES = {
+    "tensor_parallel_size": "TP_SIZE",
+    "pipeline_parallel_size": "PP_SIZE",
+    "num_layers": "NUM_LAYERS",
+    "hidden_size": "HIDDEN_SIZE",
+    "num_attention_heads": "NUM_ATTENTION_HEADS",
+}
+
+
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    if argv[:1] == ["prepare"]:
+        return preparation_job(argv)
+    if argv[:1] == ["output_dir"]:
+        return print_output_dir(argv[1:])
+    arguments = list(argv)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    if cut == len(arguments) and not any(word.startswith(("-h", "--help")) for word in arguments):
+        raise ConfigError(_NO_TRAINER)
+    if [_option_of(word) for word in arguments[:cut] if word.startswith("--")].count("sweep") > 1:
+        raise ConfigError(
+            "--sweep is given twice; for a job per combination, list all options after one, as in "
+            "--sweep learning_rate=1e-4,3e-4 seed=1,2."
+        )
+    options = parse(
+        JobOptions,
+        arguments[:cut],
+        prog="llm-trainers jobs",
+        description="Write a job script; the trainer's options follow after --. With the word "
+        "prepare first, it prepares token files: llm-trainers jobs prepare --help.",
+        positional="scheduler",
+        usage="SCHEDULER [--OPTION VALUE ...] -- TRAINER OPTIONS",
+        example="slurm --nodes 8 --requeue --output job.sh -- --config run.toml",
+    )
+    text, notes = job_script(options, command=arguments[:cut], trainer=arguments[cut + 1 :])
+    write_script(options.output, text)
+    sys.stderr.write("".join(f"{note}\n" for note in notes))
+    return 0
+
+
+def job_script(
+    options: JobOptions, *, command: Sequence[str], trainer: Sequence[str]
+) -> tuple[str, list[str]]:
+    """Return the text of a job script, and sentences about it.
+
+    Args:
+        options: Options of this program.
+        command: The arguments of this program, repeated at the head of the script.
+        trainer: Arguments of the trainer.
+
+    Raises:
+        ConfigError: An option does not fit the others, or the trainer refuses its arguments.
+    """
+    site = SITES[options.site]
+    per_node = options.gpus_per_node or site.gpus_per_node
+    job = replace(
+        options,
+        scheduler=options.scheduler or site.schedulers[0],
+        gpus_per_node=per_node,
+        cpus_per_gpu=options.cpus_per_gpu or site.cpus_per_gpu,
+        launcher=options.launcher or site.launcher,
+    )
+    _check_scheduler(job)
+    if not trainer:
+        raise ConfigError(_NO_TRAINER)
+    minutes = read_minutes(job.time)
+    for name in ("requeue", "chain"):
+        if getattr(job, name) and minutes <= _LEAST_MINUTES:
+            raise ConfigError(
+                f"--{name} needs a --time of more than {_LEAST_MINUTES} minutes, to start, train "
+                f"and save in; --time {job.time} is less."
+            )
+    # Time for the job to start and to save its last checkpoint.
+    exit_after = minutes - max(15, minutes // 20) if job.chain else None
+    added = _stop_and_resume(trainer, exit_after)
+    user_arguments, trainer = trainer, [*trainer, *added]
+    queue = choose_queue(site, queue_name=job.queue, nodes=job.nodes, minutes=minutes)
+    config = parse_args(trainer)
+    if config.output_dir is None:
+        raise ConfigError("--output_dir is missing among the trainer's options.")
+    sweep = _read_sweep(job.sweep)
+    combinations = [*product(*sweep.values())]
+    for values in combinations:
+        swept = [f"--{name}={value}" for name, value in zip(sweep, values, strict=True)]
+        _check_ranks(
+            parse_args([*trainer, *swept]), ranks=job.nodes * per_node, ranks_per_node=per_node
+        )
+    job = replace(job, queue=queue)
+    text = load_template(f"{job.scheduler}.sh").render(
+        job=job,
+        site=site,
+        torchrun=job.launcher == "torchrun",
+        walltime=f"{minutes // 60:02}:{minutes % 60:02}:00",
+        sweep=dict(zip(sweep, zip(*combinations, strict=True), strict=True)),
+        num_jobs=len(combinations),
+        exit_after=exit_after,
+        trainer=_option_rows(trainer, without=sweep),
+        made_by=shlex.join(without_output(command)),
+    )
+    return text, describe_script(job, config, trainer=user_arguments, added=added)
+
+
+def _check_ranks(config: CoreConfig, *, ranks: int, ranks_per_node: int) -> None:
+    """Refuse a number of ranks that layout or global batch do not allow.
+
+    Args:
+        config: The options.
+        ranks: Number of all ranks.
+        ranks_per_node: Number of consecutive ranks on each node.
+
+    Raises:
+        ConfigError: The ranks cannot be divided this way; the message is the trainer's.
+    """
+    dims = parallel_dims(config, ranks)
+    extensions = make_extensions(config)
+    choose_layout(config, extensions, ranks=ranks, ranks_per_node=ranks_per_node, start=None)
+    # Without the length, because it needs the model and the data.
+    batch: Any = dict.fromkeys(LENGTHS)
+    plan_batches(replace(config, **batch), num_windows=1, world_size=dims.data_ranks, block_size=1)
+
+
+def _check_scheduler(job: JobOptions) -> None:
+    """Refuse options that the scheduler does not have, or that break the script."""
+    check_job(job)
+    for name in ("requeue", "sweep", "container"):
+        if job.scheduler == "pbs" and getattr(job, name):
+            instead = "; --chain continues in the next job" if name == "requeue" else ""
+            raise ConfigError(f"--{name} is for slurm, not for pbs{instead}.")
+    if job.scheduler == "slurm" and job.chain:
+        raise ConfigError("--chain is for pbs; on slurm --requeue does it without a second job.")
+    if job.requeue and job.sweep:
+        raise ConfigError("--requeue and --sweep do not go together; leave one of them out.")
+
+
+def _stop_and_resume(trainer: Sequence[str], exit_after: int | None) -> list[str]:
+    """Return arguments to add to the trainer's, so that it ends in time and resumes."""
+    option_names = {_option_of(word) for word in trainer if word.startswith("--")}
+    arguments = []
+    if exit_after is not None and "exit_after" not in option_names:
+        arguments += ["--exit_after", str(exit_after)]
+    if not option_names & {"resume_from_checkpoint", "no_resume_from_checkpoint"}:
+        arguments.append("--resume_from_checkpoint")
+    return arguments
+
+
+def _read_sweep(sweep: Sequence[str]) -> dict[str, list[str]]:
+    """Return the values of each option that an array varies; empty without an array.
+
+    Args:
+        sweep: The option `sweep`, such as `["learning_rate=1e-4,3e-4", "seed=1,2"]`.
+
+    Raises:
+        ConfigError: An option or a value is missing or repeated, or the option is `output_dir`.
+    """
+    values_of: dict[str, list[str]] = {}
+    for text in sweep:
+        name = _option_of(text)
+        values = [value for value in text.partition("=")[2].split(",") if value]
+        if len(values) < 2:
+            raise ConfigError(
+                f"--sweep {text} expects an option and two values or more, as in "
+                "--sweep learning_rate=1e-4,3e-4."
+            )
+        if len(set(values)) < len(values):
+            raise ConfigError(
+                f"--sweep {text} has a value twice, for two jobs with one folder; give each once."
+            )
+        if name == "output_dir":
+            raise ConfigError(
+                f"--sweep {text}: the script itself names a folder for each job, below "
+                "--output_dir; vary another option."
+            )
+        if name in values_of:
+            raise ConfigError(
+                f"--sweep {text} varies {name} again; list all of its values in one item."
+            )
+        values_of[name] = values
+    return values_of
+
+
+def _option_rows(trainer: Sequence[str], *, without: Collection[str]) -> list[str]:
+    """Quote the trainer's arguments for bash, one option per line.
+
+    Args:
+        trainer: The arguments.
+        without: The options that an array varies, which the script adds.
+    """
+    rows = quoted_rows(trainer)
+    for row in rows:
+        variable = _ENVIRONMENT_VARIABLES.get(_option_of(row[0]))
+        if variable is not None and len(row) == 2:
+            row[1] = f'"${{{variable}:-{row[1]}}}"'
+    return [" ".join(row) for row in rows if _option_of(row[0]) not in without]
+
+
+def _option_of(word: str) -> str:
+    return word.partition("=")[0].lstrip("-").replace("-", "_")

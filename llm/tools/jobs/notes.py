@@ -1,0 +1,61 @@
+"""Notes about a job script that the program has written."""
+
+from collections.abc import Sequence
+from glob import escape, glob
+from pathlib import Path
+
+from llm.config.options import paths
+from llm.config.shell import shell_line
+from llm.tools.jobs.options import JobOptions
+from llm.trainers.gpt.config import CoreConfig
+
+_FILES = {"data_path", "train_file", "validation_file", "vocab_file", "merges_file", "config_name"}
+"""Options that name files only. Others, such as tokenizer_name, also take names on the Hub."""
+
+
+def describe_script(
+    job: JobOptions, config: CoreConfig, *, trainer: Sequence[str], added: Sequence[str]
+) -> list[str]:
+    """Return sentences about a script: what it needs, and what to do next.
+
+    Args:
+        job: The job, with the site's defaults.
+        config: The options of its trainer.
+        trainer: The same as arguments, as the user gave them.
+        added: The arguments of the trainer that this program adds.
+    """
+    assert job.gpus_per_node is not None
+    lines = [f"Added: {' '.join(added)}."] if added else []
+    lines += [
+        f"Fill in {name} before you submit, or give {flag}." for name, flag in _unfilled_fields(job)
+    ]
+    lines += [
+        f"--{name} {path} is not on this machine; the job needs it."
+        for name, path in _input_files(config)
+        if not (glob(path) or Path(f"{path}.bin").exists() or glob(f"{escape(path)}-*-of-*.bin"))
+    ]
+    command = ["llm-trainers", "plan", "--nodes", str(job.nodes)]
+    command += ["--gpus_per_node", str(job.gpus_per_node), *trainer]
+    lines.append(
+        "Model, tokenizer, memory, time and disk have not been checked. To read the model and "
+        f"predict the rest for a device, add --device: {shell_line(command)}"
+    )
+    if job.output is not None:
+        submit = "sbatch" if job.scheduler == "slurm" else "qsub"
+        lines.append(f"Submit it: {shell_line([submit, Path(job.output)])}")
+    return lines
+
+
+def _unfilled_fields(job: JobOptions) -> list[tuple[str, str]]:
+    """Return the places to fill in, and the options that fill them."""
+    values = (("account", job.account), ("queue", job.queue or ""))
+    return [(value, f"--{name}") for name, value in values if value.startswith("__")]
+
+
+def _input_files(config: CoreConfig) -> list[tuple[str, str]]:
+    """Return the options that name files to read, and each file."""
+    return [
+        (name, path)
+        for name, path in paths(config)
+        if name in _FILES or (name != "output_dir" and path.startswith((".", "/")))
+    ]

@@ -1,0 +1,76 @@
+"""The script of a job that prepares token files, with one process on each node.
+
+`llm-trainers jobs prepare slurm --nodes 10 -- PREPARE OPTIONS` fills in the template
+`prepare_slurm.sh` or `prepare_pbs.sh`. The options of `prepare`, which follow `--`, are checked
+when the script is written.
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+
+from llm.config.command_line import parse
+from llm.errors import ConfigError
+from llm.prepare.options import PrepareConfig, check
+from llm.tools.jobs.options import PreparationJobOptions
+from llm.tools.jobs.scripts import (
+    check_job,
+    load_template,
+    quoted_rows,
+    read_minutes,
+    without_output,
+    write_script,
+)
+from llm.tools.jobs.sites import SITES, choose_queue
+
+
+def preparation_job(argv: Sequence[str]) -> int:
+    """Write the script that `prepare` and the words after it ask for; return the exit code.
+
+    Raises:
+        ConfigError: An option does not fit the others, or `llm-trainers prepare` refuses its own.
+    """
+    arguments = list(argv)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parse(
+        PreparationJobOptions,
+        arguments[1:cut],
+        prog="llm-trainers jobs prepare",
+        description="Write a job script that prepares token files, with one process on each node; "
+        "the options of llm-trainers prepare follow after --.",
+        positional="scheduler",
+        usage="SCHEDULER [--OPTION VALUE ...] -- PREPARE OPTIONS",
+        example="slurm --nodes 10 --output job.sh -- --input 'text/*.jsonl' "
+        "--tokenizer_name gpt2 --output_prefix data/web",
+    )
+    site = SITES[options.site]
+    job = replace(options, scheduler=options.scheduler or site.schedulers[0])
+    check_job(job)
+    preparation = arguments[cut + 1 :]
+    if not preparation:
+        raise ConfigError("The options of llm-trainers prepare are missing: write them after --.")
+    config = parse(PrepareConfig, preparation, prog="llm-trainers prepare", description="")
+    check(config)
+    conflicts = {"executor dask": config.executor == "dask", "rank": config.rank is not None}
+    for name, is_given in conflicts.items():
+        if is_given:
+            raise ConfigError(
+                f"--{name} does not go into this script, which starts one rank on each node; "
+                "leave it out."
+            )
+    if config.overwrite and job.nodes > 1:
+        raise ConfigError(
+            f"--overwrite goes with one process only, and --nodes {job.nodes} starts one on each "
+            "node; remove the files that exist."
+        )
+    minutes = read_minutes(job.time)
+    queue = choose_queue(site, queue_name=job.queue, nodes=job.nodes, minutes=minutes)
+    text = load_template(f"prepare_{job.scheduler}.sh").render(
+        job=replace(job, queue=queue),
+        site=site,
+        walltime=f"{minutes // 60:02}:{minutes % 60:02}:00",
+        options=[" ".join(row) for row in quoted_rows(preparation)],
+        made_by=shlex.join(without_output(arguments[:cut])),
+    )
+    write_script(options.output, text)
+    return 0

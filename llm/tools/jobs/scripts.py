@@ -1,0 +1,117 @@
+"""Common parts of all job scripts: templates, time limits, checks, and the file that is written."""
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
+
+from llm.errors import ConfigError
+from llm.runtime.files import write_whole
+from llm.tools.jobs.options import SchedulerOptions
+from llm.tools.jobs.sites import SITES
+
+
+def check_job(job: SchedulerOptions) -> None:
+    """Refuse options that the site does not have, or that break any script.
+
+    Raises:
+        ConfigError: One of them does.
+    """
+    for name, value in vars(job).items():
+        for text in value if isinstance(value, tuple) else (value,):
+            if text == "":
+                raise ConfigError(f"--{name} is empty; give it a value, or leave it out.")
+            if isinstance(text, str) and not text.isprintable():
+                raise ConfigError(
+                    f"--{name} {text!a} contains a line break or another unprintable character; "
+                    "remove it."
+                )
+    offered = SITES[job.site].schedulers
+    if job.scheduler not in offered:
+        raise ConfigError(
+            f"--site {job.site} knows {' and '.join(offered)}, not {job.scheduler}; write "
+            f"llm-trainers jobs {offered[0]}."
+        )
+    for name in ("name", "account", "queue"):
+        value = getattr(job, name)
+        if value is not None and re.fullmatch(r"[\w.:,@+-]+", value) is None:
+            flag = "--queue, --partition or --qos" if name == "queue" else f"--{name}"
+            raise ConfigError(
+                f"{flag} '{value}' contains a blank or another character that a directive cannot "
+                "have; use letters, digits and _.:,@+-."
+            )
+
+
+def load_template(name: str) -> jinja2.Template:
+    """Load the template of a job script from the folder of this file."""
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+        comment_start_string="{##",  # ${#ARRAY[@]} is a length in bash
+    )
+    templates.filters["quote"] = shlex.quote
+    return templates.get_template(name)
+
+
+def read_minutes(time: str) -> int:
+    """Return the minutes of a time limit such as 6:00:00, 1-12:00:00 or 90 (minutes).
+
+    Raises:
+        ConfigError: The text is not a time limit, or is ambiguous like 6:00: some schedulers read
+            it as hours and minutes, others as minutes and seconds.
+    """
+    clock = r"(?:(\d{1,4})-)?(\d{1,6}):([0-5]\d):[0-5]\d|(\d{1,7})"
+    match = re.fullmatch(clock, time, re.ASCII)
+    if match is None or (match[1] is not None and int(match[2]) > 23):
+        raise ConfigError(f"--time {time} is not a time limit; write it as 6:00:00 or 1-12:00:00.")
+    days, hours, minutes, plain = (int(number or 0) for number in match.groups())
+    total = plain + 1440 * days + 60 * hours + minutes
+    if total == 0:
+        raise ConfigError(f"--time {time} leaves no minute to train; write it as 6:00:00.")
+    return total
+
+
+def quoted_rows(arguments: Sequence[str]) -> list[list[str]]:
+    """Quote arguments for bash, in a row for each option."""
+    rows: list[list[str]] = []
+    for word in arguments:
+        if word.startswith("--") or not rows:
+            rows.append([])
+        quoted = shlex.quote(word)
+        # ShellCheck takes a bare comma for an attempt to separate elements.
+        rows[-1].append(f"'{word}'" if "," in word and quoted == word else quoted)
+    return rows
+
+
+def without_output(command: Sequence[str]) -> list[str]:
+    """Return the arguments without `--output`."""
+    arguments = [word for word in command if not word.startswith("--output=")]
+    if "--output" in arguments:
+        place = arguments.index("--output")
+        del arguments[place : place + 2]
+    return arguments
+
+
+def write_script(path: str | None, text: str) -> None:
+    """Write a script to a new file, or to standard output.
+
+    Raises:
+        ConfigError: The file exists, or cannot be written.
+    """
+    if path is None:
+        sys.stdout.write(text)
+        return
+    file = Path(path)
+    if file.exists():
+        raise ConfigError(f"--output {path} already exists; remove it, or name another file.")
+    try:
+        write_whole(file, text)
+        file.chmod(0o755)
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written: {error.strerror}.") from error

@@ -1,0 +1,281 @@
+"""The planned run: its model, its batch and its devices."""
+
+import copy
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from llm.data.batch_plan import BatchPlan, plan_batches
+from llm.data.options import LENGTHS
+from llm.errors import ConfigError
+from llm.metrics.hardware import GIB, PEAK_TFLOPS
+from llm.models.build import build_model
+from llm.models.causality import check_outline_causal
+from llm.models.configuration import load_config
+from llm.models.patches.recomputation import recompute_activations
+from llm.models.sizes import find_blocks
+from llm.parallel.dims import ParallelDims
+from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
+from llm.parallel.pipeline.split import PipelineModules, find_pipeline_modules
+from llm.parallel.pipeline.stage import check_depth
+from llm.tools.plan.options import PlanOptions
+from llm.tools.plan.rank_model import (
+    ParamCounts,
+    count_columns,
+    count_parameters,
+    optimizer_memory,
+    split_model,
+)
+from llm.tools.plan.trace import Trace, trace
+from llm.trainers.gpt.inputs import choose_block_size, choose_dims
+from llm.trainers.gpt.seams import make_extensions, transforms_of
+
+USABLE = 0.95
+"""Usable fraction of a GPU's memory; fragmentation takes the rest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device that holds one rank, in the units of data sheets.
+
+    Attributes:
+        gib: GiB that a process can allocate.
+        tflops: Dense bf16 TFLOP/s of matrix products; for a GPU, as for the log's MFU.
+        fp32_tflops: The same in fp32, without tf32.
+        bandwidth: GB/s of its memory.
+        node_link: GB/s, one way, to other devices of the node.
+        network_link: GB/s, one way, to other nodes: the node's adapters divided by its devices.
+    """
+
+    gib: float
+    tflops: float
+    fp32_tflops: float
+    bandwidth: float
+    node_link: float
+    network_link: float
+
+
+DEVICES = {
+    # NVIDIA's data sheets of H100 SXM5 and H200 SXM. NVLink 4 has 900 GB/s in both directions
+    # together, and a DGX H100 has one 400 Gbit/s adapter per GPU.
+    "h100-80gb": Device(79.1, PEAK_TFLOPS["H100"], 67, 3350, 450, 50),
+    "h200-141gb": Device(139.8, PEAK_TFLOPS["H200"], 67, 4800, 450, 50),
+    # NVIDIA's data sheets of A100 SXM4. NVLink 3 has 600 GB/s in both directions together, and a
+    # DGX A100 has one 200 Gbit/s adapter per GPU.
+    "a100-40gb": Device(39.4, PEAK_TFLOPS["A100"], 19.5, 1555, 300, 25),
+    "a100-80gb": Device(79.1, PEAK_TFLOPS["A100"], 19.5, 2039, 300, 25),
+    # One of the two dies of an AMD MI250X (data sheet: 383 TFLOP/s, 3.2 TB/s and 128 GB in
+    # all); in Frontier and LUMI a die reaches its neighbors over 50 GB/s links (four are counted),
+    # and one 200 Gbit/s adapter serves two dies.
+    "mi250x": Device(64.0, PEAK_TFLOPS["MI250X"], 47.9, 1638, 100, 12.5),
+    # One of the two stacks (tiles) of an Intel Data Center GPU Max 1550 (data sheet: 839
+    # TFLOP/s with XMX, 3.2 TB/s and 128 GB in all); in Aurora twelve share eight 200 Gbit/s
+    # adapters, and Xe Link has 15 GB/s a way to each other card.
+    "pvc": Device(64.0, PEAK_TFLOPS["GPU Max 1550"], 26, 1638, 75, 16.7),
+    # A core of a server; --memory_gib and --device_peak_tflops replace these figures.
+    "cpu": Device(16.0, 0.1, 0.1, 20, 10, 1),
+}
+
+
+class _SkippedInit(TorchFunctionMode):
+    """Skips `torch.nn.init`, which takes most of the time to create a model on the meta device."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function; functions of `torch.nn.init` return their tensor unchanged."""
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return kwargs.get("tensor", args[0] if args else None)
+        return func(*args, **kwargs)
+
+
+class Job:
+    """A run to plan; traces and layer counts are computed once for each layout.
+
+    Args:
+        options: The run and its devices.
+
+    Attributes:
+        options: The same.
+        length: Tokens of a sample.
+        layout: The layout that the options describe.
+        device: The device of each rank.
+        usable: Bytes of its memory available to tensors.
+        optimizer: Memory of the optimizer.
+        compiled: Whether the steps that need the most memory are compiled.
+        trace: Trace of one micro-batch, by sizes of tensor and context parallelism.
+        layers_of_ranks: Numbers of the layers on each rank, by size of pipeline parallelism.
+
+    Raises:
+        ConfigError: The model cannot be loaded, does not have this shape, or does not fit this
+            number of ranks.
+    """
+
+    def __init__(self, options: PlanOptions) -> None:
+        on_cuda = options.device not in ("cpu", "pvc")
+        if options.mixed_precision is None:  # as the trainer chooses on the device
+            options = dataclasses.replace(options, mixed_precision="bf16" if on_cuda else "no")
+        if options.torch_compile is None:
+            compiles = on_cuda and not options.deterministic
+            options = dataclasses.replace(options, torch_compile=compiles)
+        self.options = options
+        self._config = load_config(options)
+        self.length = choose_block_size(options, self._config)
+        self.layout = choose_dims(options, self._config, options.nodes * options.gpus_per_node)
+        self.device = _make_device(options)
+        self._memory = int(self.device.gib * GIB)
+        self.usable = self._memory if options.device == "cpu" else int(USABLE * self._memory)
+        self.optimizer = optimizer_memory(options, self.model)
+        # Steps that record something of each layer run uncompiled.
+        records = any(state.recording for state in self.optimizer.extra.values())
+        self.compiled = bool(options.torch_compile) and not records
+        self._rank_model = functools.cache(self._make_rank_model)
+        self.trace = functools.cache(self._trace_layout)
+        self.layers_of_ranks = functools.cache(self._layers_of_ranks)
+        check_outline_causal(self._rank_model(1)[1])
+
+    def with_micro_batch(self, changes: Mapping[str, Any]) -> "Job":
+        """Return the run with another micro-batch or recomputation; both share the model."""
+        job = copy.copy(self)
+        job.options = dataclasses.replace(self.options, **changes)
+        job.trace = functools.cache(job._trace_layout)
+        return job
+
+    def outline(self) -> PreTrainedModel:
+        """Create the model on the meta device as the trainer does, without recomputation."""
+        options = dataclasses.replace(self.options, activation_checkpointing="none")
+        if "flash" in (options.attention_implementation or ""):
+            # flash_attention_2's package need not be installed, and SDPA's kernel keeps the same
+            # tensors.
+            options = dataclasses.replace(options, attention_implementation=None)
+        with _SkippedInit():
+            return build_model(
+                options,
+                self._config,
+                weights_from=None,
+                seed=0,
+                device=torch.device("meta"),
+                vocab_size=self._config.get_text_config().vocab_size,
+                tensor_parallel_size=options.tensor_parallel_size,
+                transforms=transforms_of(make_extensions(options), self._config),
+            )
+
+    def batches(self, layout: ParallelDims) -> BatchPlan:
+        """Return the batches of the run; if the batch grows, the largest one.
+
+        Raises:
+            ConfigError: The layout does not divide the global batch, or its pipeline needs more
+                micro-batches.
+        """
+        options = self.options
+        plan = self._plan_batches(layout)
+        largest = max(phase.global_batch_size for phase in plan.phases)
+        batches = dataclasses.replace(plan, global_batch_size=largest, growth=())
+        check_micro_batches(
+            options.pipeline_schedule, ranks=layout.pipeline, micro_batches=batches.accumulation
+        )
+        return batches
+
+    def _plan_batches(self, layout: ParallelDims) -> BatchPlan:
+        return plan_batches(
+            self.options,
+            num_windows=1,
+            world_size=layout.data_ranks,
+            block_size=self.length,
+            num_parameters=self.param_counts(1).parameters,
+        )
+
+    def budget(self, layout: ParallelDims) -> float | None:
+        """Return the tokens of the whole run; None if the options do not set them."""
+        options = self.options
+        if options.num_tokens is None and any(getattr(options, name) for name in LENGTHS):
+            return float(self._plan_batches(layout).total_samples * self.length)
+        return options.num_tokens
+
+    def param_counts(self, tensor: int) -> ParamCounts:
+        """Return the parameters on one rank of this size of tensor parallelism."""
+        return self._rank_model(tensor)[0]
+
+    def _make_rank_model(self, tensor: int) -> tuple[ParamCounts, PreTrainedModel]:
+        """Return the parameter counts, and the model with one block, for a trace."""
+        model = self.outline()
+        sequence_parallel = self.options.sequence_parallel and tensor > 1
+        split_model(model, tensor, sequence_parallel=sequence_parallel)
+        param_counts = count_parameters(model)
+        del find_blocks(model)[1:]
+        return param_counts, model
+
+    def _trace_layout(self, tensor: int, context: int) -> Trace:
+        if self.length % context:
+            raise ConfigError(
+                f"--context_parallel_size {context} does not divide the {self.length} tokens of a "
+                "sample; choose a divisor of --block_size."
+            )
+        if self.options.sequence_parallel and (tensor == 1 or context > 1 or self.length % tensor):
+            raise ConfigError(
+                f"--sequence_parallel goes neither with --tensor_parallel_size {tensor} nor "
+                f"--context_parallel_size {context} for samples of {self.length} tokens; leave it "
+                "out."
+            )
+        model = copy.deepcopy(self._rank_model(tensor)[1])
+        recompute_activations(model, self.options.activation_checkpointing)
+        return trace(
+            model,
+            self.options,
+            memory=self._memory,
+            length=self.length,
+            tensor=tensor,
+            context=context,
+            compiled=self.compiled,
+        )
+
+    @functools.cached_property
+    def model(self) -> PreTrainedModel:
+        """The model on the meta device, undivided; not to be changed."""
+        return self.outline()
+
+    @functools.cached_property
+    def column_matrices(self) -> float:
+        """Matrices of a layer that tensor parallelism divides by columns, on average."""
+        return count_columns(self.model) / len(self.param_counts(1).blocks)
+
+    @functools.cached_property
+    def _pipeline_modules(self) -> PipelineModules:
+        return find_pipeline_modules(self.model)
+
+    def _layers_of_ranks(self, pipeline: int) -> list[list[int]]:
+        """Assign layers to the ranks of a pipeline as the trainer does.
+
+        Raises:
+            ConfigError: The model cannot be cut, or only into fewer stages.
+        """
+        num_layers = len(self.param_counts(1).blocks)
+        if pipeline == 1:
+            return [[*range(num_layers)]]
+        num_stages = pipeline * self.options.virtual_stages
+        check_depth(num_layers, num_stages)
+        stages = self._pipeline_modules.assign_layers(num_stages)
+        return [[*itertools.chain(*stages[rank::pipeline])] for rank in range(pipeline)]
+
+
+def _make_device(options: PlanOptions) -> Device:
+    """Return the device from the table, with figures replaced by the options."""
+    peak = options.device_peak_tflops
+    in_node, between = options.links or (None, None)
+    overrides = {
+        "gib": options.memory_gib,
+        "tflops": peak,
+        "fp32_tflops": peak,
+        "node_link": in_node,
+        "network_link": between,
+    }
+    changed = {name: value for name, value in overrides.items() if value is not None}
+    return dataclasses.replace(DEVICES[options.device], **changed)

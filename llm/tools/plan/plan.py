@@ -1,0 +1,74 @@
+"""Plans a run before it is queued: `llm-trainers plan CONFIG.toml --nodes 64`.
+
+Exit codes: 0 the run fits; 1 it does not fit; 2 an option cannot work.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+
+from llm.config.command_line import parse
+from llm.config.program import program
+from llm.errors import ConfigError
+from llm.runtime.world import ignore_ranks
+from llm.tools.plan.options import PlanOptions, check
+from llm.trainers.gpt.config import preset_options
+
+_HELP = (
+    "Plan a run: memory, traffic and time of a layout, without a device. You can give the run's "
+    "TOML file as the first word."
+)
+
+
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    ignore_ranks()
+    arguments = list(argv)
+    if arguments and not arguments[0].startswith("-"):
+        arguments.insert(0, "--config")
+    options = parse(
+        PlanOptions,
+        arguments,
+        prog="llm-trainers plan",
+        description=_HELP,
+        usage="[CONFIG.toml] [--OPTION VALUE ...]",
+        inherit=preset_options,
+    )
+    check(options)
+    lines, fits = _plan_lines(options)
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0 if fits else 1
+
+
+def _plan_lines(options: PlanOptions) -> tuple[list[str], bool]:
+    """Return the lines to print, and whether the layout fits."""
+    from llm.runtime.logging import quiet_libraries
+    from llm.runtime.process_settings import limit_spin_wait
+
+    limit_spin_wait()
+    quiet_libraries()
+    from llm.tools.plan import render
+    from llm.tools.plan.batch_size import largest_batch
+    from llm.tools.plan.estimate import estimate, search
+    from llm.tools.plan.job import Job
+    from llm.tools.plan.remedy import find_remedy
+
+    if options.plot is not None:
+        render.check_plot(options.plot)
+    if options.per_device_train_batch_size == "auto":
+        options = largest_batch(options)
+    job = Job(options)
+    ranked = search(job) if options.search else None
+    if ranked == []:
+        raise ConfigError("No layout can divide this batch and these layers over these devices.")
+    plan = ranked[0] if ranked else estimate(job, job.layout)
+    remedy = None if plan.fits else find_remedy(job, ranked)
+    if options.plot is not None:
+        render.draw((ranked or [plan])[: options.top], limit=job.usable, path=options.plot)
+    if options.json:
+        return [json.dumps(render.to_json(job, plan, remedy, ranked), indent=1)], plan.fits
+    lines = render.text(job, plan, remedy)
+    if ranked is not None:
+        lines = [*render.table(job, ranked), "", "the first of them:", *lines]
+    return lines, plan.fits

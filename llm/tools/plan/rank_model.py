@@ -1,0 +1,230 @@
+"""The model and the optimizer of one rank: tensor-parallel shapes, parameters, state."""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from llm.models.sizes import find_blocks
+from llm.optim.run_optimizer import MatrixTraffic, StateMemory
+from llm.parallel.tensor_plans import check_tensor_parallel, sequence_plan, tensor_plan
+from llm.tools.plan.options import PlanOptions
+from llm.trainers.gpt.seams import make_extensions, recipe_of
+
+FP32 = 4
+"""Bytes of a number."""
+
+_LAYER_COLUMNS = ("colwise", "conv1d_colwise", "conv1d_heads")
+_COLUMNS = (*_LAYER_COLUMNS, "colwise_gather_output")
+_ROWS = ("rowwise", "conv1d_rowwise", "rowwise_split_input")
+
+
+def split_model(model: PreTrainedModel, tensor: int, *, sequence_parallel: bool = False) -> None:
+    """Give the modules of a model on the meta device the shapes of the fullest rank.
+
+    Args:
+        model: Changed in place, by the trainer's table of divisions.
+        tensor: Size of tensor parallelism.
+        sequence_parallel: Whether each rank holds only some tokens between the layers.
+
+    Raises:
+        ConfigError: The trainer cannot divide this model, or not over this number of ranks.
+    """
+    if tensor == 1:
+        return
+    check_tensor_parallel(model.config, tensor)
+    plan = tensor_plan(model)
+    modules = dict(model.named_modules())
+    for name, style in plan.styles.items():
+        _split_module(modules[name], style, tensor)
+    for name, attribute in plan.per_rank.items():
+        setattr(modules[name], attribute, getattr(modules[name], attribute) // tensor)
+    if sequence_parallel:
+        _split_residual_stream(model, tensor)
+    model.tie_weights()
+
+
+def count_columns(model: PreTrainedModel) -> int:
+    """Return the number of matrices in layers that are divided by columns."""
+    return sum(style in _LAYER_COLUMNS for style in tensor_plan(model).styles.values())
+
+
+def _split_residual_stream(model: PreTrainedModel, tensor: int) -> None:
+    """Give norms and residual additions a rank's tokens; copies stand for the messages."""
+    plan, styles = sequence_plan(model), tensor_plan(model).styles
+    shards: list[Tensor] = []  # recomputation frees the shard, but not the outputs of later blocks
+
+    def shard(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        shards.append(_own_tokens(args[0], tensor))
+        shards[-1].register_hook(lambda _: shards.clear())
+        return shards[-1], *args[1:]
+
+    def gather(_module: nn.Module, _args: Any, local: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(local.device.type):
+            local = local.to(torch.get_autocast_dtype(local.device.type))
+        return gather_last(_module, _args, local)
+
+    def gather_last(_module: nn.Module, _args: Any, local: Tensor) -> Tensor:
+        return torch.cat([local] * tensor, dim=1)
+
+    def scatter(_module: nn.Module, _args: Any, product: Tensor) -> Tensor:
+        return _own_tokens(product, tensor)
+
+    model.get_submodule(plan.start).register_forward_pre_hook(shard)
+    for name in plan.norms:
+        model.get_submodule(name).register_forward_hook(gather)
+    model.get_submodule(plan.last_norm).register_forward_hook(gather_last)
+    for name in (name for name, style in styles.items() if style in _ROWS):
+        model.get_submodule(name).register_forward_hook(scatter)
+
+
+def _own_tokens(hidden: Tensor, tensor: int) -> Tensor:
+    return hidden.narrow(1, 0, hidden.shape[1] // tensor).clone()
+
+
+def _split_module(module: Any, style: str, tensor: int) -> None:
+    if style == "embedding_rowwise":
+        module.weight = _narrow_parameter(module.weight, 0, tensor)
+    elif style in (*_COLUMNS, *_ROWS):
+        is_conv1d = type(module).__name__ == "Conv1D"  # [inputs, outputs]
+        module.weight = _narrow_parameter(
+            module.weight, int((style in _COLUMNS) == is_conv1d), tensor
+        )
+        if style in _COLUMNS and isinstance(module.bias, nn.Parameter):
+            module.bias = _narrow_parameter(module.bias, 0, tensor)
+        if style in _COLUMNS and is_conv1d:
+            module.nf = module.weight.shape[1]
+
+
+def _narrow_parameter(parameter: nn.Parameter, dim: int, tensor: int) -> nn.Parameter:
+    size = -(-parameter.shape[dim] // tensor)
+    shard = parameter.detach().narrow(dim, 0, size).clone()
+    return nn.Parameter(shard, requires_grad=parameter.requires_grad)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParamCounts:
+    """A model's parameters.
+
+    Attributes:
+        blocks: Parameters of each block.
+        other_weights: Parameters outside of blocks; tied parameters count once.
+        embedding: Parameters of the input embedding; `others` includes them.
+        head: Parameters of the output head; `others` includes them.
+        is_tied: Whether all parameters of the output head belong to the embedding.
+        buffers: Bytes of buffers.
+    """
+
+    blocks: list[list[nn.Parameter]]
+    other_weights: list[nn.Parameter]
+    embedding: set[nn.Parameter]
+    head: set[nn.Parameter]
+    is_tied: bool
+    buffers: int
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters."""
+        return num_elements(itertools.chain(self.other_weights, *self.blocks))
+
+    @property
+    def shares_ends(self) -> bool:
+        """Whether the output head and the input embedding share a parameter."""
+        return not self.embedding.isdisjoint(self.head)
+
+
+def count_parameters(model: PreTrainedModel) -> ParamCounts:
+    """Count the parameters of a model, which may be on the meta device."""
+    blocks = [list(block.parameters()) for block in find_blocks(model)]
+    block_parameters = set(itertools.chain(*blocks))
+    output = model.get_output_embeddings()
+    head = set() if output is None else set(output.parameters())
+    embedding = set(model.get_input_embeddings().parameters())
+    return ParamCounts(
+        blocks=blocks,
+        other_weights=[p for p in model.parameters() if p not in block_parameters],
+        embedding=embedding,
+        head=head,
+        is_tied=head.issubset(embedding),
+        buffers=sum(b.nbytes for b in model.buffers()),
+    )
+
+
+def num_elements(parameters: Iterable[nn.Parameter]) -> int:
+    """Return the elements of some parameters."""
+    return sum(p.numel() for p in parameters)
+
+
+def shard_sizes(parameters: Iterable[nn.Parameter], ranks: int) -> tuple[int, int]:
+    """Return the elements on rank 0 if ranks divide rows like `fully_shard`.
+
+    Returns:
+        Elements of all parameters, and of the trained ones.
+    """
+    local = trained = 0
+    for parameter in parameters:
+        rows, *columns = parameter.shape or (1,)
+        size = math.ceil(rows / ranks) * math.prod(columns)
+        local += size
+        trained += size * parameter.requires_grad
+    return local, trained
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerMemory:
+    """Memory and traffic of an optimizer.
+
+    Attributes:
+        per_element: Bytes of optimizer state for each trained element.
+        extra: What extensions keep in addition, by kind.
+        traffic: What it sends where ranks divide the weights; None if it sends nothing.
+    """
+
+    per_element: float
+    extra: Mapping[str, StateMemory]
+    traffic: MatrixTraffic | None
+
+
+def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerMemory:
+    """Create the optimizer on the meta device as the trainer does, and count its state.
+
+    State that extensions keep for each parameter counts too.
+    """
+    extensions = make_extensions(options)
+    with fake_ranks(options.nodes * options.gpus_per_node):
+        recipe = recipe_of(options, extensions, seed=0)
+        recipe.plan(model)
+        run_optimizer = recipe.make(model, None)
+    extension_bytes = sum(extension.bytes_per_parameter() for extension in extensions)
+    return OptimizerMemory(
+        per_element=_per_element(run_optimizer.optimizer, model) + extension_bytes,
+        extra=run_optimizer.memory(),
+        traffic=run_optimizer.traffic(),
+    )
+
+
+def _per_element(optimizer: torch.optim.Optimizer, model: nn.Module) -> float:
+    """Return the bytes of optimizer state for each trained element."""
+    trained = num_elements(p for p in model.parameters() if p.requires_grad)
+    leaves = tree_leaves(list(optimizer.state.values()))
+    tensors = {leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return sum(tensor.nbytes for tensor in tensors) / trained
+
+
+@contextlib.contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """Form a process group of `world_size` ranks as rank 0; its collectives return at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,242 @@
+"""An estimate as text, as JSON and as a plot."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llm.data.options import device_batch_size
+from llm.errors import ConfigError
+from llm.metrics.hardware import GIB
+from llm.runtime.logging import counted
+from llm.tools.plan.estimate import Estimate, checkpoint_bytes
+from llm.tools.plan.job import Job
+
+_COLORS = ("#4477aa", "#66ccee", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#bbbbbb")
+_DAY = 86400.0
+
+
+def text(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> list[str]:
+    """Return the lines that describe a layout.
+
+    Args:
+        job: The run.
+        plan: Estimate of the layout.
+        remedy: Options that make it fit; None if it already fits, or nothing helps.
+    """
+    options, layout = job.options, plan.layout
+    samples = plan.tokens_per_step // job.length
+    return [
+        f"{_model_name(job)}, {job.param_counts(1).parameters:,} parameters, on "
+        f"{counted(options.nodes, 'node')} of {options.gpus_per_node} {options.device}: "
+        f"{counted(layout.world_size, 'rank')}",
+        f"layout: {layout.describe()}",
+        f"batch: {counted(samples, 'sample')} of {job.length:,} tokens ({plan.tokens_per_step:,} "
+        f"tokens per step) in {counted(plan.micro_batches, 'micro-batch')} of "
+        f"{device_batch_size(options)} on each rank",
+        "",
+        *_memory_lines(job, plan),
+        _verdict_line(job, plan, remedy),
+        "",
+        *_traffic_lines(plan),
+        "",
+        *_time_lines(job, plan),
+    ]
+
+
+def table(job: Job, estimates: list[Estimate]) -> list[str]:
+    """Return the lines of a table of layouts."""
+    lines = [
+        f"{'tensor':>6} {'context':>7} {'pipeline':>8} {'shard':>6} {'replicate':>9} "
+        f"{'micro-b.':>8} {'memory':>10} {'bubble':>7} {'step':>9} {'tokens/s':>12}  fits"
+    ]
+    for plan in estimates[: job.options.top]:
+        lay = plan.layout
+        lines.append(
+            f"{lay.tensor:>6} {lay.context:>7} {lay.pipeline:>8} {lay.shard:>6} "
+            f"{lay.replicate:>9} {plan.micro_batches:>8} {_format_gib(plan.memory.total):>10} "
+            f"{plan.bubble:>7.1%} {plan.step_seconds:>7.2f} s {plan.tokens_per_second:>12,.0f}  "
+            f"{'yes' if plan.fits else 'no'}"
+        )
+    fitting = sum(plan.fits for plan in estimates)
+    return [
+        *lines,
+        f"{fitting} of {len(estimates)} layouts fit into {_format_gib(job.usable)} of "
+        f"{job.options.device}; tokens per second at {job.options.efficiency:.0%} of its peak.",
+    ]
+
+
+def to_json(
+    job: Job, plan: Estimate, remedy: Mapping[str, Any] | None, estimates: list[Estimate] | None
+) -> dict[str, Any]:
+    """Return all numbers in bytes, seconds and FLOPs; for the arguments see `text` and `table`."""
+    options, days, checkpoint = job.options, _days_of_run(job, plan), checkpoint_bytes(job)
+    values = {
+        "model": _model_name(job),
+        "parameters": job.param_counts(1).parameters,
+        "device": options.device,
+        "nodes": options.nodes,
+        "gpus_per_node": options.gpus_per_node,
+        "usable_memory": job.usable,
+        "micro_batch_size": device_batch_size(options),
+        **_estimate_json(plan),
+        "fits_with": remedy,
+        "efficiency": options.efficiency,
+        "budget_tokens": job.budget(plan.layout),
+        "days": days,
+        "node_hours": None if days is None else days * 24 * options.nodes,
+        "checkpoint_bytes": checkpoint,
+        "checkpoint_seconds": checkpoint / (options.disk_gbps * 1e9),
+    }
+    if estimates is not None:
+        values["search"] = [_estimate_json(candidate) for candidate in estimates]
+    return values
+
+
+def _estimate_json(plan: Estimate) -> dict[str, Any]:
+    values = dataclasses.asdict(plan)
+    memory = plan.memory
+    place = {"moment": memory.moment, "stage": memory.stage, "parameters": memory.parameters}
+    values["memory"] = {**place, **memory.kinds, "total": memory.total}
+    return values
+
+
+def _model_name(job: Job) -> str:
+    options = job.options
+    name = options.config_name or options.model_name_or_path or options.model_type or "gpt2"
+    return name if options.model_size is None else f"{name} {options.model_size}"
+
+
+def _days_of_run(job: Job, plan: Estimate) -> float | None:
+    """Return the days of the whole run; None if its tokens are unknown."""
+    budget = job.budget(plan.layout)
+    return None if budget is None else budget / plan.tokens_per_second / _DAY
+
+
+def _memory_lines(job: Job, plan: Estimate) -> list[str]:
+    memory = plan.memory
+    stage = f"stage {memory.stage}, " if plan.layout.pipeline > 1 else ""
+    return [
+        f"memory of the fullest rank ({stage}{memory.parameters:,} parameters), "
+        f"at its peak, in the {memory.moment}:",
+        *(
+            f"  {kind:<12}{_format_gib(size):>11}{size / memory.total:>7.0%}"
+            for kind, size in memory.kinds.items()
+            if size
+        ),
+        f"  {'total':<12}{_format_gib(memory.total):>11} of {_format_gib(job.usable)}",
+    ]
+
+
+def _verdict_line(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> str:
+    free_bytes = job.usable - plan.memory.total
+    if plan.fits:
+        return f"It fits: {_format_gib(free_bytes)} are left."
+    if remedy is None:
+        return (
+            f"It does not fit, by {_format_gib(-free_bytes)}, and neither a smaller micro-batch, "
+            "recomputation nor another layout of these devices helps: use more devices."
+        )
+    flags = " ".join(f"--{name} {value}" for name, value in remedy.items())
+    return f"It does not fit, by {_format_gib(-free_bytes)}. It fits with {flags}."
+
+
+def _traffic_lines(plan: Estimate) -> list[str]:
+    if not plan.transfers:
+        return ["nothing is sent: there is one rank"]
+    rows = [("a rank sends in a step", "in node", "between nodes")]
+    for transfer in plan.transfers:
+        rows.append(
+            (
+                f"  {transfer.axis}: {transfer.what}",
+                _format_gb(transfer.in_node),
+                _format_gb(transfer.between_nodes),
+            )
+        )
+    return [f"{what:<46}{in_node:>11}{between:>15}" for what, in_node, between in rows]
+
+
+def _time_lines(job: Job, plan: Estimate) -> list[str]:
+    per_second, budget, days = (
+        plan.tokens_per_second,
+        job.budget(plan.layout),
+        _days_of_run(job, plan),
+    )
+    disk, checkpoint = job.options.disk_gbps, checkpoint_bytes(job)
+    node_hours = 0.0 if days is None else days * 24 * job.options.nodes
+    digits = 0 if node_hours >= 10 else 2
+    return [
+        f"{plan.flops_per_step:.4g} FLOPs per step; the pipeline's bubble is {plan.bubble:.1%} of "
+        "it",
+        f"a step takes {plan.floor_seconds:.3g} s at least, and {plan.step_seconds:.3g} s at "
+        f"{job.options.efficiency:.0%} of the device's peak: {per_second:,.0f} tokens/s, "
+        f"{per_second * _DAY / 1e9:,.2f} billion a day",
+        "days: give --num_tokens or a length, such as --max_train_tokens"
+        if days is None
+        else f"{budget:,.0f} tokens take {_format_days(days)}, {node_hours:,.{digits}f} node-hours",
+        f"a checkpoint has {_format_gb(checkpoint)} and takes "
+        f"{checkpoint / (disk * 1e9):,.1f} s at {disk:g} GB/s",
+    ]
+
+
+def _format_days(days: float) -> str:
+    return f"{24 * days:,.1f} hours" if days < 2 else f"{days:,.1f} days"
+
+
+def _format_gib(size: float) -> str:
+    return f"{size / GIB:,.2f} GiB"
+
+
+def _format_gb(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB" if size else "-"
+
+
+def check_plot(path: str) -> None:
+    """Refuse a plot that cannot be drawn.
+
+    Raises:
+        ConfigError: matplotlib is missing, or it cannot write files with this suffix.
+    """
+    if Path(path).suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise ConfigError(f"--plot {path} must end in .png, .pdf or .svg.")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "--plot needs matplotlib: pip install matplotlib, which comes with the extra `report`."
+        ) from error
+
+
+def draw(estimates: Sequence[Estimate], *, limit: int, path: str) -> None:
+    """Plot each layout's memory by kind as a bar, and the device's memory as a line.
+
+    Args:
+        estimates: Layouts.
+        limit: Bytes of the device available to tensors.
+        path: File to write.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1.5 + 0.45 * len(estimates)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    names = [candidate.layout.describe() for candidate in estimates]
+    ends = [0.0] * len(estimates)
+    for kind, color in zip(estimates[0].memory.kinds, itertools.cycle(_COLORS), strict=False):
+        sizes = [candidate.memory.kinds[kind] / GIB for candidate in estimates]
+        if any(sizes):
+            axes.barh(names, sizes, left=ends, color=color, label=kind)
+            ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+    axes.axvline(limit / GIB, color="black", linestyle="--", label="device")
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB of the fullest rank")
+    axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error.strerror}.") from error

@@ -1,0 +1,442 @@
+"""Checks the ranks and the network of a job before it begins: `srun llm-trainers preflight`.
+
+Start it like the training, with one process per device. Every rank sends its host, device and
+versions to rank 0 through a TCP store, so rank 0 can name the ranks that do not answer. Then all
+ranks time an all-reduce and a broadcast. A slow link between hosts is a warning.
+
+Exit codes: 0 success, even with a warning; 1 a rank does not answer, fails, or differs from the
+others; 2 an option or the environment cannot work.
+"""
+
+import json
+import math
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from llm import __version__
+from llm.config.command_line import parse
+from llm.config.options import option, option_group
+from llm.config.program import program
+from llm.errors import ParallelError
+from llm.runtime.logging import counted
+from llm.runtime.process_settings import raise_file_limit
+from llm.runtime.world import World, adopt_launcher, device_of, hosts_of, world_from_environment
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.distributed_c10d import Store
+
+_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
+_GRACE_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+_REPEATS = 3
+_SLOW_GBIT = 1.0  # per second; networks of clusters are a hundred times as fast
+STAGES = ("start", "connecting", "all-reduce", "broadcast", "done")
+"""Progress of a rank in the collectives, in order."""
+
+
+@option_group("Pre-flight")
+class PreflightOptions:
+    """The timeout and the size of the messages."""
+
+    timeout: float = option(
+        60.0, "Seconds for all ranks to answer, and again to communicate.", above=0, at_most=86_400
+    )
+    message_mb: int = option(
+        64,
+        "Size of the tensor that is reduced and broadcast, in MiB.",
+        at_least=1,
+        at_most=1_000_000,
+    )
+
+
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    options = parse(
+        PreflightOptions,
+        argv,
+        prog="llm-trainers preflight",
+        description="Check that every rank of a job answers, and time its network.",
+    )
+    adopt_launcher()
+    raise_file_limit()
+    return check(options, world_from_environment())
+
+
+def check(options: PreflightOptions, world: World) -> int:
+    """Run the checks on one rank; rank 0 prints the result. Returns the exit code."""
+    try:
+        description = describe(world)
+    except RuntimeError as error:  # an error of the driver; rank 0 reports this rank as silent
+        first = str(error).partition("\n")[0]
+        host = socket.gethostname()
+        return _print_error(f"rank {world.rank} on {host} has no working device: {first}")
+    if world.world_size == 1:
+        sys.stdout.write(f"{_format_rank(0, description, None)}\npreflight: one process, alone.\n")
+        return 0
+    try:
+        return _check_together(options, world, description)
+    except RuntimeError as error:  # an error of the store: rank 0 cannot be reached, or has ended
+        address = f"{os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}"
+        first = str(error).partition("\n")[0]
+        return _print_error(
+            f"rank {world.rank} on {description['host']} does not reach rank 0 at {address}: "
+            f"{first}"
+        )
+
+
+def describe(world: World) -> dict[str, Any]:
+    """Return host, device and versions of this process."""
+    import torch
+
+    device = device_of(world)
+    kind, number = platform.machine(), None
+    versions = {
+        "llm": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        kind, number = properties.name, str(properties.uuid)
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    elif device.type == "xpu":
+        kind = torch.xpu.get_device_properties(device).name
+    return {
+        "host": socket.gethostname(),
+        "device": str(device),
+        "kind": kind,
+        "id": number,
+        "versions": versions,
+    }
+
+
+class Board:
+    """Values that each rank publishes in a store, readable by every rank."""
+
+    def __init__(self, store: "Store", *, rank: int, world_size: int) -> None:
+        self._connect_store = store
+        self._rank = rank
+        self._ranks = range(world_size)
+
+    def set(self, name: str, value: Any) -> None:
+        """Publish a value of this rank."""
+        self._connect_store.set(f"{name}/{self._rank}", json.dumps(value))
+
+    def get_all(self, name: str) -> dict[int, Any]:
+        """Return the values that ranks have published, by rank."""
+        keys = [f"{name}/{rank}" for rank in self._ranks]
+        if self._connect_store.check(keys):
+            return dict(enumerate(map(json.loads, self._connect_store.multi_get(keys))))
+        # Reading a missing key blocks.
+        values = {rank: self.get(name, rank) for rank in self._ranks}
+        return {rank: value for rank, value in values.items() if value is not None}
+
+    def get(self, name: str, rank: int) -> Any:
+        """Return the value of one rank; None if it has not published one."""
+        key = f"{name}/{rank}"
+        return (
+            json.loads(self._connect_store.get(key)) if self._connect_store.check([key]) else None
+        )
+
+    def wait(self, name: str, deadline: float, *, unless: str | None = None) -> bool:
+        """Wait for all ranks' values; false after the deadline, or once `unless` is posted."""
+        keys = [f"{name}/{rank}" for rank in self._ranks]
+        while time.monotonic() < deadline:
+            if self._connect_store.check(keys):
+                return True
+            if unless is not None and self.get_global(unless) is not None:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return False
+
+    def set_global(self, key: str, text: str) -> None:
+        """Write a text for all ranks, unless one has been written already."""
+        self._connect_store.compare_set(key, "", text or "-")
+
+    def get_global(self, key: str, deadline: float = -math.inf) -> str | None:
+        """Return the posted text; None if there is none before the deadline."""
+        while not self._connect_store.check([key]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_POLL_SECONDS)
+        text = self._connect_store.get(key).decode()
+        return "" if text == "-" else text
+
+
+def _check_together(options: PreflightOptions, world: World, description: dict[str, Any]) -> int:
+    # torchrun serves a store already.
+    serve = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = _connect_store(options.timeout, serve=serve)
+    board = Board(store, rank=world.rank, world_size=world.world_size)
+    host_of_rank_0 = os.environ["MASTER_ADDR"]
+    board.set("here", description)
+    deadline = time.monotonic() + options.timeout
+    if world.is_main:
+        board.wait("here", deadline)
+        descriptions = board.get_all("here")  # late answers count too
+        complete = len(descriptions) == world.world_size
+        problem = (
+            differences(descriptions)
+            if complete
+            else describe_missing(descriptions, world, options.timeout)
+        )
+        board.set_global("verdict/here", problem)
+    failure = board.get_global("verdict/here", deadline + _GRACE_SECONDS)
+    if failure == "":
+        failure = _communicate_in_time(options, world, board)
+    if failure is None:
+        return _print_error(f"rank 0 at {host_of_rank_0} does not answer rank {world.rank}")
+    if world.is_main:
+        times = board.get_all("times")
+        for rank, description_of_rank in board.get_all("here").items():
+            sys.stdout.write(_format_rank(rank, description_of_rank, times.get(rank)) + "\n")
+        code = _print_error(failure) if failure else _print_ok(options, board, world)
+        # A launcher kills all ranks once one ends with an error, so the others wait until rank 0
+        # has printed. Rank 0 ends last because it serves the store.
+        board.set_global("spoken", "")
+        board.set("left", True)
+        board.wait("left", time.monotonic() + _GRACE_SECONDS)
+        return code
+    board.get_global("spoken", time.monotonic() + _GRACE_SECONDS)
+    board.set("left", True)
+    return 1 if failure else 0
+
+
+def _connect_store(timeout: float, *, serve: bool = False) -> "Store":
+    """Connect to rank 0's store; rank 0 serves it."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=serve,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+    )
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    shared: Store = PrefixStore(f"preflight/{start}", store)
+    return shared
+
+
+def _communicate_in_time(options: PreflightOptions, world: World, board: Board) -> str | None:
+    """Time the collectives; return rank 0's verdict, even if they hang."""
+    deadline = time.monotonic() + options.timeout
+
+    def work() -> None:
+        try:
+            board.set("times", communicate(options, world, board))
+            board.set("stage", "done")
+            board.set("done", True)
+        except Exception as error:  # rank 0 reports any error of a library
+            first = str(error).strip().partition("\n")[0]
+            board.set("failed", f"{type(error).__name__}: {first}")
+            board.set_global("failure", "")
+
+    # A thread that hangs in a library cannot be stopped; a daemon ends with the process.
+    threading.Thread(target=work, daemon=True).start()
+    if world.is_main:
+        fine = board.wait("done", deadline, unless="failure")
+        board.set_global(
+            "verdict/communication", "" if fine else describe_hang(board, options.timeout)
+        )
+    return board.get_global("verdict/communication", deadline + _GRACE_SECONDS)
+
+
+def communicate(options: PreflightOptions, world: World, board: Board) -> dict[str, float]:
+    """All-reduce and broadcast a tensor; return the seconds of each on this rank.
+
+    Raises:
+        ParallelError: The sum is wrong.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device = device_of(world)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    board.set("stage", "connecting")
+    dist.init_process_group(
+        _BACKENDS.get(device.type, "gloo"),
+        store=_connect_store(options.timeout),  # the first connection blocks in `board.wait`
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=2 * options.timeout),
+    )
+    tensor = torch.full((options.message_mb * 2**18,), world.rank + 1.0, device=device)
+    dist.all_reduce(tensor[:1].clone())  # the first collective opens the connections
+    board.set("stage", "all-reduce")
+    dist.all_reduce(tensor)
+    expected = world.world_size * (world.world_size + 1) / 2
+    if tensor.min().item() != expected or tensor.max().item() != expected:
+        raise ParallelError(f"an all-reduce gives {tensor.max().item()} instead of {expected}")
+    reduce_seconds = _time_action(lambda: dist.all_reduce(tensor), device)
+    board.set("stage", "broadcast")
+    broadcast_seconds = _time_action(lambda: dist.broadcast(tensor, src=0), device)
+    dist.destroy_process_group()
+    return {"all-reduce": reduce_seconds, "broadcast": broadcast_seconds}
+
+
+def _time_action(action: Any, device: "torch.device") -> float:
+    import torch
+
+    def wait() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    action()
+    wait()
+    began = time.perf_counter()
+    for _ in range(_REPEATS):
+        action()
+    wait()
+    return (time.perf_counter() - began) / _REPEATS
+
+
+def describe_missing(descriptions: dict[int, Any], world: World, timeout: float) -> str:
+    """Describe the ranks that have not answered, and the hosts where they should run."""
+    missing = [rank for rank in range(world.world_size) if rank not in descriptions]
+    sentence = (
+        f"{len(missing)} of {world.world_size} ranks have not answered within {timeout:g} s: "
+        f"{', '.join(map(str, missing))}."
+    )
+    answers = Counter(_short_name(description["host"]) for description in descriptions.values())
+    hosts = hosts_of(os.environ)
+    if not hosts:
+        return f"{sentence} Answers came from {', '.join(answers)} only."
+    ranks_per_host = world.world_size / len(hosts)
+    lost = [host for host in hosts if answers[_short_name(host)] < ranks_per_host]
+    return (
+        f"{sentence} These hosts do not answer: {', '.join(lost)}. Check whether Python starts "
+        f"there, or leave them out (Slurm: --exclude={','.join(lost)})."
+    )
+
+
+def _short_name(host: str) -> str:
+    return host.partition(".")[0]
+
+
+def differences(descriptions: dict[int, Any]) -> str:
+    """Describe how the versions and devices of ranks differ; empty if they agree."""
+    problems = []
+    for name in sorted(
+        {name for description in descriptions.values() for name in description["versions"]}
+    ):
+        problems.append(
+            _describe_difference(
+                name, {r: s["versions"].get(name) for r, s in descriptions.items()}
+            )
+        )
+    kinds = {
+        rank: description["device"].partition(":")[0] for rank, description in descriptions.items()
+    }
+    problems.append(_describe_difference("the kind of device", kinds))
+    users: dict[str, list[int]] = {}
+    for rank, description in descriptions.items():
+        if description["id"] is not None:
+            users.setdefault(description["id"], []).append(rank)
+    for ranks in users.values():
+        if len(ranks) > 1:
+            numbers = " and ".join(map(str, ranks))
+            problems.append(
+                f"Ranks {numbers} share one device of {descriptions[ranks[0]]['host']}."
+            )
+    return " ".join(filter(None, problems))
+
+
+def _describe_difference(name: str, values: dict[int, Any]) -> str:
+    if len(set(values.values())) == 1:
+        return ""
+    ranks_with: dict[Any, list[str]] = {}
+    for rank, value in values.items():
+        ranks_with.setdefault(value, []).append(str(rank))
+    values_by_rank = [f"{value} on rank {', '.join(ranks)}" for value, ranks in ranks_with.items()]
+    return f"The ranks differ in {name}: {'; '.join(values_by_rank)}."
+
+
+def describe_hang(board: Board, timeout: float) -> str:
+    """Describe the ranks that failed in the collectives, or keep the others waiting."""
+    names = {
+        rank: f"rank {rank} on {description['host']}"
+        for rank, description in board.get_all("here").items()
+    }
+    failed = board.get_all("failed")
+    if failed:
+        return "; ".join(f"{names[rank]} fails: {why}" for rank, why in failed.items()) + "."
+    stages = dict.fromkeys(names, STAGES[0]) | board.get_all("stage")
+    first = min(STAGES.index(stage) for stage in stages.values())
+    behind = [names[rank] for rank, stage in stages.items() if STAGES.index(stage) == first]
+    what = f"within {timeout:g} s"
+    if len(behind) < len(names):
+        return f"{', '.join(behind)} did not get beyond {STAGES[first]} {what}; the others did."
+    return (
+        f"All ranks have answered, and none got beyond {STAGES[first]} {what}: they reach rank 0 "
+        "but not each other. Set NCCL_DEBUG=INFO to see the network interface in use, and "
+        "NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME without GPUs) to choose another."
+    )
+
+
+def _format_rank(rank: int, description: dict[str, Any], times: dict[str, float] | None) -> str:
+    columns = [
+        f"rank {rank} on {description['host']}: {description['device']} ({description['kind']})"
+    ]
+    columns += [f"{name} {version}" for name, version in description["versions"].items()]
+    columns += [f"{name} {1000 * seconds:.2f} ms" for name, seconds in (times or {}).items()]
+    return ", ".join(columns)
+
+
+def _print_ok(options: PreflightOptions, board: Board, world: World) -> int:
+    hosts = {description["host"] for description in board.get_all("here").values()}
+    slowest: dict[str, float] = {}
+    for times in board.get_all("times").values():
+        for name, seconds in times.items():
+            slowest[name] = max(seconds, slowest.get(name, 0.0))
+    spent = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in slowest.items())
+    sys.stdout.write(
+        f"preflight: OK: {counted(world.world_size, 'rank')} on {', '.join(sorted(hosts))}; "
+        f"{options.message_mb} MiB: {spent}.\n"
+    )
+    if len(hosts) > 1 and (warning := slow_link(options.message_mb, slowest["broadcast"])):
+        sys.stdout.flush()
+        sys.stderr.write(f"preflight: warning: {warning}\n")
+    return 0
+
+
+def slow_link(message_mb: int, seconds: float) -> str:
+    """Describe a link between hosts that is too slow for most training; empty if it is not.
+
+    Args:
+        message_mb: Size of a message in MiB.
+        seconds: Time to send it to all hosts.
+    """
+    gbit = message_mb * 2**23 / 1e9 / seconds
+    if gbit >= _SLOW_GBIT:
+        return ""
+    return (
+        f"The link between the hosts is slow: {message_mb} MiB take {seconds:.2g} s, which is "
+        f"{gbit:.2g} Gbit/s. Choose a faster interface by NCCL_SOCKET_IFNAME "
+        "(GLOO_SOCKET_IFNAME without GPUs), or train with --data_parallel diloco."
+    )
+
+
+def _print_error(sentence: str) -> int:
+    sys.stdout.flush()
+    sys.stderr.write(f"preflight: {sentence}\n")
+    return 1
+
+
+def run() -> NoReturn:
+    """Run the program and end the process, even if a thread hangs in a collective."""
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

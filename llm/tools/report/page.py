@@ -1,0 +1,215 @@
+"""The report as one HTML page with tables and charts; it needs no other file and no network."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jinja2
+from bokeh.resources import Resources
+from markupsafe import Markup
+
+from llm import __version__
+from llm.tools.report.charts import MARKS, Charts
+from llm.tools.report.events import Event
+from llm.tools.report.panels import COLORS, MAX_POINTS, make_panels
+from llm.tools.report.run_files import is_count
+from llm.tools.report.runs import Run, X, best_evaluation
+
+_SILENT_SECONDS = 3600.0
+"""If a run has written nothing for longer, the page says that it may be dead."""
+
+
+def make_page(runs: list[Run], *, x: X) -> str:
+    """Return the page as HTML.
+
+    Args:
+        runs: The runs to show.
+        x: The x axis when the page is opened.
+    """
+    panels = make_panels(runs)
+    script, places = Charts(runs, panels, x=x).embed() if panels else ("", {})
+    library = Resources(mode="inline", components=["bokeh"])
+    options = configuration_rows(runs)
+    kinds = {event.kind for run in runs for event in run.events if event.is_current}
+    page: str = (
+        jinja2.Environment(
+            loader=jinja2.FileSystemLoader(Path(__file__).parent),
+            autoescape=True,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        .get_template("page.html")
+        .render(
+            title=", ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs)} runs",
+            made=time.strftime("%Y-%m-%d %H:%M %Z"),
+            version=__version__,
+            library=library.render_js() if panels else "",
+            script=script,
+            places=places,
+            panels=panels,
+            max_points=MAX_POINTS,
+            thinned=any("low" in curve.points for panel in panels for curve in panel.curves),
+            runs=runs,
+            colors=COLORS,
+            x=x,
+            marks=[(mark, name) for kind, (mark, _, name) in MARKS.items() if kind in kinds],
+            summary=summary_rows(runs),
+            configuration=options,
+            # Two runs never share a folder, so a difference in output_dir is not worth showing.
+            differences=[
+                (name, values)
+                for name, values in options
+                if len(set(values)) > 1 and name != "output_dir"
+            ],
+            events=event_rows(runs),
+        )
+    )
+    return page
+
+
+def summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
+    """Return the rows of the summary: a name, and a cell for each run."""
+    rows: list[tuple[str, Callable[[Run], str | None]]] = [
+        ("Status", _status_cell),
+        ("Made of", _origin_cell),
+        ("Model", _model_cell),
+        ("Parameters", lambda run: _format_or_none(run.start.get("parameters"), whole)),
+        ("Devices", _devices_cell),
+        ("Steps", _steps_cell),
+        ("Tokens", lambda run: _format_or_none(run.last("tokens"), whole)),
+        ("Training time", lambda run: _format_or_none(run.last("seconds"), duration)),
+        ("Tokens/s, mean", _mean_speed),
+        ("Training loss, last", lambda run: _format_or_none(run.last("loss"), "{:.4f}".format)),
+        (
+            "Validation loss, last",
+            lambda run: _format_or_none(run.last("eval_loss"), "{:.4f}".format),
+        ),
+        ("Validation loss, best", _best_cell),
+        (
+            "Moving average, last",
+            lambda run: _format_or_none(run.last("eval_ema_loss"), "{:.4f}".format),
+        ),
+        (
+            "Perplexity, last",
+            lambda run: _format_or_none(run.last("eval_perplexity"), "{:.2f}".format),
+        ),
+        ("Skipped steps", lambda run: _format_or_none(run.last("skipped_steps"), whole)),
+    ]
+    cells = [(name, [cell(run) for run in runs]) for name, cell in rows]
+    return [(name, [value or "-" for value in values]) for name, values in cells if any(values)]
+
+
+def configuration_rows(runs: list[Run]) -> list[tuple[str, list[str | None]]]:
+    """Return every option and its value in each run, None if it is not set."""
+    options = dict.fromkeys(name for run in runs for name in run.config)
+    return [(name, [_format_option(run.config.get(name)) for run in runs]) for name in options]
+
+
+def event_rows(runs: list[Run]) -> list[tuple[int, str, Event]]:
+    """Return the events, the newest first, each with the number and the name of its run."""
+    rows = [(number, run.name, event) for number, run in enumerate(runs) for event in run.events]
+    return sorted(rows, key=lambda row: (row[2].time, row[2].step or 0), reverse=True)
+
+
+def short(value: float) -> str:
+    """Return a number in few characters: 1.2k, 3.5M."""
+    for power, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= power * 0.9995:
+            return f"{value / power:.3g}{letter}"
+    return f"{value:.4g}"
+
+
+def whole(value: float) -> str:
+    """Return a whole number with all of its digits below a million, in few characters above."""
+    return f"{value:,.0f}" if abs(value) < 1e6 else short(value)
+
+
+def duration(seconds: float) -> str:
+    """Return a time in two units: 42 s, 3 min 20 s, 5 h 07 min, 2 d 4 h."""
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    if seconds < 3600:
+        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+    if seconds < 2 * 86400:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+    return f"{int(seconds // 86400)} d {int(seconds % 86400 // 3600)} h"
+
+
+def _format_or_none(value: float | None, text: Callable[[float], str]) -> str | None:
+    return None if value is None else text(value)
+
+
+def _status_cell(run: Run) -> str | None:
+    status = run.status.get("status")
+    if not isinstance(status, str):
+        return None
+    cell = Markup('<span class="status {0}">{0}</span>').format(status)
+    names = ("metrics.jsonl", "log.txt", "status.json")
+    times = [(run.path / name).stat().st_mtime for name in names if (run.path / name).is_file()]
+    if status != "running" or not times:
+        return cell
+    age = max(0.0, time.time() - max(times))
+    doubt = "; it may have been killed" if age > _SILENT_SECONDS else ""
+    remark = f"last sign {duration(round(age))} ago{doubt}"
+    return cell + Markup(" <small>{}</small>").format(remark)
+
+
+def _origin_cell(run: Run) -> str | None:
+    if run.origin is None:
+        return None
+    name, steps = run.origin.folder.name, run.origin.steps
+    if run.origin.is_mean:
+        template = "mean of {} <small>{} checkpoints, steps {:,} to {:,}</small>"
+        return Markup(template).format(name, len(steps), steps[0], steps[-1])
+    cell = Markup("branch of {} <small>step {:,}</small>").format(name, steps[0])
+    cooldown, shape = run.config.get("cooldown_tokens"), run.config.get("cooldown_shape")
+    if not is_count(cooldown):
+        return cell
+    return cell + Markup("<small>, cooldown of {} tokens ({})</small>").format(
+        short(cooldown), shape
+    )
+
+
+def _model_cell(run: Run) -> str | None:
+    model_name = run.config.get("model_name_or_path") or run.config.get("config_name")
+    names = dict.fromkeys(str(word) for word in (model_name, run.start.get("architecture")) if word)
+    return ", ".join(names)
+
+
+def _devices_cell(run: Run) -> str | None:
+    if "ranks" not in run.start:
+        return None
+    precision = run.start.get("mixed_precision")
+    return f"{run.start['ranks']} x {run.start.get('device')}, " + (
+        "fp32" if precision == "no" else str(precision)
+    )
+
+
+def _steps_cell(run: Run) -> str | None:
+    done, total = run.last("step"), run.start.get("total_steps")
+    if not total or done == total:
+        return _format_or_none(done, whole)
+    bar = '<span class="progress"><i style="width:{:.1f}%"></i></span>'
+    return Markup("{} of {} " + bar).format(
+        whole(done or 0), whole(total), 100 * min(1.0, (done or 0) / total)
+    )
+
+
+def _mean_speed(run: Run) -> str | None:
+    tokens, seconds = run.last("tokens"), run.last("seconds")
+    return short(tokens / seconds) if tokens and seconds else None
+
+
+def _best_cell(run: Run) -> str | None:
+    best = best_evaluation(run.rows)
+    if best is None:
+        return None
+    return Markup("{:.4f} <small>step {:,}</small>").format(best[1], best[0])
+
+
+def _format_option(value: object) -> str | None:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none"
+    return None if value is None else str(value)

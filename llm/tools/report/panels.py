@@ -1,0 +1,194 @@
+"""The curves of a report: the metrics of the runs, sorted into panels and thinned out."""
+
+import dataclasses
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from llm.tools.report.runs import X_KEYS, Run, X
+
+MAX_POINTS = 2000
+"""Maximum points per curve; with more reports, a point is the mean of several."""
+
+COLORS = (
+    ("#2463c9", "#73a7ff"),
+    ("#cf4a12", "#ff9161"),
+    ("#12805c", "#45cf9b"),
+    ("#c02672", "#ff80bd"),
+    ("#9a6b00", "#e6b84a"),
+    ("#0b7f99", "#52cbe6"),
+    ("#7a3fd1", "#bd9bff"),
+    ("#5d5a55", "#bdb7ae"),
+)
+"""Colors of the runs in their order, each for a light and for a dark page."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One metric of one run.
+
+    Attributes:
+        run: Number of the run in the report.
+        key: Name of the metric.
+        points: Columns `step`, `tokens`, `seconds` and `y`, and `low` and `high` where a point is
+            the mean of several reports.
+    """
+
+    run: int
+    key: str
+    points: dict[str, npt.NDArray[np.float64]]
+
+    @property
+    def is_average(self) -> bool:
+        """Whether it shows the moving average of the weights."""
+        return self.key.startswith("eval_ema_")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Panel:
+    """A chart: curves that share a y axis.
+
+    Attributes:
+        name: File name: letters, digits and underscores.
+        title: Title of the chart.
+        keys: The metrics.
+        unit: Unit of the values.
+        section: Heading of its section of the page.
+        from_zero: The y axis begins at zero.
+        log: The y axis is logarithmic if the values are positive and span a factor of 30.
+        from_half: The chart leaves out the first half of the x axis.
+        factor: Factor from the metric to the unit.
+        curves: The curves.
+    """
+
+    name: str
+    title: str
+    keys: tuple[str, ...]
+    unit: str = ""
+    section: str
+    from_zero: bool = False
+    log: bool = False
+    from_half: bool = False
+    factor: float = 1.0
+    curves: list[Curve] = dataclasses.field(default_factory=list)
+
+
+_LOSS = ("loss", "eval_loss", "eval_ema_loss")
+_NATS = "nats per token"
+_KNOWN = [
+    Panel(name="loss", title="Loss", keys=_LOSS, unit=_NATS, section="First"),
+    Panel(name="loss_second_half", title="Loss, second half", keys=_LOSS, unit=_NATS,
+          section="Loss", from_half=True),
+    Panel(name="validation_loss", title="Validation loss", keys=_LOSS[1:], unit=_NATS,
+          section="Loss"),
+    Panel(name="bits_per_byte", title="Validation bits per byte",
+          keys=("eval_bits_per_byte", "eval_ema_bits_per_byte"), section="Loss"),
+    Panel(name="learning_rate", title="Learning rate", keys=("learning_rate",),
+          section="Optimization", from_zero=True),
+    Panel(name="grad_norm", title="Gradient norm", keys=("grad_norm",), unit="before clipping",
+          section="Optimization", from_zero=True, log=True),
+    Panel(name="loss_scale", title="Loss scale", keys=("loss_scale",), unit="fp16",
+          section="Optimization", log=True),
+    Panel(name="skipped_steps", title="Skipped steps", keys=("skipped_steps",),
+          section="Optimization", from_zero=True),
+    Panel(name="throughput", title="Throughput", keys=("tokens_per_second",),
+          unit="tokens/s, all devices", section="System", from_zero=True),
+    Panel(name="mfu", title="Model FLOP utilization", keys=("mfu",), unit="%", section="System",
+          from_zero=True, factor=100.0),
+    Panel(name="data_wait", title="Waiting for data", keys=("data_wait",), unit="% of the time",
+          section="System", from_zero=True, factor=100.0),
+]  # fmt: skip
+_NOT_DRAWN = {
+    *("step", "samples", "tokens", "seconds", "ms_per_step", "nan_steps"),
+    *("eval_perplexity", "eval_ema_perplexity"),
+}
+_SECTIONS = ("First", "Loss", "Optimization", "System", "K-FAC", "Tasks", "Other")
+_UNCHANGED = {"loss_scale": 1.0, "skipped_steps": 0.0}
+"""Panels with only this value are left out."""
+
+
+def make_panels(runs: list[Run]) -> list[Panel]:
+    """Return the panels with values, in the order of the page."""
+    keys = list(dict.fromkeys(key for run in runs for row in run.rows for key in row))
+    known_keys = {key for panel in _KNOWN for key in panel.keys} | _NOT_DRAWN
+    other_keys = [key for key in keys if key not in known_keys and not key.startswith("eval_ema_")]
+    every = [*_KNOWN, *map(_panel_of, other_keys)]
+    panels = []
+    for panel in sorted(every, key=lambda panel: _SECTIONS.index(panel.section)):
+        curves = [
+            _make_curve(run, key, number=number, panel=panel)
+            for key in panel.keys
+            for number, run in enumerate(runs)
+            if any(key in row for row in run.rows)
+        ]
+        values = np.concatenate([[], *(curve.points["y"] for curve in curves)])
+        values = values[np.isfinite(values)]
+        enough = 20 if panel.from_half else 1
+        if len(values) >= enough and set(values) != {_UNCHANGED.get(panel.name)}:
+            log = panel.log and min(values) > 0 and max(values) / 30 > min(values)
+            panels.append(dataclasses.replace(panel, curves=curves, log=log))
+    return panels
+
+
+def x_ends(runs: list[Run]) -> dict[X, float]:
+    """Return the end of the longest run on each x axis."""
+    last_rows = [run.rows[-1] for run in runs if run.rows]
+    return {
+        x: max((row[x] for row in last_rows if math.isfinite(row[x])), default=0.0) for x in X_KEYS
+    }
+
+
+def unit_of_time(seconds: float) -> tuple[float, str]:
+    """Return the unit for showing a time: its seconds and its name."""
+    for at_least, divisor, name in ((4 * 86400, 86400, "days"), (7200, 3600, "hours")):
+        if seconds >= at_least:
+            return divisor, name
+    return (60, "minutes") if seconds >= 120 else (1, "seconds")
+
+
+def _panel_of(key: str) -> Panel:
+    """Return the panel of a metric that `_KNOWN` lacks, such as one from `--eval_metrics`."""
+    name = "".join(letter if letter.isalnum() else "_" for letter in key)
+    label = key.removeprefix("eval_").replace("_", " ")
+    if key.startswith(("eval_", "loss/")):
+        split = "Validation" if key.startswith("eval_") else "Training"
+        source = key.partition("loss/")[2]
+        title = f"{split} loss, {source}" if source else f"{split} {label}"
+        unit = _NATS if source else ""
+        average = key.replace("eval_", "eval_ema_")
+        return Panel(name=name, title=title, keys=(key, average), unit=unit, section="Loss")
+    if key.startswith("task_"):
+        task, _, metric = key.removeprefix("task_").partition("/")
+        return Panel(name=name, title=f"{task}: {metric}", keys=(key,), section="Tasks")
+    if "memory" in key:
+        return Panel(name=name, title=label.capitalize(), keys=(key,), unit="GiB", section="System",
+                     from_zero=True, factor=2.0**-30)  # fmt: skip
+    section = "K-FAC" if key.startswith("kfac") else "Other"
+    return Panel(name=name, title=label, keys=(key,), section=section, log=True)
+
+
+def _make_curve(run: Run, key: str, *, number: int, panel: Panel) -> Curve:
+    rows = [row for row in run.rows if key in row]
+    is_branch = run.origin is not None and not run.origin.is_mean
+    if is_branch and panel.section != "System":  # its devices may differ
+        rows = [
+            *[row for row in run.inherited_rows if key in row][-1:],
+            *rows,
+        ]  # continues its parent
+    points: dict[str, npt.NDArray[np.float64]] = {
+        name: np.array([row[name] for row in rows]) for name in X_KEYS
+    }
+    points["y"] = np.array([row[key] * panel.factor for row in rows])
+    size = math.ceil(len(rows) / MAX_POINTS)
+    if size > 1:
+        bins = {name: _bin_values(values, size) for name, values in points.items()}
+        points = {name: bins[name].mean(axis=1).filled(math.nan) for name in bins}
+        points["low"] = bins["y"].min(axis=1).filled(math.nan)
+        points["high"] = bins["y"].max(axis=1).filled(math.nan)
+    return Curve(run=number, key=key, points=points)
+
+
+def _bin_values(values: npt.NDArray[np.float64], size: int) -> np.ma.MaskedArray:
+    padded = np.pad(values, (0, -len(values) % size), constant_values=math.nan)
+    return np.ma.masked_invalid(padded.reshape(-1, size))

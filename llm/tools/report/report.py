@@ -1,0 +1,110 @@
+"""Shows runs as a page of curves: `llm-trainers report runs/NAME [runs/OTHER ...]`.
+
+Exit codes: 0 written, 1 written without the runs that cannot be read, 2 an option, or a file that
+cannot be read or written.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from llm.config.command_line import parse
+from llm.config.options import option, option_group
+from llm.config.program import program
+from llm.config.shell import shell_line
+from llm.errors import ConfigError
+from llm.runtime.files import write_whole
+from llm.runtime.world import ignore_ranks
+from llm.tools.report.runs import Run, X, read_runs
+
+_PAGE_TITLE = b": training report</title>"
+"""Marks a page: a new page may replace an earlier one, but no other file."""
+_HEAD_BYTES = 1 << 14
+
+
+@option_group("Report")
+class ReportOptions:
+    """The runs to show, and the files to write."""
+
+    runs: tuple[str, ...] = option(
+        (),
+        "Folders of runs (their --output_dir), finished or not; you can leave out the option's "
+        "name.",
+        path=True,
+    )
+    output: str | None = option(
+        None,
+        "HTML file to write; it needs no other file and no network. By default report.html in the "
+        "folder of the first run that can be read.",
+        path=True,
+    )
+    png: str | None = option(
+        None, "Folder for the charts as PNG files, in addition to the page.", path=True
+    )
+    x: Literal["steps", "tokens", "time"] = option(
+        "steps", "The x axis of the PNG files, and of the page when you open it."
+    )
+
+
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    ignore_ranks()
+    options = parse(
+        ReportOptions,
+        argv,
+        prog="llm-trainers report",
+        description="Show the curves of runs, finished or running, as a web page. It needs the "
+        "packages bokeh and matplotlib: pip install bokeh matplotlib.",
+        positional="runs",
+        example="runs/quickstart runs/other --output compare.html",
+    )
+    if not options.runs:
+        raise ConfigError("No run is named: give its folder, as in llm-trainers report runs/wiki.")
+    runs, problems = read_runs([Path(run) for run in options.runs])
+    if not runs:
+        raise ConfigError(" ".join(problems))
+    written = write_report(options, runs)
+    sys.stdout.write("".join(f"{path}\n" for path in written))
+    for sentence in [*(s for run in runs for s in run.unread), *problems]:
+        sys.stderr.write(f"left out: {sentence}\n")
+    return 1 if problems else 0
+
+
+def write_report(options: ReportOptions, runs: list[Run]) -> list[Path]:
+    """Write the page of some runs, and with `--png` the images.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        ConfigError: A target has the wrong kind, or a package of the extra `report` is missing.
+    """
+    output = Path(options.output or runs[0].path / "report.html")
+    if output.is_dir():
+        raise ConfigError(f"--output {output} is a folder; name an HTML file.")
+    if output.exists():
+        with output.open("rb") as file:
+            is_page = _PAGE_TITLE in file.read(_HEAD_BYTES)
+        if not is_page:
+            raise ConfigError(
+                f"--output {output} exists and was not written by llm-trainers report; name "
+                "another file."
+            )
+    x: X = {"steps": "step", "tokens": "tokens", "time": "seconds"}[options.x]  # type: ignore[assignment]
+    try:
+        # Imported here so that --help and a wrong folder do not need the extra's packages.
+        from llm.tools.report.images import write_images
+        from llm.tools.report.page import make_page
+    except ImportError as error:
+        install = shell_line([sys.executable, "-m", "pip", "install", "bokeh", "matplotlib"])
+        raise ConfigError(
+            f"llm.tools.report needs the package {error.name}: run {install}, which are the extra "
+            "`report`."
+        ) from error
+    images = [] if options.png is None else write_images(runs, Path(options.png), x=x)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # The name of a folder may contain any bytes.
+    write_whole(output, make_page(runs, x=x).encode(errors="replace"))
+    return [output, *images]

@@ -1,0 +1,271 @@
+"""Reads the folder of a run that is finished, running or killed."""
+
+import dataclasses
+import json
+import math
+import os
+import tomllib
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from llm.checkpoint.format import MEAN_FILE, step_of
+from llm.checkpoint.load import list_checkpoints
+from llm.checkpoint.run_folder import RunFolder
+from llm.errors import ConfigError, one_line
+from llm.runtime.logging import counted
+from llm.tools.report.events import Event, logged_events, planned_events
+from llm.tools.report.run_files import (
+    Row,
+    is_count,
+    read_events,
+    read_metrics,
+    read_numbers,
+    read_table,
+    to_utf8,
+)
+
+X = Literal["step", "tokens", "seconds"]
+X_KEYS: tuple[X, ...] = ("step", "tokens", "seconds")
+
+_OWN_FILES = ("config.toml", "status.json", "metrics.jsonl")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The run that a branch or a mean of checkpoints was made from.
+
+    Attributes:
+        folder: Its folder.
+        steps: Steps of its checkpoints; one for a branch.
+        is_mean: Whether it belongs to a mean.
+    """
+
+    folder: Path
+    steps: tuple[int, ...]
+    is_mean: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """The contents of a run folder, or of the folder of a mean of checkpoints (a row if evaluated).
+
+    Attributes:
+        name: Name of the run in the report.
+        path: Its folder.
+        rows: A row for each step in metrics.jsonl, by rising step; every row has `step`, `tokens`
+            and `seconds`.
+        unread: A sentence about each file that cannot be read, or has lines that cannot, except for
+            a half-written last one.
+        config: config.toml; empty if it cannot be read.
+        status: status.json; empty if it cannot be read.
+        events: The events in chronological order.
+        start: The last `start` event; empty in runs without events.jsonl.
+        origin: Origin of a branch or a mean.
+        inherited_rows: Rows of the origin up to the last of its steps; empty if the origin is not
+            among the runs of the report.
+    """
+
+    name: str
+    path: Path
+    rows: list[Row]
+    unread: Sequence[str]
+    config: dict[str, Any]
+    status: dict[str, Any]
+    events: list[Event]
+    start: dict[str, Any]
+    origin: Origin | None = None
+    inherited_rows: Sequence[Row] = ()
+
+    def last(self, key: str) -> float | None:
+        """Return the last finite value of a metric, or None."""
+        values = (row.get(key, math.nan) for row in reversed(self.rows))
+        return next(filter(math.isfinite, values), None)
+
+    def at(self, step: float) -> dict[X, float]:
+        """Return the place of a step on each x axis: steps, tokens and seconds of training."""
+        rows = [*self.inherited_rows, *self.rows]
+        steps = [row["step"] for row in rows]
+        return {x: _interpolate_at(steps, [row[x] for row in rows], step) for x in X_KEYS}
+
+
+def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
+    """Read runs; they are named by their folders, or by the whole paths if names repeat.
+
+    Returns:
+        The runs, and a sentence about each folder that cannot be read.
+
+    Raises:
+        ConfigError: A folder is named twice.
+    """
+    paths = list(paths)
+    resolved = [Path(os.path.realpath(path)) for path in paths]  # a link may point to itself
+    for path, place in zip(paths, resolved, strict=True):
+        if resolved.count(place) > 1:
+            raise ConfigError(f"The run {path} is named twice; name every run once.")
+    names = [place.name for place in resolved]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in paths]
+    runs, problems = [], []
+    for path, name in zip(paths, names, strict=True):
+        try:
+            runs.append(_read_run(path, to_utf8(name)))
+        except ConfigError as error:
+            problems.append(str(error))
+        except OSError as error:
+            problems.append(f"{error.filename or path} cannot be read: {one_line(error)}.")
+    return [_with_inherited_rows(run, runs) for run in runs], problems
+
+
+def best_evaluation(rows: list[Row]) -> tuple[int, float] | None:
+    """Return step and value of the lowest validation loss, or None without validation."""
+    losses = [(row["eval_loss"], int(row["step"])) for row in rows if "eval_loss" in row]
+    loss, step = min((pair for pair in losses if math.isfinite(pair[0])), default=(math.nan, 0))
+    return None if math.isnan(loss) else (step, loss)
+
+
+def _read_run(path: Path, name: str) -> Run:
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a folder; name the folder of a run (its --output_dir).")
+    if not any((path / file).is_file() for file in _OWN_FILES):
+        origin = _mean_origin(read_table(path / MEAN_FILE, json.loads) or {})
+        if origin is not None:
+            return _read_mean(path, name, origin)
+        raise ConfigError(f"{path} holds no run: none of {', '.join(_OWN_FILES)} is in it.")
+    folder = RunFolder(path)
+    rows, num_unread = read_metrics(folder.metrics)
+    for key in ("tokens", "seconds"):
+        _fill_in(rows, key)
+    lines = read_events(folder.events)
+    config = read_table(path / "config.toml", tomllib.loads)
+    status = read_table(path / "status.json", json.loads)
+    starts: list[dict[str, Any]] = [line for line in lines if line["event"] == "start"]
+    tables = {"config.toml": config, "status.json": status}
+    unread = [f"{name}/{file} could not be read." for file in tables if tables[file] is None]
+    if num_unread:
+        unread.append(f"{counted(num_unread, 'line')} of {name}/metrics.jsonl could not be read.")
+    run = Run(
+        name=name,
+        path=path,
+        rows=rows,
+        unread=unread,
+        config=config or {},
+        status=status or {},
+        events=[],
+        start=starts[-1] if starts else {},
+        origin=_parent_of(config or {}),
+    )
+    return dataclasses.replace(run, events=_collect_events(run, lines))
+
+
+def _collect_events(run: Run, lines: list[dict[str, Any]]) -> list[Event]:
+    """Return the events of a run, from the lines of events.jsonl and from its other files."""
+    checkpoints = [
+        checkpoint
+        for checkpoint in list_checkpoints(RunFolder(run.path).checkpoints)
+        if is_count(checkpoint.step)
+    ]
+    first = run.origin.steps[0] if run.origin else 0
+    cooldown_from = None
+    if run.origin and is_count(run.config.get("cooldown_tokens")):
+        # A branch of a run in its cooldown continues the cooldown.
+        branch = (checkpoints[-1].metadata.get("branch") if checkpoints else None) or {}
+        began = branch.get("cooldown_from", first)
+        cooldown_from = began if is_count(began) else None
+    events = logged_events(lines, saved={checkpoint.step for checkpoint in checkpoints})
+    if (best := best_evaluation(run.rows)) is not None:
+        text = f"lowest validation loss, {best[1]:.4f}"
+        events.append(Event(kind="best", step=best[0], text=text))
+    last_step = run.rows[-1]["step"] if run.rows else 0
+    return events + planned_events(
+        run.config, run.start, first=first, last_step=last_step, cooldown_from=cooldown_from
+    )
+
+
+def _mean_origin(record: dict[str, Any]) -> Origin | None:
+    """Return the run and the steps that a mean was made of; None if the record names none."""
+    run, steps = record.get("run"), record.get("steps")
+    if not isinstance(run, str) or not isinstance(steps, list) or not steps:
+        return None
+    if not all(map(is_count, steps)):
+        return None
+    return Origin(folder=Path(run), steps=tuple(steps), is_mean=True)
+
+
+def _read_mean(path: Path, name: str, origin: Origin) -> Run:
+    """Return a folder that `checkpoints average` has written, and `--eval_only` evaluated."""
+    values = {
+        key if key.startswith("task_") else f"eval_{key}": value
+        for key, value in read_numbers(path / "eval_results.json").items()
+    }
+    step = origin.steps[-1]
+    row = {"step": float(step), "tokens": math.nan, "seconds": math.nan, **values}
+    text = f"the mean of the checkpoints of steps {', '.join(map(str, origin.steps))}"
+    return Run(
+        name=name,
+        path=path,
+        rows=[row] if values else [],
+        unread=(),
+        config={},
+        status={},
+        events=[Event(kind="mean", step=step, text=text)],
+        start={},
+        origin=origin,
+    )
+
+
+def _with_inherited_rows(run: Run, runs: list[Run]) -> Run:
+    """Return a run with the rows of its origin, taken from the other runs of the report."""
+    inherited_rows = _inherited_rows(run, runs)
+    steps = [row["step"] for row in inherited_rows]
+    rows = []
+    for row in run.rows:
+        missing = [x for x in ("tokens", "seconds") if inherited_rows and math.isnan(row[x])]
+        values = {x: [inherited[x] for inherited in inherited_rows] for x in missing}
+        rows.append(row | {x: _interpolate_at(steps, values[x], row["step"]) for x in missing})
+    return dataclasses.replace(run, rows=rows, inherited_rows=inherited_rows)
+
+
+def _inherited_rows(run: Run, runs: list[Run]) -> list[Row]:
+    if run.origin is None:
+        return []
+    folder, step = run.origin.folder, run.origin.steps[-1]
+    # Both folders may have been moved together.
+    parents = [candidate for candidate in runs if candidate.path.resolve().name == folder.name]
+    parent = min(parents, key=lambda candidate: candidate.path.resolve() != folder, default=None)
+    if parent is None or parent is run:
+        return []
+    return [row for row in (*_inherited_rows(parent, runs), *parent.rows) if row["step"] <= step]
+
+
+def _parent_of(config: dict[str, Any]) -> Origin | None:
+    checkpoint = config.get("branch_from")
+    if not isinstance(checkpoint, str):
+        return None
+    path = Path(checkpoint)
+    step = step_of(path)
+    return Origin(folder=path.parent.parent, steps=(step,)) if is_count(step) else None
+
+
+def _fill_in(rows: list[Row], key: str) -> None:
+    """Place the steps with only an evaluation between the neighboring training reports."""
+    known_rows = [row for row in rows if math.isfinite(row.get(key, math.nan))]
+    steps, values = [row["step"] for row in known_rows], [row[key] for row in known_rows]
+    for row in rows:
+        row[key] = _interpolate_at(steps, values, row["step"])
+
+
+def _interpolate_at(steps: list[float], values: list[float], step: float) -> float:
+    """Interpolate the value at a step linearly, from 0 through the known values.
+
+    After the last known value, the last line continues.
+    """
+    if not steps or steps[0] > 0:
+        steps, values = [0.0, *steps], [0.0, *values]
+    if len(steps) == 1:
+        return values[0]
+    high = min(max(1, bisect_left(steps, step)), len(steps) - 1)
+    low = high - 1
+    fraction = (step - steps[low]) / (steps[high] - steps[low])
+    return values[low] + (values[high] - values[low]) * fraction

@@ -1,0 +1,136 @@
+"""The plan against the peak that torch's allocator reports for real steps.
+
+The measure is the profiler's record of every allocation and release of the CPU allocator, from
+before the model is built; it holds tensors only, neither the interpreter nor libraries.
+"""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from llm.config.command_line import parse
+from llm.data.loader import MicroBatch
+from llm.models.build import build_model
+from llm.models.configuration import load_config
+from llm.models.loss import LanguageModelLoss
+from llm.parallel.accelerator import make_accelerator
+from llm.parallel.base import AcceleratedStrategy
+from llm.parallel.fsdp import ShardedStrategy
+from llm.tools.plan.estimate import estimate
+from llm.tools.plan.job import Job
+from llm.tools.plan.options import PlanOptions
+from llm.trainers.gpt.inputs import choose_dims
+from llm.trainers.gpt.seams import make_extensions, recipe_of
+from tests.support.ranks import run_ranks, values
+
+MODEL = (
+    "--num_layers 4 --hidden_size 256 --num_attention_heads 4 --block_size 256 "
+    "--per_device_train_batch_size 4 --device cpu --nodes 1"
+)
+
+
+def options_of(words: str) -> PlanOptions:
+    return parse(PlanOptions, words.split(), prog="", description="")
+
+
+def measure(words: str) -> int:
+    """Bytes allocated at most in two steps of the trainer's own strategy, on this rank."""
+    options = options_of(words)
+    if options.gpus_per_node == 1:
+        # As `python -m` starts it: under a launcher even one rank has DistributedDataParallel.
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+    cpu = torch.device("cpu")
+    accelerator = make_accelerator(options, device=cpu)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        strategy = make_strategy(options, accelerator)
+        length = options.block_size
+        ids = torch.zeros(options.per_device_train_batch_size, length, dtype=torch.long)
+        batches = [MicroBatch(ids, ids)] * options.gradient_accumulation_steps
+        for _ in range(2):
+            strategy.forward_backward(
+                batches, num_tokens=ids.numel() * len(batches) * strategy.data_ranks
+            )
+            strategy.set_learning_rate(1e-3)
+            strategy.optimizer_step(1.0)
+    strategy.close()
+    return highest(recorded)
+
+
+def make_strategy(options: PlanOptions, accelerator: Any) -> AcceleratedStrategy:
+    config = load_config(options)
+    model = build_model(
+        options,
+        config,
+        weights_from=None,
+        seed=1,
+        device=torch.device("cpu"),
+        vocab_size=1,
+        tensor_parallel_size=options.tensor_parallel_size,
+    )
+    layout = choose_dims(options, config, options.nodes * options.gpus_per_node)
+    strategy: Any = AcceleratedStrategy(accelerator)
+    if not layout.is_replicated:
+        strategy = ShardedStrategy(options, accelerator, layout)
+    recipe = recipe_of(options, make_extensions(options), seed=1)
+    recipe.plan(model)
+    loss = LanguageModelLoss(model, chunked=options.chunked_loss)
+    strategy.prepare(loss, recipe.make)
+    return strategy
+
+
+def highest(recorded: Any) -> int:
+    """The most bytes that were allocated at once."""
+    peak, events = 0, list(recorded.profiler.kineto_results.experimental_event_tree())
+    while events:
+        event = events.pop()
+        events += event.children
+        peak = max(peak, getattr(event.extra_fields, "total_allocated", 0))
+    return peak
+
+
+def planned(words: str) -> int:
+    options = options_of(words)
+    job = Job(options)
+    return estimate(job, job.layout).memory.total
+
+
+SLOW = pytest.mark.slow
+# Small, since some processors take a hundred times as long for products in bf16.
+HALF = "--mixed_precision bf16 --no_chunked_loss --block_size 64 --config_overrides vocab_size=8192"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (1, ""),
+        pytest.param(2, "--data_parallel_shard_size 2", marks=SLOW),
+        pytest.param(2, "--data_parallel_shard_size 2 --model_type llama", marks=SLOW),
+        pytest.param(
+            2,
+            "--data_parallel_shard_size 2 --gradient_accumulation_steps 2 --unsharded_gradients "
+            "--num_layers 2",
+            marks=SLOW,
+        ),
+        pytest.param(2, "--tensor_parallel_size 2 --sequence_parallel", marks=SLOW),
+        pytest.param(
+            2, "--tensor_parallel_size 2 --sequence_parallel --model_type llama", marks=SLOW
+        ),
+        pytest.param(2, "--data_parallel_shard_size 2 --optimizer muon", marks=SLOW),
+        pytest.param(2, "--data_parallel_shard_size 2 --kfac", marks=SLOW),
+        pytest.param(1, "--gradient_accumulation_steps 2 --model_type llama", marks=SLOW),
+        pytest.param(1, HALF, marks=SLOW),
+        pytest.param(1, f"{HALF} --gradient_accumulation_steps 2", marks=SLOW),
+        pytest.param(1, "--kfac", marks=SLOW),
+        pytest.param(1, "--activation_checkpointing full", marks=SLOW),
+        pytest.param(2, "--gradient_accumulation_steps 2", marks=SLOW),
+        pytest.param(4, "--data_parallel_shard_size 2 --gradient_accumulation_steps 2", marks=SLOW),
+    ],
+)
+def test_the_planned_memory_is_within_a_tenth_of_the_measured_peak(ranks, words):
+    words = f"{MODEL} {words} --gpus_per_node {ranks}"
+    peaks = values(run_ranks(measure, ranks, words))
+    assert planned(words) == pytest.approx(max(peaks), rel=0.1)
