@@ -24,7 +24,7 @@ from llm.errors import ConfigError
 from llm.runtime.world import ignore_ranks
 from llm.trainers.gpt.config import check_planned, preset_options
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.seams import make_extensions, recipe_of, transforms_of
+from llm.trainers.gpt.seams import choose_factory, make_extensions, transforms_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -168,7 +168,9 @@ def activation_sizes(options: GPTConfig) -> dict[str, list[float]]:
         vocab_size=vocab_size,
         transforms=transforms,
     ).eval()  # without dropout
-    optimizer = recipe_of(options, make_extensions(options), seed=0).make(model, None).optimizer
+    optimizer = (
+        choose_factory(options, make_extensions(options), seed=0).make(model, None).optimizer
+    )
     for transform in transforms:
         scale_learning_rates(optimizer, model, transform.rate_factor)
     loss = LanguageModelLoss(model, chunked=False)  # its logits are an activation of the head

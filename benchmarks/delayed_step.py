@@ -20,7 +20,7 @@ from llm.extensions.decentralized.modes import DiLoCo, Gossip
 from llm.extensions.decentralized.rounds import make_rounds
 from llm.optim.optimizers import make_adamw
 from llm.optim.options import OptimizerOptions
-from llm.optim.run_optimizer import Recipe
+from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.options import PrecisionOptions
@@ -87,10 +87,12 @@ def make_strategy(options: dict[str, Any]) -> AcceleratedStrategy:
         rounds = make_rounds(mode, ranks=ranks, ranks_per_node=options["ranks_per_node"])
         strategy = DecentralizedStrategy(Gossip(rounds=rounds), accelerator)
     if mode in ("allreduce", "diloco"):
-        recipe = Recipe(lambda model: make_adamw(adamw, model))
+        factory = OptimizerFactory(lambda model: make_adamw(adamw, model))
     else:
-        recipe = Recipe(lambda model: make_accum_adamw(adamw, model, accum_steps=min(8, ranks)))
-    strategy.prepare(loss, recipe.make)
+        factory = OptimizerFactory(
+            lambda model: make_accum_adamw(adamw, model, accum_steps=min(8, ranks))
+        )
+    strategy.prepare(loss, factory.make)
     return strategy
 
 

@@ -21,7 +21,7 @@ from benchmarks.report import (
     table,
 )
 from llm.config.options import option
-from llm.optim.run_optimizer import Recipe
+from llm.optim.run_optimizer import OptimizerFactory
 
 _BATCH, _LENGTH = 4, 64
 
@@ -62,7 +62,7 @@ def our_step(family: str) -> Callable[[], None]:
     strategy = AcceleratedStrategy(make_accelerator(PrecisionOptions(), device=device))
     options = OptimizerOptions(learning_rate=1e-3, weight_decay=0.1)
     strategy.prepare(
-        LanguageModelLoss(model), Recipe(lambda module: make_adamw(options, module)).make
+        LanguageModelLoss(model), OptimizerFactory(lambda module: make_adamw(options, module)).make
     )
     inputs, labels = _tokens(config.get_text_config().vocab_size)
     batch = [MicroBatch(inputs, labels)]

@@ -33,7 +33,7 @@ from llm.optim.run_optimizer import RunOptimizer
 from llm.optim.schedule import make_schedule
 from llm.runtime.process_settings import restart_with_kept_memory
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.seams import make_extensions, recipe_of
+from llm.trainers.gpt.seams import choose_factory, make_extensions
 
 WEIGHT_DECAY = 0.1
 _VALIDATION_WINDOWS = 512
@@ -168,7 +168,7 @@ class Stepper:
             )
             self._made = RunOptimizer(self.optimizer)
         else:
-            self._made = recipe_of(options, make_extensions(options), seed=0).make(model, None)
+            self._made = choose_factory(options, make_extensions(options), seed=0).make(model, None)
             self.optimizer = self._made.optimizer
 
     def capture_stats(self, tokens: int) -> contextlib.AbstractContextManager[None]:

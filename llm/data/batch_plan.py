@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm.config.options import Tokens
-from llm.data.batch_schedule import BatchPhase, batch_phases, parse_batch_schedule, steps_at
+from llm.data.batch_schedule import BatchPhase, batch_phases, count_steps, parse_batch_schedule
 from llm.data.options import BatchOptions, device_batch_size
 from llm.errors import ConfigError
 from llm.runtime.logging import counted
@@ -65,43 +65,43 @@ class BatchPlan:
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the run."""
-        return math.ceil(self.steps_at(self.total_samples))
+        return math.ceil(self.count_steps(self.total_samples))
 
-    def steps_at(self, samples: float | Fraction) -> float:
+    def count_steps(self, samples: float | Fraction) -> float:
         """Return the number of steps, possibly a fraction, that read so many samples."""
-        return steps_at(self.phases, samples)
+        return count_steps(self.phases, samples)
 
-    def samples_at(self, step: int) -> int:
-        """Return the samples of the steps before `step`, if the run is that long."""
-        phase = self.phase(step)
-        return phase.first_sample + (step - phase.first_step) * phase.global_batch_size
+    def count_samples(self, num_steps: int) -> int:
+        """Return the number of samples in the first `num_steps` steps, if the run is that long."""
+        phase = self.phase(num_steps)
+        return phase.first_sample + (num_steps - phase.first_step) * phase.global_batch_size
 
     @property
     def epochs(self) -> float:
         """Passes over the data."""
         return self.total_samples / self.num_windows
 
-    def step_samples(self, step: int) -> tuple[int, int]:
-        """Return the samples of one step, counted from 0, as a range [first, stop)."""
-        first, stop = self.samples_at(step), self.samples_at(step + 1)
+    def step_positions(self, step: int) -> tuple[int, int]:
+        """Return the positions of one step, counted from 0, as a range [first, stop)."""
+        first, stop = self.count_samples(step), self.count_samples(step + 1)
         return min(first, self.total_samples), min(stop, self.total_samples)
 
-    def rank_samples(self, step: int, rank: int) -> NDArray[np.int64]:
-        """Return the samples of one rank in one step.
+    def rank_positions(self, step: int, rank: int) -> NDArray[np.int64]:
+        """Return the positions of one rank in one step.
 
-        Sample j of a step belongs to micro-batch m and rank r where
+        Position j of a step belongs to micro-batch m and rank r where
         j = (m * world_size + r) * micro_batch_size + k: which samples make a step depends
         neither on the ranks nor on the accumulation.
 
         Returns:
-            Positions, which `SkippedSamples.numbers` maps to sample numbers, int64 [accumulation,
-            micro_batch_size]; -1 follows the last sample of the step or of the run.
+            int64 [accumulation, micro_batch_size], which `SkippedSamples.sample_indices` maps to
+            samples; -1 follows the last sample of the step or of the run.
         """
-        first, stop = self.step_samples(step)
+        first, stop = self.step_positions(step)
         accumulation, size = self.shape(step)
-        samples = first + np.arange(accumulation * self.world_size * size, dtype=np.int64)
-        samples[samples >= stop] = -1
-        return samples.reshape(-1, self.world_size, size)[:, rank]
+        positions = first + np.arange(accumulation * self.world_size * size, dtype=np.int64)
+        positions[positions >= stop] = -1
+        return positions.reshape(-1, self.world_size, size)[:, rank]
 
     def ends_epoch(self, num_steps: int) -> bool:
         """Return whether the last of `num_steps` steps uses up the samples of an epoch."""
@@ -109,7 +109,7 @@ class BatchPlan:
 
     def reaches_multiple(self, num_steps: int, samples: int | Fraction) -> bool:
         """Return whether the last of `num_steps` steps reaches a multiple of so many samples."""
-        first, stop = self.step_samples(num_steps - 1)
+        first, stop = self.step_positions(num_steps - 1)
         return stop // samples > first // samples
 
     def batch_schedule(self, block_size: int) -> int | str:
@@ -128,7 +128,7 @@ _LARGEST_AUTO = 1024
 
 
 _LARGEST_STEP = 2**24
-"""Largest step in samples; all of its sample numbers are in memory at once."""
+"""Largest step in samples; all of its sample indices are in memory at once."""
 
 
 def micro_batch_sizes(options: BatchOptions, *, world_size: int) -> list[int]:
@@ -177,12 +177,12 @@ def plan_batches(
             whole run.
     """
     micro_batch_size = device_batch_size(options)
-    together = micro_batch_size * world_size
     batch = global_batch_size or options.global_batch_size
     if batch is None:
-        batch = together * options.gradient_accumulation_steps
+        batch = micro_batch_size * world_size * options.gradient_accumulation_steps
     first, *growth = batch_phases(batch, block_size=block_size)
-    for _, _, size in (first, *growth):
+    sizes = [phase.global_batch_size for phase in (first, *growth)]
+    for size in sizes:
         if size > _LARGEST_STEP:
             raise ConfigError(
                 f"A step of {size:,} samples exceeds the limit of {_LARGEST_STEP:,}; make "
@@ -190,27 +190,9 @@ def plan_batches(
                 "--gradient_accumulation_steps smaller."
             )
         # A batch that grows may begin with smaller micro-batches.
-        phase_micro_batch = (
-            min(micro_batch_size, size // world_size) if growth else micro_batch_size
-        )
-        if phase_micro_batch == 0 or size % (phase_micro_batch * world_size):
-            lower, upper = size // together * together, -(-size // together) * together
-            clause, multiple = "", f"{lower} or {upper}" if lower else f"{upper}"
-            if growth:
-                clause = f" has a phase of {size} samples, which"
-                multiple = f"one, or a smaller multiple of {world_size}"
-            batches = [phase.global_batch_size for phase in (first, *growth)]
-            sizes = _list_divisors(batches, world_size=world_size)
-            keep = [
-                f"--per_device_train_batch_size {number}, which keeps the batch, or "
-                for number in sizes
-                if number < micro_batch_size
-            ]
-            raise ConfigError(
-                f"--global_batch_size {batch}{clause} is not a multiple of {together} "
-                f"(--per_device_train_batch_size {micro_batch_size} x "
-                f"{counted(world_size, 'rank')}); take {''.join(keep[-1:])}{multiple}."
-            )
+        divisor = min(micro_batch_size, size // world_size) if growth else micro_batch_size
+        if divisor == 0 or size % (divisor * world_size):
+            raise _indivisible_batch(batch, size, sizes, micro_batch_size, world_size)
     plan = BatchPlan(
         num_windows=num_windows,
         micro_batch_size=micro_batch_size,
@@ -221,6 +203,31 @@ def plan_batches(
     )
     total_samples = _total_samples(options, plan, block_size, num_parameters)
     return replace(plan, total_samples=total_samples)
+
+
+def _indivisible_batch(
+    batch: int | str, size: int, sizes: Sequence[int], micro_batch_size: int, world_size: int
+) -> ConfigError:
+    """Return the error of a global batch with a phase of `size` samples that ranks cannot divide.
+
+    The smaller micro-batch comes first, because another global batch changes the training.
+    """
+    divisor = micro_batch_size * world_size
+    lower, upper = size // divisor * divisor, -(-size // divisor) * divisor
+    clause, multiple = "", f"{lower} or {upper}" if lower else f"{upper}"
+    if len(sizes) > 1:
+        clause = f" has a phase of {size} samples, which"
+        multiple = f"one, or a smaller multiple of {world_size}"
+    candidates = _list_divisors(sizes, world_size=world_size)
+    smaller = [candidate for candidate in candidates if candidate < micro_batch_size]
+    advice = ""
+    if smaller:
+        advice = f"--per_device_train_batch_size {smaller[-1]}, which keeps the batch, or "
+    return ConfigError(
+        f"--global_batch_size {batch}{clause} is not a multiple of {divisor} "
+        f"(--per_device_train_batch_size {micro_batch_size} x {counted(world_size, 'rank')}); take "
+        f"{advice}{multiple}."
+    )
 
 
 def _total_samples(
@@ -241,7 +248,7 @@ def _total_samples(
             )
         return math.ceil(Fraction(tokens, block_size))
     if options.max_train_steps is not None:
-        return plan.samples_at(options.max_train_steps)
+        return plan.count_samples(options.max_train_steps)
     if options.max_train_samples is not None:
         return options.max_train_samples
     return options.num_train_epochs * plan.num_windows

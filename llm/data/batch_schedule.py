@@ -79,7 +79,7 @@ def batch_phases(batch: int | str, *, block_size: int) -> list[BatchPhase]:
     return phases
 
 
-def steps_at(phases: Sequence[BatchPhase], samples: float | Fraction) -> float:
+def count_steps(phases: Sequence[BatchPhase], samples: float | Fraction) -> float:
     """Return the number of steps, possibly a fraction, that read so many samples."""
     phase = [phases[0], *(p for p in phases if p.first_sample <= samples)][-1]
     return phase.first_step + float((samples - phase.first_sample) / phase.global_batch_size)

@@ -32,7 +32,7 @@ from llm.runtime.world import world_from_environment
 _OPTION = "--data_cache_dir"
 _POLL_SECONDS = 1.0  # between two checks whether another launch has finished
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class TokenCache:
         """Return the token files of a text, and prepare them first if needed; all ranks call it.
 
         Args:
-            key: The digest of the recipe.
+            key: The digest of the provenance.
             prepare: Makes the token files `tokens.*` in a folder, or `absent` if the text does not
                 exist; called by one process at a time.
 
@@ -92,13 +92,13 @@ class TokenCache:
                 break
             if not any(state.startswith("elected") for state in states):
                 if not waits:
-                    log.info("waiting for another process that tokenizes the same text")
+                    logger.info("waiting for another process that tokenizes the same text")
                 time.sleep(_POLL_SECONDS)
             waits = True
         if (folder / "absent").exists():
             return None
         if not prepared:
-            log.info(f"using the cached tokens in {folder}")
+            logger.info(f"using the cached tokens in {folder}")
         return folder / "tokens"
 
     def _elect_rank(self, folder: Path, lock: contextlib.ExitStack, *, rebuild: bool) -> str:
@@ -116,7 +116,9 @@ class TokenCache:
                     return "done"
                 # Logged here, so only once: the other ranks only wait.
                 if faults := self._find_faults(folder):
-                    log.warning(f"the cached tokens in {folder} cannot be used: {' '.join(faults)}")
+                    logger.warning(
+                        f"the cached tokens in {folder} cannot be used: {' '.join(faults)}"
+                    )
             return "elected" if locked else "elected, no locks"
 
     @contextmanager

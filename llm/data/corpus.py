@@ -1,4 +1,4 @@
-"""Splits of a corpus: memory-mapped token streams, and training samples by number."""
+"""Splits of a corpus: memory-mapped token streams, and training samples by index."""
 
 import ctypes
 import logging
@@ -19,7 +19,7 @@ from llm.errors import DataError
 
 _READ_BYTES = 32 * 2**20
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 class TokenStream:
@@ -186,7 +186,7 @@ class Corpus:
 
 
 class Samples:
-    """Training samples, read by their numbers.
+    """Training samples, read by their indices.
 
     Each source serves its windows in a separate order for every epoch, and the mixture chooses the
     source of each sample. An epoch has as many samples as all sources together.
@@ -236,7 +236,7 @@ class Samples:
         """Return the tokens of samples.
 
         Args:
-            samples: Their numbers, counted from 0 over all epochs [num_samples].
+            samples: Sample indices, counted from 0 over all epochs [num_samples].
 
         Returns:
             Token ids [num_samples, block_size + 1], in a dtype that holds the ids of all files.
@@ -258,17 +258,17 @@ class Samples:
         """Return where samples come from.
 
         Args:
-            samples: Their numbers, counted from 0 over all epochs [num_samples].
+            samples: Sample indices, counted from 0 over all epochs [num_samples].
 
         Returns:
             The source of each, and the position of its first token in the source's stream, each
             int64 [num_samples].
         """
-        sources, numbers = self._mixture.locate(samples)
-        starts = np.empty_like(numbers)
+        sources, indices = self._mixture.locate(samples)
+        starts = np.empty_like(indices)
         for source in np.unique(sources).tolist():
             from_source = sources == source
-            starts[from_source] = self._samplers[source].starts(numbers[from_source])
+            starts[from_source] = self._samplers[source].starts(indices[from_source])
         return sources, starts
 
     def stage_of(self, sample: int) -> int:
@@ -301,7 +301,7 @@ def hold_in_memory(sources: Iterable[CorpusSource]) -> None:
             fault = fault or _lock_pages(array.ctypes.data, array.nbytes)
         outcome = f"read ahead but not pinned ({fault}; see `ulimit -l`)" if fault else "pinned"
         num_bytes = stream.tokens.nbytes
-        log.info(f"in memory: {num_bytes / 1e9:.3g} GB of {stream.file.prefix}.bin, {outcome}")
+        logger.info(f"in memory: {num_bytes / 1e9:.3g} GB of {stream.file.prefix}.bin, {outcome}")
 
 
 def _read_into_cache(path: Path, array: NDArray[Any]) -> None:

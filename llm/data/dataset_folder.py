@@ -28,7 +28,7 @@ _SPLITS = {
 _SHARD_NUMBER = re.compile(r"[-._ ]?\d+(-of-\d+)?(-[0-9a-f]{16})?$")
 _OPTION = "--dataset_name"
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def open_dataset_folder(
     else:
         splits, reason = _split_by_names(folder, file_option)
     counts = [f"{split} is {counted(len(files), 'file')}" for split, files in splits.items()]
-    log.info(f"{_OPTION} {folder}: {', '.join(counts)}, {reason}")
+    logger.info(f"{_OPTION} {folder}: {', '.join(counts)}, {reason}")
     for files in splits.values():
         refuse_duplicates(files, _OPTION)
     return DatasetFolder(name=dataset_name, splits=splits)
@@ -196,7 +196,7 @@ def _split_by_patterns(
     }
     listed = {file for files in splits.values() for file in files}
     if unlisted := [file for file in find_text_files(folder, _OPTION) if file not in listed]:
-        log.info(
+        logger.info(
             f"{_OPTION} {folder}: README.md does not list {counted(len(unlisted), 'text file')} "
             f"for this configuration, such as {unlisted[0]}"
         )

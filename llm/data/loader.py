@@ -50,7 +50,7 @@ class StepBatch:
         micro_batches: The micro-batches, on the device.
         num_samples: Samples of this step, over all ranks.
         num_tokens: Labels that count in this step, over all ranks.
-        samples: This rank's global sample numbers, int64 [at most micro-batches * their size].
+        samples: This rank's sample indices, int64 [at most micro-batches * their size].
     """
 
     micro_batches: list[MicroBatch]
@@ -84,10 +84,10 @@ class TrainLoader:
     with_sources: bool = False
     skipped: SkippedSamples = NONE_SKIPPED
 
-    def samples_of(self, first: int, stop: int) -> tuple[int, int]:
+    def sample_range(self, first: int, stop: int) -> tuple[int, int]:
         """Return the range of samples of the steps first to stop - 1, counted from 0."""
-        begin, _ = self.plan.step_samples(first)
-        _, end = self.plan.step_samples(stop - 1)
+        begin, _ = self.plan.step_positions(first)
+        _, end = self.plan.step_positions(stop - 1)
         return self.skipped.span((begin, end))
 
     def steps(self, start: int) -> Generator[StepBatch, None, None]:
@@ -116,12 +116,12 @@ class TrainLoader:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _read_step(self, step: int) -> StepBatch:
-        first, stop = self.plan.step_samples(step)
-        positions = self.plan.rank_samples(step, self.rank)  # [accumulation, micro_batch_size]
+        first, stop = self.plan.step_positions(step)
+        positions = self.plan.rank_positions(step, self.rank)  # [accumulation, micro_batch_size]
         is_real = positions >= 0
         block_size = self.samples.block_size
         # Missing samples read the step's first window, and their labels are ignored.
-        samples = self.skipped.numbers(np.where(is_real, positions, first))
+        samples = self.skipped.sample_indices(np.where(is_real, positions, first))
         windows = self.samples.read(samples.reshape(-1))
         sources: Sequence[NDArray[np.int64] | None] = [None] * len(samples)
         if self.with_sources:

@@ -32,7 +32,7 @@ _TOKENS_CHECKED = 1 << 20
 
 Words = Sequence[float | str]
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 def open_corpus(
@@ -125,7 +125,7 @@ def _texts_by_split(options: DataOptions, trust_remote_code: bool) -> dict[str, 
     paths = [path for split in texts for path in texts[split].paths]
     plain_text = next((path for path in paths if kind_of(Path(path)) == ".txt"), None)
     if plain_text is not None and options.text_column is not None:
-        log.warning(
+        logger.warning(
             f"--text_column {options.text_column} has no effect on {plain_text}: a text has no "
             "columns"
         )

@@ -1,6 +1,6 @@
 """Maps samples to tokens, by pure functions of (seed, epoch, position).
 
-This needs no shuffled index and no generator state. Arithmetic alone turns a sample number into a
+This needs no shuffled index and no generator state. Arithmetic alone turns a sample index into a
 source of the blend and a position in its token stream. Starting, resuming and changing the number
 of ranks therefore cost nothing, for a thousand tokens as for a trillion.
 """
@@ -93,7 +93,7 @@ def _as_uint64(key: int | UInt64s) -> UInt64s:
 
 
 class _Blockwise:
-    """A function of sample numbers, computed and cached in blocks of consecutive numbers.
+    """A function of sample indices, computed and cached in blocks of consecutive indices.
 
     Args:
         make: Computes a block from its number: int64 [num_values, size].
@@ -163,7 +163,7 @@ class WindowSampler:
         """Return the position of each sample's first token.
 
         Args:
-            samples: Global sample numbers, counted from 0 over all epochs, of any shape.
+            samples: Sample indices, counted from 0 over all epochs, of any shape.
 
         Returns:
             int64 positions in range(num_tokens), in the shape of `samples`.
@@ -204,19 +204,19 @@ class Blend:
         self._locate = _Blockwise(self._make_block, num_values=2, size=_BLEND_BLOCK)
 
     def locate(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """Return the source of each sample, and its number among the samples of that source.
+        """Return the source of each sample, and its index among the samples of that source.
 
         Args:
             samples: Positions in the order, counted from 0 [num_samples].
 
         Returns:
-            (sources, numbers), each int64 [num_samples].
+            (sources, indices), each int64 [num_samples].
         """
         samples = np.asarray(samples, dtype=np.int64)
         if len(self._weights) == 1:
             return np.zeros_like(samples), samples
-        sources, numbers = self._locate(samples)
-        return sources, numbers
+        sources, indices = self._locate(samples)
+        return sources, indices
 
     def served(self, num_samples: int) -> list[int]:
         """Return how many of the first `num_samples` samples each source serves, exactly."""
@@ -249,10 +249,10 @@ class Blend:
         return [(((time + 1) * 2 * weight - 1) // unit + 1) // 2 for weight in self._weights]
 
     def _make_block(self, block: int) -> Int64s:
-        """Return the sources and numbers of one block of positions, int64 [2, _BLEND_BLOCK]."""
+        """Return the sources and indices of one block of samples, int64 [2, _BLEND_BLOCK]."""
         first, stop = self.served(block * _BLEND_BLOCK), self.served((block + 1) * _BLEND_BLOCK)
         origin = block * _BLEND_BLOCK * _TICKS
-        sources, numbers, times = [], [], []
+        sources, indices, times = [], [], []
         for source, weight in enumerate(self._weights):
             steps = np.arange(stop[source] - first[source], dtype=np.int64)
             if steps.size == 0:
@@ -270,10 +270,10 @@ class Blend:
                 + (start_remainder + steps * step_remainder) // (2 * weight)
             )
             sources.append(np.full(steps.size, source, dtype=np.int64))
-            numbers.append(first[source] + steps)
+            indices.append(first[source] + steps)
         # The sort is stable: at equal times the lower source stays first.
         order = np.argsort(np.concatenate(times), kind="stable")
-        return np.stack([np.concatenate(sources)[order], np.concatenate(numbers)[order]])
+        return np.stack([np.concatenate(sources)[order], np.concatenate(indices)[order]])
 
 
 def _integer_weights(weights: Sequence[float]) -> list[int]:
@@ -350,24 +350,24 @@ class Mixture:
             self._before.append(self._before[-1] + blend.served(stop - start))
 
     def locate(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """Return the source of each sample, and its number among the samples of that source.
+        """Return the source of each sample, and its index among the samples of that source.
 
         Args:
-            samples: Their numbers, counted from 0 over the whole run [num_samples].
+            samples: Sample indices, counted from 0 over the whole run [num_samples].
 
         Returns:
-            (sources, numbers), each int64 [num_samples].
+            (sources, indices), each int64 [num_samples].
         """
         samples = np.asarray(samples, dtype=np.int64)
         stages = np.searchsorted(self._starts, samples, side="right") - 1
-        sources, numbers = np.empty_like(samples), np.empty_like(samples)
+        sources, indices = np.empty_like(samples), np.empty_like(samples)
         for stage in np.unique(stages).tolist():
             in_stage = stages == stage
             sources[in_stage], within = self._blends[stage].locate(
                 samples[in_stage] - self._starts[stage]
             )
-            numbers[in_stage] = self._before[stage][sources[in_stage]] + within
-        return sources, numbers
+            indices[in_stage] = self._before[stage][sources[in_stage]] + within
+        return sources, indices
 
     def served(self, num_samples: int) -> list[int]:
         """Return how many of the first `num_samples` samples each source serves, exactly."""

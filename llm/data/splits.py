@@ -16,7 +16,7 @@ from llm.errors import ConfigError, DataError
 
 DEFAULT_SPLIT = "969,30,1"
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 def parse_blend(
@@ -117,7 +117,9 @@ def split_documents(
     units, unit = file.num_documents, "documents"
     if isinstance(file, FlatTokenFile):
         units, unit = file.num_tokens, "tokens"
-        log.info(f"{file.prefix} does not say where documents end: --split {text} cuts its tokens")
+        logger.info(
+            f"{file.prefix} does not say where documents end: --split {text} cuts its tokens"
+        )
     bounds = [round(bound * float(units)) for bound in itertools.accumulate(split, initial=0.0)]
 
     def stream(number: int, name: str) -> TokenStream | None:

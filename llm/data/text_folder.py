@@ -20,7 +20,7 @@ _TOKENIZER_FILES = (
 )
 _NAMES_LOGGED = 3
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 def find_text_files(folder: Path, option: str) -> list[Path]:
@@ -45,7 +45,7 @@ def find_text_files(folder: Path, option: str) -> list[Path]:
         else:
             texts.append(path)
     if omitted:
-        log.info(
+        logger.info(
             f"{option} {folder}: {len(paths) - len(texts):,} of {len(paths):,} files are left out: "
             + ", ".join(f"{_join_names(names)} ({reason})" for reason, names in omitted.items())
         )

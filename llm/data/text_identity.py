@@ -21,8 +21,8 @@ Json = str | int | bool | None | list[list[str | int]]
 Stamps = dict[Path, dict[str, int]]
 """Size and modification time of files."""
 TextUnit = Literal["line", "paragraph", "file"]
-Recipe = dict[str, Any]
-"""Input and options, as JSON; equal recipes give equal bytes."""
+Provenance = dict[str, Any]
+"""Input and options, as JSON; equal provenances give equal bytes."""
 
 
 def is_compressed(path: Path) -> bool:
@@ -190,7 +190,7 @@ def refuse_broken_links(paths: list[Path], location: str) -> None:
             )
 
 
-def recipe(
+def make_provenance(
     identities: Sequence[dict[str, Json]],
     *,
     tokenizer_fingerprint: str,
@@ -202,8 +202,8 @@ def recipe(
     shuffle_seed: int | None = None,
     validation_percentage: float = 0.0,
     part_bytes: int = SHARD_BYTES,
-) -> Recipe:
-    """Return the recipe of token files."""
+) -> Provenance:
+    """Return the provenance of token files."""
     # A change of any key or value changes the digests, and no existing cache or token file fits.
     return {
         "format": _FORMAT,
@@ -220,8 +220,8 @@ def recipe(
     }
 
 
-def recipe_digest(recipe: Recipe) -> str:
-    """Return a digest of a recipe: equal digests, equal bytes."""
+def provenance_digest(provenance: Provenance) -> str:
+    """Return a digest of a provenance: equal digests, equal bytes."""
     import xxhash  # imported here because --help runs without packages
 
-    return xxhash.xxh3_128_hexdigest(json.dumps(recipe, sort_keys=True).encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps(provenance, sort_keys=True).encode())

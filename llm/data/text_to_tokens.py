@@ -24,8 +24,8 @@ from llm.data.text_identity import (
     dataset_identity,
     file_identity,
     file_options,
-    recipe,
-    recipe_digest,
+    make_provenance,
+    provenance_digest,
     sample_digest,
     stamp,
 )
@@ -39,7 +39,7 @@ PROGRAM = "llm.prepare.run_text"
 _ERROR = "error: "
 _END_SECONDS = 10.0  # for the process to end without being killed
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +181,8 @@ class TextEncoding:
 
     def key(self, text: Text, files: Stamps) -> str:
         """Return a digest of a text's token files; equal digests mean equal bytes."""
-        return recipe_digest(
-            recipe(
+        return provenance_digest(
+            make_provenance(
                 text.identities(files),
                 tokenizer_fingerprint=self.fingerprint,
                 end_token=self.end_token,
@@ -275,7 +275,7 @@ def run_job(job: TextJob) -> None:
     begins = (number for number, line in enumerate(output_lines) if line.startswith(_ERROR))
     sentence = next(begins, len(output_lines))
     for line in output_lines[:sentence]:  # of a library, or a traceback
-        log.warning(line)
+        logger.warning(line)
     if code == 2:
         raise DataError("\n".join(output_lines[sentence:]).removeprefix(_ERROR))
     if code < 0:
@@ -298,6 +298,6 @@ def _log_lines(lines: IO[bytes], output_lines: list[str]) -> None:
     for line in lines:
         try:
             level, message = json.loads(line)
-            log.log(level, message)
+            logger.log(level, message)
         except (ValueError, TypeError):
             output_lines.append(line.decode(errors="replace").rstrip())

@@ -3,7 +3,7 @@
 import logging
 import os
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 def num_cores() -> int:
@@ -24,5 +24,7 @@ def bounded_workers(wanted: int | None, *, max_workers: int | None = None) -> in
     if wanted is None:
         return max_workers
     if wanted > max_workers:
-        log.info(f"taking {max_workers:,} workers, not {wanted:,}: there are {num_cores():,} cores")
+        logger.info(
+            f"taking {max_workers:,} workers, not {wanted:,}: there are {num_cores():,} cores"
+        )
     return min(wanted, max_workers)

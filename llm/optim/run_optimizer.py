@@ -112,7 +112,7 @@ class RunOptimizer:
         return None
 
 
-class Recipe:
+class OptimizerFactory:
     """Makes the optimizer of a run.
 
     Args:
@@ -122,7 +122,7 @@ class Recipe:
     def __init__(self, make: Callable[[nn.Module], Optimizer]) -> None:
         self._make = make
 
-    def plan(self, model: nn.Module) -> None:
+    def inspect_model(self, model: nn.Module) -> None:
         """Look at the whole model before it is divided; its weights may be dummies."""
 
     def make(self, model: nn.Module, mesh: DeviceMesh | None) -> RunOptimizer:

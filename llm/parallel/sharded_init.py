@@ -1,6 +1,6 @@
 """Initial or pretrained weights for a sharded model; each rank keeps its shards.
 
-transformers initializes a second model, the recipe, on the meta device. Each write to one of its
+transformers initializes a second model, on the meta device. Each write to one of its
 parameters goes to a whole tensor on the device instead, and this rank keeps its shard. So the
 weights are bit-identical to `init.materialize` on every layout, and no rank ever holds a whole
 model.
@@ -61,13 +61,13 @@ def fill_model(
     """
     model_class, config = type(model), model.config
 
-    def make_recipe() -> PreTrainedModel:
+    def make_meta_model() -> PreTrainedModel:
         with torch.device("meta"):
-            recipe: PreTrainedModel = model_class(copy.deepcopy(config))
-        return recipe
+            meta_model: PreTrainedModel = model_class(copy.deepcopy(config))
+        return meta_model
 
     loaded = {name for file in files for name in file.key_of}
-    init_shards(model, make_recipe, seed=seed, device=device, loaded=loaded)
+    init_shards(model, make_meta_model, seed=seed, device=device, loaded=loaded)
     targets = _named_tensors(model)
     for file in files:
         with safe_open(file.path, framework="pt") as opened, torch.no_grad():
@@ -83,7 +83,7 @@ def fill_model(
 
 def init_shards(
     model: PreTrainedModel,
-    make_recipe: Callable[[], PreTrainedModel],
+    make_meta_model: Callable[[], PreTrainedModel],
     *,
     seed: int,
     device: torch.device,
@@ -96,29 +96,29 @@ def init_shards(
 
     Args:
         model: On the meta device; changed in place. Every rank that holds shards of it must call
-            this. It may lack modules of the recipe, and its vocabulary may have more rows, which
-            become zero.
-        make_recipe: Returns an unsharded model of the same configuration on the meta device.
+            this. It may lack modules of the meta model, and its vocabulary may have more rows,
+            which become zero.
+        make_meta_model: Returns an unsharded model of the same configuration on the meta device.
         seed: The run's seed.
         device: Where parameters and buffers will be.
         loaded: Names of weights that keep their allocated contents.
     """
     _allocate_tensors(model, device)
-    recipe = make_recipe()
-    for name in recipe.all_tied_weights_keys:
+    meta_model = make_meta_model()
+    for name in meta_model.all_tied_weights_keys:
         # A weight that will be tied is not initialized, as when weights are loaded.
         owner, _, leaf = name.rpartition(".")
-        untied = nn.Parameter(torch.empty_like(recipe.get_parameter(name)))
+        untied = nn.Parameter(torch.empty_like(meta_model.get_parameter(name)))
         untied._is_hf_initialized = True  # type: ignore[attr-defined]
-        setattr(recipe.get_submodule(owner), leaf, untied)
+        setattr(meta_model.get_submodule(owner), leaf, untied)
     try:
-        ShardedDraws(recipe, model, seed=seed, loaded=loaded).run(device)
+        ShardedDraws(meta_model, model, seed=seed, loaded=loaded).run(device)
     except _NeedsWholeModelError as reason:
         logger.warning(
             f"Each rank initializes the whole {type(model).__name__} and then keeps its shards, "
             f"which takes the memory of all weights for a moment: {reason}"
         )
-        full_model = make_recipe()
+        full_model = make_meta_model()
         materialize(full_model, seed=seed, device=device)
         targets = _named_tensors(model)
         for name, tensor in [*full_model.named_parameters(), *full_model.named_buffers()]:
@@ -150,14 +150,14 @@ class _NeedsWholeModelError(Exception):
 
 
 class ShardedDraws(KeyedDraws):
-    """Redirects writes to the recipe's parameters to whole tensors, and keeps the model's shards.
+    """Redirects writes to the meta model to whole tensors, and keeps the model's shards.
 
     A whole tensor is freed when another parameter is written to. If its parameter is written to
     once more, it is gathered from all ranks. Writes to a parameter that the model lacks are
     dropped.
 
     Args:
-        recipe: An unsharded model on the meta device; its initialization runs.
+        meta_model: An unsharded model on the meta device; its initialization runs.
         model: Gets the weights.
         seed: The run's seed.
         loaded: Names of weights that the model does not receive.
@@ -165,13 +165,13 @@ class ShardedDraws(KeyedDraws):
 
     def __init__(
         self,
-        recipe: PreTrainedModel,
+        meta_model: PreTrainedModel,
         model: PreTrainedModel,
         *,
         seed: int,
         loaded: Container[str] = (),
     ) -> None:
-        super().__init__(recipe, seed)
+        super().__init__(meta_model, seed)
         targets = _named_tensors(model)
         self._targets = {name: targets[name] for name in targets if name not in loaded}
         self._device = _META
@@ -235,15 +235,15 @@ class ShardedDraws(KeyedDraws):
         if self._open_tensor is not None and self._open_tensor[0] == name:
             return self._open_tensor[1]
         self._store_open_tensor()
-        recipe = self._model.get_parameter_or_buffer(name)
+        meta_model = self._model.get_parameter_or_buffer(name)
         target = self._targets[name]
-        if not isinstance(target, DTensor) and target.shape == recipe.shape:
+        if not isinstance(target, DTensor) and target.shape == meta_model.shape:
             full_tensor: Tensor = target
-        elif name not in self.written or (overwritten and like.numel() == recipe.numel()):
-            full_tensor = torch.empty(recipe.shape, dtype=recipe.dtype, device=self._device)
+        elif name not in self.written or (overwritten and like.numel() == meta_model.numel()):
+            full_tensor = torch.empty(meta_model.shape, dtype=meta_model.dtype, device=self._device)
         else:
             gathered: Tensor = target.full_tensor() if isinstance(target, DTensor) else target
-            full_tensor = gathered[: len(recipe)]
+            full_tensor = gathered[: len(meta_model)]
         self._open_tensor = name, full_tensor
         return full_tensor
 

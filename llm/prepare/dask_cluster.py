@@ -31,7 +31,7 @@ _INSTALL = "pip install 'llm-trainers[dask]'"
 
 _kept = threading.local()  # the encoder of a worker's thread, and what it was made from
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 class DaskCluster:
@@ -144,7 +144,7 @@ def connect(scheduler_file: str | None) -> Iterator[DaskCluster]:
         ) from error
     try:
         client.wait_for_workers(1, timeout=_WORKER_SECONDS)
-        log.info(f"Dask: {len(client.nthreads())} workers at {place}")
+        logger.info(f"Dask: {len(client.nthreads())} workers at {place}")
         yield DaskCluster(client)
     except TimeoutError as error:
         raise ConfigError(

@@ -52,7 +52,7 @@ T = TypeVar("T")
 Ids = NDArray[Any]
 Counts = NDArray[np.int64]
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 class OtherIds(Exception):
@@ -149,7 +149,7 @@ class ReferenceEncoder:
                     "--allow_special_tokens needs a fast tokenizer, and this one is in Python; "
                     "leave it out, or name another tokenizer."
                 )
-            log.warning(
+            logger.warning(
                 "this is a slow tokenizer, in Python: it runs on one core per worker, at about a "
                 "hundredth of the speed"
             )
@@ -305,7 +305,7 @@ def make_encoder(encoding: Encoding, *, threads: int = 1, fast: bool = True) -> 
     try:
         return FastEncoder(encoding, reference, threads=threads)
     except (ImportError, OtherIds) as error:
-        log.info(f"{error}; encoding with the tokenizers library, which is slower")
+        logger.info(f"{error}; encoding with the tokenizers library, which is slower")
         return reference
 
 

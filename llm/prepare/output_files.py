@@ -26,7 +26,7 @@ _BLOCK = 1 << 20  # index entries computed at once
 _SHUFFLED_DOCUMENTS = 1 << 12  # documents gathered at once
 _COPY = 1 << 26
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,7 +404,7 @@ def publish(output: Output) -> None:
     if output.nanogpt:
         output.prefix.mkdir(exist_ok=True)
     for path in stale_validation_files(output):
-        log.info(f"removing {path}: its documents are in train.bin now")
+        logger.info(f"removing {path}: its documents are in train.bin now")
         path.unlink()
     parts = [] if output.nanogpt else part_files(output.prefix)
     for prefix in output.names:

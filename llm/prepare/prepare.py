@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llm.prepare.text.sources import Source
     from llm.prepare.tokenize_shards import Cluster
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 def prepare(config: PrepareConfig, share: "Share") -> None:
@@ -160,7 +160,7 @@ def _dataset_sources(
 
     folder = open_dataset_folder(dataset_name, config.dataset_config_name, file_option="--input")
     if config.streaming and os.path.isdir(dataset_name):
-        log.warning(
+        logger.warning(
             f"--streaming has no effect: {dataset_name} is a local folder, which is read without a "
             "copy"
         )

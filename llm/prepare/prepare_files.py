@@ -22,7 +22,7 @@ from pathlib import Path
 from llm.data.formats.megatron import add_suffix
 from llm.data.formats.parts import find_parts
 from llm.data.formats.sidecar import damage, read_sidecar
-from llm.data.text_identity import SHARD_BYTES, Recipe, recipe, recipe_digest
+from llm.data.text_identity import SHARD_BYTES, Provenance, make_provenance, provenance_digest
 from llm.errors import ConfigError, DataError, LLMError, one_line, os_error_remedy
 from llm.prepare.encoder import Encoding
 from llm.prepare.output_files import (
@@ -41,7 +41,7 @@ from llm.prepare.shares import (
     mark_begun,
     mark_done,
     ranks_done,
-    share_plan,
+    share_provenance,
     wait_for_starts,
 )
 from llm.prepare.text.blocks import BadRecordPolicy
@@ -61,7 +61,7 @@ _MOST_SHARDS = 4096
 """Shards of a larger text are larger: each may become a part, and opening takes a ms for each."""
 _MOST_PARTS = 10_000  # a process has two files open for each
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 def prepare_files(
@@ -97,14 +97,14 @@ def prepare_files(
                 f"--parts would leave {len(sources):,} parts, and a run can open "
                 f"{_MOST_PARTS:,}; join small files of text, or leave --parts out."
             )
-        recipe = _make_recipe(sources, output, encoding, shard_bytes)
-        if not output.overwrite and _is_done(output, recipe_digest(recipe)):
-            _remove_leftovers(output, recipe)
-            log.info(f"{output.names[0]}.bin already exists, made with the same options")
+        provenance = _file_provenance(sources, output, encoding, shard_bytes)
+        if not output.overwrite and _is_done(output, provenance_digest(provenance)):
+            _remove_leftovers(output, provenance)
+            logger.info(f"{output.names[0]}.bin already exists, made with the same options")
         else:
             stale_validation_files(output)  # refused now, rather than after the work
-            numbers = share.numbers(len(sources), first=num_chunks)
-            todo.append((_Work(sources, output, encoding, workers, log_seconds, recipe), numbers))
+            work = _Work(sources, output, encoding, workers, log_seconds, provenance)
+            todo.append((work, share.numbers(len(sources), first=num_chunks)))
         num_chunks += len(sources)
     # Each rank begins with another output: otherwise the slowest would be last everywhere, and join
     # the shards of all outputs.
@@ -139,7 +139,7 @@ class _Work:
         encoding: Encoding,
         workers: int | Cluster,
         log_seconds: float,
-        plan: Recipe,
+        provenance: Provenance,
     ) -> None:
         self._sources = sources
         self.output = output
@@ -147,15 +147,15 @@ class _Work:
         self._encoding = encoding
         self._workers = workers
         self._log_seconds = log_seconds
-        self._make_recipe = plan
-        self._digest = recipe_digest(plan)
+        self._provenance = provenance
+        self._digest = provenance_digest(provenance)
         self._began = time.monotonic()
 
     def do_all(self) -> None:
         """Write all shards, and join them."""
         self._folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock_output(self.output):
-            done = _begin_folder(self.output, self._make_recipe, len(self._sources))
+            done = _begin_folder(self.output, self._provenance, len(self._sources))
             try:
                 self._join_shards(is_resumed=done > 0)
             except BaseException:
@@ -174,7 +174,7 @@ class _Work:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock_output(self.output, shared=True):
             _check_own_names(self.output)
-            share_plan(folder, self._make_recipe)
+            share_provenance(folder, self._provenance)
             mark_begun(folder, share)
             if not is_marked(folder, share):
                 if _is_done(self.output, self._digest):  # since this rank looked
@@ -189,7 +189,7 @@ class _Work:
                     raise
                 mark_done(folder, share)
             done = ranks_done(folder, share)
-            log.info(
+            logger.info(
                 f"{share} has written its {counted(len(numbers), 'shard')}; {done} of "
                 f"{share.world_size} ranks have, and the last one "
                 f"{'names the parts' if self.output.parts else 'joins all shards'}"
@@ -202,7 +202,7 @@ class _Work:
         claim = Claim(self._folder, "join")
         try:
             if acquire_join(claim, self._folder):
-                log.info(
+                logger.info(
                     f"{share} {'names the parts' if self.output.parts else 'joins the shards'}"
                 )
                 self._join_shards(claim=claim)
@@ -218,7 +218,7 @@ class _Work:
                 f"Another rank could not join the shards in {self._folder}, and removed them; its "
                 "own message says why."
             )
-        log.info("another rank has joined the shards")
+        logger.info("another rank has joined the shards")
 
     def _finished_parts(self) -> list[Path]:
         """Return the parts of an earlier preparation if they are to be joined now."""
@@ -259,7 +259,7 @@ class _Work:
         stems: list[Path] = []
         stats: list[ShardStats] = []
         if parts := self._finished_parts():
-            log.info(f"joining {counted(len(parts), 'part')} of an earlier preparation")
+            logger.info(f"joining {counted(len(parts), 'part')} of an earlier preparation")
             join_parts(parts, self.output)
         else:
             stems, stats = self._write_shards() if claim is None else self._shards_of_ranks()
@@ -281,7 +281,7 @@ class _Work:
         if stats:
             _log_summary(stats, seconds=time.monotonic() - self._began, resumed=is_resumed)
         for prefix in self.output.names:
-            log.info(f"wrote {prefix}.bin{' in parts' * self.output.parts}")
+            logger.info(f"wrote {prefix}.bin{' in parts' * self.output.parts}")
 
     def _assemble_shards(self, stems: list[Path], stats: list[ShardStats]) -> None:
         """Check all shards, and write the files to be renamed."""
@@ -304,7 +304,7 @@ class _Work:
         """Log how many shards are kept; return their number."""
         num_finished = len(list(self._folder.glob("[0-9]*.json")))
         if num_finished:
-            log.info(
+            logger.info(
                 f"{num_finished:,} of {len(self._sources):,} shards are kept in {self._folder}: "
                 "the same command resumes from them"
             )
@@ -337,10 +337,10 @@ def _check_shards(
         )
 
 
-def _make_recipe(
+def _file_provenance(
     sources: list[Source], output: Output, encoding: Encoding, shard_bytes: int
-) -> Recipe:
-    return recipe(
+) -> Provenance:
+    return make_provenance(
         [source.identity() for source in sources],
         tokenizer_fingerprint=encoding.tokenizer.fingerprint,
         end_token=encoding.end_token,
@@ -355,7 +355,7 @@ def _make_recipe(
 
 
 def _is_done(output: Output, digest: str) -> bool:
-    """Return whether all files exist and have this recipe; refuse files with another recipe.
+    """Return whether all files exist with this provenance; refuse files with another one.
 
     Parts that are to be joined are not done.
     """
@@ -377,7 +377,7 @@ def _is_done(output: Output, digest: str) -> bool:
                 "to replace it."
             )
     if num_complete and faults:
-        log.warning(f"{' '.join(faults)} The same options made it, so it is made again.")
+        logger.warning(f"{' '.join(faults)} The same options made it, so it is made again.")
     return not faults and not to_join
 
 
@@ -398,7 +398,7 @@ def _lock_output(output: Output, *, shared: bool = False) -> Iterator[None]:
                 f"{output.option}."
             ) from error
         if not locked and not shared:
-            log.warning(
+            logger.warning(
                 f"{lock} cannot be locked on this file system: start no second program that writes "
                 f"{output.prefix}"
             )
@@ -429,27 +429,29 @@ def _check_own_names(output: Output) -> None:
             )
 
 
-def _begin_folder(output: Output, plan: Recipe, num_shards: int) -> int:
-    """Prepare the folder for a recipe; return how many shards are done."""
+def _begin_folder(output: Output, provenance: Provenance, num_shards: int) -> int:
+    """Prepare the folder for a provenance; return how many shards are done."""
     folder = output.folder
     _check_own_names(output)
-    earlier = _read_plan(folder)
-    if earlier == plan:
+    earlier = _read_provenance(folder)
+    if earlier == provenance:
         for path in folder.glob(".[0-9]*"):  # which a kill has left
             path.unlink()
         done = len(list(folder.glob("[0-9]*.json")))
-        log.info(f"resuming in {folder}: {done:,} of {num_shards:,} shards are done")
+        logger.info(f"resuming in {folder}: {done:,} of {num_shards:,} shards are done")
         return done
     if earlier is not None:
-        log.info(f"{folder} belongs to another command, or its input has changed: starting again")
+        logger.info(
+            f"{folder} belongs to another command, or its input has changed: starting again"
+        )
     # Remove the plan last: without it, the folder cannot be attributed to this program.
     for path in sorted(folder.iterdir(), key=lambda path: path.name == "plan.json"):
         path.unlink()
-    write_whole(folder / "plan.json", json.dumps(plan))
+    write_whole(folder / "plan.json", json.dumps(provenance))
     return 0
 
 
-def _read_plan(folder: Path) -> object:
+def _read_provenance(folder: Path) -> object:
     try:
         return json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -472,14 +474,14 @@ def _remove_shards(folder: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def _remove_leftovers(output: Output, plan: Recipe) -> None:
+def _remove_leftovers(output: Output, provenance: Provenance) -> None:
     """Remove the shards of a finished output, which a start has left that was killed at its end."""
     leftovers = (output.folder, _removed_folder(output.folder), add_suffix(output.folder, ".lock"))
     if not any(path.exists() for path in leftovers):
         return
     # Another rank may still be at work, or nobody can write there.
     with suppress(DataError, OSError), _lock_output(replace(output, lock_seconds=0.0)):
-        if _read_plan(output.folder) in (plan, None):
+        if _read_provenance(output.folder) in (provenance, None):
             _check_own_names(output)
             _remove_shards(output.folder)
 
@@ -509,7 +511,7 @@ def progress_log(log_seconds: float) -> Callable[[Totals], None]:
                 line += f" | {_format_duration(seconds / fraction - seconds)} left"
         else:
             line += f" | {totals.shards_done:,} of {totals.num_shards:,} shards done"
-        log.info(line)
+        logger.info(line)
 
     return report
 
@@ -519,7 +521,7 @@ def _log_summary(stats: list[ShardStats], *, seconds: float, resumed: bool) -> N
     tokens = sum(shard.tokens for shard in stats)
     text_bytes = sum(shard.text_bytes for shard in stats)
     speed = "since it resumed" if resumed else f"{text_bytes / 1e6 / seconds:,.1f} MB/s"
-    log.info(
+    logger.info(
         f"{counted(sum(shard.documents for shard in stats), 'document')}, {tokens:,} tokens, "
         f"{text_bytes:,} bytes of text ({text_bytes / tokens:.3f} per token); "
         f"{sum(shard.empty for shard in stats if not shard.one_document):,} empty and "

@@ -23,7 +23,7 @@ from llm.tokenizers.fast import TextTokenizer
 
 _END_SECONDS = 5.0  # to log which shards are kept, and to end
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 class _JsonHandler(logging.Handler):
@@ -93,7 +93,7 @@ def make_token_files(job: TextJob) -> None:
         return
     sizes = [source.num_bytes for source in sources if source.num_bytes is not None]
     size = f" ({sum(sizes) / 1e6:,.1f} MB)" if sizes else ""
-    log.info(f"tokenizing {job.text.name}{size}")
+    logger.info(f"tokenizing {job.text.name}{size}")
     prepare_files(
         [
             (

@@ -3,7 +3,7 @@
 Ranks have no connection. They share the folder of the shards, on a file system with atomic renames
 and exclusive creation of files, which needs no locks:
 
-    plan.json       written by the first rank; a rank with another recipe is refused
+    plan.json       written by the first rank; a rank with another provenance is refused
     begun-3-of-10   rank 3 has started
     rank-3-of-10    rank 3 has written its shards, and its node has written them through
     join-1          the rank that joins the shards touches it; join-2 replaces a rank that has died
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
-from llm.data.text_identity import Recipe
+from llm.data.text_identity import Provenance
 from llm.errors import ConfigError, DataError
 from llm.runtime.claims import Claim
 from llm.runtime.world import world_from_environment
@@ -41,7 +41,7 @@ _NAMES = {
     "part_bytes": "size of shards",
 }
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,16 +139,16 @@ def _array_share(environ: Mapping[str, str]) -> Share:
     return Share(rank=(task - first_task) // step, world_size=count)
 
 
-def share_plan(folder: Path, plan: Recipe) -> None:
-    """Write the plan of a folder of shards, or compare it with the other ranks' plan.
+def share_provenance(folder: Path, provenance: Provenance) -> None:
+    """Write the provenance of a folder of shards, or compare it with the other ranks' provenance.
 
     Raises:
-        DataError: The ranks have different plans.
+        DataError: The ranks have different input or options.
     """
     plan_path = folder / "plan.json"
     if not plan_path.exists():
         temporary = folder / f".plan.{uuid4().hex}"
-        temporary.write_text(json.dumps(plan), encoding="utf-8")
+        temporary.write_text(json.dumps(provenance), encoding="utf-8")
         try:
             os.link(temporary, plan_path)  # fails if another rank has been faster
             temporary.unlink()
@@ -160,14 +160,15 @@ def share_plan(folder: Path, plan: Recipe) -> None:
         earlier = json.loads(plan_path.read_text(encoding="utf-8"))
     except ValueError:
         earlier = {}
-    if earlier == plan:
+    if earlier == provenance:
         return
-    if earlier.get("format") != plan["format"]:
+    if earlier.get("format") != provenance["format"]:
         raise DataError(
             f"{folder} holds shards of another version of this program; finish them with it, or "
             "remove the folder."
         )
-    changed = [_NAMES.get(key, f"--{key}") for key in plan if earlier.get(key) != plan[key]]
+    different = [key for key, value in provenance.items() if earlier.get(key) != value]
+    changed = [_NAMES.get(key, f"--{key}") for key in different]
     raise DataError(
         f"{folder} was begun with another {' and '.join(changed)}; give all ranks the same command "
         "and the same files, or remove the folder if no rank is at work."
@@ -203,7 +204,7 @@ def wait_for_starts(folders: Sequence[Path], share: Share) -> None:
         if waited > _ABSENT_SECONDS:
             raise DataError(f"{share} has done its part, but {names} did not start. {how_alone}.")
         if waited > _NOTICE_SECONDS and not is_logged:
-            log.warning(f"{share} waits for {names} to start. {how_alone}.")
+            logger.warning(f"{share} waits for {names} to start. {how_alone}.")
             is_logged = True
         time.sleep(_POLL_SECONDS)
 
@@ -258,7 +259,7 @@ def acquire_join(claim: Claim, folder: Path) -> bool:
         if claim.try_acquire():
             return True
         if is_first_look:
-            log.info("another rank joins the shards; waiting until it is done or has died")
+            logger.info("another rank joins the shards; waiting until it is done or has died")
         is_first_look = False
         time.sleep(_POLL_SECONDS)
     return False

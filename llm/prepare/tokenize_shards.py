@@ -34,7 +34,7 @@ _work: Callable[[int], object]  # a worker inherits it from the process that for
 Shard = tuple[Source, Path]
 """A text, and the path of its shard without suffix."""
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 class Cluster(Protocol):
@@ -125,7 +125,7 @@ def tokenize_shards(
     try:
         _encode_shards(shards, encoding, workers, report, fast=not needs_reference(folder))
     except OtherIds as error:
-        log.warning(
+        logger.warning(
             f"{error}; encoding everything again with the tokenizers library, which is slower"
         )
         require_reference(folder)
@@ -240,7 +240,7 @@ def _warn_of_lines(encoder: Encoder) -> None:
     # One text per call, which starts no threads: this process may fork later.
     joined, first, second = (encoder.encode([text], ends=False)[0] for text in ("a\nb", "a\n", "b"))
     if not np.array_equal(joined, np.concatenate([first, second])):
-        log.warning(
+        logger.warning(
             "text files are encoded line by line, and this tokenizer treats each line as the start "
             "of a text, usually by adding a space in front; to encode whole documents, give them "
             "as JSON Lines"

@@ -41,7 +41,7 @@ _MOST_TOKENS = 10_000_000
 """Forty times the largest vocabularies in use; at 10^9 the libraries abort the process."""
 _FILES = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 @option_group(_TOKENIZER)
@@ -182,7 +182,7 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    log.info(f"{report}, {time.monotonic() - started:.1f} s | {output}")
+    logger.info(f"{report}, {time.monotonic() - started:.1f} s | {output}")
 
 
 def _remove_leftovers(output: Path) -> None:

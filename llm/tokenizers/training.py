@@ -26,7 +26,7 @@ _DEFAULTS = {
 }
 """SentencePiece's defaults, passed by name so that the model file records them."""
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 def train_huggingface(
@@ -64,7 +64,7 @@ def train_huggingface(
         # A pair that occurs only once does not become a token.
         trainer = trainers.BpeTrainer(min_frequency=2, **flags)
     else:
-        log.warning(
+        logger.warning(
             "The tokenizers library trains a slightly different unigram model each time; "
             "--library sentencepiece trains the same one."
         )
@@ -80,7 +80,9 @@ def train_huggingface(
     tokenizer.train_from_iterator(iter(texts), trainer)
     size = tokenizer.get_vocab_size()
     if size < vocab_size:
-        log.warning(f"The text fills only {size:,} of the {vocab_size:,} tokens of --vocab_size.")
+        logger.warning(
+            f"The text fills only {size:,} of the {vocab_size:,} tokens of --vocab_size."
+        )
     return tokenizer
 
 
@@ -103,7 +105,7 @@ def train_sentencepiece(
     """
     sentencepiece = import_sentencepiece()
     if not flags.get("byte_fallback"):
-        log.warning(
+        logger.warning(
             "Letters outside of the vocabulary become <unk>, and so do line breaks where "
             "--normalization is identity; --byte_fallback keeps them."
         )

@@ -101,7 +101,7 @@ def test_an_epoch_ends_with_the_step_that_reads_its_last_sample():
 )
 def test_steps_take_all_samples_and_the_last_one_may_be_smaller(samples, batch, steps, last):
     made = plan(max_train_samples=samples, per_device_train_batch_size=batch)
-    ranges = [made.step_samples(step) for step in range(made.total_steps)]
+    ranges = [made.step_positions(step) for step in range(made.total_steps)]
     assert len(ranges) == steps
     assert [g for first, stop in ranges for g in range(first, stop)] == list(range(samples))
     assert ranges[-1][1] - ranges[-1][0] == last
@@ -109,15 +109,15 @@ def test_steps_take_all_samples_and_the_last_one_may_be_smaller(samples, batch, 
 
 def test_two_ranks_read_alternating_micro_batches():
     made = plan(world_size=2, gradient_accumulation_steps=2, max_train_samples=8)
-    assert made.rank_samples(0, 0).tolist() == [[0, 1], [4, 5]]
-    assert made.rank_samples(0, 1).tolist() == [[2, 3], [6, 7]]
+    assert made.rank_positions(0, 0).tolist() == [[0, 1], [4, 5]]
+    assert made.rank_positions(0, 1).tolist() == [[2, 3], [6, 7]]
 
 
 def test_a_phase_ends_with_the_step_that_reaches_its_border():
     made = plan(global_batch_size=GROWING, max_train_samples=70)
 
     assert made.phases == (BatchPhase(0, 0, 4), BatchPhase(3, 12, 8), BatchPhase(5, 28, 24))
-    ranges = [made.step_samples(step) for step in range(made.total_steps)]
+    ranges = [made.step_positions(step) for step in range(made.total_steps)]
     assert ranges == [(0, 4), (4, 8), (8, 12), (12, 20), (20, 28), (28, 52), (52, 70)]
     assert made.batch_schedule(BLOCK_SIZE) == "4@0,8@48,24@112"
     # A border between two tokens of a sample, or exactly at the end of a step.
@@ -159,8 +159,8 @@ def test_a_growing_batch_is_counted_in_steps_and_samples(length, steps, samples)
 def test_numbers_of_samples_are_converted_to_steps_phase_by_phase():
     made = plan(global_batch_size=GROWING, max_train_samples=70)
     samples = (0, 6, 12, Fraction(41, 2), 28, 40)
-    assert [made.steps_at(number) for number in samples] == [0, 1.5, 3, 4.0625, 5, 5.5]
-    assert made.steps_at(-2) == -0.5
+    assert [made.count_steps(number) for number in samples] == [0, 1.5, 3, 4.0625, 5, 5.5]
+    assert made.count_steps(-2) == -0.5
 
 
 @pytest.mark.parametrize(
@@ -185,10 +185,10 @@ def test_accumulation_gives_way_first_and_then_the_micro_batch(
     )
     assert [made.shape(step) for step in (2, 3, 5)] == shapes
     for step in range(made.total_steps):
-        by_rank = [made.rank_samples(step, rank) for rank in range(world_size)]
+        by_rank = [made.rank_positions(step, rank) for rank in range(world_size)]
         assert by_rank[0].shape == made.shape(step)
         order = np.stack(by_rank, axis=1).reshape(-1)
-        first, stop = made.step_samples(step)
+        first, stop = made.step_positions(step)
         missing = made.phase(step).global_batch_size - (stop - first)
         assert order.tolist() == [*range(first, stop), *[-1] * missing]
 

@@ -14,7 +14,7 @@ import pytest
 
 from llm.data.cache import TokenCache
 from llm.data.formats.megatron import TokenFile, read_row_bytes
-from llm.data.text_identity import recipe, recipe_digest
+from llm.data.text_identity import make_provenance, provenance_digest
 from llm.errors import DataError
 from llm.prepare.encoder import Encoding
 from llm.prepare.output_files import Output
@@ -69,8 +69,8 @@ def cache_bytes(cache_dir, source=None, **changes):
         )
         prepare_files([([text], output)], encoding=encoding, workers=workers)
 
-    key = recipe_digest(
-        recipe(
+    key = provenance_digest(
+        make_provenance(
             [text.identity()],
             tokenizer_fingerprint=encoding.tokenizer.fingerprint,
             end_token=encoding.end_token,

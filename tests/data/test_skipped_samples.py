@@ -1,4 +1,4 @@
-"""From positions, which count what is trained on, to sample numbers."""
+"""From positions, which count what is trained on, to sample indices."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from llm.errors import ConfigError
 def test_positions_run_past_the_ranges_in_order():
     skipped = NONE_SKIPPED.skip([(3, 5), (7, 8)])
 
-    assert skipped.numbers(np.arange(7)).tolist() == [0, 1, 2, 5, 6, 8, 9]
+    assert skipped.sample_indices(np.arange(7)).tolist() == [0, 1, 2, 5, 6, 8, 9]
     assert skipped.span((1, 5)) == (1, 7)
 
 
@@ -23,7 +23,7 @@ def test_every_sample_outside_the_ranges_has_one_position():
         left_out = {number for first, stop in ranges for number in range(first, stop)}
         kept = [number for number in range(1000) if number not in left_out][:500]
 
-        numbers = NONE_SKIPPED.skip(ranges).numbers(np.arange(500).reshape(5, 100))
+        numbers = NONE_SKIPPED.skip(ranges).sample_indices(np.arange(500).reshape(5, 100))
 
         assert numbers.dtype == np.int64
         assert numbers.reshape(-1).tolist() == kept
@@ -31,7 +31,7 @@ def test_every_sample_outside_the_ranges_has_one_position():
 
 def test_without_ranges_positions_are_sample_numbers():
     positions = np.array([[0, 10**15]])
-    assert NONE_SKIPPED.numbers(positions) is positions
+    assert NONE_SKIPPED.sample_indices(positions) is positions
     assert str(NONE_SKIPPED) == ""
 
 
@@ -41,13 +41,13 @@ def test_ranges_that_touch_or_overlap_become_one():
     assert skipped.ranges == ((5, 12), (20, 40))
     assert str(skipped) == "5:12,20:40"
     assert NONE_SKIPPED.skip(skipped_ranges(str(skipped))) == skipped
-    assert skipped.before(30) == ((5, 12), (20, 30))
-    assert skipped.before(5) == ()
+    assert skipped.ranges_below(30) == ((5, 12), (20, 30))
+    assert skipped.ranges_below(5) == ()
 
 
 def test_a_large_range_takes_no_more_time_or_memory_than_a_small_one():
     skipped = NONE_SKIPPED.skip([(10, 10**17)])
-    assert skipped.numbers(np.array([9, 10])).tolist() == [9, 10**17]
+    assert skipped.sample_indices(np.array([9, 10])).tolist() == [9, 10**17]
 
 
 def test_the_samples_served_are_counted_without_those_left_out():

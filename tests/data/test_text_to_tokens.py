@@ -176,7 +176,7 @@ def test_the_process_waits_for_the_process_of_a_killed_run(tmp_path, monkeypatch
                 threading.Timer(1.0, lock.close).start()
             return True
 
-        monkeypatch.setattr(text_to_tokens.log, "filters", [release_soon])
+        monkeypatch.setattr(text_to_tokens.logger, "filters", [release_soon])
         run_job(job_of(write(tmp_path / "a.txt", "a\n")))
 
     assert (tmp_path / "tokens.bin").exists()

@@ -9,7 +9,7 @@ from llm.models.attention import run_model, use_document_attention
 from llm.models.cross_entropy import chunked_cross_entropy
 from llm.models.loss import LanguageModelLoss
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.seams import make_extensions, recipe_of
+from llm.trainers.gpt.seams import choose_factory, make_extensions
 from tests.support.gpu import CPU, DEVICE, gpu, only_on_a_gpu
 from tests.support.models import VOCAB_SIZE, tiny_config, tiny_model
 from tests.support.training import NO_DROPOUT
@@ -120,7 +120,9 @@ def test_copies_to_the_host_are_whole_and_pinned():
 def test_an_optimizer_skips_its_step_where_a_gradient_overflowed(name):
     model = tiny_model(tiny_config("gpt2"), device=DEVICE)
     options = GPTConfig(optimizer=name, learning_rate=1e-2)
-    optimizer = recipe_of(options, make_extensions(options), seed=0).make(model, None).optimizer
+    optimizer = (
+        choose_factory(options, make_extensions(options), seed=0).make(model, None).optimizer
+    )
     for found_inf in (0.0, 0.0, 1.0):  # SOAP makes its first bases in the first step
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
@@ -138,7 +140,9 @@ def test_an_optimizer_skips_its_step_where_a_gradient_overflowed(name):
 def test_the_host_waits_for_nothing_in_a_step(name):
     model = tiny_model(tiny_config("gpt2"), device=DEVICE)
     options = GPTConfig(optimizer=name, learning_rate=1e-2)
-    optimizer = recipe_of(options, make_extensions(options), seed=0).make(model, None).optimizer
+    optimizer = (
+        choose_factory(options, make_extensions(options), seed=0).make(model, None).optimizer
+    )
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.found_inf = torch.zeros((), device=DEVICE)

@@ -7,7 +7,7 @@ from llm.optim.groups import decays, parameter_groups, scale_learning_rates
 from llm.optim.optimizers import make_adamw, make_sgd
 from llm.optim.options import OptimizerOptions
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.seams import make_extensions, recipe_of
+from llm.trainers.gpt.seams import choose_factory, make_extensions
 from tests.support.models import FAMILIES, tiny_config
 
 
@@ -152,7 +152,7 @@ def test_embeddings_head_and_gains_have_their_rate_with_every_optimizer(optimize
     options = GPTConfig(
         optimizer=optimizer, learning_rate=0.01, embedding_learning_rate=0.08, weight_decay=0.1
     )
-    made = recipe_of(options, make_extensions(options), seed=0).make(model, None).optimizer
+    made = choose_factory(options, make_extensions(options), seed=0).make(model, None).optimizer
 
     settings = {
         p: (group["lr"], group.get("rate_factor", 1.0), group["weight_decay"])

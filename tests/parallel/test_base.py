@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm.errors import ParallelError
 from llm.models.loss import LanguageModelLoss
-from llm.optim.run_optimizer import Recipe
+from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel.accelerator import (
     check_device,
     check_precision,
@@ -318,7 +318,8 @@ def fp8_layers(family: str) -> list[str]:
     strategy = AcceleratedStrategy(make_accelerator(PrecisionOptions(), device=torch.device("cpu")))
     strategy.accelerator.state._mixed_precision = "fp8"  # refused on a CPU
     strategy.prepare(
-        LanguageModelLoss(model), Recipe(lambda model: torch.optim.AdamW(model.parameters())).make
+        LanguageModelLoss(model),
+        OptimizerFactory(lambda model: torch.optim.AdamW(model.parameters())).make,
     )
     return [name for name, module in model.named_modules() if type(module) is Float8Linear]
 

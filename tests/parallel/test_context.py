@@ -8,7 +8,7 @@ import torch
 
 from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
-from llm.optim.run_optimizer import Recipe
+from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel import context
 from llm.parallel.context import SequenceShard
 from llm.parallel.dims import ParallelDims
@@ -28,7 +28,7 @@ def make_strategy(family: str, sizes: dict[str, int], mixed_precision: str = "no
     changes = NO_DROPOUT if family == "gpt2" else {}
     model = tiny_model(tiny_config(family, **changes), tied_gradients=True)
     strategy = layouts.make_strategy(sizes, mixed_precision)
-    strategy.prepare(LanguageModelLoss(model), Recipe(make_optimizer).make)
+    strategy.prepare(LanguageModelLoss(model), OptimizerFactory(make_optimizer).make)
     return strategy
 
 

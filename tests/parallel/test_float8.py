@@ -19,7 +19,7 @@ from llm.models.attention import disable_packing_detection
 from llm.models.compilation import compile_blocks
 from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
-from llm.optim.run_optimizer import Recipe
+from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.options import ParallelOptions
@@ -68,7 +68,7 @@ def start(shard: int, *, fp8_all_gather: bool = True, recompute: bool = False, c
     if compiled:
         torch.compile = functools.partial(torch.compile, backend="eager")
         compile_blocks(model)
-    strategy.prepare(LanguageModelLoss(model), Recipe(make_optimizer).make)
+    strategy.prepare(LanguageModelLoss(model), OptimizerFactory(make_optimizer).make)
     return strategy
 
 

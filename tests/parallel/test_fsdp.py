@@ -11,7 +11,7 @@ from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
 from llm.models.patches.tied_embedding import tie_gradients
 from llm.models.sizes import find_blocks
-from llm.optim.run_optimizer import Recipe
+from llm.optim.run_optimizer import OptimizerFactory
 from tests.support.layouts import make_optimizer, make_strategy
 from tests.support.messages import Messages
 from tests.support.models import still_model, tiny_config, tiny_model
@@ -31,7 +31,7 @@ def train(family: str, sizes: dict[str, int], accumulation: int, unsharded: bool
     disable_packing_detection()
     model = make_model(family)
     strategy = make_strategy(sizes, unsharded_gradients=unsharded)
-    strategy.prepare(LanguageModelLoss(model), Recipe(make_optimizer).make)
+    strategy.prepare(LanguageModelLoss(model), OptimizerFactory(make_optimizer).make)
     seen = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
@@ -88,7 +88,7 @@ def train_padding(sizes: dict[str, int]) -> torch.Tensor:
     disable_packing_detection()
     model = tiny_model(tiny_config("llama", pad_token_id=7)).eval()
     strategy = make_strategy(sizes)
-    strategy.prepare(LanguageModelLoss(model), Recipe(make_optimizer).make)
+    strategy.prepare(LanguageModelLoss(model), OptimizerFactory(make_optimizer).make)
     tokens = torch.tensor([[5, 7, 9, 7, 4, 7, 7, 1], [7, 7, 3, 2, 8, 7, 6, 7]])
     share = tokens.chunk(strategy.data_ranks)[strategy.data_rank]
     strategy.forward_backward([MicroBatch(share, share)], num_tokens=tokens.numel())
@@ -110,7 +110,7 @@ def list_messages(family: str, precision: str, micro_batches: int = 2, unsharded
     """Messages of a step, after another one, and the moments when a block begins between them."""
     disable_packing_detection()
     strategy = make_strategy({"shard": 2}, precision, unsharded_gradients=unsharded)
-    strategy.prepare(LanguageModelLoss(make_model(family)), Recipe(make_optimizer).make)
+    strategy.prepare(LanguageModelLoss(make_model(family)), OptimizerFactory(make_optimizer).make)
     messages = Messages()
     for block in find_blocks(strategy.model):
         note_begin(block, messages.sent)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
-from llm.optim.run_optimizer import Recipe
+from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.options import ParallelOptions
@@ -32,7 +32,7 @@ def start(
     init_weights = functools.partial(fill_model, ModelOptions(**options), seed=1, device=CPU)
     dims = dims_of(shard=shard)
     strategy = ShardedStrategy(ParallelOptions(), accelerator, dims, init_weights=init_weights)
-    strategy.prepare(LanguageModelLoss(model), Recipe(make_optimizer).make)
+    strategy.prepare(LanguageModelLoss(model), OptimizerFactory(make_optimizer).make)
     return strategy
 
 
@@ -79,7 +79,7 @@ def train(shard: int, which: str):
     else:
         strategy = AcceleratedStrategy(accelerator)
         strategy.prepare(
-            LanguageModelLoss(tiny_model(config, **options)), Recipe(make_optimizer).make
+            LanguageModelLoss(tiny_model(config, **options)), OptimizerFactory(make_optimizer).make
         )
     seen = []
     for step in range(3):

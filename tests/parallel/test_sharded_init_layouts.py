@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llm.models.loss import LanguageModelLoss
-from llm.optim.run_optimizer import Recipe
+from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel.layout import Layout
 from llm.parallel.sharded_init import fill_model
 from llm.trainers.gpt.extensions import GPTConfig
@@ -35,7 +35,7 @@ def start(config, sizes: dict[str, int], make_optimizer=make_optimizer, **option
     accelerator, dims = cpu_accelerator(), dims_of(**sizes)
     init_weights = partial(fill_model, run, seed=1, device=accelerator.device)
     strategy = Layout().make(run, dims, accelerator, init_weights=init_weights)
-    strategy.prepare(LanguageModelLoss(model), Recipe(make_optimizer).make)
+    strategy.prepare(LanguageModelLoss(model), OptimizerFactory(make_optimizer).make)
     return strategy
 
 

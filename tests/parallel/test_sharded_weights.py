@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
 from llm.models.weight_files import find_weight_files
-from llm.optim.run_optimizer import Recipe
+from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.options import ParallelOptions
 from llm.parallel.sharded_init import fill_model
@@ -47,7 +47,7 @@ def start(accelerator, config, folder: str, sizes: dict[str, int], optimizer, **
             fill_model, ModelOptions(**options), seed=1, device=CPU, files=files
         ),
     )
-    strategy.prepare(LanguageModelLoss(model), Recipe(optimizer).make)
+    strategy.prepare(LanguageModelLoss(model), OptimizerFactory(optimizer).make)
     return strategy
 
 

@@ -10,7 +10,7 @@ from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
 from llm.optim.optimizers import make_adamw
 from llm.optim.options import OptimizerOptions
-from llm.optim.run_optimizer import Recipe
+from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel.base import AcceleratedStrategy
 from tests.support import layouts
 from tests.support.models import still_model
@@ -37,7 +37,7 @@ def make_strategy(mixed_precision: str = "no", **options: Any) -> AcceleratedStr
     # Ranks that do not know of one another would pass every test here.
     assert strategy.world_size == int(os.environ["WORLD_SIZE"])
     disable_packing_detection()
-    strategy.prepare(LanguageModelLoss(still_model()), Recipe(make_optimizer).make)
+    strategy.prepare(LanguageModelLoss(still_model()), OptimizerFactory(make_optimizer).make)
     return strategy
 
 

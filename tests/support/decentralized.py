@@ -15,7 +15,7 @@ from llm.extensions.decentralized.rounds import Round, make_rounds
 from llm.optim.groups import parameter_groups
 from llm.optim.optimizers import make_adamw
 from llm.optim.options import OptimizerOptions
-from llm.optim.run_optimizer import Recipe
+from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel import buckets
 from llm.parallel.base import AcceleratedStrategy
 from tests.support.layouts import cpu_accelerator
@@ -122,14 +122,17 @@ def make_strategy(case: Case, mixed_precision: str = "no") -> DecentralizedStrat
         averaging = DiLoCo(inner_steps=case.sync_every, outer_learning_rate=0.7, outer_momentum=0.9)
     strategy = DecentralizedStrategy(averaging, accelerator, ranks_per_replica=each)
     loss = Loss(unused=case.unused)
-    strategy.prepare(loss, Recipe(lambda model: make_optimizer(case.optimizer, model)).make)
+    strategy.prepare(
+        loss, OptimizerFactory(lambda model: make_optimizer(case.optimizer, model)).make
+    )
     return strategy
 
 
 def make_all_reduce(case: Case) -> AcceleratedStrategy:
     strategy = AcceleratedStrategy(cpu_accelerator())
     strategy.prepare(
-        Loss(unused=False), Recipe(lambda model: make_optimizer(case.optimizer, model)).make
+        Loss(unused=False),
+        OptimizerFactory(lambda model: make_optimizer(case.optimizer, model)).make,
     )
     return strategy
 

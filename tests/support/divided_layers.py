@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 from llm.data.loader import MicroBatch
 from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
-from llm.optim.run_optimizer import Recipe
+from llm.optim.run_optimizer import OptimizerFactory
 from tests.support.layouts import make_optimizer, make_strategy
 from tests.support.models import tiny_config
 
@@ -50,7 +50,7 @@ def prepare(
     strategy = make_strategy(sizes, mixed_precision, sequence_parallel=sequence_parallel)
 
     loss = LanguageModelLoss(model, chunked=chunked, aligned=aligned, z_loss=z_loss)
-    strategy.prepare(loss, Recipe(make_optimizer).make)
+    strategy.prepare(loss, OptimizerFactory(make_optimizer).make)
     return strategy
 
 

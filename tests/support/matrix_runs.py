@@ -14,7 +14,7 @@ from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
 from llm.parallel.base import AcceleratedStrategy
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.seams import make_extensions, recipe_of
+from llm.trainers.gpt.seams import choose_factory, make_extensions
 from tests.support import layouts
 from tests.support.data_parallel import step_data
 from tests.support.models import still_model
@@ -56,9 +56,9 @@ def make_strategy(
         strategy = AcceleratedStrategy(layouts.cpu_accelerator())
     else:
         strategy = layouts.make_strategy(sizes)
-    recipe = recipe_of(options, make_extensions(options), seed=0)
-    recipe.plan(model)
-    strategy.prepare(LanguageModelLoss(model), recipe.make)
+    factory = choose_factory(options, make_extensions(options), seed=0)
+    factory.inspect_model(model)
+    strategy.prepare(LanguageModelLoss(model), factory.make)
     return strategy
 
 

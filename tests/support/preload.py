@@ -21,7 +21,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 import llm.extensions.decentralized.decentralized
 import llm.extensions.decentralized.sharded_replicas
 import llm.extensions.kfac.make_kfac
-import llm.extensions.matrix_optim.matrix_recipe
+import llm.extensions.matrix_optim.matrix_factories
 import llm.extensions.spikes.loss_spikes
 import llm.parallel.fsdp
 import llm.parallel.pipeline.pipelined

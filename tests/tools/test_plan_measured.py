@@ -23,7 +23,7 @@ from llm.tools.plan.estimate import estimate
 from llm.tools.plan.job import Job
 from llm.tools.plan.options import PlanOptions
 from llm.trainers.gpt.inputs import choose_dims
-from llm.trainers.gpt.seams import make_extensions, recipe_of
+from llm.trainers.gpt.seams import choose_factory, make_extensions
 from tests.support.ranks import run_ranks, values
 
 MODEL = (
@@ -75,10 +75,10 @@ def make_strategy(options: PlanOptions, accelerator: Any) -> AcceleratedStrategy
     strategy: Any = AcceleratedStrategy(accelerator)
     if not layout.is_replicated:
         strategy = ShardedStrategy(options, accelerator, layout)
-    recipe = recipe_of(options, make_extensions(options), seed=1)
-    recipe.plan(model)
+    factory = choose_factory(options, make_extensions(options), seed=1)
+    factory.inspect_model(model)
     loss = LanguageModelLoss(model, chunked=options.chunked_loss)
-    strategy.prepare(loss, recipe.make)
+    strategy.prepare(loss, factory.make)
     return strategy
 
 

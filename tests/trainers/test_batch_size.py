@@ -21,7 +21,7 @@ from llm.tools.plan.plan import main as plan
 from llm.trainers.gpt import find_batch_size
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
-from llm.trainers.gpt.seams import make_extensions, recipe_of
+from llm.trainers.gpt.seams import choose_factory, make_extensions
 from llm.trainers.gpt.trial_step import trial_step
 from tests.support.data_parallel import share
 from tests.support.faults import Fault
@@ -123,7 +123,8 @@ def changes_of_a_trial(options: GPTConfig) -> list[bool]:
     strategy = make_strategy({})
     model = tiny_model(tiny_config("gpt2", **NO_DROPOUT))
     strategy.prepare(
-        LanguageModelLoss(model), recipe_of(options, make_extensions(options), seed=1).make
+        LanguageModelLoss(model),
+        choose_factory(options, make_extensions(options), seed=1).make,
     )
     batches, num_tokens = share(0, strategy, 2)
 
@@ -147,7 +148,8 @@ def gradient_after_trials(*, fails: bool) -> tuple[bool, torch.Tensor]:
     strategy, model = AcceleratedStrategy(cpu_accelerator("no")), still_model()
     tie_gradients(model)
     strategy.prepare(
-        LanguageModelLoss(model), recipe_of(GPTConfig(), make_extensions(GPTConfig()), seed=1).make
+        LanguageModelLoss(model),
+        choose_factory(GPTConfig(), make_extensions(GPTConfig()), seed=1).make,
     )
     batches, num_tokens = share(0, strategy, 1)
 

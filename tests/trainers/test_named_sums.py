@@ -11,7 +11,7 @@ from llm.metrics.meter import Meter
 from llm.metrics.tracker import Tracker
 from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
-from llm.optim.run_optimizer import Recipe
+from llm.optim.run_optimizer import OptimizerFactory
 from tests.support.data_parallel import BATCH, make_optimizer, step_data
 from tests.support.layouts import make_strategy
 from tests.support.models import still_model
@@ -35,7 +35,7 @@ def train(sizes: dict[str, int]) -> tuple[dict[str, float], dict[str, float]]:
     """What two steps log, and what a resume logs that begins after them."""
     disable_packing_detection()
     strategy = make_strategy(sizes)
-    strategy.prepare(WithLabels(still_model()), Recipe(make_optimizer).make)
+    strategy.prepare(WithLabels(still_model()), OptimizerFactory(make_optimizer).make)
     meter = Meter(strategy.device, strategy.sum_names, rank=strategy.rank)
     for step in range(2):
         input_ids, labels = step_data(step)

@@ -1,4 +1,4 @@
-"""`PREFIX.json`, the sidecar of token files: recipe and checksums."""
+"""`PREFIX.json`, the sidecar of token files: provenance and checksums."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from llm.runtime.files import write_whole
 FORMAT = 1
 _LARGEST_SIDECAR = 256 << 20  # bytes, enough for the checksums of a .bin of 400 TB
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -261,4 +261,4 @@ def check_tokenizer(
             f"{fault}; train with that one, or pass --ignore_tokenizer_mismatch to train all the "
             "same."
         )
-    log.warning(f"{fault}; continuing because of --ignore_tokenizer_mismatch.")
+    logger.warning(f"{fault}; continuing because of --ignore_tokenizer_mismatch.")

@@ -8,7 +8,7 @@ from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.seams import Extension
 
 if TYPE_CHECKING:
-    from llm.optim.run_optimizer import Recipe
+    from llm.optim.run_optimizer import OptimizerFactory
     from llm.parallel.layout import Layout
 
 
@@ -41,14 +41,14 @@ class MomentExtension(Extension[MomentOptions]):
             f"ranks, not for {' and '.join(conflicts)}; leave one of them out."
         ]
 
-    def recipe(self, *, seed: int, layout: "Layout | None") -> "Recipe | None":
+    def optimizer_factory(self, *, seed: int, layout: "Layout | None") -> "OptimizerFactory | None":
         """Return what makes AdamW with bf16 moments; None for float32 ones."""
         options = self.options
         if options.moment_dtype == "fp32":
             return None
         from llm.extensions.bf16_moments.bf16_adamw import make_bf16_adamw
-        from llm.optim.run_optimizer import Recipe
+        from llm.optim.run_optimizer import OptimizerFactory
 
-        return Recipe(
+        return OptimizerFactory(
             partial(make_bf16_adamw, options, seed=seed, compiled=bool(options.torch_compile))
         )

@@ -17,7 +17,7 @@ from llm.trainers.gpt.seams import Extension
 if TYPE_CHECKING:
     from llm.checkpoint.format import Checkpoint
     from llm.extensions.decentralized.replicas import ReplicaLayout
-    from llm.optim.run_optimizer import Recipe
+    from llm.optim.run_optimizer import OptimizerFactory
     from llm.parallel.layout import Layout
     from llm.trainers.gpt.seams import Inputs
 
@@ -236,7 +236,7 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
             f"momentum {options.outer_momentum:g})"
         )
 
-    def recipe(self, *, seed: int, layout: "Layout | None") -> "Recipe | None":
+    def optimizer_factory(self, *, seed: int, layout: "Layout | None") -> "OptimizerFactory | None":
         """Return what makes AccumAdamW; None for another optimizer."""
         from llm.extensions.decentralized.replicas import ReplicaLayout
 
@@ -247,9 +247,9 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
         if steps is None:
             return None
         from llm.extensions.decentralized.accum_adamw import make_accum_adamw
-        from llm.optim.run_optimizer import Recipe
+        from llm.optim.run_optimizer import OptimizerFactory
 
-        return Recipe(partial(make_accum_adamw, self.options, accum_steps=steps))
+        return OptimizerFactory(partial(make_accum_adamw, self.options, accum_steps=steps))
 
     def bytes_per_parameter(self) -> float:
         """Return 0 for one model.

@@ -21,12 +21,12 @@ from llm.extensions.kfac.layers import Coverage, find_layers
 from llm.extensions.kfac.preconditioner import Preconditioner
 from llm.extensions.matrix_optim.fused import fused_weights
 from llm.extensions.matrix_optim.matrices import ShardedMatrices
+from llm.extensions.matrix_optim.matrix_factories import FP32, MatrixRunOptimizer
 from llm.extensions.matrix_optim.matrix_owners import MatrixOwners
-from llm.extensions.matrix_optim.matrix_recipe import FP32, MatrixRunOptimizer
 from llm.extensions.matrix_optim.soap import basis_order, make_soap
 from llm.optim.groups import parameter_groups, split_groups
 from llm.optim.optimizers import adamw_settings, make_adamw
-from llm.optim.run_optimizer import Recipe, StateMemory
+from llm.optim.run_optimizer import OptimizerFactory, StateMemory
 
 EKFAC_UPDATE_STEPS = 50
 EKFAC_BLOCK = 2
@@ -119,7 +119,7 @@ class KFAC(MatrixRunOptimizer):
         return {"kfac": state}
 
 
-class KFACRecipe(Recipe):
+class KFACFactory(OptimizerFactory):
     """Makes K-FAC and its optimizer.
 
     Args:
@@ -131,7 +131,7 @@ class KFACRecipe(Recipe):
         self._coverage: Coverage | None = None
         self._order: Sequence[str] | None = None
 
-    def plan(self, model: nn.Module) -> None:
+    def inspect_model(self, model: nn.Module) -> None:
         """Find the covered layers of the whole model; it runs the model once."""
         self._coverage = cover_model(self._options, model)
         if self._options.optimizer == "soap":

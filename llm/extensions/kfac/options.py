@@ -13,7 +13,7 @@ from llm.parallel.options import sizes_above_one
 from llm.trainers.gpt.seams import Extension
 
 if TYPE_CHECKING:
-    from llm.optim.run_optimizer import Recipe
+    from llm.optim.run_optimizer import OptimizerFactory
     from llm.parallel.layout import Layout
 
 _DIVIDED_BY = ("data_parallel_shard_size", "context_parallel_size", "pipeline_parallel_size")
@@ -42,13 +42,13 @@ class KFACExtension(Extension[KFACOptions]):
             *_layout_problems(options),
         ]
 
-    def recipe(self, *, seed: int, layout: "Layout | None") -> "Recipe | None":
+    def optimizer_factory(self, *, seed: int, layout: "Layout | None") -> "OptimizerFactory | None":
         """Return what makes K-FAC; None without it, and for an evaluation."""
         if not self.options.kfac or self.options.eval_only:  # an evaluation takes the weights only
             return None
-        from llm.extensions.kfac.make_kfac import KFACRecipe
+        from llm.extensions.kfac.make_kfac import KFACFactory
 
-        return KFACRecipe(self.options)
+        return KFACFactory(self.options)
 
     def bytes_per_parameter(self) -> float:
         """Return 0: `RunOptimizer.memory` has the state.

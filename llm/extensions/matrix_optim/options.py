@@ -9,7 +9,7 @@ from llm.optim.options import OptimizerKind
 from llm.trainers.gpt.seams import Extension
 
 if TYPE_CHECKING:
-    from llm.optim.run_optimizer import Recipe
+    from llm.optim.run_optimizer import OptimizerFactory
     from llm.parallel.layout import Layout
 
 
@@ -26,11 +26,11 @@ class MatrixOptions(MatrixSettings):
 class MatrixExtension(Extension[MatrixOptions]):
     """Makes Muon and SOAP."""
 
-    def recipe(self, *, seed: int, layout: "Layout | None") -> "Recipe | None":
+    def optimizer_factory(self, *, seed: int, layout: "Layout | None") -> "OptimizerFactory | None":
         """Return what makes Muon or SOAP; None for other optimizers."""
         if self.options.optimizer not in MatrixOptions.OPTIMIZERS:
             return None
-        from llm.extensions.matrix_optim.matrix_recipe import MuonRecipe, SOAPRecipe
+        from llm.extensions.matrix_optim.matrix_factories import MuonFactory, SOAPFactory
 
         options = self.options
-        return MuonRecipe(options) if options.optimizer == "muon" else SOAPRecipe(options)
+        return MuonFactory(options) if options.optimizer == "muon" else SOAPFactory(options)

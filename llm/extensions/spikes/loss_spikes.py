@@ -71,7 +71,7 @@ class LossSpikes(LoopExtension):
             self._stop_run(spikes, loader)
 
     def _stop_run(self, spikes: list[int], loader: TrainLoader) -> None:
-        first, stop = loader.samples_of(spikes[0], spikes[-1] + 1)
+        first, stop = loader.sample_range(spikes[0], spikes[-1] + 1)
         message = (
             f"The loss of step {spikes[0] + 1} spiked (--on_loss_spike {self._action}): "
             f"look at its text with {inspect_command(self._run, spikes[0] + 1)}, and continue from "
@@ -93,19 +93,18 @@ class LossSpikes(LoopExtension):
         )
 
     def _report_spike(self, step: int, loss: float, spike: Spike, loader: TrainLoader) -> None:
-        first, stop = loader.samples_of(step, step + 1)
-        numbers, _ = loader.samples.locate(
-            loader.skipped.numbers(np.arange(*loader.plan.step_samples(step), dtype=np.int64))
-        )
-        counts = np.bincount(numbers, minlength=len(self._corpus.train)).tolist()
+        first, stop = loader.sample_range(step, step + 1)
+        positions = np.arange(*loader.plan.step_positions(step), dtype=np.int64)
+        sources, _ = loader.samples.locate(loader.skipped.sample_indices(positions))
+        counts = np.bincount(sources, minlength=len(self._corpus.train)).tolist()
         pairs = zip(self._corpus.train, counts, strict=True)
         samples_by_source = {source.name: count for source, count in pairs if count}
-        sources = ", ".join(f"{name} {count}" for name, count in samples_by_source.items())
+        blend = ", ".join(f"{name} {count}" for name, count in samples_by_source.items())
         command = inspect_command(self._run, step + 1)
         logger.info(
             f"the loss spiked at step {step + 1}: {loss:.4g}, {spike.score:.1f} deviations "
             f"above the median {spike.median:.4g} of the steps before (samples {first:,} to "
-            f"{stop - 1:,}, from {sources}); its text: {command}",
+            f"{stop - 1:,}, from {blend}); its text: {command}",
             extra=event(
                 "spike",
                 step=step + 1,
@@ -135,6 +134,6 @@ class LossSpikes(LoopExtension):
 
 def _enters_stage(loader: TrainLoader, step: int) -> bool:
     """Return whether a step ends in another stage of the data than the one before it."""
-    ends = [loader.samples_of(number, number + 1)[1] - 1 for number in (max(0, step - 1), step)]
+    ends = [loader.sample_range(number, number + 1)[1] - 1 for number in (max(0, step - 1), step)]
     previous_stage, stage = map(loader.samples.stage_of, ends)
     return previous_stage != stage

@@ -19,7 +19,7 @@ _BLOCK = 1 << 22
 _PACKED_READ = 1 << 12  # compressed bytes; unpacked, they can be many thousand times as many
 BOM = b"\xef\xbb\xbf"
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 class BadRecordPolicy:
@@ -44,7 +44,7 @@ class BadRecordPolicy:
             raise error
         self.skipped += 1
         if self.skipped <= 3:
-            log.warning(f"skipped: {error}")
+            logger.warning(f"skipped: {error}")
 
 
 @dataclass(kw_only=True)

@@ -18,7 +18,7 @@ _BATCH_ROWS = 1000
 _CHUNK_ROWS = 100_000
 _STRINGS = ("string", "large_string", "string_view")
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 def dataset_sources(
@@ -84,7 +84,7 @@ class _DatasetLoader:
                     f"--dataset_name {self.name} is a file format of the `datasets` library, not a "
                     "data set, and the folder does not exist; check the path."
                 )
-            log.info(f"loading the data set {self.name}")
+            logger.info(f"loading the data set {self.name}")
             bars = datasets.is_progress_bar_enabled()
             datasets.disable_progress_bars()
             try:
@@ -106,7 +106,7 @@ class _DatasetLoader:
         if self.folder is None:
             return datasets.load_dataset(self.name, self.config, **self._options)
         if self.config and self.folder.name != self.config:
-            log.warning(
+            logger.warning(
                 f"--dataset_config_name {self.config} has no effect: save_to_disk wrote "
                 f"{self.name}, which has no configurations"
             )

@@ -20,7 +20,7 @@ BATCH_ROWS = 1 << 14
 
 Reader = Callable[[FileChunk], Iterator[list[str]]]
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 def check_text(value: object) -> str:
@@ -79,7 +79,7 @@ def choose_column(
                 f"{', '.join((wanted, *nulls))}."
             )
         if wanted != "text" and log_choice:
-            log.info(f"{location}: no column is named 'text'; taking {wanted!r}, {reason}")
+            logger.info(f"{location}: no column is named 'text'; taking {wanted!r}, {reason}")
     if wanted not in columns:
         raise DataError(
             f"{location} has no column {wanted!r}; choose one with --text_column from: "

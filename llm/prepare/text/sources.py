@@ -45,7 +45,7 @@ _READERS: dict[str, Reader] = {
     ".parquet": parquet_records,
 }
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 class Source(Protocol):
@@ -194,7 +194,7 @@ def _warn_of_splits(files: Sequence[Path], folder: Path) -> None:
     """Log a warning if a folder seems to hold the test text next to the training text."""
     splits = {split for file in files for split in find_split_names(file.relative_to(folder))}
     if len(splits) > 1:
-        log.warning(
+        logger.warning(
             f"--input {folder}: all its files are read, and their names tell the splits "
             f"{', '.join(sorted(splits))}; name the files of one split to read it alone"
         )

@@ -14,7 +14,7 @@ _LONGEST_LINE = 1000
 _NUM_SAMPLES, _SAMPLE_LETTERS = 200, 5000
 _LOG_SECONDS = 30.0
 
-log = logging.getLogger("llm.data")
+logger = logging.getLogger("llm.data")
 
 
 @dataclass
@@ -80,7 +80,7 @@ class TrainingTexts:
                     yield text
                 if time.monotonic() - logged > _LOG_SECONDS:
                     logged = time.monotonic()
-                    log.info(f"read {self.num_bytes / 1e6:,.0f} MB of text")
+                    logger.info(f"read {self.num_bytes / 1e6:,.0f} MB of text")
             self.num_documents += source.one_document and number > number_before_source
         if not number:
             names = ", ".join(source.name for source in self.sources)

@@ -18,7 +18,7 @@ from llm.models.sizes import find_blocks
 from llm.optim.run_optimizer import MatrixTraffic, StateMemory
 from llm.parallel.tensor_plans import check_tensor_parallel, sequence_plan, tensor_plan
 from llm.tools.plan.options import PlanOptions
-from llm.trainers.gpt.seams import make_extensions, recipe_of
+from llm.trainers.gpt.seams import choose_factory, make_extensions
 
 FP32 = 4
 """Bytes of a number."""
@@ -201,9 +201,9 @@ def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerM
     """
     extensions = make_extensions(options)
     with fake_ranks(options.nodes * options.gpus_per_node):
-        recipe = recipe_of(options, extensions, seed=0)
-        recipe.plan(model)
-        run_optimizer = recipe.make(model, None)
+        factory = choose_factory(options, extensions, seed=0)
+        factory.inspect_model(model)
+        run_optimizer = factory.make(model, None)
     extension_bytes = sum(extension.bytes_per_parameter() for extension in extensions)
     return OptimizerMemory(
         per_element=_per_element(run_optimizer.optimizer, model) + extension_bytes,

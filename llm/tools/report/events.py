@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llm.config.options import Tokens
-from llm.data.batch_schedule import batch_phases, steps_at
+from llm.data.batch_schedule import batch_phases, count_steps
 from llm.errors import ConfigError
 from llm.runtime.logging import counted
 
@@ -115,4 +115,4 @@ def _phase_borders(config: dict[str, Any], start: dict[str, Any]) -> Iterator[tu
     ):
         samples = Fraction(Tokens(previous_stage["until"]), start["block_size"])
         paths = " ".join(Path(str(word)).name for word in stage["data_path"])
-        yield "stage", math.ceil(steps_at(phases, samples)), f"data stage {number}: {paths}"
+        yield "stage", math.ceil(count_steps(phases, samples)), f"data stage {number}: {paths}"

@@ -37,7 +37,7 @@ from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.resume import log_changes
 from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
-from llm.trainers.gpt.seams import LoopExtension, Running, recipe_of, transforms_of
+from llm.trainers.gpt.seams import LoopExtension, Running, choose_factory, transforms_of
 from llm.trainers.gpt.trained_model import generation_settings
 
 logger = logging.getLogger("llm")
@@ -155,12 +155,12 @@ def make_strategy(
     if config.torch_compile:
         compile_blocks(model)
 
-    recipe = recipe_of(config, setup.extensions, seed=setup.seed, layout=setup.layout)
+    factory = choose_factory(config, setup.extensions, seed=setup.seed, layout=setup.layout)
     with dummy_weights(model, strategy.device), strategy.autocast():
-        recipe.plan(model)
+        factory.inspect_model(model)
 
     def optimizer_of(model: nn.Module, mesh: DeviceMesh | None) -> RunOptimizer:
-        run_optimizer = recipe.make(model, mesh)
+        run_optimizer = factory.make(model, mesh)
         for transform in transforms:
             scale_learning_rates(run_optimizer.optimizer, model, transform.rate_factor)
         return run_optimizer

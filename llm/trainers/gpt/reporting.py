@@ -433,7 +433,7 @@ def report_skipped(
     for step, skipped, _ in steps:
         state.skipped_in_a_row = state.skipped_in_a_row + 1 if skipped else 0
         if skipped:
-            first, stop = loader.samples_of(step, step + 1)
+            first, stop = loader.sample_range(step, step + 1)
             command = inspect_command(run, step + 1)
             logger.info(
                 f"step {step + 1} was skipped: its gradient is not finite (samples {first:,} to "

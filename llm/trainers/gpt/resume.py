@@ -422,9 +422,9 @@ def choose_skipped(
         return NONE_SKIPPED.skip(new_ranges)
     saved = NONE_SKIPPED.skip(skipped_ranges(resume_from.metadata["skip_samples"]))
     skipped = saved.skip(new_ranges)
-    position, _ = plan.step_samples(resume_from.step)
+    position, _ = plan.step_positions(resume_from.step)
     _, reached = saved.span((0, position))
-    if skipped.before(reached) != saved.before(reached):
+    if skipped.ranges_below(reached) != saved.ranges_below(reached):
         raise ConfigError(
             f"--skip_samples {config.skip_samples} names samples below {reached:,}, which "
             f"{resume_from.path} has been trained on or has passed; name later ones, or resume "

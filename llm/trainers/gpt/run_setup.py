@@ -187,12 +187,12 @@ def _plan_learning_rates(
     """
     warmup, decay = None, None
     if config.num_warmup_samples is not None:
-        warmup = plan.steps_at(config.num_warmup_samples)
+        warmup = plan.count_steps(config.num_warmup_samples)
     if config.num_warmup_tokens is not None:
-        warmup = plan.steps_at(Fraction(config.num_warmup_tokens, block_size))
+        warmup = plan.count_steps(Fraction(config.num_warmup_tokens, block_size))
     if config.num_decay_tokens is not None:
         decay_samples = Fraction(config.num_decay_tokens, block_size)
-        decay = plan.total_steps - plan.steps_at(plan.total_samples - decay_samples)
+        decay = plan.total_steps - plan.count_steps(plan.total_samples - decay_samples)
     schedule = make_schedule(
         config,
         total_steps=plan.total_steps,
@@ -236,7 +236,7 @@ def _add_cooldown(
             f"--cooldown_tokens {config.cooldown_tokens:,} is less than one step of "
             f"{batch * block_size:,} tokens; make it longer."
         )
-    plan = dataclasses.replace(plan, total_samples=plan.samples_at(step) + samples)
+    plan = dataclasses.replace(plan, total_samples=plan.count_samples(step) + samples)
     falling = _plan_learning_rates(config, plan, block_size=block_size, cooldown_from=step)
     if schedule(step) != falling(step):
         raise ConfigError(

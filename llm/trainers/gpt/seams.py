@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from llm.data.corpus import Corpus
     from llm.data.loader import StepBatch, TrainLoader
     from llm.models.transforms import Transform
-    from llm.optim.run_optimizer import Recipe
+    from llm.optim.run_optimizer import OptimizerFactory
     from llm.parallel.base import AcceleratedStrategy
     from llm.parallel.dims import ParallelDims
 
@@ -221,7 +221,7 @@ class Extension(Generic[OptionsT]):
     """A feature of some runs; it imports its code where needed, because `--help` loads no torch.
 
     A run makes one object from its options, and calls the methods in this order. Other programs
-    make one for `problems`, `layout`, `transform`, `recipe` and `bytes_per_parameter`.
+    make one for `problems`, `layout`, `transform`, `optimizer_factory` and `bytes_per_parameter`.
 
     Args:
         options: The options of the run, with the values chosen for its device.
@@ -268,7 +268,7 @@ class Extension(Generic[OptionsT]):
         """Return its change to the model, or None."""
         return None
 
-    def recipe(self, *, seed: int, layout: Layout | None) -> "Recipe | None":
+    def optimizer_factory(self, *, seed: int, layout: Layout | None) -> "OptimizerFactory | None":
         """Return what makes the optimizer; None if the core or another extension makes it.
 
         Args:
@@ -340,13 +340,13 @@ def transforms_of(
     return [transform for transform in transforms if transform is not None]
 
 
-def recipe_of(
+def choose_factory(
     config: CoreConfig,
     extensions: Iterable[Extension[Any]],
     *,
     seed: int,
     layout: Layout | None = None,
-) -> "Recipe":
+) -> "OptimizerFactory":
     """Return what makes the optimizer of a run.
 
     Args:
@@ -356,11 +356,11 @@ def recipe_of(
         layout: The run's layout; None if no run is started.
     """
     from llm.optim.optimizers import make_optimizer
-    from llm.optim.run_optimizer import Recipe
+    from llm.optim.run_optimizer import OptimizerFactory
 
-    recipes = (extension.recipe(seed=seed, layout=layout) for extension in extensions)
-    recipe = next((recipe for recipe in recipes if recipe is not None), None)
-    return recipe or Recipe(partial(make_optimizer, config))
+    factories = (extension.optimizer_factory(seed=seed, layout=layout) for extension in extensions)
+    factory = next((factory for factory in factories if factory is not None), None)
+    return factory or OptimizerFactory(partial(make_optimizer, config))
 
 
 def evaluate_weights(

@@ -274,7 +274,7 @@ def _restart_training(
         checkpoint: The checkpoint to continue from.
         request: The request: first step to skip, and the reason.
     """
-    skipped_range = trainer.loader.samples_of(
+    skipped_range = trainer.loader.sample_range(
         max(checkpoint.step, request.first), trainer.state.step
     )
     skipped = trainer.loader.skipped.skip([skipped_range])

@@ -61,7 +61,7 @@ class TrainedStep:
     Attributes:
         total_steps: Steps of the run.
         data_ranks: Number of ranks that shared the step's samples.
-        samples: Their numbers, int64 [num_samples].
+        samples: Their indices, int64 [num_samples].
         sources: The source of each, a place in `corpus`, int64 [num_samples].
         starts: Position of each one's first token in its source's stream, int64 [num_samples].
         num_tokens: Tokens of a sample, including the last label.
@@ -133,12 +133,12 @@ def read_step(
         global_batch_size=order["global_batch_size"],
     )
     positions = _positions_of_step(plan, step, rank)
-    numbers = choose_skipped(config, None, plan).numbers(positions)
-    sources, starts = samples.locate(numbers)
+    sample_indices = choose_skipped(config, None, plan).sample_indices(positions)
+    sources, starts = samples.locate(sample_indices)
     return TrainedStep(
         total_steps=plan.total_steps,
         data_ranks=plan.world_size,
-        samples=numbers,
+        samples=sample_indices,
         sources=sources,
         starts=starts,
         num_tokens=block_size + 1,
@@ -169,13 +169,13 @@ def _positions_of_step(plan: BatchPlan, step: int, rank: int | None) -> NDArray[
     if step > plan.total_steps:
         raise ConfigError(f"--step {step} is beyond the run, which has {plan.total_steps:,} steps.")
     if rank is None:
-        return np.arange(*plan.step_samples(step - 1), dtype=np.int64)
+        return np.arange(*plan.step_positions(step - 1), dtype=np.int64)
     if rank >= plan.world_size:
         raise ConfigError(
             f"--rank {rank} does not exist: step {step} has "
             f"{counted(plan.world_size, 'data-parallel rank')}, counted from 0 (--data_ranks)."
         )
-    positions = plan.rank_samples(step - 1, rank).reshape(-1)
+    positions = plan.rank_positions(step - 1, rank).reshape(-1)
     return positions[positions >= 0]
 
 

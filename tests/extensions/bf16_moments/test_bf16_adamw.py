@@ -20,7 +20,7 @@ from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
 from llm.optim.optimizers import make_adamw
 from llm.optim.options import OptimizerOptions
-from llm.optim.run_optimizer import Recipe
+from llm.optim.run_optimizer import OptimizerFactory
 from tests.support.device_reads import Reads
 from tests.support.layouts import make_strategy
 from tests.support.models import tiny_config, tiny_model
@@ -197,7 +197,8 @@ def moments_on(sizes: dict[str, int]) -> dict[str, Tensor]:
     strategy = make_strategy(sizes)
     model = tiny_model(tiny_config("gpt2", **changes))
     strategy.prepare(
-        LanguageModelLoss(model), Recipe(lambda m: make_bf16_adamw(OPTIONS, m, seed=5)).make
+        LanguageModelLoss(model),
+        OptimizerFactory(lambda m: make_bf16_adamw(OPTIONS, m, seed=5)).make,
     )
     size = 4 // strategy.data_ranks
     rows = slice(strategy.data_rank * size, (strategy.data_rank + 1) * size)

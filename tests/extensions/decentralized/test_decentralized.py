@@ -11,7 +11,7 @@ from llm.extensions.decentralized.modes import Gossip
 from llm.extensions.decentralized.rounds import make_rounds
 from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
-from llm.optim.run_optimizer import Recipe
+from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel.base import AcceleratedStrategy
 from tests.support.decentralized import (
     Case,
@@ -192,7 +192,9 @@ def gpt2_steps(kind: str, mixed_precision: str) -> tuple[list[float], torch.Tens
     model = tiny_model(tiny_config("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     strategy.prepare(
         LanguageModelLoss(model),
-        Recipe(lambda module: torch.optim.SGD(module.parameters(), lr=0.5, fused=True)).make,
+        OptimizerFactory(
+            lambda module: torch.optim.SGD(module.parameters(), lr=0.5, fused=True)
+        ).make,
     )
     losses = []
     for step in range(4):

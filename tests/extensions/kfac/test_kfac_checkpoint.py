@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from llm.checkpoint.format import PLAIN, split_state
 from llm.checkpoint.load import newest_valid
 from llm.checkpoint.snapshot import assign_writers
-from llm.extensions.kfac.make_kfac import KFACRecipe
+from llm.extensions.kfac.make_kfac import KFACFactory
 from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
 from llm.parallel.base import AcceleratedStrategy
@@ -29,7 +29,7 @@ def make_strategy(options):
     disable_packing_detection()
     every = {"kfac_factor_update_steps": 2, "kfac_inv_update_steps": 4}
     given = GPTConfig(kfac=True, learning_rate=1e-2, **every, **options)
-    strategy.prepare(LanguageModelLoss(still_model()), KFACRecipe(given).make)
+    strategy.prepare(LanguageModelLoss(still_model()), KFACFactory(given).make)
     return strategy
 
 

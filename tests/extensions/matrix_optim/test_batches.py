@@ -7,7 +7,7 @@ import torch
 
 from llm.extensions.matrix_optim import matrix_owners, muon
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.seams import make_extensions, recipe_of
+from llm.trainers.gpt.seams import choose_factory, make_extensions
 from tests.support.models import still_model
 
 INTERVALS = {"kfac_factor_update_steps": 2, "kfac_inv_update_steps": 4}
@@ -33,7 +33,7 @@ class Training:
             learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4, **KINDS[kind]
         )
         self.model = still_model(family)
-        self.made = recipe_of(options, make_extensions(options), seed=0).make(self.model, None)
+        self.made = choose_factory(options, make_extensions(options), seed=0).make(self.model, None)
         self.optimizer = self.made.optimizer
 
     def step(self, number, *, skipped=False):

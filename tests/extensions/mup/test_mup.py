@@ -13,7 +13,7 @@ from llm.extensions.mup.options import MuPExtension
 from llm.models.sizes import SHAPED, find_blocks
 from llm.optim.groups import scale_learning_rates
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.seams import Inputs, make_extensions, recipe_of
+from llm.trainers.gpt.seams import Inputs, choose_factory, make_extensions
 from tests.support.models import (
     FAMILIES,
     export_to,
@@ -164,7 +164,9 @@ def test_a_model_trains_as_one_with_multipliers_in_the_forward_pass(family, opti
     ids = torch.randint(320, (4, 17), generator=torch.Generator().manual_seed(0))
     losses = []
     for model, factor_of in ((folded, scales.rate_factor), (multiplied, rate_in_the_papers)):
-        stepper = recipe_of(settings, make_extensions(settings), seed=0).make(model, None).optimizer
+        stepper = (
+            choose_factory(settings, make_extensions(settings), seed=0).make(model, None).optimizer
+        )
         scale_learning_rates(stepper, model, factor_of)
         losses.append([])
         for _ in range(6):

@@ -12,7 +12,7 @@ from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import Saver
 from llm.models.loss import LanguageModelLoss
 from llm.models.patches.tied_embedding import tie_gradients
-from llm.optim.run_optimizer import Recipe
+from llm.optim.run_optimizer import OptimizerFactory
 from tests.support import layouts
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
@@ -47,7 +47,7 @@ def make_strategy() -> tuple[Any, list[str]]:
     tie_gradients(model)
     names = [name for name, _ in model.named_parameters()]
     strategy = layouts.make_strategy({"pipeline": 2}, pipeline_schedule="1f1b", virtual_stages=1)
-    strategy.prepare(LanguageModelLoss(model), Recipe(layouts.make_optimizer).make)
+    strategy.prepare(LanguageModelLoss(model), OptimizerFactory(layouts.make_optimizer).make)
     return strategy, names
 
 

@@ -13,7 +13,7 @@ from llm.data.loader import MicroBatch
 from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
 from llm.models.patches.tied_embedding import tie_gradients
-from llm.optim.run_optimizer import Recipe
+from llm.optim.run_optimizer import OptimizerFactory
 from tests.support import layouts
 from tests.support.layouts import make_optimizer
 from tests.support.models import still_model
@@ -49,7 +49,7 @@ def train(family, layers, sizes, schedule, virtual_stages, accumulation):
     """Losses, norms, an evaluation and final weights of a few steps."""
     model = make_model(family, layers)
     strategy = make_strategy(sizes, schedule, virtual_stages)
-    strategy.prepare(LanguageModelLoss(model), Recipe(make_optimizer).make)
+    strategy.prepare(LanguageModelLoss(model), OptimizerFactory(make_optimizer).make)
     seen = []
     for step in range(STEPS):
         inputs, labels = data_of(step)
@@ -130,7 +130,7 @@ def train_with_documents():
     model = make_model("llama", 4)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     strategy = make_strategy({"pipeline": int(os.environ["WORLD_SIZE"])}, "1f1b", 1)
-    strategy.prepare(LanguageModelLoss(model), Recipe(make_optimizer).make)
+    strategy.prepare(LanguageModelLoss(model), OptimizerFactory(make_optimizer).make)
     places = torch.arange(LENGTH).expand(BATCH // 2, LENGTH)
     seen = []
     for step in range(STEPS):
@@ -157,7 +157,7 @@ def train_in(precision):
     model = make_model("gpt2", 2)
     sizes = {"pipeline": int(os.environ["WORLD_SIZE"])}
     strategy = make_strategy(sizes, "gpipe", 1, precision)
-    strategy.prepare(LanguageModelLoss(model), Recipe(make_optimizer).make)
+    strategy.prepare(LanguageModelLoss(model), OptimizerFactory(make_optimizer).make)
     seen = []
     for step in range(2):
         loss = strategy.forward_backward([MicroBatch(*data_of(step))], num_tokens=120)
@@ -202,7 +202,9 @@ def messages_of(precision):
     """The number of all-reduces in a step, and the types of what stages send in an evaluation."""
     disable_packing_detection()
     strategy = make_strategy({"pipeline": 2}, "1f1b", 1, precision)
-    strategy.prepare(LanguageModelLoss(make_model("gpt2", 4)), Recipe(make_optimizer).make)
+    strategy.prepare(
+        LanguageModelLoss(make_model("gpt2", 4)), OptimizerFactory(make_optimizer).make
+    )
     for _ in range(2):  # in the first step, PyTorch 2.15 also agrees on the shapes
         with Messages() as in_step:
             strategy.forward_backward([MicroBatch(*data_of(0))] * 2, num_tokens=240)
@@ -237,7 +239,7 @@ def hold():
     model = make_model("llama", 4)
     parameters = [weakref.ref(parameter) for parameter in model.parameters()]
     strategy = make_strategy({"pipeline": 2}, "1f1b", 1)
-    strategy.prepare(LanguageModelLoss(model), Recipe(make_optimizer).make)
+    strategy.prepare(LanguageModelLoss(model), OptimizerFactory(make_optimizer).make)
     del model
     gc.collect()
     torch.manual_seed(5)  # as at the beginning of a step

@@ -13,7 +13,7 @@ from llm.extensions.matrix_optim.matrix_settings import MatrixSettings
 from llm.extensions.matrix_optim.muon import make_muon
 from llm.extensions.matrix_optim.soap import basis_order, make_soap
 from llm.optim.options import OptimizerOptions
-from llm.optim.run_optimizer import MatrixTraffic, Recipe, RunOptimizer
+from llm.optim.run_optimizer import MatrixTraffic, OptimizerFactory, RunOptimizer
 
 FP32, BF16 = 4, 2
 """Bytes of a number."""
@@ -69,7 +69,7 @@ def matrices_on(mesh: DeviceMesh | None) -> MatrixOwners:
     return MatrixOwners() if mesh is None else ShardedMatrices(mesh)
 
 
-class MuonRecipe(Recipe):
+class MuonFactory(OptimizerFactory):
     """Makes Muon.
 
     Args:
@@ -90,7 +90,7 @@ class MuonRecipe(Recipe):
         return MatrixRunOptimizer(muon, model, matrix_owners, update_bytes=BF16)
 
 
-class SOAPRecipe(Recipe):
+class SOAPFactory(OptimizerFactory):
     """Makes SOAP.
 
     Args:
@@ -101,7 +101,7 @@ class SOAPRecipe(Recipe):
         self._options = options
         self._order: Sequence[str] | None = None
 
-    def plan(self, model: nn.Module) -> None:
+    def inspect_model(self, model: nn.Module) -> None:
         """Order the updates of the bases by the whole model."""
         self._order = basis_order(self._options, model)
 
