@@ -20,7 +20,7 @@ from llm.tools.inspect import main as inspect
 from llm.tools.plan.plan import main as plan
 from llm.tools.report.report import main as report
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.trained_model import read_config
+from llm.trainers.gpt.recorded_config import read_config
 from tests.support.hub_server import Hub
 from tests.support.models import tiny_config
 from tests.support.token_files import random_documents, write_pair

@@ -168,7 +168,7 @@ class Checkpoint:
     Attributes:
         path: Its folder.
         step: Optimizer steps done when it was saved.
-        saved_at: Local time with its zone, in ISO 8601.
+        saved_time: Local time with its zone, in ISO 8601.
         world_size: Number of ranks that wrote it.
         metadata: Plain values: validation loss, configuration, batch.
         files: Size in bytes and xxh3_128 of each file.
@@ -176,7 +176,7 @@ class Checkpoint:
 
     path: Path
     step: int
-    saved_at: str
+    saved_time: str
     world_size: int
     metadata: dict[str, Any]
     files: dict[str, tuple[int, str]]
@@ -233,7 +233,7 @@ def write_manifest(checkpoint: Checkpoint) -> None:
     manifest = {
         "format": FORMAT_VERSION,
         "step": checkpoint.step,
-        "saved_at": checkpoint.saved_at,
+        "saved_at": checkpoint.saved_time,
         "world_size": checkpoint.world_size,
         "facts": checkpoint.metadata,  # the key in existing checkpoints
         "files": checkpoint.files,
@@ -273,7 +273,7 @@ def read_manifest(path: Path) -> Checkpoint:
     return Checkpoint(
         path=path,
         step=manifest["step"],
-        saved_at=manifest["saved_at"],
+        saved_time=manifest["saved_at"],
         world_size=manifest["world_size"],
         metadata=manifest["facts"],
         files={name: (size, digest) for name, (size, digest) in manifest["files"].items()},

@@ -293,7 +293,7 @@ class Saver:
         checkpoint = Checkpoint(
             path=temporary,
             step=snapshot.step,
-            saved_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            saved_time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             world_size=self._world_size,
             metadata=snapshot.metadata,
             files={name: entry for files in [*ranks, plain_files] for name, entry in files.items()},

@@ -36,16 +36,16 @@ from llm.runtime.offline import forbid_downloads
 from llm.runtime.world import ignore_ranks
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.extensions import EXTENSIONS
-from llm.trainers.gpt.trained_model import (
+from llm.trainers.gpt.load_trained_model import (
     build_untrained,
     choose_checkpoint,
     export_trained,
     follow_best,
     load_trained,
-    read_config,
     read_while_training,
     with_copies,
 )
+from llm.trainers.gpt.recorded_config import read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -259,7 +259,7 @@ def _format_row(entry: Entry, marks: list[str]) -> str:
         str(step_of(entry.path)),
         "-" if loss is None else f"{loss:.4f}",
         _format_bytes(_folder_bytes(entry.path)),
-        "-" if checkpoint is None else checkpoint.saved_at[:16].replace("T", " "),
+        "-" if checkpoint is None else checkpoint.saved_time[:16].replace("T", " "),
         "-" if checkpoint is None else checkpoint.world_size,
         ", ".join([state, *marks]),
     )
@@ -373,7 +373,7 @@ def _check_same_model(config: CoreConfig, checkpoints: Sequence[Checkpoint]) -> 
         CheckpointError: The configuration of one differs from the last one's.
     """
     from llm.models.configuration import load_config
-    from llm.trainers.gpt.inputs import config_changes
+    from llm.trainers.gpt.model_copies import config_changes
 
     newest = checkpoints[-1]
     options = with_copies(config, newest)

@@ -25,7 +25,7 @@ from llm.runtime.logging import quiet_libraries, set_up_logging
 from llm.runtime.offline import offline_variable
 from llm.runtime.world import ignore_ranks
 from llm.trainers.gpt.extensions import EXTENSIONS, GPTConfig
-from llm.trainers.gpt.trained_model import tokenizer_of
+from llm.trainers.gpt.load_trained_model import tokenizer_of
 
 # Files at the top of a model's repository. Weights are read as safetensors if possible.
 _SETTINGS = (".jinja", ".json", ".model", ".py", ".tiktoken", ".txt")

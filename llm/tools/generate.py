@@ -24,12 +24,8 @@ from llm.runtime.offline import forbid_downloads
 from llm.runtime.process_settings import limit_spin_wait
 from llm.runtime.rng import draw_seed
 from llm.runtime.world import device_of, ignore_ranks, world_from_environment
-from llm.trainers.gpt.trained_model import (
-    choose_checkpoint,
-    load_trained,
-    read_config,
-    read_while_training,
-)
+from llm.trainers.gpt.load_trained_model import choose_checkpoint, load_trained, read_while_training
+from llm.trainers.gpt.recorded_config import read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -132,11 +132,11 @@ def _check_options(options: InspectOptions) -> None:
 def _describe_step(options: InspectOptions, number: int) -> list[str]:
     """Describe the documents that a step of a run was trained on."""
     from llm.runtime.logging import quiet_libraries
-    from llm.trainers.gpt.trained_step import passages, read_step
+    from llm.trainers.gpt.step_samples import find_step_samples, passages
 
     quiet_libraries()
     run = Path(options.path)
-    step = read_step(
+    step = find_step_samples(
         run,
         number,
         rank=options.rank,

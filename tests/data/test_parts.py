@@ -12,7 +12,7 @@ from llm.data.splits import split_documents
 from llm.errors import DataError
 from llm.prepare.verification import checksums, verify
 from llm.tools.inspect import main as inspect
-from llm.trainers.gpt.trained_step import passages
+from llm.trainers.gpt.step_samples import passages
 from tests.support.token_files import describe, write_pair, write_parts
 
 DOCUMENTS = [[10 * number + i for i in range(number % 7)] for number in range(40)]

@@ -5,7 +5,7 @@ from typing import Any
 
 from llm.config.options import option, option_group
 from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.seams import Extension, LoopExtension, Periodic, Running
+from llm.trainers.gpt.seams import Extension, LoopContext, LoopExtension, Periodic
 
 logger = logging.getLogger("llm")
 
@@ -27,7 +27,7 @@ class CounterExtension(Extension[CounterOptions]):
             return []
         return ["--count_every counts updates, and --eval_only makes none; leave one of them out."]
 
-    def in_loop(self, running: Running) -> LoopExtension | None:
+    def in_loop(self, context: LoopContext) -> LoopExtension | None:
         every = self.options.count_every
         return None if every is None else Counter(every)
 

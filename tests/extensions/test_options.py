@@ -10,7 +10,7 @@ from llm.config.options import fields
 from llm.config.toml import to_toml
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.extensions import EXTENSIONS, GPTConfig
-from llm.trainers.gpt.resume import recorded_options
+from llm.trainers.gpt.recorded_options import recorded_options
 from llm.trainers.gpt.seams import Extension, LoopExtension, option_classes
 from tests.support.package import PACKAGE, ROOT
 

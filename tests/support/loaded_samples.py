@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from llm.trainers.gpt.trained_step import TrainedStep, passages
+from llm.trainers.gpt.step_samples import StepSamples, passages
 
 
 def train_and_note(argv: list[str]) -> tuple[int, dict[int, list[list[int]]]]:
@@ -25,7 +25,7 @@ def train_and_note(argv: list[str]) -> tuple[int, dict[int, list[list[int]]]]:
     return main.main(argv), noted
 
 
-def tokens_of(found: TrainedStep) -> list[list[int]]:
+def tokens_of(found: StepSamples) -> list[list[int]]:
     """The tokens of each sample that was found."""
     rows = zip(found.sources.tolist(), found.starts.tolist(), strict=True)
     return [

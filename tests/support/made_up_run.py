@@ -124,7 +124,9 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
     # PyTorch 2.10 computes the shapes of a DTensor with tensors of the host, which are real here.
     shapes = ShardingPropagator._propagate_tensor_meta_non_cached
     ShardingPropagator._propagate_tensor_meta_non_cached = _outside_modes(shapes)
-    inputs: Any = SimpleNamespace(
+    run: Any = SimpleNamespace(
+        config=config,
+        world=World(rank=case.rank, local_rank=0, world_size=case.world_size),
         seed=1,
         tokenizer=NumberedTokens(),
         model_config=tiny_config(case.family) if case.family else load_config(config),
@@ -142,8 +144,7 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
             start=None,
         ),
     )
-    world = World(rank=case.rank, local_rank=0, world_size=case.world_size)
-    model = build_run.make_model(config, inputs, world)
+    model = build_run.make_model(run)
     made_up_device.cast_as_on_cuda()
     order_buckets = base.order_buckets
 
@@ -152,7 +153,7 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
         order_buckets(loss, device)
 
     base.order_buckets = answer_and_order
-    strategy, _ = build_run.make_strategy(config, inputs, model, world)
+    strategy, _ = build_run.make_strategy(run, model)
     return strategy
 
 

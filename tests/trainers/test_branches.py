@@ -9,8 +9,8 @@ import pytest
 from llm.checkpoint.format import Checkpoint
 from llm.errors import CheckpointError, LLMError
 from llm.tools.checkpoints import main as checkpoints
+from llm.trainers.gpt.branch import branch_of
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.resume import branch_of
 from tests.support.faults import Fault
 from tests.support.recovery import (
     check_same,
@@ -236,7 +236,7 @@ def test_a_branch_records_the_step_at_which_its_rate_begins_to_fall():
         metadata = {"fixed": {"cooldown_tokens": tokens}, "branch": branch}
         path = Path(f"/runs/a/checkpoints/step_{step:08d}")
         return Checkpoint(
-            path=path, step=step, saved_at="", world_size=1, metadata=metadata, files={}
+            path=path, step=step, saved_time="", world_size=1, metadata=metadata, files={}
         )
 
     def cooldown_from(parent: Checkpoint, tokens: int | None) -> int | None:

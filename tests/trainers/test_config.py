@@ -11,7 +11,7 @@ from llm.config.options import Tokens, common, fields
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
 from llm.extensions.kfac.kfac_settings import kfac_method
-from llm.trainers.gpt import resume
+from llm.trainers.gpt import run_defaults
 from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
@@ -82,7 +82,7 @@ ANCESTOR_DEFAULTS = {
 
 @pytest.mark.parametrize(("name", "default"), ANCESTOR_DEFAULTS.items())
 def test_every_flag_of_the_original_program_keeps_its_name_and_default(name, default):
-    on_cpu = resume.choose_by_device(GPTConfig(), None, torch.device("cpu"))
+    on_cpu = run_defaults.choose_by_device(GPTConfig(), None, torch.device("cpu"))
     by_name = {name: field.name for field in fields(GPTConfig) for name in field.names}
     assert on_cpu.get(name, getattr(GPTConfig(), by_name[name])) == default
 

@@ -10,7 +10,8 @@ from llm.errors import ConfigError
 from llm.parallel.accelerator import set_float32_precision
 from llm.parallel.options import PrecisionOptions
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.resume import choose_by_device, fixed_options
+from llm.trainers.gpt.recorded_options import fixed_options
+from llm.trainers.gpt.run_defaults import choose_by_device
 from tests.support.training import Bench
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -29,7 +30,7 @@ def gpu(monkeypatch):
 def saved(fixed: dict[str, object], logged: dict[str, object]) -> Checkpoint:
     metadata = {"fixed": fixed, "logged": logged}
     return Checkpoint(
-        path=Path("step"), step=1, saved_at="", world_size=1, metadata=metadata, files={}
+        path=Path("step"), step=1, saved_time="", world_size=1, metadata=metadata, files={}
     )
 
 

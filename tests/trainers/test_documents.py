@@ -9,7 +9,7 @@ from llm.data.corpus import TokenStream
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import TokenFile
 from llm.errors import DataError
-from llm.trainers.gpt.trained_step import passages
+from llm.trainers.gpt.step_samples import passages
 from tests.support.token_files import random_documents, write_flat, write_pair
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from llm.errors import LLMError, ParallelError
 from llm.trainers.gpt.build_run import check_same_start
-from llm.trainers.gpt.run_setup import TrainSetup
+from llm.trainers.gpt.extensions import GPTConfig
+from llm.trainers.gpt.training_run import TrainingRun
 from tests.support.data_parallel import make_strategy
 from tests.support.ranks import run_ranks, values
 from tests.support.recovery import check_resume, weights_hash, without_times
@@ -156,16 +157,16 @@ def test_resume_without_a_checkpoint_starts_from_scratch_with_a_message(plain):
 def refusal_of_different_starts(what: str) -> str:
     strategy = make_strategy()
     values = {"seed": 0, "places": "same"} | {what: strategy.rank}
-    inputs = TrainSetup(
+    run = TrainingRun(
         **{
-            **dict.fromkeys(field.name for field in dataclasses.fields(TrainSetup)),
-            "seed": values["seed"],
+            **dict.fromkeys(field.name for field in dataclasses.fields(TrainingRun)),
+            "config": GPTConfig(seed=values["seed"]),
             "samples": SimpleNamespace(num_windows=7),
             "data_digest": {"ends": "same", "places": values["places"], "sidecars": [None]},
         }
     )
     try:
-        check_same_start(inputs)
+        check_same_start(run)
     except ParallelError as error:
         return str(error)
     return ""

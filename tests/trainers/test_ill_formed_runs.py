@@ -15,7 +15,7 @@ from llm.runtime.files import sync_file
 from llm.tools.checkpoints import main as checkpoints
 from llm.tools.generate import main as generate
 from llm.tools.inspect import main as inspect
-from llm.trainers.gpt.trained_step import read_step
+from llm.trainers.gpt.step_samples import find_step_samples
 from tests.support.token_files import random_documents, write_pair
 from tests.support.training import FROM_PARENT, Bench
 
@@ -203,7 +203,7 @@ def test_metrics_with_other_fields_do_not_hide_why_a_model_writes_nothing(run):
 
 
 def test_the_step_of_an_unchanged_run_is_found(run):
-    assert read_step(run, 1, rank=None, data_ranks=None).total_steps == 2
+    assert find_step_samples(run, 1, rank=None, data_ranks=None).total_steps == 2
 
 
 def tensor_file(header: object, body: bytes) -> bytes:

@@ -8,7 +8,7 @@ import pytest
 from llm.checkpoint.format import Checkpoint
 from llm.errors import CheckpointError, LLMError
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.run_setup import saved_batch
+from llm.trainers.gpt.training_run import saved_batch
 from tests.support.faults import Fault
 from tests.support.recovery import check_same, kill_and_go_on, weights_hash, without_times
 from tests.support.training import NO_DROPOUT, Bench, Run
@@ -196,10 +196,15 @@ def test_a_refused_batch_is_shown_as_it_was_written(branches):
     # In steps of 4 samples of 32 tokens, the first of 8 samples begins at token 2,048.
     batch = {"global_batch_size": "4@0,8@2048", "batch_option": "4@0,8@2K"}
     path = Path("runs/a/checkpoints/step_00000002")
-    start = Checkpoint(path=path, step=2, saved_at="", world_size=1, metadata=batch, files={})
-    setup = SimpleNamespace(start=start, branch_from=start if branches else None, block_size=32)
-    assert saved_batch(GPTConfig(global_batch_size="4@0,8@2K"), setup) == "4@0,8@2048"
+    start = Checkpoint(path=path, step=2, saved_time="", world_size=1, metadata=batch, files={})
+
+    def run_with(batch: str) -> SimpleNamespace:
+        branch_from = start if branches else None
+        config = GPTConfig(global_batch_size=batch)
+        return SimpleNamespace(config=config, start=start, branch_from=branch_from, block_size=32)
+
+    assert saved_batch(run_with("4@0,8@2K")) == "4@0,8@2048"
     with pytest.raises(CheckpointError) as caught:
-        saved_batch(GPTConfig(global_batch_size="4@0,8@4K"), setup)
+        saved_batch(run_with("4@0,8@4K"))
     assert "global_batch_size was '4@0,8@2K' and is '4@0,8@4K'." in str(caught.value)
     assert f"A branch of {path}" in str(caught.value) or not branches

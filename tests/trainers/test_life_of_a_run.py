@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from llm.tools.inspect import main as inspect
-from llm.trainers.gpt.trained_step import read_step
+from llm.trainers.gpt.step_samples import find_step_samples
 from tests.support.faults import Fault
 from tests.support.loaded_samples import tokens_of, train_and_note
 from tests.support.ranks import run_ranks, values
@@ -77,7 +77,7 @@ def check_shown(folder: Path, noted: list[dict[int, list[list[int]]]], capsys) -
     """Compare what inspect finds for every step and rank with what the loader has read."""
     for rank, steps in enumerate(noted):
         for step, windows in steps.items():
-            found = read_step(folder, step, rank=rank, data_ranks=None)
+            found = find_step_samples(folder, step, rank=rank, data_ranks=None)
             assert tokens_of(found) == windows
             assert inspect([str(folder), "--step", str(step), "--rank", str(rank)]) == 0
             shown = capsys.readouterr().out
@@ -92,7 +92,9 @@ def test_each_step_is_shown_with_the_samples_that_the_loader_read(bench, stable,
     check_shown(bench.folder / "cooled", cooled, capsys)
 
     samples = [
-        read_step(bench.folder / "stable", step, rank=None, data_ranks=None).samples.tolist()
+        find_step_samples(
+            bench.folder / "stable", step, rank=None, data_ranks=None
+        ).samples.tolist()
         for step in range(1, 12)
     ]
     assert [len(step) for step in samples] == [4] * 5 + [8] * 5 + [3]
@@ -123,6 +125,7 @@ def test_a_branch_killed_and_resumed_on_one_rank_has_the_same_losses(bench, cool
         assert curve == pytest.approx(whole, rel=1e-4)
     for step in range(9, 13):
         one, two = (
-            read_step(run.folder, step, rank=None, data_ranks=None) for run in (killed, straight)
+            find_step_samples(run.folder, step, rank=None, data_ranks=None)
+            for run in (killed, straight)
         )
         assert one.samples.tolist() == two.samples.tolist()

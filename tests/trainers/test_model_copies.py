@@ -18,9 +18,9 @@ from llm.tools.checkpoints import main as checkpoints
 from llm.tools.generate import main as generate
 from llm.tools.inspect import main as inspect
 from llm.tools.report.report import main as report
+from llm.trainers.gpt import seams
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.inputs import read_model_config
-from llm.trainers.gpt.run_setup import RunSetup
+from llm.trainers.gpt.model_copies import read_model_config
 from tests.support.models import tiny_config
 from tests.support.token_files import random_documents, write_pair
 from tests.support.tokenizers import tiny_tokenizer, tokenizer_with_two_templates
@@ -83,7 +83,7 @@ def other_tokenizer(folder: Path) -> None:
     file.write_text(json.dumps(content))
 
 
-def start(bench: Bench, name: str, **changes: object) -> RunSetup:
+def start(bench: Bench, name: str, **changes: object) -> seams.Run:
     """What a start reads before it trains."""
     settings = {**options(bench, bench.folder / "originals"), **changes}
     return bench.read(name, **settings)
@@ -156,9 +156,9 @@ def test_training_data_in_another_place_are_compared(
 def test_a_model_that_is_not_a_local_path_is_the_copy(bench, trained, originals, caplog):
     caplog.set_level("INFO", logger="llm")
     shutil.rmtree(originals)
-    setup = start(bench, "trained", resume_from_checkpoint=True)
+    run = start(bench, "trained", resume_from_checkpoint=True)
 
-    assert setup.model_config.n_layer == 1
+    assert run.model_config.n_layer == 1
     copy = trained.folder / "checkpoints" / "step_00000004"
     name = originals / "model"
     said = f"{name} is not a local path: the model's configuration is the copy in {copy}."
@@ -177,8 +177,8 @@ def test_a_model_that_is_not_a_local_path_is_the_copy(bench, trained, originals,
 )
 def test_what_does_not_change_the_model_may_be_edited(bench, trained, originals, fields):
     edit(originals / "model" / "config.json", **fields)
-    setup = start(bench, "trained", resume_from_checkpoint=True)
-    assert setup.resume_from == newest_valid(trained.folder / "checkpoints")
+    run = start(bench, "trained", resume_from_checkpoint=True)
+    assert run.resume_from == newest_valid(trained.folder / "checkpoints")
 
 
 def edit_copies(run: Path, **changes: object) -> None:
@@ -210,7 +210,7 @@ def test_an_unchanged_configuration_equals_its_copy(tmp_path, family):
     checkpoint = Checkpoint(
         path=tmp_path,
         step=1,
-        saved_at="",
+        saved_time="",
         world_size=1,
         metadata={},
         files={"model/config.json": (0, ""), "tokenizer/tokenizer.json": (0, "")},
@@ -285,9 +285,9 @@ def test_every_program_works_on_a_run_in_another_place(bench, moved, tmp_path, c
         {"output_dir": moved, "resume_from_checkpoint": True, "eval_only": True},
         {"output_dir": "branch", "branch_from": f"{moved}/2"},
     ):
-        setup = start(bench, "moved", **words)
-        assert (setup.model_config.n_layer, setup.model_config.attn_pdrop) == (1, 0.0)
-        assert fingerprint(setup.tokenizer) == fingerprint(tiny_tokenizer())
+        run = start(bench, "moved", **words)
+        assert (run.model_config.n_layer, run.model_config.attn_pdrop) == (1, 0.0)
+        assert fingerprint(run.tokenizer) == fingerprint(tiny_tokenizer())
 
 
 def test_a_branch_of_a_run_in_another_place_ends_as_the_run(bench, moved, capsys):
@@ -357,7 +357,7 @@ def test_a_run_keeps_the_python_code_of_its_model(tmp_path, capsys):
     words = {"trust_remote_code": True, "max_train_steps": 2, "checkpointing_steps": 2}
     run = bench.train_well(**words)
 
-    def resumed() -> RunSetup:
+    def resumed() -> seams.Run:
         return bench.read("run", resume_from_checkpoint=True, **words)
 
     resumed()

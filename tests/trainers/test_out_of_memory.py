@@ -5,7 +5,7 @@ import pytest
 from llm.errors import DeviceMemoryError
 from llm.runtime.world import World
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.train import explain_out_of_memory
+from llm.trainers.gpt.out_of_memory import explain_out_of_memory
 from tests.support.faults import Fault
 from tests.support.training import Bench
 

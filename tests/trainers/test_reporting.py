@@ -12,11 +12,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 
-from llm.checkpoint.run_folder import RunFolder
 from llm.data.batch_plan import BatchPlan
-from llm.trainers.gpt import reporting
+from llm.trainers.gpt import commands
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.reporting import _without_effect, log_sample
+from llm.trainers.gpt.run_log import _without_effect
+from llm.trainers.gpt.text_sample import log_sample
 from tests.support.models import tiny_config, tiny_model
 from tests.support.recovery import weights_hash, without_times
 from tests.support.tokenizers import tiny_tokenizer
@@ -64,28 +64,22 @@ def test_options_of_messages_that_are_not_sent_are_named(ranks, micro_batches, e
         total_samples=8,
         num_windows=8,
     )
-    setup: Any = SimpleNamespace(plan=plan)
+    run: Any = SimpleNamespace(config=config, plan=plan)
     strategy: Any = SimpleNamespace(world_size=ranks)
-    assert list(_without_effect(config, setup, strategy)) == expected
+    assert list(_without_effect(run, strategy)) == expected
 
 
 def test_a_model_that_has_diverged_has_no_sample_and_trains_on(caplog):
     model = tiny_model(tiny_config("gpt2"))
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(math.nan)
-    setup: Any = SimpleNamespace(tokenizer=tiny_tokenizer(), seed=1)
+    config = GPTConfig(sample_prompt="The king")
+    run: Any = SimpleNamespace(config=config, tokenizer=tiny_tokenizer(), seed=1)
     strategy: Any = SimpleNamespace(
         averaged=contextlib.nullcontext, autocast=contextlib.nullcontext, rank=0
     )
 
-    log_sample(
-        GPTConfig(sample_prompt="The king"),
-        setup,
-        strategy,
-        model,
-        step=3,
-        should_stop=lambda: False,
-    )
+    log_sample(run, strategy, model, step=3, should_stop=lambda: False)
 
     (message,) = caplog.messages
     assert "its weights are not finite" in message
@@ -98,38 +92,38 @@ def test_a_sample_without_a_prompt_begins_a_text(tmp_path):
 
 
 def test_a_printed_command_starts_as_many_ranks_and_can_be_pasted(monkeypatch):
-    monkeypatch.setattr(reporting, "python_command", lambda: "python")
+    monkeypatch.setattr(commands, "python_command", lambda: "python")
     words = ("--config", "runs/with späces/config.toml")
     trainer = "-m llm.trainers.gpt --config 'runs/with späces/config.toml'"
     local = f"torchrun --standalone --nproc_per_node 8 {trainer}"
-    assert reporting.start_command(8, *words) == local
+    assert commands.start_command(8, *words) == local
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     nodes = "torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint HOST:PORT --nproc_per_node 4"
-    assert reporting.start_command(8, *words) == f"{nodes} {trainer}"
+    assert commands.start_command(8, *words) == f"{nodes} {trainer}"
     # Tasks of srun or mpiexec are ranks themselves.
     for name, value in {"PROCID": "0", "LOCALID": "0", "STEP_NUM_TASKS": "8"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert reporting.start_command(8, *words) == f"srun -n 8 python {trainer}"
+    assert commands.start_command(8, *words) == f"srun -n 8 python {trainer}"
     for name in ("PMI_RANK", "PMI_LOCAL_RANK", "MPI_LOCALRANKID"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("PMI_SIZE", "8")  # as Cray's srun sets it too
-    assert reporting.start_command(8, *words) == f"srun -n 8 python {trainer}"
+    assert commands.start_command(8, *words) == f"srun -n 8 python {trainer}"
     monkeypatch.delenv("SLURM_PROCID")
-    assert reporting.start_command(8, *words) == f"mpiexec -n 8 python {trainer}"
+    assert commands.start_command(8, *words) == f"mpiexec -n 8 python {trainer}"
 
 
 def test_a_printed_command_starts_the_programs_of_this_environment(tmp_path, monkeypatch):
     command = "generate runs/tiny"
-    run = RunFolder(Path("runs/tiny"))
+    run = Path("runs/tiny")
     (tmp_path / "my env").mkdir()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "my env/python"))
     monkeypatch.chdir(tmp_path)
 
-    alone = reporting.generate_command(GPTConfig(), run)
+    alone = commands.generate_command(GPTConfig(), run)
     (tmp_path / "my env/llm-trainers").touch(mode=0o755)
-    installed = reporting.generate_command(GPTConfig(), run)
+    installed = commands.generate_command(GPTConfig(), run)
     monkeypatch.setenv("PATH", str(tmp_path / "my env"))
-    active = reporting.generate_command(GPTConfig(), run)
+    active = commands.generate_command(GPTConfig(), run)
 
     assert alone == f"'my env/python' -m llm {command}"
     assert installed == f"'my env/llm-trainers' {command}"
@@ -137,20 +131,20 @@ def test_a_printed_command_starts_the_programs_of_this_environment(tmp_path, mon
 
 
 def test_printed_commands_do_not_take_a_folder_for_an_option(monkeypatch):
-    monkeypatch.setattr(reporting, "program_command", lambda program: ["llm-trainers", program])
-    run = RunFolder(Path("-dash"))
-    assert reporting.generate_command(GPTConfig(), run) == "llm-trainers generate ./-dash"
-    assert reporting.resume_command(GPTConfig(), run, 1).endswith(
+    monkeypatch.setattr(commands, "program_command", lambda program: ["llm-trainers", program])
+    run = Path("-dash")
+    assert commands.generate_command(GPTConfig(), run) == "llm-trainers generate ./-dash"
+    assert commands.resume_command(GPTConfig(), run, 1).endswith(
         " --config ./-dash/config.toml --resume_from_checkpoint"
     )
     inspect = "llm-trainers inspect ./-dash --step 3"
-    assert reporting.inspect_command(str(run.path), 3) == inspect
+    assert commands.inspect_command(run, 3) == inspect
 
 
 def test_a_stopped_run_is_pushed_after_its_resume(monkeypatch):
-    monkeypatch.setattr(reporting, "program_command", lambda program: ["llm-trainers", program])
+    monkeypatch.setattr(commands, "program_command", lambda program: ["llm-trainers", program])
     config = GPTConfig(push_to_hub=True, hub_model_id="someone/tiny")
-    assert reporting.resume_command(config, RunFolder(Path("runs/tiny")), 1) == (
+    assert commands.resume_command(config, Path("runs/tiny"), 1) == (
         "llm-trainers train --config runs/tiny/config.toml --resume_from_checkpoint "
         "--push_to_hub --hub_model_id=someone/tiny"
     )

@@ -43,7 +43,7 @@ def test_a_rank_selects_its_accelerator_before_the_model_is_built(monkeypatch, d
     )
 
     with pytest.raises(InterruptedError):
-        make_model(MagicMock(), MagicMock(), MagicMock())
+        make_model(MagicMock())
     assert chosen == taken
 
 
@@ -68,10 +68,10 @@ def part(tensors: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
     ],
 )
 def test_a_start_is_a_run_its_step_its_best_or_a_checkpoints_folder(bench, origin, named, step):
-    setup = bench.read(init_from=bench.folder / named)
+    run = bench.read(init_from=bench.folder / named)
 
-    assert setup.init_from.step == step
-    assert setup.initial_weights == f"from {origin.folder}/checkpoints/step_0000000{step}"
+    assert run.init_from.step == step
+    assert run.initial_weights == f"from {origin.folder}/checkpoints/step_0000000{step}"
 
 
 def test_init_from_loads_the_weights_and_nothing_else(bench, origin):

@@ -53,7 +53,7 @@ def test_a_signal_in_the_last_evaluation_saves_the_last_step(bench: Bench) -> No
 
 
 def test_a_signal_in_a_sample_ends_its_text(bench: Bench) -> None:
-    asked = Fault(at="llm.trainers.gpt.reporting:sample_text", what="SIGTERM", call=1)
+    asked = Fault(at="llm.trainers.gpt.text_sample:sample_text", what="SIGTERM", call=1)
     sampling = {"sample_steps": 2, "sample_prompt": "The king"}
     stopped = bench.train("sample", faults=[asked], **OPTIONS, **sampling)
 

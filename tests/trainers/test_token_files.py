@@ -172,10 +172,10 @@ def test_an_epoch_of_a_blend_has_the_samples_of_all_its_sources(bench):
     ],
 )
 def test_a_run_is_named_after_its_first_source(options, name):
-    from llm.trainers.gpt.inputs import _default_output_dir
+    from llm.trainers.gpt.output_folder import default_output_dir
 
     config = GPTConfig(model_name_or_path="models/tiny", **options)
-    assert Path(_default_output_dir(config)) == Path("runs") / name
+    assert Path(default_output_dir(config)) == Path("runs") / name
 
 
 @pytest.mark.parametrize(

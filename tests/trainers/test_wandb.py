@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llm.errors import ConfigError
-from llm.trainers.gpt import main, reporting
+from llm.trainers.gpt import main, trackers
 from llm.trainers.gpt.main import parse_args
 from tests.support.ranks import run_ranks
 from tests.support.training import Bench
@@ -60,7 +60,7 @@ class Wandb:
 
 def _main(library: Path, argv: list[str]) -> int:
     sys.path.insert(0, str(library))
-    reporting.get_available_trackers = lambda: ["wandb"]
+    trackers.get_available_trackers = lambda: ["wandb"]
     return main.main(argv)
 
 

@@ -8,7 +8,7 @@ from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.seams import Extension, LoopExtension, SavedWeights
 
 if TYPE_CHECKING:
-    from llm.trainers.gpt.seams import Inputs, Running
+    from llm.trainers.gpt.seams import LoopContext, Run
 
 
 @option_group("Checkpoints")
@@ -78,19 +78,19 @@ class AveragingExtension(Extension[AveragingOptions]):
         ]
         return problems
 
-    def read(self, inputs: "Inputs") -> None:
+    def read(self, run: "Run") -> None:
         """Refuse to evaluate an average that no checkpoint holds.
 
         Raises:
             ConfigError: The run only evaluates, and names no checkpoint.
         """
-        if self.options.eval_only and self.options.eval_ema and inputs.start is None:
+        if self.options.eval_only and self.options.eval_ema and run.start is None:
             raise ConfigError(
                 "--eval_ema has no moving average to evaluate with --eval_only: name a checkpoint "
                 "by --resume_from_checkpoint, or leave it out."
             )
 
-    def in_loop(self, running: "Running") -> LoopExtension | None:
+    def in_loop(self, context: "LoopContext") -> LoopExtension | None:
         """Return the average; None without one. An evaluation needs it only to evaluate it."""
         options = self.options
         if not self._keeps_average or (options.eval_only and not options.eval_ema):
@@ -98,7 +98,7 @@ class AveragingExtension(Extension[AveragingOptions]):
         from llm.extensions.averaging.weight_average import WeightAverage
 
         return WeightAverage(
-            running.strategy,
+            context.strategy,
             decay=options.ema_decay,
             half_life=options.ema_tokens,
             evaluates=options.eval_ema,

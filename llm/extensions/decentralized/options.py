@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llm.extensions.decentralized.replicas import ReplicaLayout
     from llm.optim.run_optimizer import OptimizerFactory
     from llm.parallel.layout import Layout
-    from llm.trainers.gpt.seams import Inputs
+    from llm.trainers.gpt.seams import Run
 
 MOST_ACCUM_STEPS = 8
 
@@ -135,18 +135,18 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
                 )
         return problems
 
-    def read(self, inputs: "Inputs") -> None:
+    def read(self, run: "Run") -> None:
         """Refuse to continue a checkpoint of one model with several, or the other way round.
 
         Raises:
             CheckpointError: The optimizer state of the checkpoint cannot be converted.
         """
-        if inputs.start is None or self.options.eval_only:
+        if run.start is None or self.options.eval_only:
             return
-        mode = inputs.start.metadata["fixed"].get("data_parallel", "allreduce")
+        mode = run.start.metadata["fixed"].get("data_parallel", "allreduce")
         if (mode == "allreduce") != (self.options.data_parallel == "allreduce"):
             raise CheckpointError(
-                f"{inputs.start.path} was written with --data_parallel {mode}, and its optimizer "
+                f"{run.start.path} was written with --data_parallel {mode}, and its optimizer "
                 "state cannot be converted; start another run from its weights with --init_from."
             )
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from llm.extensions.mup.mup_scales import Scales
-    from llm.trainers.gpt.seams import Inputs
+    from llm.trainers.gpt.seams import Run
 
 
 @option_group("muP", resume="fixed", extension=True)
@@ -66,7 +66,7 @@ class MuPExtension(Extension[MuPOptions]):
             )
         return problems
 
-    def read(self, inputs: "Inputs") -> None:
+    def read(self, run: "Run") -> None:
         """Refuse muP for models without a rule.
 
         Raises:
@@ -74,14 +74,14 @@ class MuPExtension(Extension[MuPOptions]):
                 another scale of attention and is to be evaluated, or trained further.
         """
         options = self.options
-        self.transform(inputs.model_config)
-        if options.mup and inputs.weights_from is not None:
+        self.transform(run.model_config)
+        if options.mup and run.weights_from is not None:
             raise ConfigError(
-                f"--mup scales initial weights, and {inputs.weights_from} has trained ones; add "
+                f"--mup scales initial weights, and {run.weights_from} has trained ones; add "
                 "--from_scratch to start from initial ones, or leave --mup out."
             )
         # Resumed runs and branches keep every option; the core checks this.
-        source = inputs.start if options.eval_only else inputs.init_from
+        source = run.start if options.eval_only else run.init_from
         if source is None:
             return
         origin = source.path if options.eval_only else f"--init_from {options.init_from}"

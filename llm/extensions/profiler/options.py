@@ -8,7 +8,7 @@ from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.seams import Extension, LoopExtension
 
 if TYPE_CHECKING:
-    from llm.trainers.gpt.seams import Running
+    from llm.trainers.gpt.seams import LoopContext
 
 
 @option_group("Profiler", extension=True)
@@ -40,7 +40,7 @@ class ProfilerExtension(Extension[ProfilerOptions]):
             ]
         return []
 
-    def in_loop(self, running: "Running") -> LoopExtension | None:
+    def in_loop(self, context: "LoopContext") -> LoopExtension | None:
         """Return the profiler of a training."""
         span = profiled_steps(self.options)
         if span is None or self.options.eval_only:
@@ -49,10 +49,10 @@ class ProfilerExtension(Extension[ProfilerOptions]):
 
         return StepProfiler(
             span,
-            folder=running.folder / "profile",
-            rank=running.strategy.rank,
-            device=running.strategy.device,
-            paused=running.paused,
+            folder=context.run.folder.path / "profile",
+            rank=context.strategy.rank,
+            device=context.strategy.device,
+            paused=context.paused,
         )
 
 

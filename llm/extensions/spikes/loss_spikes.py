@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -11,7 +12,7 @@ from llm.data.loader import TrainLoader
 from llm.errors import DivergedError, RestartError
 from llm.extensions.spikes.find_spikes import Spike, append_loss, find_spike
 from llm.runtime.logging import event
-from llm.trainers.gpt.reporting import inspect_command
+from llm.trainers.gpt.commands import inspect_command
 from llm.trainers.gpt.seams import LoopExtension
 
 logger = logging.getLogger("llm")
@@ -22,7 +23,7 @@ class LossSpikes(LoopExtension):
 
     Args:
         corpus: Where the samples come from.
-        run: Folder of the run, for the command that shows a step's text.
+        folder: Folder of the run, for the command that shows a step's text.
         action: Reaction to a spike, as in `on_loss_spike`.
         max_rewinds: Maximum number of rewinds before the run stops.
         margin: Number of steps before a spike to skip as well.
@@ -39,12 +40,12 @@ class LossSpikes(LoopExtension):
         self,
         corpus: Corpus,
         *,
-        run: str,
+        folder: Path,
         action: Literal["warn", "stop", "rewind"],
         max_rewinds: int = 0,
         margin: int = 0,
     ) -> None:
-        self._corpus, self._run, self._action = corpus, run, action
+        self._corpus, self._folder, self._action = corpus, folder, action
         self._max_rewinds, self._margin = max_rewinds, margin
         self.losses: list[float] = []
         self.rewinds = 0
@@ -72,9 +73,10 @@ class LossSpikes(LoopExtension):
 
     def _stop_run(self, spikes: list[int], loader: TrainLoader) -> None:
         first, stop = loader.sample_range(spikes[0], spikes[-1] + 1)
+        command = inspect_command(self._folder, spikes[0] + 1)
         message = (
             f"The loss of step {spikes[0] + 1} spiked (--on_loss_spike {self._action}): "
-            f"look at its text with {inspect_command(self._run, spikes[0] + 1)}, and continue from "
+            f"look at its text with {command}, and continue from "
             f"the last checkpoint with --resume_from_checkpoint and --skip_samples {first}:{stop}, "
             "a lower --learning_rate, or --on_loss_spike warn. Earlier checkpoints are untouched."
         )
@@ -100,7 +102,7 @@ class LossSpikes(LoopExtension):
         pairs = zip(self._corpus.train, counts, strict=True)
         samples_by_source = {source.name: count for source, count in pairs if count}
         blend = ", ".join(f"{name} {count}" for name, count in samples_by_source.items())
-        command = inspect_command(self._run, step + 1)
+        command = inspect_command(self._folder, step + 1)
         logger.info(
             f"the loss spiked at step {step + 1}: {loss:.4g}, {spike.score:.1f} deviations "
             f"above the median {spike.median:.4g} of the steps before (samples {first:,} to "

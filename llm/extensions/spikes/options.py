@@ -7,7 +7,7 @@ from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.seams import Extension, LoopExtension
 
 if TYPE_CHECKING:
-    from llm.trainers.gpt.seams import Running
+    from llm.trainers.gpt.seams import LoopContext
 
 
 @option_group("Loss spikes", extension=True)
@@ -45,7 +45,7 @@ class SpikeExtension(Extension[SpikeOptions]):
             "--checkpointing_steps, --checkpointing_tokens or --checkpointing_minutes too."
         ]
 
-    def in_loop(self, running: "Running") -> LoopExtension | None:
+    def in_loop(self, context: "LoopContext") -> LoopExtension | None:
         """Return the spike detector of a training."""
         options = self.options
         if options.eval_only:
@@ -53,8 +53,8 @@ class SpikeExtension(Extension[SpikeOptions]):
         from llm.extensions.spikes.loss_spikes import LossSpikes
 
         return LossSpikes(
-            running.corpus,
-            run=str(running.folder),
+            context.run.corpus,
+            folder=context.run.folder.path,
             action=options.on_loss_spike,
             max_rewinds=options.max_rewinds,
             # The updates of a logging interval before the spike may have led to it.

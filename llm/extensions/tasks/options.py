@@ -10,7 +10,7 @@ from llm.trainers.gpt.seams import Extension, Fetch, FetchDataset, LoopExtension
 
 if TYPE_CHECKING:
     from llm.extensions.tasks.tasks import Tasks
-    from llm.trainers.gpt.seams import Inputs, Running
+    from llm.trainers.gpt.seams import LoopContext, Run
 
 
 @option_group("Fetch")
@@ -61,7 +61,7 @@ class TasksExtension(Extension[TasksOptions]):
 
     _tasks: "Tasks | None" = None
 
-    def read(self, inputs: "Inputs") -> None:
+    def read(self, run: "Run") -> None:
         """Read the tasks with their data, if there are any.
 
         Raises:
@@ -75,11 +75,9 @@ class TasksExtension(Extension[TasksOptions]):
             raise ConfigError(
                 f"--eval_tasks needs the package {error.name}: pip install 'llm-trainers[tasks]'."
             ) from error
-        self._tasks = Tasks(
-            self.options.eval_tasks, inputs.tokenizer, inputs.model_config, inputs.dims
-        )
+        self._tasks = Tasks(self.options.eval_tasks, run.tokenizer, run.model_config, run.dims)
 
-    def in_loop(self, running: "Running") -> LoopExtension | None:
+    def in_loop(self, context: "LoopContext") -> LoopExtension | None:
         """Return what runs the tasks; None without tasks."""
         if self._tasks is None:
             return None
@@ -87,7 +85,7 @@ class TasksExtension(Extension[TasksOptions]):
 
         return TaskRuns(
             self._tasks,
-            running,
+            context,
             every=self.options.eval_tasks_steps,
             batch_size=self.options.per_device_eval_batch_size,
         )

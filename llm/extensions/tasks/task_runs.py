@@ -5,7 +5,7 @@ import logging
 from llm.extensions.tasks.tasks import Tasks
 from llm.metrics.tracker import task_values
 from llm.runtime.logging import event
-from llm.trainers.gpt.seams import LoopExtension, Periodic, Running
+from llm.trainers.gpt.seams import LoopContext, LoopExtension, Periodic
 
 logger = logging.getLogger("llm")
 
@@ -15,15 +15,15 @@ class TaskRuns(LoopExtension):
 
     Args:
         tasks: The tasks.
-        running: The model, and what was read for the run.
+        context: The model, and what was read for the run.
         every: Steps between two runs; None for one at the end of training.
         batch_size: Texts that a rank scores at once.
     """
 
     def __init__(
-        self, tasks: Tasks, running: Running, *, every: int | None, batch_size: int
+        self, tasks: Tasks, context: LoopContext, *, every: int | None, batch_size: int
     ) -> None:
-        self._tasks, self._running, self._batch_size = tasks, running, batch_size
+        self._tasks, self._context, self._batch_size = tasks, context, batch_size
         self._results: dict[str, dict[str, float]] | None = None
         self.periodic = Periodic("tasks", every, self._report_tasks)
 
@@ -44,9 +44,9 @@ class TaskRuns(LoopExtension):
 
     def _run_tasks(self) -> dict[str, dict[str, float]]:
         return self._tasks.run(
-            self._running.strategy,
-            self._running.model,
+            self._context.strategy,
+            self._context.model,
             batch_size=self._batch_size,
-            seed=self._running.seed,
-            on_batch=self._running.keep_alive,
+            seed=self._context.run.seed,
+            on_batch=self._context.keep_alive,
         )

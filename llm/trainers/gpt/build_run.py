@@ -1,8 +1,6 @@
 """Builds the objects of a run from its configuration and the result of `inputs`."""
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -32,67 +30,63 @@ from llm.parallel.sharded_init import fill_model
 from llm.parallel.tensor import check_compiled_dropout
 from llm.runtime.agreement import gather
 from llm.runtime.logging import event
-from llm.runtime.world import World, device_of
-from llm.trainers.gpt.config import CoreConfig
+from llm.runtime.world import device_of
+from llm.trainers.gpt.load_trained_model import generation_settings
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.resume import log_changes
-from llm.trainers.gpt.run_setup import RunSetup, TrainSetup
-from llm.trainers.gpt.seams import LoopExtension, Running, choose_factory, transforms_of
-from llm.trainers.gpt.trained_model import generation_settings
+from llm.trainers.gpt.seams import Run, choose_factory, transforms_of
+from llm.trainers.gpt.training_run import TrainingRun
 
 logger = logging.getLogger("llm")
 
 
-def make_model(config: CoreConfig, setup: RunSetup, world: World) -> PreTrainedModel:
+def make_model(run: Run) -> PreTrainedModel:
     """Build the model on this process' device, or on the meta device if ranks hold shards of it.
 
     Raises:
         ConfigError: The model has no such weights, attention kernel or checkpointing.
     """
-    device = device_of(world)
+    device = device_of(run.world)
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
     build = partial(
         build_model,
-        config,
-        setup.model_config,
-        weights_from=setup.weights_from,
-        seed=setup.seed,
-        vocab_size=len(setup.tokenizer),
-        tensor_parallel_size=config.tensor_parallel_size,
-        transforms=transforms_of(setup.extensions, setup.model_config),
+        run.config,
+        run.model_config,
+        weights_from=run.weights_from,
+        seed=run.seed,
+        vocab_size=len(run.tokenizer),
+        tensor_parallel_size=run.config.tensor_parallel_size,
+        transforms=transforms_of(run.extensions, run.model_config),
     )
     # Ranks draw or read their shards once the model is sharded.
-    model = build(device=device if setup.dims.is_replicated else torch.device("meta"))
-    source = setup.weights_from
+    model = build(device=device if run.dims.is_replicated else torch.device("meta"))
+    source = run.weights_from
     on_meta = model.device.type == "meta"
     if source is not None and on_meta and find_weight_files(model, source) is None:
         model = build(device=device)  # each rank reads all of it
-    settings = generation_settings(setup.start)
+    settings = generation_settings(run.start)
     if settings is not None:
         model.generation_config = settings
     is_pretrained = source is not None or settings is not None
-    set_special_tokens(model, setup.tokenizer, is_pretrained=is_pretrained)
+    set_special_tokens(model, run.tokenizer, is_pretrained=is_pretrained)
     has_values = model.device.type != "meta"
     if not has_values:
         check_outline_causal(model)
     with dummy_weights(model, device):
-        _check_use(config, setup, model, has_values)
+        _check_use(run, model, has_values)
     return model
 
 
-def _check_use(
-    config: CoreConfig, setup: RunSetup, model: PreTrainedModel, has_values: bool
-) -> None:
+def _check_use(run: Run, model: PreTrainedModel, has_values: bool) -> None:
     """Refuse a model that is not causal, or if the options would change its results.
 
     Args:
-        config: The options.
-        setup: The run's inputs.
+        run: The run.
         model: The model, perhaps with dummy weights.
         has_values: Whether it has its own weights and buffers.
     """
-    boundaries, dims = setup.document_boundaries, setup.dims
+    boundaries, dims = run.document_boundaries, run.dims
     if has_values:
         check_causal(model)
     # Context parallelism uses a different attention.
@@ -103,59 +97,59 @@ def _check_use(
         and model.device.type != "cpu"
     ):
         # FlexAttention is compiled, and a deterministic run on a GPU must not be.
-        flex = config.attention_implementation is None and model.device.type == "cuda"
-        use_document_attention(model, flex=flex and not config.deterministic)
+        flex = run.config.attention_implementation is None and model.device.type == "cuda"
+        use_document_attention(model, flex=flex and not run.config.deterministic)
     if boundaries is not None:
         check_documents_apart(model, positions=boundaries.positions, attention=boundaries.attention)
     if dims.context > 1:
-        check_divisible(model, ranks=dims.context, block_size=setup.block_size)
-    if dims.tensor > 1 and config.torch_compile:
-        check_compiled_dropout(model, sequence_parallel=config.sequence_parallel)
+        check_divisible(model, ranks=dims.context, block_size=run.block_size)
+    if dims.tensor > 1 and run.config.torch_compile:
+        check_compiled_dropout(model, sequence_parallel=run.config.sequence_parallel)
     if dims.pipeline > 1:
-        check_cut(model, dims.pipeline * config.virtual_stages)
+        check_cut(model, dims.pipeline * run.config.virtual_stages)
 
 
-def make_strategy(
-    config: CoreConfig, setup: RunSetup, model: PreTrainedModel, world: World
-) -> tuple[AcceleratedStrategy, PreTrainedModel]:
+def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy, PreTrainedModel]:
     """Form the process groups, and prepare the strategy with the model and its optimizer.
 
     Returns:
         The strategy; and the model for the log and the model card. With pipeline stages this is a
         copy without weights, because each stage keeps only its layers.
     """
-    model_for_logging = without_weights(model) if setup.dims.pipeline > 1 else model
-    accelerator = make_accelerator(config, device=device_of(world), timeout=config.timeout)
+    model_for_logging = without_weights(model) if run.dims.pipeline > 1 else model
+    accelerator = make_accelerator(
+        run.config, device=device_of(run.world), timeout=run.config.timeout
+    )
     if getattr(model.config.get_text_config(), "is_decoder", None):
         # Decoders of translation models, such as BART, have unused cross-attention.
         accelerator.ddp_handler.find_unused_parameters = True
-    transforms = transforms_of(setup.extensions, setup.model_config)
+    transforms = transforms_of(run.extensions, run.model_config)
     init_weights = None
     if model.device.type == "meta":
-        source = setup.weights_from
+        source = run.weights_from
         init_weights = partial(
             fill_model,
-            config,
-            seed=setup.seed,
+            run.config,
+            seed=run.seed,
             device=accelerator.device,
             files=(find_weight_files(model, source) if source else None) or (),
             transforms=transforms,
         )
-    strategy = setup.layout.make(config, setup.dims, accelerator, init_weights=init_weights)
+    strategy = run.layout.make(run.config, run.dims, accelerator, init_weights=init_weights)
     loss = make_loss(
-        config,
+        run.config,
         model,
         device=strategy.device,
         memory=device_memory(strategy.device),
-        divided_head=setup.dims.tensor > 1,
-        sources=[corpus_source.name for corpus_source in setup.corpus.train]
-        if config.log_source_losses
+        divided_head=run.dims.tensor > 1,
+        sources=[corpus_source.name for corpus_source in run.corpus.train]
+        if run.config.log_source_losses
         else (),
     )
-    if config.torch_compile:
+    if run.config.torch_compile:
         compile_blocks(model)
 
-    factory = choose_factory(config, setup.extensions, seed=setup.seed, layout=setup.layout)
+    factory = choose_factory(run.config, run.extensions, seed=run.seed, layout=run.layout)
     with dummy_weights(model, strategy.device), strategy.autocast():
         factory.inspect_model(model)
 
@@ -169,51 +163,21 @@ def make_strategy(
     return strategy, model_for_logging
 
 
-def make_loop_extensions(
-    setup: RunSetup,
-    strategy: AcceleratedStrategy,
-    model: PreTrainedModel,
-    *,
-    keep_alive: Callable[[], None],
-    paused: Callable[[], AbstractContextManager[None]],
-) -> list[LoopExtension]:
-    """Return the parts of all extensions in training or in an evaluation.
-
-    Args:
-        setup: The run's inputs.
-        strategy: The prepared model and its optimizer.
-        model: The model for the log's description.
-        keep_alive: Extensions call it during long operations.
-        paused: Returns a context with time that does not count as training.
-    """
-    running = Running(
-        folder=setup.run.path,
-        seed=setup.seed,
-        corpus=setup.corpus,
-        strategy=strategy,
-        model=model,
-        keep_alive=keep_alive,
-        paused=paused,
-    )
-    parts = (extension.in_loop(running) for extension in setup.extensions)
-    return [part for part in parts if part is not None]
-
-
-def check_same_start(setup: RunSetup) -> None:
+def check_same_start(run: Run) -> None:
     """Refuse to train if ranks have read different checkpoints, seeds or data.
 
     Raises:
         ParallelError: Names the inputs of two ranks; raised on all ranks.
     """
-    start = setup.start or setup.init_from
+    start = run.start or run.init_from
     local_start = {
-        "checkpoint": None if start is None else f"{start.path.name} of {start.saved_at}",
-        "seed": setup.seed,
+        "checkpoint": None if start is None else f"{start.path.name} of {start.saved_time}",
+        "seed": run.seed,
     }
-    if isinstance(setup, TrainSetup):
-        local_start["windows"] = setup.samples.num_windows
+    if isinstance(run, TrainingRun):
+        local_start["windows"] = run.samples.num_windows
         # A sidecar may exist on only some nodes.
-        local_start["data"] = f"{setup.data_digest['ends']}-{setup.data_digest['places']}"
+        local_start["data"] = f"{run.data_digest['ends']}-{run.data_digest['places']}"
     starts = gather(local_start)
     for rank, rank_start in enumerate(starts):
         if rank_start != starts[0]:
@@ -235,39 +199,41 @@ def load_weights(checkpoint: Checkpoint | None, strategy: AcceleratedStrategy) -
         load_model(checkpoint, strategy.state_dict()["model"])
 
 
-def load_start(setup: TrainSetup, trainer: Trainer) -> None:
+def load_start(trainer: Trainer) -> None:
     """Load the checkpoint to continue from, if any, into the trainer.
 
     Raises:
         CheckpointError: The checkpoint belongs to another model or optimizer.
     """
-    if setup.start is None:
+    run = trainer.run
+    if run.start is None:
         return
-    parts, saved = trainer.parts, parts_of(setup.start)
+    parts, saved = trainer.parts, parts_of(run.start)
     new = {
         candidate.part: candidate
         for candidate in trainer.extensions
         if candidate.part and candidate.part not in saved
     }
-    setup.layout.load(setup.start, {name: part for name, part in parts.items() if name not in new})
+    run.layout.load(run.start, {name: part for name, part in parts.items() if name not in new})
     for extension in new.values():
         extension.begin()
-        logger.info(f"{setup.start.path} has no {extension.description}: it begins here.")
+        logger.info(f"{run.start.path} has no {extension.description}: it begins here.")
     unused_parts = [name for name in saved if name not in parts]
     if unused_parts:
         logger.info(
-            f"{setup.start.path} also holds {' and '.join(unused_parts)}, which this run does not "
+            f"{run.start.path} also holds {' and '.join(unused_parts)}, which this run does not "
             "continue."
         )
 
 
-def leave_later_steps(config: CoreConfig, setup: TrainSetup, trainer: Trainer) -> None:
+def leave_later_steps(trainer: Trainer) -> None:
     """Log the first step, and set later checkpoints of the run aside."""
-    if setup.start is None:
+    run = trainer.run
+    if run.start is None:
         return
     step = trainer.state.step
-    if setup.resume_from is None:  # the start is the parent's checkpoint
-        path = str(setup.start.path)
+    if run.resume_from is None:  # the start is the parent's checkpoint
+        path = str(run.start.path)
         logger.info(
             f"Branched from {path} at step {step}.",
             extra=event("branch", step=step, checkpoint=path),
@@ -275,11 +241,11 @@ def leave_later_steps(config: CoreConfig, setup: TrainSetup, trainer: Trainer) -
     else:
         if trainer.strategy.rank == 0:
             # Otherwise the next resume would take a later, abandoned checkpoint.
-            mark_superseded(setup.run.checkpoints, step=step)
+            mark_superseded(run.folder.checkpoints, step=step)
         logger.info(
-            f"Resumed from {setup.start.path} at step {step}.",
-            extra=event("resume", step=step, checkpoint=setup.start.path.name),
+            f"Resumed from {run.start.path} at step {step}.",
+            extra=event("resume", step=step, checkpoint=run.start.path.name),
         )
-    log_changes(config, setup.start, ranks=trainer.strategy.world_size)
-    if step == setup.plan.total_steps:
+    log_changes(run.config, run.start, ranks=trainer.strategy.world_size)
+    if step == run.plan.total_steps:
         logger.info(f"All {step:,} steps are already done: nothing is left to train.")

@@ -16,8 +16,7 @@ from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.float32 import sums_dtype
 from llm.runtime.labels import IGNORED
 from llm.runtime.offline import offline_remark
-from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.run_setup import RunSetup
+from llm.trainers.gpt.seams import Run
 
 
 class NextTokenAccuracy:
@@ -91,37 +90,36 @@ class ValidationSource:
 
 
 def make_evaluate(
-    config: CoreConfig,
-    setup: RunSetup,
+    run: Run,
     strategy: AcceleratedStrategy,
     *,
     on_batch: Callable[[], None] | None = None,
 ) -> Callable[[], dict[str, float]] | None:
     """Return a function that evaluates on all ranks, or None without validation data."""
-    validation = setup.corpus.validation
+    validation = run.corpus.validation
     if not validation:
         return None
     limits: list[int | None] = [None] * len(validation)
-    if config.max_eval_steps is not None:
+    if run.config.max_eval_steps is not None:
         weights = [source.weight for source in validation]
-        limits = [*divide_batches(config.max_eval_steps, weights)]
+        limits = [*divide_batches(run.config.max_eval_steps, weights)]
     sources = []
     for source, max_batches in zip(validation, limits, strict=True):
         stream = source.stream
         batches = EvalLoader(
             stream=stream,
-            block_size=setup.block_size,
-            micro_batch_size=config.per_device_eval_batch_size,
+            block_size=run.block_size,
+            micro_batch_size=run.config.per_device_eval_batch_size,
             rank=strategy.data_rank,
             world_size=strategy.data_ranks,
             device=strategy.device,
             max_batches=max_batches,
-            document_boundaries=setup.document_boundaries,
+            document_boundaries=run.document_boundaries,
             name="The validation text" if len(validation) == 1 else f"The source {source.name}",
         )
         bytes_per_token = stream.num_bytes / stream.num_tokens if stream.num_bytes else None
         sources.append(ValidationSource(source.name, source.weight, batches, bytes_per_token))
-    return partial(evaluate_sources, strategy, sources, metrics=setup.metrics, on_batch=on_batch)
+    return partial(evaluate_sources, strategy, sources, metrics=run.metrics, on_batch=on_batch)
 
 
 def evaluate_sources(

@@ -29,7 +29,7 @@ from llm.runtime.agreement import gather, on_rank0
 from llm.runtime.files import temporary_folder
 from llm.runtime.world import ranks_per_node
 from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.run_setup import TrainSetup, plan_training
+from llm.trainers.gpt.training_run import TrainingRun, plan_training
 from llm.trainers.gpt.trial_step import trial_step
 
 _HOST_SHARE = 0.8
@@ -38,32 +38,30 @@ _HOST_SHARE = 0.8
 logger = logging.getLogger("llm")
 
 
-def find_batch_size(
-    config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy
-) -> tuple[CoreConfig, TrainSetup]:
-    """Return options and setup with the largest micro-batch that fits; every rank calls it.
+def find_batch_size(run: TrainingRun, strategy: AcceleratedStrategy) -> TrainingRun:
+    """Return the run with the largest micro-batch that fits; every rank calls it.
 
     Args:
-        config: The options, with a micro-batch of one sample.
-        setup: The setup for these options.
+        run: The run, with a micro-batch of one sample.
         strategy: The prepared model; neither its weights nor its optimizer change.
 
     Raises:
         ConfigError: The run cannot be planned; raised on all ranks.
     """
-    if setup.branch_from is not None and config.global_batch_size is None:
+    config = run.config
+    if run.branch_from is not None and config.global_batch_size is None:
         # A branch keeps its parent's global batch, and the micro-batch must divide it.
-        batch = setup.plan.batch_schedule(setup.block_size)
+        batch = run.plan.batch_schedule(run.block_size)
         config = dataclasses.replace(config, global_batch_size=batch, gradient_accumulation_steps=1)
     answer = on_rank0(lambda: ask_plan(config, strategy.world_size, strategy.device))
     if not isinstance(answer, int):
         raise ConfigError(f"--per_device_train_batch_size auto cannot be planned: {answer}")
-    plan = setup.plan
+    run, plan = dataclasses.replace(run, config=config), run.plan
     max_size = max(1, min(answer, plan.num_windows // plan.world_size))
     sizes = micro_batch_sizes(config, world_size=plan.world_size)
     size = max(size for size in sizes if size <= max_size)
-    if setup.dims.is_replicated:
-        while size > 1 and not _fits_in_memory(size, config, setup, strategy):
+    if run.dims.is_replicated:
+        while size > 1 and not _fits_in_memory(size, run, strategy):
             size = max(smaller for smaller in sizes if smaller <= size // 2)
         size = min(gather(size))
     logger.info(
@@ -71,25 +69,24 @@ def find_batch_size(
         "resume keeps them."
     )
     config = dataclasses.replace(config, per_device_train_batch_size=size)
-    plan, skipped, schedule = plan_training(config, setup, setup.samples, setup.branch)
-    return config, dataclasses.replace(setup, plan=plan, skipped=skipped, schedule=schedule)
+    run = dataclasses.replace(run, config=config)
+    plan, skipped, schedule = plan_training(run, run.samples, run.branch)
+    return dataclasses.replace(run, plan=plan, skipped=skipped, schedule=schedule)
 
 
-def _fits_in_memory(
-    size: int, config: CoreConfig, setup: TrainSetup, strategy: AcceleratedStrategy
-) -> bool:
+def _fits_in_memory(size: int, run: TrainingRun, strategy: AcceleratedStrategy) -> bool:
     """Return whether a step with micro-batches of this size fits into this rank's memory."""
-    samples = size * setup.plan.world_size
+    samples = size * run.plan.world_size
     # Gradients accumulate over two micro-batches if a step has several.
-    accumulates = setup.plan.global_batch_size > samples or config.gradient_accumulation_steps > 1
+    accumulates = run.plan.global_batch_size > samples or run.config.gradient_accumulation_steps > 1
     loader = TrainLoader(
-        samples=setup.samples,
+        samples=run.samples,
         plan=dataclasses.replace(
-            setup.plan, micro_batch_size=size, global_batch_size=samples * (1 + accumulates)
+            run.plan, micro_batch_size=size, global_batch_size=samples * (1 + accumulates)
         ),
         rank=strategy.data_rank,
         device=strategy.device,
-        document_boundaries=setup.document_boundaries,
+        document_boundaries=run.document_boundaries,
     )
     try:
         with closing(loader.steps(0)) as batches:

@@ -1,5 +1,6 @@
 """The training loop. Read this file first."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -15,24 +16,25 @@ from llm.metrics.meter import Meter
 from llm.metrics.tracker import Tracker
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.health import Health
+from llm.runtime.logging import event
 from llm.runtime.rng import seed_step
 from llm.runtime.signals import Interruption, SaveTimer, StopRequest
-from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.commands import inspect_command
 from llm.trainers.gpt.idle_weights import log_idle_weights
-from llm.trainers.gpt.reporting import report_skipped
-from llm.trainers.gpt.run_setup import TrainSetup, checkpoint_metadata
 from llm.trainers.gpt.seams import ExtraWeights, LoopExtension, Periodic, evaluate_weights
+from llm.trainers.gpt.training_run import TrainingRun, checkpoint_metadata
 
 Every = int | Tokens | Literal["epoch"] | None
 """An interval: steps, tokens (as `Tokens`), the end of each epoch, or never."""
+
+logger = logging.getLogger("llm")
 
 
 class Trainer:
     """Trains a prepared model to the last step of the batch plan.
 
     Args:
-        config: The options.
-        setup: The run's folder, seed, samples, batch plan and schedule.
+        run: The run.
         strategy: Forward, backward and optimizer step, on any layout.
         health: Receives a heartbeat after each step and before long operations.
         interruption: Says after each step whether training should stop.
@@ -43,6 +45,7 @@ class Trainer:
         extensions: Extensions that take part, in calling order.
 
     Attributes:
+        run: The run; after a restart, with the checkpoint and the skipped samples of the restart.
         state: Counters of the run, which a checkpoint restores through `parts`.
         loader: The samples of each step.
         metadata: Information about the run in every checkpoint.
@@ -51,8 +54,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: CoreConfig,
-        setup: TrainSetup,
+        run: TrainingRun,
         strategy: AcceleratedStrategy,
         *,
         health: Health,
@@ -63,29 +65,27 @@ class Trainer:
         copies: Mapping[str, bytes],
         extensions: Sequence[LoopExtension],
     ) -> None:
-        self.config, self.seed = config, setup.seed
+        self.run, self.config, self.seed = run, run.config, run.seed
         self.strategy = strategy
-        self.plan, self.schedule = setup.plan, setup.schedule
-        self.block_size = setup.block_size
+        self.plan, self.schedule = run.plan, run.schedule
         self.loader = TrainLoader(
-            samples=setup.samples,
-            plan=setup.plan,
+            samples=run.samples,
+            plan=run.plan,
             rank=strategy.data_rank,
             device=strategy.device,
-            document_boundaries=setup.document_boundaries,
-            with_sources=config.log_source_losses,
-            skipped=setup.skipped,
+            document_boundaries=run.document_boundaries,
+            with_sources=run.config.log_source_losses,
+            skipped=run.skipped,
         )
-        self.folder = str(setup.run.path)
         self.health, self.interruption, self.tracker = health, interruption, tracker
         self.evaluate, self.sample = evaluate, sample
         self.extensions = extensions
         self.state = TrainState()
         self.meter = Meter(strategy.device, strategy.sum_names, rank=strategy.rank)
-        self.metadata = checkpoint_metadata(config, setup)
+        self.metadata = checkpoint_metadata(run)
         self.saver = Saver(
-            config,
-            setup.run.checkpoints,
+            run.config,
+            run.folder.checkpoints,
             parts=self.parts,
             metadata=self.metadata,
             rank=strategy.rank,
@@ -95,13 +95,13 @@ class Trainer:
             copied_first=strategy.copied_first(),
             flush_metrics=tracker.flush,
         )
-        minutes = config.checkpointing_minutes
-        self.save_every: Every = config.checkpointing_tokens or config.checkpointing_steps
+        minutes = run.config.checkpointing_minutes
+        self.save_every: Every = run.config.checkpointing_tokens or run.config.checkpointing_steps
         self.saves_checkpoints = self.save_every is not None or minutes is not None
         self.save_timer = SaveTimer(minutes if strategy.rank == 0 else None)
         self.is_stoppable = self.is_stopped = self.is_save_overdue = False
-        self.saved_at: int | None = None
-        self.eval_every: Every = config.eval_tokens or config.eval_steps or "epoch"
+        self.last_saved_step: int | None = None
+        self.eval_every: Every = run.config.eval_tokens or run.config.eval_steps or "epoch"
         self.results: dict[str, float] = {}
         self.train_loss: float | None = None
         self.last_eval_mark = (0, 0.0)
@@ -227,7 +227,7 @@ class Trainer:
                 self.report_steps()  # a resumed run does not report the saved steps again
                 self.save_timer.restart()
                 self.saver.save(step=step, eval_loss=loss)
-                self.saved_at = step
+                self.last_saved_step = step
             self.health.heartbeat(step=step, phase="step")
         return "preempted" if stop else "training"
 
@@ -239,7 +239,10 @@ class Trainer:
         stop, overdue = self.strategy.any_rank(flags)
         overdue, self.is_save_overdue = overdue or self.is_save_overdue, False
         step = self.state.step
-        if self.saved_at is not None and step - self.saved_at <= self.strategy.answer_delay:
+        if (
+            self.last_saved_step is not None
+            and step - self.last_saved_step <= self.strategy.answer_delay
+        ):
             overdue = False  # the timer asked before that save
         return stop and step < self.plan.total_steps, overdue
 
@@ -276,7 +279,7 @@ class Trainer:
         if every == "epoch":
             return self.plan.ends_epoch(step)
         if isinstance(every, Tokens):
-            return self.plan.reaches_multiple(step, Fraction(every, self.block_size))
+            return self.plan.reaches_multiple(step, Fraction(every, self.run.block_size))
         return every is not None and step % every == 0
 
     def log(self) -> None:
@@ -304,16 +307,47 @@ class Trainer:
             DivergedError: Too many steps in a row were skipped, or an extension gives up.
             RestartError: An extension asks to go back to a checkpoint.
         """
-        steps, max_skipped_steps = self.meter.pop_steps(), self.config.max_skipped_steps
+        steps = self.meter.pop_steps()
         try:
-            report_skipped(
-                steps, self.state, self.loader, max_skipped_steps=max_skipped_steps, run=self.folder
-            )
+            self.report_skipped(steps)
             for extension in self.extensions:
                 extension.check_losses(steps, self.loader)
         except DivergedError:
             self.saver.finish()  # a running save is valid, and may be the checkpoint to resume from
             raise
+
+    def report_skipped(self, steps: Sequence[tuple[int, bool, float]]) -> None:
+        """Log skipped steps with their samples, and count those in a row.
+
+        Args:
+            steps: The result of `Meter.pop_steps`.
+
+        Raises:
+            DivergedError: Too many steps in a row were skipped.
+        """
+        state = self.state
+        for step, skipped, _ in steps:
+            state.skipped_in_a_row = state.skipped_in_a_row + 1 if skipped else 0
+            if skipped:
+                first, stop = self.loader.sample_range(step, step + 1)
+                command = inspect_command(self.run.folder.path, step + 1)
+                logger.info(
+                    f"step {step + 1} was skipped: its gradient is not finite (samples {first:,} "
+                    f"to {stop - 1:,}); its text: {command}",
+                    extra=event(
+                        "skip",
+                        step=step + 1,
+                        first_sample=first,
+                        last_sample=stop - 1,
+                        inspect=command,
+                    ),
+                )
+        if state.skipped_in_a_row >= self.config.max_skipped_steps:
+            raise DivergedError(
+                f"The last {state.skipped_in_a_row} steps were skipped because loss or gradient "
+                "was not finite (--max_skipped_steps); resume from an earlier checkpoint with a "
+                "lower --learning_rate or other data. Earlier checkpoints are untouched."
+            )
 
     def run_evaluation(self) -> float:
         """Evaluate, report, and return the validation loss."""

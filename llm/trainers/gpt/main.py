@@ -37,7 +37,7 @@ from llm.runtime.signals import watch_launcher
 from llm.runtime.world import World, adopt_launcher, world_from_environment
 from llm.trainers.gpt.config import check, preset_options
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.trained_model import inherited_options
+from llm.trainers.gpt.recorded_config import inherited_options
 
 GRACE_SECONDS = 3.0
 """Grace period for the failing rank to print its error before the launcher kills the job."""
@@ -143,7 +143,8 @@ def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
     use_private_compile_cache()
     quiet_libraries()
     # Imported here so that --help and wrong options do not need torch.
-    from llm.trainers.gpt.train import evaluate, explain_out_of_memory, train
+    from llm.trainers.gpt.out_of_memory import explain_out_of_memory
+    from llm.trainers.gpt.train import evaluate, train
 
     deterministic = deterministic_kernels() if config.deterministic else contextlib.nullcontext()
     with explain_out_of_memory(config, world), deterministic:

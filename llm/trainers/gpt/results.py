@@ -22,10 +22,8 @@ from llm.models.sizes import parameter_counts
 from llm.runtime.files import json_safe, write_whole
 from llm.runtime.logging import counted
 from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.load_trained_model import export_trained
 from llm.trainers.gpt.loop import Trainer
-from llm.trainers.gpt.run_setup import TrainSetup
-from llm.trainers.gpt.seams import ExtraWeights
-from llm.trainers.gpt.trained_model import export_trained
 
 _NOT_UPLOADED = ("*/*", "*.toml", "*.jsonl", "log.txt", "status.json", "eval_results.json")
 """Patterns of the files in a run's folder that are not part of the model."""
@@ -34,8 +32,6 @@ logger = logging.getLogger("llm")
 
 
 def write_results(
-    config: CoreConfig,
-    setup: TrainSetup,
     trainer: Trainer,
     model: PreTrainedModel,
     task_results: Mapping[str, Mapping[str, float]],
@@ -48,17 +44,17 @@ def write_results(
     if trainer.strategy.rank != 0:
         return
     results = _collect_results(trainer, task_results)
-    folder = setup.run.path
+    run, folder = trainer.run, trainer.run.folder.path
     card = make_card(
-        config,
+        run.config,
         name=folder.name,
-        rows=_card_rows(config, setup, results, model, trainer.exported),
+        rows=_card_rows(trainer, model, results),
         results=trainer.results,
         task_results=task_results,
-        initial_weights=setup.initial_weights,
-        ranks=setup.dims.world_size,
+        initial_weights=run.initial_weights,
+        ranks=run.dims.world_size,
     )
-    export_trained(config, model, setup.tokenizer, state_dict, folder=folder, card=card)
+    export_trained(run.config, model, run.tokenizer, state_dict, folder=folder, card=card)
     write_whole(folder / "all_results.json", json.dumps(results, indent=1) + "\n")
 
 
@@ -85,25 +81,22 @@ def _collect_results(
 
 
 def _card_rows(
-    config: CoreConfig,
-    setup: TrainSetup,
-    results: dict[str, float | None],
-    model: PreTrainedModel,
-    exported: ExtraWeights | None,
+    trainer: Trainer, model: PreTrainedModel, results: dict[str, float | None]
 ) -> dict[str, object]:
     """Return the table of the model card."""
+    run, exported = trainer.run, trainer.exported
     return {
         "architecture": model.config.model_type,
         "parameters": f"{parameter_counts(model)['total']:,}",
-        "initial weights": setup.initial_weights,
+        "initial weights": run.initial_weights,
         **({"weights": exported.card} if exported else {}),
-        "data": describe_data(config),
-        "block size": setup.block_size,
-        "global batch size": setup.plan.batch_schedule(setup.block_size),
-        "learning rate": f"{config.learning_rate:g}, {config.lr_scheduler_type}",
-        "weight decay": config.weight_decay,
-        "mixed precision": config.mixed_precision,
-        "seed": setup.seed,
+        "data": describe_data(run.config),
+        "block size": run.block_size,
+        "global batch size": run.plan.batch_schedule(run.block_size),
+        "learning rate": f"{run.config.learning_rate:g}, {run.config.lr_scheduler_type}",
+        "weight decay": run.config.weight_decay,
+        "mixed precision": run.config.mixed_precision,
+        "seed": run.seed,
         **{name.replace("_", " "): value for name, value in results.items()},
     }
 

@@ -1,4 +1,4 @@
-"""The interface of extensions, and the functions of the core that call them.
+"""A run, the interface of its extensions, and the functions of the core that call them.
 
 An extension is a folder of `llm/extensions/` with an `options.py`, which declares its options and a
 subclass of [Extension][llm.trainers.gpt.seams.Extension]; `llm/trainers/gpt/extensions.py` lists
@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from llm.checkpoint.format import Checkpoint
+    from llm.checkpoint.run_folder import RunFolder
     from llm.data.corpus import Corpus
     from llm.data.loader import StepBatch, TrainLoader
+    from llm.data.order import DocumentBoundaries
     from llm.models.transforms import Transform
     from llm.optim.run_optimizer import OptimizerFactory
     from llm.parallel.base import AcceleratedStrategy
     from llm.parallel.dims import ParallelDims
+    from llm.runtime.world import World
 
 OptionsT = TypeVar("OptionsT", bound=CoreConfig)
 
@@ -35,35 +38,67 @@ FetchDataset = Callable[[str, str, str | None], str]
 returns its folder."""
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The inputs of a run that are read before its data, and before process groups form.
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A training or an evaluation: its options, and what is read before it starts.
 
     Attributes:
-        start: The checkpoint that the run resumes, branches from, or evaluates.
-        init_from: The checkpoint that provides the run's weights.
-        model_config: The model's configuration.
-        weights_from: The Hub name or folder of the pretrained weights.
+        config: The options, with the values chosen for this run.
+        world: Rank and world size of this process.
+        folder: The run's folder.
+        resume_from: The checkpoint to resume from or to evaluate, or None.
+        branch_from: The parent's checkpoint that a new branch starts from, or None.
+        init_from: The checkpoint that gives a new run its weights, or None.
+        model_config: The model's Hugging Face configuration.
+        weights_from: Hub name or folder of pretrained weights, or None to start from scratch.
+        initial_weights: Source of the weights at step 0, also in a resumed run or a branch: such as
+            `from gpt2`, or `random, seed 1`.
         tokenizer: The tokenizer.
+        block_size: Tokens of a sample.
+        document_boundaries: How to keep the documents of a sample apart; None ignores them.
+        metrics: Metrics of the evaluate library by name.
         dims: How the ranks divide one model and its data.
+        layout: How the ranks train.
+        extensions: The extensions, in calling order.
+        corpus: Training and validation tokens. It is empty when `Extension.read` is called.
     """
 
-    start: "Checkpoint | None"
+    config: CoreConfig
+    world: "World"
+    folder: "RunFolder"
+    resume_from: "Checkpoint | None"
+    branch_from: "Checkpoint | None"
     init_from: "Checkpoint | None"
     model_config: "PreTrainedConfig"
     weights_from: str | None
+    initial_weights: str
     tokenizer: "PreTrainedTokenizerBase"
+    block_size: int
+    document_boundaries: "DocumentBoundaries | None"
+    metrics: dict[str, Any]
     dims: "ParallelDims"
+    layout: Layout
+    extensions: "tuple[Extension[Any], ...]"
+    corpus: "Corpus"
+
+    @property
+    def seed(self) -> int:
+        """The run's seed, drawn unless the options had one."""
+        assert self.config.seed is not None
+        return self.config.seed
+
+    @property
+    def start(self) -> "Checkpoint | None":
+        """The checkpoint that the run resumes, branches from, or evaluates."""
+        return self.resume_from or self.branch_from
 
 
 @dataclass(frozen=True)
-class Running:
-    """A prepared run or evaluation.
+class LoopContext:
+    """A run with a prepared model, as extensions in its loop get it.
 
     Attributes:
-        folder: The run's folder.
-        seed: The run's seed.
-        corpus: Training and validation tokens.
+        run: The run.
         strategy: The model and its optimizer, on any layout.
         model: The model for the log's description.
         keep_alive: Call this at least once every `timeout` seconds during long operations, on all
@@ -71,9 +106,7 @@ class Running:
         paused: Returns a context with time that does not count as training.
     """
 
-    folder: Path
-    seed: int
-    corpus: "Corpus"
+    run: Run
     strategy: "AcceleratedStrategy"
     model: "PreTrainedModel"
     keep_alive: Callable[[], None]
@@ -257,8 +290,11 @@ class Extension(Generic[OptionsT]):
         """
         return None
 
-    def read(self, inputs: Inputs) -> None:
+    def read(self, run: Run) -> None:
         """Check the inputs of a run, and read further ones into attributes.
+
+        Args:
+            run: The run, before its data are opened.
 
         Raises:
             LLMError: The extension cannot work with these inputs.
@@ -277,7 +313,7 @@ class Extension(Generic[OptionsT]):
         """
         return None
 
-    def in_loop(self, running: Running) -> LoopExtension | None:
+    def in_loop(self, context: LoopContext) -> LoopExtension | None:
         """Return its part in training or evaluation; None if the options do not ask for it."""
         return None
 
@@ -361,6 +397,12 @@ def choose_factory(
     factories = (extension.optimizer_factory(seed=seed, layout=layout) for extension in extensions)
     factory = next((factory for factory in factories if factory is not None), None)
     return factory or OptimizerFactory(partial(make_optimizer, config))
+
+
+def make_loop_extensions(context: LoopContext) -> list[LoopExtension]:
+    """Return the parts of all extensions in training or in an evaluation."""
+    parts = (extension.in_loop(context) for extension in context.run.extensions)
+    return [part for part in parts if part is not None]
 
 
 def evaluate_weights(

@@ -18,8 +18,9 @@ from llm.parallel.base import AcceleratedStrategy
 from llm.tools.checkpoints import main as checkpoints
 from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.reporting import SAMPLE_TOKENS
-from llm.trainers.gpt.trained_model import load_trained, read_config
+from llm.trainers.gpt.load_trained_model import load_trained
+from llm.trainers.gpt.recorded_config import read_config
+from llm.trainers.gpt.text_sample import SAMPLE_TOKENS
 from tests.support.data_parallel import make_strategy
 from tests.support.device_reads import Reads
 from tests.support.ranks import run_ranks, values

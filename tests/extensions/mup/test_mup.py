@@ -13,7 +13,7 @@ from llm.extensions.mup.options import MuPExtension
 from llm.models.sizes import SHAPED, find_blocks
 from llm.optim.groups import scale_learning_rates
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.seams import Inputs, choose_factory, make_extensions
+from llm.trainers.gpt.seams import Run, choose_factory, make_extensions
 from tests.support.models import (
     FAMILIES,
     export_to,
@@ -203,6 +203,6 @@ def test_a_base_model_that_cannot_be_and_trained_weights_are_refused(
     changes, weights_from, sentence
 ):
     given = {"model_config": tiny_config("gpt2"), "weights_from": weights_from}
-    inputs = Inputs(**dict.fromkeys(field.name for field in dataclasses.fields(Inputs)) | given)
+    run = Run(**dict.fromkeys(field.name for field in dataclasses.fields(Run)) | given)
     with pytest.raises(ConfigError, match=sentence):
-        MuPExtension(GPTConfig(mup=True, **changes)).read(inputs)
+        MuPExtension(GPTConfig(mup=True, **changes)).read(run)

@@ -7,8 +7,9 @@ from transformers import AutoModelForCausalLM
 
 from llm.errors import ConfigError, LLMError
 from llm.tools.checkpoints import main as checkpoints
+from llm.trainers.gpt.load_trained_model import choose_checkpoint, load_trained
 from llm.trainers.gpt.main import parse_args
-from llm.trainers.gpt.trained_model import choose_checkpoint, load_trained, read_config
+from llm.trainers.gpt.recorded_config import read_config
 from tests.support.recovery import weights_hash, without_times
 from tests.support.training import NO_DROPOUT, Bench, Run
 

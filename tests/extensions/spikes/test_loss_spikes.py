@@ -234,7 +234,7 @@ def test_another_mixture_of_the_data_is_not_a_spike(tmp_path):
         device=torch.device("cpu"),
     )
     corpus = Corpus(train=tuple(sources), validation=(), stages=tuple(stages))
-    spikes = LossSpikes(corpus, run="runs/staged", action="stop")
+    spikes = LossSpikes(corpus, folder=Path("runs/staged"), action="stop")
 
     def report(steps: range, loss: float) -> None:
         spikes.check_losses([(step, False, loss) for step in steps], loader)

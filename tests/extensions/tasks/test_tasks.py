@@ -15,8 +15,8 @@ import yaml
 from llm.errors import ConfigError
 from llm.extensions.tasks.options import TasksExtension
 from llm.parallel.dims import ParallelDims
+from llm.trainers.gpt import seams
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.seams import Inputs
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 from tests.support.recovery import weights_hash, without_times
@@ -320,9 +320,10 @@ def test_tasks_without_the_library_print_its_pip_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "llm.extensions.tasks.tasks", raising=False)
     config = GPTConfig(eval_tasks=("task.yaml",))
-    inputs = Inputs(**dict.fromkeys(field.name for field in dataclasses.fields(Inputs)))
+    fields = dataclasses.fields(seams.Run)
+    run = seams.Run(**dict.fromkeys(field.name for field in fields))
     with pytest.raises(ConfigError, match=r"pip install 'llm-trainers\[tasks\]'"):
-        TasksExtension(config).read(inputs)
+        TasksExtension(config).read(run)
 
 
 def modules_of_a_run(argv: list[str]) -> bool:

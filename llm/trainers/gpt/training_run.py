@@ -1,4 +1,4 @@
-"""The inputs of a run, as `inputs.py` reads them; its steps, batches and learning rates."""
+"""A training run: its batches, the samples that it skips, and its learning rates."""
 
 import dataclasses
 import math
@@ -6,81 +6,30 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from llm.checkpoint.format import Checkpoint
-from llm.checkpoint.run_folder import RunFolder, check_unchanged
+from llm.checkpoint.run_folder import check_unchanged
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.batch_schedule import batch_phases
-from llm.data.corpus import Corpus, Samples
+from llm.data.corpus import Samples
 from llm.data.epoch_limits import check_epochs
-from llm.data.order import DocumentBoundaries
-from llm.data.skipped_samples import SkippedSamples
+from llm.data.skipped_samples import NONE_SKIPPED, SkippedSamples, skipped_ranges
 from llm.errors import ConfigError
 from llm.models.build import build_model
 from llm.models.sizes import parameter_counts
 from llm.optim.schedule import Schedule, make_schedule
-from llm.parallel.dims import ParallelDims
-from llm.parallel.layout import Layout
 from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
 from llm.tokenizers.load_tokenizer import fingerprint
+from llm.trainers.gpt.branch import Branch
 from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.resume import Branch, choose_skipped, recorded_options
-from llm.trainers.gpt.seams import Extension
+from llm.trainers.gpt.recorded_options import recorded_options
+from llm.trainers.gpt.seams import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunSetup:
-    """Inputs of a training and an evaluation, read before they start.
-
-    Attributes:
-        run: The run's folder.
-        resume_from: The checkpoint to resume from or to evaluate, or None.
-        branch_from: The parent's checkpoint that a new branch starts from, or None.
-        init_from: The checkpoint that gives a new run its weights, or None.
-        seed: The run's seed, drawn unless the options have one.
-        by_device: Values of the options with a default that depends on the device, by name.
-        tokenizer: The tokenizer.
-        model_config: The model's Hugging Face configuration.
-        weights_from: Source of pretrained weights, or None to start from scratch.
-        initial_weights: Source of the weights at step 0, also in a resumed run or a branch: such as
-            `from gpt2`, or `random, seed 1`.
-        block_size: Tokens of a sample.
-        corpus: Training and validation tokens.
-        document_boundaries: How to keep the documents of a sample apart; None ignores them.
-        metrics: Metrics of the evaluate library by name.
-        extensions: The extensions, in calling order; they have read their inputs.
-        dims: How the ranks divide one model and its data.
-        layout: How the ranks train.
-    """
-
-    run: RunFolder
-    resume_from: Checkpoint | None
-    branch_from: Checkpoint | None
-    init_from: Checkpoint | None
-    seed: int
-    by_device: dict[str, Any]
-    tokenizer: PreTrainedTokenizerBase
-    model_config: PreTrainedConfig
-    weights_from: str | None
-    initial_weights: str
-    block_size: int
-    corpus: Corpus
-    document_boundaries: DocumentBoundaries | None
-    metrics: dict[str, Any]
-    extensions: tuple[Extension[Any], ...]
-    dims: ParallelDims
-    layout: Layout
-
-    @property
-    def start(self) -> Checkpoint | None:
-        """The checkpoint that training resumes from: the run's, or its parent's."""
-        return self.resume_from or self.branch_from
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainSetup(RunSetup):
-    """Further inputs of a training.
+class TrainingRun(Run):
+    """A training: also its samples, batches and learning rates.
 
     Attributes:
         branch: The point where the run left its parent; None if it is not a branch.
@@ -99,35 +48,21 @@ class TrainSetup(RunSetup):
     schedule: Schedule
 
 
-def resolved_config(config: CoreConfig, setup: TrainSetup) -> CoreConfig:
-    """Return the options for `config.toml`, including the setup's choices."""
-    return dataclasses.replace(
-        config,
-        seed=setup.seed,
-        output_dir=str(setup.run.path),
-        skip_samples=str(setup.skipped) or None,
-        # RUN alone could be a later checkpoint if the branch starts again before its first save.
-        branch_from=setup.branch.parent if setup.branch else None,
-        per_device_train_batch_size=setup.plan.micro_batch_size,
-        **setup.by_device,
-    )
-
-
-def checkpoint_metadata(config: CoreConfig, setup: TrainSetup) -> dict[str, Any]:
+def checkpoint_metadata(run: TrainingRun) -> dict[str, Any]:
     """Return the information about the run in every checkpoint."""
-    batch = config.global_batch_size  # with the user's units, for messages
-    if batch is None and setup.start is not None and not config.change_on_resume:
-        batch = setup.start.metadata.get("batch_option")
+    batch = run.config.global_batch_size  # with the user's units, for messages
+    if batch is None and run.start is not None and not run.config.change_on_resume:
+        batch = run.start.metadata.get("batch_option")
     return {
-        **recorded_options(config),
-        "global_batch_size": setup.plan.batch_schedule(setup.block_size),
+        **recorded_options(run.config),
+        "global_batch_size": run.plan.batch_schedule(run.block_size),
         "batch_option": batch,
-        "data": setup.data_digest,
-        "tokenizer": fingerprint(setup.tokenizer),
-        "initial_weights": setup.initial_weights,
-        "skip_samples": str(setup.skipped),
-        "branch": None if setup.branch is None else dataclasses.asdict(setup.branch),
-        **setup.layout.metadata(),
+        "data": run.data_digest,
+        "tokenizer": fingerprint(run.tokenizer),
+        "initial_weights": run.initial_weights,
+        "skip_samples": str(run.skipped),
+        "branch": None if run.branch is None else dataclasses.asdict(run.branch),
+        **run.layout.metadata(),
     }
 
 
@@ -149,7 +84,7 @@ def _budget_parameters(
     return parameter_counts(model)["total"]
 
 
-def saved_batch(config: CoreConfig, setup: RunSetup) -> int | str | None:
+def saved_batch(run: Run) -> int | str | None:
     """Return the global batch of the checkpoint that a run starts from, if it keeps the batch.
 
     The order of samples depends on it. With another number of ranks, accumulation changes.
@@ -157,19 +92,19 @@ def saved_batch(config: CoreConfig, setup: RunSetup) -> int | str | None:
     Raises:
         CheckpointError: The options set another batch.
     """
-    if setup.start is None or "global_batch_size" in config.change_on_resume:
+    if run.start is None or "global_batch_size" in run.config.change_on_resume:
         return None
-    saved: int | str = setup.start.metadata["global_batch_size"]
-    requested_batch = saved if config.global_batch_size is None else config.global_batch_size
-    phases = (
-        batch_phases(batch, block_size=setup.block_size) for batch in (saved, requested_batch)
+    saved: int | str = run.start.metadata["global_batch_size"]
+    requested_batch = (
+        saved if run.config.global_batch_size is None else run.config.global_batch_size
     )
+    phases = (batch_phases(batch, block_size=run.block_size) for batch in (saved, requested_batch))
     if len({tuple(phase_list) for phase_list in phases}) > 1:
         check_unchanged(
-            {"global_batch_size": setup.start.metadata.get("batch_option") or saved},
+            {"global_batch_size": run.start.metadata.get("batch_option") or saved},
             {"global_batch_size": requested_batch},
             allowed=(),
-            branch_from=setup.branch_from.path if setup.branch_from else None,
+            branch_from=run.branch_from.path if run.branch_from else None,
         )
     return saved
 
@@ -248,8 +183,31 @@ def _add_cooldown(
     return plan, falling
 
 
+def choose_skipped(config: CoreConfig, start: Checkpoint | None, plan: BatchPlan) -> SkippedSamples:
+    """Return the samples to skip, from the options and the checkpoint.
+
+    Raises:
+        ConfigError: The options name samples that the checkpoint has trained on or skipped: every
+            later sample would move to another step.
+    """
+    new_ranges = skipped_ranges(config.skip_samples)
+    if start is None:
+        return NONE_SKIPPED.skip(new_ranges)
+    saved = NONE_SKIPPED.skip(skipped_ranges(start.metadata["skip_samples"]))
+    skipped = saved.skip(new_ranges)
+    position, _ = plan.step_positions(start.step)
+    _, reached = saved.span((0, position))
+    if skipped.ranges_below(reached) != saved.ranges_below(reached):
+        raise ConfigError(
+            f"--skip_samples {config.skip_samples} names samples below {reached:,}, which "
+            f"{start.path} has been trained on or has passed; name later ones, or resume "
+            "from an earlier checkpoint with --resume_from_checkpoint PATH."
+        )
+    return skipped
+
+
 def plan_training(
-    config: CoreConfig, setup: RunSetup, samples: Samples, branch: Branch | None
+    run: Run, samples: Samples, branch: Branch | None
 ) -> tuple[BatchPlan, SkippedSamples, Schedule]:
     """Return the batch plan, the samples to skip and the schedule.
 
@@ -257,22 +215,22 @@ def plan_training(
         LLMError: The options do not fit the data or the start.
     """
     plan = plan_batches(
-        config,
+        run.config,
         num_windows=samples.num_windows,
-        world_size=setup.dims.data_ranks,
-        block_size=setup.block_size,
+        world_size=run.dims.data_ranks,
+        block_size=run.block_size,
         num_parameters=_budget_parameters(
-            config, setup.model_config, vocab_size=len(setup.tokenizer)
+            run.config, run.model_config, vocab_size=len(run.tokenizer)
         ),
-        global_batch_size=saved_batch(config, setup),
+        global_batch_size=saved_batch(run),
     )
-    plan, schedule = _add_cooldown(config, branch, plan, block_size=setup.block_size)
-    if setup.branch_from is not None and setup.branch_from.step >= plan.total_steps:
+    plan, schedule = _add_cooldown(run.config, branch, plan, block_size=run.block_size)
+    if run.branch_from is not None and run.branch_from.step >= plan.total_steps:
         raise ConfigError(
-            f"--branch_from {config.branch_from} has all {plan.total_steps:,} steps done: give "
+            f"--branch_from {run.config.branch_from} has all {plan.total_steps:,} steps done: give "
             "--cooldown_tokens, or a greater length."
         )
-    start = setup.resume_from
+    start = run.resume_from
     if start is not None and start.step > plan.total_steps:
         raise ConfigError(
             f"{start.path} has {start.step:,} steps, more than the {plan.total_steps:,} of this "
@@ -281,9 +239,9 @@ def plan_training(
     for phase in plan.phases:
         micro_batches, _ = plan.shape(phase.first_step)
         check_micro_batches(
-            config.pipeline_schedule, ranks=setup.dims.pipeline, micro_batches=micro_batches
+            run.config.pipeline_schedule, ranks=run.dims.pipeline, micro_batches=micro_batches
         )
-    skipped = choose_skipped(config, setup.start, plan)
+    skipped = choose_skipped(run.config, run.start, plan)
     _, passed = skipped.span((0, plan.total_samples))  # skipped samples count as used
-    check_epochs(config, setup.corpus.train, samples, num_samples=passed)
+    check_epochs(run.config, run.corpus.train, samples, num_samples=passed)
     return plan, skipped, schedule

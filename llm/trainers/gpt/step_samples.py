@@ -1,4 +1,4 @@
-"""Find the samples of a training step from the run's folder alone, and their documents."""
+"""The samples of a training step: recorded by each start, and found from the run's folder alone."""
 
 import math
 import os
@@ -19,26 +19,21 @@ from llm.data.data_digest import digest_of, has_changed
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import set_read_ahead
 from llm.data.formats.parts import arrays_of
-from llm.data.open_corpus import open_corpus
 from llm.data.options import LENGTHS
 from llm.errors import CheckpointError, ConfigError, DataError
 from llm.models.configuration import load_config
 from llm.runtime.files import read_json_lines
 from llm.runtime.logging import counted
 from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.inputs import choose_block_size
-from llm.trainers.gpt.resume import choose_skipped
-from llm.trainers.gpt.trained_model import (
-    read_config,
-    read_while_training,
-    tokenizer_of,
-    with_copies,
-)
+from llm.trainers.gpt.inputs import choose_block_size, open_data
+from llm.trainers.gpt.load_trained_model import read_while_training, tokenizer_of, with_copies
+from llm.trainers.gpt.recorded_config import read_config
+from llm.trainers.gpt.training_run import TrainingRun, choose_skipped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-_OPTIONS = ("seed", "block_size", "per_device_train_batch_size")
+_OPTIONS = ("seed", "block_size", "per_device_train_batch_size", "global_batch_size")
 """Options that a later resume may have changed (`--change_on_resume`)."""
 
 _START_FIELDS: dict[str, tuple[type, ...]] = {
@@ -54,8 +49,21 @@ _START_FIELDS: dict[str, tuple[type, ...]] = {
 """Types of the fields that determine the order of samples after a start."""
 
 
+def sample_order(run: TrainingRun) -> dict[str, object]:
+    """Return the settings that determine a rank's samples in each step, for the log of a start."""
+    return {
+        "seed": run.seed,
+        "block_size": run.block_size,
+        "per_device_train_batch_size": run.config.per_device_train_batch_size,
+        "global_batch_size": run.plan.batch_schedule(run.block_size),
+        "total_samples": run.plan.total_samples,
+        "data_ranks": run.plan.world_size,
+        "data": run.data_digest,
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
-class TrainedStep:
+class StepSamples:
     """The samples of a step, or of one rank in it.
 
     Attributes:
@@ -79,14 +87,14 @@ class TrainedStep:
     tokenizer: "PreTrainedTokenizerBase"
 
 
-def read_step(
+def find_step_samples(
     run: Path,
     step: int,
     *,
     rank: int | None,
     data_ranks: int | None,
     trust_remote_code: bool = False,
-) -> TrainedStep:
+) -> StepSamples:
     """Find the samples of a step; reads only parts of the token files.
 
     Args:
@@ -106,13 +114,7 @@ def read_step(
     changed |= dict.fromkeys(LENGTHS) | {"max_train_samples": order["total_samples"]}
     config = replace(config, **changed)
     tokenizer, model_config = _read_model(config, RunFolder(run).checkpoints)
-    corpus = open_corpus(
-        config,
-        tokenizer=tokenizer,
-        vocab_size=max(len(tokenizer), model_config.get_text_config().vocab_size),
-        document_boundaries=None,
-        trust_remote_code=config.trust_remote_code,
-    )
+    corpus = open_data(config, model_config, tokenizer, None)
     if has_changed(order["data"], digest_of(corpus.train)):
         raise DataError(
             f"The training data that {run / 'config.toml'} names are no longer those that step "
@@ -130,12 +132,11 @@ def read_step(
         num_windows=samples.num_windows,
         world_size=data_ranks or order["data_ranks"],
         block_size=block_size,
-        global_batch_size=order["global_batch_size"],
     )
     positions = _positions_of_step(plan, step, rank)
     sample_indices = choose_skipped(config, None, plan).sample_indices(positions)
     sources, starts = samples.locate(sample_indices)
-    return TrainedStep(
+    return StepSamples(
         total_steps=plan.total_steps,
         data_ranks=plan.world_size,
         samples=sample_indices,
@@ -179,34 +180,36 @@ def _positions_of_step(plan: BatchPlan, step: int, rank: int | None) -> NDArray[
     return positions[positions >= 0]
 
 
-def _recorded_order(run: RunFolder, step: int, config: CoreConfig) -> dict[str, Any]:
+def _recorded_order(folder: RunFolder, step: int, config: CoreConfig) -> dict[str, Any]:
     """Return the sample order logged by the last start that trained the step.
 
     Args:
-        run: The run's folder.
+        folder: The run's folder.
         step: Number of the step, counted from 1.
         config: The run's configuration.
 
     Raises:
         DataError: No start before the step is recorded, or the record of a start is damaged.
     """
-    starts = [start for folder in _run_lineage(run, config) for start in _read_starts(folder)]
+    starts = [
+        start for run_folder in _run_lineage(folder, config) for start in _read_starts(run_folder)
+    ]
     order = next((start for start in starts[::-1] if start["step"] < step), None)
     if order is None:
         raise DataError(
-            f"{run.events} records no start of the run, so the order of its samples is unknown; "
+            f"{folder.events} records no start of the run, so the order of its samples is unknown; "
             "copy the file back."
         )
     # The last start may have made the run longer.
     return order | {"total_samples": starts[-1]["total_samples"]}
 
 
-def _run_lineage(run: RunFolder, config: CoreConfig) -> list[RunFolder]:
+def _run_lineage(folder: RunFolder, config: CoreConfig) -> list[RunFolder]:
     """Return the folders of a run and its parents, the oldest first, as far as they exist."""
-    lineage = [run]
+    lineage = [folder]
     while config.branch_from is not None:
         parent = Path(os.path.realpath(config.branch_from)).parent.parent  # of checkpoints/step_N
-        if any(parent == Path(os.path.realpath(folder.path)) for folder in lineage):
+        if any(parent == Path(os.path.realpath(child.path)) for child in lineage):
             break
         try:
             config = read_config(parent)
@@ -216,13 +219,13 @@ def _run_lineage(run: RunFolder, config: CoreConfig) -> list[RunFolder]:
     return lineage
 
 
-def _read_starts(run: RunFolder) -> list[dict[str, Any]]:
+def _read_starts(folder: RunFolder) -> list[dict[str, Any]]:
     """Return the logged starts of a run.
 
     Raises:
         DataError: A start lacks a field, or has a value in it that no run records.
     """
-    lines = read_json_lines(run.events)
+    lines = read_json_lines(folder.events)
     starts = [line for line in lines if line is not None and line.get("event") == "start"]
     for start in starts:
         for name, types in _START_FIELDS.items():
@@ -231,8 +234,8 @@ def _read_starts(run: RunFolder) -> list[dict[str, Any]]:
             least, limit = bounds.get(name, (1, 2**62))
             if type(value) not in types or (type(value) is int and not least <= value < limit):
                 raise DataError(
-                    f"{run.events} is damaged: a start has the {name} {repr(value)[:40]}; copy the "
-                    "file back."
+                    f"{folder.events} is damaged: a start has the {name} {repr(value)[:40]}; copy "
+                    "the file back."
                 )
     return starts
 

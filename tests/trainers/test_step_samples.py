@@ -15,7 +15,7 @@ from llm.data.formats.megatron import TokenFile, write_index
 from llm.errors import CheckpointError, DataError
 from llm.tools.inspect import main
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.trained_step import passages, read_step
+from llm.trainers.gpt.step_samples import find_step_samples, passages
 from tests.support.loaded_samples import tokens_of, train_and_note
 from tests.support.ranks import run_ranks, values
 from tests.support.token_files import random_documents, write_flat, write_pair
@@ -56,10 +56,10 @@ def test_the_tokens_of_every_step_and_rank_are_found(bench, name):
     assert [code for code, _ in outcomes] == [0] * ranks
     for rank, (_, steps) in enumerate(outcomes):
         for step, windows in steps.items():
-            found = read_step(run, step, rank=rank % data_ranks, data_ranks=None)
+            found = find_step_samples(run, step, rank=rank % data_ranks, data_ranks=None)
             assert (found.total_steps, found.data_ranks) == (len(steps), data_ranks)
             assert tokens_of(found) == windows
-    whole = read_step(run, 1, rank=None, data_ranks=None)
+    whole = find_step_samples(run, 1, rank=None, data_ranks=None)
     assert whole.samples.tolist()[:4] == [0, 1, 2, 6]
 
 
@@ -70,7 +70,7 @@ def test_a_step_is_shown_with_its_documents_as_text(bench, capsys):
     assert main([str(run), "--step", "3", "--tokens", "5"]) == 0
 
     lines = capsys.readouterr().out.splitlines()
-    found = read_step(run, 3, rank=None, data_ranks=None)
+    found = find_step_samples(run, 3, rank=None, data_ranks=None)
     assert lines[1] == "step              3 of 4"
     assert lines[2:4] == ["samples           4", "data ranks        1"]
     assert [line for line in lines if line.startswith("sample ")] == [
@@ -94,12 +94,12 @@ def test_a_resume_on_other_ranks_shows_the_steps_of_each_start(bench):
     bench.train_well("moved", ranks=2, max_train_steps=2, **options)
     bench.train_well("moved", max_train_steps=4, resume_from_checkpoint=True, **options)
 
-    first = read_step(bench.folder / "moved", 2, rank=1, data_ranks=None)
-    second = read_step(bench.folder / "moved", 3, rank=0, data_ranks=None)
+    first = find_step_samples(bench.folder / "moved", 2, rank=1, data_ranks=None)
+    second = find_step_samples(bench.folder / "moved", 3, rank=0, data_ranks=None)
 
     assert (first.data_ranks, first.samples.tolist()) == (2, [12, 13, 14, 15])
     assert (second.data_ranks, second.samples.tolist()) == (1, [*range(16, 24)])
-    asked = read_step(bench.folder / "moved", 3, rank=1, data_ranks=2)
+    asked = find_step_samples(bench.folder / "moved", 3, rank=1, data_ranks=2)
     assert asked.samples.tolist() == [20, 21, 22, 23]
 
 
@@ -109,7 +109,7 @@ def test_the_steps_before_a_branch_have_the_ranks_of_its_parent(bench):
     run = bench.train_well("branch", branch_from=parent.folder, max_train_steps=4, **options)
 
     def ranks_of(step: int) -> int:
-        return read_step(run.folder, step, rank=0, data_ranks=None).data_ranks
+        return find_step_samples(run.folder, step, rank=0, data_ranks=None).data_ranks
 
     assert [ranks_of(step) for step in (1, 2, 3, 4)] == [2, 2, 1, 1]
     shutil.rmtree(parent.folder)
@@ -127,7 +127,7 @@ def test_without_the_events_the_order_of_samples_is_not_known(short_run, tmp_pat
     (run / "events.jsonl").unlink()
 
     with pytest.raises(DataError, match=r"events\.jsonl records no start of the run"):
-        read_step(run, 2, rank=None, data_ranks=None)
+        find_step_samples(run, 2, rank=None, data_ranks=None)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_start_with_values_that_no_run_records_is_damaged(short_run, tmp_path,
     (run / "events.jsonl").write_text("\n".join([odd, *lines]))
 
     with pytest.raises(DataError, match=rf"events\.jsonl is damaged: a start has the {name} "):
-        read_step(run, 2, rank=None, data_ranks=None)
+        find_step_samples(run, 2, rank=None, data_ranks=None)
 
 
 def test_a_flat_file_is_shown_without_documents(bench, capsys):
@@ -239,7 +239,7 @@ def test_of_a_hundred_gigabytes_only_samples_and_a_few_places_are_read(
     start |= {"seed": 1, "block_size": 32, "per_device_train_batch_size": 8}
     start |= {"global_batch_size": 8}
     (run / "events.jsonl").write_text(json.dumps(start) + "\n")
-    monkeypatch.setattr("llm.trainers.gpt.trained_step.has_changed", lambda saved, digest: False)
+    monkeypatch.setattr("llm.trainers.gpt.step_samples.has_changed", lambda saved, digest: False)
 
     assert main([str(run), "--step", "87654321"]) == 0
 
@@ -247,7 +247,7 @@ def test_of_a_hundred_gigabytes_only_samples_and_a_few_places_are_read(
     assert output.count("\nsample ") == 8
     found = re.findall(r"^document ([\d,]+), tokens ([\d,]+) to", output, re.MULTILINE)
     numbers = [(int(a.replace(",", "")), int(b.replace(",", ""))) for a, b in found]
-    starts = read_step(run, 87654321, rank=None, data_ranks=None).starts.tolist()
+    starts = find_step_samples(run, 87654321, rank=None, data_ranks=None).starts.tolist()
     assert {divmod(start, length) for start in starts} <= set(numbers)
     # 8 samples, both ends and 64 places, around some of which the system may read some megabytes.
     assert pages_in_memory(tmp_path / "vast.bin") < 20_000  # of 24 million

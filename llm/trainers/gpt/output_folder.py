@@ -1,0 +1,72 @@
+"""The folder that a run writes to, and the refusal to replace anything in it."""
+
+import os
+from pathlib import Path
+
+from llm.checkpoint.format import Checkpoint
+from llm.checkpoint.run_folder import RunFolder
+from llm.config import options
+from llm.data.formats.parts import part_files
+from llm.data.options import training_paths
+from llm.errors import ConfigError
+from llm.trainers.gpt.config import CoreConfig
+
+_NOT_INPUTS = ("output_dir", "data_cache_dir")
+
+
+def check_folder(
+    config: CoreConfig,
+    folder: RunFolder,
+    resume_from: Checkpoint | None,
+    *,
+    config_file: Path | None,
+) -> None:
+    """Refuse to write a run over another run, over other files, or over its own inputs.
+
+    Args:
+        config: The options.
+        folder: The run's folder.
+        resume_from: The checkpoint that the run resumes from.
+        config_file: The TOML file of `--config`.
+
+    Raises:
+        ConfigError: The folder is taken, or the run would replace an input inside it.
+    """
+    run_folders = {Path(os.path.realpath(folder.path)), Path(os.path.realpath(folder.checkpoints))}
+    if resume_from is not None and not run_folders.isdisjoint(resume_from.path.resolve().parents):
+        folder.check(resume=True, overwrite=False)
+        return
+    inputs = [(name, text) for name, text in options.paths(config) if name not in _NOT_INPUTS]
+    if config_file is not None and config.overwrite_output_dir:
+        inputs.append(("config", str(config_file)))
+    for name, text in inputs:
+        # A prefix names two files, or parts.
+        sources = [text, f"{text}.bin", f"{text}.idx", *map(str, part_files(Path(text)))]
+        if name in ("init_from", "branch_from") and not os.path.exists(text):
+            sources = [str(Path(text).parent)]  # RUN/STEP
+        if any(folder.endangers(Path(source)) for source in sources if os.path.exists(source)):
+            raise ConfigError(
+                f"--{name} {text} is in --output_dir {folder.path}, which this run would replace; "
+                "name another --output_dir, or move it."
+            )
+    # A checkpoint of another run does not resume the run in this folder.
+    resume = config.resume_from_checkpoint is True
+    folder.check(resume=resume, overwrite=config.overwrite_output_dir)
+
+
+def default_output_dir(config: CoreConfig) -> str:
+    """Return `runs/MODEL-DATA`, named after the model and the data of the options."""
+    model = config.model_name_or_path or config.config_name or config.model_type or "gpt2"
+    if config.model_size is not None:
+        model = f"{Path(model).name}-{config.model_size}"
+    text = config.dataset_name or config.train_file or config.validation_file
+    if text is not None:
+        data = Path(text).stem
+    else:
+        values = training_paths(config) or config.valid_data_path
+        prefixes = [Path(word).name for word in values if isinstance(word, str)]
+        # A prefix may contain dots: remove only the suffix of a flat file.
+        data = prefixes[0].removesuffix(".bin") if prefixes else "data"
+        if len(prefixes) > 1:
+            data += f"+{len(prefixes) - 1}"
+    return str(Path("runs") / f"{Path(str(model)).name}-{data}")

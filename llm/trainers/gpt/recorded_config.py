@@ -1,0 +1,94 @@
+"""The options of a run as its folder records them, for other programs and for its branches."""
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from llm.config.options import check_ranges, non_default, restricted_options
+from llm.config.toml import read_toml
+from llm.data.options import LENGTHS
+from llm.errors import CheckpointError, ConfigError
+from llm.trainers.gpt.config import is_complete
+from llm.trainers.gpt.extensions import GPTConfig
+
+logger = logging.getLogger("llm")
+
+
+def read_config(run: Path, *, trust_remote_code: bool = False) -> GPTConfig:
+    """Return the configuration of a run, without the options that a folder cannot set.
+
+    Args:
+        run: The run's folder, perhaps from somebody else.
+        trust_remote_code: Whether the command that reads it lets the code of its model run.
+
+    Raises:
+        CheckpointError: The folder does not exist or lacks `config.toml`.
+        ConfigError: It cannot be read.
+    """
+    restricted = restricted_options(GPTConfig) | {"trust_remote_code": trust_remote_code}
+    return dataclasses.replace(_read_recorded(run), **restricted)
+
+
+def _read_recorded(run: Path) -> GPTConfig:
+    """Return the configuration of a run as its folder records it."""
+    if not run.is_dir():
+        raise CheckpointError(f"{run} is not a folder; name the --output_dir of a run.")
+    if not (run / "config.toml").is_file():
+        raise CheckpointError(
+            f"{run} has no config.toml, which says what model was trained; name the --output_dir "
+            "of a run, or copy the file back."
+        )
+    config = GPTConfig(**read_toml(GPTConfig, run / "config.toml"))
+    try:
+        check_ranges(config)
+    except ConfigError as error:
+        raise ConfigError(f"{run / 'config.toml'}: {error}") from error
+    return config
+
+
+def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that a branch inherits from the run of `branch_from`.
+
+    Args:
+        values: The given options, by name. If they are complete, as in the branch's `config.toml`,
+            nothing is inherited.
+
+    Raises:
+        ConfigError: The run does not exist, or a branch with a cooldown also has a length.
+    """
+    parent = values.get("branch_from")
+    if parent is None or is_complete(values):
+        return {}
+    lengths = [f"--{name}" for name in LENGTHS if name in values]
+    if "cooldown_tokens" in values and lengths:
+        raise ConfigError(
+            f"--cooldown_tokens sets the length of a branch, and {lengths[0]} sets another one; "
+            "give one of them."
+        )
+    path = Path(os.path.realpath(parent))
+    # RUN, RUN/STEP or RUN/checkpoints/step_STEP
+    runs = [run for run in (path, *path.parents[:2]) if (run / "config.toml").is_file()]
+    if not runs:
+        raise ConfigError(
+            f"--branch_from {parent} is not a run: it has no config.toml; name a run's folder or "
+            "RUN/STEP."
+        )
+    separate = ("output_dir", "branch_from")
+    recorded = non_default(_read_recorded(runs[0]))
+    restricted = restricted_options(GPTConfig).keys()
+    inherited = {name: value for name, value in recorded.items() if name not in restricted}
+    if not_inherited := sorted((recorded.keys() & restricted) - values.keys()):
+        logger.warning(
+            f"{runs[0] / 'config.toml'} sets {', '.join(f'--{name}' for name in not_inherited)}, "
+            "which a branch takes only from its own command; give them there if you trust what "
+            "they run."
+        )
+    recorded_length = next((f"--{name}" for name in LENGTHS if name in inherited), None)
+    if lengths and recorded_length not in (None, *lengths):
+        raise ConfigError(
+            f"{lengths[0]} is not how --branch_from {parent} states its length; give "
+            f"{recorded_length} instead."
+        )
+    return {name: value for name, value in inherited.items() if name not in separate}

@@ -1,0 +1,166 @@
+"""The options that checkpoints record: fixed ones, which a run must keep, and logged ones."""
+
+import dataclasses
+import json
+from typing import Any
+
+from llm.checkpoint.format import Checkpoint
+from llm.config import options
+from llm.data.options import LENGTHS
+from llm.errors import CheckpointError
+from llm.optim.schedule import is_constant
+from llm.trainers.gpt.config import CoreConfig
+
+BY_DEVICE = ("mixed_precision", "tf32", "torch_compile")
+"""Options with a default that depends on the device."""
+
+_RECORDED = (
+    *("fixed", "logged", "global_batch_size", "data", "tokenizer", "initial_weights"),
+    "skip_samples",
+)
+"""Metadata of a checkpoint that a run needs to start from it."""
+
+
+def state_options(config: CoreConfig) -> dict[str, Any]:
+    """Return the options that determine an optimizer's state, with the default optimizer's name."""
+    declared = options.fields(type(config))
+    names = [field.name for field in declared if field.option.resume == "state"]
+    values = {name: getattr(config, name) for name in names}
+    return values | {"optimizer": config.optimizer or config.default_optimizer}
+
+
+def check_known(config: CoreConfig, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint with fixed options that this installation does not have.
+
+    Raises:
+        CheckpointError: Names the options; without them the run would silently train another model.
+            Or the checkpoint lacks a record of its run, or an option has a value of another type.
+    """
+    missing = [name for name in _RECORDED if name not in checkpoint.metadata]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.path} has no record of {' and '.join(missing)}, so no run can start "
+            "from it; name another checkpoint."
+        )
+    _check_types(config, checkpoint)
+    option_names = {field.name for field in options.fields(type(config))}
+    unknown = saved_options(config, checkpoint, "fixed").keys() - option_names
+    if unknown:
+        names = " and ".join(f"--{name}" for name in sorted(unknown))
+        raise CheckpointError(
+            f"{checkpoint.path} was trained with {names}, which this installation does not have. "
+            "Install the extension or the version of llm-trainers that has them, or start another "
+            "run from the exported model by --model_name_or_path."
+        )
+
+
+def _check_types(config: CoreConfig, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint with values of another type in the record of its options."""
+    declared = {field.name: field for field in options.fields(type(config))}
+    for kind in ("fixed", "logged"):
+        for name, value in checkpoint.metadata[kind].items():
+            if name in declared and not _has_type(declared[name], value):
+                raise CheckpointError(
+                    f"{checkpoint.path} is damaged: it records {value!r} as --{name}; name another "
+                    "checkpoint."
+                )
+
+
+def _has_type(field: options.Field, value: Any) -> bool:
+    """Return whether a JSON value can be an option's, perhaps one of another version."""
+    if value is None:
+        return field.optional or field.default is None
+    if field.many != isinstance(value, list):
+        return False
+    types: set[type] = {*field.members}
+    if any(map(dataclasses.is_dataclass, types)):
+        types.add(dict)
+    if not types.isdisjoint((float, options.Tokens)):
+        types.add(int)
+    return all(type(item) in types for item in (value if field.many else [value]))
+
+
+def lengthened(config: CoreConfig, checkpoint: Checkpoint) -> list[str]:
+    """Return the length options that may grow, because past learning rates do not change."""
+    saved = checkpoint.metadata["fixed"]
+    kind = saved.get("lr_scheduler_type")
+    if kind == "warmup_stable_decay":
+        total = saved.get("max_train_steps")
+        if total is None or saved.get("num_decay_tokens") is not None:
+            return []
+        decay = saved.get("num_decay_steps")
+        if checkpoint.step > total - (max(1, total // 10) if decay is None else decay):
+            return []  # the decay has begun
+    elif not is_constant(kind):
+        return []
+    return [
+        name
+        for name in (*LENGTHS, "num_train_epochs")
+        if saved.get(name) is not None and (getattr(config, name) or 0) >= saved[name]
+    ]
+
+
+def fixed_options(config: CoreConfig, *, like: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the options that a resumed run must keep, as JSON values.
+
+    Args:
+        config: The options.
+        like: Fixed options of a checkpoint; provide seed and precision if the options do not.
+    """
+    fixed = recorded_values(config, "fixed")
+    for name in ("seed", *BY_DEVICE):
+        if like is not None and name in fixed and fixed[name] is None:
+            fixed[name] = like.get(name)
+    return fixed
+
+
+def recorded_values(config: CoreConfig, kind: str) -> dict[str, Any]:
+    """Return the options that checkpoints record as fixed or as logged, as JSON values."""
+    return _as_json(
+        {field.name: getattr(config, field.name) for field in _recorded_fields(config, kind)}
+    )
+
+
+def _recorded_fields(config: CoreConfig, kind: str) -> list[options.Field]:
+    """Return the options that checkpoints record as fixed or as logged."""
+    kinds = ("state", "fixed") if kind == "fixed" else (kind,)
+    return [field for field in options.fields(type(config)) if field.option.resume in kinds]
+
+
+def _as_json(values: dict[str, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=dataclasses.asdict))
+    return plain
+
+
+def recorded_options(config: CoreConfig) -> dict[str, dict[str, Any]]:
+    """Return the options for a checkpoint's record, without extension options at their default."""
+    default_names = {
+        field.name
+        for field in options.fields(type(config))
+        if field.option.extension and getattr(config, field.name) == field.default
+    }
+    kinds = {"fixed": fixed_options(config), "logged": recorded_values(config, "logged")}
+    return {
+        kind: {name: value for name, value in values.items() if name not in default_names}
+        for kind, values in kinds.items()
+    }
+
+
+def saved_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
+    """Return the fixed or the logged options of a checkpoint.
+
+    Extension options that it does not record have their default.
+    """
+    defaults = {
+        field.name: field.default
+        for field in _recorded_fields(config, kind)
+        if field.option.extension
+    }
+    saved: dict[str, Any] = checkpoint.metadata[kind]
+    return _as_json(defaults) | saved
+
+
+def named_changes(config: CoreConfig) -> list[str]:
+    """Return the options in `change_on_resume`, with aliases resolved."""
+    names = options.names_by_alias(type(config))
+    return [names.get(name, name) for name in config.change_on_resume]

@@ -1,0 +1,261 @@
+"""The first and the last lines of a run's log."""
+
+import logging
+import math
+import platform
+import shutil
+from collections.abc import Iterator, Sequence
+
+import accelerate
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from llm import __version__
+from llm.checkpoint.format import TrainState
+from llm.config.options import format_default, non_default
+from llm.config.shell import shell_line
+from llm.data.corpus import CorpusSource
+from llm.data.order import stage_starts
+from llm.models.sizes import flops_per_token, parameter_counts
+from llm.parallel.base import AcceleratedStrategy
+from llm.runtime.agreement import gather
+from llm.runtime.logging import counted, event
+from llm.runtime.process_settings import allocator_settings
+from llm.trainers.gpt.commands import python_command, start_command
+from llm.trainers.gpt.config import values_of_preset
+from llm.trainers.gpt.seams import ExtraWeights, Run
+from llm.trainers.gpt.step_samples import sample_order
+from llm.trainers.gpt.training_run import TrainingRun
+
+logger = logging.getLogger("llm")
+
+
+def log_start(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -> None:
+    """Log preset, model, data, batch arithmetic, ranks, precision and versions."""
+    start = run.start
+    _log_options(run)
+    _log_model(run, strategy, model)
+    _log_data("training", run.corpus.train, run)
+    _log_data("validation", run.corpus.validation, run)
+    if not run.corpus.validation:
+        logger.info("no validation data: the loss is not evaluated")
+    total_steps, order = None, {}
+    if isinstance(run, TrainingRun):
+        total_steps, order = run.plan.total_steps, sample_order(run)
+        _log_length(run, model)
+        if run.skipped.ranges:
+            logger.info(f"left out: samples {run.skipped} (--skip_samples)")
+        for option, reason in _without_effect(run, strategy):
+            logger.info(f"--{option} changes nothing {reason}.")
+        _log_stages(run)
+        _log_sources(run, run.plan.total_samples, "will serve")
+        for line in run.layout.describe():
+            logger.info(line)
+    for line in strategy.run_optimizer.describe().splitlines():
+        logger.info(line)
+    switches = {
+        "sequence parallelism": run.config.sequence_parallel,
+        "TF32": run.config.tf32,
+        "compiled blocks": run.config.torch_compile,
+    }
+    faster = "".join(f"{name}, " for name, on in switches.items() if on)
+    layout = f"{run.dims.describe()}, " if strategy.world_size > 1 else ""
+    logger.info(
+        f"world: {counted(strategy.world_size, 'rank')}, {layout}{strategy.device.type}, "
+        f"mixed precision {run.config.mixed_precision}, {faster}seed {run.seed}",
+        extra=event(
+            "start",
+            step=start.step if start else 0,
+            total_steps=total_steps,
+            architecture=run.model_config.model_type,
+            parameters=parameter_counts(model)["total"],
+            ranks=strategy.world_size,
+            device=strategy.device.type,
+            mixed_precision=run.config.mixed_precision,
+            **order,
+        ),
+    )
+    if strategy.device.type == "cuda":
+        logger.info(f"GPU memory: {allocator_settings()}")
+    logger.info(
+        f"versions: llm-trainers {__version__}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"accelerate {accelerate.__version__}"
+    )
+
+
+def _without_effect(run: TrainingRun, strategy: AcceleratedStrategy) -> Iterator[tuple[str, str]]:
+    """Yield options of the traffic that this run does not have, with the reason."""
+    if run.config.all_reduce_dtype != "fp32" and strategy.world_size == 1:
+        yield f"all_reduce_dtype {run.config.all_reduce_dtype}", "with one rank"
+    plan = run.plan
+    max_micro_batches = max(plan.shape(phase.first_step)[0] for phase in plan.phases)
+    if run.config.unsharded_gradients and max_micro_batches == 1:
+        yield "unsharded_gradients", "with one micro-batch per step"
+
+
+def _log_options(run: Run) -> None:
+    """Log the preset's options, or that the default learning rate is not for random weights."""
+    starts_from_weights = run.start or run.init_from or run.weights_from
+    if run.config.preset is not None:
+        texts = [
+            f"{name} {format_default(value)}"
+            for name, value in values_of_preset(run.config).items()
+        ]
+        logger.info(
+            f"preset {run.config.preset}: {', '.join(texts) or 'overridden by other options'}"
+        )
+    elif not starts_from_weights and "learning_rate" not in non_default(run.config):
+        logger.info(
+            "advice: the default --learning_rate is for fine-tuning; random weights learn faster "
+            "with --preset pretrain, or if you set a higher rate."
+        )
+
+
+def _log_model(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -> None:
+    """Log the size of the model and of each rank's part, and the source of its weights."""
+    counts = parameter_counts(model)
+    logger.info(
+        f"model: {run.model_config.model_type}, {counts['total']:,} parameters "
+        f"({counts['embedding']:,} embedding, {counts['other']:,} other, "
+        f"{counts['frozen']:,} frozen)"
+    )
+    if run.config.pad_vocab_to_multiple_of is not None:
+        rows = model.config.get_text_config().vocab_size  # without the padding
+        padding = -rows % run.config.pad_vocab_to_multiple_of
+        logger.info(f"padded vocabulary: {rows} + {padding} = {rows + padding}")
+    if not run.dims.is_replicated:
+        local = sum(parameter.numel() for parameter in strategy.local_parameters)
+        sizes = gather(local)
+        span = f"{min(sizes):,}" + (f" to {max(sizes):,}" if min(sizes) < max(sizes) else "")
+        logger.info(f"trained parameters per rank: {span}")
+    start = run.start
+    logger.info(f"weights: {f'from {start.path}' if start else run.initial_weights}")
+
+
+def _log_length(run: TrainingRun, model: PreTrainedModel) -> None:
+    """Log the batches, the length and, for a budget in tokens, the operations."""
+    plan = run.plan
+    for phase in plan.phases:
+        if phase.first_step >= plan.total_steps:
+            logger.warning(
+                f"The run ends before --global_batch_size {run.config.global_batch_size} grows to "
+                f"{phase.global_batch_size} samples."
+            )
+            break
+        micro_batches, size = plan.shape(phase.first_step)
+        since = f" from step {phase.first_step + 1:,} on" if phase.first_step else ""
+        logger.info(
+            f"batch{since}: {counted(size, 'sample')} per device x "
+            f"{counted(plan.world_size, 'rank')} x {counted(micro_batches, 'micro-batch')} = "
+            f"{counted(phase.global_batch_size, 'sample')} "
+            f"({phase.global_batch_size * run.block_size:,} tokens) per step"
+        )
+    logger.info(
+        f"length: {counted(plan.total_steps, 'step')}, {counted(plan.total_samples, 'sample')}, "
+        f"{plan.epochs:.4g} epochs"
+    )
+    validation = sum(_num_windows(source, run) for source in run.corpus.validation)
+    logger.info(
+        f"samples: {plan.total_samples:,} in training, {validation:,} in validation, 0 in test"
+    )
+    if run.config.max_train_tokens is not None or run.config.tokens_per_parameter is not None:
+        tokens, parameters = plan.total_samples * run.block_size, parameter_counts(model)["total"]
+        logger.info(
+            f"budget: {tokens:,} tokens, {tokens / parameters:.4g} for each of {parameters:,} "
+            f"parameters; {tokens * flops_per_token(model, block_size=run.block_size):.4g} FLOPs"
+        )
+
+
+def _log_data(name: str, sources: Sequence[CorpusSource], run: Run) -> None:
+    for source in sources:
+        if source.weight == 0:
+            continue
+        tokens = source.stream.num_tokens
+        windows = tokens // run.block_size
+        if name == "validation":
+            windows = _num_windows(source, run)
+        source_label = f" {source.name} ({source.weight:.2%})" if len(sources) > 1 else ""
+        if name == "training" and run.corpus.stages:
+            source_label = f" {source.name}"  # the weights of each stage follow
+        num_documents = source.stream.num_documents
+        documents = f"{counted(num_documents, 'document')}, " if num_documents else ""
+        logger.info(
+            f"{name} data{source_label}: {documents}{tokens:,} tokens, "
+            f"{counted(windows, 'window')} of {run.block_size}"
+        )
+
+
+def _num_windows(source: CorpusSource, run: Run) -> int:
+    """Return the windows of a source of the validation data; the last one may be shorter."""
+    tokens = source.stream.num_tokens
+    return math.ceil((tokens - 1) / run.block_size) if source.weight > 0 else 0
+
+
+def _log_stages(run: TrainingRun) -> None:
+    """Log the border and the weights of each stage of the data."""
+    stages, num_samples = run.corpus.stages, run.plan.total_samples
+    starts = stage_starts(stages, block_size=run.block_size)
+    for number, (start, stage) in enumerate(zip(starts, stages, strict=False), start=1):
+        weights = zip(run.corpus.train, stage.weights, strict=True)
+        blend = ", ".join(f"{source.name} {weight:.2%}" for source, weight in weights if weight)
+        logger.info(f"data stage {number} from sample {start:,}: {blend}")
+        if start >= num_samples:
+            logger.warning(
+                f"data_stage {number} begins after the last of {num_samples:,} samples: the "
+                "run never reads it."
+            )
+
+
+def _log_sources(run: TrainingRun, num_samples: int, verb: str) -> None:
+    """Log how many of a number of samples each source of a blend serves."""
+    if len(run.corpus.train) == 1 or not num_samples:
+        return
+    samples_served = run.skipped.served(run.samples.served, num_samples)
+    for number, (source, samples) in enumerate(zip(run.corpus.train, samples_served, strict=True)):
+        windows = run.samples.windows_of(number)
+        if windows:
+            logger.info(
+                f"source {source.name} {verb} {samples:,} samples ({samples / num_samples:.2%}), "
+                f"{samples / windows:.4g} epochs of its data"
+            )
+
+
+def log_end(
+    run: TrainingRun,
+    state: TrainState,
+    results: dict[str, float],
+    *,
+    exported: ExtraWeights | None,
+) -> None:
+    """Log the last validation loss, the paths of the files, and commands that use them."""
+    _log_sources(run, state.samples, "served")
+    folder = run.folder.path
+    prefix, of_exported = "", ""
+    if exported is not None:
+        prefix, of_exported = exported.prefix, f" of {exported.description}"
+    loss = results.get(f"{prefix}loss")
+    if loss is not None:
+        perplexity = results[f"{prefix}perplexity"]
+        logger.info(
+            f"validation loss{of_exported} {loss:.4f}, perplexity {perplexity:.2f} after "
+            f"{counted(state.step, 'step')}, {state.tokens:,} tokens, {state.seconds:.1f} s of "
+            "training"
+        )
+        if not math.isfinite(loss):
+            logger.warning("The validation loss is not finite: the run has diverged.")
+    logger.info(f"model and tokenizer: {folder} (AutoModelForCausalLM.from_pretrained loads it)")
+    logger.info(f"results: {folder / 'all_results.json'}, metrics: {run.folder.metrics}")
+    if run.folder.checkpoints.is_dir():
+        logger.info(f"checkpoints: {run.folder.checkpoints}")
+    if "tensorboard" in run.config.report_to:
+        is_installed = shutil.which("tensorboard") is not None
+        board = ["tensorboard"] if is_installed else [python_command(), "-m", "tensorboard.main"]
+        logger.info("curves: " + shell_line([*board, "--logdir", folder / "tensorboard"]))
+    world_size = run.dims.world_size
+    rerun_command = start_command(world_size, "--config", folder / "config.toml")
+    logger.info(f"again with other settings: {rerun_command} --output_dir NEW")
+    trust = ["--trust_remote_code"] if run.config.trust_remote_code else []
+    continue_command = start_command(world_size, *trust, "--model_name_or_path", folder)
+    logger.info(f"to continue from this model: {continue_command} --train_file FILE")
