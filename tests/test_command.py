@@ -9,7 +9,7 @@ import pytest
 from llm.__main__ import PROGRAMS, main
 from tests.support.package import MODULES, name_of
 
-STARTED_BY_RUNS = {"prepare.run_text", "tokenizers.sentencepiece"}
+STARTED_BY_RUNS = {"prepare.run_text", "tokenizers.sentencepiece_model"}
 
 
 @pytest.fixture(autouse=True)

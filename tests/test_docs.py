@@ -169,7 +169,7 @@ def test_the_page_of_the_command_lines_names_and_shows_every_program():
 
 def test_pages_and_messages_start_programs_by_the_command():
     """Only launchers take a module: `torchrun ... -m llm.trainers.gpt`."""
-    shown = [*PAGES[:2], *SITE, *(path for path in MODULES if path.stem != "sentencepiece")]
+    shown = [*PAGES[:2], *SITE, *(path for path in MODULES if path.stem != "sentencepiece_model")]
     shown += [path for path in (ROOT / "examples").rglob("*") if path.suffix in (".sh", ".pbs")]
     lines = [(path.name, line) for path in shown for line in read(path).splitlines()]
     assert [(name, line) for name, line in lines if re.search(r"python3? -m llm\.", line)] == []

@@ -1,1 +1,1 @@
-"""Turn documents into token files, ahead of training or in the cache of a run."""
+"""Text to tokenizers and token files, ahead of training or in the cache of a run."""

@@ -22,7 +22,7 @@ import orjson
 from numpy.typing import NDArray
 
 from llm.errors import ConfigError, DataError, one_line
-from llm.tokenizers.fast import TextTokenizer
+from llm.prepare.text_tokenizer import TextTokenizer
 
 _SAMPLE_CHARACTERS = 1024  # compared in each batch; the reference does 2 MB/s
 _FEW_TEXTS = 1000

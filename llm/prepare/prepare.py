@@ -73,7 +73,7 @@ def _make_encoding(config: PrepareConfig) -> "Encoding":
     """
     from llm.data.formats.megatron import token_dtype
     from llm.prepare.encoder import Encoding
-    from llm.tokenizers.fast import load_text_tokenizer
+    from llm.prepare.text_tokenizer import load_text_tokenizer
     from llm.tokenizers.load_tokenizer import begin_token, end_token
     from llm.tokenizers.options import TokenizerOptions
 

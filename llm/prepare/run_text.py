@@ -18,8 +18,8 @@ from llm.config.program import program
 from llm.data.text_to_tokens import TextJob, TokenizerCopy
 from llm.errors import ConfigError
 from llm.prepare.text.sources import Source
+from llm.prepare.text_tokenizer import TextTokenizer
 from llm.runtime.logging import quiet_libraries
-from llm.tokenizers.fast import TextTokenizer
 
 _END_SECONDS = 5.0  # to log which shards are kept, and to end
 
@@ -153,7 +153,7 @@ def _load_copy(copy: TokenizerCopy, trust_remote_code: bool) -> TextTokenizer:
             size=copy.size,
             fingerprint=copy.fingerprint,
         )
-    from llm.tokenizers.fast import from_transformers
+    from llm.prepare.text_tokenizer import from_transformers
     from llm.tokenizers.load_tokenizer import load_tokenizer
     from llm.tokenizers.options import TokenizerOptions
 

@@ -24,13 +24,18 @@ from llm.data.workers import bounded_workers, num_cores
 from llm.errors import ConfigError
 from llm.prepare.text.sources import text_sources
 from llm.prepare.text.training_texts import TrainingTexts
+from llm.prepare.text_tokenizer import load_text_tokenizer
+from llm.prepare.tokenizer_training import (
+    END_OF_TEXT,
+    NUM_BYTES,
+    train_huggingface,
+    train_sentencepiece,
+)
 from llm.runtime.files import delete
 from llm.runtime.logging import set_up_logging
 from llm.runtime.world import ignore_ranks
-from llm.tokenizers.fast import load_text_tokenizer
 from llm.tokenizers.options import TokenizerOptions
-from llm.tokenizers.sentencepiece import convert_sentencepiece
-from llm.tokenizers.training import END_OF_TEXT, NUM_BYTES, train_huggingface, train_sentencepiece
+from llm.tokenizers.sentencepiece_model import convert_sentencepiece
 
 _INPUT, _TOKENIZER, _OUTPUT = "Text", "Tokenizer", "Output and running"
 _COMMON = ("model_type", "vocab_size", "split_digits", "normalization")

@@ -1,1 +1,1 @@
-"""Tokenizers by name, folder or files, and their training."""
+"""Tokenizers by name, folder or files, and how they are saved."""

@@ -183,7 +183,7 @@ def _convert_sentencepiece(path: str) -> "PreTrainedTokenizerBase":
     import tokenizers
     import transformers
 
-    program = [sys.executable, "-m", "llm.tokenizers.sentencepiece", path]
+    program = [sys.executable, "-m", "llm.tokenizers.sentencepiece_model", path]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]

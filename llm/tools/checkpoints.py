@@ -354,7 +354,7 @@ def _read_mean(
         raise ConfigError(f"--last {number}: {folder} holds {available}{remedy}.")
     chosen = [read_valid(checkpoint.path) for checkpoint in newest]
     _prepare_libraries()
-    from llm.checkpoint.mean import mean_state
+    from llm.tools.mean_state import mean_state
 
     _check_same_model(config, chosen)
     # Not initialized: a second copy of the weights would double the memory.

@@ -19,7 +19,7 @@ from llm.prepare.encoder import (
     ReferenceEncoder,
     make_encoder,
 )
-from llm.tokenizers.fast import TextTokenizer, from_transformers
+from llm.prepare.text_tokenizer import TextTokenizer, from_transformers
 from tests.support.tokenizers import tiny_tokenizer
 
 FORK = multiprocessing.get_context("fork")

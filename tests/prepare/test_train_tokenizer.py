@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from llm.data.workers import num_cores
 from llm.prepare.text.sources import text_sources
 from llm.prepare.text.training_texts import TrainingTexts
+from llm.prepare.text_tokenizer import TextTokenizer, load_text_tokenizer
 from llm.prepare.train_tokenizer import main
-from llm.tokenizers.fast import TextTokenizer, load_text_tokenizer
 from llm.tokenizers.load_tokenizer import load_tokenizer
 from llm.tokenizers.options import TokenizerOptions
 

@@ -12,7 +12,7 @@ import zstandard
 from llm.errors import DataError
 from llm.prepare.text.blocks import BadRecordPolicy
 from llm.prepare.text.sources import Source
-from llm.tokenizers.fast import TextTokenizer
+from llm.prepare.text_tokenizer import TextTokenizer
 
 PACK = {
     ".gz": gzip.compress,

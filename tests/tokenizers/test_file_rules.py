@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, GPT2Tokenizer
 
-from llm.tokenizers.fast import load_text_tokenizer
+from llm.prepare.text_tokenizer import load_text_tokenizer
 from llm.tokenizers.load_tokenizer import load_tokenizer
 from llm.tokenizers.options import TokenizerOptions
 from tests.support.tokenizers import save_tiny_tokenizer, tiny_tokenizer

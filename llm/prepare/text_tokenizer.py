@@ -21,7 +21,7 @@ from llm.tokenizers.load_tokenizer import (
     num_ids,
 )
 from llm.tokenizers.options import TokenizerOptions
-from llm.tokenizers.sentencepiece import convert_sentencepiece
+from llm.tokenizers.sentencepiece_model import convert_sentencepiece
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

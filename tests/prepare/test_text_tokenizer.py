@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from llm.errors import ConfigError
-from llm.tokenizers.fast import TextTokenizer, from_transformers, load_text_tokenizer
+from llm.prepare.text_tokenizer import TextTokenizer, from_transformers, load_text_tokenizer
 from llm.tokenizers.load_tokenizer import load_tokenizer
 from llm.tokenizers.options import TokenizerOptions
 from tests.support.tokenizers import tiny_tokenizer
@@ -216,7 +216,7 @@ def test_plain_files_are_read_without_torch_and_transformers(tmp_path):
         (tmp_path / make.__name__).mkdir()
         options.append(make(tmp_path / make.__name__))
     program = (
-        "import json, sys; from llm.tokenizers.fast import load_text_tokenizer\n"
+        "import json, sys; from llm.prepare.text_tokenizer import load_text_tokenizer\n"
         "from llm.tokenizers.options import TokenizerOptions\n"
         "for options in json.loads(sys.argv[1]):\n"
         "    print(load_text_tokenizer(TokenizerOptions(**options)).fingerprint)\n"

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from llm.errors import ConfigError
-from llm.tokenizers.sentencepiece import import_sentencepiece, model_proto
+from llm.tokenizers.sentencepiece_model import import_sentencepiece, model_proto
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

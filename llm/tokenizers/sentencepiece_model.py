@@ -1,6 +1,7 @@
 """SentencePiece `.model` files as Hugging Face tokenizers that give the same ids.
 
-A run that loads one starts `python -m llm.tokenizers.sentencepiece FILE`, which prints it as JSON.
+A run that loads one starts `python -m llm.tokenizers.sentencepiece_model FILE`, which prints it as
+JSON.
 
 Normalizer, pre-tokenizer and model are built from classes of the `tokenizers` library, and the
 result is compared with SentencePiece before it is used. The converters of transformers and
