@@ -29,7 +29,9 @@ def main() -> None:
 def prepared(folder: Path, options: str) -> dict[str, str]:
     """Checksums of the token files that a preparation writes."""
     folder.mkdir()
-    done = run(folder, "llm.prepare.prepare", *options.split(), "--tokenizer_name", "inputs/tokenizer")
+    done = run(
+        folder, "llm.prepare.prepare", *options.split(), "--tokenizer_name", "inputs/tokenizer"
+    )
     assert done.code == 0, done.output
     files = (path for path in (folder / "out").rglob("*") if path.suffix in (".bin", ".idx"))
     return {str(path.relative_to(folder / "out")): digest_of(path) for path in sorted(files)}
