@@ -53,7 +53,7 @@ def count(options: LaunchesOptions, settings: dict[str, Any]) -> list[int]:
         "hidden_size": options.hidden_size,
         "num_attention_heads": options.hidden_size // 64,
     }
-    command = [sys.executable, "-m", "tests.support.launches", json.dumps(model | settings)]
+    command = [sys.executable, "-m", "tests.support.made_up_run", json.dumps(model | settings)]
     done = subprocess.run(
         [*command, str(options.steps)],
         cwd=ROOT,

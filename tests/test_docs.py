@@ -32,7 +32,7 @@ from llm.tools.report.report import ReportOptions
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from tests.support.package import LAYERS, MODULES, ROOT
-from tests.support.pages import GENERATOR
+from tests.support.programs import GENERATOR
 
 SITE = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *SITE]

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from llm.checkpoint.format import name_of
 from llm.checkpoint.save import Saver
 from llm.checkpoint.snapshot import HostCopies
+from tests.accelerator.late_copies import LateCopies
 from tests.support.checkpoints import Part, saver_of
-from tests.support.late_copies import LateCopies
 from tests.support.ranks import run_ranks, values
 from tests.support.training import Bench
 

@@ -4,8 +4,7 @@ import functools
 
 import pytest
 
-from tests.support.launches import launches_of_updates
-from tests.support.made_up_run import Case
+from tests.support.made_up_run import Case, launches_of_updates
 from tests.support.ranks import run_ranks, values
 
 more = pytest.mark.layouts

@@ -9,7 +9,7 @@ from llm.config.command_line import parse, split_config_file
 from llm.config.options import fields, missing_requirements, option, option_group
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
-from tests.support.pages import to_markdown
+from tests.support.programs import to_markdown
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from llm.config.command_line import parse
 from llm.config.options import Tokens, option, paths
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
-from tests.support.pages import to_markdown
+from tests.support.programs import to_markdown
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,10 +21,16 @@ from llm.prepare.output_files import Output
 from llm.prepare.prepare_files import prepare_files
 from llm.prepare.text.sources import file_source
 from llm.prepare.verification import verify
-from tests.support.corpora import ListSource, byte_tokenizer, error_on_a_full_disk, write
-from tests.support.preparation import FailingSource, tokens
 from tests.support.processes import wait_until
 from tests.support.ranks import run_ranks, values
+from tests.support.texts import (
+    FailingSource,
+    ListSource,
+    byte_tokenizer,
+    error_on_a_full_disk,
+    tokens,
+    write,
+)
 
 SPAWN = multiprocessing.get_context("spawn")
 OTHER = ["other"]

@@ -7,7 +7,7 @@ import pytest
 
 from llm.data.dataset_folder import open_dataset_folder
 from llm.errors import DataError
-from tests.support.corpora import write
+from tests.support.texts import write
 
 RECORD = '{"text": "one"}\n'
 

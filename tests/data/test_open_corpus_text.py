@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from llm.data.open_corpus import open_corpus
 from llm.data.options import DataOptions
 from llm.errors import DataError
-from tests.support.corpora import write
+from tests.support.texts import write
 from tests.support.tokenizers import tiny_tokenizer
 
 

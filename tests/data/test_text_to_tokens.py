@@ -20,8 +20,8 @@ from llm.data.text_to_tokens import Text, TextEncoding, TextJob, TokenizerCopy, 
 from llm.errors import ConfigError, DataError
 from llm.prepare import run_text
 from llm.tokenizers.load_tokenizer import end_token, fingerprint, num_ids
-from tests.support.corpora import write
 from tests.support.processes import is_alive, wait_until
+from tests.support.texts import write
 from tests.support.tokenizers import tiny_tokenizer
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from llm.checkpoint.load import newest_valid
 from tests.support.faults import Fault, install
-from tests.support.launch import Launch, wait_until_there
+from tests.support.processes import Launch, wait_until_there
 from tests.support.ranks import free_port, run_ranks, values
 from tests.support.training import NO_DROPOUT, Bench, Run
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.faults.io_faults import IOFault, IOFaultServer, Outcome
 from tests.support.hub_server import Hub, serve_hub
-from tests.support.io_faults import IOFault, IOFaultServer, Outcome
 from tests.support.training import Bench
 
 EVERY_CALL = bool(os.environ.get("LLM_TEST_EVERY_CALL"))

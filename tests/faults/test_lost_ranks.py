@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.support.faults import Fault
-from tests.support.launch import Launch
+from tests.support.processes import Launch
 from tests.support.recovery import last_hash, without_times
 from tests.support.training import Bench, Run
 

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.launcher.api import LaunchConfig
 
 from tests.support.faults import Fault
-from tests.support.launch import Launch, wait_until_there
+from tests.support.processes import Launch, wait_until_there
 from tests.support.recovery import check_same, without_times
 from tests.support.training import Bench, Run
 

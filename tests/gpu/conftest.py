@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.gpu import DEVICE
+from tests.gpu.device import DEVICE
 
 
 @pytest.fixture(scope="module", autouse=True)

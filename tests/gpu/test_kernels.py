@@ -10,7 +10,7 @@ from llm.models.cross_entropy import chunked_cross_entropy
 from llm.models.loss import LanguageModelLoss
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import choose_factory, make_extensions
-from tests.support.gpu import CPU, DEVICE, gpu, only_on_a_gpu
+from tests.gpu.device import CPU, DEVICE, gpu, only_on_a_gpu
 from tests.support.models import VOCAB_SIZE, tiny_config, tiny_model
 from tests.support.training import NO_DROPOUT
 

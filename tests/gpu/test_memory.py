@@ -14,7 +14,7 @@ from llm.tools.plan.estimate import estimate
 from llm.tools.plan.job import GIB, Job
 from llm.tools.plan.memory import CONTEXT
 from llm.tools.plan.options import PlanOptions
-from tests.support.gpu import DEVICE, GPUBench, gpu, only_on_a_gpu
+from tests.gpu.device import DEVICE, GPUBench, gpu, only_on_a_gpu
 
 pytestmark = [*gpu, only_on_a_gpu]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.gpu import CPU, DEVICE, GPUBench, gpu, only_on_a_gpu
+from tests.gpu.device import CPU, DEVICE, GPUBench, gpu, only_on_a_gpu
 from tests.support.recovery import check_resume
 from tests.support.training import NO_DROPOUT, Run
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from llm.metrics.meter import Meter
-from tests.support.device_reads import Reads
 from tests.support.meters import all_reduce
+from tests.support.operations import Reads
 
 CPU = torch.device("cpu")
 

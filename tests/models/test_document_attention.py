@@ -10,8 +10,8 @@ from torch.nn.attention import flex_attention
 from llm.models import attention
 from llm.models.attention import use_document_attention
 from llm.models.loss import LanguageModelLoss
-from tests.support.device_reads import Reads
 from tests.support.models import tiny_config, tiny_model
+from tests.support.operations import Reads
 
 FAMILIES = ["gpt2", "llama", "qwen3", "mistral", "mixtral"]
 """Learned positions, shared key-value heads, norms of queries, a window of 8 tokens, experts."""

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from llm.models.loss import LanguageModelLoss, sum_by_source
-from tests.support.device_reads import Reads
 from tests.support.models import tiny_config, tiny_model
+from tests.support.operations import Reads
 
 SOURCES = torch.tensor([2, 0, 2])
 

@@ -24,7 +24,7 @@ from llm.parallel.accelerator import (
 )
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.options import PrecisionOptions
-from tests.support.data_parallel import make_strategy, share, step_data
+from tests.support.layouts import make_data_parallel, share, step_data
 from tests.support.models import still_model, tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
 
@@ -33,7 +33,7 @@ STEPS = 5
 
 def train(accumulation: int, mixed_precision: str = "no", poison: int | None = None):
     """Losses, gradient norms, skips and final weights of a few steps."""
-    strategy = make_strategy(mixed_precision)
+    strategy = make_data_parallel(mixed_precision)
     records = []
     for step in range(STEPS):
         micro_batches, num_tokens = share(step, strategy, accumulation)
@@ -56,6 +56,7 @@ def reference():
         [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
         lr=1e-2,
         betas=(0.9, 0.95),
+        eps=1e-4,
     )
     records = []
     for step in range(STEPS):
@@ -114,7 +115,7 @@ def casts_of_steps(precision: str, cases: list[tuple[int, bool]]):
 
 def casts_of_a_step(precision: str, accumulation: int, once: bool):
     """Number of casts in a second step, and the gradients of both."""
-    strategy = make_strategy(precision)
+    strategy = make_data_parallel(precision)
     if not once:
         strategy._weight_casts = lambda micro_batches: contextlib.nullcontext()
     gradients = []
@@ -139,7 +140,7 @@ def test_weights_are_cast_once_a_step_with_the_same_gradients(ranks, precision):
 
 
 def train_with_a_poisoned_rank(mixed_precision: str):
-    strategy = make_strategy(mixed_precision)
+    strategy = make_data_parallel(mixed_precision)
     poisoned = False
     if strategy.rank == 1:
         strategy.parameters[0].register_hook(
@@ -169,7 +170,7 @@ def moments(strategy: AcceleratedStrategy) -> list[torch.Tensor]:
 
 
 def skipped_state():
-    strategy = make_strategy()
+    strategy = make_data_parallel()
     micro_batches, num_tokens = share(0, strategy, 1)
     strategy.forward_backward(micro_batches, num_tokens=num_tokens)
     strategy.optimizer_step(1.0)
@@ -188,7 +189,7 @@ def test_a_skipped_step_changes_no_weight_moment_or_step_count():
 
 
 def fp16_scale():
-    strategy = make_strategy("fp16")
+    strategy = make_data_parallel("fp16")
     micro_batches, num_tokens = share(0, strategy, 1)
     before = float(strategy.loss_scale())
     strategy.forward_backward(micro_batches, num_tokens=num_tokens)
@@ -210,7 +211,7 @@ def test_fp16_scales_the_loss_on_a_cpu_too_and_backs_off_after_an_overflow():
 
 
 def votes():
-    strategy = make_strategy()
+    strategy = make_data_parallel()
     asked = [strategy.any_rank([strategy.rank == 1 and turn == 1, False]) for turn in range(4)]
     return asked
 
@@ -240,7 +241,7 @@ class AllReduces(TorchDispatchMode):
 
 def all_reduced_gradients(dtype: str):
     """Types of the messages of a step of two micro-batches, and the gradients of all ranks."""
-    strategy = make_strategy(all_reduce_dtype=dtype)
+    strategy = make_data_parallel(all_reduce_dtype=dtype)
     micro_batches, num_tokens = share(0, strategy, 2)
     with AllReduces() as messages:
         strategy.forward_backward(micro_batches, num_tokens=num_tokens)

@@ -25,8 +25,8 @@ from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.options import ParallelOptions
 from llm.parallel.sharded_init import fill_model
 from tests.support.layouts import cpu_accelerator, dims_of, make_optimizer
-from tests.support.messages import Messages
 from tests.support.models import tiny_config, tiny_model
+from tests.support.operations import Messages
 from tests.support.ranks import run_ranks, values
 
 pytest.importorskip("torchao", reason="float8 layers need torchao")

@@ -13,8 +13,8 @@ from llm.models.patches.tied_embedding import tie_gradients
 from llm.models.sizes import find_blocks
 from llm.optim.run_optimizer import OptimizerFactory
 from tests.support.layouts import make_optimizer, make_strategy
-from tests.support.messages import Messages
 from tests.support.models import still_model, tiny_config, tiny_model
+from tests.support.operations import Messages
 from tests.support.ranks import run_ranks, values
 
 BATCH, LENGTH, STEPS = 8, 16, 5

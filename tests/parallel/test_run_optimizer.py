@@ -7,8 +7,7 @@ import torch
 from llm.models.loss import LanguageModelLoss
 from llm.optim.run_optimizer import RunOptimizer
 from llm.parallel.base import AcceleratedStrategy
-from tests.support.data_parallel import share
-from tests.support.layouts import cpu_accelerator, make_optimizer
+from tests.support.layouts import cpu_accelerator, make_optimizer, share
 from tests.support.models import still_model
 from tests.support.ranks import run_ranks, values
 

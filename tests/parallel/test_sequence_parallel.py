@@ -10,14 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm.errors import ConfigError
 from llm.parallel.tensor_plans import check_sequence_parallel
-from tests.support.divided_layers import (
-    BATCH,
-    LENGTH,
-    make_model,
-    micro_batches,
-    prepare,
-    take_steps,
-)
+from tests.support.layouts import BATCH, LENGTH, make_divisible_model, prepare, share, take_steps
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 
@@ -27,7 +20,7 @@ DROPS = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
 
 
 def make(family: str, recompute: bool = False, **changes):
-    model = make_model(family, **changes)
+    model = make_divisible_model(family, **changes)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -101,7 +94,7 @@ def masks_of_dropouts(sharded: bool):
     for module in (transformer.drop, transformer.h[0].mlp.dropout):
         module.register_forward_hook(lambda *args: masks.append(args[-1] == 0))
     torch.manual_seed(0)
-    batches, num_tokens = micro_batches(strategy, 0, 1)
+    batches, num_tokens = share(0, strategy, 1)
     strategy.forward_backward(batches, num_tokens=num_tokens)
     return masks
 
@@ -152,7 +145,7 @@ def messages_of_a_layer(family: str, sharded: bool, precision: str):
         field = "n_layer" if family == "gpt2" else "num_hidden_layers"
         model = make(family, **{field: layers})
         strategy = prepare(model, TP2, mixed_precision=precision, sequence_parallel=sharded)
-        batches, num_tokens = micro_batches(strategy, 0, 1)
+        batches, num_tokens = share(0, strategy, 1)
         with Messages() as messages:
             strategy.forward_backward(batches, num_tokens=num_tokens)
         found.append(messages)

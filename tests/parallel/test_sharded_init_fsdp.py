@@ -16,10 +16,10 @@ from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.options import ParallelOptions
 from llm.parallel.sharded_init import fill_model
-from tests.support.layouts import cpu_accelerator, dims_of, make_optimizer
-from tests.support.models import FAMILIES, tiny_config, tiny_model
+from tests.support.layouts import MODEL_OPTIONS, cpu_accelerator, dims_of, make_optimizer, make_sgd
+from tests.support.models import FAMILIES, large_config, tiny_config, tiny_model
+from tests.support.processes import memory
 from tests.support.ranks import run_ranks, values
-from tests.support.sharded_start import CHANGES, large_config, make_sgd, memory
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -40,7 +40,7 @@ def differences() -> list[str]:
     """What starts otherwise than on one rank, over all families."""
     accelerator = cpu_accelerator()
     found = []
-    for family, options in itertools.product(FAMILIES, ({}, CHANGES)):
+    for family, options in itertools.product(FAMILIES, ({}, MODEL_OPTIONS)):
         whole = tiny_model(tiny_config(family), **options)
         ranks = accelerator.num_processes
         strategy = start(accelerator, tiny_config(family), shard=ranks, **options)
@@ -73,7 +73,7 @@ def train(shard: int, which: str):
     """Losses and norms of three steps; weights in uneven parts."""
     config = tiny_config("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     accelerator = cpu_accelerator()
-    options = {**CHANGES, "no_bias": False, "activation_checkpointing": which}
+    options = {**MODEL_OPTIONS, "no_bias": False, "activation_checkpointing": which}
     if shard > 1:
         strategy = start(accelerator, config, shard=shard, **options)
     else:

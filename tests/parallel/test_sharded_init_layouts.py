@@ -11,10 +11,10 @@ from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel.layout import Layout
 from llm.parallel.sharded_init import fill_model
 from llm.trainers.gpt.extensions import GPTConfig
-from tests.support.layouts import cpu_accelerator, dims_of, make_optimizer
-from tests.support.models import tiny_config, tiny_model
+from tests.support.layouts import MODEL_OPTIONS, cpu_accelerator, dims_of, make_optimizer, make_sgd
+from tests.support.models import large_config, tiny_config, tiny_model
+from tests.support.processes import memory
 from tests.support.ranks import run_ranks, values
-from tests.support.sharded_start import CHANGES, large_config, make_sgd, memory
 
 META = torch.device("meta")
 FAMILIES = {
@@ -43,7 +43,7 @@ def differences(layouts: list[dict[str, int]]) -> list[str]:
     """What rank 0 gathers that is not, bit for bit, the weights of one rank."""
     found = []
     for family, changes in FAMILIES.items():
-        for options in ({}, CHANGES):
+        for options in ({}, MODEL_OPTIONS):
             config = tiny_config(family, **changes)
             expected = tiny_model(config, **options).state_dict()
             for sizes in layouts:

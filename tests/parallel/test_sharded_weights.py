@@ -15,10 +15,10 @@ from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.options import ParallelOptions
 from llm.parallel.sharded_init import fill_model
-from tests.support.layouts import cpu_accelerator, dims_of, make_optimizer
-from tests.support.models import tiny_config, tiny_model
+from tests.support.layouts import MODEL_OPTIONS, cpu_accelerator, dims_of, make_optimizer, make_sgd
+from tests.support.models import large_config, tiny_config, tiny_model
+from tests.support.processes import memory
 from tests.support.ranks import run_ranks, values
-from tests.support.sharded_start import CHANGES, large_config, make_sgd, memory
 from tests.support.training import NO_DROPOUT, Bench
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -82,7 +82,7 @@ def test_sharded_ranks_read_the_weights_of_a_whole_load(tmp_path, ranks, sizes):
     cases = []
     for family, dtype, options in (
         ("gpt2", torch.float32, {}),
-        ("gpt2", torch.float32, {**CHANGES, "tied_gradients": False}),
+        ("gpt2", torch.float32, {**MODEL_OPTIONS, "tied_gradients": False}),
         ("llama", torch.bfloat16, {}),
         ("llama", torch.bfloat16, {"pad_vocab_to_multiple_of": 128}),
     ):

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from llm.parallel.tensor import TensorParallelRNG, divide_layers
-from tests.support.divided_layers import STEPS, make_model, micro_batches, prepare, take_steps
+from tests.support.layouts import STEPS, make_divisible_model, prepare, share, take_steps
 from tests.support.ranks import run_ranks, values
 
 TP2, TP4, TP2_FSDP2 = {"tensor": 2}, {"tensor": 4}, {"tensor": 2, "shard": 2}
@@ -22,9 +22,9 @@ def train(
     aligned: bool = False,
 ):
     """Losses and norms of a few steps; then an evaluation, predictions and the weights."""
-    strategy = prepare(make_model(family), sizes, chunked=chunked, aligned=aligned)
+    strategy = prepare(make_divisible_model(family), sizes, chunked=chunked, aligned=aligned)
     seen = take_steps(strategy, accumulation)
-    batches, _ = micro_batches(strategy, STEPS, accumulation)
+    batches, _ = share(STEPS, strategy, accumulation)
     pairs = [map(strategy.gather, strategy.predict(batch)) for batch in batches]
     predicted = [torch.cat(values) for values in zip(*pairs, strict=True)]
     return seen, predicted, strategy.full_state_dict()
@@ -81,10 +81,10 @@ def test_a_head_whose_rows_are_padded_on_each_rank_trains_the_same():
 
 def train_with_z_loss(sizes: dict[str, int], chunked: bool):
     """Loss, z-loss and norm of each step, then the weights."""
-    strategy = prepare(make_model("gpt2"), sizes, chunked=chunked, z_loss=0.1)
+    strategy = prepare(make_divisible_model("gpt2"), sizes, chunked=chunked, z_loss=0.1)
     seen = []
     for step in range(STEPS):
-        batches, num_tokens = micro_batches(strategy, step, 2)
+        batches, num_tokens = share(step, strategy, 2)
         sums = strategy.forward_backward(batches, num_tokens=num_tokens)
         norm, _ = strategy.optimizer_step(0.5)
         seen.append([*strategy.reduce_sum(sums).tolist(), norm.item()])
@@ -115,7 +115,7 @@ def test_tensor_parallelism_combines_with_sharding_and_replicas():
 
 def pieces(sizes: dict[str, int]):
     """What each rank holds of GPT-2, and what a checkpoint would take it for."""
-    strategy = prepare(make_model("gpt2"), sizes)
+    strategy = prepare(make_divisible_model("gpt2"), sizes)
     held = total = 0
     for name, parameter in strategy.model.named_parameters():
         local, whole = parameter, parameter.detach()
@@ -135,8 +135,8 @@ def pieces(sizes: dict[str, int]):
 @pytest.mark.parametrize("sizes", [TP2, TP2_FSDP2])
 def test_a_rank_holds_only_one_shard_of_each_matrix(sizes):
     ranks = 2 * sizes.get("shard", 1)
-    for share in values(run_ranks(pieces, ranks, sizes)):
-        assert share == pytest.approx(1 / ranks, rel=0.02)
+    for fraction in values(run_ranks(pieces, ranks, sizes)):
+        assert fraction == pytest.approx(1 / ranks, rel=0.02)
 
 
 def draw_around_own_heads():
@@ -195,13 +195,13 @@ def test_the_tensor_parallel_rng_works_on_any_accelerator(monkeypatch, kind):
 def train_with_dropout(recompute: bool):
     """Weights after steps with dropout everywhere, as each rank has them."""
     drops = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
-    model = make_model("gpt2", **drops, attn_implementation="eager")
+    model = make_divisible_model("gpt2", **drops, attn_implementation="eager")
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     strategy = prepare(model, TP2)
     for step in range(STEPS):
         torch.manual_seed(step)  # as the loop does, the same for all ranks of a sample
-        batches, num_tokens = micro_batches(strategy, step, 1)
+        batches, num_tokens = share(step, strategy, 1)
         loss = strategy.forward_backward(batches, num_tokens=num_tokens)
         norm, _ = strategy.optimizer_step(0.5)
     return loss.item(), norm.item(), model.get_parameter("transformer.ln_f.weight").detach()
@@ -219,7 +219,7 @@ def sum_gradient_of_a_shared_gain():
     """A gain that each rank applies to heads of its own, over two micro-batches."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
-    model = make_model("qwen3")
+    model = make_divisible_model("qwen3")
     divide_layers(model, mesh)
     norm = model.model.layers[0].self_attn.q_norm
     for _ in range(2):

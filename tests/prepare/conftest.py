@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from tests.support.preparation import ReadSource
+from tests.support.texts import ReadSource
 from tests.support.tokenizers import save_tiny_tokenizer
 
 

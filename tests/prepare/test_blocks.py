@@ -6,7 +6,7 @@ from llm.data.text_identity import is_compressed, kind_of
 from llm.errors import DataError
 from llm.prepare.text import blocks
 from llm.prepare.text.blocks import FileChunk
-from tests.support.corpora import PACK, write
+from tests.support.texts import PACK, write
 
 TEXT = b"one\n\ntwo\r\n" + "thr\u00e9e\n".encode() * 5 + b"last, without a line feed"
 

@@ -10,7 +10,7 @@ from llm.errors import DataError
 from llm.prepare.text import blocks, readers
 from llm.prepare.text.blocks import BadRecordPolicy, check_size
 from llm.prepare.text.sources import file_source
-from tests.support.corpora import PACK, texts_of, write
+from tests.support.texts import PACK, texts_of, write
 
 LARGE = "x" * 101
 

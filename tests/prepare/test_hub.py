@@ -8,7 +8,7 @@ from llm.errors import DataError
 from llm.prepare.text.blocks import BadRecordPolicy
 from llm.prepare.text.hub import dataset_sources
 from llm.prepare.text.sources import check_unchanged
-from tests.support.corpora import texts_of, write
+from tests.support.texts import texts_of, write
 
 
 def splits(name, config=None, **changes):

@@ -10,8 +10,7 @@ from llm.data.order import permute
 from llm.prepare.encoder import Encoding
 from llm.prepare.output_files import assemble, assemble_shuffled
 from llm.prepare.tokenize_shards import tokenize_shards
-from tests.support.corpora import ListSource, byte_tokenizer
-from tests.support.preparation import ids, pair
+from tests.support.texts import ListSource, byte_tokenizer, ids, pair
 from tests.support.token_files import write_pair
 
 

@@ -16,8 +16,7 @@ from llm.prepare.prepare import main
 from llm.prepare.verification import verify
 from llm.tokenizers.load_tokenizer import load_tokenizer
 from llm.tokenizers.options import TokenizerOptions
-from tests.support.corpora import PACK, write
-from tests.support.preparation import expected_pair, json_lines, names, pair
+from tests.support.texts import PACK, expected_pair, json_lines, names, pair, write
 from tests.support.tokenizers import tiny_tokenizer
 
 TEXTS = [

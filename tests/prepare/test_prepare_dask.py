@@ -12,9 +12,8 @@ import pytest
 from llm.errors import DataError
 from llm.prepare import dask_cluster
 from llm.prepare.prepare import main
-from tests.support.corpora import write
-from tests.support.preparation import expected_pair, json_lines, pair
 from tests.support.processes import wait_until
+from tests.support.texts import expected_pair, json_lines, pair, write
 
 pytest.importorskip("distributed", reason="pip install 'llm-trainers[dask]'")
 

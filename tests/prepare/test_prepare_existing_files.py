@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from llm.prepare.prepare import main
-from tests.support.corpora import write
-from tests.support.preparation import content, json_lines
+from tests.support.texts import content, json_lines, write
 
 pytestmark = pytest.mark.usefixtures("at_home")
 

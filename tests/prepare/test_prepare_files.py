@@ -12,17 +12,20 @@ from llm.errors import ConfigError, DataError
 from llm.prepare.output_files import Output
 from llm.prepare.text.sources import file_source
 from llm.prepare.verification import checksums, verify
-from tests.support.corpora import ListSource, byte_tokenizer, error_on_a_full_disk, write
-from tests.support.preparation import (
+from tests.support.texts import (
     THREE,
     FailingSource,
+    ListSource,
     ReadSource,
+    byte_tokenizer,
     content,
+    error_on_a_full_disk,
     ids,
     names,
     prepare,
     prepare_all,
     tokens,
+    write,
 )
 
 SPAWN = multiprocessing.get_context("spawn")

@@ -8,11 +8,12 @@ from llm.errors import DataError
 from llm.prepare import prepare_files
 from llm.prepare.output_files import Output
 from llm.prepare.verification import verify
-from tests.support.corpora import ListSource, byte_tokenizer
-from tests.support.preparation import (
+from tests.support.texts import (
     THREE,
     FailingSource,
+    ListSource,
     ReadSource,
+    byte_tokenizer,
     content,
     ids,
     names,

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from llm.prepare.verification import verify
-from tests.support.corpora import write
-from tests.support.preparation import expected_pair, json_lines, names, pair
 from tests.support.processes import is_alive, wait_until
+from tests.support.texts import expected_pair, json_lines, names, pair, write
 
 TEXTS = [f"document {number}: " + "the dog sleeps, " * (number % 9) for number in range(44)]
 GOOD = ["--input", "a.jsonl", "--tokenizer_name", "tokenizer", "--output_prefix", "out"]

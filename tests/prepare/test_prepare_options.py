@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from llm.prepare.prepare import main
-from tests.support.corpora import write
-from tests.support.preparation import json_lines
+from tests.support.texts import json_lines, write
 
 TEXTS = ["the quick brown fox", "", "the dog sleeps, " * 20]
 

@@ -13,8 +13,7 @@ from llm.prepare import prepare_files
 from llm.prepare.prepare import main
 from llm.prepare.shares import Share
 from llm.prepare.verification import verify
-from tests.support.corpora import ListSource
-from tests.support.preparation import THREE, ReadSource, content, names, prepare
+from tests.support.texts import THREE, ListSource, ReadSource, content, names, prepare
 
 PARTS = [f"wiki-{number:05d}-of-00003.{kind}" for number in range(3) for kind in ("bin", "idx")]
 

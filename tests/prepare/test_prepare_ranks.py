@@ -19,10 +19,11 @@ from llm.prepare.shards import require_reference
 from llm.prepare.shares import Share, acquire_join, find_share
 from llm.prepare.verification import verify
 from llm.runtime.claims import Claim
-from tests.support.corpora import ListSource, write
-from tests.support.preparation import (
+from tests.support.processes import wait_until
+from tests.support.texts import (
     THREE,
     FailingSource,
+    ListSource,
     ReadSource,
     content,
     expected_pair,
@@ -31,8 +32,8 @@ from tests.support.preparation import (
     pair,
     prepare,
     prepare_all,
+    write,
 )
-from tests.support.processes import wait_until
 
 FORK = multiprocessing.get_context("fork")
 TEXTS = [f"document {number}: " + "the dog sleeps, " * (number % 9) for number in range(44)]

@@ -10,7 +10,7 @@ from llm.errors import DataError
 from llm.prepare.text import blocks
 from llm.prepare.text.blocks import BadRecordPolicy
 from llm.prepare.text.sources import file_source
-from tests.support.corpora import texts_of, write
+from tests.support.texts import texts_of, write
 
 
 def texts(path, *, faults=None, **options):

@@ -12,8 +12,7 @@ from llm.prepare.shards import (
     read_shard,
     write_shard,
 )
-from tests.support.corpora import ListSource, byte_tokenizer
-from tests.support.preparation import FailingSource, ids
+from tests.support.texts import FailingSource, ListSource, byte_tokenizer, ids
 
 UINT16 = np.dtype("<u2")
 

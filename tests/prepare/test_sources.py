@@ -8,8 +8,7 @@ import pytest
 from llm.data.text_identity import sample_digest
 from llm.errors import DataError
 from llm.prepare.text.sources import check_unchanged, file_source, text_sources
-from tests.support.corpora import PACK, ListSource, texts_of, write
-from tests.support.preparation import prepare
+from tests.support.texts import PACK, ListSource, prepare, texts_of, write
 
 
 def source(path, **options):

@@ -7,8 +7,7 @@ from llm.errors import DataError
 from llm.prepare.encoder import Encoding, OtherIds, make_encoder
 from llm.prepare.shards import read_array
 from llm.prepare.tokenize_shards import tokenize_shards
-from tests.support.corpora import ListSource, byte_tokenizer
-from tests.support.preparation import FailingSource, ids
+from tests.support.texts import FailingSource, ListSource, byte_tokenizer, ids
 
 UINT16 = np.dtype("<u2")
 SPAWN = multiprocessing.get_context("spawn")

@@ -1,10 +1,13 @@
 """Steps, an evaluation and a save's copies by the trainer's own strategies, on a made-up device.
 
-Only one of the ranks exists. Call `run` in a process of its own.
+Only one of the ranks exists. Call `run` and `launches_of_updates` in processes of their own.
 """
 
 import contextlib
+import json
 import os
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,8 +18,10 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 
 from llm.checkpoint import snapshot
@@ -37,6 +42,8 @@ from tests.support.models import VOCAB_SIZE, tiny_config
 from tests.support.strict_mode import Notes, Strict
 
 BATCH, LENGTH, MICRO_BATCHES, RANKS_PER_NODE = 2, 16, 2, 2
+_LATE = 64
+"""A step at which the exact decompositions and short intervals of a run's start are over."""
 
 
 class NumberedTokens:
@@ -75,12 +82,12 @@ def run(case: Case) -> tuple[dict[str, Notes], set[timedelta]]:
         "gradient" and "update" of the third one, "log", "evaluation" and "save", and the "next
         step". Then the time-outs of all process groups that the package has made.
     """
-    with prepared(case) as (strategy, strict, config, timeouts):
+    with _prepared(case) as (strategy, strict, config, timeouts):
         return _train(case, strategy, strict, config), timeouts
 
 
 @contextlib.contextmanager
-def prepared(
+def _prepared(
     case: Case,
 ) -> Iterator[tuple[AcceleratedStrategy, Strict, GPTConfig, set[timedelta]]]:
     """Yield the strategy of a case in bf16, the mode that takes its notes, and the options.
@@ -99,6 +106,34 @@ def prepared(
     config = GPTConfig(mixed_precision="bf16", **case.options)
     with Strict() as strict:
         yield _prepare(case, config, device), strict, config, timeouts
+
+
+def launches_of_updates(case: Case, steps: int) -> list[Counter[str]]:
+    """Return the launches of some consecutive steps, without forward and backward passes.
+
+    Clipping counts, and so do the curvature of K-FAC and the preconditioning by it; what its hooks
+    launch in the backward pass does not.
+    """
+    # So that PyTorch clips by operations on lists, as on a GPU.
+    _foreach_utils._foreach_supported_types.append(FakeTensor)
+    with _prepared(case) as (strategy, strict, config, _):
+        tokens = torch.zeros(case.shape, dtype=torch.long, device=strategy.device)
+        batch, counts = MicroBatch(tokens, tokens), []
+        kfac = getattr(strategy.run_optimizer, "recorder", None)
+        if kfac is not None:
+            kfac.steps = _LATE
+        for state in strategy.optimizer.state.values():
+            for key, tensor in state.items():
+                if key.endswith("calls"):
+                    tensor.fill_(_LATE)
+        for step in range(steps):
+            strategy.set_learning_rate(1e-3)
+            if step == 0 or kfac is not None:  # else the gradients stay
+                strategy.forward_backward([batch], num_tokens=tokens.numel())
+            strict.take_notes()
+            strategy.optimizer_step(config.max_grad_norm)
+            counts.append(strict.take_notes().launches)
+        return counts
 
 
 def _prepare(case: Case, config: GPTConfig, device: torch.device) -> AcceleratedStrategy:
@@ -232,3 +267,13 @@ def _outside_modes(make: Callable[..., Any]) -> Callable[..., Any]:
             return make(*args)
 
     return made
+
+
+def main(options: dict[str, Any], steps: int) -> None:
+    """Print the number of launches of each step, for a model that the options describe."""
+    case = Case(1, options, family=None, shape=(1, 16))
+    print(json.dumps([count.total() for count in launches_of_updates(case, steps)]))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), int(sys.argv[2]))

@@ -8,7 +8,6 @@ from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.load import load_state, newest_valid
 from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import Saver
-from llm.data.loader import MicroBatch
 from llm.extensions.kfac.make_kfac import KFAC
 from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
@@ -16,10 +15,8 @@ from llm.parallel.base import AcceleratedStrategy
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import choose_factory, make_extensions
 from tests.support import layouts
-from tests.support.data_parallel import step_data
 from tests.support.models import still_model
 
-BATCH = 8
 _INTERVALS = {"kfac_factor_update_steps": 2, "kfac_inv_update_steps": 4}
 KINDS: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon"},
@@ -67,15 +64,8 @@ def train(
 ) -> list[float]:
     """Take some steps; the losses of each, over all ranks."""
     losses = []
-    size = BATCH // (strategy.data_ranks * accumulation)
     for step in steps:
-        inputs, labels = step_data(step)
-        micro_batches = []
-        for number in range(accumulation):
-            first = (number * strategy.data_ranks + strategy.data_rank) * size
-            part = slice(first, first + size)
-            micro_batches.append(MicroBatch(inputs[part], labels[part]))
-        num_tokens = int((labels != -100).sum())
+        micro_batches, num_tokens = layouts.share(step, strategy, accumulation)
         loss = strategy.forward_backward(micro_batches, num_tokens=num_tokens)
         strategy.set_learning_rate(1e-3)
         strategy.optimizer_step(clip)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from llm.models.build import build_model
 from llm.models.export import export_model
@@ -118,6 +118,17 @@ def tiny_model(
         device=device,
         vocab_size=vocab_size,
         transforms=transforms,
+    )
+
+
+def large_config() -> LlamaConfig:
+    """Of 200 MB, beside which what else a process takes does not count."""
+    return LlamaConfig(
+        vocab_size=320,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=8,
     )
 
 

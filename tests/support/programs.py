@@ -1,9 +1,14 @@
-"""The programs of the command `llm-trainers`, run in the process of a test."""
+"""The programs of `llm-trainers` and docs/generate.py, run in the process of a test."""
 
 import importlib
+import runpy
 from collections.abc import Sequence
 
 from llm.__main__ import PROGRAMS
+from tests.support.package import ROOT
+
+GENERATOR = runpy.run_path(str(ROOT / "docs/generate.py"))
+to_markdown = GENERATOR["to_markdown"]
 
 
 def run_program(words: Sequence[str]) -> int:

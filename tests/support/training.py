@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,6 +171,22 @@ class Bench:
         # Ranks that do not know of one another would each train alone, and agree.
         assert f"world: {counted(len(run.codes), 'rank')}, " in run.output
         return run
+
+
+def assert_refused(bench: Bench, *, ranks: int = 1, words: list[str], **options: Any) -> None:
+    """Expect exit code 2, one sentence with the words, no traceback, no run folder."""
+    run = bench.train("refused", ranks=ranks, **options)
+    assert run.codes == [2] * ranks, run.output
+    said = re.findall(r"^(\[rank \d\] )?error: (.*)", run.output, flags=re.MULTILINE)
+    # A rank that is still alive seconds later, as none is under a launcher, repeats it.
+    assert len({sentence for _, sentence in said}) == 1, run.output
+    assert len([prefix for prefix, _ in said if not prefix]) <= 1, run.output
+    sentence = run.output[run.output.index("error:") :]
+    for word in words:
+        assert word in sentence
+    assert sentence.rstrip().endswith((".", ")", "?"))
+    assert "Traceback" not in run.output
+    assert not run.folder.exists()
 
 
 def _main(argv: list[str], faults: Sequence[Fault]) -> int:

@@ -10,8 +10,7 @@ from llm.config.toml import read_toml
 from llm.errors import ConfigError, LLMError
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.models import tiny_config, tiny_model
-from tests.support.refusals import assert_refused
-from tests.support.training import Bench, Run, write_model_folder
+from tests.support.training import Bench, Run, assert_refused, write_model_folder
 
 
 @pytest.fixture(scope="module")

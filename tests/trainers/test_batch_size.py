@@ -23,9 +23,8 @@ from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from llm.trainers.gpt.seams import choose_factory, make_extensions
 from llm.trainers.gpt.trial_step import trial_step
-from tests.support.data_parallel import share
 from tests.support.faults import Fault
-from tests.support.layouts import cpu_accelerator, make_strategy
+from tests.support.layouts import cpu_accelerator, make_strategy, share
 from tests.support.models import still_model, tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
 from tests.support.recovery import without_times

@@ -5,8 +5,7 @@ import pytest
 from llm.errors import ConfigError
 from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
-from tests.support.refusals import assert_refused
-from tests.support.training import Bench
+from tests.support.training import Bench, assert_refused
 
 
 def test_a_sample_that_cannot_be_cut_into_equal_chunks_is_refused(tmp_path):

@@ -10,7 +10,7 @@ from llm.errors import LLMError, ParallelError
 from llm.trainers.gpt.build_run import check_same_start
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.training_run import TrainingRun
-from tests.support.data_parallel import make_strategy
+from tests.support.layouts import make_data_parallel
 from tests.support.ranks import run_ranks, values
 from tests.support.recovery import check_resume, weights_hash, without_times
 from tests.support.training import NO_DROPOUT, Bench, Run
@@ -155,7 +155,7 @@ def test_resume_without_a_checkpoint_starts_from_scratch_with_a_message(plain):
 
 
 def refusal_of_different_starts(what: str) -> str:
-    strategy = make_strategy()
+    strategy = make_data_parallel()
     values = {"seed": 0, "places": "same"} | {what: strategy.rank}
     run = TrainingRun(
         **{

@@ -6,14 +6,12 @@ import logging
 import pytest
 import torch
 
-from llm.data.loader import MicroBatch
 from llm.metrics.meter import Meter
 from llm.metrics.tracker import Tracker
 from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
 from llm.optim.run_optimizer import OptimizerFactory
-from tests.support.data_parallel import BATCH, make_optimizer, step_data
-from tests.support.layouts import make_strategy
+from tests.support.layouts import make_optimizer, make_strategy, share, step_data
 from tests.support.models import still_model
 from tests.support.ranks import run_ranks, values
 
@@ -38,14 +36,7 @@ def train(sizes: dict[str, int]) -> tuple[dict[str, float], dict[str, float]]:
     strategy.prepare(WithLabels(still_model()), OptimizerFactory(make_optimizer).make)
     meter = Meter(strategy.device, strategy.sum_names, rank=strategy.rank)
     for step in range(2):
-        input_ids, labels = step_data(step)
-        size = BATCH // (2 * strategy.data_ranks)  # two micro-batches
-        parts = [
-            slice(start, start + size)
-            for start in range(strategy.data_rank * size, BATCH, strategy.data_ranks * size)
-        ]
-        batches = [MicroBatch(input_ids[part], labels[part]) for part in parts]
-        num_tokens = int((labels != -100).sum())
+        batches, num_tokens = share(step, strategy, 2)
         sums = strategy.forward_backward(batches, num_tokens=num_tokens)
         norm, skipped = strategy.optimizer_step(1.0)
         meter.add(step, sums, num_tokens, grad_norm=norm, skipped=skipped)

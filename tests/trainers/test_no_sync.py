@@ -6,16 +6,16 @@ from transformers import AutoModelForCausalLM
 
 from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
-from tests.support.data_parallel import make_strategy, share
-from tests.support.device_reads import Reads
+from tests.support.layouts import make_data_parallel, share
 from tests.support.models import FAMILIES, tiny_config
+from tests.support.operations import Reads
 from tests.support.ranks import run_ranks, values
 
 
 def reads_of_a_step(mixed_precision: str) -> list[str]:
     from llm.metrics.meter import Meter
 
-    strategy = make_strategy(mixed_precision)
+    strategy = make_data_parallel(mixed_precision)
     meter = Meter(strategy.device, rank=0)
     for step in range(2):
         micro_batches, num_tokens = share(step, strategy, 2)

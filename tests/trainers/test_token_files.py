@@ -16,7 +16,6 @@ from llm.tokenizers.load_tokenizer import fingerprint
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.ranks import run_ranks
 from tests.support.recovery import without_times
-from tests.support.refusals import assert_refused
 from tests.support.token_files import (
     describe,
     random_documents,
@@ -25,7 +24,7 @@ from tests.support.token_files import (
     write_parts,
 )
 from tests.support.tokenizers import tiny_tokenizer
-from tests.support.training import NO_DROPOUT, Bench, Run
+from tests.support.training import NO_DROPOUT, Bench, Run, assert_refused
 
 
 @pytest.fixture(scope="module")

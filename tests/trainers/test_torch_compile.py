@@ -5,8 +5,7 @@ import re
 import pytest
 
 from tests.support.ranks import run_ranks, values
-from tests.support.refusals import assert_refused
-from tests.support.training import NO_DROPOUT, Bench, Run
+from tests.support.training import NO_DROPOUT, Bench, Run, assert_refused
 
 MORE = pytest.mark.layouts
 

@@ -21,8 +21,8 @@ from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.load_trained_model import load_trained
 from llm.trainers.gpt.recorded_config import read_config
 from llm.trainers.gpt.text_sample import SAMPLE_TOKENS
-from tests.support.data_parallel import make_strategy
-from tests.support.device_reads import Reads
+from tests.support.layouts import make_data_parallel
+from tests.support.operations import Reads
 from tests.support.ranks import run_ranks, values
 from tests.support.recovery import last_counts, last_hash, weights_hash, without_times
 from tests.support.training import Bench, Run
@@ -173,7 +173,7 @@ def test_an_average_begins_anew_wherever_a_checkpoint_has_none():
 
 
 def reads_of_an_update() -> list[str]:
-    strategy = make_strategy("no")
+    strategy = make_data_parallel("no")
     average = WeightAverage(strategy, decay=0.9)
     with Reads() as reads:
         average.after_step(1, cast(StepBatch, SimpleNamespace(num_tokens=1)))

@@ -21,9 +21,9 @@ from llm.models.loss import LanguageModelLoss
 from llm.optim.optimizers import make_adamw
 from llm.optim.options import OptimizerOptions
 from llm.optim.run_optimizer import OptimizerFactory
-from tests.support.device_reads import Reads
 from tests.support.layouts import make_strategy
 from tests.support.models import tiny_config, tiny_model
+from tests.support.operations import Reads
 from tests.support.ranks import run_ranks, values
 
 OPTIONS = OptimizerOptions(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95))

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 from llm.extensions.decentralized.accum_adamw import AccumAdamW, make_accum_adamw
 from llm.optim.optimizers import make_adamw
 from llm.optim.options import OptimizerOptions
-from tests.support.device_reads import Reads
 from tests.support.models import tiny_config
+from tests.support.operations import Reads
 
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 

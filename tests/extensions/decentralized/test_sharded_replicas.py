@@ -9,8 +9,7 @@ from llm.errors import ConfigError
 from llm.trainers.gpt.main import parse_args
 from tests.support.faults import Fault
 from tests.support.recovery import check_same, kill_and_go_on
-from tests.support.refusals import assert_refused
-from tests.support.training import NO_DROPOUT, Bench, Run
+from tests.support.training import NO_DROPOUT, Bench, Run, assert_refused
 
 FORWARD = "llm.parallel.base:AcceleratedStrategy.forward_backward"
 NODES = {

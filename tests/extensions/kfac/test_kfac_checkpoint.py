@@ -15,7 +15,7 @@ from llm.models.loss import LanguageModelLoss
 from llm.parallel.base import AcceleratedStrategy
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support import layouts
-from tests.support.data_parallel import share
+from tests.support.layouts import share
 from tests.support.matrix_runs import load, parts_of, save
 from tests.support.models import still_model
 from tests.support.ranks import run_ranks, values

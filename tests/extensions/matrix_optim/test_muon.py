@@ -8,8 +8,8 @@ import torch
 from llm.errors import ConfigError
 from llm.extensions.matrix_optim.muon import make_muon, orthogonalized
 from llm.optim.options import OptimizerOptions
-from tests.support.device_reads import Reads
 from tests.support.models import FAMILIES, still_model
+from tests.support.operations import Reads
 
 OPTIONS = OptimizerOptions(learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95))
 

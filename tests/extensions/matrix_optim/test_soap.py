@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 from llm.extensions.matrix_optim.soap import SOAP, make_soap
 from llm.optim.groups import embeddings_and_head
 from llm.trainers.gpt.extensions import GPTConfig
-from tests.support.device_reads import Reads
 from tests.support.models import tiny_config
+from tests.support.operations import Reads
 
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.8), "eps": 1e-8}
 

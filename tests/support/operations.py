@@ -1,9 +1,25 @@
-"""The messages of sharded weights."""
+"""Modes that note operations: values that Python reads, and messages of sharded weights."""
 
 from typing import ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "item")
+
+
+class Reads(TorchDispatchMode):
+    """Notes the operations that hand a value of a tensor to Python: a host waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix("aten::")
+        if name.split(".")[0] in _READS:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 class Messages(TorchDispatchMode):

@@ -64,7 +64,7 @@ class IOFaultServer:
         command = ["gcc", "-O1", "-shared", "-fPIC", "-o", str(library), str(SOURCE), "-ldl"]
         subprocess.run(command, check=True)
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.io_fault_server", str(library)],
+            [sys.executable, "-m", "tests.faults.io_fault_server", str(library)],
             cwd=ROOT,
             env={**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1", **variables},
             stdin=subprocess.PIPE,
