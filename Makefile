@@ -10,13 +10,14 @@ JOBS ?= 2
 
 BIN := $(VENV)/bin
 
-.PHONY: help install train test test-slow test-layouts test-benchmarks test-faults test-cluster test-gpu test-peers test-floor test-newest check format docs dist pages
+.PHONY: help install train test test-extended test-slow test-layouts test-benchmarks test-faults test-cluster test-gpu test-peers test-floor test-newest check format docs dist pages
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train            train the quick start's GPT (ARGS='--flag value' adds flags)"
 	@echo "make test             run the tests (ARGS='-k resume' adds pytest's)"
+	@echo "make test-extended    repeat tests for further families, layouts, precisions, and extensions"
 	@echo "make test-slow        run slow tests, which repeat others at larger sizes"
 	@echo "make test-layouts     train whole runs in every layout that fits 4 processes"
 	@echo "make test-benchmarks  run every benchmark at toy size"
@@ -36,12 +37,19 @@ help:
 train: $(VENV)/.core
 	$(BIN)/python -m llm quickstart $(ARGS)
 
+# A part of the tests, such as "not ranks", which .ci/run runs first.
+PART ?=
 ORDINARY := not slow and not faults and not layouts and not benchmarks and not cluster
 
 # Files in their order, since xdist would start files with few but long tests last.
 # The tests of `make test-gpu` are rehearsed on the CPU.
+PYTEST := LLM_TEST_DEVICE=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.dev
-	LLM_TEST_DEVICE=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(ORDINARY)" $(ARGS)
+	$(PYTEST) -m "$(ORDINARY) and not extended$(if $(PART), and $(PART))" $(ARGS)
+
+test-extended: $(VENV)/.dev
+	$(PYTEST) -m "$(ORDINARY) and extended" $(ARGS)
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow $(ARGS)

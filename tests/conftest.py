@@ -20,6 +20,9 @@ _FOREIGN = (
 )
 """How variables begin that change what the programs do, and that a cluster or a user may set."""
 
+_STARTS_RANKS = {"Bench", "GPUBench", "Ranks", "run_ranks", "Launch"}
+"""What a test file imports from `tests/support` to start ranks or the trainer."""
+
 for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
     # `make test-gpu` uses the devices that its caller chose.
     if name != "CUDA_VISIBLE_DEVICES" or os.environ.get("LLM_TEST_DEVICE") != "cuda":
@@ -34,8 +37,14 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole runs first: of files that take long, none shall be left for one process at the end."""
+    """Whole runs first: of files that take long, none shall be left for one process at the end.
+
+    Tests are marked as `ranks` where their file has imported a class or function that starts them.
+    """
     items.sort(key=lambda item: item.path.parent.name != "trainers")
+    for item in items:
+        if isinstance(item, pytest.Function) and _STARTS_RANKS & vars(item.module).keys():
+            item.add_marker("ranks")
 
 
 @pytest.fixture(autouse=True)

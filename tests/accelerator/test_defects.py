@@ -136,6 +136,7 @@ def average_without_a_wait() -> None:
     GossipAverager.settle = lambda self: None
 
 
+@pytest.mark.extended
 def test_gossip_that_does_not_wait_for_its_messages_is_noticed():
     uses = notes_with(average_without_a_wait, GOSSIP)["update"].in_flight
     lines = {use.partition(" at ")[2].partition(":")[0] for use in uses}

@@ -26,7 +26,10 @@ def launches(name: str, layers: int) -> int:
     return count.total()
 
 
-@pytest.mark.parametrize("name", ["adamw", pytest.param("sgd", marks=more), "muon"])
+@pytest.mark.parametrize(
+    "name",
+    ["adamw", pytest.param("sgd", marks=more), pytest.param("muon", marks=pytest.mark.extended)],
+)
 def test_launches_do_not_grow_with_the_number_of_layers(name):
     assert launches(name, 6) == launches(name, 2)
 

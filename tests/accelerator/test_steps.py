@@ -157,13 +157,16 @@ CASES = {
     ),
 }
 STEP = ("gradient", "update", "log", "evaluation", "save")
-# Those of the ordinary suite; the others have the same in another way.
-IN_SHORT = {
-    *("one rank", "K-FAC, 4 ranks", "tensor, 4 ranks", "pipeline, last of 4 ranks"),
-    *("gossip, 4 ranks", "HSDP, 8 ranks"),
+# The other cases have the same in another way.
+MARKS = {
+    **dict.fromkeys(CASES, pytest.mark.layouts),
+    **dict.fromkeys(("K-FAC, 4 ranks", "gossip, 4 ranks"), pytest.mark.extended),
+    **dict.fromkeys(
+        ("one rank", "tensor, 4 ranks", "pipeline, last of 4 ranks", "HSDP, 8 ranks"), ()
+    ),
 }
 every_case = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.layouts] * (n not in IN_SHORT)) for n in CASES]
+    "name", [pytest.param(name, marks=marks) for name, marks in MARKS.items()]
 )
 
 

@@ -50,7 +50,7 @@ def test_each_rank_hashes_an_equal_share_and_each_file_once(tmp_path, monkeypatc
         assert abs(sum(files[name][0] for name in read) - total / ranks) < 1000
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
 def test_a_file_that_one_rank_finds_damaged_is_refused_by_all(tmp_path, monkeypatch, ranks):
     save_twelve_files(tmp_path, 1, monkeypatch)
     newest = save_twelve_files(tmp_path, 2, monkeypatch)

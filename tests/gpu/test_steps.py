@@ -68,7 +68,7 @@ def check_losses(run: Run, reference: list[float], rel: float) -> None:
         pytest.param("float32", marks=only_on_a_gpu),  # the reference itself
         pytest.param("TF32", marks=only_on_a_gpu),
         "bf16",
-        "fp16",
+        pytest.param("fp16", marks=pytest.mark.extended),
     ],
 )
 def test_steps_have_the_losses_of_a_cpu_in_every_precision(bench, references, precision, compiled):
@@ -80,7 +80,9 @@ def test_steps_have_the_losses_of_a_cpu_in_every_precision(bench, references, pr
 @pytest.mark.parametrize(
     "options",
     [
-        {"kfac": True, "optimizer": "soap", "nesterov": True},
+        pytest.param(
+            {"kfac": True, "optimizer": "soap", "nesterov": True}, marks=pytest.mark.extended
+        ),
         *(
             pytest.param(options, marks=only_on_a_gpu)  # one is enough to rehearse
             for options in (
@@ -118,6 +120,7 @@ def test_what_saves_memory_does_not_change_the_losses(bench, references, request
     check_losses(run, references({}), 1e-2)
 
 
+@pytest.mark.extended
 def test_runs_on_documents_have_the_losses_of_a_cpu(tmp_path):
     bench = GPUBench(tmp_path, family="llama", max_position_embeddings=128).write_weights()
     lines = bench.text.read_text(encoding="utf-8").splitlines()
@@ -136,7 +139,7 @@ def test_runs_on_documents_have_the_losses_of_a_cpu(tmp_path):
     "options",
     [
         pytest.param({}, marks=only_on_a_gpu),  # which other tests check on a CPU
-        {"kfac": True},
+        pytest.param({"kfac": True}, marks=pytest.mark.extended),
         pytest.param({"mixed_precision": "fp16"}, marks=only_on_a_gpu),
     ],
     ids=str,

@@ -116,7 +116,11 @@ def half_precision_loss(mixed_precision: str):
 
 
 @pytest.mark.parametrize(
-    "mixed_precision", ["bf16", pytest.param("fp16", marks=pytest.mark.layouts)]
+    "mixed_precision",
+    [
+        pytest.param("bf16", marks=pytest.mark.extended),
+        pytest.param("fp16", marks=pytest.mark.layouts),
+    ],
 )
 def test_sharded_sequences_train_in_half_precision(mixed_precision):
     expected = values(run_ranks(half_precision_loss, 1, mixed_precision))[0]

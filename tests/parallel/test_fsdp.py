@@ -62,9 +62,9 @@ MORE = pytest.mark.layouts
 @pytest.mark.parametrize(
     ("family", "ranks", "sizes"),
     [
-        ("gpt2", 4, {"shard": 2}),
+        pytest.param("gpt2", 4, {"shard": 2}, marks=pytest.mark.extended),
         pytest.param("llama", 2, {"shard": 2}, marks=MORE),
-        pytest.param("gpt2", 2, {"shard": 2}, marks=MORE),
+        ("gpt2", 2, {"shard": 2}),
         pytest.param("gpt2", 4, {"shard": 4}, marks=MORE),
         pytest.param("llama", 4, {"shard": 4}, marks=MORE),
         pytest.param("llama", 4, {"shard": 2}, marks=MORE),
@@ -136,7 +136,9 @@ def note_begin(block: torch.nn.Module, sent: list) -> None:
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize(("family", "outside"), [("gpt2", 1), ("llama", 3)])
+@pytest.mark.parametrize(
+    ("family", "outside"), [("gpt2", 1), pytest.param("llama", 3, marks=pytest.mark.extended)]
+)
 def test_a_block_is_gathered_and_reduced_as_one_group(family, outside, precision):
     """Two blocks, forward and backward, twice; all other weights are gathered once.
 

@@ -78,6 +78,7 @@ def test_four_ranks_train_every_family_as_one_rank_does(family, sizes):
     assert_trains_as_on_one_rank(4, [(family, sizes, {"accumulation": 2})])
 
 
+@pytest.mark.extended
 def test_half_precision_is_close_to_one_rank():
     options = {"precision": "bf16", "accumulation": 2}
     expected, _ = values(run_ranks(partial(train, "llama", {}, **options), 1))[0]
@@ -110,6 +111,7 @@ def test_each_rank_draws_its_own_dropout_for_its_tokens():
         assert 0.3 < (mask != different).float().mean() < 0.5  # 2 * 0.3 * 0.7
 
 
+@pytest.mark.extended
 def test_recomputed_layers_draw_the_same_dropout():
     options = {**DROPS, "attn_implementation": "eager"}
     kept, *others = values(run_ranks(partial(train, "gpt2", TP2, **options), 2))
@@ -158,7 +160,7 @@ def messages_of_a_layer(family: str, sharded: bool, precision: str):
 @pytest.mark.parametrize(
     ("family", "precision"),
     [
-        ("llama", "bf16"),
+        pytest.param("llama", "bf16", marks=pytest.mark.extended),
         ("gpt2", "no"),
         pytest.param("llama", "no", marks=pytest.mark.layouts),
         pytest.param("gpt2", "bf16", marks=pytest.mark.layouts),

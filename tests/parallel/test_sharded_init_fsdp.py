@@ -93,6 +93,7 @@ def train(shard: int, which: str):
     return seen
 
 
+@pytest.mark.extended
 def test_sharded_ranks_train_as_one_rank_with_any_recomputation():
     expected = values(run_ranks(train, 1, 1, "none"))[0]
     for ranks, shard, which in ((2, 2, "full"), (4, 2, "selective")):

@@ -75,7 +75,7 @@ def differences(cases, sizes: dict[str, int]) -> list[str]:
     [
         (2, {"shard": 2}),
         pytest.param(4, {"shard": 4}, marks=pytest.mark.layouts),
-        (4, {"shard": 2, "tensor": 2}),
+        pytest.param(4, {"shard": 2, "tensor": 2}, marks=pytest.mark.extended),
     ],
 )
 def test_sharded_ranks_read_the_weights_of_a_whole_load(tmp_path, ranks, sizes):

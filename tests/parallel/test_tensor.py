@@ -91,6 +91,7 @@ def train_with_z_loss(sizes: dict[str, int], chunked: bool):
     return torch.tensor(seen), strategy.full_state_dict()
 
 
+@pytest.mark.extended
 def test_a_z_loss_over_a_divided_vocabulary_is_that_of_one_rank():
     # 321 tokens: the second rank has a row of padding less than the first.
     ((whole, weights),) = values(run_ranks(train_with_z_loss, 1, {}, True))
@@ -132,7 +133,7 @@ def pieces(sizes: dict[str, int]):
     return held / total
 
 
-@pytest.mark.parametrize("sizes", [TP2, TP2_FSDP2])
+@pytest.mark.parametrize("sizes", [TP2, pytest.param(TP2_FSDP2, marks=pytest.mark.extended)])
 def test_a_rank_holds_only_one_shard_of_each_matrix(sizes):
     ranks = 2 * sizes.get("shard", 1)
     for fraction in values(run_ranks(pieces, ranks, sizes)):

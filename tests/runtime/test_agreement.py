@@ -12,6 +12,7 @@ import torch.distributed as dist
 from llm.errors import ConfigError, DataError, LLMError
 from llm.runtime import agreement
 from llm.runtime.agreement import gather, is_shared, on_all_ranks, on_rank0
+from tests.support.processes import wait_until
 from tests.support.ranks import Ranks, run_ranks, values
 
 
@@ -207,10 +208,11 @@ def wait_for_late_value():
 
 def test_a_rank_that_was_started_alone_says_for_whom_it_waits():
     ranks = Ranks(wait_for_late_rank, 1, "0", environment={"WORLD_SIZE": "4"})
-    ranks.processes[0].join(8)
-    [outcome] = ranks.outcomes(timeout=0.1)
 
-    assert "Rank 0 waits for the other 3 ranks at 127.0.0.1, port " in outcome.output
+    wait_until(lambda: "Rank 0 waits for the other 3 ranks at 127.0.0.1, port " in ranks.output(0))
+
+    ranks.kill()
+    ranks.outcomes()
 
 
 def impatient():

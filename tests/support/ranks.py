@@ -83,6 +83,11 @@ class Ranks:
         assert wait([process.sentinel for process in self.processes], timeout), "none has ended"
         return time.monotonic()
 
+    def output(self, rank: int) -> str:
+        """What a rank has printed so far."""
+        path = Path(self._folder.name) / str(rank)
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
     def kill(self) -> None:
         """Kill what is left of them, stopped ones too."""
         for process in self.processes:
@@ -104,9 +109,7 @@ class Ranks:
             value, error = None, f"ended with code {process.exitcode}{late}"
             if result.exists():
                 value, error = pickle.loads(result.read_bytes())
-            output = Path(self._folder.name) / str(rank)
-            text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
-            found.append(Outcome(value, error, text))
+            found.append(Outcome(value, error, self.output(rank)))
         self._folder.cleanup()
         return found
 

@@ -256,7 +256,11 @@ DEPTHS = {
 
 @pytest.mark.parametrize(
     "size",
-    ["124M", "355M", *(pytest.param(name, marks=pytest.mark.slow) for name in [*DEPTHS][2:])],
+    [
+        "124M",
+        pytest.param("355M", marks=pytest.mark.extended),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in [*DEPTHS][2:]),
+    ],
 )
 def test_a_pipeline_is_cut_as_the_trainer_cuts_it(size):
     job = Job(PlanOptions(model_size=size, nodes=1, gpus_per_node=1))

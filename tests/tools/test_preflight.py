@@ -172,6 +172,7 @@ def test_values_that_no_machine_can_have_are_refused(option, value, most, capsys
     assert f"error: --{option} must be at most {most}" in capsys.readouterr().err
 
 
+@pytest.mark.extended
 def test_torchrun_starts_it_too():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(

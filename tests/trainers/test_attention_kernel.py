@@ -28,7 +28,9 @@ def train(argv: list[str]) -> int:
     return main.main(argv)
 
 
-@pytest.mark.parametrize(("family", "kfac"), [("gpt2", True), ("llama", False)])
+@pytest.mark.parametrize(
+    ("family", "kfac"), [("gpt2", True), pytest.param("llama", False, marks=pytest.mark.extended)]
+)
 def test_a_kernel_without_float32_trains_evaluates_samples_and_exports(tmp_path, family, kfac):
     bench = Bench(tmp_path, lines=60, family=family)
     command = bench.command(

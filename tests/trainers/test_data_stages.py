@@ -182,7 +182,10 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(
     "layout",
-    [name if name == "PP2" else pytest.param(name, marks=pytest.mark.layouts) for name in LAYOUTS],
+    [
+        pytest.param(name, marks=pytest.mark.extended if name == "PP2" else pytest.mark.layouts)
+        for name in LAYOUTS
+    ],
 )
 def test_every_layout_logs_the_same_losses_of_the_sources(bench, staged, layout):
     data_ranks = 2 if layout in ("FSDP2", "DP2") else 1

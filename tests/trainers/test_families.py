@@ -7,9 +7,6 @@ from tests.support.models import FAMILIES
 from tests.support.recovery import check_resume
 from tests.support.training import Bench
 
-MORE = pytest.mark.layouts
-
-
 OPTIONS = {
     "max_train_steps": 3,
     "checkpointing_steps": 2,
@@ -18,19 +15,27 @@ OPTIONS = {
     "from_scratch": True,
     "sample_prompt": "The king",
 }
-RESUMED = ("mixtral", "mamba")
-"""Those of the ordinary suite; `make test-layouts` resumes all."""
+IN_SHORT = ("gpt2", "llama", "mixtral", "mamba")
+"""Those that `make test` trains; `make test-extended` trains the others."""
+RESUMED = {"mamba": (), "mixtral": pytest.mark.extended}
+"""Marks of those that are resumed; `make test-layouts` resumes the others."""
 
 
 @pytest.mark.parametrize(
     "family",
-    [name if name in RESUMED else pytest.param(name, marks=MORE) for name in FAMILIES],
+    [pytest.param(name, marks=RESUMED.get(name, pytest.mark.layouts)) for name in FAMILIES],
 )
 def test_a_family_resumes_bit_for_bit(family, tmp_path):
     check_resume(Bench(tmp_path, family=family), "straight", **OPTIONS)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.extended)
+        for name in FAMILIES
+    ],
+)
 def test_a_family_trains_exports_and_generates(family, tmp_path):
     straight = Bench(tmp_path, family=family).train_well("straight", **OPTIONS)
 

@@ -68,8 +68,8 @@ LAYOUTS = {
     "PP2xFSDP2": (4, PIPELINE | SHARDED),
     "PP2xTP2": (4, PIPELINE | TENSOR),
 }
-IN_SHORT = ("PP2",)
-"""That of the ordinary suite; `make test-layouts` runs all."""
+IN_CI = ("PP2",)
+"""That of `make test-extended`; `make test-layouts` runs the others."""
 
 
 def data_ranks(ranks: int, sizes: dict[str, int]) -> int:
@@ -81,7 +81,7 @@ def data_ranks(ranks: int, sizes: dict[str, int]) -> int:
 @pytest.mark.parametrize(
     "layout",
     [
-        name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.layouts)
+        pytest.param(name, marks=pytest.mark.extended if name in IN_CI else pytest.mark.layouts)
         for name in LAYOUTS
     ],
 )

@@ -118,7 +118,11 @@ def test_a_batch_that_would_grow_after_the_end_is_a_warning(plain):
         (1, {"per_device_train_batch_size": 8}),
         pytest.param(2, {"per_device_train_batch_size": 4}, marks=pytest.mark.layouts),
         pytest.param(4, {"per_device_train_batch_size": 4}, marks=pytest.mark.layouts),
-        (2, {"per_device_train_batch_size": 2, "pipeline_parallel_size": 2}),
+        pytest.param(
+            2,
+            {"per_device_train_batch_size": 2, "pipeline_parallel_size": 2},
+            marks=pytest.mark.extended,
+        ),
         (2, {"per_device_train_batch_size": 4, "data_parallel_shard_size": 2}),
     ],
     ids=["1", "2", "4", "pipeline", "shards"],

@@ -48,7 +48,14 @@ def train(sizes: dict[str, int]) -> tuple[dict[str, float], dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sizes"), [(1, {}), (2, {}), (2, {"pipeline": 2}), (2, {"shard": 2})], ids=str
+    ("ranks", "sizes"),
+    [
+        (1, {}),
+        (2, {}),
+        pytest.param(2, {"pipeline": 2}, marks=pytest.mark.extended),
+        (2, {"shard": 2}),
+    ],
+    ids=str,
 )
 def test_a_new_sum_is_added_up_over_micro_batches_ranks_and_a_resume(ranks, sizes):
     logged, after = values(run_ranks(train, ranks, sizes))[0]

@@ -27,7 +27,7 @@ def dropout(tmp_path_factory) -> Bench:
     ("optimizer", "ranks", "precision", "momentum", "shards"),
     [
         pytest.param("muon", 2, "fp16", None, None, marks=MORE),
-        ("muon", 2, "fp16", None, 2),
+        pytest.param("muon", 2, "fp16", None, 2, marks=pytest.mark.extended),
         pytest.param("soap", 1, "no", None, None, marks=MORE),
         pytest.param("soap", 2, "fp16", None, None, marks=MORE),
         pytest.param("soap", 2, "fp16", None, 2, marks=MORE),
@@ -56,7 +56,11 @@ def test_a_resumed_run_is_bit_identical(dropout, optimizer, ranks, precision, mo
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["muon", *(pytest.param(name, marks=MORE) for name in ("soap", "sgd"))]
+    "optimizer",
+    [
+        pytest.param("muon", marks=pytest.mark.extended),
+        *(pytest.param(name, marks=MORE) for name in ("soap", "sgd")),
+    ],
 )
 def test_two_ranks_train_as_one_and_a_nan_on_one_skips_the_step_on_both(plain, optimizer):
     options = {"optimizer": optimizer, "learning_rate": RATES[optimizer], "betas": (0.9, 0.95)}
@@ -83,7 +87,9 @@ def test_two_ranks_train_as_one_and_a_nan_on_one_skips_the_step_on_both(plain, o
     assert sound[20] < sound[1] - 0.3
 
 
-@pytest.mark.parametrize("optimizer", ["muon", pytest.param("sgd", marks=MORE)])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param("muon", marks=pytest.mark.extended), pytest.param("sgd", marks=MORE)]
+)
 def test_gossip_resumes_under_another_world_size(plain, optimizer):
     options = {
         "optimizer": optimizer,

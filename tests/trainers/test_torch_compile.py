@@ -34,7 +34,11 @@ def train_traced(argv):
         (1, {"sample_steps": 2}),
         pytest.param(1, {"kfac": True}, marks=MORE),
         pytest.param(1, {"activation_checkpointing": "selective"}, marks=MORE),
-        (2, {"data_parallel_shard_size": 2, "activation_checkpointing": "full"}),
+        pytest.param(
+            2,
+            {"data_parallel_shard_size": 2, "activation_checkpointing": "full"},
+            marks=pytest.mark.extended,
+        ),
         pytest.param(
             2, {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2}, marks=MORE
         ),

@@ -33,7 +33,10 @@ def test_the_z_loss_is_logged_apart_and_pulls_the_logits_down(bench, alone):
 
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [(2, {"per_device_train_batch_size": 2}), (2, {"pipeline_parallel_size": 2})],
+    [
+        (2, {"per_device_train_batch_size": 2}),
+        pytest.param(2, {"pipeline_parallel_size": 2}, marks=pytest.mark.extended),
+    ],
 )
 def test_every_layout_has_the_z_loss_of_one_rank(bench, alone, ranks, layout):
     run = bench.train_well("-".join(layout), ranks=ranks, **OPTIONS, **layout)

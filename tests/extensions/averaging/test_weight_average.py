@@ -35,8 +35,8 @@ LAYOUTS = {
     "DP2 with K-FAC": (2, {"kfac": True}),
     "PP2xFSDP2": (4, {"pipeline_parallel_size": 2, **SHARDED}),
 }
-IN_SHORT = ("FSDP2",)
-"""That of the ordinary suite; `make test-layouts` runs all."""
+IN_CI = ("FSDP2",)
+"""That of `make test-extended`; `make test-layouts` runs the others."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,10 @@ def test_the_average_by_tokens_halves_the_past_after_its_half_life(bench):
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.layouts) for name in LAYOUTS],
+    [
+        pytest.param(name, marks=pytest.mark.extended if name in IN_CI else pytest.mark.layouts)
+        for name in LAYOUTS
+    ],
 )
 def test_the_average_is_that_of_the_weights_on_any_layout(bench, layout):
     ranks, sizes = LAYOUTS[layout]

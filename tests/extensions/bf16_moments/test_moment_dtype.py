@@ -15,7 +15,13 @@ def bench(tmp_path_factory):
     return Bench(tmp_path_factory.mktemp("moments"), **NO_DROPOUT)
 
 
-@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.layouts), True])
+@pytest.mark.parametrize(
+    "sharded",
+    [
+        pytest.param(False, marks=pytest.mark.layouts),
+        pytest.param(True, marks=pytest.mark.extended),
+    ],
+)
 def test_a_resumed_run_rounds_its_moments_to_the_same_bits(bench, sharded):
     options = {**OPTIONS, "ranks": 2, "checkpointing_steps": 6, "logging_steps": 4}
     if sharded:

@@ -31,7 +31,7 @@ def answers(asking: int) -> tuple[int, list[list[int]]]:
     [
         (2, [[1], [2], [3], [4]]),  # a turn each: the answer comes with the next call
         (3, [[2], [4], [4], [6]]),  # two turns; a flag waits for the vote under way
-        (4, [[2], [4], [4], [6]]),
+        pytest.param(4, [[2], [4], [4], [6]], marks=pytest.mark.extended),
     ],
 )
 def test_all_ranks_receive_a_flag_once_at_the_same_call(ranks, heard):

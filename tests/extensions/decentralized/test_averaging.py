@@ -61,7 +61,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("ranks", [3, 4, pytest.param(8, marks=pytest.mark.layouts)])
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(3, marks=pytest.mark.extended), 4, pytest.param(8, marks=pytest.mark.layouts)],
+)
 @pytest.mark.parametrize("bucket_bytes", [1, 2**20])
 def test_each_round_multiplies_by_its_matrix_and_leaves_the_mean(ranks, bucket_bytes):
     steps = 6
@@ -99,7 +102,12 @@ def mixed_nodes(topologies):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "nodes"), [(4, 2), (6, 3), pytest.param(8, 4, marks=pytest.mark.layouts)]
+    ("ranks", "nodes"),
+    [
+        (4, 2),
+        pytest.param(6, 3, marks=pytest.mark.extended),
+        pytest.param(8, 4, marks=pytest.mark.layouts),
+    ],
 )
 def test_ranks_of_a_node_exchange_a_shard_each_and_hold_equal_weights(ranks, nodes):
     topologies = ("exp", "complete") if nodes != 3 else ("complete",)
@@ -166,7 +174,7 @@ def times_of_an_exchange(topology: str, file: Path) -> tuple[float, float]:
     return began, waited
 
 
-@pytest.mark.parametrize("topology", ["exp", "complete"])
+@pytest.mark.parametrize("topology", ["exp", pytest.param("complete", marks=pytest.mark.extended)])
 def test_an_exchange_is_waited_for_only_before_the_next_step(topology, tmp_path):
     # If a step's end waited, rank 0 would never write the file that rank 1 waits for.
     outcomes = values(run_ranks(times_of_an_exchange, 4, topology, tmp_path / "ended"))

@@ -62,7 +62,11 @@ def resumed(case: Case, folder):
 
 @pytest.mark.parametrize(
     "case",
-    [RING, DILOCO, pytest.param(NODES, marks=pytest.mark.layouts)],
+    [
+        RING,
+        pytest.param(DILOCO, marks=pytest.mark.extended),
+        pytest.param(NODES, marks=pytest.mark.layouts),
+    ],
     ids=["ring", "diloco", "nodes"],
 )
 def test_a_decentralized_checkpoint_resumes_and_loads_as_the_mean(case, tmp_path):

@@ -110,7 +110,7 @@ def test_the_mean_is_what_is_evaluated(bench):
     ("ranks", "options"),
     [
         pytest.param(4, RING, marks=pytest.mark.layouts),
-        (2, {**RING, "topology": "alternating-exp-ring"}),
+        pytest.param(2, {**RING, "topology": "alternating-exp-ring"}, marks=pytest.mark.extended),
         pytest.param(2, DILOCO, marks=pytest.mark.layouts),
     ],
     ids=["ring", "alternating-exp-ring", "diloco"],
@@ -147,7 +147,7 @@ def test_a_signal_to_one_of_four_ranks_stops_all_after_the_same_step(bench):
 @pytest.mark.parametrize(
     ("options", "first"),
     [
-        (RING, 2),
+        pytest.param(RING, 2, marks=pytest.mark.extended),
         pytest.param(RING, 4, marks=pytest.mark.layouts),
         pytest.param(DILOCO, 4, marks=pytest.mark.layouts),
     ],
@@ -198,7 +198,9 @@ def test_a_step_skipped_by_one_rank_is_reported_and_the_others_continue(bench):
     assert steps == {8.0}
 
 
-@pytest.mark.parametrize("options", [RING, DILOCO], ids=["gossip", "diloco"])
+@pytest.mark.parametrize(
+    "options", [RING, pytest.param(DILOCO, marks=pytest.mark.extended)], ids=["gossip", "diloco"]
+)
 def test_one_rank_is_a_plain_run_bit_for_bit(bench, plain, options):
     name = f"alone-{options['data_parallel']}"
     alone = bench.train_well(name, max_train_steps=8, eval_steps=4, **options)

@@ -57,7 +57,11 @@ def undisturbed(case: Case) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(RING, marks=pytest.mark.layouts), BLOCKING, DILOCO],
+    [
+        pytest.param(RING, marks=pytest.mark.layouts),
+        pytest.param(BLOCKING, marks=pytest.mark.extended),
+        DILOCO,
+    ],
     ids=["ring", "blocking", "diloco"],
 )
 def test_the_mean_is_swapped_in_and_the_weights_back_bit_for_bit(case):
@@ -93,7 +97,11 @@ def resumed(case: Case, stop: int) -> bool:
 
 
 # test_decentralized_checkpoint.py resumes the others from a disk.
-@pytest.mark.parametrize("case", [ALTERNATING, BLOCKING], ids=["alternating", "blocking"])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(ALTERNATING, marks=pytest.mark.extended), BLOCKING],
+    ids=["alternating", "blocking"],
+)
 def test_a_loaded_state_continues_bit_for_bit_on_every_rank(case):
     assert values(run_ranks(resumed, 4, case, 4)) == [True] * 4
 

@@ -56,6 +56,7 @@ def check_alike(run: Run, reference: Run) -> None:
         torch.testing.assert_close(own[name], tensor, rtol=0, atol=2e-5)
 
 
+@pytest.mark.extended
 def test_sharded_replicas_train_as_whole_ones(divided, whole):
     check_alike(divided, whole)
 

@@ -145,6 +145,7 @@ def resume():
     return same, digest
 
 
+@pytest.mark.extended
 def test_a_resumed_run_continues_bit_by_bit_and_ranks_keep_equal_copies():
     found = values(run_ranks(resume, 4))
 

@@ -78,10 +78,18 @@ def test_only_ekfac_has_blocks_of_two_widths_unless_they_are_asked_for(options, 
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (1, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}),
+        pytest.param(
+            1,
+            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+            marks=pytest.mark.extended,
+        ),
         pytest.param(2, {"per_device_train_batch_size": 4}, marks=MORE),
         (2, {"per_device_train_batch_size": 4, "data_parallel_shard_size": 2}),
-        (2, {"gradient_accumulation_steps": 2, "pipeline_parallel_size": 2}),
+        pytest.param(
+            2,
+            {"gradient_accumulation_steps": 2, "pipeline_parallel_size": 2},
+            marks=pytest.mark.extended,
+        ),
     ],
 )
 def test_ranks_accumulation_and_layout_do_not_change_the_losses(plain, alone, ranks, options):
@@ -105,12 +113,16 @@ OPEN = {
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.extended),
         pytest.param(1, {"mixed_precision": "fp16"}, marks=MORE),
         pytest.param(2, {}, marks=MORE),
         pytest.param(2, {"mixed_precision": "fp16"}, marks=MORE),
         (2, {"kfac_method": "eigen"}),
-        (1, {"optimizer": "soap", "soap_update_steps": 4, "nesterov": True}),
+        pytest.param(
+            1,
+            {"optimizer": "soap", "soap_update_steps": 4, "nesterov": True},
+            marks=pytest.mark.extended,
+        ),
         pytest.param(2, {"data_parallel_shard_size": 2, "mixed_precision": "fp16"}, marks=MORE),
     ],
 )
@@ -175,7 +187,10 @@ def test_a_step_that_overflows_is_skipped_and_training_continues(plain):
 
 @pytest.mark.parametrize(
     "family",
-    [*(pytest.param(name, marks=MORE) for name in ("gpt_neo", "opt", "llama")), "mixtral"],
+    [
+        *(pytest.param(name, marks=MORE) for name in ("gpt_neo", "opt", "llama")),
+        pytest.param("mixtral", marks=pytest.mark.extended),
+    ],
 )
 def test_other_families_train_with_kfac(family, tmp_path):
     bench = Bench(tmp_path, family=family)
@@ -196,7 +211,7 @@ def test_a_missing_kfac_library_is_named(plain):
     assert "pip install git+https://github.com/gpauloski/kfac-pytorch" in run.output
 
 
-@pytest.mark.parametrize("which", ["full", "selective"])
+@pytest.mark.parametrize("which", [pytest.param("full", marks=pytest.mark.extended), "selective"])
 def test_activation_recomputation_does_not_change_kfac(plain, alone, which):
     options = {"per_device_train_batch_size": 8, "activation_checkpointing": which}
     run = plain.train_well(which, kfac=True, **options)

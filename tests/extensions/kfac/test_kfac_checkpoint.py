@@ -105,7 +105,7 @@ def copied_for_a_save(options):
     return new, sum(t.nbytes for t in own.values()), sum(t.nbytes for t in state.values())
 
 
-@pytest.mark.parametrize("options", [EKFAC, EIGEN])
+@pytest.mark.parametrize("options", [EKFAC, pytest.param(EIGEN, marks=pytest.mark.extended)])
 def test_all_ranks_together_copy_the_state_once_for_a_save(options):
     [(_, _, whole)] = values(run_ranks(copied_for_a_save, 1, options))
     found = values(run_ranks(copied_for_a_save, 4, options))

@@ -47,7 +47,7 @@ def alone():
 @pytest.mark.parametrize(
     ("ranks", "sizes"),
     [
-        (2, {"shard": 2}),
+        pytest.param(2, {"shard": 2}, marks=pytest.mark.extended),
         pytest.param(2, {"pipeline": 2}, marks=MORE),
         pytest.param(4, {"shard": 2, "pipeline": 2}, marks=MORE),
         pytest.param(4, {"shard": 2}, marks=MORE),
@@ -136,6 +136,7 @@ def run_experts(sizes):
     return weights, counts
 
 
+@pytest.mark.extended
 def test_stacks_of_experts_train_bit_for_bit_as_replicas_do():
     shards, replicas = (values(run_ranks(run_experts, 2, sizes)) for sizes in ({"shard": 2}, None))
     found, expected = (

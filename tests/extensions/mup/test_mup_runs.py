@@ -30,7 +30,7 @@ def alone(bench) -> Run:
 @pytest.mark.parametrize(
     ("micro_batch", "sizes"),
     [
-        pytest.param(2, {"data_parallel_shard_size": 2}, id="FSDP2"),
+        pytest.param(2, {"data_parallel_shard_size": 2}, id="FSDP2", marks=pytest.mark.extended),
         pytest.param(2, {}, id="DDP2", marks=pytest.mark.layouts),
         pytest.param(4, {"tensor_parallel_size": 2}, id="TP2", marks=pytest.mark.layouts),
         pytest.param(4, {"pipeline_parallel_size": 2}, id="PP2", marks=pytest.mark.layouts),

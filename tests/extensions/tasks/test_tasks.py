@@ -161,7 +161,7 @@ def test_results_are_those_of_lm_eval_on_the_export(trained, tasks):
 @pytest.mark.parametrize(
     ("family", "ranks", "options"),
     [
-        ("gpt2", 2, {}),
+        pytest.param("gpt2", 2, {}, marks=pytest.mark.extended),
         pytest.param("gpt2", 2, {"data_parallel_shard_size": 2}, marks=pytest.mark.layouts),
         pytest.param(
             "llama",

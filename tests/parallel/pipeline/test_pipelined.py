@@ -173,7 +173,7 @@ def train_in(precision):
     return seen, (skipped.item(), strategy.loss_scale().item())
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.extended), "fp16"])
 def test_fp16_trains_alike_and_an_overflow_skips_the_step_on_all_stages(precision):
     expected, overflow = values(run_ranks(train_in, 1, precision))[0]
     assert overflow is None or overflow[0] == 1
@@ -225,7 +225,11 @@ def test_a_step_all_reduces_the_gradients_of_each_group_at_once(ranks, all_reduc
 
 @pytest.mark.parametrize(
     ("precision", "dtype"),
-    [("no", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float32)],
+    [
+        ("no", torch.float32),
+        ("bf16", torch.bfloat16),
+        pytest.param("fp16", torch.float32, marks=pytest.mark.extended),
+    ],
 )
 def test_stages_exchange_hidden_states_and_gradients_in_bf16(precision, dtype):
     # In fp16, in which hidden states could overflow, they stay float32.
