@@ -37,7 +37,7 @@ help:
 train: $(VENV)/.core
 	$(BIN)/python -m llm quickstart $(ARGS)
 
-# A part of the tests, such as "not ranks", which .ci/run runs first.
+# Which of them: a condition on markers such as "not ranks", which .ci/run runs first.
 PART ?=
 ORDINARY := not slow and not faults and not layouts and not benchmarks and not cluster
 
@@ -46,10 +46,11 @@ ORDINARY := not slow and not faults and not layouts and not benchmarks and not c
 PYTEST := LLM_TEST_DEVICE=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.dev
-	$(PYTEST) -m "$(ORDINARY) and not extended$(if $(PART), and $(PART))" $(ARGS)
+	$(PYTEST) -m "$(ORDINARY) and not extended$(if $(PART), and ($(PART)))" $(ARGS)
 
+# Only files with such tests are collected.
 test-extended: $(VENV)/.dev
-	$(PYTEST) -m "$(ORDINARY) and extended" $(ARGS)
+	$(PYTEST) -m "$(ORDINARY) and extended" $$(grep -rl --include='test_*.py' mark.extended tests) $(ARGS)
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
@@ -79,7 +80,7 @@ test-peers: $(VENV)/.peers
 
 # In environments of several GB. Where no version is given, pip takes the newest.
 test-floor: .venv-floor/lowest.txt
-	@$(MAKE) test VENV=.venv-floor CONSTRAINTS=$<
+	@$(MAKE) test test-extended VENV=.venv-floor CONSTRAINTS=$<
 
 .venv-floor/lowest.txt: pyproject.toml tests/support/lowest_versions.py
 	@mkdir -p $(@D)
@@ -87,7 +88,7 @@ test-floor: .venv-floor/lowest.txt
 
 test-newest:
 	@rm -f .venv-newest/.core .venv-newest/.dev
-	@PIP_UPGRADE=1 PIP_UPGRADE_STRATEGY=eager $(MAKE) test VENV=.venv-newest CONSTRAINTS=/dev/null
+	@PIP_UPGRADE=1 PIP_UPGRADE_STRATEGY=eager $(MAKE) test test-extended VENV=.venv-newest CONSTRAINTS=/dev/null
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
