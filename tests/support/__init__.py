@@ -15,10 +15,9 @@ Ranks, strategies and models:
 
 - `ranks`: calls a function on several gloo ranks, which a server forks that has imported `preload`.
 - `layouts`: strategies of any layout, and the batches and steps to compare them with.
-- `matrix_runs`, `decentralized`: the same for optimizers of whole matrices, and for gossip and
-  DiLoCo with a simulation of all ranks.
+- `decentralized`: the same for gossip and DiLoCo.
 - `models`, `tokenizers`: tiny models of every family, a tiny tokenizer.
-- `checkpoints`, `meters`: training states and their checkpoints; meters of several ranks.
+- `checkpoints`, `meters`: checkpoints of states and strategies; meters of several ranks.
 - `operations`: modes that note what waits for a device, and the messages of sharded weights.
 
 Data:

@@ -1,4 +1,4 @@
-"""Small training states, and checkpoints of them."""
+"""Small training states, and checkpoints of them and of strategies."""
 
 import errno
 import itertools
@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from llm.checkpoint import save as saving
 from llm.checkpoint.format import Checkpoint, name_of
-from llm.checkpoint.load import list_checkpoints, load_state
+from llm.checkpoint.load import list_checkpoints, load_state, newest_valid
 from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import Saver
+from llm.parallel.base import AcceleratedStrategy
 
 
 class Part:
@@ -104,6 +105,30 @@ def load(found: Checkpoint | None) -> Part:
 def steps(folder: Path) -> list[int]:
     """The steps of the whole checkpoints."""
     return [found.step for found in list_checkpoints(folder)]
+
+
+def parts_of(strategy: AcceleratedStrategy) -> dict[str, Any]:
+    return {"strategy": strategy, **strategy.run_optimizer.parts()}
+
+
+def save_strategy(strategy: AcceleratedStrategy, folder: Any, step: int) -> None:
+    saver = Saver(
+        CheckpointOptions(),
+        folder,
+        parts=parts_of(strategy),
+        metadata={},
+        rank=strategy.rank,
+        world_size=strategy.world_size,
+        owner_ranks=strategy.owner_ranks,
+    )
+    saver.save(step=step, eval_loss=None)
+    saver.finish(is_final=True)
+
+
+def load_strategy(strategy: AcceleratedStrategy, folder: Any) -> None:
+    checkpoint = newest_valid(folder)
+    assert isinstance(checkpoint, Checkpoint)
+    load_state(checkpoint, parts_of(strategy))
 
 
 def join() -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""A model small enough to simulate all ranks in one process, in float64, and that simulation."""
+"""A model small enough to simulate all ranks in one process, in float64, and its strategies."""
 
 import dataclasses
 
@@ -128,15 +128,6 @@ def make_strategy(case: Case, mixed_precision: str = "no") -> DecentralizedStrat
     return strategy
 
 
-def make_all_reduce(case: Case) -> AcceleratedStrategy:
-    strategy = AcceleratedStrategy(cpu_accelerator())
-    strategy.prepare(
-        Loss(unused=False),
-        OptimizerFactory(lambda model: make_optimizer(case.optimizer, model)).make,
-    )
-    return strategy
-
-
 def train(strategy: AcceleratedStrategy, case: Case, steps: range) -> None:
     """Train a strategy on this rank's share of each step's data."""
     for step in steps:
@@ -155,51 +146,5 @@ def finish(strategy: AcceleratedStrategy) -> None:
     strategy.barrier()
 
 
-def simulate(case: Case, ranks: int) -> list[torch.Tensor]:
-    """All replicas in one process, mixed by whole matrices; their weights at the end."""
-    losses = [Loss(unused=case.unused) for _ in range(ranks)]
-    optimizers = [make_optimizer(case.optimizer, loss.model) for loss in losses]
-    each = 1 if case.nodes else case.ranks_per_node
-    rounds = make_rounds(case.topology, ranks=ranks, ranks_per_node=each)
-    for step in range(case.steps):
-        input_ids, labels = step_data(step)
-        for loss, ids, wanted in zip(
-            losses, input_ids.chunk(ranks), labels.chunk(ranks), strict=True
-        ):
-            loss.zero_grad()
-            (loss(ids, wanted)[0] * (ranks / labels.numel())).backward()
-            if case.max_grad_norm:
-                torch.nn.utils.clip_grad_norm_(loss.parameters(), case.max_grad_norm)
-        if case.overlap and step > 0:
-            mix(losses, rounds[(step - 1) % len(rounds)])
-        for optimizer in optimizers:
-            optimizer.step()
-        if not case.overlap:
-            mix(losses, rounds[step % len(rounds)])
-    return [trained(loss.model) for loss in losses]
-
-
-@torch.no_grad()
-def mix(losses: list[Loss], groups) -> None:
-    mixed = torch.from_numpy(mixing_matrix(groups)) @ torch.stack(
-        [trained(x.model) for x in losses]
-    )
-    for loss, vector in zip(losses, mixed, strict=True):
-        torch.nn.utils.vector_to_parameters(
-            vector, [p for p in loss.model.parameters() if p.requires_grad]
-        )
-
-
 RING = Case(topology="ring", optimizer="accumadamw")
-
-
-ALTERNATING = Case(topology="alternating-exp-ring", ranks_per_node=2, optimizer="adamw")
-
-
-BLOCKING = Case(topology="exp", optimizer="adamw", overlap=False)
-
-
-NODES = Case(topology="exp", optimizer="adamw", nodes=True, ranks_per_node=2, unused=False)
-
-
 DILOCO = Case(optimizer="adamw", sync_every=3)

@@ -15,10 +15,12 @@ from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel.base import AcceleratedStrategy
 from tests.support.decentralized import (
     Case,
+    Loss,
     finish,
-    make_all_reduce,
+    make_optimizer,
     make_strategy,
-    simulate,
+    mixing_matrix,
+    step_data,
     train,
     trained,
 )
@@ -28,6 +30,50 @@ from tests.support.ranks import run_ranks, values
 
 TOPOLOGIES = [("complete", 1), ("exp", 1), ("ring", 1), ("alternating-exp-ring", 2)]
 OPTIMIZERS = ["sgd", "adamw", "accumadamw"]
+
+
+def make_all_reduce(case: Case) -> AcceleratedStrategy:
+    strategy = AcceleratedStrategy(cpu_accelerator())
+    strategy.prepare(
+        Loss(unused=False),
+        OptimizerFactory(lambda model: make_optimizer(case.optimizer, model)).make,
+    )
+    return strategy
+
+
+def simulate(case: Case, ranks: int) -> list[torch.Tensor]:
+    """All replicas in one process, mixed by whole matrices; their weights at the end."""
+    losses = [Loss(unused=case.unused) for _ in range(ranks)]
+    optimizers = [make_optimizer(case.optimizer, loss.model) for loss in losses]
+    each = 1 if case.nodes else case.ranks_per_node
+    rounds = make_rounds(case.topology, ranks=ranks, ranks_per_node=each)
+    for step in range(case.steps):
+        input_ids, labels = step_data(step)
+        for loss, ids, wanted in zip(
+            losses, input_ids.chunk(ranks), labels.chunk(ranks), strict=True
+        ):
+            loss.zero_grad()
+            (loss(ids, wanted)[0] * (ranks / labels.numel())).backward()
+            if case.max_grad_norm:
+                torch.nn.utils.clip_grad_norm_(loss.parameters(), case.max_grad_norm)
+        if case.overlap and step > 0:
+            mix(losses, rounds[(step - 1) % len(rounds)])
+        for optimizer in optimizers:
+            optimizer.step()
+        if not case.overlap:
+            mix(losses, rounds[step % len(rounds)])
+    return [trained(loss.model) for loss in losses]
+
+
+@torch.no_grad()
+def mix(losses: list[Loss], groups) -> None:
+    mixed = torch.from_numpy(mixing_matrix(groups)) @ torch.stack(
+        [trained(x.model) for x in losses]
+    )
+    for loss, vector in zip(losses, mixed, strict=True):
+        torch.nn.utils.vector_to_parameters(
+            vector, [p for p in loss.model.parameters() if p.requires_grad]
+        )
 
 
 def final_weights(cases: list[Case]) -> list[torch.Tensor]:

@@ -9,7 +9,6 @@ from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import Saver
 from tests.support.decentralized import (
     DILOCO,
-    NODES,
     RING,
     Case,
     Model,
@@ -19,6 +18,8 @@ from tests.support.decentralized import (
     trained,
 )
 from tests.support.ranks import run_ranks, values
+
+NODES = Case(topology="exp", optimizer="adamw", nodes=True, ranks_per_node=2, unused=False)
 
 
 def trained_and_saved(case: Case, folder):

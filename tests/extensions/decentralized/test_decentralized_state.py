@@ -8,8 +8,6 @@ import torch
 from llm.errors import LLMError
 from llm.runtime.agreement import gather
 from tests.support.decentralized import (
-    ALTERNATING,
-    BLOCKING,
     DILOCO,
     RING,
     Case,
@@ -19,6 +17,9 @@ from tests.support.decentralized import (
     trained,
 )
 from tests.support.ranks import run_ranks, values
+
+BLOCKING = Case(topology="exp", optimizer="adamw", overlap=False)
+ALTERNATING = Case(topology="alternating-exp-ring", ranks_per_node=2, optimizer="adamw")
 
 
 def averaged_weights(case: Case):

@@ -15,8 +15,8 @@ from llm.models.loss import LanguageModelLoss
 from llm.parallel.base import AcceleratedStrategy
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support import layouts
+from tests.support.checkpoints import load_strategy, parts_of, save_strategy
 from tests.support.layouts import share
-from tests.support.matrix_runs import load, parts_of, save
 from tests.support.models import still_model
 from tests.support.ranks import run_ranks, values
 
@@ -45,14 +45,14 @@ def train(strategy, steps):
 def saved_and_trained_on(options, folder):
     strategy = make_strategy(options)
     train(strategy, range(6))
-    save(strategy, folder, 6)
+    save_strategy(strategy, folder, 6)
     return train(strategy, range(6, 9))
 
 
 def loaded_and_saved(options, folder, copy):
     strategy = make_strategy(options)
-    load(strategy, folder)
-    save(strategy, copy, 6)
+    load_strategy(strategy, folder)
+    save_strategy(strategy, copy, 6)
     return train(strategy, range(6, 9))
 
 
