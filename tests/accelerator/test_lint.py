@@ -9,11 +9,11 @@ from tests.support.package import MODULES, PACKAGE, name_of
 ONLY_ON_CUDA = {
     "extensions.matrix_optim.eigenbases": "asks whether a GPU has TF32",
     "parallel.accelerator": "asks whether a GPU has fp8 and bf16",
-    "preflight": "names the GPU and the version of NCCL",
+    "tools.preflight": "names the GPU and the version of NCCL",
 }
 """Modules outside of `runtime` that name `torch.cuda`, each behind a check of the device."""
 
-SENDS_NOTHING = {"plan.rank_model"}
+SENDS_NOTHING = {"tools.plan.rank_model"}
 """Modules whose process group is the one of a plan, in which no rank waits."""
 
 
@@ -51,5 +51,5 @@ def test_no_default_process_group_is_made_without_a_timeout():
         for node in nodes_of(path)
         if makes_the_default_group(node)
     ]
-    assert {"parallel.accelerator", "preflight"} <= {module for module, _ in calls}
+    assert {"parallel.accelerator", "tools.preflight"} <= {module for module, _ in calls}
     assert {module for module, call in calls if has_no_timeout(call)} == SENDS_NOTHING
