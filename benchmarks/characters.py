@@ -48,7 +48,6 @@ def make_model(
     block_size: int,
     vocab_size: int,
     seed: int,
-    options: ModelOptions | None = None,
 ) -> Any:
     """Build the GPT-Neo of the comparisons; the seed determines its initial weights."""
     config = GPTNeoConfig(
@@ -61,7 +60,7 @@ def make_model(
         **dict.fromkeys(("resid_dropout", "embed_dropout", "attention_dropout"), 0.0),
     )
     return build_model(
-        options or ModelOptions(),
+        ModelOptions(),
         config,
         weights_from=None,
         seed=seed,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ from llm.extensions.decentralized.diloco import OuterOptimizer
 from llm.extensions.decentralized.modes import DiLoCo
 from llm.extensions.decentralized.rounds import TOPOLOGIES, make_rounds
 from llm.models.loss import LanguageModelLoss
-from llm.models.options import ModelOptions
 from llm.optim.groups import decays
 from llm.optim.options import OptimizerOptions
 from llm.optim.schedule import make_schedule
@@ -141,15 +141,15 @@ class _Replicas:
 
 
 def _make_loss(setting: Setting, *, vocab_size: int, seed: int) -> LanguageModelLoss:
-    model = make_model(
-        width=setting.width,
-        layers=setting.layers,
-        block_size=setting.block_size,
-        vocab_size=vocab_size,
-        seed=seed,
-        # Without the kernels that torch.func cannot transform.
-        options=ModelOptions(fused_gelu=False, tied_gradients=False),
-    )
+    # Without the kernels that torch.func cannot transform.
+    with patch("llm.models.build.fuse_gelu"), patch("llm.models.build.tie_gradients"):
+        model = make_model(
+            width=setting.width,
+            layers=setting.layers,
+            block_size=setting.block_size,
+            vocab_size=vocab_size,
+            seed=seed,
+        )
     return LanguageModelLoss(model, chunked=False)
 
 
@@ -181,9 +181,9 @@ def train(setting: Setting, method: str, *, learning_rate: float, seed: int) -> 
             lr_scheduler_type="cosine",
             learning_rate=learning_rate,
             min_learning_rate=0.1 * learning_rate,
-            num_warmup_steps=setting.steps // 10,
         ),
         total_steps=setting.steps,
+        warmup_steps=setting.steps // 10,
     )
     generator = torch.Generator().manual_seed(seed)
     for step in range(setting.steps):

@@ -195,9 +195,9 @@ def train(options: dict[str, Any]) -> float:
         OptimizerOptions(
             lr_scheduler_type="linear",
             learning_rate=options["learning_rate"],
-            num_warmup_steps=steps // 20,
         ),
         total_steps=steps,
+        warmup_steps=steps // 20,
     )
     for step, (inputs, labels) in enumerate(islice(text.batches(options["seed"]), steps)):
         training.step(inputs, labels, learning_rate=schedule(step))

@@ -119,12 +119,11 @@ def train(options: MuPBenchmarkOptions, case: Mapping[str, Any]) -> float:
         learning_rate=case["learning_rate"],
         betas=(0.9, 0.95),
         weight_decay=0.1,
-        num_warmup_steps=options.steps // 10,
     )
     optimizer = make_optimizer(settings, model)
     for transform in transforms:
         scale_learning_rates(optimizer, model, transform.rate_factor)
-    schedule = make_schedule(settings, total_steps=options.steps)
+    schedule = make_schedule(settings, total_steps=options.steps, warmup_steps=options.steps // 10)
     loss = LanguageModelLoss(model)
     generator = torch.Generator().manual_seed(options.seed)
     for step in range(options.steps):

@@ -323,7 +323,7 @@ def test_a_folder_cannot_set_the_options_that_widen_trust(received):
     }
     config = read_config(received.run)
     assert {name: getattr(config, name) for name in restricted} == restricted
-    assert config.max_train_steps == 2
+    assert config.max_duration == "2 steps"
 
 
 def test_a_library_model_that_names_code_is_loaded_without_it(received, tmp_path):

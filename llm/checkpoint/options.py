@@ -1,8 +1,7 @@
 """Options of the run's folder and of checkpoints."""
 
-from typing import Literal
-
-from llm.config.options import Tokens, option, option_group
+from llm.config.duration import Duration
+from llm.config.options import option, option_group
 
 
 @option_group("Output and checkpoints")
@@ -15,15 +14,10 @@ class CheckpointOptions:
     overwrite_output_dir: bool = option(
         False, "Remove the run in output_dir and start again.", one_shot=True
     )
-    checkpointing_steps: int | Literal["epoch"] | None = option(
+    save_interval: Duration | None = option(
         None,
-        "Steps between checkpoints, or `epoch` to save at the end of every epoch; by default "
-        "never.",
-        at_least=1,
-    )
-    checkpointing_tokens: Tokens | None = option(
-        None,
-        "Tokens between checkpoints, instead of checkpointing_steps.",
+        "Steps, tokens or epochs between checkpoints; by default never.",
+        units={"steps": "checkpointing_steps", "tokens": "checkpointing_tokens", "epochs": ""},
         at_least=1,
     )
     checkpointing_minutes: float | None = option(
@@ -33,15 +27,15 @@ class CheckpointOptions:
     )
     keep_checkpoints: int | None = option(
         None,
-        "Number of newest checkpoints to keep; by default all. Needs checkpointing_steps, "
-        "checkpointing_tokens or checkpointing_minutes.",
+        "Number of newest checkpoints to keep; by default all.",
+        requires=("save_interval", "checkpointing_minutes"),
         at_least=1,
     )
     save_top_k: int = option(
         0,
         "Also keep this many checkpoints with the lowest validation loss, and a link `best`; the "
-        "model is then evaluated before each save. Needs checkpointing_steps, checkpointing_tokens "
-        "or checkpointing_minutes.",
+        "model is then evaluated before each save.",
+        requires=("save_interval", "checkpointing_minutes"),
         at_least=0,
         needs_validation=True,
     )
@@ -88,16 +82,4 @@ def checkpoint_problems(options: CheckpointOptions) -> list[str]:
             "--resume_from_checkpoint keeps the run and --overwrite_output_dir removes it; "
             "give one of them."
         )
-    steps, tokens = options.checkpointing_steps, options.checkpointing_tokens
-    if steps and tokens:
-        problems.append(
-            "--checkpointing_steps and --checkpointing_tokens cannot be combined; give one of them."
-        )
-    if not (steps or tokens or options.checkpointing_minutes):
-        problems += [
-            f"--{name} needs --checkpointing_steps, --checkpointing_tokens or "
-            "--checkpointing_minutes; give one of them too, or leave it out."
-            for name in ("keep_checkpoints", "save_top_k")
-            if getattr(options, name)
-        ]
     return problems

@@ -15,15 +15,16 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from llm.config.duration import Duration, Tokens
 from llm.config.options import (
     Field,
-    Tokens,
     bad_value_message,
     check_ranges,
     common,
     fields,
     format_default,
     is_too_long,
+    join_unit_aliases,
     paths,
     unknown_option,
 )
@@ -121,7 +122,8 @@ def parse(
     parsed = _parse_arguments(arguments, cls, positional)
     path = parsed.pop("config", None)
     values = read_toml(cls, Path(path)) if path is not None else {}
-    values.update({name: _as_tuple(name, value) for name, value in parsed.items()})
+    given = {name: _as_tuple(name, value) for name, value in parsed.items()}
+    values |= join_unit_aliases(cls, given)
     if inherit is not None:
         values = inherit(values) | values
     config = cls(**values)
@@ -314,10 +316,12 @@ def _make_parser(declared: Sequence[Field]) -> _Parser:
 
 
 def _add_flag(group: Any, field: Field) -> None:
-    flags = [f"--{name}" for name in field.names]
+    flags = [f"--{name}" for name in (field.name, *field.option.aliases)]
     text = field.option.help.replace("%", "%%")
     if field.default not in (None, (), "") and not field.is_switch:
         text += f" (default: {format_default(field.default)})"
+    aliases = [f"--{alias.name} {_metavar_of(alias)}" for alias in field.unit_aliases]
+    text += f" Aliases: {', '.join(aliases)}." if aliases else ""
     if field.opposites:
         group.add_argument(
             *[f"--{name}" for name in field.opposites],
@@ -336,12 +340,21 @@ def _add_flag(group: Any, field: Field) -> None:
     if bool in field.members:
         kwargs.update(nargs="?", const=True)
     group.add_argument(*flags, **kwargs)
+    for alias in field.unit_aliases:
+        converter = _make_converter(alias)
+        group.add_argument(f"--{alias.name}", type=converter, help=argparse.SUPPRESS)
 
 
 def _metavar_of(field: Field) -> str:
     if field.choices and field.members == (str,):
         return "{" + ",".join(field.choices) + "}"
-    placeholders = {int: "N", float: "X", Tokens: "TOKENS", str: "|".join(field.choices) or "TEXT"}
+    placeholders = {
+        int: "N",
+        float: "X",
+        Tokens: "TOKENS",
+        Duration: "DURATION",
+        str: "|".join(field.choices) or "TEXT",
+    }
     return "|".join(placeholders[member] for member in field.members if member in placeholders)
 
 
@@ -353,9 +366,9 @@ def _make_converter(field: Field) -> Callable[[str], Any]:
         for member in field.members:
             if member is bool and text.lower() in ("true", "false"):
                 return text.lower() == "true"
-            if member in (int, float, Tokens):
+            if member in (int, float, Tokens, Duration):
                 try:
-                    return member(text)
+                    return field.parse_duration(text) if member is Duration else member(text)
                 except ValueError:
                     continue
             if member is str and (not field.choices or text in field.choices):

@@ -1,4 +1,4 @@
-"""Options as a flat dataclass: declaration and checks; numbers of tokens as 1.5M.
+"""Options as a flat dataclass: declaration and checks.
 
 A program declares its settings once, as a dataclass with fields made by
 [option][llm.config.options.option]. The rest follows from the declaration: the flags
@@ -13,13 +13,12 @@ import inspect
 import math
 import operator
 import os
-import re
 import types
 import typing
-from collections.abc import Callable, Iterable
-from fractions import Fraction
-from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
+from llm.config.duration import Duration, Tokens, Unit
 from llm.config.other_trainers import counterpart
 from llm.errors import ConfigError
 
@@ -43,6 +42,10 @@ class Option:
         help: One or two sentences for `--help` and the configuration page.
         group: Heading that lists it; by default the heading of its class.
         aliases: Other names that mean the same.
+        units: The units of a duration that it allows, each with an alias that takes a number of
+            them, such as `{"steps": "max_train_steps"}`. These aliases also take the name of a unit
+            without an alias, for one of it (`epoch`).
+        yields: The alias that gives way if another one is set too.
         at_least: Smallest number allowed.
         above: Numbers must be greater than this.
         at_most: Largest number allowed.
@@ -65,6 +68,8 @@ class Option:
     _: dataclasses.KW_ONLY
     group: str = ""
     aliases: tuple[str, ...] = ()
+    units: Mapping[Unit, str] = dataclasses.field(default_factory=dict)
+    yields: str = ""
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
@@ -160,7 +165,27 @@ class Field:
     @property
     def names(self) -> tuple[str, ...]:
         """The option's name and its aliases."""
-        return (self.name, *self.option.aliases)
+        return (self.name, *self.option.aliases, *filter(None, self.option.units.values()))
+
+    @property
+    def unit_aliases(self) -> "tuple[Field, ...]":
+        """The aliases that take a number of one unit, as fields of this number."""
+        words = tuple(unit.removesuffix("s") for unit, a in self.option.units.items() if not a)
+        kinds: dict[str, type] = {"tokens": Tokens, "tokens per parameter": float}
+        declared = dataclasses.replace(self.option, units={})
+        return tuple(
+            Field(
+                name=alias,
+                default=None,
+                option=declared,
+                members=(kinds.get(unit, int), *([str] if words else [])),
+                choices=words,
+                optional=True,
+                many=False,
+            )
+            for unit, alias in self.option.units.items()
+            if alias
+        )
 
     @property
     def opposites(self) -> tuple[str, ...]:
@@ -179,6 +204,10 @@ class Field:
             str: "a string",
         }
         descriptions[Tokens] = "a number of tokens such as 500M or 20B"
+        units = [*self.option.units]
+        if units:
+            listed = " or ".join(filter(None, (", ".join(units[:-1]), units[-1])))
+            descriptions[Duration] = f"a number of {listed}, such as '100 {units[0]}'"
         table = f"a table [[{self.name}]] of the TOML file"
         kinds = [
             descriptions.get(m, table) for m in self.members if m is not str or not self.choices
@@ -187,6 +216,17 @@ class Field:
             kinds.append(("one of " if len(self.choices) > 1 else "") + ", ".join(self.choices))
         text = " or ".join(kinds)
         return f"a list, each item {text}" if self.many else text
+
+    def parse_duration(self, text: str) -> Duration:
+        """Return a duration in one of the units that the option allows.
+
+        Raises:
+            ValueError: The text is not a duration, or has another unit.
+        """
+        duration = Duration(text)
+        if duration.unit not in self.option.units:
+            raise ValueError(f"{duration} has another unit")
+        return duration
 
 
 def fields(cls: type) -> tuple[Field, ...]:
@@ -286,7 +326,55 @@ def restricted_options(cls: type) -> dict[str, Any]:
 
 def names_by_alias(cls: type) -> dict[str, str]:
     """Return the names of options by their aliases."""
-    return {alias: field.name for field in fields(cls) for alias in field.option.aliases}
+    return {alias: field.name for field in fields(cls) for alias in field.names[1:]}
+
+
+def removed_options(cls: type) -> dict[str, Any]:
+    """Return former options that files may still set, each with the only value that remains.
+
+    The class variable REMOVED of an option class has them.
+    """
+    removed: dict[str, Any] = {}
+    for base in cls.__mro__:
+        removed |= vars(base).get("REMOVED", {})
+    return removed
+
+
+def join_unit_aliases(cls: type, values: dict[str, Any], *, location: str = "") -> dict[str, Any]:
+    """Return options with a duration in place of the aliases that take a number of one unit.
+
+    Args:
+        cls: Option dataclass.
+        values: Options by name or alias. None is no value of an alias.
+        location: The TOML file, for messages; "" for the command line.
+
+    Raises:
+        ConfigError: Two names set one option to different durations.
+    """
+    start, dashes = (f"{location}: ", "") if location else ("", "--")
+    joined = dict(values)
+    for field in fields(cls):
+        units = {alias: unit for unit, alias in field.option.units.items() if alias}
+        durations = {}
+        for name in units.keys() & values.keys():
+            value = joined.pop(name)
+            text = f"1 {value}" if isinstance(value, str) else f"{value} {units[name]}"
+            try:
+                durations[name] = field.default if value is None else Duration(text)
+            except ValueError:
+                raise ConfigError(f"{start}{dashes}{name} cannot be {value}.") from None
+        if not durations:
+            continue
+        if field.name in values:
+            durations[field.name] = values[field.name]
+        names = sorted(name for name, value in durations.items() if value != field.default)
+        if len(names) > 1 and field.option.yields in names:
+            names.remove(field.option.yields)
+        if len({durations[name] for name in names}) > 1:
+            listed = " and ".join(f"{dashes}{name}" for name in names)
+            raise ConfigError(f"{start}{listed} each set {field.name}; give one of them.")
+        joined[field.name] = durations[names[0]] if names else field.default
+    return joined
 
 
 _LIKENESS = 0.83
@@ -328,7 +416,8 @@ def check_ranges(config: Any) -> None:
     for field in fields(type(config)):
         value = getattr(config, field.name)
         rule = field.option
-        for number in value if isinstance(value, tuple) else (value,):
+        for item in value if isinstance(value, tuple) else (value,):
+            number = item.value if isinstance(item, Duration) else item
             if not isinstance(number, int | float) or isinstance(number, bool):
                 continue
             # `isfinite` overflows on large ints, which are finite.
@@ -345,7 +434,7 @@ def check_ranges(config: Any) -> None:
                 if bound is not None and not holds(number, bound)
             ]
             if broken:
-                raise ConfigError(f"--{field.name} must be {broken[0]}, not {number}.")
+                raise ConfigError(f"--{field.name} must be {broken[0]}, not {item}.")
 
 
 def non_default(config: Any) -> dict[str, Any]:
@@ -364,7 +453,10 @@ def missing_requirements(config: Any) -> list[str]:
         if field.name in values and required and not any(met):
             flags = " or ".join(f"--{name} {value}".rstrip() for name, value in required)
             pronoun = "one of them" if len(required) > 1 else "that"
-            problems.append(f"--{field.name} needs {flags}; give {pronoun} too, or leave it out.")
+            value = f" {values[field.name]}" if Duration in field.members else ""
+            problems.append(
+                f"--{field.name}{value} needs {flags}; give {pronoun} too, or leave it out."
+            )
     return problems
 
 
@@ -394,27 +486,3 @@ def is_too_long(path: str) -> bool:
         max(map(len, encoded.split(b"/"))) > os.pathconf("/", "PC_NAME_MAX")
         or len(encoded) + _BELOW > os.pathconf("/", "PC_PATH_MAX")
     )  # fmt: skip
-
-
-_SUFFIXES = ("", "K", "M", "B", "T")
-
-
-class Tokens(int):
-    """A number of tokens; in text, a suffix K, M, B or T multiplies by a power of 1,000.
-
-    Raises:
-        ValueError: The text is not a whole number of tokens.
-    """
-
-    def __new__(cls, value: int | str) -> Self:
-        """Parse a number of tokens such as "1.5M"."""
-        if isinstance(value, str):
-            match = re.fullmatch(r"([\d_]+(?:\.\d+)?)([KMBT]?)", value, re.IGNORECASE)
-            if match is None:
-                raise ValueError(f"{value!r} is not a number of tokens")
-            # Fractions are exact; in floating point, 0.3B would not be a whole number.
-            exact = Fraction(match[1]) * 1000 ** _SUFFIXES.index(match[2].upper())
-            if exact.denominator != 1:
-                raise ValueError(f"{value!r} is not a whole number of tokens")
-            value = int(exact)
-        return super().__new__(cls, value)

@@ -66,7 +66,6 @@ HUGGING_FACE = {  # TrainingArguments, run_clm.py and Accelerate's examples
     "use_flash_attn": "attention_implementation flash_attention_2",
     "validation_split": "validation_split_percentage",
     "wandb_project": "project_name",
-    "warmup": "num_warmup_steps",
     "warmup_steps": "num_warmup_steps",
 }
 
@@ -76,7 +75,6 @@ MEGATRON = {  # Megatron-LM, and the scripts that start it
     "cp": "context_parallel_size",
     "disable_bias_linear": "no_bias",
     "distributed_timeout_minutes": "timeout SECONDS",
-    "eval_interval": "eval_steps",
     "eval_iters": "max_eval_steps",
     "exit_duration_in_mins": "exit_after",
     "finetune": "init_from RUN",
@@ -96,7 +94,6 @@ MEGATRON = {  # Megatron-LM, and the scripts that start it
     "recompute_activations": "activation_checkpointing selective",
     "recompute_granularity": "activation_checkpointing full",
     "save": "output_dir",
-    "save_interval": "checkpointing_steps",
     "seq_len": "block_size",
     "seq_length": "block_size",
     "sequence_length": "block_size",
@@ -176,7 +173,7 @@ PROGRAMS = {  # names of other programs for options of our data programs, `gener
 }
 
 _HIDE_GPUS = "is not an option: CUDA_VISIBLE_DEVICES= before the command hides the GPUs"
-_WARMUP = "is not an option: give steps to --num_warmup_steps or tokens to --num_warmup_tokens"
+_WARMUP = "is not an option: give steps or tokens to --warmup"
 _WORKERS = "is not needed: batches are read from memory-mapped token files"
 _TENSORBOARD = "is not needed: TensorBoard's files are in the folder of --output_dir"
 

@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llm.config.duration import Duration, Tokens
 from llm.config.options import (
     Field,
-    Tokens,
     bad_value_message,
     fields,
-    names_by_alias,
+    format_default,
+    join_unit_aliases,
     non_default,
+    removed_options,
     unknown_option,
 )
 from llm.errors import ConfigError, one_line
@@ -49,9 +51,15 @@ def read_toml(cls: type, path: Path) -> dict[str, Any]:
 
 def _options_of(cls: type, table: dict[str, Any], *, location: str) -> dict[str, Any]:
     """Return the options that a table sets."""
-    by_name = {field.name: field for field in fields(cls)}
+    by_name = {f.name: f for field in fields(cls) for f in (field, *field.unit_aliases)}
     table = {key.replace("-", "_"): value for key, value in table.items()}
-    for alias, name in names_by_alias(cls).items():
+    for name, value in removed_options(cls).items():
+        if table.pop(name, value) != value:
+            raise ConfigError(
+                f"{location}: {name} was removed and is always {format_default(value)}; remove the "
+                "line."
+            )
+    for name, alias in [(f.name, alias) for f in fields(cls) for alias in f.option.aliases]:
         if alias not in table:
             continue
         value = table.pop(alias)
@@ -66,7 +74,7 @@ def _options_of(cls: type, table: dict[str, Any], *, location: str) -> dict[str,
             raise ConfigError(f"{location}: {unknown_option(name, [*by_name], dashes='')}")
         field = by_name[name]
         values[field.name] = _check_value(field, value, location=f"{location}: {name}")
-    return values
+    return join_unit_aliases(cls, values, location=location)
 
 
 def _check_value(field: Field, value: Any, *, location: str) -> Any:
@@ -91,6 +99,9 @@ def _check_value(field: Field, value: Any, *, location: str) -> Any:
         if member is Tokens and type(value) in (int, str):
             with contextlib.suppress(ValueError):
                 return Tokens(value)
+        if member is Duration and type(value) is str:
+            with contextlib.suppress(ValueError):
+                return field.parse_duration(value)
         if type(value) is member and (
             member is not str or not field.choices or value in field.choices
         ):

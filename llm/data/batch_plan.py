@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from llm.config.options import Tokens
+from llm.config.duration import Duration
 from llm.data.batch_schedule import BatchPhase, batch_phases, count_steps, parse_batch_schedule
 from llm.data.options import BatchOptions, device_batch_size
 from llm.errors import ConfigError
@@ -103,12 +103,28 @@ class BatchPlan:
         positions[positions >= stop] = -1
         return positions.reshape(-1, self.world_size, size)[:, rank]
 
-    def ends_epoch(self, num_steps: int) -> bool:
-        """Return whether the last of `num_steps` steps uses up the samples of an epoch."""
-        return self.reaches_multiple(num_steps, self.num_windows)
+    def samples_of(self, duration: Duration, *, block_size: int) -> int | Fraction:
+        """Return a duration as a number of samples, possibly a fraction.
 
-    def reaches_multiple(self, num_steps: int, samples: int | Fraction) -> bool:
-        """Return whether the last of `num_steps` steps reaches a multiple of so many samples."""
+        Args:
+            duration: A number of samples, tokens or epochs.
+            block_size: Tokens of a sample.
+        """
+        if duration.unit == "tokens":
+            return Fraction(int(duration.value), block_size)
+        return int(duration.value) * (self.num_windows if duration.unit == "epochs" else 1)
+
+    def steps_of(self, duration: Duration, *, block_size: int) -> float:
+        """Return a duration from the start of the run as a number of steps, possibly a fraction."""
+        if duration.unit == "steps":
+            return duration.value
+        return self.count_steps(self.samples_of(duration, block_size=block_size))
+
+    def ends_interval(self, num_steps: int, interval: Duration, *, block_size: int) -> bool:
+        """Return whether an interval ends with the last of `num_steps` steps."""
+        if interval.unit == "steps":
+            return num_steps % interval.value == 0
+        samples = self.samples_of(interval, block_size=block_size)
         first, stop = self.step_positions(num_steps - 1)
         return stop // samples > first // samples
 
@@ -169,7 +185,7 @@ def plan_batches(
         num_windows: Samples of one epoch.
         world_size: Data-parallel ranks.
         block_size: Tokens of a sample.
-        num_parameters: Parameters of the model, for `tokens_per_parameter`.
+        num_parameters: Parameters of the model, for a length in tokens per parameter.
         global_batch_size: Global batch size of the run that is resumed; replaces the option.
 
     Raises:
@@ -234,21 +250,16 @@ def _total_samples(
     options: BatchOptions, plan: BatchPlan, block_size: int, num_parameters: int | None
 ) -> int:
     """Return the samples of the run; a budget in tokens ends with the sample that reaches it."""
-    name, tokens = "max_train_tokens", options.max_train_tokens
-    if options.tokens_per_parameter is not None:
+    length = options.max_duration
+    if length.unit == "steps":
+        return plan.count_samples(int(length.value))
+    if length.unit == "tokens per parameter":
         assert num_parameters is not None
-        name = "tokens_per_parameter"
-        tokens = Tokens(math.ceil(options.tokens_per_parameter * num_parameters))
-    if tokens is not None:
-        step_tokens = plan.global_batch_size * block_size
-        if tokens < step_tokens:
-            raise ConfigError(
-                f"--{name} {getattr(options, name):g} is a budget of {tokens:,} tokens, less than "
-                f"the {step_tokens:,} of one step; raise it, or make the global batch smaller."
-            )
-        return math.ceil(Fraction(tokens, block_size))
-    if options.max_train_steps is not None:
-        return plan.count_samples(options.max_train_steps)
-    if options.max_train_samples is not None:
-        return options.max_train_samples
-    return options.num_train_epochs * plan.num_windows
+        length = Duration(f"{math.ceil(length.value * num_parameters)} tokens")
+    step_tokens = plan.global_batch_size * block_size
+    if length.unit == "tokens" and length.value < step_tokens:
+        raise ConfigError(
+            f"--max_duration {options.max_duration} is a budget of {length.value:,} tokens, less "
+            f"than the {step_tokens:,} of one step; raise it, or make the global batch smaller."
+        )
+    return math.ceil(plan.samples_of(length, block_size=block_size))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from llm.config.options import Tokens
+from llm.config.duration import Tokens
 from llm.errors import ConfigError
 
 

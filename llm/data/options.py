@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from llm.config.options import Tokens, non_default, option, option_group
+from llm.config.duration import Duration, Tokens
+from llm.config.options import non_default, option, option_group
 from llm.data.batch_schedule import parse_batch_schedule
 from llm.data.skipped_samples import skipped_ranges
 from llm.errors import ConfigError
@@ -158,23 +159,19 @@ class BatchOptions:
         group=BATCH,
         at_least=1,
     )
-    num_train_epochs: int = option(
-        3, "Passes over the data, unless another length is given.", at_least=1, resume="fixed"
-    )
-    max_train_steps: int | None = option(
-        None, "Optimizer steps to train.", at_least=1, resume="fixed"
-    )
-    max_train_samples: int | None = option(None, "Samples to train on.", at_least=1, resume="fixed")
-    max_train_tokens: Tokens | None = option(
-        None,
-        "Tokens to train on, such as 20B; the run ends with the sample that reaches them.",
-        at_least=1,
-        resume="fixed",
-    )
-    tokens_per_parameter: float | None = option(
-        None,
-        "Tokens to train on for each parameter of the model, including embeddings; about 20 are "
+    max_duration: Duration = option(
+        Duration("3 epochs"),
+        "Length of the training, such as 600 steps or 2.5B tokens. It ends with the sample that "
+        "reaches a number of tokens. About 20 tokens per parameter, embeddings included, are "
         "compute-optimal (Hoffmann et al. 2022).",
+        units={
+            "steps": "max_train_steps",
+            "samples": "max_train_samples",
+            "tokens": "max_train_tokens",
+            "epochs": "num_train_epochs",
+            "tokens per parameter": "tokens_per_parameter",
+        },
+        yields="num_train_epochs",  # as in transformers
         above=0,
         resume="fixed",
     )
@@ -185,9 +182,6 @@ class BatchOptions:
         "been trained on yet.",
     )
 
-
-LENGTHS = ("max_train_steps", "max_train_samples", "max_train_tokens", "tokens_per_parameter")
-"""Options that set the length of the run, instead of epochs. Only one may be given."""
 
 SOURCES = ("dataset_name", "train_file", "data_path", "data_stage", "train_data_path")
 """Options that name the training data."""
@@ -250,9 +244,6 @@ def data_problems(options: DataOptions) -> list[str]:
 def batch_problems(options: BatchOptions) -> list[str]:
     """Return faults of the batch and length options, one sentence each."""
     problems = []
-    lengths = [f"--{name}" for name in LENGTHS if getattr(options, name) is not None]
-    if len(lengths) > 1:
-        problems.append(f"{' and '.join(lengths)} each set the length of the run; give only one.")
     try:
         parse_batch_schedule(options.global_batch_size or 1)
     except ConfigError as error:

@@ -63,8 +63,8 @@ def build_model(
         device: Device of the model; initial weights never exist elsewhere. On the meta device, the
             model has no weights until `fill_model`.
         vocab_size: Tokens of the tokenizer; a smaller embedding is enlarged to this size.
-        tensor_parallel_size: Number of ranks that will share each layer. If it is above 1,
-            `tied_gradients` has no effect.
+        tensor_parallel_size: Number of ranks that will share each layer. If it is above 1, a tied
+            embedding has two gradients.
         transforms: Changes by extensions.
 
     Raises:
@@ -86,10 +86,9 @@ def build_model(
         _pad_vocabulary(model, options.pad_vocab_to_multiple_of, seed=seed)
     if options.no_bias:
         _hold_biases_at_zero(model)
-    if options.fused_gelu:
-        fuse_gelu(model)
+    fuse_gelu(model)
     # Tensor parallelism replaces the lookup.
-    if options.tied_gradients and tensor_parallel_size == 1:
+    if tensor_parallel_size == 1:
         tie_gradients(model)
     recompute_activations(model, options.activation_checkpointing)
     disable_packing_detection()

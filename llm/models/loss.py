@@ -358,7 +358,6 @@ def make_loss(
         from llm.models.softmax_kernel import softmax_in_place as softmax
     return LanguageModelLoss(
         model,
-        chunked=None if options.chunked_loss else False,
         chunk_bytes=None if device.type == "cpu" else accelerator_chunk_bytes(memory),
         softmax=softmax,
         sources=sources,

@@ -1,6 +1,7 @@
 """Options of the model: its architecture, and how it computes."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from llm.config.options import option, option_group
 
@@ -12,6 +13,10 @@ Recomputation = Literal["none", "full", "selective"]
 @option_group("Model", resume="fixed")
 class ModelOptions:
     """The architecture of the model, its loss, and its speed."""
+
+    REMOVED: ClassVar[Mapping[str, Any]] = dict.fromkeys(
+        ("fused_gelu", "chunked_loss", "tied_gradients"), True
+    )
 
     model_name_or_path: str | None = option(
         None,
@@ -117,25 +122,6 @@ class ModelOptions:
         "Compile each block of the model with torch.compile, and compute the loss in a Triton "
         "kernel on a GPU. By default on CUDA GPUs with Triton and a C compiler, except with "
         "--deterministic.",
-        group=SPEED,
-        resume="logged",
-    )
-    fused_gelu: bool = option(
-        True,
-        "Compute the tanh forms of GELU (gelu_new, gelu_fast) in one kernel; results are the same.",
-        group=SPEED,
-        resume="logged",
-    )
-    chunked_loss: bool = option(
-        True,
-        "Compute the loss in chunks of tokens, without building the full logits, if the model's "
-        "output head allows it.",
-        group=SPEED,
-        resume="logged",
-    )
-    tied_gradients: bool = option(
-        True,
-        "Accumulate both gradients of a tied embedding in one buffer.",
         group=SPEED,
         resume="logged",
     )

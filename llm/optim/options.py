@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from llm.config.options import Tokens, non_default, option, option_group
+from llm.config.duration import Duration, Tokens
+from llm.config.options import non_default, option, option_group
 from llm.errors import ConfigError
 
 _DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "warmup_stable_decay")
-_WARMUPS = ("num_warmup_steps", "num_warmup_samples", "num_warmup_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +91,14 @@ class OptimizerOptions:
         "Settings of the schedule, as num_cycles=3 or as JSON: num_cycles of cosine (by default "
         "0.5) and of cosine_with_restarts (1), power of polynomial (1).",
     )
-    num_warmup_steps: int = option(
-        0, "Warm-up: steps while the learning rate rises from 0.", at_least=0
-    )
-    num_warmup_samples: int | None = option(
-        None,
-        "Warm-up in samples, instead of num_warmup_steps.",
-        at_least=0,
-    )
-    num_warmup_tokens: Tokens | None = option(
-        None,
-        "Warm-up in tokens, instead of num_warmup_steps.",
+    warmup: Duration = option(
+        Duration("0 steps"),
+        "Warm-up, while the learning rate rises from 0, in steps, samples or tokens.",
+        units={
+            "steps": "num_warmup_steps",
+            "samples": "num_warmup_samples",
+            "tokens": "num_warmup_tokens",
+        },
         at_least=0,
     )
     num_constant_steps: int = option(
@@ -109,15 +106,10 @@ class OptimizerOptions:
         "Final steps at min_learning_rate, after the decay of linear and cosine.",
         at_least=0,
     )
-    num_decay_steps: int | None = option(
+    decay: Duration | None = option(
         None,
-        "Steps of the final decay of warmup_stable_decay; by default a tenth of all steps.",
-        requires=("lr_scheduler_type=warmup_stable_decay",),
-        at_least=1,
-    )
-    num_decay_tokens: Tokens | None = option(
-        None,
-        "Tokens of the final decay of warmup_stable_decay, instead of num_decay_steps.",
+        "Final decay of warmup_stable_decay, in steps or tokens; by default a tenth of all steps.",
+        units={"steps": "num_decay_steps", "tokens": "num_decay_tokens"},
         requires=("lr_scheduler_type=warmup_stable_decay",),
         at_least=1,
     )
@@ -167,14 +159,6 @@ class OptimizerOptions:
 def optimizer_problems(options: OptimizerOptions) -> list[str]:
     """Return a sentence for each problem of the optimizer's options."""
     problems = []
-    phases = (
-        _WARMUPS,
-        ("num_decay_steps", "num_decay_tokens"),
-    )
-    for names in phases:
-        conflicting = [f"--{name}" for name in names if name in non_default(options)]
-        if len(conflicting) > 1:
-            problems.append(f"{' and '.join(conflicting)} exclude each other; give one of them.")
     if len(options.betas) != 2:
         problems.append(f"--betas takes two numbers, not {len(options.betas)}.")
     if options.embedding_learning_rate is not None and not options.learning_rate:
@@ -208,13 +192,11 @@ def schedule_problems(options: OptimizerOptions) -> list[str]:
         problems.append(f"--lr_scheduler_type {kind} never decays to --min_learning_rate.")
     if options.num_constant_steps and kind not in ("linear", "cosine"):
         problems.append("--num_constant_steps goes with the linear and cosine schedules only.")
-    if kind not in (*_DECAYING, "constant_with_warmup"):
-        problems += [
-            f"--{name} {getattr(options, name)} is a warm-up, and --lr_scheduler_type {kind} has "
+    if options.warmup.value and kind not in (*_DECAYING, "constant_with_warmup"):
+        problems.append(
+            f"--warmup {options.warmup} does not go with --lr_scheduler_type {kind}, which has "
             "none; choose constant_with_warmup."
-            for name in _WARMUPS
-            if getattr(options, name)
-        ]
+        )
     try:
         scheduler_kwargs(options.lr_scheduler_kwargs, kind=kind)
     except ConfigError as error:

@@ -30,8 +30,8 @@ def make_schedule(
     options: OptimizerOptions,
     *,
     total_steps: int,
-    warmup: float | None = None,
-    decay: float | None = None,
+    warmup_steps: float = 0,
+    decay_steps: float | None = None,
     cooldown_from: int | None = None,
 ) -> Schedule:
     """Create the schedule of `lr_scheduler_type`.
@@ -39,20 +39,19 @@ def make_schedule(
     Args:
         options: Name and phases of the schedule, peak and minimum of the learning rate.
         total_steps: Optimizer steps of the run.
-        warmup: Steps of the warm-up, if the options set it in samples or tokens.
-        decay: Steps of the decay of `warmup_stable_decay`, if the options set it in tokens.
+        warmup_steps: Steps of the warm-up.
+        decay_steps: Steps of the decay of `warmup_stable_decay`; by default a tenth of all steps.
         cooldown_from: Steps done when the rate of a branch begins to fall, instead of the decay of
             `lr_scheduler_type`; None without a cooldown.
 
     Raises:
         ConfigError: Warm-up and the other phases do not fit into `total_steps`.
     """
-    warmup_steps = options.num_warmup_steps if warmup is None else warmup
     kind, start, end = _resolve_decay(
         options,
         total_steps=total_steps,
         warmup_steps=warmup_steps,
-        decay=decay,
+        decay_steps=decay_steps,
         cooldown_from=cooldown_from,
     )
     if warmup_steps >= total_steps:
@@ -81,7 +80,7 @@ def _resolve_decay(
     *,
     total_steps: int,
     warmup_steps: float,
-    decay: float | None,
+    decay_steps: float | None,
     cooldown_from: int | None,
 ) -> tuple[str, float, float]:
     """Return the shape of the decay, and the steps where it starts and ends.
@@ -98,14 +97,13 @@ def _resolve_decay(
             )
         return "warmup_stable_decay", cooldown_from, total_steps
     if kind == "warmup_stable_decay":
-        name = "num_decay_steps" if decay is None else "num_decay_tokens"
-        decay = decay or options.num_decay_steps or max(1, total_steps // 10)
-        if warmup_steps + decay > total_steps:
+        decay_steps = decay_steps or max(1, total_steps // 10)
+        if warmup_steps + decay_steps > total_steps:
             raise ConfigError(
-                f"Warm-up ({warmup_steps:g} steps) and --{name} ({decay:g} steps) are longer than "
-                f"the run of {total_steps} steps; shorten one of them, or train longer."
+                f"--warmup ({warmup_steps:g} steps) and --decay ({decay_steps:g} steps) are longer "
+                f"than the run of {total_steps} steps; shorten one of them, or train longer."
             )
-        return kind, total_steps - decay, total_steps
+        return kind, total_steps - decay_steps, total_steps
     if constant_steps and warmup_steps + constant_steps >= total_steps:
         raise ConfigError(
             f"Warm-up ({warmup_steps:g} steps) and --num_constant_steps ({constant_steps}) "

@@ -69,8 +69,7 @@ def test_every_unknown_name_of_a_command_is_answered_at_once():
 
 def test_what_has_no_counterpart_is_answered_with_the_reason():
     assert refusal("--warmup_ratio", "0.1") == (
-        "--warmup_ratio is not an option: give steps to --num_warmup_steps or tokens to "
-        "--num_warmup_tokens. See --help."
+        "--warmup_ratio is not an option: give steps or tokens to --warmup. See --help."
     )
     assert "CUDA_VISIBLE_DEVICES= before the command hides" in refusal("--no_cuda")
     assert "llm-trainers --version" in refusal("--version")
@@ -96,7 +95,7 @@ def test_a_program_answers_with_its_own_options_only():
 @pytest.mark.parametrize(
     "name",
     [
-        *("fsdp", "no_cuda", "version", "warmup", "grad_clip", "clip_grad", "eval_strategy"),
+        *("fsdp", "no_cuda", "version", "grad_clip", "clip_grad", "eval_strategy"),
         *("train_iters", "eval_iters", "save_steps", "gradient_clipping", "max_seq_length"),
         *("sharding", "hub_token", "deepspeed_config", "save_only_model", "group_by_length"),
     ],

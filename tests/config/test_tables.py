@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from llm.config.command_line import parse
-from llm.config.options import Tokens, option, paths
+from llm.config.duration import Tokens
+from llm.config.options import option, paths
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
 from tests.support.programs import to_markdown

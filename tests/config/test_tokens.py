@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import pytest
 
 from llm.config.command_line import parse
-from llm.config.options import Tokens, option
+from llm.config.duration import Tokens
+from llm.config.options import option
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
 

@@ -3,8 +3,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from llm.config.options import Tokens
-from llm.data.batch_plan import micro_batch_sizes, plan_batches
+from llm.config.duration import Duration
+from llm.data.batch_plan import BatchPlan, micro_batch_sizes, plan_batches
 from llm.data.batch_schedule import BatchPhase
 from llm.data.options import BatchOptions, batch_problems
 from llm.errors import ConfigError
@@ -24,30 +24,34 @@ def plan(*, num_windows=10, world_size=1, per_device_train_batch_size=2, **optio
     )
 
 
+def ends_interval(made: BatchPlan, num_steps: int, interval: str) -> bool:
+    return made.ends_interval(num_steps, Duration(interval), block_size=BLOCK_SIZE)
+
+
 @pytest.mark.parametrize(
     ("changes", "batch", "steps", "samples"),
     [
         # Epochs: ceil(epochs * windows / batch) steps; batches run across epoch ends.
         ({}, 2, 15, 30),
-        ({"num_train_epochs": 1}, 2, 5, 10),
+        ({"max_duration": Duration("1 epoch")}, 2, 5, 10),
         ({"per_device_train_batch_size": 3}, 3, 10, 30),
         ({"per_device_train_batch_size": 4}, 4, 8, 30),
-        ({"per_device_train_batch_size": 4, "num_train_epochs": 1}, 4, 3, 10),
+        ({"per_device_train_batch_size": 4, "max_duration": Duration("1 epoch")}, 4, 3, 10),
         ({"per_device_train_batch_size": 64}, 64, 1, 30),
-        ({"num_windows": 1, "num_train_epochs": 1}, 2, 1, 1),
+        ({"num_windows": 1, "max_duration": Duration("1 epoch")}, 2, 1, 1),
         # Accumulation and ranks multiply the batch.
         ({"gradient_accumulation_steps": 4}, 8, 4, 30),
         ({"world_size": 4}, 8, 4, 30),
         ({"world_size": 2, "gradient_accumulation_steps": 2}, 8, 4, 30),
         # Steps or samples come before epochs; steps are never ragged, samples may be.
-        ({"max_train_steps": 7}, 2, 7, 14),
-        ({"max_train_steps": 100, "world_size": 2}, 4, 100, 400),
-        ({"max_train_samples": 9}, 2, 5, 9),
-        ({"max_train_samples": 9, "gradient_accumulation_steps": 4}, 8, 2, 9),
+        ({"max_duration": Duration("7 steps")}, 2, 7, 14),
+        ({"max_duration": Duration("100 steps"), "world_size": 2}, 4, 100, 400),
+        ({"max_duration": Duration("9 samples")}, 2, 5, 9),
+        ({"max_duration": Duration("9 samples"), "gradient_accumulation_steps": 4}, 8, 2, 9),
         # A budget in tokens ends with the sample that reaches it: 9 samples have 36 tokens.
-        ({"max_train_tokens": Tokens(33)}, 2, 5, 9),
-        ({"max_train_tokens": Tokens(36)}, 2, 5, 9),
-        ({"tokens_per_parameter": 0.325}, 2, 5, 9),
+        ({"max_duration": Duration("33 tokens")}, 2, 5, 9),
+        ({"max_duration": Duration("36 tokens")}, 2, 5, 9),
+        ({"max_duration": Duration("0.325 tokens per parameter")}, 2, 5, 9),
         # A global batch decides the accumulation.
         ({"global_batch_size": 8}, 8, 4, 30),
         ({"global_batch_size": 8, "world_size": 2}, 8, 4, 30),
@@ -87,12 +91,12 @@ def test_a_resumed_run_keeps_its_global_batch():
 
 
 def test_an_epoch_ends_with_the_step_that_reads_its_last_sample():
-    made = plan(num_windows=10, per_device_train_batch_size=4, num_train_epochs=2)
+    made = plan(num_windows=10, per_device_train_batch_size=4, max_duration=Duration("2 epochs"))
     # 20 samples: steps end at 4, 8, 12 (past 10), 16, 20.
-    assert [made.ends_epoch(step) for step in range(1, 6)] == [False, False, True, False, True]
-    larger = plan(num_windows=3, per_device_train_batch_size=8, max_train_steps=2)
-    assert larger.ends_epoch(1)
-    assert larger.ends_epoch(2)
+    assert [step for step in range(1, 6) if ends_interval(made, step, "1 epoch")] == [3, 5]
+    larger = plan(num_windows=3, per_device_train_batch_size=8, max_duration=Duration("2 steps"))
+    assert ends_interval(larger, 1, "1 epoch")
+    assert ends_interval(larger, 2, "1 epoch")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +104,7 @@ def test_an_epoch_ends_with_the_step_that_reads_its_last_sample():
     [(1, 1, 1, 1), (8, 4, 2, 4), (9, 4, 3, 1), (3, 4, 1, 3), (21, 6, 4, 3)],
 )
 def test_steps_take_all_samples_and_the_last_one_may_be_smaller(samples, batch, steps, last):
-    made = plan(max_train_samples=samples, per_device_train_batch_size=batch)
+    made = plan(max_duration=Duration(f"{samples} samples"), per_device_train_batch_size=batch)
     ranges = [made.step_positions(step) for step in range(made.total_steps)]
     assert len(ranges) == steps
     assert [g for first, stop in ranges for g in range(first, stop)] == list(range(samples))
@@ -108,13 +112,13 @@ def test_steps_take_all_samples_and_the_last_one_may_be_smaller(samples, batch, 
 
 
 def test_two_ranks_read_alternating_micro_batches():
-    made = plan(world_size=2, gradient_accumulation_steps=2, max_train_samples=8)
+    made = plan(world_size=2, gradient_accumulation_steps=2, max_duration=Duration("8 samples"))
     assert made.rank_positions(0, 0).tolist() == [[0, 1], [4, 5]]
     assert made.rank_positions(0, 1).tolist() == [[2, 3], [6, 7]]
 
 
 def test_a_phase_ends_with_the_step_that_reaches_its_border():
-    made = plan(global_batch_size=GROWING, max_train_samples=70)
+    made = plan(global_batch_size=GROWING, max_duration=Duration("70 samples"))
 
     assert made.phases == (BatchPhase(0, 0, 4), BatchPhase(3, 12, 8), BatchPhase(5, 28, 24))
     ranges = [made.step_positions(step) for step in range(made.total_steps)]
@@ -141,14 +145,14 @@ def test_a_recorded_schedule_has_the_same_phases_when_it_is_read_again():
 @pytest.mark.parametrize(
     ("length", "steps", "samples"),
     [
-        ({"max_train_steps": 2}, 2, 8),
-        ({"max_train_steps": 5}, 5, 28),
-        ({"max_train_steps": 7}, 7, 76),
-        ({"max_train_samples": 3}, 1, 3),
-        ({"max_train_samples": 28}, 5, 28),
-        ({"max_train_samples": 29}, 6, 29),
-        ({"max_train_tokens": Tokens(109)}, 5, 28),
-        ({"num_train_epochs": 6}, 7, 60),
+        ({"max_duration": Duration("2 steps")}, 2, 8),
+        ({"max_duration": Duration("5 steps")}, 5, 28),
+        ({"max_duration": Duration("7 steps")}, 7, 76),
+        ({"max_duration": Duration("3 samples")}, 1, 3),
+        ({"max_duration": Duration("28 samples")}, 5, 28),
+        ({"max_duration": Duration("29 samples")}, 6, 29),
+        ({"max_duration": Duration("109 tokens")}, 5, 28),
+        ({"max_duration": Duration("6 epochs")}, 7, 60),
     ],
 )
 def test_a_growing_batch_is_counted_in_steps_and_samples(length, steps, samples):
@@ -157,7 +161,7 @@ def test_a_growing_batch_is_counted_in_steps_and_samples(length, steps, samples)
 
 
 def test_numbers_of_samples_are_converted_to_steps_phase_by_phase():
-    made = plan(global_batch_size=GROWING, max_train_samples=70)
+    made = plan(global_batch_size=GROWING, max_duration=Duration("70 samples"))
     samples = (0, 6, 12, Fraction(41, 2), 28, 40)
     assert [made.count_steps(number) for number in samples] == [0, 1.5, 3, 4.0625, 5, 5.5]
     assert made.count_steps(-2) == -0.5
@@ -179,7 +183,7 @@ def test_accumulation_gives_way_first_and_then_the_micro_batch(
 ):
     made = plan(
         global_batch_size=GROWING,
-        max_train_samples=70,
+        max_duration=Duration("70 samples"),
         per_device_train_batch_size=micro_batch_size,
         world_size=world_size,
     )
@@ -194,11 +198,19 @@ def test_accumulation_gives_way_first_and_then_the_micro_batch(
 
 
 def test_a_multiple_of_tokens_is_reached_once_whatever_the_batch():
-    made = plan(global_batch_size=GROWING, max_train_samples=70)
+    made = plan(global_batch_size=GROWING, max_duration=Duration("70 samples"))
     # Steps end at 16, 32, 48, 80, 112, 208 and 280 tokens.
-    every_40 = Fraction(40, BLOCK_SIZE)
-    reached = [made.reaches_multiple(step, every_40) for step in range(1, 8)]
+    reached = [ends_interval(made, step, "40 tokens") for step in range(1, 8)]
     assert reached == [False, False, True, True, False, True, True]
+
+
+def test_intervals_in_steps_and_epochs_end_with_a_step():
+    made = plan(num_windows=10, per_device_train_batch_size=4, max_duration=Duration("4 epochs"))
+    ends = {
+        interval: [step for step in range(1, 11) if ends_interval(made, step, interval)]
+        for interval in ("3 steps", "2 epochs")
+    }
+    assert ends == {"3 steps": [3, 6, 9], "2 epochs": [5, 10]}
 
 
 BUDGET = "is a budget of {} tokens, less than the 32 of one step"
@@ -225,8 +237,10 @@ BUDGET = "is a budget of {} tokens, less than the 32 of one step"
             r"of 8 .* x 4 ranks\); take --per_device_train_batch_size 1, which keeps the batch, or "
             r"one, or a smaller multiple of 4\.$",
         ),
-        (1, 8, {"max_train_tokens": Tokens(31)}, f"--max_train_tokens 31 {BUDGET.format(31)}"),
-        (1, 8, {"tokens_per_parameter": 0.1}, f"--tokens_per_parameter 0.1 {BUDGET.format(10)}"),
+        *(
+            (1, 8, {"max_duration": Duration(text)}, f"--max_duration {text} {BUDGET.format(size)}")
+            for text, size in (("31 tokens", 31), ("0.1 tokens per parameter", 10))
+        ),
     ],
 )
 def test_a_batch_that_ranks_do_not_divide_or_too_small_a_budget_is_refused(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llm.config.options import Tokens
+from llm.config.duration import Tokens
 from llm.data.options import DataOptions, DataStage, data_problems, stage_problems, training_paths
 
 LAST = DataStage(data_path=("c",))

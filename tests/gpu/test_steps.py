@@ -111,7 +111,6 @@ def test_every_optimizer_has_the_losses_of_a_cpu(bench, references, request, opt
         {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
         pytest.param({"activation_checkpointing": "full"}, marks=only_on_a_gpu),
         pytest.param({"activation_checkpointing": "selective"}, marks=only_on_a_gpu),
-        pytest.param({"chunked_loss": False, "tied_gradients": False}, marks=only_on_a_gpu),
     ],
     ids=str,
 )

@@ -10,14 +10,13 @@ from torch.distributed.tensor import DTensor
 
 from llm.data.loader import MicroBatch
 from llm.models.loss import LanguageModelLoss
-from llm.models.options import ModelOptions
 from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.options import ParallelOptions
 from llm.parallel.sharded_init import fill_model
 from tests.support.layouts import MODEL_OPTIONS, cpu_accelerator, dims_of, make_optimizer, make_sgd
-from tests.support.models import FAMILIES, large_config, tiny_config, tiny_model
+from tests.support.models import FAMILIES, large_config, model_options, tiny_config, tiny_model
 from tests.support.processes import memory
 from tests.support.ranks import run_ranks, values
 
@@ -29,7 +28,7 @@ def start(
 ) -> ShardedStrategy:
     """A strategy over all ranks whose model has started on the meta device."""
     model = tiny_model(config, device=META, **options)
-    init_weights = functools.partial(fill_model, ModelOptions(**options), seed=1, device=CPU)
+    init_weights = functools.partial(fill_model, model_options(options), seed=1, device=CPU)
     dims = dims_of(shard=shard)
     strategy = ShardedStrategy(ParallelOptions(), accelerator, dims, init_weights=init_weights)
     strategy.prepare(LanguageModelLoss(model), OptimizerFactory(make_optimizer).make)

@@ -9,14 +9,13 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from llm.models.loss import LanguageModelLoss
-from llm.models.options import ModelOptions
 from llm.models.weight_files import find_weight_files
 from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel.fsdp import ShardedStrategy
 from llm.parallel.options import ParallelOptions
 from llm.parallel.sharded_init import fill_model
 from tests.support.layouts import MODEL_OPTIONS, cpu_accelerator, dims_of, make_optimizer, make_sgd
-from tests.support.models import large_config, tiny_config, tiny_model
+from tests.support.models import large_config, model_options, tiny_config, tiny_model
 from tests.support.processes import memory
 from tests.support.ranks import run_ranks, values
 from tests.support.training import NO_DROPOUT, Bench
@@ -44,7 +43,7 @@ def start(accelerator, config, folder: str, sizes: dict[str, int], optimizer, **
         accelerator,
         dims_of(**sizes),
         init_weights=functools.partial(
-            fill_model, ModelOptions(**options), seed=1, device=CPU, files=files
+            fill_model, model_options(options), seed=1, device=CPU, files=files
         ),
     )
     strategy.prepare(LanguageModelLoss(model), OptimizerFactory(optimizer).make)

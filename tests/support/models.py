@@ -1,8 +1,10 @@
 """Tiny models of every family that the product promises to train: two layers, width 32."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -99,6 +101,10 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     )
 
 
+PATCHES = {"fused_gelu": "fuse_gelu", "tied_gradients": "tie_gradients"}
+"""What `build_model` patches with, by the option of `tiny_model`."""
+
+
 def tiny_model(
     config: PreTrainedConfig,
     *,
@@ -109,16 +115,25 @@ def tiny_model(
     transforms: Sequence[Transform] = (),
     **options: Any,
 ) -> PreTrainedModel:
-    """The model of a configuration, built on the CPU and not patched but by `options`."""
-    return build_model(
-        ModelOptions(**{"fused_gelu": False, "tied_gradients": False, **options}),
-        config,
-        weights_from=weights_from,
-        seed=seed,
-        device=device,
-        vocab_size=vocab_size,
-        transforms=transforms,
-    )
+    """The model of a configuration, built on the CPU, with the patches that `options` name."""
+    with ExitStack() as stack:
+        for name, patch in PATCHES.items():
+            if not options.get(name, False):
+                stack.enter_context(mock.patch(f"llm.models.build.{patch}"))
+        return build_model(
+            model_options(options),
+            config,
+            weights_from=weights_from,
+            seed=seed,
+            device=device,
+            vocab_size=vocab_size,
+            transforms=transforms,
+        )
+
+
+def model_options(options: Mapping[str, Any]) -> ModelOptions:
+    """The trainer's options among those of `tiny_model`."""
+    return ModelOptions(**{name: value for name, value in options.items() if name not in PATCHES})
 
 
 def large_config() -> LlamaConfig:

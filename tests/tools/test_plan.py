@@ -12,13 +12,14 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from transformers import GPT2LMHeadModel, GPT2Model, MambaConfig, MambaForCausalLM
 
-from llm.config.options import Tokens
+from llm.config.duration import Duration
 from llm.errors import ConfigError
 from llm.models.loss import LanguageModelLoss
 from llm.models.sizes import find_blocks
 from llm.parallel.dims import ParallelDims
 from llm.parallel.pipeline.split import find_pipeline_modules
 from llm.parallel.pipeline.stage import cut_model
+from llm.tools.plan import trace as plan_trace
 from llm.tools.plan.batch_size import largest_batch
 from llm.tools.plan.estimate import Estimate, checkpoint_bytes, estimate, search, transfers
 from llm.tools.plan.job import DEVICES, Job
@@ -365,12 +366,20 @@ def test_weights_gradients_and_moments_shrink_with_the_shard_size():
         assert getattr(quarter, kind) == pytest.approx(getattr(whole, kind) / 4, rel=0.01)
 
 
-def test_casts_of_weights_stay_for_all_micro_batches_of_a_step():
+@pytest.fixture
+def whole_logits(monkeypatch):
+    """Plans count the logits of all tokens at once, as a model without a plain output head does."""
+
+    def make_loss(model, **settings):
+        return LanguageModelLoss(model, **settings | {"chunked": False})
+
+    monkeypatch.setattr(plan_trace, "LanguageModelLoss", make_loss)
+
+
+def test_casts_of_weights_stay_for_all_micro_batches_of_a_step(whole_logits):
     totals = []
     for accumulation in (1, 2):
-        job = job_of(
-            mixed_precision="bf16", gradient_accumulation_steps=accumulation, chunked_loss=False
-        )
+        job = job_of(mixed_precision="bf16", gradient_accumulation_steps=accumulation)
         moments = {memory.moment: memory for memory in StagePlan(job, job.layout, 0).moments()}
         totals.append(moments["backward of its first layer"].activations)
     trace, counts = job.trace(1, 1), job.param_counts(1)
@@ -379,8 +388,8 @@ def test_casts_of_weights_stay_for_all_micro_batches_of_a_step():
     assert totals[1] - totals[0] == casts + trace.block_casts - trace.casts_left
 
 
-def test_a_later_pipeline_stage_holds_fewer_activations_and_no_embedding():
-    job = job_of(gpus_per_node=4, global_batch_size=16, chunked_loss=False)
+def test_a_later_pipeline_stage_holds_fewer_activations_and_no_embedding(whole_logits):
+    job = job_of(gpus_per_node=4, global_batch_size=16)
     plans = {p: estimate(job, ParallelDims(pipeline=p, replicate=4 // p)) for p in (1, 2, 4)}
 
     assert plans[1].bubble == 0
@@ -446,12 +455,16 @@ def test_the_budget_is_that_of_the_run_in_tokens_or_by_the_models_size():
 
     parameters = job_of().param_counts(1).parameters
     assert budget() is None
-    assert budget(max_train_tokens=Tokens("1.5M")) == 1_500_032  # 23,437.5 samples of 64
-    assert budget(tokens_per_parameter=2.0) == -(-2 * parameters // 64) * 64
+    assert budget(max_duration=Duration("1.5M tokens")) == 1_500_032  # 23,437.5 samples of 64
+    assert budget(max_duration=Duration("2 tokens per parameter")) == -(-2 * parameters // 64) * 64
 
 
 def test_a_batch_that_grows_is_planned_at_its_largest():
-    growing = {"gpus_per_node": 2, "global_batch_size": "2@0,16@1K", "max_train_steps": 10}
+    growing = {
+        "gpus_per_node": 2,
+        "global_batch_size": "2@0,16@1K",
+        "max_duration": Duration("10 steps"),
+    }
     job = job_of(**growing)
 
     # 1,000 tokens are 15.6 samples, which 8 steps of 2 reach; two steps of 16 follow.

@@ -77,7 +77,7 @@ def make_strategy(options: PlanOptions, accelerator: Any) -> AcceleratedStrategy
         strategy = ShardedStrategy(options, accelerator, layout)
     factory = choose_factory(options, make_extensions(options), seed=1)
     factory.inspect_model(model)
-    loss = LanguageModelLoss(model, chunked=options.chunked_loss)
+    loss = LanguageModelLoss(model)
     strategy.prepare(loss, factory.make)
     return strategy
 
@@ -100,7 +100,7 @@ def planned(words: str) -> int:
 
 SLOW = pytest.mark.slow
 # Small, since some processors take a hundred times as long for products in bf16.
-HALF = "--mixed_precision bf16 --no_chunked_loss --block_size 64 --config_overrides vocab_size=8192"
+HALF = "--mixed_precision bf16 --block_size 64 --config_overrides vocab_size=8192"
 
 
 @pytest.mark.parametrize(

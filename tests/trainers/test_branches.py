@@ -100,7 +100,7 @@ def test_a_branch_of_a_run_in_its_cooldown_continues_that(bench, cooled):
     again = bench.train_well("again", branch_from=cooled.folder / "8", **options)
     assert without_times(again) == after(cooled, 8)
     assert last_hash(again) == last_hash(cooled)
-    assert "--max_train_steps does not make the run longer" in again.output
+    assert "--max_duration does not make the run longer" in again.output
 
 
 def test_a_branch_is_resumed_without_its_parent(bench, parent, cooled):
@@ -184,13 +184,13 @@ COOLDOWN = {"cooldown_tokens": "1K"}
         ("parent/4", {"output_dir": None}, "--branch_from needs --output_dir"),
         ("parent/4", {"seed": 2, "block_size": 16}, "block_size was 32 and is 16; seed was 1 and"),
         ("parent/4", {"global_batch_size": 8}, "global_batch_size was 4 and is 8"),
-        ("parent/4", {"max_train_tokens": "2K"}, "give --max_train_steps instead"),
+        ("parent/4", {"max_train_tokens": "2K"}, "was '8 steps' and is '2000 tokens'"),
         ("parent", {}, "has all 8 steps done: give --cooldown_tokens"),
         ("parent/4", {"cooldown_tokens": 96}, "96 is less than one step of 128 tokens"),
         (
             "parent/4",
             {**COOLDOWN, "max_train_tokens": "2K"},
-            "and --max_train_tokens sets another one",
+            "and --max_duration sets another one",
         ),
         ("cosine/2", COOLDOWN, "--lr_scheduler_type cosine has 0.0005"),
         ("cooled/8", COOLDOWN, "is in a cooldown already"),

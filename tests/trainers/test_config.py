@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from llm.config.command_line import parse
-from llm.config.options import Tokens, common, fields
+from llm.config.duration import Duration
+from llm.config.options import common, fields
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
 from llm.extensions.kfac.kfac_settings import kfac_method
@@ -40,7 +41,7 @@ def test_the_guides_command_is_read_as_it_stands():
     config = parse_args(GUIDE.split())
     assert config.from_scratch is True
     assert config.model_name_or_path == "EleutherAI/gpt-neo-125m"
-    assert config.checkpointing_steps == 1000
+    assert config.save_interval == "1000 steps"
     assert config.resume_from_checkpoint is True
     assert config.gradient_accumulation_steps == 8
     assert config.mixed_precision == "fp16"
@@ -61,11 +62,11 @@ ANCESTOR_DEFAULTS = {
     "mixed_precision": "no",
     "learning_rate": 5e-5,
     "weight_decay": 0.0,
-    "num_train_epochs": 3,
-    "max_train_steps": None,
+    "num_train_epochs": "3 epochs",
+    "max_train_steps": "3 epochs",
     "gradient_accumulation_steps": 1,
     "lr_scheduler_type": "linear",
-    "num_warmup_steps": 0,
+    "num_warmup_steps": "0 steps",
     "output_dir": None,
     "seed": None,
     "model_type": None,
@@ -134,49 +135,27 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
             {"vocab_file": "v", "merges_file": "m", "tokenizer_name": "gpt2"},
             ["two tokenizers"],
         ),
-        ({"max_train_steps": 1, "max_train_samples": 1}, ["each set the length of the run"]),
-        (
-            {"max_train_tokens": Tokens("20B"), "tokens_per_parameter": 20.0},
-            [
-                "--max_train_tokens and --tokens_per_parameter each set the length of the run; "
-                "give only one."
-            ],
-        ),
-        ({"num_warmup_steps": 1, "num_warmup_samples": 1}, ["exclude each other"]),
-        (
-            {"num_warmup_samples": 1, "num_warmup_tokens": Tokens("1K")},
-            ["--num_warmup_samples and --num_warmup_tokens exclude each other"],
-        ),
-        (
-            {"num_decay_steps": 1, "num_decay_tokens": Tokens("1K")},
-            ["--num_decay_steps and --num_decay_tokens exclude each other"],
-        ),
-        (
-            {"checkpointing_steps": "epoch", "checkpointing_tokens": Tokens("1K")},
-            ["--checkpointing_steps and --checkpointing_tokens cannot be combined"],
-        ),
-        (
-            {"eval_steps": 1, "eval_tokens": Tokens("1K")},
-            ["--eval_steps and --eval_tokens exclude each other"],
-        ),
         ({"global_batch_size": "8@1B"}, ["--global_batch_size 8@1B does not begin at token 0"]),
         ({"lr_batch_scaling": "sqrt"}, ["--lr_batch_scaling needs --global_batch_size"]),
         ({"global_batch_size": 8, "gradient_accumulation_steps": 2}, ["--global_batch_size"]),
         ({"min_learning_rate": 1.0}, ["--min_learning_rate 1 is above"]),
-        ({"lr_scheduler_type": "constant", "num_warmup_steps": 5}, ["constant_with_warmup"]),
+        (
+            {"lr_scheduler_type": "constant", "warmup": Duration("5 steps")},
+            ["--warmup 5 steps does not go with --lr_scheduler_type constant, which has none;"],
+        ),
         ({"lr_scheduler_type": "polynomial", "num_constant_steps": 5}, ["--num_constant_steps"]),
         (
-            {"num_decay_steps": 5},
-            ["--num_decay_steps needs --lr_scheduler_type warmup_stable_decay"],
+            {"decay": Duration("5 steps")},
+            ["--decay 5 steps needs --lr_scheduler_type warmup_stable_decay"],
         ),
         ({"betas": (0.9,)}, ["--betas takes two numbers"]),
         ({"resume_from_checkpoint": True, "overwrite_output_dir": True}, ["give one of them"]),
         ({"train_file": "a\udcff", "dataset_name": None}, ["--train_file 'a\\udcff' is not UTF-8"]),
         (
             {"save_top_k": 3},
-            ["needs --checkpointing_steps, --checkpointing_tokens or --checkpointing_minutes;"],
+            ["--save_top_k needs --save_interval or --checkpointing_minutes; give one of them too"],
         ),
-        ({"keep_checkpoints": 3}, ["--checkpointing_steps"]),
+        ({"keep_checkpoints": 3}, ["--save_interval"]),
         ({"report_to": ("none", "wandb")}, ["none cannot be combined"]),
         ({"change_on_resume": ("sed",)}, ["'sed', which is not an option"]),
         ({"kfac_damping": 0.001}, ["--kfac_damping needs --kfac; give that too, or leave it out."]),
@@ -423,7 +402,7 @@ def test_help_shows_what_most_runs_set_and_help_all_every_option(capsys):
     shown, everything = help_of(capsys, "--help"), help_of(capsys, "--help", "all")
     assert names <= flags_of(everything)
     assert names & flags_of(shown) == {*common(GPTConfig)}
-    assert len(common(GPTConfig)) == 36
+    assert len(common(GPTConfig)) == 33
     assert shown.index("--model_name_or_path") < shown.index("--learning_rate")
 
 

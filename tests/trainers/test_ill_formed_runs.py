@@ -172,7 +172,7 @@ def test_a_checkpoint_without_a_record_of_its_run_starts_none(run, bench, kind, 
     ("kind", "name", "value"),
     [
         ("fixed", "seed", "one"),
-        ("fixed", "max_train_steps", "many"),
+        ("fixed", "max_duration", "many"),
         ("fixed", "learning_rate", []),
         ("fixed", "data_path", "tokens"),
         ("fixed", "betas", [0.9, "high"]),

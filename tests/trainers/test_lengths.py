@@ -84,7 +84,7 @@ def test_tokens_per_parameter_set_the_budget_and_the_log_says_its_cost(bench):
 def test_warmup_and_decay_longer_than_the_budget_are_refused(bench):
     options = {"max_train_tokens": "2K", "num_warmup_tokens": "1K", "num_decay_tokens": "1.5K"}
     options |= {"lr_scheduler_type": "warmup_stable_decay", "max_train_steps": None}
-    with pytest.raises(LLMError, match=r"--num_decay_tokens.*longer than the run of 16 steps"):
+    with pytest.raises(LLMError, match=r"--decay.*longer than the run of 16 steps"):
         bench.read(**options)
 
 

@@ -23,7 +23,7 @@ def read(*words: str) -> GPTConfig:
 def test_the_preset_of_pretraining_sets_the_usual_values():
     config = read("--preset", "pretrain")
     assert (config.learning_rate, config.lr_scheduler_type) == (3e-4, "cosine")
-    assert (config.num_warmup_steps, config.weight_decay) == (2000, 0.1)
+    assert (config.warmup, config.weight_decay) == ("2000 steps", 0.1)
     assert (config.betas, config.max_grad_norm) == ((0.9, 0.95), 1.0)
     assert read().learning_rate == GPTConfig.learning_rate == 5e-5
 
@@ -35,18 +35,13 @@ def test_a_file_overrides_the_preset_and_the_command_line_the_file(tmp_path: Pat
     config = read("--config", str(file), "--num_warmup_steps", "20")
 
     assert config.learning_rate == 6e-4
-    assert config.num_warmup_steps == 20
+    assert config.warmup == "20 steps"
     assert config.weight_decay == 0.1
 
 
 def test_a_warmup_in_tokens_is_in_place_of_that_of_the_preset():
     config = read("--preset", "pretrain", "--num_warmup_tokens", "10M")
-    assert (config.num_warmup_tokens, config.num_warmup_steps) == (10_000_000, 0)
-
-
-def test_an_unset_warmup_in_tokens_leaves_that_of_the_preset():
-    config = read("--preset", "pretrain", "--num_warmup_tokens", "none")
-    assert (config.num_warmup_tokens, config.num_warmup_steps) == (None, 2000)
+    assert config.warmup == "10000000 tokens"
 
 
 def test_what_a_run_records_is_read_back_without_the_preset(tmp_path: Path):
@@ -57,7 +52,7 @@ def test_what_a_run_records_is_read_back_without_the_preset(tmp_path: Path):
     again = parse_args(["--config", str(file)])
 
     assert again.preset == "pretrain"
-    assert (again.num_warmup_tokens, again.num_warmup_steps) == (10_000_000, 0)
+    assert again.warmup == "10000000 tokens"
     assert (again.betas, again.weight_decay) == ((0.9, 0.9), 0.2)
 
 
@@ -75,9 +70,9 @@ def test_what_a_run_records_is_read_back_without_the_preset(tmp_path: Path):
         ),
         (
             ("--preset", "pretrain", "--lr_scheduler_type", "constant"),
-            "--num_warmup_steps 2000 is a warm-up, and --lr_scheduler_type constant has none; "
-            "choose constant_with_warmup. --preset pretrain sets --num_warmup_steps; give another "
-            "value, or no preset.",
+            "--warmup 2000 steps does not go with --lr_scheduler_type constant, which has none; "
+            "choose constant_with_warmup. --preset pretrain sets --warmup; give another value, or "
+            "no preset.",
         ),
     ],
 )

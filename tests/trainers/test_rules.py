@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from llm.config.duration import Duration
 from llm.config.options import option
 from llm.errors import ConfigError
 from llm.parallel.options import PARALLELISM
@@ -132,7 +133,9 @@ def test_a_new_layout_is_refused_with_all_that_depends_on_it(options):
         check(WiderConfig(**BASE, expert_parallel_size=2, **options))
 
 
-@pytest.mark.parametrize("options", [{"min_learning_rate": 1e-5}, {"num_warmup_steps": 5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"min_learning_rate": 1e-5}, {"warmup": Duration("5 steps")}], ids=str
+)
 def test_a_new_schedule_has_neither_warmup_nor_decay(options):
     check(GPTConfig(**BASE, lr_scheduler_type="cyclic"))
 

@@ -185,7 +185,7 @@ def test_extending_a_run_is_refused_if_it_changes_completed_steps(bench, options
     name = f"refused-{options['lr_scheduler_type']}"
     cut_after(bench, name, reached, **options)
 
-    with pytest.raises(LLMError, match="max_train_steps was 8 and is 12"):
+    with pytest.raises(LLMError, match="max_duration was '8 steps' and is '12 steps'"):
         bench.read(name, resume_from_checkpoint=True, max_train_steps=12, **options)
 
 
@@ -193,7 +193,7 @@ def test_a_shorter_run_is_refused(bench):
     constant = {"lr_scheduler_type": "constant"}
     cut_after(bench, "shorter", 4, **constant)
 
-    with pytest.raises(LLMError, match="max_train_steps was 8 and is 6"):
+    with pytest.raises(LLMError, match="max_duration was '8 steps' and is '6 steps'"):
         bench.read("shorter", resume_from_checkpoint=True, max_train_steps=6, **constant)
 
 

@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, ClassVar
 
-from llm.config.options import Tokens, option, option_group
+from llm.config.duration import Tokens
+from llm.config.options import option, option_group
 from llm.errors import ConfigError
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.seams import Extension, LoopExtension, SavedWeights

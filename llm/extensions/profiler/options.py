@@ -33,11 +33,9 @@ class ProfilerExtension(Extension[ProfilerOptions]):
             span = profiled_steps(options)
         except ConfigError as error:
             return [str(error)]
-        steps = options.max_train_steps
-        if span is not None and steps is not None and span[1] > steps:
-            return [
-                f"--profile {options.profile} ends after the last of --max_train_steps {steps}."
-            ]
+        length = options.max_duration
+        if span is not None and length.unit == "steps" and span[1] > length.value:
+            return [f"--profile {options.profile} ends after the last step of the {length}."]
         return []
 
     def in_loop(self, context: "LoopContext") -> LoopExtension | None:

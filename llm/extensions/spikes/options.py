@@ -33,16 +33,12 @@ class SpikeExtension(Extension[SpikeOptions]):
     def problems(self) -> list[str]:
         """Return a sentence if a run should go back to checkpoints but saves none."""
         options = self.options
-        saves = (
-            options.checkpointing_steps
-            or options.checkpointing_tokens
-            or options.checkpointing_minutes
-        )
+        saves = options.save_interval or options.checkpointing_minutes
         if options.on_loss_spike != "rewind" or saves:
             return []
         return [
             "--on_loss_spike rewind goes back to checkpoints, and none are saved; give "
-            "--checkpointing_steps, --checkpointing_tokens or --checkpointing_minutes too."
+            "--save_interval or --checkpointing_minutes too."
         ]
 
     def in_loop(self, context: "LoopContext") -> LoopExtension | None:

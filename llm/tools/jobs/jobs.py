@@ -10,12 +10,11 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 from llm.config.command_line import parse
+from llm.config.duration import Duration
 from llm.config.program import program
 from llm.data.batch_plan import plan_batches
-from llm.data.options import LENGTHS
 from llm.errors import ConfigError
 from llm.parallel.dims import parallel_dims
 from llm.tools.jobs.notes import describe_script
@@ -158,9 +157,9 @@ def _check_ranks(config: CoreConfig, *, ranks: int, ranks_per_node: int) -> None
     dims = parallel_dims(config, ranks)
     extensions = make_extensions(config)
     choose_layout(config, extensions, ranks=ranks, ranks_per_node=ranks_per_node, start=None)
-    # Without the length, because it needs the model and the data.
-    batch: Any = dict.fromkeys(LENGTHS)
-    plan_batches(replace(config, **batch), num_windows=1, world_size=dims.data_ranks, block_size=1)
+    # Without the length, because it may need the model and the data.
+    config = replace(config, max_duration=Duration("1 epoch"))
+    plan_batches(config, num_windows=1, world_size=dims.data_ranks, block_size=1)
 
 
 def _check_scheduler(job: JobOptions) -> None:

@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from llm.data.batch_plan import BatchPlan, plan_batches
-from llm.data.options import LENGTHS
 from llm.errors import ConfigError
 from llm.metrics.hardware import GIB, PEAK_TFLOPS
 from llm.models.build import build_model
@@ -196,7 +195,7 @@ class Job:
     def budget(self, layout: ParallelDims) -> float | None:
         """Return the tokens of the whole run; None if the options do not set them."""
         options = self.options
-        if options.num_tokens is None and any(getattr(options, name) for name in LENGTHS):
+        if options.num_tokens is None and options.max_duration.unit != "epochs":
             return float(self._plan_batches(layout).total_samples * self.length)
         return options.num_tokens
 

@@ -44,8 +44,8 @@ class PlanOptions(GPTConfig):
     )
     num_tokens: float | None = option(
         None,
-        "Tokens to train on, such as 300e9; by default the tokens of max_train_steps, "
-        "max_train_samples, max_train_tokens or tokens_per_parameter.",
+        "Tokens to train on, such as 300e9; by default the tokens of max_duration, unless it is in "
+        "epochs.",
         above=0,
     )
     disk_gbps: float = option(

@@ -172,7 +172,7 @@ def _time_lines(job: Job, plan: Estimate) -> list[str]:
         f"a step takes {plan.floor_seconds:.3g} s at least, and {plan.step_seconds:.3g} s at "
         f"{job.options.efficiency:.0%} of the device's peak: {per_second:,.0f} tokens/s, "
         f"{per_second * _DAY / 1e9:,.2f} billion a day",
-        "days: give --num_tokens or a length, such as --max_train_tokens"
+        "days: give --num_tokens or a length, such as --max_duration"
         if days is None
         else f"{budget:,.0f} tokens take {_format_days(days)}, {node_hours:,.{digits}f} node-hours",
         f"a checkpoint has {_format_gb(checkpoint)} and takes "

@@ -237,7 +237,7 @@ def trace(
         meter = MemoryMeter([ids, labels, *model.parameters(), *model.buffers()])
         loss = LanguageModelLoss(
             model,
-            chunked=options.chunked_loss,
+            chunked=True,
             chunk_bytes=None if on_host else accelerator_chunk_bytes(memory),
             aligned=not on_host,
             softmax=_softmax_kernel if has_kernel else None,

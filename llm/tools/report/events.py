@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from llm.config.options import Tokens
+from llm.config.duration import Tokens
 from llm.data.batch_schedule import batch_phases, count_steps
 from llm.errors import ConfigError
 from llm.runtime.logging import counted

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from llm.checkpoint.options import CheckpointOptions, checkpoint_problems
+from llm.config.duration import Duration
 from llm.config.options import (
-    Tokens,
     fields,
     missing_requirements,
     names_by_alias,
@@ -43,24 +43,16 @@ from llm.tokenizers.options import TokenizerOptions, tokenizer_problems
 
 _PRESETS = Path(__file__).parent / "presets"
 
-_IN_PLACE_OF = {"num_warmup_steps": ("num_warmup_samples", "num_warmup_tokens")}
-"""Equivalent options in other units, by the option that a preset sets."""
-
 
 @option_group("Evaluation")
 class EvaluationOptions:
     """Evaluation: when and how."""
 
-    eval_steps: int | None = option(
+    eval_interval: Duration | None = option(
         None,
-        "Steps between two evaluations; by default the end of each epoch. The end of training is "
-        "always evaluated.",
-        at_least=1,
-        needs_validation=True,
-    )
-    eval_tokens: Tokens | None = option(
-        None,
-        "Tokens between two evaluations, instead of eval_steps.",
+        "Steps, tokens or epochs between two evaluations; by default the end of each epoch. The "
+        "end of training is always evaluated.",
+        units={"steps": "eval_steps", "tokens": "eval_tokens", "epochs": ""},
         at_least=1,
         needs_validation=True,
     )
@@ -182,13 +174,12 @@ class CoreConfig(
         "tokenizer_name",
         *("dataset_name", "train_file", "validation_file", "data_path", "block_size"),
         *("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size"),
-        *("num_train_epochs", "max_train_steps", "max_train_tokens", "preset"),
-        *("optimizer", "learning_rate", "lr_scheduler_type", "num_warmup_steps"),
-        *("num_warmup_tokens", "weight_decay"),
+        *("max_duration", "preset"),
+        *("optimizer", "learning_rate", "lr_scheduler_type", "warmup", "weight_decay"),
         *("mixed_precision", "torch_compile"),
-        *("output_dir", "overwrite_output_dir", "checkpointing_steps"),
+        *("output_dir", "overwrite_output_dir", "save_interval"),
         *("checkpointing_minutes", "resume_from_checkpoint"),
-        *("eval_steps", "data_parallel_shard_size", "tensor_parallel_size"),
+        *("eval_interval", "data_parallel_shard_size", "tensor_parallel_size"),
         "pipeline_parallel_size",
     )
 
@@ -221,11 +212,7 @@ def preset_options(values: dict[str, Any]) -> dict[str, Any]:
             f"--preset {name} does not go with --branch_from, which takes the options of its "
             "parent; leave the preset out."
         )
-    return {
-        option: value
-        for option, value in _read_preset(name).items()
-        if all(values.get(replacing) is None for replacing in _IN_PLACE_OF.get(option, ()))
-    }
+    return _read_preset(name)
 
 
 def _read_preset(name: str) -> dict[str, Any]:
@@ -329,8 +316,6 @@ def _run_problems(config: CoreConfig) -> list[str]:
             "--init_from starts a training; to evaluate a checkpoint, name it with "
             "--resume_from_checkpoint."
         )
-    if config.eval_steps is not None and config.eval_tokens is not None:
-        problems.append("--eval_steps and --eval_tokens exclude each other; give one of them.")
     if config.per_device_train_batch_size == "auto" and config.several_models:
         problems.append(
             f"--per_device_train_batch_size auto cannot plan {config.several_models}; give a "

@@ -4,12 +4,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from fractions import Fraction
 from typing import Literal
 
 from llm.checkpoint.format import Stateful, TrainState
 from llm.checkpoint.save import Saver
-from llm.config.options import Tokens
+from llm.config.duration import Duration
 from llm.data.loader import StepBatch, TrainLoader
 from llm.errors import DivergedError
 from llm.metrics.meter import Meter
@@ -24,8 +23,8 @@ from llm.trainers.gpt.idle_weights import log_idle_weights
 from llm.trainers.gpt.seams import ExtraWeights, LoopExtension, Periodic, evaluate_weights
 from llm.trainers.gpt.training_run import TrainingRun, checkpoint_metadata
 
-Every = int | Tokens | Literal["epoch"] | None
-"""An interval: steps, tokens (as `Tokens`), the end of each epoch, or never."""
+_EPOCH = Duration("1 epoch")
+"""The interval of evaluations by default."""
 
 logger = logging.getLogger("llm")
 
@@ -96,12 +95,11 @@ class Trainer:
             flush_metrics=tracker.flush,
         )
         minutes = run.config.checkpointing_minutes
-        self.save_every: Every = run.config.checkpointing_tokens or run.config.checkpointing_steps
-        self.saves_checkpoints = self.save_every is not None or minutes is not None
+        self.saves_checkpoints = run.config.save_interval is not None or minutes is not None
         self.save_timer = SaveTimer(minutes if strategy.rank == 0 else None)
         self.is_stoppable = self.is_stopped = self.is_save_overdue = False
         self.last_saved_step: int | None = None
-        self.eval_every: Every = run.config.eval_tokens or run.config.eval_steps or "epoch"
+        self.eval_interval = run.config.eval_interval or _EPOCH
         self.results: dict[str, float] = {}
         self.train_loss: float | None = None
         self.last_eval_mark = (0, 0.0)
@@ -156,7 +154,7 @@ class Trainer:
         """Evaluate at the checkpoint's step if the previous start stopped before it could."""
         self.report_steps()  # raises again if too many steps before the checkpoint were skipped
         state = self.state
-        due = self.is_due(self.eval_every, or_last=True)
+        due = self.is_due(self.eval_interval, or_last=True)
         # On a request to stop, the first step ends the run.
         with self.tracker.paused(), self.stoppable():
             if self.evaluate and due and state.evaluated_at != state.step:
@@ -205,8 +203,8 @@ class Trainer:
         if is_final or step % config.logging_steps == 0:
             self.log()
         saving = stop or overdue or (is_final and self.saves_checkpoints)
-        saving = saving or self.is_due(self.save_every, or_last=False)
-        evaluating = self.is_due(self.eval_every, or_last=True)
+        saving = saving or self.is_due(config.save_interval, or_last=False)
+        evaluating = self.is_due(self.eval_interval, or_last=True)
         self.state.seconds = self.tracker.seconds()
         with self.tracker.paused():
             loss = None
@@ -271,15 +269,13 @@ class Trainer:
             if stop:
                 raise StopRequest
 
-    def is_due(self, every: Every, *, or_last: bool) -> bool:
-        """Return whether the interval `every` ends after this step."""
+    def is_due(self, every: int | Duration | None, *, or_last: bool) -> bool:
+        """Return whether the interval `every`, a number of steps or a duration, ends here."""
         step = self.state.step
         if or_last and step == self.plan.total_steps:
             return True
-        if every == "epoch":
-            return self.plan.ends_epoch(step)
-        if isinstance(every, Tokens):
-            return self.plan.reaches_multiple(step, Fraction(every, self.run.block_size))
+        if isinstance(every, Duration):
+            return self.plan.ends_interval(step, every, block_size=self.run.block_size)
         return every is not None and step % every == 0
 
     def log(self) -> None:

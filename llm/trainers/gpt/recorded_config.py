@@ -8,7 +8,6 @@ from typing import Any
 
 from llm.config.options import check_ranges, non_default, restricted_options
 from llm.config.toml import read_toml
-from llm.data.options import LENGTHS
 from llm.errors import CheckpointError, ConfigError
 from llm.trainers.gpt.config import is_complete
 from llm.trainers.gpt.extensions import GPTConfig
@@ -61,10 +60,9 @@ def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
     parent = values.get("branch_from")
     if parent is None or is_complete(values):
         return {}
-    lengths = [f"--{name}" for name in LENGTHS if name in values]
-    if "cooldown_tokens" in values and lengths:
+    if {"cooldown_tokens", "max_duration"} <= values.keys():
         raise ConfigError(
-            f"--cooldown_tokens sets the length of a branch, and {lengths[0]} sets another one; "
+            "--cooldown_tokens sets the length of a branch, and --max_duration sets another one; "
             "give one of them."
         )
     path = Path(os.path.realpath(parent))
@@ -84,11 +82,5 @@ def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
             f"{runs[0] / 'config.toml'} sets {', '.join(f'--{name}' for name in not_inherited)}, "
             "which a branch takes only from its own command; give them there if you trust what "
             "they run."
-        )
-    recorded_length = next((f"--{name}" for name in LENGTHS if name in inherited), None)
-    if lengths and recorded_length not in (None, *lengths):
-        raise ConfigError(
-            f"{lengths[0]} is not how --branch_from {parent} states its length; give "
-            f"{recorded_length} instead."
         )
     return {name: value for name, value in inherited.items() if name not in separate}

@@ -1,13 +1,14 @@
 """The options that checkpoints record: fixed ones, which a run must keep, and logged ones."""
 
+import contextlib
 import dataclasses
 import json
 from typing import Any
 
 from llm.checkpoint.format import Checkpoint
 from llm.config import options
-from llm.data.options import LENGTHS
-from llm.errors import CheckpointError
+from llm.config.duration import Duration, Tokens
+from llm.errors import CheckpointError, ConfigError
 from llm.optim.schedule import is_constant
 from llm.trainers.gpt.config import CoreConfig
 
@@ -58,7 +59,7 @@ def _check_types(config: CoreConfig, checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint with values of another type in the record of its options."""
     declared = {field.name: field for field in options.fields(type(config))}
     for kind in ("fixed", "logged"):
-        for name, value in checkpoint.metadata[kind].items():
+        for name, value in _recorded_options(config, checkpoint, kind).items():
             if name in declared and not _has_type(declared[name], value):
                 raise CheckpointError(
                     f"{checkpoint.path} is damaged: it records {value!r} as --{name}; name another "
@@ -73,31 +74,28 @@ def _has_type(field: options.Field, value: Any) -> bool:
     if field.many != isinstance(value, list):
         return False
     types: set[type] = {*field.members}
+    if Duration in types:
+        with contextlib.suppress(TypeError, ValueError):
+            return bool(field.parse_duration(value))
     if any(map(dataclasses.is_dataclass, types)):
         types.add(dict)
-    if not types.isdisjoint((float, options.Tokens)):
+    if not types.isdisjoint((float, Tokens)):
         types.add(int)
     return all(type(item) in types for item in (value if field.many else [value]))
 
 
 def lengthened(config: CoreConfig, checkpoint: Checkpoint) -> list[str]:
-    """Return the length options that may grow, because past learning rates do not change."""
-    saved = checkpoint.metadata["fixed"]
-    kind = saved.get("lr_scheduler_type")
+    """Return `max_duration` if it may grow, because past learning rates do not change."""
+    saved = _recorded_options(config, checkpoint, "fixed")
+    kind, length = saved.get("lr_scheduler_type"), Duration(saved["max_duration"])
     if kind == "warmup_stable_decay":
-        total = saved.get("max_train_steps")
-        if total is None or saved.get("num_decay_tokens") is not None:
-            return []
-        decay = saved.get("num_decay_steps")
-        if checkpoint.step > total - (max(1, total // 10) if decay is None else decay):
+        decay = Duration(saved.get("decay") or f"{max(1, int(length.value) // 10)} steps")
+        if not length.unit == decay.unit == "steps" or checkpoint.step > length.value - decay.value:
             return []  # the decay has begun
     elif not is_constant(kind):
         return []
-    return [
-        name
-        for name in (*LENGTHS, "num_train_epochs")
-        if saved.get(name) is not None and (getattr(config, name) or 0) >= saved[name]
-    ]
+    grows = config.max_duration.unit == length.unit and config.max_duration.value >= length.value
+    return ["max_duration"] if grows else []
 
 
 def fixed_options(config: CoreConfig, *, like: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -156,8 +154,27 @@ def saved_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> dict
         for field in _recorded_fields(config, kind)
         if field.option.extension
     }
-    saved: dict[str, Any] = checkpoint.metadata[kind]
-    return _as_json(defaults) | saved
+    return _as_json(defaults) | _recorded_options(config, checkpoint, kind)
+
+
+def _recorded_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
+    """Return the fixed or the logged options in a checkpoint's record, by their present names.
+
+    Raises:
+        CheckpointError: A former option has a value that no duration has.
+    """
+    removed = options.removed_options(type(config))
+    recorded = {
+        name: value
+        for name, value in checkpoint.metadata[kind].items()
+        if name not in removed or value != removed[name]
+    }
+    try:
+        return options.join_unit_aliases(type(config), recorded)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{checkpoint.path} is damaged: {error} Name another checkpoint."
+        ) from error
 
 
 def named_changes(config: CoreConfig) -> list[str]:

@@ -160,10 +160,9 @@ def log_changes(config: CoreConfig, checkpoint: Checkpoint, *, ranks: int) -> No
     ]
     if changed:
         logger.info(f"The run continues with other settings: {'; '.join(changed)}.")
-    names = lengthened(config, checkpoint)
-    longer = [name for name in names if getattr(config, name) > fixed[name]]
+    longer = lengthened(config, checkpoint) and config.max_duration != fixed["max_duration"]
     if longer and config.cooldown_tokens is not None and checkpoint.metadata.get("branch"):
         logger.warning(
-            f"--{longer[0]} does not make the run longer: the cooldown sets its length, "
+            "--max_duration does not make the run longer: the cooldown sets its length, "
             f"--cooldown_tokens {config.cooldown_tokens:,}."
         )

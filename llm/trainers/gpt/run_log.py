@@ -160,7 +160,7 @@ def _log_length(run: TrainingRun, model: PreTrainedModel) -> None:
     logger.info(
         f"samples: {plan.total_samples:,} in training, {validation:,} in validation, 0 in test"
     )
-    if run.config.max_train_tokens is not None or run.config.tokens_per_parameter is not None:
+    if run.config.max_duration.unit.startswith("tokens"):
         tokens, parameters = plan.total_samples * run.block_size, parameter_counts(model)["total"]
         logger.info(
             f"budget: {tokens:,} tokens, {tokens / parameters:.4g} for each of {parameters:,} "

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from llm.checkpoint.load import list_checkpoints
 from llm.checkpoint.run_folder import RunFolder
+from llm.config.duration import Duration
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.corpus import CorpusSource, Samples, TokenStream
 from llm.data.data_digest import digest_of, has_changed
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import set_read_ahead
 from llm.data.formats.parts import arrays_of
-from llm.data.options import LENGTHS
 from llm.errors import CheckpointError, ConfigError, DataError
 from llm.models.configuration import load_config
 from llm.runtime.files import read_json_lines
@@ -111,7 +111,7 @@ def find_step_samples(
     order = _recorded_order(RunFolder(run), step, config)
     changed: dict[str, Any] = {name: order[name] for name in _OPTIONS}
     # Replaces other length options, and a cooldown.
-    changed |= dict.fromkeys(LENGTHS) | {"max_train_samples": order["total_samples"]}
+    changed["max_duration"] = Duration(f"{order['total_samples']} samples")
     config = replace(config, **changed)
     tokenizer, model_config = _read_model(config, RunFolder(run).checkpoints)
     corpus = open_data(config, model_config, tokenizer, None)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -70,7 +69,7 @@ def _budget_parameters(
     config: CoreConfig, model_config: PreTrainedConfig, *, vocab_size: int
 ) -> int | None:
     """Return the number of parameters (tied ones once) if the budget depends on it."""
-    if config.tokens_per_parameter is None:
+    if config.max_duration.unit != "tokens per parameter":
         return None
     model = build_model(
         config,
@@ -120,19 +119,16 @@ def _plan_learning_rates(
     Raises:
         ConfigError: The phases do not fit into the run.
     """
-    warmup, decay = None, None
-    if config.num_warmup_samples is not None:
-        warmup = plan.count_steps(config.num_warmup_samples)
-    if config.num_warmup_tokens is not None:
-        warmup = plan.count_steps(Fraction(config.num_warmup_tokens, block_size))
-    if config.num_decay_tokens is not None:
-        decay_samples = Fraction(config.num_decay_tokens, block_size)
-        decay = plan.total_steps - plan.count_steps(plan.total_samples - decay_samples)
+    decay = config.decay
+    decay_steps = None if decay is None else decay.value
+    if decay is not None and decay.unit != "steps":
+        decay_samples = plan.samples_of(decay, block_size=block_size)
+        decay_steps = plan.total_steps - plan.count_steps(plan.total_samples - decay_samples)
     schedule = make_schedule(
         config,
         total_steps=plan.total_steps,
-        warmup=warmup,
-        decay=decay,
+        warmup_steps=plan.steps_of(config.warmup, block_size=block_size),
+        decay_steps=decay_steps,
         cooldown_from=cooldown_from,
     )
     if config.lr_batch_scaling == "none":
