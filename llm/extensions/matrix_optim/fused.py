@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llm.models.experts import expert_stacks, find_experts
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fusion:
@@ -17,7 +19,8 @@ class Fusion:
             matrix, or a stack of matrices, has one entry, without a name.
         groups: Number of consecutive groups; each has a share of every matrix. 1 if each matrix is
             in one piece; the number of heads if each head's matrices are side by side.
-        dim: The weight's dimension of outputs: 0, or 1 in Hugging Face's Conv1D.
+        dim: The weight's dimension of outputs: 0, or 1 in Hugging Face's Conv1D; in a stack of
+            experts one more.
     """
 
     sizes: dict[str, int]
@@ -94,6 +97,27 @@ def fused_weights(model: nn.Module) -> dict[nn.Parameter, Fusion]:
         for leaf, (groups, sizes) in fusions.items()
         if name.rpartition(".")[2] == leaf
     }
+
+
+def fused_experts(model: nn.Module) -> dict[nn.Parameter, Fusion]:
+    """Return how the stacks of a model's experts divide: gates and ups are matrices apart.
+
+    Stacks are [experts, outputs, inputs], or [experts, inputs, outputs] in a few classes. Gates and
+    ups are two halves of the outputs, or alternate.
+    """
+    fusions = {}
+    for experts in find_experts(model).values():
+        dim = 2 if experts.is_transposed else 1
+        for name, stack in expert_stacks(experts).items():
+            outputs = stack.shape[dim]
+            if name != "gate_up_proj":
+                fusions[stack] = Fusion(sizes={"": outputs}, dim=dim)
+            elif experts.is_concatenated:
+                fusions[stack] = Fusion(sizes=dict.fromkeys(("gate", "up"), outputs // 2), dim=dim)
+            else:
+                halves = dict.fromkeys(("gate", "up"), 1)
+                fusions[stack] = Fusion(sizes=halves, groups=outputs // 2, dim=dim)
+    return fusions
 
 
 def _fused_modules(config: Any) -> dict[str, tuple[int, dict[str, int]]]:

@@ -73,16 +73,21 @@ class ShardedMatrices(MatrixOwners):
         self._locals: Mapping[Tensor, nn.Parameter] = {}
 
     def assign(self, units: Sequence[Unit]) -> None:
-        """Assign owners to new units: the costliest first, to the rank with the least work."""
+        """Assign owners to new units: the costliest first, to the rank with the least work.
+
+        A stack has none if its shards are whole matrices.
+        """
         for unit in sorted(units, key=lambda unit: -unit.cost):
-            self._dims[unit] = [_sharded_dims(parameter) for parameter in unit.parameters]
+            dims = self._dims[unit] = [_sharded_dims(parameter) for parameter in unit.parameters]
+            if unit.is_divisible and all(dim == 0 for dim in dims[0].values()):
+                continue
             if unit.owner is None:
                 unit.owner = self._loads.index(min(self._loads))
             self._loads[unit.owner] += unit.cost
 
     def owns(self, unit: Unit) -> bool:
-        """Return whether this rank keeps the state of a unit."""
-        return unit.owner == self.rank
+        """Return whether this rank keeps the state of a unit, or of its shard of a stack."""
+        return unit.owner in (None, self.rank)
 
     def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
         """Replace the parameters of the model in all units by this rank's shards of them."""
@@ -115,7 +120,10 @@ class ShardedMatrices(MatrixOwners):
         if self._group is None:
             yield from super().updates(units, compute, dtype=dtype)
             return
-        buckets = _bucket_units([unit for unit in units if unit.weight.grad is not None])
+        local = [unit for unit in units if unit.owner is None and unit.weight.numel()]
+        yield from super().updates(local, compute, dtype=dtype)
+        divided = [unit for unit in units if unit.owner is not None]
+        buckets = _bucket_units([unit for unit in divided if unit.weight.grad is not None])
         if not buckets:
             return
         gather = self._gather_gradients(buckets[0])

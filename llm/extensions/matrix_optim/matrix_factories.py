@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from llm.checkpoint.format import OPTIMIZER_TENSORS
+from llm.extensions.matrix_optim.fused import fused_experts
 from llm.extensions.matrix_optim.matrices import BUCKET, ShardedMatrices
 from llm.extensions.matrix_optim.matrix_owners import MatrixOwners, units_of
 from llm.extensions.matrix_optim.matrix_settings import MatrixSettings
@@ -28,6 +29,7 @@ class MatrixRunOptimizer(RunOptimizer):
         matrix_owners: Owners of the matrices.
         update_bytes: Bytes of an element of an update when it is sent.
         with_ends: Whether embeddings and output head are such matrices too.
+        description: For the beginning of the log.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class MatrixRunOptimizer(RunOptimizer):
         *,
         update_bytes: int = FP32,
         with_ends: bool = False,
+        description: str = "",
     ) -> None:
         super().__init__(optimizer)
+        self._description = description
         self._matrix_owners = matrix_owners
         self._traffic = MatrixTraffic(
             bytes_per_element=FP32 + update_bytes, with_ends=with_ends, bucket=BUCKET
@@ -50,6 +54,10 @@ class MatrixRunOptimizer(RunOptimizer):
             for unit in units_of(optimizer)
             for parameter in unit.parameters
         }
+
+    def describe(self) -> str:
+        """Return which optimizer trains the experts of a mixture; empty for other models."""
+        return self._description
 
     def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
         """Replace the parameters of all matrices by this rank's shards."""
@@ -78,6 +86,17 @@ class MuonFactory(OptimizerFactory):
 
     def __init__(self, options: OptimizerOptions) -> None:
         self._options = options
+        self._description = ""
+
+    def inspect_model(self, model: nn.Module) -> None:
+        """Count the matrices of experts in the whole model."""
+        stacks = fused_experts(model)
+        matrices = sum(p.shape[0] * len(fusion.sizes) for p, fusion in stacks.items())
+        if matrices:
+            self._description = (
+                f"muon: trains the {matrices:,} matrices of experts one by one; adamw trains their "
+                "routers and biases"
+            )
 
     def make(self, model: nn.Module, mesh: DeviceMesh | None) -> RunOptimizer:
         """Return Muon for the weights that this rank has.
@@ -87,7 +106,9 @@ class MuonFactory(OptimizerFactory):
         """
         matrix_owners = matrices_on(mesh)
         muon = make_muon(self._options, model, matrix_owners)
-        return MatrixRunOptimizer(muon, model, matrix_owners, update_bytes=BF16)
+        return MatrixRunOptimizer(
+            muon, model, matrix_owners, update_bytes=BF16, description=self._description
+        )
 
 
 class SOAPFactory(OptimizerFactory):
@@ -100,13 +121,23 @@ class SOAPFactory(OptimizerFactory):
     def __init__(self, options: MatrixSettings) -> None:
         self._options = options
         self._order: Sequence[str] | None = None
+        self._description = ""
 
     def inspect_model(self, model: nn.Module) -> None:
-        """Order the updates of the bases by the whole model."""
+        """Order the updates of the bases by the whole model, and count its experts' weights."""
         self._order = basis_order(self._options, model)
+        in_experts = sum(stack.numel() for stack in fused_experts(model))
+        if in_experts:
+            share = in_experts / sum(p.numel() for p in model.parameters())
+            self._description = (
+                f"soap: adamw trains the experts, which have {share:.1%} of the weights; soap "
+                "has bases for the other matrices"
+            )
 
     def make(self, model: nn.Module, mesh: DeviceMesh | None) -> RunOptimizer:
         """Return SOAP for the weights that this rank has."""
         matrix_owners = matrices_on(mesh)
         soap = make_soap(self._options, model, matrix_owners=matrix_owners, order=self._order)
-        return MatrixRunOptimizer(soap, model, matrix_owners, with_ends=True)
+        return MatrixRunOptimizer(
+            soap, model, matrix_owners, with_ends=True, description=self._description
+        )

@@ -24,6 +24,8 @@ class Unit:
         cost: Number of state elements; owners are balanced by it because work grows with it.
         owner: The rank that keeps the state and computes the update; None if every rank does.
         kind: Distinguishes units of equal shapes in an optimizer.
+        is_divisible: Whether the weight is a stack of matrices [matrices, rows, columns] that do
+            not need each other: a rank with some of them whole updates these by itself.
     """
 
     parameters: list[nn.Parameter]
@@ -32,6 +34,7 @@ class Unit:
     cost: float
     owner: int | None = None
     kind: Hashable = None
+    is_divisible: bool = False
 
     @property
     def weight(self) -> nn.Parameter:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from llm.errors import ConfigError
-from llm.extensions.matrix_optim.fused import Fusion, fused_weights, fusion_of
+from llm.extensions.matrix_optim.fused import Fusion, fused_experts, fused_weights, fusion_of
 from llm.extensions.matrix_optim.matrix_owners import (
     MatrixOptimizer,
     MatrixOwners,
@@ -18,6 +18,7 @@ from llm.extensions.matrix_optim.matrix_owners import (
     groups_of,
     stacked_state,
 )
+from llm.models.experts import router_weights
 from llm.optim.groups import inner_matrices, parameter_groups, split_groups
 from llm.optim.optimizers import adamw_settings
 from llm.optim.options import OptimizerOptions
@@ -33,7 +34,8 @@ class MuonAndAdamW(MatrixOptimizer):
 
     Args:
         groups: Parameter groups with their weight decay.
-        matrices: The parameters, of two dimensions, that Muon trains.
+        matrices: The parameters that Muon trains: matrices, and stacks of the matrices of experts
+            [experts, rows, columns].
         lr: Learning rate of both.
         momentum: Momentum of Muon.
         betas: Decay of AdamW's first and second moments.
@@ -62,10 +64,12 @@ class MuonAndAdamW(MatrixOptimizer):
                 shapes=[p.shape],
                 fusion=fusion_of(p, fusions or {}),
                 cost=p.numel(),
-                kind=number,
+                # A stack is a batch by itself.
+                kind=(number, place) if p.ndim == 3 else number,
+                is_divisible=p.ndim == 3,
             )
             for number, group in enumerate(self.param_groups)
-            for p in group["params"]
+            for place, p in enumerate(group["params"])
             if group["is_muon"]
         ]
         self._matrix_owners = matrix_owners or MatrixOwners()
@@ -74,7 +78,9 @@ class MuonAndAdamW(MatrixOptimizer):
         for unit in self.units:
             p = unit.weight
             self.state[p] = {}
-            if self._matrix_owners.owns(unit):  # of the whole shape, even if the weight is sharded
+            if unit.owner is None:  # if the weight is a shard, so is its momentum
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            elif self._matrix_owners.owns(unit):
                 zeros = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
                 self.state[p]["momentum_buffer"] = zeros
         self._lay_state_together(batches([u for u in self.units if self._matrix_owners.owns(u)]))
@@ -132,18 +138,22 @@ class MuonAndAdamW(MatrixOptimizer):
 def _update_lengths(unit: Unit) -> dict[str, float]:
     """Return the factors on orthogonal matrices, by the matrix's name, for AdamW's rate."""
     shapes = unit.fusion.shapes(unit.shapes[0])
-    return {name: 0.2 * math.sqrt(max(shape)) for name, shape in shapes.items()}
+    return {name: 0.2 * math.sqrt(max(shape[-2:])) for name, shape in shapes.items()}
 
 
 def orthogonalized_all(stacks: Sequence[Tensor]) -> list[Tensor]:
-    """Orthogonalize stacks of matrices; stacks of equal shape are computed as one."""
+    """Orthogonalize matrices in stacks [..., rows, columns]; equal stacks are computed as one."""
     if not batch_cost(stacks[0].device):  # on a CPU, one at a time is faster
-        return [orthogonalized(stack) for stack in stacks]
+        return [
+            torch.cat([orthogonalized(one) for one in stack.flatten(0, -3).split(1)]).view_as(stack)
+            for stack in stacks
+        ]
     results: dict[int, Tensor] = {}
     for shape in dict.fromkeys(stack.shape for stack in stacks):
         numbers = [number for number, stack in enumerate(stacks) if stack.shape == shape]
-        joint = torch.cat([stacks[number] for number in numbers])
-        results |= zip(numbers, orthogonalized(joint).chunk(len(numbers)), strict=True)
+        joint = torch.stack([stacks[number] for number in numbers])
+        directions = orthogonalized(joint.flatten(0, -3)).view_as(joint)
+        results |= zip(numbers, directions, strict=True)
     return [results[number] for number in range(len(stacks))]
 
 
@@ -176,13 +186,17 @@ def make_muon(
 ) -> MuonAndAdamW:
     """Make Muon for the matrices inside a model.
 
-    AdamW trains the rest: embeddings, the output head, experts stored as one stack.
+    Each matrix of each expert is one by itself. AdamW trains the rest: embeddings, the output head,
+    and the routers of a mixture, which score experts as the head scores tokens.
 
     Raises:
         ConfigError: The model has no such matrix.
     """
     groups = parameter_groups(options, model)
-    matrices = [p for p in inner_matrices(model) if p.ndim == 2]
+    experts, routers = fused_experts(model), router_weights(model)
+    matrices = [
+        p for p in inner_matrices(model) if p in experts or (p.ndim == 2 and p not in routers)
+    ]
     if not matrices:
         raise ConfigError(
             "--optimizer muon found no matrix to train between the embedding and the output head "
@@ -193,7 +207,7 @@ def make_muon(
         groups,
         matrices,
         momentum=momentum,
-        fusions=fused_weights(model),
+        fusions=fused_weights(model) | experts,
         matrix_owners=matrix_owners,
         **adamw_settings(options),
     )

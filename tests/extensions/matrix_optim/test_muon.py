@@ -47,12 +47,6 @@ def test_linear_layers_but_for_the_head_are_muons_and_embeddings_are_not(family)
     assert linear
 
 
-def test_stacks_of_experts_are_adamws():
-    found = muons(still_model("mixtral"))
-    assert "model.layers.0.self_attn.q_proj.weight" in found
-    assert not any("experts" in name for name in found)
-
-
 def test_a_model_without_a_matrix_inside_is_refused():
     model = torch.nn.Sequential(torch.nn.Embedding(4, 2), torch.nn.LayerNorm(2))
     with pytest.raises(ConfigError, match="--optimizer muon found no matrix"):

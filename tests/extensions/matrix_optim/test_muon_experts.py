@@ -7,11 +7,11 @@ from transformers import AutoModelForCausalLM
 
 from llm.extensions.matrix_optim.muon import make_muon
 from llm.optim.options import OptimizerOptions
-from tests.support.matrix_runs import make_strategy, train, whole_weights
+from llm.trainers.gpt.extensions import GPTConfig
+from llm.trainers.gpt.seams import make_extensions, recipe_of
+from tests.support.matrix_runs import load, make_strategy, save, train, whole_weights
 from tests.support.models import still_model
 from tests.support.ranks import run_ranks, values
-
-pytestmark = pytest.mark.xfail(strict=True, reason="AdamW trains the experts")
 
 OPTIONS = OptimizerOptions(learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95))
 
@@ -126,3 +126,63 @@ def test_a_rank_updates_the_experts_of_its_shard_bit_for_bit():
     for name, weight in replicas[0][1].items():
         assert torch.equal(shards[0][1][name], weight), name
     assert [momentum for *_, momentum in shards] == [replicas[0][2] // 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"optimizer": "muon"}, "muon: trains the 24 matrices of experts one by one"),
+        ({"optimizer": "soap"}, "soap: adamw trains the experts, which have 64.5% of the weights"),
+        ({"kfac": True}, "K-FAC covers 12 layers with 55,296 of"),  # 49,152 in experts
+    ],
+)
+def test_the_log_says_what_trains_the_experts(options, line):
+    model = still_model("mixtral")
+    config = GPTConfig(learning_rate=1e-3, **options)
+    recipe = recipe_of(config, make_extensions(config), seed=0)
+    recipe.plan(model)
+    assert line in recipe.make(model, None).describe()
+
+
+def run_soap(sizes):
+    strategy = make_strategy("soap", sizes, still_model("mixtral"))
+    train(strategy, range(3), accumulation=1, clip=0.0)
+    weights = whole_weights(strategy)
+    strategy.close()
+    return weights
+
+
+def test_soap_trains_experts_as_adamw_does_on_shards_and_on_replicas():
+    """Its bases are for single matrices: an expert without a token would have none."""
+    shards, replicas = (values(run_ranks(run_soap, 2, sizes))[0] for sizes in ({"shard": 2}, None))
+    for name, weight in replicas.items():
+        assert torch.equal(shards[name], weight), name
+
+
+def saved_and_trained_on(sizes, folder):
+    strategy = make_strategy("muon", sizes, still_model("mixtral"))
+    train(strategy, range(3))
+    save(strategy, folder, 3)
+    train(strategy, range(3, 5))
+    weights = whole_weights(strategy)
+    strategy.close()
+    return weights
+
+
+def loaded_and_saved(sizes, folder, copy):
+    strategy = make_strategy("muon", sizes, still_model("mixtral"))
+    load(strategy, folder)
+    save(strategy, copy, 3)
+    train(strategy, range(3, 5))
+    weights = whole_weights(strategy)
+    strategy.close()
+    return weights
+
+
+def test_momentum_of_experts_resumes_exactly_on_other_layouts(tmp_path):
+    first, again, alone = (tmp_path / name for name in ("first", "again", "alone"))
+    straight = values(run_ranks(saved_and_trained_on, 2, {"shard": 2}, first))[0]
+    values(run_ranks(loaded_and_saved, 1, {}, first, alone))
+    resumed = values(run_ranks(loaded_and_saved, 2, {"shard": 2}, alone, again))[0]
+    for name, weight in straight.items():
+        assert torch.equal(resumed[name], weight), name
