@@ -91,10 +91,40 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 FAMILIES = list(_FAMILIES)
 
+_MOE = {**_LLAMA, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "head_dim": 16}
+_GROUPED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+_MLA = {
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_INDEXER = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
+_MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3MoeConfig", {**_MOE, "num_experts": 4}),
+    "deepseek_v3": ("DeepseekV3Config", {**_MOE, **_GROUPED, **_MLA}),
+    "gpt_oss": ("GptOssConfig", {**_MOE, "num_local_experts": 4, "rope_parameters": _ROPE}),
+    "glm4_moe": ("Glm4MoeConfig", {**_MOE, **_GROUPED}),
+    "olmoe": ("OlmoeConfig", {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2}),
+    "aria_text": (
+        "AriaTextConfig",
+        {**_LLAMA, "head_dim": 16, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    ),
+    "deepseek_v32": ("DeepseekV32Config", {**_MOE, **_GROUPED, **_MLA, **_INDEXER}),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", {**_MOE, **_GROUPED, **_MLA, **_INDEXER}),
+}
+
+MIXTURES = list(_MIXTURES)
+"""Mixtures of experts besides mixtral, which is one of the families."""
+
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     """A configuration of `family` with about two layers, width 32 and 320 tokens."""
-    class_name, sizes = _FAMILIES[family]
+    class_name, sizes = (_FAMILIES | _MIXTURES)[family]
     special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
     return getattr(transformers, class_name)(
         **{"vocab_size": VOCAB_SIZE, **special, **sizes, **changes}

@@ -36,6 +36,25 @@ def test_two_stages_log_evaluate_and_export_as_one_rank(bench):
     assert "model: gpt2, 63,168 parameters (12,288 embedding, 50,880 other, 0 frozen)" in said
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_moe",
+        pytest.param("deepseek_v3", marks=pytest.mark.layouts),
+        pytest.param("gpt_oss", marks=pytest.mark.layouts),
+    ],
+)
+def test_two_stages_of_a_mixture_of_experts_train_as_one_rank(family, tmp_path):
+    bench = Bench(tmp_path, family=family)
+    one = bench.train_well("one", **{**STAGES, "pipeline_parallel_size": 1})
+    two = bench.train_well("two", ranks=2, **STAGES)
+    assert two.losses == pytest.approx(one.losses, rel=1e-6)
+    expected, found = (load_file(run.folder / "model.safetensors") for run in (one, two))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+
+
 def layers_while_training(argv: list[str]) -> tuple[int, list[list[bool]]]:
     """The exit code, and in each step which layers of the model that was built are alive."""
     from llm.models.sizes import find_blocks

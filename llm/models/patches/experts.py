@@ -1,10 +1,13 @@
-"""Autocast for the grouped matrix products of mixture-of-experts layers."""
+"""The grouped matrix products of mixture-of-experts layers: under autocast and without values."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 _LIBRARY = torch.library.Library("aten", "IMPL")  # its kernels are registered while it lives
 
@@ -30,3 +33,31 @@ def _grouped_product(
         lhs, rhs = lhs.to(dtype), rhs.to(dtype)
         product: Tensor = torch.ops.aten._grouped_mm(lhs, rhs, *args, **kwargs)
     return product
+
+
+def expert_stacks(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that stack the experts of a layer, with transformers' common interface.
+
+    Each is called with the tokens [tokens, width], the numbers of their experts [tokens, top-k],
+    and the weights of these [tokens, top-k].
+    """
+    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+
+
+@contextlib.contextmanager
+def experts_on_meta(model: PreTrainedModel) -> Iterator[None]:
+    """Let the experts of a model on the meta device run inside the context.
+
+    There, grouped products refuse float32. Batched products copy the weights of each token's
+    experts, which takes no memory without values. A model with values does not change.
+    """
+    has_values = model.device.type != "meta"
+    configs: list[Any] = [] if has_values else [stack.config for stack in expert_stacks(model)]
+    kernels = [config._experts_implementation for config in configs]
+    for config in configs:
+        config._experts_implementation = "batched_mm"
+    try:
+        yield
+    finally:
+        for config, kernel in zip(configs, kernels, strict=True):
+            config._experts_implementation = kernel

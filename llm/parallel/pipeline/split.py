@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from llm.errors import ConfigError, one_line
 from llm.models.attention import evaluating, random_tokens, run_model
+from llm.models.patches.experts import experts_on_meta
 from llm.models.sizes import find_blocks
 
 _LOOKUP_COST = 0.1
@@ -145,7 +146,7 @@ def _trace_calls(
 
     hooks = [module.register_forward_hook(note) for module in modules]
     try:
-        with evaluating(model):
+        with evaluating(model), experts_on_meta(model):
             run_model(model, random_tokens(model, *SAMPLE), None, None)
     except Exception as error:
         raise cannot_cut(model, one_line(error)) from error

@@ -17,7 +17,19 @@ from llm.parallel.pipeline.stage import check_cut, cut_model
 from tests.support.models import FAMILIES, remember_across_layers, tiny_config, tiny_model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_a_mixture_of_experts_is_cut_before_it_has_weights(family):
+    outline = tiny_model(tiny_config(family), device=torch.device("meta"))
+    kernel = outline.config._experts_implementation
+
+    modules = find_pipeline_modules(outline)
+
+    assert modules.layers == tuple(outline.model.layers)
+    assert modules.epilogue == (outline.model.norm, outline.lm_head)
+    assert outline.config._experts_implementation == kernel == "grouped_mm"
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_the_stages_of_every_family_pass_the_whole_gradient(family):
     model = tiny_model(tiny_config(family)).eval()
     loss = LanguageModelLoss(model)
