@@ -112,7 +112,13 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("OlmoeConfig", {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2}),
     "aria_text": (
         "AriaTextConfig",
-        {**_LLAMA, "head_dim": 16, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+        {
+            **_LLAMA,
+            "head_dim": 16,
+            "moe_num_experts": 4,
+            "moe_topk": 2,
+            "moe_num_shared_experts": 1,
+        },
     ),
     "deepseek_v32": ("DeepseekV32Config", {**_MOE, **_GROUPED, **_MLA, **_INDEXER}),
     "glm_moe_dsa": ("GlmMoeDsaConfig", {**_MOE, **_GROUPED, **_MLA, **_INDEXER}),
