@@ -22,7 +22,7 @@ def find_experts(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def expert_stacks(experts: nn.Module) -> dict[str, nn.Parameter]:
+def expert_weights(experts: nn.Module) -> dict[str, nn.Parameter]:
     """Return the weights with a matrix for each expert, by name: [experts, rows, columns]."""
     return {
         name: parameter

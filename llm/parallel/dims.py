@@ -23,6 +23,8 @@ class ParallelDims:
         shard: Ranks that train on different samples and each hold a shard of every weight.
         context: Ranks that each hold a shard of every sample.
         tensor: Ranks that each compute some heads and columns of every layer.
+        expert: Ranks that each compute some experts of every layer. They are ranks of `shard`, so
+            this does not count in the product.
     """
 
     pipeline: int = 1
@@ -30,6 +32,7 @@ class ParallelDims:
     shard: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
 
     @property
     def world_size(self) -> int:
@@ -78,7 +81,8 @@ class ParallelDims:
     def describe(self) -> str:
         """Return the axes of more than one rank, for the log."""
         sizes = [f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
-        return " x ".join(sizes) or "one rank"
+        experts = f" (experts {self.expert})" if self.expert > 1 else ""
+        return (" x ".join(sizes) or "one rank") + experts
 
 
 def parallel_dims(options: ParallelOptions, world_size: int) -> ParallelDims:
@@ -106,4 +110,5 @@ def parallel_dims(options: ParallelOptions, world_size: int) -> ParallelDims:
         shard=options.data_parallel_shard_size,
         context=options.context_parallel_size,
         tensor=options.tensor_parallel_size,
+        expert=options.expert_parallel_size,
     )

@@ -34,6 +34,7 @@ from llm.models.sizes import find_blocks
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context import SequenceShard, divide_attention
 from llm.parallel.dims import ParallelDims
+from llm.parallel.experts import average_expert_gradients, divide_experts
 from llm.parallel.float8 import scaled_for_gathers, without_scale
 from llm.parallel.options import ParallelOptions
 from llm.parallel.tensor import divide_layers, partial_gradients
@@ -82,6 +83,7 @@ class ShardedStrategy(AcceleratedStrategy):
         self._sequence = SequenceShard(dims, self.rank) if dims.context > 1 else None
         self._sequence_parallel = options.sequence_parallel
         self._partial_gradients: list[str] = []
+        self._divided_experts: list[nn.Parameter] = []
         self._unsharded_gradients = options.unsharded_gradients
         self._gathers_in_fp8 = options.fp8_all_gather
         self._init_weights = init_weights
@@ -100,6 +102,7 @@ class ShardedStrategy(AcceleratedStrategy):
         self._divide_layers()
         if self._gradient_ranks > 1:
             blocks, ends = [*find_blocks(self.model)], _untied_ends(self.loss)
+            self._divide_experts(self.model, self._fsdp_mesh)
             self._shard_modules(self.loss, blocks, self._fsdp_mesh, ends=ends)
             register_fsdp_forward_method(self.loss, "predictions")
             if ends:
@@ -115,6 +118,11 @@ class ShardedStrategy(AcceleratedStrategy):
             divide_layers(self.model, self.mesh["tensor"], sequence_parallel=sequence_parallel)
             if sequence_parallel:
                 self._partial_gradients = partial_gradients(self.model)
+
+    def _divide_experts(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Apply expert parallelism before FSDP, which ignores the results."""
+        if self.dims.expert > 1:
+            self._divided_experts += divide_experts(model, mesh)
 
     @property
     def _fsdp_mesh(self) -> DeviceMesh:
@@ -155,8 +163,10 @@ class ShardedStrategy(AcceleratedStrategy):
         norms = {parameter for block in blocks for parameter in _norm_weights(block) if half}
         fully_shard(root, mesh=mesh, ignored_params=block_parameters - norms, **options)
         for block in blocks:
-            norms = _norm_weights(block) if half else set()  # sharding has replaced the tensors
-            fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=norms, **options)
+            ignored = set(self._divided_experts)
+            if half:
+                ignored |= _norm_weights(block)  # sharding has replaced the tensors
+            fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=ignored, **options)
 
     @property
     def _gathers_in_bf16(self) -> bool:
@@ -260,6 +270,7 @@ class ShardedStrategy(AcceleratedStrategy):
 
     def _reduce_gradients(self) -> None:
         self._sum_partial_gradients()
+        average_expert_gradients(self._divided_experts)
         for parameter, local in zip(self.parameters, self.local_parameters, strict=True):
             gradient = parameter.grad
             if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):

@@ -74,6 +74,13 @@ class ParallelOptions:
         "number.",
         at_least=1,
     )
+    expert_parallel_size: int = option(
+        1,
+        "Number of ranks that share the experts of every layer: tokens are sent to experts, and "
+        "weights of experts are not gathered. The same number as data_parallel_shard_size.",
+        requires=("data_parallel_shard_size",),
+        at_least=1,
+    )
     pipeline_parallel_size: int = option(
         1,
         "Number of ranks that share the layers; micro-batches are pipelined, so "
@@ -110,6 +117,18 @@ def parallel_problems(options: ParallelOptions) -> list[str]:
             "--unsharded_gradients changes nothing with --pipeline_parallel_size, because "
             "gradients are then reduce-scattered once per step already; leave it out."
         )
+    experts, shards = options.expert_parallel_size, options.data_parallel_shard_size
+    if experts > 1 and experts != shards > 1:
+        problems.append(
+            f"--expert_parallel_size {experts} has to be the same as --data_parallel_shard_size "
+            f"{shards}, because the ranks that share the weights divide the experts; with "
+            f"{experts} for both, the remaining ranks hold copies."
+        )
+    if experts > 1 and options.unsharded_gradients:
+        problems.append(
+            "--unsharded_gradients does not go with --expert_parallel_size, which has whole "
+            "gradients of its experts already; leave one of them out."
+        )
     if options.sequence_parallel:
         problems += [
             f"--sequence_parallel does not go with --{name}; leave one of them out."
@@ -127,6 +146,7 @@ def parallel_problems(options: ParallelOptions) -> list[str]:
 _COMBINABLE = (
     {"data_parallel_shard_size", "tensor_parallel_size", "pipeline_parallel_size"},
     {"data_parallel_shard_size", "tensor_parallel_size", "context_parallel_size"},
+    {"data_parallel_shard_size", "expert_parallel_size", "pipeline_parallel_size"},
 )
 """Options that can be combined to divide one model."""
 

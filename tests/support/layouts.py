@@ -51,7 +51,8 @@ def cpu_accelerator(mixed_precision: str = "no", **options: Any) -> Any:
 def dims_of(**sizes: int) -> ParallelDims:
     """The dims with these sizes, such as shard=2; the ranks that are left replicate."""
     ranks = int(os.environ["WORLD_SIZE"])
-    return ParallelDims(replicate=ranks // math.prod(sizes.values()), **sizes)
+    dividing = math.prod(size for axis, size in sizes.items() if axis != "expert")
+    return ParallelDims(replicate=ranks // dividing, **sizes)
 
 
 def make_strategy(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llm.models.experts import expert_stacks, find_experts
+from llm.models.experts import expert_weights, find_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ def fused_experts(model: nn.Module) -> dict[nn.Parameter, Fusion]:
     fusions = {}
     for experts in find_experts(model).values():
         dim = 2 if experts.is_transposed else 1
-        for name, stack in expert_stacks(experts).items():
+        for name, stack in expert_weights(experts).items():
             outputs = stack.shape[dim]
             if name != "gate_up_proj":
                 fusions[stack] = Fusion(sizes={"": outputs}, dim=dim)

@@ -108,6 +108,7 @@ class PipelineStrategy(ShardedStrategy):
             for stage in self.stages:
                 stage_modules = set(stage.modules())
                 stage_blocks = [block for block in blocks if block in stage_modules]
+                self._divide_experts(stage, mesh)
                 self._shard_modules(stage, stage_blocks, mesh, reshard_after_forward=False)
         self._allocate_weights(self.stages)
 

@@ -25,6 +25,7 @@ from llm.models.configuration import (
 )
 from llm.parallel.accelerator import check_device, check_precision
 from llm.parallel.dims import ParallelDims, parallel_dims
+from llm.parallel.experts import check_expert_parallel
 from llm.parallel.pipeline.stage import check_depth
 from llm.parallel.tensor_plans import check_sequence_parallel, check_tensor_parallel
 from llm.runtime.world import World, device_of, ranks_per_node
@@ -248,6 +249,7 @@ def choose_dims(
     if world_size > 1:
         check_skipped_layers(model_config)
     check_tensor_parallel(model_config, dims.tensor)
+    check_expert_parallel(model_config, dims.expert)
     if config.sequence_parallel:
         check_sequence_parallel(model_config)
     if dims.pipeline > 1:
