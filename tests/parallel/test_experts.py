@@ -2,12 +2,17 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
 from llm.models.patches.recomputation import recompute_activations
 from llm.optim.run_optimizer import Recipe
+from llm.parallel.experts import divide_experts
+from llm.parallel.fsdp import full_tensor
 from tests.support.layouts import make_optimizer, make_strategy
 from tests.support.matrix_runs import train, whole_weights
 from tests.support.models import still_model
@@ -55,3 +60,82 @@ def test_divided_experts_train_as_on_one_rank(family, ranks, sizes, recompute):
             torch.testing.assert_close(weight, weights[name], rtol=1e-5, atol=1e-5)
         stacks = sum(weight.numel() for weight in weights.values() if weight.ndim == 3)
         assert local <= stacks // sizes["expert"]
+
+
+INDEX = {
+    "mixed": [[[0, 3], [2, 1], [3, 2]], [[1, 0], [0, 2], [3, 1]]],
+    "all experts on the first rank": [[[0, 1], [1, 0], [0, 1]], [[1, 0], [0, 1], [1, 0]]],
+    "a choice of no expert": [[[0, 4], [2, 1], [3, 2]], [[1, 0], [0, 2], [3, 1]]],
+}
+"""Experts of [ranks, tokens, 2]; there are 4, and the number 4 stands for none."""
+
+
+class Exchanges(TorchDispatchMode):
+    """Lists the names of the all-to-alls inside the context, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "alltoall" in func._schema.name or "all_to_all" in func._schema.name:
+            self.sent.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def run_layer(name, recompute, rank=0, mesh=None):
+    """Return a layer's outputs, gradients and messages, and what a hook on it sees.
+
+    Without a mesh, one rank has the tokens of both.
+    """
+    layer = still_model("mixtral", num_hidden_layers=1).model.layers[0].mlp
+    if mesh is None:
+        layer.experts.config._experts_implementation = "eager"  # it knows the number for none
+        part = slice(None)
+    else:
+        divide_experts(layer, mesh)
+        part = slice(rank, rank + 1)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weights = (torch.randn(2, 3, n, generator=generator)[part] for n in (32, 2))
+    hidden, weights = (t.flatten(0, 1).requires_grad_() for t in (hidden, weights))
+    index = torch.tensor(INDEX[name])[part].flatten(0, 1)
+    seen = []
+    layer.experts.register_forward_pre_hook(
+        lambda module, args: seen.append((module.num_experts, *map(len, args)))
+    )
+    with Exchanges() as exchanges:
+        if recompute:
+            output = checkpoint(layer.experts, hidden, index, weights, use_reentrant=False)
+        else:
+            output = layer.experts(hidden, index, weights)
+        output.square().sum().backward()
+    gradients = [full_tensor(p.grad) for p in layer.experts.parameters()]
+    return [output.detach(), hidden.grad, weights.grad], gradients, exchanges.sent, seen
+
+
+def run_layers():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    return {
+        (name, recompute): run_layer(name, recompute, mesh.get_rank(), mesh)
+        for name in INDEX
+        for recompute in (False, True)
+    }
+
+
+def test_tokens_get_the_outputs_and_gradients_of_undivided_experts():
+    """A rank without a token sends as many messages as the others, in a recomputation too."""
+    first, second = values(run_ranks(run_layers, 2))
+    for (name, recompute), (parts, gradients, sent, seen) in first.items():
+        others, same_gradients, also_sent, also_seen = second[name, recompute]
+        expected, expected_gradients, *_ = run_layer(name, recompute)
+        for ours, theirs, whole in zip(parts, others, expected, strict=True):
+            torch.testing.assert_close(torch.cat([ours, theirs]), whole)
+        for gradient, same, whole in zip(
+            gradients, same_gradients, expected_gradients, strict=True
+        ):
+            torch.testing.assert_close(gradient, whole)
+            assert torch.equal(gradient, same)
+        assert sent == also_sent
+        assert len(sent) == (8 if recompute else 5)
+        # A hook sees the tokens of its rank, and all experts.
+        assert seen == also_seen == [(4, 3, 3, 3)] * (2 if recompute else 1)
