@@ -34,7 +34,7 @@ from llm.models.sizes import find_blocks
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context import SequenceShard, divide_attention
 from llm.parallel.dims import ParallelDims
-from llm.parallel.experts import average_expert_gradients, divide_experts
+from llm.parallel.expert_parallel import average_expert_gradients, divide_experts
 from llm.parallel.float8 import scaled_for_gathers, without_scale
 from llm.parallel.options import ParallelOptions
 from llm.parallel.tensor import divide_layers, partial_gradients

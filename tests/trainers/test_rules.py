@@ -19,6 +19,7 @@ OPTIONS = {
     "tensor": [{"tensor_parallel_size": 2}],
     "pipeline": [{"pipeline_parallel_size": 2}],
     "context": [{"context_parallel_size": 2}],
+    "experts": [{"data_parallel_shard_size": 2, "expert_parallel_size": 2}],
     "`--kfac`": [{"kfac": True}],
     "`--optimizer muon`, `soap`": [{"optimizer": "muon"}, {"optimizer": "soap"}],
     "`--data_parallel gossip`, `diloco`": [
@@ -46,7 +47,7 @@ def cells() -> list[tuple[str, str, str]]:
 
 
 def test_the_table_has_all_pairs_of_ways_to_parallelise():
-    assert len(cells()) == 4 * 3 + 7 * 4
+    assert len(cells()) == 5 * 4 + 7 * 5
     assert {row for row, _, _ in cells()} == set(OPTIONS)
 
 
@@ -70,6 +71,7 @@ SIZES = [
     {"tensor_parallel_size": 2},
     {"context_parallel_size": 2},
     {"pipeline_parallel_size": 2},
+    {"data_parallel_shard_size": 2, "expert_parallel_size": 2},
 ]
 
 
@@ -111,7 +113,7 @@ def test_a_new_precision_is_refused_with_all_that_depends_on_it(options):
 class WiderConfig(GPTConfig):
     """With one more way to divide a model over ranks."""
 
-    expert_parallel_size: int = option(1, "Ranks that share experts.", group=PARALLELISM)
+    width_parallel_size: int = option(1, "Ranks that share widths.", group=PARALLELISM)
 
 
 @pytest.mark.parametrize(
@@ -127,10 +129,10 @@ class WiderConfig(GPTConfig):
     ids=str,
 )
 def test_a_new_layout_is_refused_with_all_that_depends_on_it(options):
-    check(WiderConfig(**BASE, expert_parallel_size=2))
+    check(WiderConfig(**BASE, width_parallel_size=2))
 
-    with pytest.raises(ConfigError, match="--expert_parallel_size"):
-        check(WiderConfig(**BASE, expert_parallel_size=2, **options))
+    with pytest.raises(ConfigError, match="--width_parallel_size"):
+        check(WiderConfig(**BASE, width_parallel_size=2, **options))
 
 
 @pytest.mark.parametrize(

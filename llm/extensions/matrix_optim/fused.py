@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llm.models.experts import expert_weights, find_experts
+from llm.models.mixtures import expert_weights, find_experts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from llm.extensions.matrix_optim.matrix_owners import (
     groups_of,
     stacked_state,
 )
-from llm.models.experts import router_weights
+from llm.models.mixtures import router_weights
 from llm.optim.groups import inner_matrices, parameter_groups, split_groups
 from llm.optim.optimizers import adamw_settings
 from llm.optim.options import OptimizerOptions

@@ -25,7 +25,7 @@ from llm.models.configuration import (
 )
 from llm.parallel.accelerator import check_device, check_precision
 from llm.parallel.dims import ParallelDims, parallel_dims
-from llm.parallel.experts import check_expert_parallel
+from llm.parallel.expert_parallel import check_expert_parallel
 from llm.parallel.pipeline.stage import check_depth
 from llm.parallel.tensor_plans import check_sequence_parallel, check_tensor_parallel
 from llm.runtime.world import World, device_of, ranks_per_node

@@ -11,7 +11,7 @@ from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
 from llm.models.patches.recomputation import recompute_activations
 from llm.optim.run_optimizer import Recipe
-from llm.parallel.experts import divide_experts
+from llm.parallel.expert_parallel import divide_experts
 from llm.parallel.fsdp import full_tensor
 from tests.support.layouts import make_optimizer, make_strategy
 from tests.support.matrix_runs import train, whole_weights

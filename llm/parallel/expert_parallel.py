@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from llm.errors import ConfigError
-from llm.models.experts import find_experts
+from llm.models.mixtures import find_experts
 
 logger = logging.getLogger("llm.parallel")
 
