@@ -34,11 +34,13 @@ class MatrixTraffic:
     Attributes:
         bytes_per_element: Of the gradient that the rank receives and the update that it sends.
         with_ends: Whether embeddings and the output head are such matrices too.
+        with_experts: Whether stacks of experts are sent too.
         bucket: Elements that are sent together.
     """
 
     bytes_per_element: int
     with_ends: bool
+    with_experts: bool
     bucket: int
 
 

@@ -65,7 +65,13 @@ class KFAC(MatrixRunOptimizer):
         matrix_owners: MatrixOwners | None,
         with_ends: bool,
     ) -> None:
-        super().__init__(optimizer, model, matrix_owners or MatrixOwners(), with_ends=with_ends)
+        super().__init__(
+            optimizer,
+            model,
+            matrix_owners or MatrixOwners(),
+            with_ends=with_ends,
+            with_experts=True,
+        )
         self.recorder = recorder
         self.preconditioner = preconditioner
         self._kfac_settings = settings

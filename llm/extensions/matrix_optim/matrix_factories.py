@@ -29,6 +29,7 @@ class MatrixRunOptimizer(RunOptimizer):
         matrix_owners: Owners of the matrices.
         update_bytes: Bytes of an element of an update when it is sent.
         with_ends: Whether embeddings and output head are such matrices too.
+        with_experts: Whether a stack of experts has one owner.
         description: For the beginning of the log.
     """
 
@@ -40,13 +41,17 @@ class MatrixRunOptimizer(RunOptimizer):
         *,
         update_bytes: int = FP32,
         with_ends: bool = False,
+        with_experts: bool = False,
         description: str = "",
     ) -> None:
         super().__init__(optimizer)
         self._description = description
         self._matrix_owners = matrix_owners
         self._traffic = MatrixTraffic(
-            bytes_per_element=FP32 + update_bytes, with_ends=with_ends, bucket=BUCKET
+            bytes_per_element=FP32 + update_bytes,
+            with_ends=with_ends,
+            with_experts=with_experts,
+            bucket=BUCKET,
         )
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self._owners = {

@@ -4,14 +4,17 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from llm.data.options import device_batch_size
 from llm.errors import ConfigError
 from llm.parallel.dims import ParallelDims
 from llm.parallel.pipeline.pipeline_schedule import bubble_fraction
+from llm.tools.plan.expert_costs import expert_costs
 from llm.tools.plan.job import Job
 from llm.tools.plan.memory import FP8, HALF, Memory, peak_memory
 from llm.tools.plan.rank_model import FP32, num_elements
+from llm.trainers.gpt.config import check_planned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,8 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
         num_elements(param_counts.blocks[0]),
         num_elements(param_counts.other_weights),
     )
+    experts = expert_costs(job, layout)
+    gathered = block - experts.elements
     t, c, r, n = layout.tensor, layout.context, layout.replicate, layout.shard * layout.context
     width = FP32 if options.mixed_precision == "no" else 2
     sent_width = 2 if options.mixed_precision in ("bf16", "fp8") else FP32  # not in fp16
@@ -77,8 +82,8 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
             _ring_transfer("context", "keys and values", size, c, per_node // t)
         )
     if n > 1:
-        gathers = 2 * layers * block * (FP8 if options.fp8_all_gather else sent_width)
-        sums = FP32 * (layers * block + other_weights)
+        gathers = 2 * layers * gathered * (FP8 if options.fp8_all_gather else sent_width)
+        sums = FP32 * (layers * gathered + other_weights)
         # The weights outside the blocks stay gathered for all micro-batches of a step.
         once = FP32 * other_weights
         if layout.pipeline == 1 and t == 1 and not param_counts.shares_ends:
@@ -88,10 +93,15 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
         transfers_of_rank.append(
             _ring_transfer("shard", "weights and gradients", size, n, per_node // t)
         )
+    if experts.sent:
+        size = layers * micro_batches * experts.sent
+        transfers_of_rank.append(_exchange(size, n, per_node))
     matrices = job.optimizer.traffic
     if matrices is not None and n * t > 1:
         # Each rank sends its shards of gradients, and later its updates.
-        elements = layers * block + (other_weights if matrices.with_ends else 0)
+        stacks = num_elements(p for p in param_counts.blocks[0] if p in param_counts.experts)
+        elements = layers * (block if matrices.with_experts else block - stacks)
+        elements += other_weights if matrices.with_ends else 0
         size = matrices.bytes_per_element * elements / n * (n * t - 1) / (n * t)
         axis = "shard" if n > 1 else "tensor"
         ring = _ring_transfer(
@@ -129,6 +139,18 @@ def _ring_transfer(axis: str, what: str, size: float, ranks: int, on_node: int) 
         in_node=size if on_node == ranks else size - between,
         between_nodes=between,
         overlapped=axis in ("shard", "replicate"),
+    )
+
+
+def _exchange(size: float, ranks: int, on_node: int) -> Transfer:
+    """Count an all-to-all: each rank sends an equal part of `size` bytes to each, itself too."""
+    on_node = max(1, min(ranks, on_node))
+    return Transfer(
+        axis="expert",
+        what="tokens to their experts and back",
+        in_node=size * (on_node - 1) / ranks,
+        between_nodes=size * (ranks - on_node) / ranks,
+        overlapped=False,
     )
 
 
@@ -179,6 +201,8 @@ def estimate(job: Job, layout: ParallelDims) -> Estimate:
     )
     flops = [len(layers) * trace.block_flops for layers in job.layers_of_ranks(layout.pipeline)]
     flops[-1] += trace.loss_flops
+    layers = max(map(len, job.layers_of_ranks(layout.pipeline)))
+    excess_flops = layers * expert_costs(job, layout).flops
     tokens = batches.global_batch_size * job.length
 
     device, fp32 = job.device, job.options.mixed_precision == "no"
@@ -190,7 +214,8 @@ def estimate(job: Job, layout: ParallelDims) -> Estimate:
 
     def seconds(efficiency: float) -> float:
         """Return the time of a step; overlapped traffic adds only its excess."""
-        working = max(flops) * batches.accumulation / (peak * efficiency) + inline
+        slowest = max(flops) + excess_flops
+        working = slowest * batches.accumulation / (peak * efficiency) + inline
         return max(working / (1 - bubble), hidden) + stepping / (device.bandwidth * 1e9)
 
     step_seconds = seconds(job.options.efficiency)
@@ -232,9 +257,37 @@ def search(job: Job) -> list[Estimate]:
             ):
                 with contextlib.suppress(ConfigError):
                     estimates.append(estimate(job, layout))
+                    if can_divide_experts(job, layout):
+                        divided = dataclasses.replace(layout, expert=layout.shard)
+                        estimates.append(estimate(job, divided))
     return sorted(
         estimates, key=lambda e: (not e.fits, -e.tokens_per_second if e.fits else e.memory.total)
     )
+
+
+def can_divide_experts(job: Job, layout: ParallelDims) -> bool:
+    """Return whether the trainer accepts expert parallelism on the shards of a layout."""
+    counts = job.param_counts(1).num_experts
+    if layout.shard == 1 or not counts or any(count % layout.shard for count in counts):
+        return False
+    sizes: dict[str, Any] = {
+        "data_parallel_shard_size": layout.shard,
+        "expert_parallel_size": layout.shard,
+        "tensor_parallel_size": layout.tensor,
+        "context_parallel_size": layout.context,
+        "pipeline_parallel_size": layout.pipeline,
+    }
+    return not check_planned(dataclasses.replace(job.options, **sizes))
+
+
+def compare_experts(job: Job, layout: ParallelDims) -> tuple[Estimate, Estimate] | None:
+    """Estimate a layout with and without expert parallelism; None if the trainer refuses it."""
+    if not can_divide_experts(job, layout):
+        return None
+    with_tokens, with_weights = (
+        estimate(job, dataclasses.replace(layout, expert=size)) for size in (layout.shard, 1)
+    )
+    return with_tokens, with_weights
 
 
 def _possible_layouts(

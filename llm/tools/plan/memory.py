@@ -4,8 +4,9 @@ import dataclasses
 import itertools
 
 from llm.metrics.hardware import GIB
-from llm.optim.run_optimizer import StateMemory
+from llm.optim.run_optimizer import MatrixTraffic, StateMemory
 from llm.parallel.dims import ParallelDims
+from llm.tools.plan.expert_costs import expert_costs
 from llm.tools.plan.job import Job
 from llm.tools.plan.rank_model import FP32, num_elements, shard_sizes
 
@@ -111,6 +112,7 @@ class StagePlan:
             self.block_width = FP8
         self.head_width = HALF if self.casts_are_gathered and layout.tensor == 1 else FP32
         self.block = self.param_counts.blocks[numbers[0]]
+        self.experts = expert_costs(job, layout)
         head, is_first_stage = self.param_counts.head, stage == 0
         # The head is on the last stage, and a tied one also on the first.
         self.other_weights = [
@@ -122,6 +124,9 @@ class StagePlan:
         blocks = (self.param_counts.blocks[number] for number in numbers)
         parameters = [*itertools.chain(self.other_weights, *blocks)]
         self.local, self.trained = shard_sizes(parameters, ranks)
+        in_experts = [p for p in parameters if p in self.param_counts.experts]
+        self.local_experts, _ = shard_sizes(in_experts, ranks)
+        self.largest_stack = max((p.numel() // ranks for p in in_experts), default=0)
         self.whole_trained = num_elements(p for p in parameters if p.requires_grad)
         self.micro_batches = job.batches(layout).accumulation
         self.keeps_gradients_whole = (
@@ -149,6 +154,7 @@ class StagePlan:
         """Return the memory at each moment that may be the peak."""
         trace, param_counts = self.trace, self.param_counts
         block_gradient = FP32 * num_elements(p for p in self.block if p.requires_grad)
+        fresh_gradient = block_gradient - FP32 * (self.experts.elements - self.experts.local)
         head_gradient = FP32 * num_elements(p for p in param_counts.head if p.requires_grad)
         head_gradient *= self.is_last
         backward_extra = max(0, trace.block_backward_extra - block_gradient)
@@ -175,7 +181,7 @@ class StagePlan:
             self._memory_at(
                 "backward of its last layer",
                 in_last_layer + loss_activations + backward_extra + head_cast,
-                fresh=head_gradient + block_gradient,
+                fresh=head_gradient + fresh_gradient,
             ),
             self._memory_at(
                 "backward of its first layer",
@@ -215,12 +221,19 @@ class StagePlan:
     def _activation_bytes(self, layers: int) -> float:
         """Return the activations of one micro-batch at the end of its forward pass.
 
-        If weights are gathered in half precision, autocast caches no copies of them.
+        If weights are gathered in half precision, autocast caches no copies of them, except of a
+        rank's experts, which are not gathered.
         """
-        trace = self.trace
+        trace, experts = self.trace, self.experts
         casts = trace.block_casts if self.casts_are_gathered else 0
         start = trace.inputs if self.stage == 0 else trace.hidden
-        return start + layers * (trace.block - casts)
+        if not experts.elements:
+            return start + layers * (trace.block - casts)
+        recomputes = self.job.options.activation_checkpointing != "none"
+        if casts == 0 < trace.block_casts:  # of all experts
+            casts = min(trace.block_casts, HALF * experts.elements)
+        in_experts = experts.casts + experts.activations
+        return start + layers * (trace.block - casts) + in_experts * (1 if recomputes else layers)
 
     def _memory_at(
         self,
@@ -255,8 +268,7 @@ class StagePlan:
         if self.sharded:
             ranks = self.layout.shard * self.layout.context * self.layout.tensor
             if stepping and optimizer.traffic is not None and ranks > 1:
-                # Buckets of gradients and of updates: one is computed while two are sent.
-                buffers += int(6 * FP32 * min(optimizer.traffic.bucket, self.local))
+                buffers += self._matrix_bytes(optimizer.traffic)
             buffers += fresh
             if not stepping:
                 buffers += self._gathered_bytes(backward=fresh > 0 or done, with_head=with_head)
@@ -281,6 +293,17 @@ class StagePlan:
             buffers=buffers,
         )
 
+    def _matrix_bytes(self, traffic: MatrixTraffic) -> int:
+        """Return the temporary bytes of an update of whole matrices.
+
+        These are buckets of gradients and of updates: one is computed while two are sent. Experts
+        that are not sent are updated one stack after another.
+        """
+        if traffic.with_experts:
+            return 6 * FP32 * min(traffic.bucket, self.local)
+        sent = min(traffic.bucket, self.local - self.local_experts)
+        return 6 * FP32 * max(sent, self.largest_stack)
+
     def _extra_bytes(self, state: StateMemory, *, stepping: bool) -> int:
         """Return the bytes of a further state; only the owner of a sharded layer has its part."""
         layout = self.layout
@@ -298,7 +321,8 @@ class StagePlan:
         Embedding and head are freed after their use in the last micro-batch if they have separate
         groups.
         """
-        block, other_weights, size = num_elements(self.block), self.other_weights, 0
+        block = num_elements(self.block) - self.experts.elements
+        other_weights, size = self.other_weights, 0
         if self.has_own_ends:
             ends = self.param_counts.embedding | self.param_counts.head
             other_weights = [p for p in other_weights if p not in ends]

@@ -20,6 +20,7 @@ class PlanOptions(GPTConfig):
         *("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size"),
         *("optimizer", "mixed_precision", "activation_checkpointing"),
         *("data_parallel_shard_size", "tensor_parallel_size", "pipeline_parallel_size"),
+        "expert_parallel_size",
     )
 
     nodes: int = option(1, "Nodes.", at_least=1)

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from llm.models.mixtures import find_experts
 from llm.models.sizes import find_blocks
 from llm.optim.run_optimizer import MatrixTraffic, StateMemory
 from llm.parallel.tensor_plans import check_tensor_parallel, sequence_plan, tensor_plan
@@ -120,6 +121,8 @@ class ParamCounts:
         other_weights: Parameters outside of blocks; tied parameters count once.
         embedding: Parameters of the input embedding; `others` includes them.
         head: Parameters of the output head; `others` includes them.
+        experts: Parameters of experts that ranks can divide; `blocks` includes them.
+        num_experts: Experts of a layer, for each number that occurs.
         is_tied: Whether all parameters of the output head belong to the embedding.
         buffers: Bytes of buffers.
     """
@@ -128,6 +131,8 @@ class ParamCounts:
     other_weights: list[nn.Parameter]
     embedding: set[nn.Parameter]
     head: set[nn.Parameter]
+    experts: set[nn.Parameter]
+    num_experts: frozenset[int]
     is_tied: bool
     buffers: int
 
@@ -149,11 +154,14 @@ def count_parameters(model: PreTrainedModel) -> ParamCounts:
     output = model.get_output_embeddings()
     head = set() if output is None else set(output.parameters())
     embedding = set(model.get_input_embeddings().parameters())
+    experts = find_experts(model).values()
     return ParamCounts(
         blocks=blocks,
         other_weights=[p for p in model.parameters() if p not in block_parameters],
         embedding=embedding,
         head=head,
+        experts={p for module in experts for p in module.parameters(recurse=False)},
+        num_experts=frozenset(module.num_experts for module in experts),
         is_tied=head.issubset(embedding),
         buffers=sum(b.nbytes for b in model.buffers()),
     )

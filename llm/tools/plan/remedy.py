@@ -11,6 +11,7 @@ from llm.tools.plan.options import PlanOptions
 
 _SIZES = {
     "data_parallel_shard_size": "shard",
+    "expert_parallel_size": "expert",
     "tensor_parallel_size": "tensor",
     "pipeline_parallel_size": "pipeline",
     "context_parallel_size": "context",

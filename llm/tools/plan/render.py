@@ -10,7 +10,7 @@ from llm.data.options import device_batch_size
 from llm.errors import ConfigError
 from llm.metrics.hardware import GIB
 from llm.runtime.logging import counted
-from llm.tools.plan.estimate import Estimate, checkpoint_bytes
+from llm.tools.plan.estimate import Estimate, checkpoint_bytes, compare_experts
 from llm.tools.plan.job import Job
 
 _COLORS = ("#4477aa", "#66ccee", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#bbbbbb")
@@ -40,6 +40,7 @@ def text(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> list[str
         _verdict_line(job, plan, remedy),
         "",
         *_traffic_lines(plan),
+        *_expert_lines(job, plan),
         "",
         *_time_lines(job, plan),
     ]
@@ -47,15 +48,18 @@ def text(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> list[str
 
 def table(job: Job, estimates: list[Estimate]) -> list[str]:
     """Return the lines of a table of layouts."""
+    has_experts = bool(job.param_counts(1).num_experts)
     lines = [
         f"{'tensor':>6} {'context':>7} {'pipeline':>8} {'shard':>6} {'replicate':>9} "
+        f"{'experts ' if has_experts else ''}"
         f"{'micro-b.':>8} {'memory':>10} {'bubble':>7} {'step':>9} {'tokens/s':>12}  fits"
     ]
     for plan in estimates[: job.options.top]:
         lay = plan.layout
         lines.append(
             f"{lay.tensor:>6} {lay.context:>7} {lay.pipeline:>8} {lay.shard:>6} "
-            f"{lay.replicate:>9} {plan.micro_batches:>8} {_format_gib(plan.memory.total):>10} "
+            f"{lay.replicate:>9} {f'{lay.expert:>7} ' if has_experts else ''}"
+            f"{plan.micro_batches:>8} {_format_gib(plan.memory.total):>10} "
             f"{plan.bubble:>7.1%} {plan.step_seconds:>7.2f} s {plan.tokens_per_second:>12,.0f}  "
             f"{'yes' if plan.fits else 'no'}"
         )
@@ -155,6 +159,23 @@ def _traffic_lines(plan: Estimate) -> list[str]:
             )
         )
     return [f"{what:<46}{in_node:>11}{between:>15}" for what, in_node, between in rows]
+
+
+def _expert_lines(job: Job, plan: Estimate) -> list[str]:
+    """Compare tokens that travel to experts with weights that are gathered."""
+    both = compare_experts(job, plan.layout)
+    if both is None:
+        return []
+    option = f"--expert_parallel_size {plan.layout.shard}"
+    sides = [
+        f"{name} {each.step_seconds:.3g} s and {_format_gib(each.memory.total)}"
+        for name, each in zip((f"with {option}", "without"), both, strict=True)
+    ]
+    ratio = both[1].step_seconds / both[0].step_seconds
+    faster = f"{option} is {ratio:.2f} times as fast"
+    if ratio < 1:
+        faster = f"without {option} it is {1 / ratio:.2f} times as fast"
+    return [f"experts: a step takes {sides[0]}, {sides[1]}: {faster}"]
 
 
 def _time_lines(job: Job, plan: Estimate) -> list[str]:

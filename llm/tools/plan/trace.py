@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from llm.data.options import device_batch_size
 from llm.errors import ConfigError, LLMError, one_line
 from llm.models.loss import LanguageModelLoss, accelerator_chunk_bytes
+from llm.models.mixtures import find_experts
 from llm.models.sizes import find_blocks, head_width
 from llm.tools.plan.options import PlanOptions
 
@@ -179,6 +180,8 @@ class Trace:
         hidden: Bytes of the hidden states between two blocks.
         width: Width of the hidden states.
         key_width: Width of this rank's keys and values together.
+        expert_rows: Rows that the block's experts compute: tokens times experts of a token; 0 for
+            a dense block.
     """
 
     inputs: int
@@ -195,6 +198,7 @@ class Trace:
     hidden: int
     width: int
     key_width: int
+    expert_rows: int
 
 
 def trace(
@@ -285,6 +289,7 @@ def _trace_of(
         hidden=marks.hidden,
         width=config.hidden_size,
         key_width=_key_width(config) // tensor,
+        expert_rows=marks.expert_rows,
     )
 
 
@@ -329,6 +334,9 @@ class _Marks:
         self.levels: dict[str, Level] = {}
         self.flops: dict[str, float] = {}
         self.hidden = 0
+        self.expert_rows = 0
+        for experts in find_experts(block).values():
+            experts.register_forward_pre_hook(self._on_experts)
         # Recomputation calls these hooks again; the first call counts.
         block.register_forward_pre_hook(self._on_block_start, with_kwargs=True)
         block.register_forward_hook(self._on_block_end)
@@ -358,6 +366,9 @@ class _Marks:
             self.hidden = hidden.nbytes
             hidden.register_hook(lambda _: self.mark("backward done"))
             self.mark("block")
+
+    def _on_experts(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        self.expert_rows = args[1].numel()
 
     def _on_block_end(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if "block done" not in self.levels:

@@ -1,0 +1,77 @@
+"""The plan of a mixture of experts: tokens that travel, or weights that are gathered."""
+
+import re
+
+from llm.parallel.dims import ParallelDims
+from llm.tools.plan.estimate import search
+from llm.tools.plan.plan import main
+from tests.tools.test_plan import job_of, plan_of
+
+MIXTURE = {
+    **dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads")),
+    "model_type": "qwen3_moe",
+    "gpus_per_node": 4,
+    "config_overrides": "vocab_size=512,num_hidden_layers=2,hidden_size=64,num_attention_heads=4,"
+    "num_key_value_heads=2,head_dim=16,num_experts=8,num_experts_per_tok=2,"
+    "moe_intermediate_size=32",
+}
+EXPERTS = {"data_parallel_shard_size": 4, "expert_parallel_size": 4}
+
+
+def test_divided_experts_send_tokens_and_not_their_weights():
+    """Of 128 tokens of width 64, each at 2 experts; the fullest rank has 1.5 times the mean."""
+    weights, tokens, again = (
+        {t.axis: t for t in plan_of(**MIXTURE, **options).transfers}
+        for options in (
+            {"data_parallel_shard_size": 4},
+            EXPERTS,
+            {**EXPERTS, "activation_checkpointing": "full"},
+        )
+    )
+    rows = 2 * 64 * 2 * 1.5
+    # To the experts and back, forward and backward, in 2 layers; a fourth stays on the rank.
+    assert tokens["expert"].in_node == 2 * 4 * rows * 64 * 4 * 3 / 4
+    assert again["expert"].in_node == 2 * 6 * rows * 64 * 4 * 3 / 4
+    assert "expert" not in weights
+    stacks = 2 * 8 * (64 * 64 + 32 * 64)
+    # Two gathers and a reduce-scatter in fp32.
+    assert weights["shard"].in_node - tokens["shard"].in_node == 3 * 4 * stacks * 3 / 4
+
+
+def test_experts_on_two_nodes_send_half_of_their_rows_to_the_other_node():
+    by_axis = {
+        t.axis: t for t in plan_of(**{**MIXTURE, "gpus_per_node": 2}, nodes=2, **EXPERTS).transfers
+    }
+    assert by_axis["expert"].between_nodes == 2 * by_axis["expert"].in_node
+
+
+def test_only_matrices_outside_of_experts_travel_to_owners_with_muon():
+    sent = {t.what: t for t in plan_of(**MIXTURE, optimizer="muon", **EXPERTS).transfers}
+    # 4 attention matrices, a router and 4 gains in a layer: a gradient in fp32, an update in bf16.
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 8 * 64 + 2 * 64 + 2 * 16
+    owned = sent["whole matrices to their owners and back"]
+    assert owned.in_node == 6 * 2 * layer / 4 * 3 / 4
+
+
+def test_the_plan_says_whether_tokens_or_weights_take_less_time(capsys):
+    """A wide model with a short sample sends weights longer than tokens; a narrow one does not."""
+    words = ["--device", "h100-80gb", "--gpus_per_node", "4", "--model_type", "qwen3_moe"]
+    words += ["--data_parallel_shard_size", "4", "--optimizer", "sgd", "--config_overrides"]
+    sizes = "num_hidden_layers=2,num_experts=64,num_experts_per_tok=2,moe_intermediate_size=1024"
+    main([*words, sizes, "--block_size", "64"])
+    assert re.search(r"--expert_parallel_size 4 is [\d.]+ times as fast", capsys.readouterr().out)
+    main([*words, sizes, "--block_size", "8192", "--per_device_train_batch_size", "8"])
+    assert "without --expert_parallel_size 4 it is" in capsys.readouterr().out
+    main(["--model_type", "llama", "--model_size", "124M", "--data_parallel_shard_size", "4"])
+    assert "expert" not in capsys.readouterr().out
+
+
+def test_the_search_divides_experts_where_the_trainer_does():
+    layouts = {
+        candidate.layout for candidate in search(job_of(**MIXTURE, gradient_accumulation_steps=2))
+    }
+    assert ParallelDims(shard=4, expert=4) in layouts
+    assert ParallelDims(replicate=2, shard=2, expert=2) in layouts
+    assert ParallelDims(pipeline=2, shard=2, expert=2) in layouts
+    assert not any(lay.expert > 1 and lay.tensor * lay.context > 1 for lay in layouts)
+    assert not any(lay.expert > 1 for lay in {e.layout for e in search(job_of())})
