@@ -6,7 +6,6 @@ experts, and a second one brings the results back (Lepikhin et al. 2020, arXiv:2
 """
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,8 +19,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from llm.errors import ConfigError
 from llm.models.mixtures import find_experts
-
-logger = logging.getLogger("llm.parallel")
 
 
 def check_expert_parallel(config: PreTrainedConfig, ranks: int) -> None:

@@ -166,16 +166,15 @@ def _expert_lines(job: Job, plan: Estimate) -> list[str]:
     both = compare_experts(job, plan.layout)
     if both is None:
         return []
-    option = f"--expert_parallel_size {plan.layout.shard}"
-    sides = [
-        f"{name} {each.step_seconds:.3g} s and {_format_gib(each.memory.total)}"
-        for name, each in zip((f"with {option}", "without"), both, strict=True)
+    sent, gathered = (f"{e.step_seconds:.3g} s and {_format_gib(e.memory.total)}" for e in both)
+    gain = both[1].step_seconds / both[0].step_seconds
+    verdict = f"it is {gain:.2f} times as fast"
+    if gain < 1:
+        verdict = f"without it, a step is {1 / gain:.2f} times as fast"
+    return [
+        f"experts: with --expert_parallel_size {plan.layout.shard} a step takes {sent}, without "
+        f"it {gathered}; {verdict}"
     ]
-    ratio = both[1].step_seconds / both[0].step_seconds
-    faster = f"{option} is {ratio:.2f} times as fast"
-    if ratio < 1:
-        faster = f"without {option} it is {1 / ratio:.2f} times as fast"
-    return [f"experts: a step takes {sides[0]}, {sides[1]}: {faster}"]
 
 
 def _time_lines(job: Job, plan: Estimate) -> list[str]:
