@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
 from llm.models.patches.recomputation import recompute_activations
-from llm.optim.run_optimizer import Recipe
+from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel.expert_parallel import divide_experts
 from llm.parallel.fsdp import full_tensor
 from tests.support.layouts import make_optimizer, make_strategy
@@ -29,7 +29,7 @@ def run(family, sizes, recompute="none", precision="no"):
     model = still_model(family)
     recompute_activations(model, recompute)
     strategy = make_strategy(sizes, precision)
-    strategy.prepare(LanguageModelLoss(model), Recipe(make_optimizer).make)
+    strategy.prepare(LanguageModelLoss(model), OptimizerFactory(make_optimizer).make)
     losses = train(strategy, range(3))
     local = sum(
         p.to_local().untyped_storage().nbytes() // 4

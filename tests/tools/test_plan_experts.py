@@ -3,12 +3,15 @@
 import re
 
 from llm.parallel.dims import ParallelDims
-from llm.tools.plan.estimate import can_divide_experts, search
+from llm.tools.plan.estimate import Estimate, can_divide_experts, estimate, search
+from llm.tools.plan.job import Job
+from llm.tools.plan.options import PlanOptions
 from llm.tools.plan.plan import main
-from tests.tools.test_plan import job_of, plan_of
 
 MIXTURE = {
-    **dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads")),
+    "block_size": 64,
+    "per_device_train_batch_size": 2,
+    "device": "cpu",
     "model_type": "qwen3_moe",
     "gpus_per_node": 4,
     "config_overrides": "vocab_size=512,num_hidden_layers=2,hidden_size=64,num_attention_heads=4,"
@@ -16,6 +19,11 @@ MIXTURE = {
     "moe_intermediate_size=32",
 }
 EXPERTS = {"data_parallel_shard_size": 4, "expert_parallel_size": 4}
+
+
+def plan_of(**options) -> Estimate:
+    job = Job(PlanOptions(**options))
+    return estimate(job, job.layout)
 
 
 def test_divided_experts_send_tokens_and_not_their_weights():
@@ -74,4 +82,6 @@ def test_the_search_divides_experts_where_the_trainer_does():
     assert ParallelDims(replicate=2, shard=2, expert=2) in layouts
     assert ParallelDims(pipeline=2, shard=2, expert=2) in layouts
     assert not any(lay.expert > 1 and lay.tensor * lay.context > 1 for lay in layouts)
-    assert not can_divide_experts(job_of(), ParallelDims(shard=4))
+    assert not can_divide_experts(
+        Job(PlanOptions(model_type="gpt2", device="cpu")), ParallelDims(shard=4)
+    )

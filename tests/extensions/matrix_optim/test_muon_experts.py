@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from llm.extensions.matrix_optim.muon import make_muon
 from llm.optim.options import OptimizerOptions
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.seams import make_extensions, recipe_of
+from llm.trainers.gpt.seams import choose_factory, make_extensions
 from tests.support.matrix_runs import load, make_strategy, save, train, whole_weights
 from tests.support.models import still_model
 from tests.support.ranks import run_ranks, values
@@ -139,9 +139,9 @@ def test_a_rank_updates_the_experts_of_its_shard_bit_for_bit():
 def test_the_log_says_what_trains_the_experts(options, line):
     model = still_model("mixtral")
     config = GPTConfig(learning_rate=1e-3, **options)
-    recipe = recipe_of(config, make_extensions(config), seed=0)
-    recipe.plan(model)
-    assert line in recipe.make(model, None).describe()
+    factory = choose_factory(config, make_extensions(config), seed=0)
+    factory.inspect_model(model)
+    assert line in factory.make(model, None).describe()
 
 
 def run_soap(sizes):
