@@ -15,31 +15,27 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedModel
 
 from llm.errors import ConfigError
 from llm.models.mixtures import find_experts
 
 
-def check_expert_parallel(config: PreTrainedConfig, ranks: int) -> None:
+def check_expert_parallel(model: PreTrainedModel, ranks: int) -> None:
     """Refuse a model with experts that cannot be divided over ranks.
 
     Args:
-        config: The model's configuration.
+        model: The whole model; its weights may be on the meta device.
         ranks: Number of ranks that divide the experts of a layer.
 
     Raises:
         ConfigError: The model has no experts, they lack transformers' common interface, or the
             number of ranks does not divide the experts of a layer.
     """
-    if ranks == 1:
-        return
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
     counts = sorted({experts.num_experts for experts in find_experts(model).values()})
-    kind, option = config.model_type, f"--expert_parallel_size {ranks}"
+    kind, option = model.config.model_type, f"--expert_parallel_size {ranks}"
     if not counts:
-        settings = config.get_text_config().to_dict()
+        settings = model.config.get_text_config().to_dict()
         if any("experts" in name and number for name, number in settings.items()):
             raise ConfigError(
                 f"{option} cannot divide the experts of {kind}, which lack transformers' common "
@@ -126,8 +122,8 @@ class _Dispatch:
         counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen))[: self._num_experts]
         local_counts = torch.empty_like(counts)  # of this rank's experts, by sending rank
         dist.all_to_all_single(local_counts, counts, group=self._group)
-        both = torch.stack([counts, local_counts]).view(2, self._ranks, self._num_local).sum(2)
-        num_sent, num_received = both.tolist()
+        sizes = torch.stack([counts, local_counts]).view(2, self._ranks, self._num_local).sum(2)
+        num_sent, num_received = sizes.tolist()
         order = order[: sum(num_sent)]
 
         rows = _to_autocast_dtype(hidden_states[order // k])
@@ -157,7 +153,7 @@ class _Dispatch:
 
     @contextlib.contextmanager
     def _local_weights(self) -> Iterator[None]:
-        """Let the experts' class see this rank's experts as if there were no others."""
+        """Show this rank's experts to their class as all experts of the layer."""
         module = self._experts
         local = {
             name: parameter.to_local()
@@ -175,6 +171,6 @@ class _Dispatch:
 
 
 def _to_autocast_dtype(rows: Tensor) -> Tensor:
-    """Return rows in the dtype in which autocast multiplies them, to send fewer bytes."""
+    """Cast rows as autocast would for the products of experts, to send fewer bytes."""
     kind = rows.device.type
     return rows.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else rows

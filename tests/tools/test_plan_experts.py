@@ -75,9 +75,8 @@ def test_the_plan_says_whether_tokens_or_weights_take_less_time(capsys):
 
 
 def test_the_search_divides_experts_where_the_trainer_does():
-    layouts = {
-        candidate.layout for candidate in search(job_of(**MIXTURE, gradient_accumulation_steps=2))
-    }
+    job = Job(PlanOptions(**MIXTURE, gradient_accumulation_steps=2))
+    layouts = {candidate.layout for candidate in search(job)}
     assert ParallelDims(shard=4, expert=4) in layouts
     assert ParallelDims(replicate=2, shard=2, expert=2) in layouts
     assert ParallelDims(pipeline=2, shard=2, expert=2) in layouts

@@ -144,17 +144,16 @@ def _update_lengths(unit: Unit) -> dict[str, float]:
 def orthogonalized_all(stacks: Sequence[Tensor]) -> list[Tensor]:
     """Orthogonalize matrices in stacks [..., rows, columns]; equal stacks are computed as one."""
     if not batch_cost(stacks[0].device):  # on a CPU, one at a time is faster
-        return [
-            torch.cat([orthogonalized(one) for one in stack.flatten(0, -3).split(1)]).view_as(stack)
-            for stack in stacks
-        ]
-    results: dict[int, Tensor] = {}
+        matrices = [stack.flatten(0, -3).split(1) for stack in stacks]
+        results = [torch.cat([orthogonalized(matrix) for matrix in stack]) for stack in matrices]
+        return [result.view_as(stack) for result, stack in zip(results, stacks, strict=True)]
+    directions_of: dict[int, Tensor] = {}
     for shape in dict.fromkeys(stack.shape for stack in stacks):
         numbers = [number for number, stack in enumerate(stacks) if stack.shape == shape]
         joint = torch.stack([stacks[number] for number in numbers])
         directions = orthogonalized(joint.flatten(0, -3)).view_as(joint)
-        results |= zip(numbers, directions, strict=True)
-    return [results[number] for number in range(len(stacks))]
+        directions_of |= zip(numbers, directions, strict=True)
+    return [directions_of[number] for number in range(len(stacks))]
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:

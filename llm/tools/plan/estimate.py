@@ -93,9 +93,9 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
         transfers_of_rank.append(
             _ring_transfer("shard", "weights and gradients", size, n, per_node // t)
         )
-    if experts.sent:
-        size = layers * micro_batches * experts.sent
-        transfers_of_rank.append(_exchange(size, n, per_node))
+    if experts.message_bytes:
+        size = layers * micro_batches * experts.message_bytes
+        transfers_of_rank.append(_exchange_transfer(size, n, per_node))
     matrices = job.optimizer.traffic
     if matrices is not None and n * t > 1:
         # Each rank sends its shards of gradients, and later its updates.
@@ -142,7 +142,7 @@ def _ring_transfer(axis: str, what: str, size: float, ranks: int, on_node: int) 
     )
 
 
-def _exchange(size: float, ranks: int, on_node: int) -> Transfer:
+def _exchange_transfer(size: float, ranks: int, on_node: int) -> Transfer:
     """Count an all-to-all: each rank sends an equal part of `size` bytes to each, itself too."""
     on_node = max(1, min(ranks, on_node))
     return Transfer(

@@ -22,7 +22,7 @@ class ExpertCosts:
         activations: Bytes that the fullest rank keeps in addition, for the tokens above the mean.
         casts: Bytes of a rank's experts in half precision.
         flops: FLOPs of the fullest rank in addition.
-        sent: Bytes that the fullest rank sends, to itself too.
+        message_bytes: Bytes that the fullest rank sends, to itself too.
     """
 
     elements: int = 0
@@ -30,7 +30,7 @@ class ExpertCosts:
     activations: float = 0.0
     casts: int = 0
     flops: float = 0.0
-    sent: float = 0.0
+    message_bytes: float = 0.0
 
 
 def expert_costs(job: Job, layout: ParallelDims) -> ExpertCosts:
@@ -58,5 +58,5 @@ def expert_costs(job: Job, layout: ParallelDims) -> ExpertCosts:
         activations=excess_rows * width * sum(p.shape[1] + p.shape[2] for p in stacks),
         casts=_HALF * local * half,
         flops=excess_rows * 2 * products * sum(p.numel() / len(p) for p in stacks),
-        sent=(4 + 2 * recomputes) * LOAD * trace.expert_rows * trace.width * width,
+        message_bytes=(4 + 2 * recomputes) * LOAD * trace.expert_rows * trace.width * width,
     )

@@ -301,8 +301,8 @@ class StagePlan:
         """
         if traffic.with_experts:
             return 6 * FP32 * min(traffic.bucket, self.local)
-        sent = min(traffic.bucket, self.local - self.local_experts)
-        return 6 * FP32 * max(sent, self.largest_stack)
+        bucket = min(traffic.bucket, self.local - self.local_experts)
+        return 6 * FP32 * max(bucket, self.largest_stack)
 
     def _extra_bytes(self, state: StateMemory, *, stepping: bool) -> int:
         """Return the bytes of a further state; only the owner of a sharded layer has its part."""

@@ -163,17 +163,19 @@ def _traffic_lines(plan: Estimate) -> list[str]:
 
 def _expert_lines(job: Job, plan: Estimate) -> list[str]:
     """Compare tokens that travel to experts with weights that are gathered."""
-    both = compare_experts(job, plan.layout)
-    if both is None:
+    comparison = compare_experts(job, plan.layout)
+    if comparison is None:
         return []
-    sent, gathered = (f"{e.step_seconds:.3g} s and {_format_gib(e.memory.total)}" for e in both)
-    gain = both[1].step_seconds / both[0].step_seconds
+    with_tokens, with_weights = (
+        f"{side.step_seconds:.3g} s and {_format_gib(side.memory.total)}" for side in comparison
+    )
+    gain = comparison[1].step_seconds / comparison[0].step_seconds
     verdict = f"it is {gain:.2f} times as fast"
     if gain < 1:
         verdict = f"without it, a step is {1 / gain:.2f} times as fast"
     return [
-        f"experts: with --expert_parallel_size {plan.layout.shard} a step takes {sent}, without "
-        f"it {gathered}; {verdict}"
+        f"experts: with --expert_parallel_size {plan.layout.shard} a step takes {with_tokens}, "
+        f"without it {with_weights}; {verdict}"
     ]
 
 

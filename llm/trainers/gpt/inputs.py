@@ -4,10 +4,12 @@ All of it runs before process groups form, so that bad input is refused with one
 on one rank ends all ranks. Only the data cache is written.
 """
 
+import copy
 import dataclasses
 import os
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llm.checkpoint.format import Checkpoint
@@ -18,6 +20,7 @@ from llm.data.data_digest import digest_of
 from llm.data.open_corpus import open_corpus
 from llm.data.order import DocumentBoundaries, choose_document_boundaries
 from llm.errors import ConfigError, DataError
+from llm.models.build import build_model
 from llm.models.configuration import (
     check_skipped_layers,
     find_weights,
@@ -249,12 +252,21 @@ def choose_dims(
     if world_size > 1:
         check_skipped_layers(model_config)
     check_tensor_parallel(model_config, dims.tensor)
-    check_expert_parallel(model_config, dims.expert)
     if config.sequence_parallel:
         check_sequence_parallel(model_config)
     if dims.pipeline > 1:
         num_layers = model_config.get_text_config().num_hidden_layers
         check_depth(num_layers, dims.pipeline * config.virtual_stages)
+    if dims.expert > 1:
+        outline = build_model(
+            config,
+            copy.deepcopy(model_config),
+            weights_from=None,
+            seed=0,
+            device=torch.device("meta"),
+            vocab_size=model_config.get_text_config().vocab_size,
+        )
+        check_expert_parallel(outline, dims.expert)
     return dims
 
 
