@@ -150,6 +150,9 @@ class Coverage:
             f"K-FAC covers {num_layers} layers with {self.num_covered:,} of {trained:,} "
             f"parameters ({self.num_covered / trained:.1%})."
         ]
+        stacks = sum(layer.is_stack for layer in self.layers)
+        if stacks:
+            lines.append(f"In {stacks} of them, stacks of experts, all experts share two factors.")
         for reason, count in Counter(self.skipped.values()).items():
             names = [name for name, why in self.skipped.items() if why == reason]
             examples = ", ".join(names[:3]) + (", ..." if count > 3 else "")
