@@ -15,7 +15,7 @@ Ranks, strategies and models:
 
 - `ranks`: calls a function on several gloo ranks, which a server forks that has imported `preload`.
 - `layouts`: strategies of any layout, and the batches and steps to compare them with.
-- `decentralized`: the same for gossip and DiLoCo.
+- `matrix_runs`, `decentralized`: the same for Muon, SOAP and K-FAC, and for gossip and DiLoCo.
 - `models`, `tokenizers`: tiny models of every family, a tiny tokenizer.
 - `checkpoints`, `meters`: checkpoints of states and strategies; meters of several ranks.
 - `operations`: modes that note what waits for a device, and the messages of sharded weights.

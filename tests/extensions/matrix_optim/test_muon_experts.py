@@ -9,7 +9,8 @@ from llm.extensions.matrix_optim.muon import make_muon
 from llm.optim.options import OptimizerOptions
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import choose_factory, make_extensions
-from tests.support.matrix_runs import load, make_strategy, save, train, whole_weights
+from tests.support.checkpoints import load_strategy, save_strategy
+from tests.support.matrix_runs import make_strategy, train, whole_weights
 from tests.support.models import still_model
 from tests.support.ranks import run_ranks, values
 
@@ -166,7 +167,7 @@ def test_soap_trains_experts_as_adamw_does_on_shards_and_on_replicas():
 def saved_and_trained_on(sizes, folder):
     strategy = make_strategy("muon", sizes, still_model("mixtral"))
     train(strategy, range(3))
-    save(strategy, folder, 3)
+    save_strategy(strategy, folder, 3)
     train(strategy, range(3, 5))
     weights = whole_weights(strategy)
     strategy.close()
@@ -175,8 +176,8 @@ def saved_and_trained_on(sizes, folder):
 
 def loaded_and_saved(sizes, folder, copy):
     strategy = make_strategy("muon", sizes, still_model("mixtral"))
-    load(strategy, folder)
-    save(strategy, copy, 3)
+    load_strategy(strategy, folder)
+    save_strategy(strategy, copy, 3)
     train(strategy, range(3, 5))
     weights = whole_weights(strategy)
     strategy.close()
