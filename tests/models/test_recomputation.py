@@ -1,5 +1,7 @@
 """What is kept for the backward pass, what that saves, and that it changes no gradient."""
 
+import functools
+
 import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -7,7 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from transformers import GPT2Config
 
 from llm.models.loss import LanguageModelLoss
-from llm.models.patches.recomputation import _checkpoint_policy as policy
+from llm.models.patches.recomputation import _KEPT, _checkpoint_policy
 from tests.support.models import tiny_config, tiny_model
 
 CHOICES = ("none", "selective", "full")
@@ -69,6 +71,17 @@ def test_losses_and_gradients_are_bit_for_bit_the_same_with_dropout_too(
             assert torch.equal(tensor, reference)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_with_and_without_biases_are_recomputed_bit_for_bit(family: str) -> None:
+    expected = None
+    for which in CHOICES:
+        model = tiny_model(tiny_config(family), activation_checkpointing=which)
+        found = step(LanguageModelLoss(model), length=16)
+        expected = expected or found
+        for tensor, reference in zip(found, expected, strict=True):
+            assert torch.equal(tensor, reference)
+
+
 @pytest.mark.slow
 def test_a_compiled_step_is_the_same() -> None:
     plain = LanguageModelLoss(tiny_model(SMALL))
@@ -82,6 +95,7 @@ def test_a_compiled_step_is_the_same() -> None:
 def test_attention_that_draws_dropout_is_computed_again_to_draw_it_again() -> None:
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
 
+    policy = functools.partial(_checkpoint_policy, _KEPT)
     assert policy(None, attention, None, None, None, 0.0) == CheckpointPolicy.MUST_SAVE
     assert policy(None, attention, None, None, None, 0.1) == CheckpointPolicy.MUST_RECOMPUTE
     assert policy(None, torch.ops.aten.bmm.default) == CheckpointPolicy.PREFER_RECOMPUTE

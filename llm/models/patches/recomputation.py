@@ -6,6 +6,7 @@ arXiv:2205.05198).
 """
 
 import functools
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from llm.errors import ConfigError
 from llm.models.options import Recomputation
+from llm.models.patches.experts import expert_stacks
 
 _KEPT = {
     "aten::mm",
@@ -53,15 +55,20 @@ def recompute_activations(model: PreTrainedModel, mode: Recomputation) -> None:
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
-        options["context_fn"] = functools.partial(
-            create_selective_checkpoint_contexts, _checkpoint_policy
-        )
+        kept = _KEPT
+        if any(getattr(stack, "has_bias", False) for stack in expert_stacks(model)):
+            # transformers adds the biases of experts to the result in place.
+            kept = kept - {"aten::_grouped_mm"}
+        policy = functools.partial(_checkpoint_policy, kept)
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     enable(options)
 
 
-def _checkpoint_policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Return whether to keep the result of an operation."""
-    if isinstance(func, torch._ops.OpOverload) and func._schema.name in _KEPT:
+def _checkpoint_policy(
+    kept: Set[str], _: Any, func: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    """Return whether to keep the result of an operation, if its name is among `kept`."""
+    if isinstance(func, torch._ops.OpOverload) and func._schema.name in kept:
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.name == "dropout_p" and value > 0:
                 # If its result were kept, the recomputation would skip its random numbers, and the
