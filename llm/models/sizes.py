@@ -45,6 +45,9 @@ SIZES = {
 SHAPED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
 """Architectures with sizes that the options can set."""
 
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+"""Names of the number of chosen experts: most configurations, AriaText, Gemma 4."""
+
 _MULTIPLE = 128  # the width of a gated MLP is a multiple of this
 
 
@@ -185,7 +188,7 @@ def flops_per_token(model: PreTrainedModel, *, block_size: int) -> float:
         block_size: Tokens of a sample.
     """
     config = model.config.get_text_config()
-    chosen = getattr(config, "num_experts_per_tok", None)
+    chosen = experts_per_token(config)
     weights = 0.0
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -194,12 +197,22 @@ def flops_per_token(model: PreTrainedModel, *, block_size: int) -> float:
         experts = getattr(module, "num_experts", None)
         # A layer's experts are stacked in three-dimensional tensors.
         is_stack = any(p.ndim == 3 for p in matrices)
-        used = float(chosen) / float(experts) if experts and chosen and is_stack else 1.0
+        used = chosen / int(experts) if experts and chosen and is_stack else 1.0
         weights += used * sum(p.numel() for p in matrices)
     heads = int(getattr(config, "num_attention_heads", None) or 0)
     width = heads * head_width(config) if heads else 0
     attention = 12.0 * int(config.num_hidden_layers) * width * block_size
     return 6.0 * weights + attention
+
+
+def experts_per_token(config: PreTrainedConfig) -> int | None:
+    """Return the number of experts that a router chooses for each token; None without experts.
+
+    Args:
+        config: The text configuration of a model.
+    """
+    values = [getattr(config, name, None) for name in _EXPERTS_PER_TOKEN]
+    return next((int(value) for value in values if value), None)
 
 
 def head_width(config: PreTrainedConfig) -> int:

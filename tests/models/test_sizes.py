@@ -10,10 +10,11 @@ from llm.config.options import fields
 from llm.errors import ConfigError
 from llm.models.configuration import find_weights, load_config
 from llm.models.options import ModelOptions
+from llm.models.patches.experts import expert_stacks, experts_on_meta
 from llm.models.sizes import SIZES, flops_per_token
 from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
-from tests.support.models import tiny_config
+from tests.support.models import MIXTURES, tiny_config, tiny_model
 
 # Families whose every matrix product torch's counter sees.
 COUNTED = ["gpt2", "gpt_neox", "gptj", "opt", "llama", "mistral", "qwen2", "qwen3", "phi", "olmo2"]
@@ -182,3 +183,22 @@ def test_flops_count_only_the_chosen_experts_of_a_mixture():
     difference = flops_per_token(dense, block_size=8) - flops_per_token(model, block_size=8)
     assert difference == pytest.approx(6 * experts * (1 - chosen))
     assert difference > 0
+
+
+@pytest.mark.parametrize("family", ["mixtral", *MIXTURES])
+def test_flops_count_as_many_experts_as_a_router_sends_a_token_to(family):
+    model = tiny_model(tiny_config(family), device=torch.device("meta"))
+    stacks = expert_stacks(model)
+    shapes = []
+    for stack in stacks:
+        stack.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[1].shape)))
+    with experts_on_meta(model), torch.no_grad():
+        model(torch.ones(1, 8, dtype=torch.long, device="meta"), use_cache=False)
+    assert shapes == [(8, 2)] * 2
+
+    used = flops_per_token(model, block_size=0)
+    all_experts = 6 * sum(p.numel() for stack in stacks for p in stack.parameters())
+    for stack in stacks:
+        assert stack.num_experts == 4
+        stack.num_experts = 2  # as if a token went to all experts
+    assert flops_per_token(model, block_size=0) - used == all_experts * (1 - 2 / 4)
