@@ -121,6 +121,21 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v32": ("DeepseekV32Config", {**_MOE, **_GROUPED, **_MLA, **_INDEXER}),
+    "deepseek_v4": (
+        "DeepseekV4Config",
+        {
+            **_MOE,
+            **_GROUPED,
+            **_MLA,
+            **_INDEXER,
+            "o_groups": 2,
+            "o_lora_rank": 16,
+            "sliding_window": 4,
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+            "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+            "mlp_layer_types": ["hash_moe", "moe"],
+        },
+    ),
     "glm_moe_dsa": ("GlmMoeDsaConfig", {**_MOE, **_GROUPED, **_MLA, **_INDEXER}),
 }
 

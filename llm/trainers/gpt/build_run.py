@@ -1,9 +1,11 @@
 """Builds the objects of a run from its configuration and the result of `inputs`."""
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 
 import torch
+from accelerate import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
@@ -19,6 +21,7 @@ from llm.models.causality import check_causal, check_outline_causal
 from llm.models.compilation import compile_blocks
 from llm.models.init import dummy_weights, without_weights
 from llm.models.loss import make_loss
+from llm.models.unused_weights import find_unused_weights
 from llm.models.weight_files import find_weight_files
 from llm.optim.groups import scale_learning_rates
 from llm.optim.run_optimizer import RunOptimizer
@@ -120,9 +123,11 @@ def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy
     accelerator = make_accelerator(
         run.config, device=device_of(run.world), timeout=run.config.timeout
     )
-    if getattr(model.config.get_text_config(), "is_decoder", None):
-        # Decoders of translation models, such as BART, have unused cross-attention.
-        accelerator.ddp_handler.find_unused_parameters = True
+    unused: Sequence[str] | None = ()
+    if run.dims.is_replicated and accelerator.distributed_type != DistributedType.NO:
+        unused = find_unused_weights(model, length=run.block_size)
+        # DistributedDataParallel then searches in each step.
+        accelerator.ddp_handler.find_unused_parameters = unused is None
     transforms = transforms_of(run.extensions, run.model_config)
     init_weights = None
     if model.device.type == "meta":
@@ -157,6 +162,10 @@ def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy
         run_optimizer = factory.make(model, mesh)
         for transform in transforms:
             scale_learning_rates(run_optimizer.optimizer, model, transform.rate_factor)
+        # DistributedDataParallel would wait for their gradients. The optimizer keeps their state,
+        # so that checkpoints are the same in all layouts.
+        for name in unused or ():
+            model.get_parameter(name).requires_grad_(False)
         return run_optimizer
 
     strategy.prepare(loss, optimizer_of)

@@ -19,7 +19,8 @@ def log_idle_weights(strategy: AcceleratedStrategy) -> None:
     Args:
         strategy: The model, with the gradients of a step.
     """
-    weights = {name: p for name, p in strategy.model.named_parameters() if p.requires_grad}
+    trained = set(strategy.parameters)
+    weights = {name: p for name, p in strategy.model.named_parameters() if p in trained}
     idle = {name: p.numel() for name, p in weights.items() if p.grad is None}
     if len(idle) == len(weights):  # an optimizer has taken the gradients
         idle = {}
