@@ -28,6 +28,7 @@ from llm.models.patches.experts import autocast_grouped_products
 from llm.models.patches.gelu import fuse_gelu
 from llm.models.patches.padding_token import train_padding_token
 from llm.models.patches.recomputation import recompute_activations
+from llm.models.patches.routers import route_in_float32
 from llm.models.patches.tied_embedding import tie_gradients
 from llm.models.transforms import Transform
 
@@ -91,6 +92,8 @@ def build_model(
     if tensor_parallel_size == 1:
         tie_gradients(model)
     recompute_activations(model, options.activation_checkpointing)
+    if options.router_dtype != "model":
+        route_in_float32(model)
     disable_packing_detection()
     autocast_grouped_products()
     if weights_from is not None and device.type == "meta":

@@ -102,6 +102,11 @@ class ModelOptions:
         "loss.",
         at_least=0,
     )
+    router_dtype: Literal["fp32", "model"] | None = option(
+        None,
+        "Precision of the routers of a mixture of experts under mixed_precision: fp32, or as the "
+        "rest of the model. By default fp32; a run that began without this option keeps model.",
+    )
     no_bias: bool = option(False, "Keep all biases at zero.")
     trust_remote_code: bool = option(
         False,

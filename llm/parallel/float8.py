@@ -1,15 +1,21 @@
 """Linear layers that multiply in float8, and their weights in messages between ranks."""
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
 
 import torch
-from accelerate.utils.ao import convert_model_to_fp8_ao
+from accelerate.utils.ao import (
+    convert_model_to_fp8_ao,
+    filter_linear_layers,
+    find_first_last_linear_layers,
+)
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llm.errors import ParallelError
+from llm.models.patches.routers import float32_routers
 
 logger = logging.getLogger("llm.parallel")
 
@@ -17,8 +23,8 @@ logger = logging.getLogger("llm.parallel")
 def convert_to_fp8(model: nn.Module, *, all_gather: bool = False) -> None:
     """Let the linear layers of a model multiply in float8, except the first and the last one.
 
-    Accelerate converts a model in its `prepare` only, which would shard and wrap it too. Weights
-    stay float32 and keep their names.
+    Routers in float32 do not change. Accelerate converts a model in its `prepare` only, which would
+    shard and wrap it too. Weights stay float32 and keep their names.
 
     Args:
         model: Not yet sharded nor wrapped; changed in place.
@@ -30,10 +36,15 @@ def convert_to_fp8(model: nn.Module, *, all_gather: bool = False) -> None:
     from torchao.float8 import Float8LinearConfig
 
     original_types = {type(module) for module in model.modules()}
-    # Padded, because the float8 product needs multiples of 16, also for tokens. No filter: the
-    # default filter of Accelerate before 1.15 fails on every model.
+    # Padded, because the float8 product needs multiples of 16, also for tokens.
     config = Float8LinearConfig(pad_inner_dim=True, enable_fsdp_float8_all_gather=all_gather)
-    convert_model_to_fp8_ao(model, config=config, module_filter_func=None)
+    in_routers = {module for router in float32_routers(model) for module in router.modules()}
+    names = [name for name, module in model.named_modules() if module in in_routers]
+    # The filter of Accelerate before 1.15 that it names as its default fails on every model.
+    layers = functools.partial(
+        filter_linear_layers, layers_to_filter=[*find_first_last_linear_layers(model), *names]
+    )
+    convert_model_to_fp8_ao(model, config=config, module_filter_func=layers)
     converted = sum(type(module) not in original_types for module in model.modules())
     if not converted:
         raise ParallelError(

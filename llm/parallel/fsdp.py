@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from llm.checkpoint.format import OPTIMIZER_TENSORS
 from llm.data.loader import MicroBatch
 from llm.models.loss import HeadLoss, LanguageModelLoss
+from llm.models.patches.routers import float32_routers
 from llm.models.sizes import find_blocks
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context import SequenceShard, divide_attention
@@ -143,9 +144,9 @@ class ShardedStrategy(AcceleratedStrategy):
         """Shard each block as one group, and everything else as the group of the root.
 
         In bf16 runs a block is all-gathered in bf16, and its gradients are summed in float32
-        because in bf16 each addition would round. Autocast leaves the gains of norms in float32, so
-        they are in the root's group: a separate all-gather for the few norms of each block would
-        take as long as the all-gather of the block's matrices.
+        because in bf16 each addition would round. Autocast leaves the gains of norms in float32,
+        and routers may compute in float32. Both are in the root's group: a separate all-gather for
+        these few weights of each block would take as long as the all-gather of its matrices.
 
         Args:
             root: The module that runs the blocks in its forward.
@@ -156,16 +157,16 @@ class ShardedStrategy(AcceleratedStrategy):
         """
         half = self._gathers_in_bf16
         policy = _IN_BF16 if half else MixedPrecisionPolicy()
-        # The root comes first, so that it does not look for norms inside sharded blocks.
+        # The root comes first, so that it does not look for such weights in sharded blocks.
         block_parameters = {
             parameter for module in (*blocks, *ends) for parameter in module.parameters()
         }
-        norms = {parameter for block in blocks for parameter in _norm_weights(block) if half}
-        fully_shard(root, mesh=mesh, ignored_params=block_parameters - norms, **options)
+        in_root = {parameter for block in blocks for parameter in _float32_weights(block) if half}
+        fully_shard(root, mesh=mesh, ignored_params=block_parameters - in_root, **options)
         for block in blocks:
             ignored = set(self._divided_experts)
             if half:
-                ignored |= _norm_weights(block)  # sharding has replaced the tensors
+                ignored |= _float32_weights(block)  # sharding has replaced the tensors
             fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=ignored, **options)
 
     @property
@@ -364,9 +365,13 @@ class ShardedStrategy(AcceleratedStrategy):
         return state_dict
 
 
-def _norm_weights(block: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of a block's modules that have a gain or a bias, and no matrix."""
-    weights: set[nn.Parameter] = set()
+def _float32_weights(block: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of a block that bf16 runs use in float32.
+
+    These are the parameters of routers in float32, and of modules that have a gain or a bias, and
+    no matrix.
+    """
+    weights = {weight for router in float32_routers(block) for weight in router.parameters()}
     for module in block.modules():
         parameters = set(module.parameters(recurse=False))
         if all(parameter.ndim < 2 for parameter in parameters):

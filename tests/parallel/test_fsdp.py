@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from llm.data.loader import MicroBatch
 from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
+from llm.models.patches.routers import find_routers
 from llm.models.patches.tied_embedding import tie_gradients
 from llm.models.sizes import find_blocks
 from llm.optim.run_optimizer import OptimizerFactory
@@ -104,6 +105,33 @@ def test_the_padding_token_learns_alike_on_all_layouts():
     assert not torch.equal(alone, initial)
     for sizes in ({}, {"shard": 2}):
         torch.testing.assert_close(values(run_ranks(train_padding, 2, sizes))[0], alone)
+
+
+def evaluate_routers(sizes: dict[str, int]) -> tuple[float, set[torch.dtype]]:
+    """The loss of a mixture of experts in bf16, and the types of its routers' weights in use."""
+    disable_packing_detection()
+    model = tiny_model(tiny_config("ernie4_5_moe"))
+    dtypes = set()
+    for router in find_routers(model):
+        router.register_forward_pre_hook(
+            lambda router, _: dtypes.update(weight.dtype for weight in router.parameters())
+        )
+    strategy = make_strategy(sizes, "bf16")
+    strategy.prepare(LanguageModelLoss(model), Recipe(make_optimizer).make)
+    tokens = torch.randint(320, (2, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    share = tokens.chunk(strategy.data_ranks)[strategy.data_rank]
+    strategy.forward_backward([MicroBatch(share, share)], num_tokens=tokens.numel())
+    strategy.optimizer_step(0.5)
+    loss = strategy.reduce_sum(strategy.evaluate(MicroBatch(share, share))[0]).item()
+    strategy.close()
+    return loss, dtypes
+
+
+def test_routers_are_gathered_in_float32_in_a_bf16_run():
+    ((alone, _),) = values(run_ranks(evaluate_routers, 1, {}))
+    for loss, dtypes in values(run_ranks(evaluate_routers, 2, {"shard": 2})):
+        assert dtypes == {torch.float32}
+        assert loss == pytest.approx(alone, rel=1e-5)
 
 
 def list_messages(family: str, precision: str, micro_batches: int = 2, unsharded: bool = False):

@@ -110,6 +110,18 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOssConfig", {**_MOE, "num_local_experts": 4, "rope_parameters": _ROPE}),
     "glm4_moe": ("Glm4MoeConfig", {**_MOE, **_GROUPED}),
     "olmoe": ("OlmoeConfig", {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {
+            **_LLAMA,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 16,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 0,
+        },
+    ),
+    "afmoe": ("AfmoeConfig", {**_MOE, "num_experts": 4, "num_dense_layers": 0}),
     "aria_text": (
         "AriaTextConfig",
         {

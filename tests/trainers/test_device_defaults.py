@@ -15,8 +15,9 @@ from llm.trainers.gpt.run_defaults import choose_by_device
 from tests.support.training import Bench
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
-FAST = {"mixed_precision": "bf16", "tf32": True, "torch_compile": True}
-PLAIN = {"mixed_precision": "no", "tf32": False, "torch_compile": False}
+ROUTER = {"router_dtype": "fp32"}
+FAST = {"mixed_precision": "bf16", "tf32": True, "torch_compile": True, **ROUTER}
+PLAIN = {"mixed_precision": "no", "tf32": False, "torch_compile": False, **ROUTER}
 
 
 @pytest.fixture
@@ -65,12 +66,19 @@ def test_what_is_given_counts_on_every_device(gpu):
 
 def test_a_resumed_run_keeps_what_it_began_with(gpu):
     older = saved({"mixed_precision": "no", "seed": 1}, {"torch_compile": False, "tf32": False})
-    newer = saved({"mixed_precision": "bf16"}, {"torch_compile": True, "tf32": True})
-    assert choose_by_device(GPTConfig(), older, CUDA) == PLAIN
+    newer = saved({"mixed_precision": "bf16", **ROUTER}, {"torch_compile": True, "tf32": True})
+    assert choose_by_device(GPTConfig(), older, CUDA) == PLAIN | {"router_dtype": "model"}
     assert choose_by_device(GPTConfig(), newer, CPU) == FAST
     assert choose_by_device(GPTConfig(torch_compile=True), older, CUDA)["torch_compile"]
     # An evaluation has no run to go on with.
     assert choose_by_device(GPTConfig(eval_only=True), older, CUDA) == FAST
+
+
+def test_an_older_run_keeps_the_precision_of_its_routers_unless_told():
+    older = saved({"mixed_precision": "bf16"}, {"torch_compile": False, "tf32": False})
+    assert choose_by_device(GPTConfig(), older, CPU)["router_dtype"] == "model"
+    assert choose_by_device(GPTConfig(**ROUTER), older, CPU)["router_dtype"] == "fp32"
+    assert choose_by_device(GPTConfig(), None, CPU)["router_dtype"] == "fp32"
 
 
 def test_a_default_is_not_a_change_of_a_fixed_option():
@@ -95,3 +103,15 @@ def test_the_log_says_which_of_them_are_on(tmp_path):
     config = (fast.folder / "config.toml").read_text()
     assert 'mixed_precision = "no"' in config
     assert "torch_compile = false" in config
+
+
+def test_the_log_names_routers_in_float32_in_mixed_precision_only(tmp_path):
+    bench = Bench(tmp_path, family="qwen3_moe")
+    options = {"mixed_precision": "bf16", "max_train_steps": 1}
+    said = "mixed precision bf16, routers in float32, seed 1"
+    assert said in bench.train_well("fp32", **options).output
+    assert (
+        "routers in float32"
+        not in bench.train_well("as_model", **options, router_dtype="model").output
+    )
+    assert "routers in float32" not in bench.train_well("no", max_train_steps=1).output

@@ -12,8 +12,8 @@ from llm.errors import CheckpointError, ConfigError
 from llm.optim.schedule import is_constant
 from llm.trainers.gpt.config import CoreConfig
 
-BY_DEVICE = ("mixed_precision", "tf32", "torch_compile")
-"""Options with a default that depends on the device."""
+BY_DEVICE = ("mixed_precision", "tf32", "torch_compile", "router_dtype")
+"""Options with a default that depends on the device, or on the version that began the run."""
 
 _RECORDED = (
     *("fixed", "logged", "global_batch_size", "data", "tokenizer", "initial_weights"),

@@ -13,6 +13,9 @@ from llm.runtime.rng import draw_seed
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.recorded_options import BY_DEVICE, saved_options
 
+_OF_OLDER_VERSIONS = {"router_dtype": "model"}
+"""Values of options in `BY_DEVICE` for checkpoints that do not record them."""
+
 
 def choose_by_device(
     config: CoreConfig, start: Checkpoint | None, device: torch.device
@@ -23,10 +26,11 @@ def choose_by_device(
         ConfigError: A compiled run on a GPU is to be deterministic.
     """
     compiles = can_compile(device) and not config.deterministic
-    values = {**default_precision(device), "torch_compile": compiles}
+    values = {**default_precision(device), "torch_compile": compiles, "router_dtype": "fp32"}
     if start is not None and not config.eval_only:
         fixed, logged = (saved_options(config, start, kind) for kind in ("fixed", "logged"))
-        values = {name: (fixed | logged)[name] for name in BY_DEVICE}
+        recorded = _OF_OLDER_VERSIONS | fixed | logged
+        values = {name: recorded[name] for name in BY_DEVICE}
     overrides = {name: getattr(config, name) for name in BY_DEVICE}
     values |= {name: value for name, value in overrides.items() if value is not None}
     if config.deterministic and values["torch_compile"] and device.type == "cuda":

@@ -17,6 +17,7 @@ from llm.config.options import format_default, non_default
 from llm.config.shell import shell_line
 from llm.data.corpus import CorpusSource
 from llm.data.order import stage_starts
+from llm.models.patches.routers import float32_routers
 from llm.models.sizes import flops_per_token, parameter_counts
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.agreement import gather
@@ -54,7 +55,9 @@ def log_start(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -
             logger.info(line)
     for line in strategy.run_optimizer.describe().splitlines():
         logger.info(line)
+    is_mixed = run.config.mixed_precision != "no"
     switches = {
+        "routers in float32": is_mixed and bool(float32_routers(model)),
         "sequence parallelism": run.config.sequence_parallel,
         "TF32": run.config.tf32,
         "compiled blocks": run.config.torch_compile,
