@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm.errors import ParallelError
 from llm.models.loss import LanguageModelLoss
+from llm.models.patches.experts import autocast_grouped_products
 from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel.accelerator import (
     check_device,
@@ -109,13 +110,14 @@ class WeightCasts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def casts_of_steps(precision: str, cases: list[tuple[int, bool]]):
-    return [casts_of_a_step(precision, *case) for case in cases]
+def casts_of_steps(family: str, precision: str, cases: list[tuple[int, bool]]):
+    autocast_grouped_products()
+    return [casts_of_a_step(family, precision, *case) for case in cases]
 
 
-def casts_of_a_step(precision: str, accumulation: int, once: bool):
+def casts_of_a_step(family: str, precision: str, accumulation: int, once: bool):
     """Number of casts in a second step, and the gradients of both."""
-    strategy = make_data_parallel(precision)
+    strategy = make_data_parallel(precision, family=family)
     if not once:
         strategy._weight_casts = lambda micro_batches: contextlib.nullcontext()
     gradients = []
@@ -128,11 +130,14 @@ def casts_of_a_step(precision: str, accumulation: int, once: bool):
     return casts.number, gradients
 
 
-@pytest.mark.parametrize(("ranks", "precision"), [(2, "bf16"), (1, "fp16")])
-def test_weights_are_cast_once_a_step_with_the_same_gradients(ranks, precision):
+@pytest.mark.parametrize(
+    ("family", "ranks", "precision"),
+    [("gpt2", 2, "bf16"), ("gpt2", 1, "fp16"), ("qwen3_moe", 1, "bf16"), ("gpt_oss", 1, "bf16")],
+)
+def test_weights_are_cast_once_a_step_with_the_same_gradients(family, ranks, precision):
     cases = [(1, True), (4, True), (4, False)]
     (of_one, _), (of_four, shared), (repeated, apart) = values(
-        run_ranks(casts_of_steps, ranks, precision, cases)
+        run_ranks(casts_of_steps, ranks, family, precision, cases)
     )[0]
     assert of_one == of_four > 0
     assert repeated == 4 * of_one
@@ -309,13 +314,13 @@ def convert_to_float8_training(model, *, module_filter_fn, config):
             module.__class__ = Float8Linear
 
 
-def fp8_layers(family: str) -> list[str]:
+def fp8_layers(family: str, changes: dict[str, int] | None = None) -> list[str]:
     torchao = types.ModuleType("torchao.float8")
     torchao.Float8LinearConfig = dict
     torchao.convert_to_float8_training = convert_to_float8_training
     sys.modules["torchao.float8"] = torchao
     imports.is_torchao_available = lambda: True
-    model = tiny_model(tiny_config(family))
+    model = tiny_model(tiny_config(family, **(changes or {})))
     strategy = AcceleratedStrategy(make_accelerator(PrecisionOptions(), device=torch.device("cpu")))
     strategy.accelerator.state._mixed_precision = "fp8"  # refused on a CPU
     strategy.prepare(
@@ -333,6 +338,12 @@ def test_fp8_converts_all_linear_layers_but_the_first_and_the_last():
         *(f"model.layers.0.{name}" for name in [*attention, *mlp]),
         *(f"model.layers.1.{name}" for name in ["self_attn.q_proj", *attention, *mlp]),
     ]
+
+
+def test_fp8_does_not_convert_routers_in_float32():
+    [layers] = values(run_ranks(fp8_layers, 1, "afmoe", {"num_experts": 16}))
+    assert "model.layers.0.mlp.shared_experts.down_proj" in layers
+    assert not any("router" in name for name in layers)
 
 
 def test_fp8_is_refused_for_a_model_in_which_it_converts_no_layer():

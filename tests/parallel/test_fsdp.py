@@ -117,7 +117,7 @@ def evaluate_routers(sizes: dict[str, int]) -> tuple[float, set[torch.dtype]]:
             lambda router, _: dtypes.update(weight.dtype for weight in router.parameters())
         )
     strategy = make_strategy(sizes, "bf16")
-    strategy.prepare(LanguageModelLoss(model), Recipe(make_optimizer).make)
+    strategy.prepare(LanguageModelLoss(model), OptimizerFactory(make_optimizer).make)
     tokens = torch.randint(320, (2, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     share = tokens.chunk(strategy.data_ranks)[strategy.data_rank]
     strategy.forward_backward([MicroBatch(share, share)], num_tokens=tokens.numel())

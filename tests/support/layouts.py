@@ -73,18 +73,21 @@ def make_strategy(
     return AcceleratedStrategy(accelerator)
 
 
-def make_data_parallel(mixed_precision: str = "no", **options: Any) -> AcceleratedStrategy:
+def make_data_parallel(
+    mixed_precision: str = "no", *, family: str = "gpt2", **options: Any
+) -> AcceleratedStrategy:
     """One device or DistributedDataParallel over all ranks, with a tiny model and AdamW.
 
     Args:
         mixed_precision: Of `PrecisionOptions`.
+        family: Architecture of the model.
         options: The others of `PrecisionOptions`.
     """
     strategy = AcceleratedStrategy(cpu_accelerator(mixed_precision, **options))
     # Ranks that do not know of one another would pass every test here.
     assert strategy.world_size == int(os.environ["WORLD_SIZE"])
     disable_packing_detection()
-    strategy.prepare(LanguageModelLoss(still_model()), OptimizerFactory(make_optimizer).make)
+    strategy.prepare(LanguageModelLoss(still_model(family)), OptimizerFactory(make_optimizer).make)
     return strategy
 
 

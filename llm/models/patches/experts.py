@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from llm.models.weight_casts import copy_once
+
 _LIBRARY = torch.library.Library("aten", "IMPL")  # its kernels are registered while it lives
 
 
@@ -30,9 +32,24 @@ def _grouped_product(
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     with torch._C._ExcludeDispatchKeyGuard(keys):  # dispatch continues below autocast
         dtype = torch.get_autocast_dtype(device_type)
-        lhs, rhs = lhs.to(dtype), rhs.to(dtype)
+        lhs, rhs = lhs.to(dtype), _cast_once(rhs, dtype)
         product: Tensor = torch.ops.aten._grouped_mm(lhs, rhs, *args, **kwargs)
     return product
+
+
+def _cast_once(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a cast of expert weights, or of their transposed view; once per step, if allowed.
+
+    Each call gets a new view, so that the cast is kept by the parameter.
+    """
+    parameter = weights if weights._base is None else weights._base
+    is_plain = parameter.shape == weights.shape and parameter.stride() == weights.stride()
+    transposed = parameter.mT if parameter.ndim >= 2 else parameter
+    is_transposed = transposed.shape == weights.shape and transposed.stride() == weights.stride()
+    if weights.dtype == dtype or not (is_plain or is_transposed):
+        return weights.to(dtype)
+    copy = copy_once(parameter, lambda: parameter.to(dtype))
+    return copy if is_plain else copy.mT
 
 
 def expert_stacks(model: nn.Module) -> list[nn.Module]:
