@@ -16,6 +16,7 @@ from llm.models.attention import run_model
 from llm.models.compilation import can_compile
 from llm.models.cross_entropy import Softmax, chunked_cross_entropy
 from llm.models.options import ModelOptions
+from llm.models.patches.routers import lacks_routers
 from llm.models.patches.tied_embedding import TiedEmbedding
 from llm.models.sizes import find_blocks
 from llm.runtime.float32 import sums_dtype
@@ -74,6 +75,11 @@ class LanguageModelLoss(nn.Module):
         # The router's balancing loss is only available with the full logits.
         self._router = bool(getattr(text_config, "output_router_logits", False))
         self._router_coefficient = _router_coefficient(text_config) if self._router else 0.0
+        if self._router and lacks_routers(model):
+            raise ConfigError(
+                f"This {model.config.model_type} model has no layer with a router that learns to "
+                "choose experts, so it has nothing to balance: set output_router_logits to false."
+            )
         if chunked is None:
             chunked = not self._router and has_plain_head(model)
         self.chunked = chunked

@@ -39,20 +39,35 @@ def find_routers(model: nn.Module) -> list[nn.Module]:
     It names a whole layer of Doge and JetMoE's attention with experts, and Zaya's router has
     several layers: these are not included.
     """
-    classes: set[type[nn.Module]] = set()
-    for module in model.modules():
-        recorders = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
-        for recorder in recorders if isinstance(recorders, list) else [recorders]:
-            kind = getattr(recorder, "target_class", recorder)
-            if isinstance(kind, type):
-                classes.add(kind)
-    named = [module for module in model.modules() if isinstance(module, tuple(classes))]
+    classes = _router_classes(model)
+    named = [module for module in model.modules() if isinstance(module, classes)]
     return [module for module in named if sum(map(_is_matrix, module.parameters())) == 1]
+
+
+def lacks_routers(model: nn.Module) -> bool:
+    """Return whether transformers names routers of a model's family, but the model has none.
+
+    All layers of a shallow DeepSeek-V4 choose experts by a hash of the token.
+    """
+    classes = _router_classes(model)
+    return bool(classes) and not any(isinstance(module, classes) for module in model.modules())
 
 
 def float32_routers(model: nn.Module) -> list[nn.Module]:
     """Return the routers in a model, or in a part of it, that compute in float32."""
     return [module for module in model.modules() if isinstance(module, _Float32Router)]
+
+
+def _router_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """Return the classes from which transformers records the logits of a model's routers."""
+    classes = []
+    for module in model.modules():
+        recorders = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
+        for recorder in recorders if isinstance(recorders, list) else [recorders]:
+            kind = getattr(recorder, "target_class", recorder)
+            if isinstance(kind, type):
+                classes.append(kind)
+    return tuple(classes)
 
 
 @functools.cache
