@@ -59,7 +59,7 @@ def float32_routers(model: nn.Module) -> list[nn.Module]:
 
 
 def _router_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """Return the classes from which transformers records the logits of a model's routers."""
+    """Return the classes that transformers names as a model's routers, to record their logits."""
     classes = []
     for module in model.modules():
         recorders = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
