@@ -15,8 +15,8 @@ from llm.errors import ConfigError
 from llm.models.attention import run_model
 from llm.models.compilation import can_compile
 from llm.models.cross_entropy import Softmax, chunked_cross_entropy
+from llm.models.mixtures import lacks_routers
 from llm.models.options import ModelOptions
-from llm.models.patches.routers import lacks_routers
 from llm.models.patches.tied_embedding import TiedEmbedding
 from llm.models.sizes import find_blocks
 from llm.runtime.float32 import sums_dtype

@@ -1,11 +1,10 @@
-"""The experts of a mixture: their stacked weights, and the weights of their routers."""
+"""The experts of a mixture, their stacked weights, and their routers."""
 
 from typing import Any
 
 from torch import nn
 
 _LAYOUT = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
-_ROUTERS = ("gate", "router")
 
 
 def find_experts(model: nn.Module) -> dict[str, Any]:
@@ -31,13 +30,43 @@ def expert_weights(experts: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+def find_routers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that transformers names as a model's routers, with one matrix each.
+
+    It names a whole layer of Doge and JetMoE's attention with experts, and Zaya's router has
+    several layers: these are not included.
+    """
+    classes = _router_classes(model)
+    named = [module for module in model.modules() if isinstance(module, classes)]
+    return [module for module in named if sum(map(_is_matrix, module.parameters())) == 1]
+
+
 def router_weights(model: nn.Module) -> set[nn.Parameter]:
     """Return the weights that score the experts of a model's mixtures: [experts, width]."""
-    modules = dict(model.named_modules())
-    weights: set[nn.Parameter] = set()
-    for name in find_experts(model):
-        mixture = modules[name.rpartition(".")[0]]
-        for child, module in mixture.named_children():
-            if child in _ROUTERS:
-                weights |= {p for p in module.parameters() if p.ndim == 2}
-    return weights
+    return {p for router in find_routers(model) for p in router.parameters() if _is_matrix(p)}
+
+
+def lacks_routers(model: nn.Module) -> bool:
+    """Return whether transformers names routers of a model's family, but the model has none.
+
+    All layers of a shallow DeepSeek-V4 choose experts by a hash of the token.
+    """
+    classes = _router_classes(model)
+    return bool(classes) and not any(isinstance(module, classes) for module in model.modules())
+
+
+def _router_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """Return the classes that transformers names as a model's routers, to record their logits."""
+    classes = []
+    for module in model.modules():
+        recorders = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
+        for recorder in recorders if isinstance(recorders, list) else [recorders]:
+            kind = getattr(recorder, "target_class", recorder)
+            if isinstance(kind, type):
+                classes.append(kind)
+    return tuple(classes)
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    """Return whether it is a matrix, or a stack of them; a router's biases may be [1, experts]."""
+    return parameter.ndim >= 2 and min(parameter.shape) > 1

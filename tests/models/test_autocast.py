@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm.models.loss import LanguageModelLoss
-from llm.models.patches.routers import find_routers
+from llm.models.mixtures import find_routers
 from tests.support.models import FAMILIES, MIXTURES, VOCAB_SIZE, tiny_config, tiny_model
 
 IDS = torch.randint(VOCAB_SIZE, (2, 17), generator=torch.Generator().manual_seed(0))

@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig
 from llm.config.options import fields
 from llm.errors import ConfigError
 from llm.models.configuration import find_weights, load_config
+from llm.models.mixtures import find_experts
 from llm.models.options import ModelOptions
-from llm.models.patches.experts import expert_stacks, experts_on_meta
+from llm.models.patches.experts import experts_on_meta
 from llm.models.sizes import SIZES, flops_per_token
 from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
@@ -188,7 +189,7 @@ def test_flops_count_only_the_chosen_experts_of_a_mixture():
 @pytest.mark.parametrize("family", ["mixtral", *MIXTURES])
 def test_flops_count_as_many_experts_as_a_router_sends_a_token_to(family):
     model = tiny_model(tiny_config(family), device=torch.device("meta"))
-    stacks = expert_stacks(model)
+    stacks = list(find_experts(model).values())
     shapes = []
     for stack in stacks:
         stack.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[1].shape)))

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from llm.data.loader import MicroBatch
 from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
-from llm.models.patches.routers import find_routers
+from llm.models.mixtures import find_routers
 from llm.models.patches.tied_embedding import tie_gradients
 from llm.models.sizes import find_blocks
 from llm.optim.run_optimizer import OptimizerFactory

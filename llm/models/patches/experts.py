@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from llm.models.mixtures import find_experts
 from llm.models.weight_casts import copy_once
 
 _LIBRARY = torch.library.Library("aten", "IMPL")  # its kernels are registered while it lives
@@ -52,15 +53,6 @@ def _cast_once(weights: Tensor, dtype: torch.dtype) -> Tensor:
     return copy if is_plain else copy.mT
 
 
-def expert_stacks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that stack the experts of a layer, with transformers' common interface.
-
-    Each is called with the tokens [tokens, width], the numbers of their experts [tokens, top-k],
-    and the weights of these [tokens, top-k].
-    """
-    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
-
-
 @contextlib.contextmanager
 def experts_on_meta(model: PreTrainedModel) -> Iterator[None]:
     """Let the experts of a model on the meta device run inside the context.
@@ -69,7 +61,9 @@ def experts_on_meta(model: PreTrainedModel) -> Iterator[None]:
     experts, which takes no memory without values. A model with values does not change.
     """
     has_values = model.device.type != "meta"
-    configs: list[Any] = [] if has_values else [stack.config for stack in expert_stacks(model)]
+    configs: list[Any] = (
+        [] if has_values else [experts.config for experts in find_experts(model).values()]
+    )
     kernels = [config._experts_implementation for config in configs]
     for config in configs:
         config._experts_implementation = "batched_mm"

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedModel
 
 from llm.errors import ConfigError
+from llm.models.mixtures import find_experts
 from llm.models.options import Recomputation
-from llm.models.patches.experts import expert_stacks
 
 _KEPT = {
     "aten::mm",
@@ -56,7 +56,7 @@ def recompute_activations(model: PreTrainedModel, mode: Recomputation) -> None:
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         kept = _KEPT
-        if any(getattr(stack, "has_bias", False) for stack in expert_stacks(model)):
+        if any(experts.has_bias for experts in find_experts(model).values()):
             # transformers adds the biases of experts to the result in place.
             kept = kept - {"aten::_grouped_mm"}
         policy = functools.partial(_checkpoint_policy, kept)

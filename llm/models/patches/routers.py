@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.utils.generic import maybe_autocast
 
+from llm.models.mixtures import find_routers
+
 
 class _Float32Router(nn.Module):
     """Runs the forward pass of the next class in float32."""
@@ -33,41 +35,9 @@ def route_in_float32(model: nn.Module) -> None:
         router.__class__ = _float32_class(kind)
 
 
-def find_routers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that transformers names as a model's routers, with one matrix each.
-
-    It names a whole layer of Doge and JetMoE's attention with experts, and Zaya's router has
-    several layers: these are not included.
-    """
-    classes = _router_classes(model)
-    named = [module for module in model.modules() if isinstance(module, classes)]
-    return [module for module in named if sum(map(_is_matrix, module.parameters())) == 1]
-
-
-def lacks_routers(model: nn.Module) -> bool:
-    """Return whether transformers names routers of a model's family, but the model has none.
-
-    All layers of a shallow DeepSeek-V4 choose experts by a hash of the token.
-    """
-    classes = _router_classes(model)
-    return bool(classes) and not any(isinstance(module, classes) for module in model.modules())
-
-
 def float32_routers(model: nn.Module) -> list[nn.Module]:
     """Return the routers in a model, or in a part of it, that compute in float32."""
     return [module for module in model.modules() if isinstance(module, _Float32Router)]
-
-
-def _router_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """Return the classes that transformers names as a model's routers, to record their logits."""
-    classes = []
-    for module in model.modules():
-        recorders = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
-        for recorder in recorders if isinstance(recorders, list) else [recorders]:
-            kind = getattr(recorder, "target_class", recorder)
-            if isinstance(kind, type):
-                classes.append(kind)
-    return tuple(classes)
 
 
 @functools.cache
@@ -77,8 +47,3 @@ def _float32_class(kind: Any) -> type[nn.Module]:
 
 def _as_float32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _is_matrix(parameter: nn.Parameter) -> bool:
-    """Return whether it is a matrix, or a stack of them; a router's biases may be [1, experts]."""
-    return parameter.ndim >= 2 and min(parameter.shape) > 1
