@@ -107,6 +107,7 @@ class Tracker:
         loss_scale: float,
         global_batch_size: int,
         optimizer: Mapping[str, torch.Tensor],
+        columns: Sequence[str] = (),
     ) -> None:
         """Report the logging interval that ends with a step.
 
@@ -119,6 +120,7 @@ class Tracker:
             loss_scale: Loss scale of the last step.
             global_batch_size: Samples per step.
             optimizer: Metrics of the optimizer by name.
+            columns: Further columns of the line on a terminal.
         """
         if self._peak_flops is None:
             with self.paused():
@@ -136,11 +138,12 @@ class Tracker:
         }
         more = {name: value for name, value in values.items() if name not in record}
         record |= more | {name: float(value) for name, value in optimizer.items()}
+        line = step_line(record, step=step, total_steps=self._total_steps, columns=columns)
         with self.paused():  # a slow disk does not count as a slow step
             self.write(record, step=step)
             logger.info(
                 self._megatron_line(record, more, step=step, global_batch_size=global_batch_size),
-                extra=short_form(step_line(record, step=step, total_steps=self._total_steps)),
+                extra=short_form(line),
             )
         speed = f"{record['tokens_per_second']:.0f} tok/s"
         self._draw_bar(lambda bar: bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed}"))
@@ -272,16 +275,19 @@ class Tracker:
             self._file.close()
 
 
-def step_line(record: Mapping[str, float], *, step: int, total_steps: int) -> str:
+def step_line(
+    record: Mapping[str, float], *, step: int, total_steps: int, columns: Sequence[str] = ()
+) -> str:
     """Return the line of a step for a terminal, with at most 100 columns.
 
     Args:
         record: The values of metrics.jsonl.
         step: Steps done.
         total_steps: Steps of the whole run.
+        columns: Further columns, before the remaining time.
     """
     skipped = int(record["skipped_steps"])
-    columns = [
+    texts = [
         # Next to the step, since the count is of all steps and not of the logging interval.
         f"step {step:{len(str(total_steps))}}/{total_steps}"
         + (f", {skipped} skipped" if skipped else ""),
@@ -289,9 +295,10 @@ def step_line(record: Mapping[str, float], *, step: int, total_steps: int) -> st
         f"lr {_format_scientific(record['learning_rate'])}",
         f"{_format_thousands(record['tokens_per_second'])} tok/s",
         *([f"MFU {record['mfu']:.0%}"] if "mfu" in record else []),
+        *columns,
         f"eta {_format_duration((total_steps - step) * record['ms_per_step'] / 1000)}",
     ]
-    return "  ".join(columns)
+    return "  ".join(texts)
 
 
 def _format_scientific(number: float) -> str:
@@ -331,6 +338,7 @@ def task_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 def _tracker_tag(name: str) -> str:
     """Return the name of a metric in the trackers: eval_loss becomes eval/loss."""
     group = next(
-        (group for group in ("eval", "kfac", "task") if name.startswith(f"{group}_")), "train"
+        (group for group in ("eval", "kfac", "moe", "task") if name.startswith(f"{group}_")),
+        "train",
     )
     return f"{group}/{name.removeprefix(f'{group}_')}"

@@ -77,6 +77,9 @@ def run_model(
     """
     if positions is not None:
         kwargs["position_ids"] = positions
+    config = getattr(model, "config", None)
+    if config is not None and getattr(config.get_text_config(), "output_router_logits", False):
+        kwargs["output_router_logits"] = False  # the model would add a loss of each micro-batch
     _answer.documents = documents  # without documents, SDPA uses its causal kernel
     try:
         return model(input_ids=input_ids, use_cache=False, **kwargs)

@@ -9,13 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from llm.errors import ConfigError
 from llm.models.attention import run_model
 from llm.models.compilation import can_compile
 from llm.models.cross_entropy import Softmax, chunked_cross_entropy
-from llm.models.mixtures import lacks_routers
 from llm.models.options import ModelOptions
 from llm.models.patches.tied_embedding import TiedEmbedding
 from llm.models.sizes import find_blocks
@@ -72,16 +70,8 @@ class LanguageModelLoss(nn.Module):
         self.model = model
         # Further rows of the output head are padding, excluded from the softmax.
         self.vocab_size: int = text_config.vocab_size
-        # The router's balancing loss is only available with the full logits.
-        self._router = bool(getattr(text_config, "output_router_logits", False))
-        self._router_coefficient = _router_coefficient(text_config) if self._router else 0.0
-        if self._router and lacks_routers(model):
-            raise ConfigError(
-                f"This {model.config.model_type} model has no layer with a router that learns to "
-                "choose experts, so it has nothing to balance: set output_router_logits to false."
-            )
         if chunked is None:
-            chunked = not self._router and has_plain_head(model)
+            chunked = has_plain_head(model)
         self.chunked = chunked
         self.head_loss = HeadLoss(model.get_output_embeddings()) if chunked else None
         self._chunk_bytes = chunk_bytes
@@ -114,8 +104,7 @@ class LanguageModelLoss(nn.Module):
         Returns:
             The objective to differentiate, an fp32 scalar; and the sums for the log by `names`,
             detached, [len(names)], of the type of `no_sums`. The objective is the sum of the token
-            losses, the z-loss, and in a mixture-of-experts model its balancing loss, which is added
-            once per token.
+            losses and the z-loss.
         """
         losses = None if sources is None else labels.new_empty(labels.numel(), dtype=torch.float32)
         # Two paths: a term of the logits also belongs in `_ChunkedCrossEntropy` and the kernel.
@@ -125,22 +114,14 @@ class LanguageModelLoss(nn.Module):
             )
             objective = loss_sum if z_sum is None else loss_sum + z_sum
             return objective, self._log_sums(loss_sum, z_sum, losses, labels, sources)
-        outputs = self._model_outputs(input_ids, positions, documents)
-        logits = outputs.logits[..., : self.vocab_size].float()
+        logits = run_model(self.model, input_ids, positions, documents).logits
+        logits = logits[..., : self.vocab_size].float()
         kind = "sum" if sources is None else "none"
         losses = F.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=kind
         )
         loss_sum = losses if sources is None else losses.sum()
         objective, z_sum = loss_sum, None
-        if self._router:
-            if outputs.aux_loss is None:
-                raise ConfigError(
-                    f"{self.model.config.model_type} has no balancing loss of its router: set "
-                    "output_router_logits to false."
-                )
-            tokens = (labels != IGNORED).sum()
-            objective = loss_sum + self._router_coefficient * outputs.aux_loss * tokens
         if self._z_loss and self.training:
             squares = logits.logsumexp(dim=-1).square()
             z_sum = self._z_loss * squares.where(labels != IGNORED, 0.0).sum()
@@ -200,7 +181,7 @@ class LanguageModelLoss(nn.Module):
                 hidden, labels.flatten(), vocab_size=self.vocab_size, rows=rows
             )
         else:
-            logits = self._model_outputs(input_ids, positions, documents).logits.flatten(0, 1)
+            logits = run_model(self.model, input_ids, positions, documents).logits.flatten(0, 1)
             best, losses = _predict_tokens(logits[:, : self.vocab_size], labels.flatten())
         return best.view_as(labels), -losses.view_as(labels)
 
@@ -233,12 +214,6 @@ class LanguageModelLoss(nn.Module):
             z_loss=self._z_loss if self.training else 0.0,
         )
         return sums
-
-    def _model_outputs(
-        self, input_ids: Tensor, positions: Tensor | None, documents: Tensor | None
-    ) -> Any:
-        kwargs = {"output_router_logits": True} if self._router else {}
-        return run_model(self.model, input_ids, positions, documents, **kwargs)
 
     def _is_aligned(self, device: torch.device) -> bool:
         return device.type != "cpu" if self._aligned is None else self._aligned
@@ -327,16 +302,6 @@ def _predict_tokens(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the likeliest tokens and the losses of the labels, [tokens] each."""
     losses = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
     return logits.argmax(dim=-1), losses
-
-
-def _router_coefficient(config: PreTrainedConfig) -> float:
-    for name in ("router_aux_loss_coef", "aux_loss_coef"):
-        if (value := getattr(config, name, None)) is not None:
-            return float(value)
-    raise ConfigError(
-        f"{config.model_type} has no coefficient for the balancing loss of its router: set "
-        "output_router_logits to false."
-    )
 
 
 def make_loss(

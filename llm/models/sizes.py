@@ -175,6 +175,22 @@ def parameter_counts(model: PreTrainedModel) -> dict[str, int]:
     }
 
 
+def active_parameters(model: PreTrainedModel) -> int:
+    """Count the parameters that a token uses: all but those of the experts it does not choose.
+
+    Tied parameters count once, as in `parameter_counts`.
+    """
+    chosen = experts_per_token(model.config.get_text_config())
+    active = parameter_counts(model)["total"]
+    for module in model.modules():
+        experts = getattr(module, "num_experts", None)
+        if chosen and experts:
+            # A layer's experts are stacked in tensors; the router's matrix is not a stack.
+            stacks = [p for p in module.parameters(recurse=False) if p.ndim == 3]
+            active -= sum(p.numel() for p in stacks) * (int(experts) - chosen) // int(experts)
+    return active
+
+
 def flops_per_token(model: PreTrainedModel, *, block_size: int) -> float:
     """Return the floating-point operations per token, forward and backward.
 

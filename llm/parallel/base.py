@@ -47,6 +47,8 @@ class AcceleratedStrategy:
         parameters: The trained parameters of the model; DTensors if sharded.
         local_parameters: Tensors that the optimizer updates: `parameters`, or this rank's shards.
         sum_names: Names of the sums that `forward_backward` returns, from the loss.
+        token_weight: Factor on the loss of each token in this rank's objective, in this step.
+        skipped: 1.0 if the last `optimizer_step` was skipped, else 0.0.
     """
 
     mesh: DeviceMesh | None = None
@@ -65,6 +67,8 @@ class AcceleratedStrategy:
         self._fp16_on_cpu = self.scaler is not None and self.device.type == "cpu"
         self._pending_flags: tuple[Any, Tensor] | None = None
         self._learning_rate = 0.0
+        self.token_weight = 1.0
+        self.skipped = torch.zeros((), device=self.device)
 
     def prepare(self, loss: nn.Module, make_optimizer: MakeOptimizer) -> None:
         """Prepare the model, inside its loss, and create its optimizer.
@@ -127,9 +131,9 @@ class AcceleratedStrategy:
         for parameter in self.parameters:  # not the optimizer's tensors, which may be shards
             parameter.grad = None
         # The all-reduce takes the mean over ranks, but the step's loss is a sum over them.
-        token_weight = self._gradient_ranks / num_tokens
+        self.token_weight = self._gradient_ranks / num_tokens
         local = [self._local_batch(micro_batch) for micro_batch in micro_batches]
-        sums = self._accumulate_gradients(local, token_weight)
+        sums = self._accumulate_gradients(local)
         self._reduce_gradients()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
@@ -144,23 +148,23 @@ class AcceleratedStrategy:
         """Return this rank's part of each sample."""
         return micro_batch
 
-    def _accumulate_gradients(
-        self, micro_batches: Sequence[MicroBatch], token_weight: float
-    ) -> Tensor:
+    def _accumulate_gradients(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Run forward and backward of all micro-batches; return the sums for the log."""
         total = torch.zeros((), device=self.device)
-        with self._record_step(token_weight), self._weight_casts(len(micro_batches)):
+        with self._record_step(), self._weight_casts(len(micro_batches)):
             for number, micro_batch in enumerate(micro_batches, start=1):
                 with self._gradient_sync(number == len(micro_batches)):
                     with self.autocast():
                         objective, sums = self.wrapped(*micro_batch)
-                    self._scale_objective(objective * token_weight).backward()
+                    self._scale_objective(objective * self.token_weight).backward()
                 total = total + sums
         return total
 
-    def _record_step(self, token_weight: float) -> contextlib.AbstractContextManager[None]:
+    def _record_step(self) -> contextlib.AbstractContextManager[None]:
         """Return the optimizer's context around the passes of a step."""
-        return self.run_optimizer.recording(token_weight=token_weight, loss_scale=self.loss_scale)
+        return self.run_optimizer.recording(
+            token_weight=self.token_weight, loss_scale=self.loss_scale
+        )
 
     def _weight_casts(self, micro_batches: int) -> contextlib.AbstractContextManager[None]:
         """Cast the weights once per step; with one micro-batch, copies would only live longer."""
@@ -195,14 +199,14 @@ class AcceleratedStrategy:
         norm = self._gradient_norm()
         if max_grad_norm > 0:
             self._clip_gradients(norm, max_grad_norm)
-        skipped = (~torch.isfinite(norm)).to(torch.float32)
+        self.skipped = (~torch.isfinite(norm)).to(torch.float32)
         # The fused optimizers read this flag on the device: with it set they change nothing.
         # GradScaler.step would wait for its own; the norm covers overflows in every precision.
-        self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        self.optimizer.found_inf = self.skipped  # type: ignore[attr-defined]
         self.optimizer.step()
         if self.scaler is not None:
             self.scaler.update()
-        return norm, skipped
+        return norm, self.skipped
 
     def _gradient_norm(self) -> Tensor:
         """Return the norm of the whole gradient, the same on all ranks."""

@@ -226,11 +226,6 @@ def check_divisible(model: PreTrainedModel, *, ranks: int, block_size: int) -> N
     Raises:
         ConfigError: Its logits would differ from the whole sequence's.
     """
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        raise ConfigError(
-            "--context_parallel_size would balance a mixture's experts over parts of samples: turn "
-            "output_router_logits off, or leave the samples whole."
-        )
     ends = torch.arange(block_size, device=model.device)
     ends = ends.view(2 * ranks, -1)[:, -_CHECKED_TOKENS:]
     positions, tokens = ends.flatten(), torch.arange(ends.numel(), device=model.device)

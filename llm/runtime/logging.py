@@ -19,7 +19,17 @@ from llm.errors import one_line
 from llm.runtime.files import end_last_line, json_safe
 
 Kind = Literal[
-    "start", "resume", "branch", "save", "evaluation", "task", "skip", "spike", "rewind", "stop"
+    "start",
+    "resume",
+    "branch",
+    "save",
+    "evaluation",
+    "experts",
+    "task",
+    "skip",
+    "spike",
+    "rewind",
+    "stop",
 ]
 
 

@@ -23,6 +23,7 @@ MADE_WITH = {
     "decentralized": ({"data_parallel": "gossip"}, 2, "was trained with --data_parallel"),
     "kfac": ({"kfac": True}, 2, "was trained with --kfac,"),
     "matrix_optim": ({"optimizer": "muon"}, 2, "optimizer was 'muon' and is 'adamw'"),
+    "moe": ({"router_balancing": "none"}, 2, "was trained with --router_balancing,"),
     "mup": ({"mup": True, "mup_base_width": 16}, 2, "was trained with --mup and --mup_base_width"),
     "profiler": ({"profile": "0:1"}, 0, ""),
     "spikes": (

@@ -274,6 +274,9 @@ def test_the_line_of_a_step_on_a_terminal_is_short():
     assert step_line(RECORD, step=25, total_steps=800) == (
         "step  25/800  loss 7.171  lr 7.2e-4  16.2k tok/s  MFU 52%  eta 0:48"
     )
+    assert step_line(RECORD, step=25, total_steps=800, columns=["load 1.3x"]) == (
+        "step  25/800  loss 7.171  lr 7.2e-4  16.2k tok/s  MFU 52%  load 1.3x  eta 0:48"
+    )
     warm_up = {**RECORD, "learning_rate": 0.0, "tokens_per_second": 478.4, "skipped_steps": 2}
     del warm_up["mfu"]
     assert step_line(warm_up, step=12, total_steps=800) == (

@@ -1,4 +1,3 @@
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +10,11 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     GraniteConfig,
-    JetMoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
     ProphetNetConfig,
 )
 
-from llm.errors import ConfigError
 from llm.models.cross_entropy import _softmax_losses, chunked_cross_entropy
 from llm.models.loss import (
     LanguageModelLoss,
@@ -217,35 +214,15 @@ def test_the_head_of_a_model_on_fake_tensors_is_found_plain() -> None:
         assert has_plain_head(model)
 
 
-def test_the_routers_loss_is_trained_on_but_not_reported() -> None:
-    config = tiny_config("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
-    model = tiny_model(config).eval()
-    input_ids, labels = batch()
-    balance = model(input_ids, output_router_logits=True).aux_loss
-    objective, (loss_sum,) = LanguageModelLoss(model)(input_ids, labels)
+@pytest.mark.parametrize("chunked", [None, False])
+def test_a_configuration_with_router_logits_has_the_loss_of_one_without(chunked) -> None:
+    model = tiny_model(tiny_config("mixtral", output_router_logits=True)).eval()
+    loss = LanguageModelLoss(model, chunked=chunked)
+    objective, (loss_sum,) = loss(*batch())
 
+    assert loss.chunked is (chunked is None)
     torch.testing.assert_close(loss_sum, reference_loss(model).detach())
-    torch.testing.assert_close(objective, loss_sum + 0.5 * balance * 58)
-
-
-def test_a_model_is_refused_if_it_lacks_the_routers_loss_that_is_asked_for() -> None:
-    jetmoe = {"kv_channels": 16, "num_local_experts": 2}
-    asked = JetMoeConfig(**NARROW, **jetmoe, output_router_logits=True, aux_loss_coef=0.5)
-    input_ids, labels = batch()
-    model = tiny_model(asked).eval()
-    objective, (loss_sum,) = LanguageModelLoss(model)(input_ids, labels)
-    balance = model(input_ids, output_router_logits=True).aux_loss
-    torch.testing.assert_close(objective, loss_sum + 0.5 * balance * 58)
-
-    unknown = tiny_model(tiny_config("gpt2", output_router_logits=True))
-    with pytest.raises(ConfigError, match="gpt2 has no coefficient for the balancing loss"):
-        LanguageModelLoss(unknown)
-    unknown.config.router_aux_loss_coef = 0.1
-    unknown.forward = lambda **kwargs: SimpleNamespace(
-        logits=torch.zeros(3, 21, 320), aux_loss=None
-    )
-    with pytest.raises(ConfigError, match="gpt2 has no balancing loss of its router: set output_r"):
-        LanguageModelLoss(unknown)(input_ids, labels)
+    assert torch.equal(objective.detach(), loss_sum)
 
 
 def test_layers_that_route_by_a_hash_have_nothing_to_balance():

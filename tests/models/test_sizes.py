@@ -12,7 +12,7 @@ from llm.models.configuration import find_weights, load_config
 from llm.models.mixtures import find_experts
 from llm.models.options import ModelOptions
 from llm.models.patches.experts import experts_on_meta
-from llm.models.sizes import SIZES, flops_per_token
+from llm.models.sizes import SIZES, active_parameters, flops_per_token, parameter_counts
 from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.models import MIXTURES, tiny_config, tiny_model
@@ -172,6 +172,16 @@ def test_gpt2_124m_needs_855_mflop_a_token_at_1024():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(GPT2Config())
     assert flops_per_token(model, block_size=1024) == pytest.approx(855e6, rel=0.005)
+
+
+def test_experts_that_a_token_does_not_choose_are_not_active():
+    whole = on_meta(tiny_config("mixtral", num_local_experts=8, num_experts_per_tok=8))
+    two = on_meta(tiny_config("mixtral", num_local_experts=8, num_experts_per_tok=2))
+    total, expert = parameter_counts(two)["total"], 3 * 32 * 64
+    assert active_parameters(whole) == total
+    assert active_parameters(two) == total - 2 * 6 * expert
+    dense = on_meta(tiny_config("gpt2"))
+    assert active_parameters(dense) == parameter_counts(dense)["total"]
 
 
 def test_flops_count_only_the_chosen_experts_of_a_mixture():

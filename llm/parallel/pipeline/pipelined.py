@@ -69,7 +69,6 @@ class PipelineStrategy(ShardedStrategy):
         # either.
         in_bf16 = accelerator.mixed_precision in ("bf16", "fp8")
         self._sent_dtype = torch.bfloat16 if in_bf16 else torch.float32
-        self._token_weight = 1.0
         self._sums: list[Tensor] = []
 
     def prepare(self, loss: nn.Module, make_optimizer: MakeOptimizer) -> None:
@@ -116,10 +115,7 @@ class PipelineStrategy(ShardedStrategy):
         wrapped: nn.Module = self.loss
         return wrapped
 
-    def _accumulate_gradients(
-        self, micro_batches: Sequence[MicroBatch], token_weight: float
-    ) -> Tensor:
-        self._token_weight = token_weight
+    def _accumulate_gradients(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         self._sums = []
         self.loss_scale()  # creates the scale on all stages: only the last one scales its loss
         if self._stage_rank:
@@ -133,7 +129,7 @@ class PipelineStrategy(ShardedStrategy):
         joined = {name: torch.cat([values[name] for values in arguments]) for name in arguments[0]}
         received = [joined["input_ids"]] if self._stage_rank == 0 else []
         schedule = self._schedule[1]
-        with self._record_step(token_weight):
+        with self._record_step():
             schedule.step(*received, target=joined["labels"], return_outputs=False, **joined)
         return self._sum_on_all_stages(self._sums)
 
@@ -174,7 +170,7 @@ class PipelineStrategy(ShardedStrategy):
         """Return the last stage's objective for a micro-batch."""
         objective, sums = output
         self._sums.append(sums)
-        return self._scale_objective(objective * self._token_weight)
+        return self._scale_objective(objective * self.token_weight)
 
     def _sum_on_all_stages(self, sums: Sequence[Tensor]) -> Tensor:
         """Return the total of the last stage's sums on all stages; the others have none."""

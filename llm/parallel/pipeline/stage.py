@@ -217,10 +217,6 @@ def check_cut(model: PreTrainedModel, num_stages: int) -> None:
     Raises:
         ConfigError: They compute something else, or fail; or the model has fewer layers.
     """
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        raise cannot_cut(
-            model, "with output_router_logits its loss needs the routers of all layers"
-        )
     modules = find_pipeline_modules(model)
     check_depth(len(modules.layers), num_stages)
     loss = LanguageModelLoss(model, chunked=False)

@@ -14,6 +14,7 @@ from llm.extensions.bf16_moments.options import MomentExtension
 from llm.extensions.decentralized.options import DecentralizedExtension
 from llm.extensions.kfac.options import KFACExtension
 from llm.extensions.matrix_optim.options import MatrixExtension
+from llm.extensions.moe.options import MoEExtension
 from llm.extensions.mup.options import MuPExtension
 from llm.extensions.profiler.options import ProfilerExtension
 from llm.extensions.spikes.options import SpikeExtension
@@ -27,6 +28,7 @@ EXTENSIONS: tuple[type[Extension[Any]], ...] = (
     DecentralizedExtension,
     KFACExtension,
     MatrixExtension,
+    MoEExtension,
     MuPExtension,
     ProfilerExtension,
     SpikeExtension,

@@ -283,6 +283,11 @@ class Trainer:
         self.meter.all_reduce(self.strategy.reduce_sum)
         values = self.meter.read()  # only here does the host wait for the device
         self.train_loss = values["loss"]
+        columns = []
+        for extension in self.extensions:
+            metrics, column = extension.metrics()
+            values |= metrics
+            columns += [column] if column else []
         state = self.state
         self.report_steps()
         self.tracker.log_training(
@@ -294,6 +299,7 @@ class Trainer:
             loss_scale=float(self.strategy.loss_scale()),
             global_batch_size=self.plan.phase(state.step - 1).global_batch_size,
             optimizer=self.strategy.run_optimizer.metrics(),
+            columns=columns,
         )
 
     def report_steps(self) -> None:

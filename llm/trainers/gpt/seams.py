@@ -198,6 +198,10 @@ class LoopExtension:
     weights: ExtraWeights | None = None
     periodic: Periodic | None = None
 
+    def describe(self) -> list[str]:
+        """Return lines for the log at the start; its state has been loaded."""
+        return []
+
     def before_step(self, step: int) -> None:
         """Called before a training step.
 
@@ -228,6 +232,15 @@ class LoopExtension:
             DivergedError: Training must stop.
             RestartError: Training must go back to a checkpoint.
         """
+
+    def metrics(self) -> tuple[dict[str, float], str]:
+        """Return the values of a logging interval; the host may wait for the device here.
+
+        Returns:
+            Values by name for `metrics.jsonl` and the trackers; and a column for the line of the
+            step on a terminal, empty for none.
+        """
+        return {}, ""
 
     def close(self) -> None:
         """Called after the last step of this start."""

@@ -104,6 +104,8 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
             # From here on, no rank refuses the run.
             on_all_ranks(lambda: open_folder(run, strategy))
             log_start(run, strategy, model)
+            for line in (line for each in trainer.extensions for line in each.describe()):
+                logger.info(line)
             leave_later_steps(trainer)
             logger.info(f"initialized in {time.perf_counter() - began:.1f} s")
             outcome = fit_with_restarts(trainer)

@@ -129,12 +129,6 @@ def test_a_model_whose_layers_share_more_than_their_output_is_refused():
         check_cut(model, 2)
 
 
-def test_a_loss_that_needs_all_layers_is_refused():
-    model = tiny_model(tiny_config("mixtral", output_router_logits=True))
-    with pytest.raises(ConfigError, match="its loss needs the routers of all layers"):
-        check_cut(model, 2)
-
-
 def test_a_model_without_weights_is_cut_alike():
     config = tiny_config("gpt2", n_layer=4)
     with torch.device("meta"):

@@ -1,0 +1,166 @@
+"""How the routers of a run are balanced: the choice, its refusals and its description."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from transformers import PreTrainedConfig
+
+from llm.errors import ConfigError
+from llm.extensions.moe.expert_layers import ExpertLayer
+from llm.models.sizes import experts_per_token
+
+Kind = Literal["none", "bias", "loss", "both"]
+
+_DEFAULT_COEFFICIENT = 0.01  # Switch Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSettings:
+    """The options of balancing.
+
+    Attributes:
+        balancing: `auto` lets `choose_kind` decide.
+        aux_loss_coef: Coefficient of the auxiliary loss; None for the default.
+        aux_loss_scope: Whether the auxiliary loss balances each sample, or the global batch.
+        bias_update_rate: Change of a bias per step, in units of sigmoid scores.
+        bias_update: Whether the bias changes by the sign of the load's deviation, or in proportion.
+        z_loss_coef: Coefficient of the z-loss; 0 without one.
+    """
+
+    balancing: Literal["auto", "none", "bias", "loss", "both"]
+    aux_loss_coef: float | None
+    aux_loss_scope: Literal["global", "sequence"]
+    bias_update_rate: float
+    bias_update: Literal["sign", "proportional"]
+    z_loss_coef: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balancing:
+    """How the routers of a run are balanced.
+
+    Attributes:
+        kind: Whether by their bias, by a loss, by both or not at all.
+        reason: Why the kind is what it is, if no option says it; or empty.
+        aux_loss_coef: Coefficient of the auxiliary loss; 0 without one.
+        is_per_sequence: Whether the auxiliary loss balances each sample.
+        bias_update_rate: Change of a bias per step, in units of sigmoid scores; 0 without any.
+        is_proportional: Whether the bias changes by the relative deviation of the load, not by its
+            sign.
+        z_loss_coef: Coefficient of the z-loss; 0 without one.
+    """
+
+    kind: Kind
+    reason: str
+    aux_loss_coef: float
+    is_per_sequence: bool
+    bias_update_rate: float
+    is_proportional: bool
+    z_loss_coef: float
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether there is an auxiliary loss or a z-loss."""
+        return bool(self.aux_loss_coef or self.z_loss_coef)
+
+    def describe(self) -> str:
+        """Return a description for the log."""
+        parts = []
+        if self.kind in ("loss", "both"):
+            scope = "sample" if self.is_per_sequence else "global batch"
+            parts.append(f"an auxiliary loss of {self.aux_loss_coef:g} over each {scope}")
+        if self.kind in ("bias", "both"):
+            update = "in proportion to the load" if self.is_proportional else "by the load's sign"
+            parts.append(f"a bias that changes {update}, rate {self.bias_update_rate:g}")
+        text = f"balanced by {' and '.join(parts)}" if parts else "not balanced"
+        text += f" {self.reason}" if self.reason else ""
+        return text + (f"; z-loss {self.z_loss_coef:g}" if self.z_loss_coef else "")
+
+
+def make_balancing(
+    settings: RouterSettings,
+    config: PreTrainedConfig,
+    layers: Sequence[ExpertLayer],
+    *,
+    kind: Kind,
+    reason: str = "",
+) -> Balancing:
+    """Return the balancing of a kind, with its coefficients.
+
+    Args:
+        settings: The options.
+        config: The text configuration of the model.
+        layers: The layers with experts of the whole model.
+        kind: The kind.
+        reason: Why it is this kind, if no option says it.
+
+    Raises:
+        ConfigError: The routers lack a bias or logits.
+    """
+    family, has_logits = config.model_type, any(layer.router is not None for layer in layers)
+    if kind in ("bias", "both") and all(layer.bias is None for layer in layers):
+        raise ConfigError(
+            f"--router_balancing {kind} changes the bias of routers, and the routers of {family} "
+            "have none; take loss."
+        )
+    asked = f"--router_balancing {kind}" if kind in ("loss", "both") else None
+    asked = "--router_z_loss" if settings.z_loss_coef else asked
+    if asked is not None and not has_logits:
+        raise ConfigError(
+            f"{asked} needs the logits of routers, and {family} gives none; leave it out."
+        )
+    coefficient = settings.aux_loss_coef
+    if coefficient is None:
+        coefficient = config_coefficient(config, len(layers)) or _DEFAULT_COEFFICIENT
+    return Balancing(
+        kind=kind,
+        reason=reason,
+        aux_loss_coef=coefficient if kind in ("loss", "both") else 0.0,
+        is_per_sequence=settings.aux_loss_scope == "sequence",
+        bias_update_rate=settings.bias_update_rate if kind in ("bias", "both") else 0.0,
+        is_proportional=settings.bias_update == "proportional",
+        z_loss_coef=settings.z_loss_coef,
+    )
+
+
+def choose_kind(
+    config: PreTrainedConfig, layers: Sequence[ExpertLayer], *, is_pretrained: bool
+) -> tuple[Kind, str]:
+    """Return what `auto` means for a run that starts here, and the reason for the log.
+
+    Args:
+        config: The text configuration of the model.
+        layers: The layers with experts of the whole model.
+        is_pretrained: Whether the run starts from pretrained weights.
+    """
+    has_logits = any(layer.router is not None for layer in layers)
+    if has_logits and config_coefficient(config, len(layers)) is not None:
+        return "loss", "(output_router_logits of the configuration)"
+    if is_pretrained:
+        return "none", "because the weights are pretrained (--router_balancing)"
+    if any(layer.bias is not None for layer in layers):
+        return "bias", ""
+    return ("loss", "") if has_logits else ("none", "because the routers have no logits")
+
+
+def config_coefficient(config: PreTrainedConfig, num_layers: int) -> float | None:
+    """Return the coefficient of a configuration that asks for the auxiliary loss, converted.
+
+    Hugging Face's loss is K times the loss here, of loads and probabilities averaged over layers,
+    while the loss here is summed over layers.
+
+    Args:
+        config: The text configuration of the model.
+        num_layers: Number of layers with experts.
+
+    Returns:
+        None if the configuration does not ask for it, or its coefficient is missing or 0.
+    """
+    chosen = experts_per_token(config)
+    if not getattr(config, "output_router_logits", False) or chosen is None:
+        return None
+    for name in ("router_aux_loss_coef", "aux_loss_coef"):
+        if coefficient := getattr(config, name, None):
+            return float(coefficient) * chosen / num_layers
+    return None

@@ -1,0 +1,106 @@
+"""The layers with experts in a model, through the interface of experts in transformers."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+_BIASES = ("e_score_correction_bias", "expert_bias")
+"""Names of the bias that chooses experts but does not weight them."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertLayer:
+    """The experts of a layer and their router.
+
+    Attributes:
+        name: Path of the experts' module in the model.
+        experts: Called with hidden states, chosen experts [tokens, K] and their weights.
+        router: Returns logits; None if they are not known, for example if a hash chooses experts.
+        logits_at: Place of the logits among the router's outputs.
+        bias: Added to the scores that choose experts, [experts] or [1, experts]; None without one.
+        num_experts: Number of experts.
+    """
+
+    name: str
+    experts: nn.Module
+    router: nn.Module | None
+    logits_at: int
+    bias: Tensor | None
+    num_experts: int
+
+    @property
+    def number(self) -> int:
+        """Number of the layer in the model."""
+        return next(int(part) for part in re.findall(r"\d+", self.name))
+
+
+def find_layers(model: nn.Module) -> list[ExpertLayer]:
+    """Return the layers of a model with the common interface of experts, in order.
+
+    The router of a layer is the module with recorded logits in the smallest subtree around its
+    experts that has no other experts.
+
+    Args:
+        model: A model, or the stages of a model that are on this rank.
+    """
+    modules = dict(model.named_modules())
+    indices = _router_classes(modules)
+    names = [name for name, module in modules.items() if hasattr(module, "_is_expert_parallel")]
+    layers = []
+    for name in names:
+        parent = name.rpartition(".")[0]
+        scope, routers = parent, _routers_below(modules, parent, indices)
+        while scope and not routers:
+            scope = scope.rpartition(".")[0]
+            if any(other != name and other.startswith(f"{scope}.") for other in names):
+                break
+            routers = _routers_below(modules, scope, indices)
+        router, index = routers[0] if routers else (None, 0)
+        bias = _find_bias(modules[parent])
+        if bias is None and router is not None:
+            bias = _find_bias(router)
+        experts: Any = modules[name]
+        if getattr(router, "num_router_classes", experts.num_experts) != experts.num_experts:
+            continue  # it skips experts for some tokens, and their choices say expert 0
+        layers.append(
+            ExpertLayer(
+                name=name,
+                experts=experts,
+                router=router,
+                logits_at=index,
+                bias=bias,
+                num_experts=int(experts.num_experts),
+            )
+        )
+    return layers
+
+
+def _router_classes(modules: Mapping[str, nn.Module]) -> dict[type, int]:
+    """Return the classes with recorded router logits, and the place of these in their outputs."""
+    indices: dict[type, int] = {}
+    for kind in {type(module) for module in modules.values()}:
+        recorders: Any = (getattr(kind, "_can_record_outputs", None) or {}).get("router_logits", ())
+        for recorder in recorders if isinstance(recorders, list | tuple) else [recorders]:
+            router: Any = getattr(recorder, "target_class", recorder)
+            indices[router] = getattr(recorder, "index", 0)
+    return indices
+
+
+def _routers_below(
+    modules: Mapping[str, nn.Module], scope: str, indices: Mapping[type, int]
+) -> list[tuple[nn.Module, int]]:
+    """Return the routers inside a module, and the place of the logits in their outputs."""
+    return [
+        (module, index)
+        for name, module in modules.items()
+        for kind, index in indices.items()
+        if name.startswith(f"{scope}." if scope else "") and isinstance(module, kind)
+    ]
+
+
+def _find_bias(module: nn.Module) -> Tensor | None:
+    tensors = [*module.named_buffers(), *module.named_parameters()]
+    return next((tensor for name, tensor in tensors if name.endswith(_BIASES)), None)

@@ -1,0 +1,85 @@
+"""The losses of routers, and the scores that they make of their logits."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": partial(torch.softmax, dim=-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),  # DeepSeek-V4
+}
+"""How routers make scores of their logits."""
+
+
+def balancing_loss(probabilities: Tensor, shares: Tensor) -> Tensor:
+    """Return the auxiliary loss of a layer, summed over tokens.
+
+    The loss of a token is E sum_e f_e p_e (Fedus et al. 2021, arXiv:2101.03961, equation 4): 1 for
+    each token if the shares f are equal, and E/K if all tokens choose the same K experts.
+
+    Args:
+        probabilities: Normalized scores of routers, [sequences, tokens, experts].
+        shares: Share of each expert in the load, [sequences or 1, experts]; no gradient.
+    """
+    return shares.shape[-1] * (shares * probabilities.sum(1)).sum()
+
+
+def sequence_shares(index: Tensor, num_experts: int) -> Tensor:
+    """Return the share of each expert in the load of each sequence, [sequences, experts].
+
+    Args:
+        index: The chosen experts, [sequences, choices of all tokens], int64.
+        num_experts: Number of experts.
+    """
+    counts = torch.zeros(len(index), num_experts, device=index.device)
+    return (
+        counts.scatter_add_(1, index, torch.ones_like(index, dtype=counts.dtype)) / index.shape[1]
+    )
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """Return the z-loss of a layer, summed over tokens (Zoph et al. 2022, arXiv:2202.08906).
+
+    Args:
+        logits: [..., experts].
+    """
+    return logits.logsumexp(dim=-1).square().sum()
+
+
+@torch.no_grad()
+def score_errors(logits: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Return how far the weights of a router are from those that each of `SCORES` would give.
+
+    Only the ratios of a token's weights are compared, because many routers scale or normalize them.
+
+    Args:
+        logits: [tokens, experts].
+        index: The chosen experts, [tokens, K].
+        weights: Their weights, [tokens, K].
+
+    Returns:
+        The absolute errors, summed over tokens, in the order of `SCORES`.
+    """
+
+    def normalized(values: Tensor) -> Tensor:
+        return values / values.sum(-1, keepdim=True) if values.shape[-1] > 1 else values
+
+    chosen = [normalized(score(logits).gather(-1, index)) for score in SCORES.values()]
+    return torch.stack([(each - normalized(weights.float())).abs().sum() for each in chosen])
+
+
+def find_score(errors: Sequence[float]) -> str | None:
+    """Return the name of the score of a router; None if none of them is much closer than others.
+
+    They are equally close if all logits are zero, as in the first step of some families.
+
+    Args:
+        errors: The result of `score_errors`, perhaps summed over batches.
+    """
+    ranking = sorted(zip(errors, SCORES, strict=True))
+    (smallest, name), (second, _) = ranking[:2]
+    return name if smallest < second / 4 else None

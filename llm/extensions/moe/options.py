@@ -1,0 +1,158 @@
+"""The extension of mixtures of experts."""
+
+import logging
+from typing import TYPE_CHECKING, Literal
+
+from llm.config.options import option, option_group
+from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.seams import Extension, LoopExtension
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from llm.trainers.gpt.seams import LoopContext, Run
+
+logger = logging.getLogger("llm")
+
+
+@option_group("Mixtures of experts", resume="fixed", extension=True)
+class MoEOptions(CoreConfig):
+    """How the routers of a mixture of experts are balanced, and what is recorded of them."""
+
+    router_balancing: Literal["auto", "none", "bias", "loss", "both"] = option(
+        "auto",
+        "How to balance the load of experts: bias changes the bias of each router after a step "
+        "(DeepSeek-V3), loss adds an auxiliary loss (Switch Transformer), both does both. auto "
+        "balances random weights, by bias if the model has one and otherwise by loss; it leaves "
+        "pretrained weights alone unless their configuration has output_router_logits.",
+    )
+    router_aux_loss_coef: float | None = option(
+        None,
+        "Coefficient of the auxiliary loss, which is 1 for each layer if the load is balanced. By "
+        "default 0.01, or the coefficient of a configuration with output_router_logits, converted.",
+        at_least=0,
+        requires=("router_balancing=loss", "router_balancing=both"),
+    )
+    router_aux_loss_scope: Literal["global", "sequence"] = option(
+        "global",
+        "Tokens that the auxiliary loss balances: global takes a global batch, with the load of "
+        "the step before; sequence takes each sample.",
+        requires=("router_balancing=loss", "router_balancing=both"),
+    )
+    router_bias_update_rate: float = option(
+        1e-3,
+        "Change of a router's bias per step, in units of sigmoid scores; softmax scores of E "
+        "experts are smaller, so their bias changes by 2/E of it.",
+        at_least=0,
+        requires=("router_balancing=bias", "router_balancing=both"),
+    )
+    router_bias_update: Literal["sign", "proportional"] = option(
+        "sign",
+        "Whether the sign of the load's deviation from its mean changes the bias, or the relative "
+        "deviation.",
+        requires=("router_balancing=bias", "router_balancing=both"),
+    )
+    router_z_loss: float = option(
+        0.0,
+        "Coefficient of the z-loss of routers (ST-MoE): the mean square of the log-sum-exp of "
+        "their logits, for each layer.",
+        at_least=0,
+    )
+    expert_load_steps: int | None = option(
+        None,
+        "Steps between two records of the load of every expert in events.jsonl, and of each "
+        "layer's largest load in metrics.jsonl.",
+        at_least=1,
+        resume="free",
+    )
+
+
+class MoEExtension(Extension[MoEOptions]):
+    """Balances and measures the experts of a model that has any."""
+
+    def __init__(self, options: MoEOptions) -> None:
+        super().__init__(options)
+        self._is_pretrained = False
+
+    def problems(self) -> list[str]:
+        """Return a sentence for each combination that cannot work."""
+        options = self.options
+        problems = []
+        if options.several_models and options.router_balancing not in ("auto", "none"):
+            problems.append(
+                f"--router_balancing {options.router_balancing} balances one model, and "
+                f"{options.several_models} trains several; leave one of them out."
+            )
+        if options.router_aux_loss_scope == "sequence" and options.context_parallel_size > 1:
+            problems.append(
+                "--router_aux_loss_scope sequence needs whole samples, and "
+                "--context_parallel_size divides them; take global."
+            )
+        return problems
+
+    def read(self, run: "Run") -> None:
+        """Note whether the run starts from pretrained weights."""
+        self._is_pretrained = run.weights_from is not None or run.init_from is not None
+
+    def in_loop(self, context: "LoopContext") -> LoopExtension | None:
+        """Return what balances and measures routers in training; None without experts.
+
+        Raises:
+            ConfigError: The model cannot be balanced as the options ask.
+        """
+        options = self.options
+        if options.eval_only:
+            return None
+        if not _has_routers(context.model):
+            for name in self._given_options():
+                logger.warning(
+                    f"--{name} changes nothing: {context.model.config.model_type} has no experts."
+                )
+            return None
+        if options.several_models:
+            logger.warning(
+                f"The load of experts is neither measured nor balanced, because "
+                f"{options.several_models} trains several models."
+            )
+            return None
+        from llm.extensions.moe.balancing import RouterSettings
+        from llm.extensions.moe.expert_layers import find_layers
+        from llm.extensions.moe.routers import Routers
+
+        layers = find_layers(context.model)
+        if not layers:
+            logger.warning(
+                f"The load of the experts of {context.model.config.model_type} cannot be measured, "
+                "and nothing balances it: the model lacks the interface of experts in transformers."
+            )
+            return None
+        settings = RouterSettings(
+            balancing=options.router_balancing,
+            aux_loss_coef=options.router_aux_loss_coef,
+            aux_loss_scope=options.router_aux_loss_scope,
+            bias_update_rate=options.router_bias_update_rate,
+            bias_update=options.router_bias_update,
+            z_loss_coef=options.router_z_loss,
+        )
+        return Routers(
+            settings,
+            context,
+            layers,
+            is_pretrained=self._is_pretrained,
+            block_size=context.run.block_size // options.context_parallel_size,
+            record_every=options.expert_load_steps,
+        )
+
+    def _given_options(self) -> list[str]:
+        """Return the names of this extension's options that are not at their default."""
+        return [
+            name
+            for name in MoEOptions.__annotations__
+            if getattr(self.options, name) != getattr(MoEOptions, name)
+        ]
+
+
+def _has_routers(model: "nn.Module") -> bool:
+    """Return whether a module of the model records the logits of routers."""
+    recorders = (getattr(type(m), "_can_record_outputs", None) for m in model.modules())
+    return any("router_logits" in (names or ()) for names in recorders)

@@ -1,0 +1,80 @@
+"""The losses of routers, compared with their formulas, transformers and torch's gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from llm.extensions.moe.losses import (
+    SCORES,
+    balancing_loss,
+    find_score,
+    score_errors,
+    sequence_shares,
+    z_loss,
+)
+
+LOGITS = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+CHOSEN = LOGITS.topk(2).indices
+"""Twelve tokens choose two of four experts."""
+
+
+def loss_of_a_sample(logits, chosen):
+    shares = sequence_shares(chosen.reshape(1, -1), 4)
+    return balancing_loss(logits.softmax(-1).unsqueeze(0), shares)
+
+
+def test_equal_loads_cost_one_for_each_token():
+    probabilities = LOGITS.softmax(-1).unsqueeze(0)
+    assert balancing_loss(probabilities, torch.full((1, 4), 1 / 4)).item() == pytest.approx(12)
+
+
+def test_two_of_four_experts_alone_cost_two_for_each_token():
+    logits = torch.tensor([[50.0, 50.0, 0.0, 0.0]]).expand(12, 4)
+    assert loss_of_a_sample(logits, torch.tensor([[0, 1]]).expand(12, 2)).item() == 24
+
+
+def test_shares_are_those_of_each_sequence():
+    chosen = torch.tensor([[0, 1, 0, 1], [2, 3, 2, 0]])
+    expected = [[0.5, 0.5, 0, 0], [0.25, 0, 0.5, 0.25]]
+    assert sequence_shares(chosen, 4).tolist() == expected
+
+
+def test_the_loss_of_a_layer_is_transformers_divided_by_k():
+    theirs = load_balancing_loss_func((LOGITS,), 4, 2)
+    torch.testing.assert_close(loss_of_a_sample(LOGITS, CHOSEN) / 12, theirs / 2)
+
+
+def test_transformers_calls_two_collapsed_layers_balanced():
+    front = torch.tensor([[50.0, 50.0, 0.0, 0.0]]).expand(12, 4)
+    back = front.flip(1)
+    balanced = 2.0  # K
+    assert load_balancing_loss_func((front, back), 4, 2).item() == pytest.approx(balanced)
+    ours = [loss_of_a_sample(logits, logits.topk(2).indices) / 12 for logits in (front, back)]
+    assert [loss.item() for loss in ours] == pytest.approx([2, 2])  # where 1 is balanced
+
+
+def test_the_z_loss_is_the_sum_of_squares_of_log_sum_exp():
+    expected = sum(torch.log(torch.exp(row).sum()) ** 2 for row in LOGITS)
+    torch.testing.assert_close(z_loss(LOGITS), expected)
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_the_scores_of_a_router_are_known_by_its_weights(name, scale):
+    weights = scale * SCORES[name](LOGITS).gather(-1, CHOSEN)
+    for kind in (torch.float32, torch.bfloat16):
+        errors = score_errors(LOGITS, CHOSEN, weights.to(kind))
+        assert find_score(errors.tolist()) == name
+
+
+def test_a_single_expert_per_token_is_told_by_its_weight():
+    chosen = LOGITS.topk(1).indices
+    errors = score_errors(LOGITS, chosen, LOGITS.sigmoid().gather(-1, chosen))
+    assert find_score(errors.tolist()) == "sigmoid"
+
+
+def test_logits_of_zero_do_not_tell_the_score():
+    logits = torch.zeros(12, 4)
+    weights = F.softmax(logits, -1).gather(-1, CHOSEN)
+    assert find_score(score_errors(logits, CHOSEN, weights).tolist()) is None

@@ -1,0 +1,122 @@
+"""Runs of a mixture of experts: the same losses and loads on every layout, exact resumes."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.extensions.moe.toy import glm4_moe
+from tests.support.recovery import last_counts, last_hash, without_times
+from tests.support.training import Bench, Run
+
+OPTIONS = {
+    "max_train_steps": 4,
+    "router_balancing": "loss",
+    "router_aux_loss_coef": 0.1,
+    "router_z_loss": 1e-3,
+}
+LAYOUTS = {
+    "recomputed": (
+        1,
+        {
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 4,
+            "activation_checkpointing": "full",
+        },
+    ),
+    "DDP2": (2, {"per_device_train_batch_size": 4}),
+    "FSDP2": (
+        2,
+        {
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "data_parallel_shard_size": 2,
+        },
+    ),
+    "CP2": (2, {"per_device_train_batch_size": 8, "context_parallel_size": 2}),
+}
+IN_SHORT = ("recomputed", "FSDP2")
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("mixtral"), family="mixtral")
+
+
+@pytest.fixture(scope="module")
+def alone(mixtral) -> Run:
+    return mixtral.train_well("alone", per_device_train_batch_size=8, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.layouts)
+        for name in LAYOUTS
+    ],
+)
+def test_losses_and_loads_are_those_of_one_rank(mixtral, alone, layout):
+    ranks, sizes = LAYOUTS[layout]
+    run = mixtral.train_well(layout, ranks=ranks, **OPTIONS, **sizes)
+    assert run.losses == pytest.approx(alone.losses, rel=1e-6)
+    names = {"moe_max_load", "moe_mean_max_load", "moe_idle_experts", "moe_aux_loss", "moe_z_loss"}
+    for ours, theirs in zip(run.metrics, alone.metrics, strict=True):
+        assert {name for name in ours if name.startswith("moe_")} == names
+        for name in names:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory) -> Bench:
+    """A model with a bias in its routers."""
+    bench = Bench(tmp_path_factory.mktemp("biased"), family="mixtral")
+    glm4_moe().save_pretrained(bench.model)
+    return bench
+
+
+def test_a_run_resumes_bit_for_bit_with_bias_and_loss(biased):
+    options = {
+        "router_balancing": "both",
+        "logging_steps": 2,
+        "expert_load_steps": 4,
+        "checkpointing_steps": 3,
+    }
+    whole = biased.train_well("whole", max_train_steps=6, **options)
+    shutil.copytree(whole.folder, biased.folder / "again")
+    shutil.rmtree(biased.folder / "again" / "checkpoints" / "step_00000006")
+    again = biased.train_well("again", max_train_steps=6, resume_from_checkpoint=True, **options)
+
+    assert last_hash(again) == last_hash(whole)
+    assert last_counts(again) == last_counts(whole)
+    assert without_times(again) == without_times(whole)
+    weights = load_file(whole.folder / "model.safetensors")
+    biases = [tensor for name, tensor in weights.items() if name.endswith("correction_bias")]
+    assert [bool(bias.any()) for bias in biases] == [True, True]
+    refused = biased.train("again", max_train_steps=7, resume_from_checkpoint=True)
+    assert "router_balancing was 'both' and is 'auto'" in refused.output
+    assert refused.codes == [2]
+
+
+def test_biases_are_the_same_on_shards(biased):
+    runs = [
+        biased.train_well("alone", max_train_steps=3),
+        biased.train_well(
+            "shards",
+            ranks=2,
+            max_train_steps=3,
+            per_device_train_batch_size=2,
+            data_parallel_shard_size=2,
+        ),
+    ]
+    weights = [load_file(run.folder / "model.safetensors") for run in runs]
+    biases = [name for name in weights[0] if name.endswith("correction_bias")]
+    assert len(biases) == 2
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in biases)
+
+
+def test_random_weights_are_balanced_and_pretrained_ones_are_not(mixtral, alone):
+    run = mixtral.train_well("random", max_train_steps=1)
+    assert "; balanced by an auxiliary loss of 0.01 over each global batch" in run.output
+    run = mixtral.train_well("pretrained", model_name_or_path=alone.folder, max_train_steps=1)
+    assert "; not balanced because the weights are pretrained" in run.output
