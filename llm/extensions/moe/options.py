@@ -10,7 +10,7 @@ from llm.trainers.gpt.seams import Extension, LoopExtension
 if TYPE_CHECKING:
     from torch import nn
 
-    from llm.trainers.gpt.seams import LoopContext, Run
+    from llm.trainers.gpt.seams import LoopContext
 
 logger = logging.getLogger("llm")
 
@@ -70,10 +70,6 @@ class MoEOptions(CoreConfig):
 class MoEExtension(Extension[MoEOptions]):
     """Balances and measures the experts of a model that has any."""
 
-    def __init__(self, options: MoEOptions) -> None:
-        super().__init__(options)
-        self._is_pretrained = False
-
     def problems(self) -> list[str]:
         """Return a sentence for each combination that cannot work."""
         options = self.options
@@ -90,17 +86,13 @@ class MoEExtension(Extension[MoEOptions]):
             )
         return problems
 
-    def read(self, run: "Run") -> None:
-        """Note whether the run starts from pretrained weights."""
-        self._is_pretrained = run.weights_from is not None or run.init_from is not None
-
     def in_loop(self, context: "LoopContext") -> LoopExtension | None:
         """Return what balances and measures routers in training; None without experts.
 
         Raises:
             ConfigError: The model cannot be balanced as the options ask.
         """
-        options = self.options
+        options, run = self.options, context.run
         if options.eval_only:
             return None
         if not _has_routers(context.model):
@@ -138,8 +130,8 @@ class MoEExtension(Extension[MoEOptions]):
             settings,
             context,
             layers,
-            is_pretrained=self._is_pretrained,
-            block_size=context.run.block_size // options.context_parallel_size,
+            is_pretrained=run.weights_from is not None or run.init_from is not None,
+            block_size=run.block_size // options.context_parallel_size,
             record_every=options.expert_load_steps,
         )
 

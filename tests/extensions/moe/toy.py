@@ -80,8 +80,8 @@ def loop_of(
         skipped=torch.zeros(()),
     )
     extension = MoEExtension(GPTConfig(**options))
-    extension.read(SimpleNamespace(weights_from="x" if pretrained else None, init_from=None))
-    run = SimpleNamespace(block_size=LENGTH)
+    weights_from = "a folder" if pretrained else None
+    run = SimpleNamespace(block_size=LENGTH, weights_from=weights_from, init_from=None)
     return extension.in_loop(SimpleNamespace(run=run, strategy=strategy, model=model))
 
 
