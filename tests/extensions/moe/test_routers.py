@@ -24,8 +24,8 @@ from tests.extensions.moe.toy import (
     take_step,
     tokens,
 )
-from tests.support.device_reads import Reads
 from tests.support.models import tiny_config, tiny_model
+from tests.support.operations import Reads
 
 FAMILIES = [mixtral, glm4_moe, ernie4_5_moe]
 LAYERS, EXPERTS, CHOICES = 2, 4, 128  # of 64 tokens
