@@ -34,6 +34,22 @@ LAYOUTS = {
             "data_parallel_shard_size": 2,
         },
     ),
+    "PP2": (
+        2,
+        {
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "pipeline_parallel_size": 2,
+        },
+    ),
+    "EP2": (
+        2,
+        {
+            "per_device_train_batch_size": 4,
+            "data_parallel_shard_size": 2,
+            "expert_parallel_size": 2,
+        },
+    ),
     "CP2": (2, {"per_device_train_batch_size": 8, "context_parallel_size": 2}),
 }
 IN_SHORT = ("recomputed", "FSDP2")
