@@ -36,7 +36,7 @@ def find_routers(model: nn.Module) -> list[nn.Module]:
     It names a whole layer of Doge and JetMoE's attention with experts, and Zaya's router has
     several layers: these are not included.
     """
-    classes = _router_classes(model)
+    classes = tuple(router_classes(model))
     named = [module for module in model.modules() if isinstance(module, classes)]
     return [module for module in named if sum(map(_is_matrix, module.parameters())) == 1]
 
@@ -46,25 +46,20 @@ def router_weights(model: nn.Module) -> set[nn.Parameter]:
     return {p for router in find_routers(model) for p in router.parameters() if _is_matrix(p)}
 
 
-def lacks_routers(model: nn.Module) -> bool:
-    """Return whether transformers names routers of a model's family, but the model has none.
+def router_classes(model: nn.Module) -> dict[type[nn.Module], int]:
+    """Return the classes that transformers names as a model's routers, to record their logits.
 
-    All layers of a shallow DeepSeek-V4 choose experts by a hash of the token.
+    Returns:
+        For each class, the place of the logits among its outputs.
     """
-    classes = _router_classes(model)
-    return bool(classes) and not any(isinstance(module, classes) for module in model.modules())
-
-
-def _router_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """Return the classes that transformers names as a model's routers, to record their logits."""
-    classes = []
+    indices = {}
     for module in model.modules():
         recorders = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
         for recorder in recorders if isinstance(recorders, list) else [recorders]:
             kind = getattr(recorder, "target_class", recorder)
             if isinstance(kind, type):
-                classes.append(kind)
-    return tuple(classes)
+                indices[kind] = getattr(recorder, "index", 0)
+    return indices
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:

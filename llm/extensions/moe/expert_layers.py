@@ -3,9 +3,10 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
+
+from llm.models.mixtures import find_experts, router_classes
 
 _BIASES = ("e_score_correction_bias", "expert_bias")
 """Names of the bias that chooses experts but does not weight them."""
@@ -47,22 +48,21 @@ def find_layers(model: nn.Module) -> list[ExpertLayer]:
         model: A model, or the stages of a model that are on this rank.
     """
     modules = dict(model.named_modules())
-    indices = _router_classes(modules)
-    names = [name for name, module in modules.items() if hasattr(module, "_is_expert_parallel")]
+    indices = router_classes(model)
+    experts_by_name = find_experts(model)
     layers = []
-    for name in names:
+    for name, experts in experts_by_name.items():
         parent = name.rpartition(".")[0]
         scope, routers = parent, _routers_below(modules, parent, indices)
         while scope and not routers:
             scope = scope.rpartition(".")[0]
-            if any(other != name and other.startswith(f"{scope}.") for other in names):
+            if any(other != name and other.startswith(f"{scope}.") for other in experts_by_name):
                 break
             routers = _routers_below(modules, scope, indices)
         router, index = routers[0] if routers else (None, 0)
         bias = _find_bias(modules[parent])
         if bias is None and router is not None:
             bias = _find_bias(router)
-        experts: Any = modules[name]
         if getattr(router, "num_router_classes", experts.num_experts) != experts.num_experts:
             continue  # it skips experts for some tokens, and their choices say expert 0
         layers.append(
@@ -76,17 +76,6 @@ def find_layers(model: nn.Module) -> list[ExpertLayer]:
             )
         )
     return layers
-
-
-def _router_classes(modules: Mapping[str, nn.Module]) -> dict[type, int]:
-    """Return the classes with recorded router logits, and the place of these in their outputs."""
-    indices: dict[type, int] = {}
-    for kind in {type(module) for module in modules.values()}:
-        recorders: Any = (getattr(kind, "_can_record_outputs", None) or {}).get("router_logits", ())
-        for recorder in recorders if isinstance(recorders, list | tuple) else [recorders]:
-            router: Any = getattr(recorder, "target_class", recorder)
-            indices[router] = getattr(recorder, "index", 0)
-    return indices
 
 
 def _routers_below(

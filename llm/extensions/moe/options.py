@@ -107,9 +107,9 @@ class MoEExtension(Extension[MoEOptions]):
                 f"{options.several_models} trains several models."
             )
             return None
+        from llm.extensions.moe.balanced_routers import Routers
         from llm.extensions.moe.balancing import RouterSettings
         from llm.extensions.moe.expert_layers import find_layers
-        from llm.extensions.moe.routers import Routers
 
         layers = find_layers(context.model)
         if not layers:

@@ -348,7 +348,7 @@ def test_experts_without_the_interface_are_named(caplog):
 
 
 def test_options_without_effect_on_a_dense_model_are_named(caplog, monkeypatch):
-    monkeypatch.delitem(sys.modules, "llm.extensions.moe.routers")
+    monkeypatch.delitem(sys.modules, "llm.extensions.moe.balanced_routers")
     model = tiny_model(tiny_config("llama"))
     assert loop_of(model) is None
     assert caplog.messages == []
@@ -358,4 +358,4 @@ def test_options_without_effect_on_a_dense_model_are_named(caplog, monkeypatch):
         "--router_z_loss changes nothing: llama has no experts.",
     ]
     assert not any(module._forward_pre_hooks for module in model.modules())
-    assert "llm.extensions.moe.routers" not in sys.modules
+    assert "llm.extensions.moe.balanced_routers" not in sys.modules

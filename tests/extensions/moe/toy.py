@@ -13,8 +13,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from llm.extensions.moe.balanced_routers import Routers
 from llm.extensions.moe.options import MoEExtension
-from llm.extensions.moe.routers import Routers
 from llm.models.loss import LanguageModelLoss
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import LoopExtension
