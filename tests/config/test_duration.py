@@ -69,7 +69,7 @@ def test_a_duration_is_a_number_and_a_unit(text, value, unit, plain):
 
 
 @pytest.mark.parametrize(
-    "text", ["600", "steps", "1.5 steps", "2.0001K tokens", "5 lightyears", "inf steps", "5%", ""]
+    "text", ["600", "steps", "1.5 steps", "2.0001K tokens", "5 parsecs", "inf steps", "5%", ""]
 )
 def test_text_that_is_not_a_duration_is_refused_by_name(text, tmp_path):
     message = "expects a number of steps, tokens or epochs, such as '100 steps'"
