@@ -60,6 +60,22 @@ def test_a_run_imports_neither_prepare_nor_tools():
         assert named is None or name in names, f"llm.{name} names {named[0]}"
 
 
+def commands_of(path: Path) -> list[str]:
+    """The calls that start a program of `llm` in another process, such as `python -m llm plan`."""
+    program = re.compile(r"'-m', 'llm'|-m llm |'llm-trainers'|llm\.__main__")
+    calls = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.List | ast.Tuple))
+    return [text for text in map(ast.unparse, calls) if program.search(text)]
+
+
+def test_a_run_starts_no_program_in_a_subprocess():
+    """Programs of `prepare` and `tools` are behind the wall, also as commands."""
+    for path in MODULES:
+        if package_of(name_of(path)) in ("prepare", "tools", "__main__"):
+            continue
+        if "subprocess" in path.read_text(encoding="utf-8"):  # else a reader of the log starts it
+            assert not commands_of(path), f"llm.{name_of(path)} starts {commands_of(path)}"
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_an_extension_is_named_by_its_own_files_and_the_list_only(path):
     name = name_of(path)

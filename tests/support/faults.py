@@ -37,11 +37,11 @@ class Fault:
             its name up.
         what: A signal to this process; `wait` for so many seconds; `nan` in what the function
             returns; `small files`, the largest of so many bytes, until `large files` lifts that;
-            `note` the call; `out of memory`, raised as torch raises it on a GPU; or a
-            `disk error`, raised as Python raises it after a failed read.
+            `note` the call; `out of memory`, raised as torch raises it on a GPU; a `disk error`,
+            raised as Python raises it after a failed read; or another `value` than the function's.
         call: Which call of the function, counted from 1 in each process; 0 is every one.
         rank: On which rank; None is every one.
-        amount: Seconds by which a signal comes later; seconds to wait; or bytes.
+        amount: Seconds by which a signal comes later; seconds to wait; bytes; or the value.
         file: Where a line is written when it happens.
         restart: In which start of the same launch.
     """
@@ -102,6 +102,8 @@ def _install(fault: Fault) -> None:
         if fault.file is not None:
             with fault.file.open("a") as file:
                 file.write(f"{os.getpid()} {calls}\n")
+        if fault.what == "value":
+            return fault.amount
         if fault.what == "nan":
             return _undefined(function(*args, **kwargs))
         _happen(fault)

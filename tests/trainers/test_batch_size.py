@@ -1,31 +1,29 @@
-"""`--per_device_train_batch_size auto`: the plan's figure, and a trial on each rank."""
+"""`--per_device_train_batch_size auto`: trials that grow while the next one fits on every rank."""
 
-import io
-import subprocess
 import tomllib
-from contextlib import redirect_stderr, redirect_stdout
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from llm.errors import ConfigError
-from llm.metrics.hardware import device_memory
+from llm.metrics.hardware import GIB, device_memory
+from llm.metrics.peak_memory import (
+    allocated_memory,
+    host_memory,
+    peak_memory,
+    reset_peak_memory,
+    usable_memory,
+)
 from llm.models.loss import LanguageModelLoss
-from llm.models.patches.tied_embedding import tie_gradients
-from llm.parallel.base import AcceleratedStrategy
-from llm.tools.plan.plan import main as plan
-from llm.trainers.gpt import find_batch_size
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from llm.trainers.gpt.seams import choose_factory, make_extensions
 from llm.trainers.gpt.trial_step import trial_step
 from tests.support.faults import Fault
-from tests.support.layouts import cpu_accelerator, make_strategy, share
-from tests.support.models import still_model, tiny_config, tiny_model
+from tests.support.layouts import make_strategy, share
+from tests.support.models import tiny_config, tiny_model
 from tests.support.ranks import run_ranks, values
 from tests.support.recovery import without_times
 from tests.support.training import NO_DROPOUT, Bench
@@ -36,7 +34,21 @@ AUTO = {
     "global_batch_size": 24,
     "eval_steps": 2,
 }
-TRIAL = "llm.trainers.gpt.find_batch_size:trial_step"
+SEARCH = "llm.trainers.gpt.find_batch_size"
+
+
+def memory(*peaks: int, usable: int) -> list[Fault]:
+    """Made-up memory in GiB: 1 before a pass, the peaks of trials, and what rank 1 may use."""
+
+    def value(name: str, amount: float, **options: int) -> Fault:
+        return Fault(at=f"{SEARCH}:{name}", what="value", amount=amount * GIB, **options)
+
+    return [
+        value("allocated_memory", 1, call=0),
+        *(value("peak_memory", peak, call=call) for call, peak in enumerate(peaks, start=1)),
+        value("usable_memory", 1000, call=0, rank=0),
+        value("usable_memory", usable, call=0, rank=1),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +57,15 @@ def bench(tmp_path_factory) -> Bench:
 
 
 def test_ranks_agree_on_what_fits_on_all_and_a_resume_keeps_it(bench):
-    """All 12 samples of a rank fit the plan; on one rank the trial of them runs out of memory."""
-    full = Fault(at=TRIAL, what="out of memory", rank=1)
+    """One sample takes 1 GiB above the first one: 7 fit on rank 1, and 6 divide the batch."""
+    faults = memory(2, 7, usable=8)
     found = bench.train_well(
-        "found", **AUTO, max_train_steps=2, checkpointing_steps=2, faults=[full]
+        "found", **AUTO, max_train_steps=2, checkpointing_steps=2, faults=faults
     )
-    said = "--per_device_train_batch_size auto: 6 samples fit (the plan's figure: 12)"
-    assert said in found.output
+    assert (
+        "--per_device_train_batch_size auto: 6 samples; a forward and backward pass takes up to "
+        "7.00 of 8.00 GiB (on rank 1)."
+    ) in found.output
     resolved = tomllib.loads((found.folder / "config.toml").read_text(encoding="utf-8"))
     assert resolved["per_device_train_batch_size"] == 6
 
@@ -61,6 +75,66 @@ def test_ranks_agree_on_what_fits_on_all_and_a_resume_keeps_it(bench):
     given = bench.train_well("given", **{**AUTO, "per_device_train_batch_size": 6}, **options)
     # A trial leaves no trace in weights or moments.
     assert without_times(resumed) == without_times(given)
+
+
+@pytest.mark.parametrize(
+    ("layout", "faults", "size"),
+    [
+        ("data_parallel_shard_size", memory(2, 7, usable=8), 6),
+        pytest.param(
+            *("tensor_parallel_size", memory(2, 7, usable=8), 6), marks=pytest.mark.layouts
+        ),
+        pytest.param(
+            *("context_parallel_size", memory(2, 7, usable=8), 6), marks=pytest.mark.layouts
+        ),
+        # A pipeline of two stages needs two micro-batches, so 24 samples are too many.
+        pytest.param(
+            *("pipeline_parallel_size", memory(2, 9, 13, usable=1000), 12),
+            marks=pytest.mark.layouts,
+        ),
+    ],
+)
+def test_ranks_that_divide_a_model_measure_it_too(bench, layout, faults, size):
+    options = {**AUTO, layout: 2, "max_train_steps": 2}
+    found = bench.train_well(f"{layout}-auto", **options, faults=faults)
+    assert f"_size auto: {size} samples;" in found.output
+    given = bench.train_well(layout, **{**options, "per_device_train_batch_size": size})
+    assert without_times(found) == without_times(given)
+
+
+def test_the_average_of_the_weights_is_counted_before_it_exists(bench):
+    """The tiny model and its average are small, and so is what the rank may use."""
+    parameters = sum(
+        parameter.numel() for parameter in tiny_model(tiny_config("gpt2")).parameters()
+    )
+    sizes = []
+    for ema in (None, 0.9):
+        faults = [
+            Fault(at=f"{SEARCH}:{name}", what="value", amount=amount * parameters, call=call)
+            for name, call, amount in [
+                ("allocated_memory", 0, 12),
+                ("peak_memory", 1, 16),
+                ("peak_memory", 2, 28),
+                ("usable_memory", 0, 30),
+            ]
+        ]
+        run = bench.train_well(
+            f"ema-{ema}",
+            **{**AUTO, "ranks": 1, "max_train_steps": 1, "ema_decay": ema},
+            faults=faults,
+        )
+        config = tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8"))
+        sizes.append(config["per_device_train_batch_size"])
+    assert sizes == [4, 3]  # 18 bytes for each parameter are 4.5 samples, and 14 are 3.5
+
+
+def test_a_first_trial_without_memory_is_one_sentence(bench):
+    faults = [Fault(at=f"{SEARCH}:trial_step", what="out of memory", rank=1)]
+    run = bench.train("full", **AUTO, faults=faults)
+    assert run.codes == [76, 2]
+    assert "Traceback" not in run.output
+    assert "error: Out of memory on cpu" in run.outcomes[1].output
+    assert "error: rank 1 on " in run.outcomes[0].output
 
 
 @pytest.mark.slow
@@ -76,38 +150,11 @@ def test_a_branch_takes_a_divisor_of_the_parents_global_batch(bench):
     assert branch.losses == pytest.approx(parent.losses[2:], rel=1e-4)
 
 
-def ask(bench: Bench, **options: object) -> int | str:
-    command = bench.command("asked", **{"per_device_train_batch_size": "auto", **options})
-    return find_batch_size.ask_plan(parse_args(command), 2, torch.device("cpu"))
-
-
-def plan_here(words: list[str], **_: object) -> SimpleNamespace:
-    """Plan without the seconds that a process of its own takes to start."""
-    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
-        code = plan(words[words.index("plan") + 1 :])
-    return SimpleNamespace(returncode=code, stdout=output.getvalue(), stderr=errors.getvalue())
-
-
-def test_half_the_memory_is_half_the_batch(bench, monkeypatch):
-    monkeypatch.setattr(subprocess, "run", plan_here)
-    figures = []
-    for mib in (128, 64):
-        monkeypatch.setattr(find_batch_size, "host_memory", lambda mib=mib: mib * 2**20)
-        figures.append(ask(bench, block_size=64))
-    assert figures[0] == 2 * figures[1]
-    assert 4 <= figures[1] <= 256
-
-
-def test_what_the_plan_refuses_is_refused_with_its_sentence(bench, monkeypatch):
-    monkeypatch.setattr(subprocess, "run", plan_here)
-    answer = ask(bench, kfac=True, kfac_library="kfac-pytorch")
-    assert answer == "--kfac_library kfac-pytorch cannot be planned; leave it out."
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"data_parallel": "gossip"}, "auto cannot plan --data_parallel gossip; give a number"),
+        ({"data_parallel": "gossip"}, "auto does not go with --data_parallel gossip; give"),
+        ({"kfac": True, "kfac_library": "kfac-pytorch"}, "auto does not go with --kfac_library k"),
         ({"per_device_train_batch_size": "most"}, "expects an integer or auto, not 'most'"),
         ({"per_device_train_batch_size": 0}, "must be at least 1, not 0"),
     ],
@@ -117,9 +164,9 @@ def test_batches_that_cannot_be_searched_for_are_refused(bench, options, said):
         parse_args(bench.command("refused", **{"per_device_train_batch_size": "auto", **options}))
 
 
-def changes_of_a_trial(options: GPTConfig) -> list[bool]:
+def changes_of_a_trial(options: GPTConfig, precision: str) -> list[bool]:
     """Whether weights and states are others after a trial, and after a step."""
-    strategy = make_strategy({})
+    strategy = make_strategy({}, precision)
     model = tiny_model(tiny_config("gpt2", **NO_DROPOUT))
     strategy.prepare(
         LanguageModelLoss(model),
@@ -133,7 +180,7 @@ def changes_of_a_trial(options: GPTConfig) -> list[bool]:
         return [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     changes, before = [], tensors()
-    trial_step(strategy, batches)
+    trial_step(strategy, batches, num_tokens=num_tokens)
     changes.append(not all(torch.equal(*pair) for pair in zip(before, tensors(), strict=True)))
     assert all(parameter.grad is None for parameter in model.parameters())
     strategy.forward_backward(batches, num_tokens=num_tokens)
@@ -142,43 +189,52 @@ def changes_of_a_trial(options: GPTConfig) -> list[bool]:
     return changes
 
 
-def gradient_after_trials(*, fails: bool) -> tuple[bool, torch.Tensor]:
-    """Whether ranks all-reduce by DDP, and the gradient of a step after trials."""
-    strategy, model = AcceleratedStrategy(cpu_accelerator("no")), still_model()
-    tie_gradients(model)
-    strategy.prepare(
-        LanguageModelLoss(model),
-        choose_factory(GPTConfig(), make_extensions(GPTConfig()), seed=1).make,
+@pytest.mark.parametrize(
+    ("options", "precision"), [({}, "no"), ({}, "fp16"), ({"kfac": True}, "no")], ids=str
+)
+def test_a_trial_changes_neither_weights_nor_states(options, precision):
+    ranks = run_ranks(changes_of_a_trial, 1, GPTConfig(**options), precision)
+    assert values(ranks) == [[False, True]]
+
+
+def test_the_peak_of_this_process_contains_freed_tensors():
+    device = torch.device("cpu")
+    reset_peak_memory(device)
+    start = allocated_memory(device)
+    torch.ones(2**24).sum()
+    assert peak_memory(device) - start > 0.9 * 2**26
+
+
+def test_ranks_of_a_host_share_its_memory():
+    whole, half = (usable_memory(torch.device("cpu"), ranks_on_host=n) for n in (1, 2))
+    assert whole == pytest.approx(0.8 * host_memory())
+    assert half == pytest.approx(whole / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("The device does not tell.")])
+def test_a_gpu_shares_its_memory_with_other_programs(monkeypatch, error):
+    """8 of its 10 GiB are free or reserved by this process; some drivers know the total only."""
+
+    def mem_get_info(_: torch.device) -> tuple[int, int]:
+        if error is not None:
+            raise error
+        return 7 * GIB, 10 * GIB
+
+    backend = SimpleNamespace(
+        is_available=lambda: True,
+        max_memory_allocated=lambda _: 0,
+        memory_reserved=lambda _: 1 * GIB,
+        mem_get_info=mem_get_info,
+        get_device_properties=lambda _: SimpleNamespace(total_memory=10 * GIB),
     )
-    batches, num_tokens = share(0, strategy, 1)
-
-    def run_out_of_memory(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    if fails:
-        # Between the backward passes of the head and of the lookup.
-        hook = model.transformer.h[0].register_full_backward_hook(run_out_of_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            trial_step(strategy, batches)
-        hook.remove()
-    trial_step(strategy, batches)
-    strategy.forward_backward(batches, num_tokens=num_tokens)
-    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    return isinstance(strategy.wrapped, DistributedDataParallel), gradient
+    monkeypatch.setattr(torch, "get_device_module", lambda _: backend)
+    usable = usable_memory(torch.device("cuda"), ranks_on_host=4)
+    assert usable == int(0.9 * (8 if error is None else 10) * GIB)
 
 
-def test_a_trial_that_fails_in_its_backward_pass_leaves_no_trace():
-    found, expected = (
-        values(run_ranks(partial(gradient_after_trials, fails=fails), 2)) for fails in (True, False)
-    )
-    for (is_ddp, gradient), (_, undisturbed) in zip(found, expected, strict=True):
-        assert is_ddp
-        assert torch.equal(gradient, undisturbed)
-
-
-@pytest.mark.parametrize("options", [{}, {"kfac": True}], ids=str)
-def test_a_trial_changes_neither_weights_nor_states(options):
-    assert values(run_ranks(changes_of_a_trial, 1, GPTConfig(**options))) == [[False, True]]
+def test_a_device_without_figures_of_its_memory_is_refused_with_the_plan():
+    with pytest.raises(ConfigError, match="memory of mps; give a number"):
+        usable_memory(torch.device("mps"), ranks_on_host=1)
 
 
 @pytest.mark.parametrize(
@@ -201,5 +257,5 @@ def test_the_memory_of_the_host_is_what_control_groups_leave(tmp_path, groups, f
         path = tmp_path / "sys/fs/cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
-    known = find_batch_size.host_memory(tmp_path)
+    known = host_memory(tmp_path)
     assert known == (expected or device_memory(torch.device("cpu")))

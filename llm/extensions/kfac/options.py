@@ -75,7 +75,13 @@ def _method_problems(options: KFACOptions) -> list[str]:
             "--nesterov is for --kfac_method ekfac; eigen changes AdamW's gradient, so leave "
             "it out."
         )
-    if options.kfac_library not in (None, "native") and options.kfac_max_dim is not None:
+    is_other = options.kfac_library not in (None, "native")
+    if is_other and options.per_device_train_batch_size == "auto":
+        problems.append(
+            "--per_device_train_batch_size auto does not go with --kfac_library "
+            f"{options.kfac_library}; give a number."
+        )
+    if is_other and options.kfac_max_dim is not None:
         problems.append(
             "--kfac_max_dim is for --kfac_library native; leave it out with "
             f"{options.kfac_library}."

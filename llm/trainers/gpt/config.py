@@ -318,7 +318,7 @@ def _run_problems(config: CoreConfig) -> list[str]:
         )
     if config.per_device_train_batch_size == "auto" and config.several_models:
         problems.append(
-            f"--per_device_train_batch_size auto cannot plan {config.several_models}; give a "
+            f"--per_device_train_batch_size auto does not go with {config.several_models}; give a "
             "number."
         )
     if config.push_to_hub and config.eval_only:

@@ -1,148 +1,139 @@
 """The search for the largest micro-batch that fits (`--per_device_train_batch_size auto`).
 
-It begins with the result of `llm-trainers plan`. If every rank holds the whole model, each rank
-tries a forward and backward pass, and halves the batch until it fits into memory; all ranks then
-take the smallest batch. Ranks that share a model take the plan's result: a rank that runs out of
-memory would leave the others waiting in a collective.
+All ranks run forward and backward passes, at first with the smallest micro-batch. The memory that
+is allocated before a pass does not depend on the micro-batch, and at each moment of the pass the
+rest grows at most in proportion to it. So a measured peak gives an upper bound for a larger
+micro-batch. All ranks try it only if the bound fits into the memory of every rank: otherwise a rank
+could run out of memory in a collective, and the others would wait for it.
 """
 
 import contextlib
 import dataclasses
 import gc
-import json
 import logging
 import os
-import subprocess
-import sys
-from contextlib import closing
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 
-from llm.config.toml import to_toml
 from llm.data.batch_plan import micro_batch_sizes
 from llm.data.loader import TrainLoader
+from llm.data.options import device_batch_size
 from llm.errors import ConfigError
-from llm.metrics.hardware import GIB, device_memory, is_out_of_memory
+from llm.metrics.hardware import GIB
+from llm.metrics.peak_memory import (
+    allocated_memory,
+    peak_memory,
+    reset_peak_memory,
+    usable_memory,
+)
 from llm.parallel.base import AcceleratedStrategy
-from llm.runtime.agreement import gather, on_rank0
-from llm.runtime.files import temporary_folder
+from llm.runtime.agreement import gather, on_all_ranks
+from llm.runtime.health import Health
+from llm.runtime.logging import counted
 from llm.runtime.world import ranks_per_node
-from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.training_run import TrainingRun, plan_training
 from llm.trainers.gpt.trial_step import trial_step
 
-_HOST_SHARE = 0.8
-"""Usable fraction of the host's memory; libraries, the text and the page cache take the rest."""
+_MOST_GROWTH = 8
+"""Largest ratio of two micro-batches in a row. A small one cannot tell the memory of a very large
+one: on a CPU, memory that was freed and not returned to the system hides some of its peak."""
 
 logger = logging.getLogger("llm")
 
 
-def find_batch_size(run: TrainingRun, strategy: AcceleratedStrategy) -> TrainingRun:
+def find_batch_size(run: TrainingRun, strategy: AcceleratedStrategy, health: Health) -> TrainingRun:
     """Return the run with the largest micro-batch that fits; every rank calls it.
 
     Args:
         run: The run, with a micro-batch of one sample.
         strategy: The prepared model; neither its weights nor its optimizer change.
+        health: Learns that the trials make progress.
 
     Raises:
-        ConfigError: The run cannot be planned; raised on all ranks.
+        ConfigError: The device's memory cannot be measured; raised on all ranks.
     """
-    config = run.config
+    config, device = run.config, strategy.device
+    ranks_on_host = ranks_per_node(os.environ, strategy.world_size)
+    on_all_ranks(lambda: usable_memory(device, ranks_on_host=ranks_on_host))
     if run.branch_from is not None and config.global_batch_size is None:
         # A branch keeps its parent's global batch, and the micro-batch must divide it.
         batch = run.plan.batch_schedule(run.block_size)
         config = dataclasses.replace(config, global_batch_size=batch, gradient_accumulation_steps=1)
-    answer = on_rank0(lambda: ask_plan(config, strategy.world_size, strategy.device))
-    if not isinstance(answer, int):
-        raise ConfigError(f"--per_device_train_batch_size auto cannot be planned: {answer}")
-    run, plan = dataclasses.replace(run, config=config), run.plan
-    max_size = max(1, min(answer, plan.num_windows // plan.world_size))
-    sizes = micro_batch_sizes(config, world_size=plan.world_size)
-    size = max(size for size in sizes if size <= max_size)
-    if run.dims.is_replicated:
-        while size > 1 and not _fits_in_memory(size, run, strategy):
-            size = max(smaller for smaller in sizes if smaller <= size // 2)
-        size = min(gather(size))
-    logger.info(
-        f"--per_device_train_batch_size auto: {size} samples fit (the plan's figure: {answer}); a "
-        "resume keeps them."
+        run = dataclasses.replace(run, config=config)
+    sizes = micro_batch_sizes(config, world_size=run.plan.world_size)
+    largest = run.plan.num_windows // run.plan.world_size
+    sizes = [size for size in sizes if size <= max(1, largest)]
+    # Extensions allocate this when the loop begins.
+    num_parameters = sum(parameter.numel() for parameter in strategy.local_parameters)
+    per_parameter = sum(extension.bytes_per_parameter() for extension in run.extensions)
+    extension_bytes = int(num_parameters * per_parameter)
+    gc.collect()
+    static = allocated_memory(device)
+    first = sizes[0]
+    larger: TrainingRun | None = on_all_ranks(lambda: _with_batch_size(run, first))
+    while larger is not None:
+        run = larger
+        health.heartbeat(step=0, phase="start")
+        reset_peak_memory(device)
+        _try_step(run, strategy)
+        peak = peak_memory(device)
+        usable = usable_memory(device, ranks_on_host=ranks_on_host) - extension_bytes
+        usable = max(1, usable)
+        size = device_batch_size(run.config)
+        bound = min(_MOST_GROWTH, (usable - static) / max(1, peak - static)) * size
+        largest = int(min(gather(bound)))
+        larger = _largest_run(run, [s for s in sizes if size < s <= largest])
+        gc.collect()
+        if device.type != "cpu":
+            torch.accelerator.memory.empty_cache()
+        static = min(static, allocated_memory(device))
+    _, peak, usable, rank = max(
+        (peak / usable, peak, usable, rank)
+        for rank, (peak, usable) in enumerate(gather((peak, usable)))
     )
-    config = dataclasses.replace(config, per_device_train_batch_size=size)
+    logger.info(
+        f"--per_device_train_batch_size auto: {counted(size, 'sample')}; a forward and backward "
+        f"pass takes up to {peak / GIB:.2f} of {usable / GIB:.2f} GiB (on rank {rank}). A resume "
+        "keeps the size."
+    )
+    return run
+
+
+def _largest_run(run: TrainingRun, sizes: Sequence[int]) -> TrainingRun | None:
+    """Return the run with the largest of these micro-batches that it allows; None without any.
+
+    Steps may have too few micro-batches for the pipeline, or more samples than the run.
+    """
+    for size in reversed(sizes):
+        with contextlib.suppress(ConfigError):
+            return _with_batch_size(run, size)
+    return None
+
+
+def _with_batch_size(run: TrainingRun, size: int) -> TrainingRun:
+    config = dataclasses.replace(run.config, per_device_train_batch_size=size)
     run = dataclasses.replace(run, config=config)
     plan, skipped, schedule = plan_training(run, run.samples, run.branch)
     return dataclasses.replace(run, plan=plan, skipped=skipped, schedule=schedule)
 
 
-def _fits_in_memory(size: int, run: TrainingRun, strategy: AcceleratedStrategy) -> bool:
-    """Return whether a step with micro-batches of this size fits into this rank's memory."""
-    samples = size * run.plan.world_size
-    # Gradients accumulate over two micro-batches if a step has several.
-    accumulates = run.plan.global_batch_size > samples or run.config.gradient_accumulation_steps > 1
+def _try_step(run: TrainingRun, strategy: AcceleratedStrategy) -> None:
+    """Run a step that takes as much memory as the largest one of the run."""
+    plan = run.plan
+    accumulation = max(plan.shape(phase.first_step)[0] for phase in plan.phases)
+    if run.dims.pipeline == 1:
+        # Gradients accumulate in the second micro-batch, and further ones need no more memory.
+        accumulation = min(2, accumulation)
+    size = device_batch_size(run.config)
+    samples = accumulation * size * plan.world_size
     loader = TrainLoader(
         samples=run.samples,
-        plan=dataclasses.replace(
-            run.plan, micro_batch_size=size, global_batch_size=samples * (1 + accumulates)
-        ),
+        plan=dataclasses.replace(plan, micro_batch_size=size, global_batch_size=samples),
         rank=strategy.data_rank,
         device=strategy.device,
         document_boundaries=run.document_boundaries,
     )
-    try:
-        with closing(loader.steps(0)) as batches:
-            trial_step(strategy, next(batches).micro_batches)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-    else:
-        return True
-    gc.collect()  # after the `except`: its traceback holds the tensors of the step
-    if strategy.device.type != "cpu":
-        torch.accelerator.memory.empty_cache()
-    return False
-
-
-def ask_plan(config: CoreConfig, ranks: int, device: torch.device) -> int | str:
-    """Return the micro-batch that fits according to `llm-trainers plan`, or its error.
-
-    A subprocess plans, because planning forms process groups and this process already has some.
-    """
-    per_node = ranks_per_node(os.environ, ranks)
-    per_node = per_node if ranks % per_node == 0 else ranks
-    on_host = device.type == "cpu"
-    memory: float | None = host_memory() if on_host else device_memory(device)
-    if on_host and memory is not None:
-        memory *= _HOST_SHARE / per_node
-    with temporary_folder() as folder:
-        file = folder / "config.toml"
-        plan_config = dataclasses.replace(config, per_device_train_batch_size="auto")
-        file.write_text(to_toml(plan_config), encoding="utf-8")
-        command = [sys.executable, "-m", "llm", "plan", str(file), "--json"]
-        command += ["--nodes", str(ranks // per_node), "--gpus_per_node", str(per_node)]
-        command += ["--device", "cpu"] if on_host else []
-        command += [] if memory is None else ["--memory_gib", f"{memory / GIB:.4f}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode in (0, 1):
-        return int(json.loads(done.stdout)["micro_batch_size"])
-    return done.stderr.strip().rpartition("error: ")[2]
-
-
-def host_memory(root: Path = Path("/")) -> int | None:
-    """Return the bytes of host memory that this process's control groups allow.
-
-    Args:
-        root: The folder with `proc` and `sys`.
-    """
-    limits = [device_memory(torch.device("cpu"))]
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            if controllers not in ("", "memory"):  # version 2 has one line without names
-                continue
-            folder = root / "sys/fs/cgroup" / controllers
-            name = "memory.limit_in_bytes" if controllers else "memory.max"
-            # In a container the path may belong to the host; the container's path is then the root.
-            for path in (Path(group), *Path(group).parents):
-                with contextlib.suppress(OSError, ValueError):  # "max" means no limit
-                    limits.append(int((folder / path.relative_to("/") / name).read_text()))
-    return min((limit for limit in limits if limit is not None), default=None)
+    with contextlib.closing(loader.steps(0)) as batches:
+        batch = next(batches)
+        trial_step(strategy, batch.micro_batches, num_tokens=batch.num_tokens)

@@ -91,11 +91,11 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
         strategy, model = make_strategy(run, model)
         check_same_start(run)
         load_weights(run.init_from, strategy)
-        if searches_batch_size:
-            from llm.trainers.gpt.find_batch_size import find_batch_size
-
-            run = find_batch_size(run, strategy)
         with run_context(run, strategy) as health:
+            if searches_batch_size:
+                from llm.trainers.gpt.find_batch_size import find_batch_size
+
+                run = find_batch_size(run, strategy, health)
             trainer = make_trainer(run, strategy, model, health, interruption)
             # From here on a signal saves and stops; earlier it ends the process at once.
             interruption.watch()
@@ -108,7 +108,8 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
                 logger.info(line)
             leave_later_steps(trainer)
             logger.info(f"initialized in {time.perf_counter() - began:.1f} s")
-            outcome = fit_with_restarts(trainer)
+            with explain_out_of_memory(run.config, run.world):  # with the size that `auto` found
+                outcome = fit_with_restarts(trainer)
             trainer.tracker.close()
             if outcome == "preempted":
                 log_preempted(trainer)

@@ -1,42 +1,35 @@
-"""A forward and backward pass without an update, to see whether they fit into memory."""
+"""A forward and backward pass without an update, to measure its memory."""
 
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from llm.data.loader import MicroBatch
-from llm.models.patches.tied_embedding import TiedEmbedding
 from llm.parallel.base import AcceleratedStrategy
 
 
-def trial_step(strategy: AcceleratedStrategy, micro_batches: Sequence[MicroBatch]) -> None:
-    """Run forward and backward without a collective, and drop the gradient.
+def trial_step(
+    strategy: AcceleratedStrategy, micro_batches: Sequence[MicroBatch], *, num_tokens: int
+) -> None:
+    """Compute the gradient of a step as in training, and drop it; every rank calls it.
 
-    DistributedDataParallel is left out: it cannot be used again after a backward pass that failed.
+    Neither weights nor the optimizer's state nor the loss scale change. K-FAC records the tokens,
+    and discards them when the next step begins. Random generators advance; each step seeds them.
     An update would need no more memory: the optimizer's state exists, and activations are freed.
 
     Args:
-        strategy: A strategy with the whole model on every rank: otherwise a rank that runs out of
-            memory would leave the others waiting in a collective.
-        micro_batches: On the device; two, if gradients will accumulate.
+        strategy: The prepared model.
+        micro_batches: This rank's slice of the step.
+        num_tokens: As for `forward_backward`.
     """
-    strategy.loss.train()
+    # A scaler allows one unscaling for each update, so the gradient is not scaled.
+    scaler, strategy.scaler = strategy.scaler, None
     try:
-        with strategy._weight_casts(len(micro_batches)):
-            for micro_batch in micro_batches:
-                with strategy.autocast():
-                    objective, _ = strategy.loss(*micro_batch)
-                objective.backward()
+        strategy.forward_backward(micro_batches, num_tokens=num_tokens)
         if strategy.device.type != "cpu":
             torch.accelerator.synchronize(strategy.device)
     finally:
-        strategy.optimizer.zero_grad(set_to_none=True)
-        _drop_head_gradient(strategy.loss)
-
-
-def _drop_head_gradient(module: nn.Module) -> None:
-    """Drop the head's gradient, which a backward pass that failed did not give to the lookup."""
-    for child in module.modules():
-        if isinstance(child, TiedEmbedding):
-            child.head_gradient = None
+        strategy.scaler = scaler
+    strategy.optimizer.zero_grad(set_to_none=True)
+    for parameter in strategy.parameters:  # not the optimizer's tensors, which may be shards
+        parameter.grad = None

@@ -1,0 +1,106 @@
+"""The memory that a part of a run takes at its peak, and the memory that a process may use."""
+
+import contextlib
+import os
+import re
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from llm.errors import ConfigError
+from llm.metrics.hardware import device_memory
+
+_HOST_SHARE = 0.8
+"""Usable fraction of the host's memory; libraries, the text and the page cache take the rest."""
+_DEVICE_SHARE = 0.9
+"""Usable fraction of a device's memory; the rest is for gaps between tensors of different sizes."""
+
+
+def usable_memory(device: torch.device, *, ranks_on_host: int) -> int:
+    """Return the bytes that this process may use for tensors; on a CPU, for everything.
+
+    Args:
+        device: The device of the process.
+        ranks_on_host: Processes that share the host's memory.
+
+    Raises:
+        ConfigError: The system does not report them, or not what a process uses at its peak.
+    """
+    memory, share = None, _DEVICE_SHARE
+    backend = torch.get_device_module(device)
+    if device.type == "cpu":
+        memory, share = host_memory(), _HOST_SHARE / ranks_on_host
+    elif hasattr(backend, "max_memory_allocated"):
+        memory = device_memory(device)
+        with contextlib.suppress(AttributeError, RuntimeError):  # some drivers do not tell
+            # The memory of the context, of collectives, and of other processes is not free.
+            memory = backend.mem_get_info(device)[0] + backend.memory_reserved(device)
+    if memory is not None:
+        return int(share * memory)
+    raise ConfigError(
+        f"--per_device_train_batch_size auto cannot measure the memory of {device.type}; give a "
+        "number. `llm-trainers plan` with auto computes one."
+    )
+
+
+def allocated_memory(device: torch.device) -> int:
+    """Return the bytes of the tensors on a device; on a CPU, the process's resident memory.
+
+    0 if the system does not report it: then all memory at a peak seems to belong to the peak.
+    """
+    if device.type != "cpu":
+        allocated: int = torch.get_device_module(device).memory_allocated(device)
+        return allocated
+    try:
+        resident = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return 0
+    return int(resident) * os.sysconf("SC_PAGE_SIZE")
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory` report only what follows, if the system allows it."""
+    if device.type == "cpu":
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to the present memory
+    else:
+        torch.get_device_module(device).reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that `allocated_memory` has reached since `reset_peak_memory`.
+
+    Where the system cannot reset the peak of a process, it is the peak since the process started.
+    """
+    if device.type != "cpu":
+        peak: int = torch.get_device_module(device).max_memory_allocated(device)
+        return peak
+    with contextlib.suppress(OSError):
+        line = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        if line is not None:
+            return int(line[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def host_memory(root: Path = Path("/")) -> int | None:
+    """Return the bytes of host memory that this process's control groups allow.
+
+    Args:
+        root: The folder with `proc` and `sys`.
+    """
+    limits = [device_memory(torch.device("cpu"))]
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers not in ("", "memory"):  # version 2 has one line without names
+                continue
+            folder = root / "sys/fs/cgroup" / controllers
+            name = "memory.limit_in_bytes" if controllers else "memory.max"
+            # In a container the path may belong to the host; the container's path is then the root.
+            for path in (Path(group), *Path(group).parents):
+                with contextlib.suppress(OSError, ValueError):  # "max" means no limit
+                    limits.append(int((folder / path.relative_to("/") / name).read_text()))
+    return min((limit for limit in limits if limit is not None), default=None)
