@@ -158,7 +158,9 @@ class Curvature:
             loss_scale: Factor on the objective before `backward`.
         """
         for factor in self.factors:
-            factor.discard()  # Drop the tokens of an interrupted step.
+            factor.discard()  # Drop the tokens of an interrupted step or a trial.
+        if self._captured:
+            self._times.take()  # their time is not the time of an update
         self._recording = [factor for factor in self.factors if self._is_recorded(factor)]
         # Undo the loss scale and token weight in G.
         self._scale = (loss_scale * token_weight) ** -2

@@ -64,7 +64,7 @@ def find_batch_size(run: TrainingRun, strategy: AcceleratedStrategy, health: Hea
     sizes = micro_batch_sizes(config, world_size=run.plan.world_size)
     largest = run.plan.num_windows // run.plan.world_size
     sizes = [size for size in sizes if size <= max(1, largest)]
-    # Extensions allocate this when the loop begins.
+    # Extensions allocate this memory after the search.
     num_parameters = sum(parameter.numel() for parameter in strategy.local_parameters)
     per_parameter = sum(extension.bytes_per_parameter() for extension in run.extensions)
     extension_bytes = int(num_parameters * per_parameter)

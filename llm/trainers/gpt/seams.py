@@ -331,9 +331,11 @@ class Extension(Generic[OptionsT]):
         return None
 
     def bytes_per_parameter(self) -> float:
-        """Return the device memory that `llm-trainers plan` counts for each trained parameter.
+        """Return the device memory that `in_loop` takes for each trained parameter.
 
-        The memory of an optimizer is not included, see `RunOptimizer.memory`.
+        `llm-trainers plan` counts it, and so does `--per_device_train_batch_size auto`, which
+        measures a run without it. The memory of an optimizer is not included, see
+        `RunOptimizer.memory`.
 
         Raises:
             ConfigError: The options cannot be planned.
