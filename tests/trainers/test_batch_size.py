@@ -189,6 +189,14 @@ def changes_of_a_trial(options: GPTConfig, precision: str) -> list[bool]:
     return changes
 
 
+def test_experts_on_several_ranks_are_refused_with_the_plan(bench):
+    experts = {"data_parallel_shard_size": 2, "expert_parallel_size": 2}
+    with pytest.raises(
+        ConfigError, match=r"tokens choose its experts; give .* `llm-trainers plan`"
+    ):
+        bench.read(ranks=2, per_device_train_batch_size="auto", **experts)
+
+
 @pytest.mark.parametrize(
     ("options", "precision"), [({}, "no"), ({}, "fp16"), ({"kfac": True}, "no")], ids=str
 )

@@ -43,8 +43,20 @@ def choose_by_device(
 
 
 def keep_batch_size(config: CoreConfig, resume_from: Checkpoint | None) -> CoreConfig:
-    """Return the options with the checkpoint's micro-batch instead of `auto`."""
-    if resume_from is None or config.per_device_train_batch_size != "auto":
+    """Return the options with the checkpoint's micro-batch instead of `auto`.
+
+    Raises:
+        ConfigError: A new run cannot search for its micro-batch.
+    """
+    if config.per_device_train_batch_size != "auto":
+        return config
+    if resume_from is None:
+        if config.expert_parallel_size > 1:
+            raise ConfigError(
+                "--per_device_train_batch_size auto does not go with --expert_parallel_size, "
+                "because the memory of a rank depends on how many tokens choose its experts; give "
+                "a number. `llm-trainers plan` with auto computes one for equal loads."
+            )
         return config
     name = "per_device_train_batch_size"
     size = saved_options(config, resume_from, "logged")[name]
