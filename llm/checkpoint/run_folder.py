@@ -15,7 +15,7 @@ from typing import IO, Literal
 from llm.checkpoint.retention import clear_leftovers
 from llm.config.options import is_too_long
 from llm.errors import CheckpointError, ConfigError, DataError, explain_os_error
-from llm.runtime.claims import DEAD_SECONDS, Claim
+from llm.runtime.claims import HEARTBEAT_TIMEOUT_SECONDS, Claim
 from llm.runtime.files import delete, sync, sync_folder, try_lock, write_whole
 from llm.runtime.logging import append_event
 
@@ -269,7 +269,8 @@ class RunFolder:
             if not waits:
                 logger.warning(
                     f"{self.path} is on a file system without locks, and its last run has not "
-                    f"ended by itself: waiting up to {DEAD_SECONDS:g} seconds for a sign of life."
+                    f"ended by itself: waiting up to {HEARTBEAT_TIMEOUT_SECONDS:g} seconds for a "
+                    "sign of life."
                 )
             waits = True
             time.sleep(_LOOK_SECONDS)
@@ -286,7 +287,7 @@ class RunFolder:
         """End this process, which would write into the folder of another one."""
         logger.error(
             f"error: Another run writes to {self.path}, because this process was stopped for more "
-            f"than {DEAD_SECONDS:g} seconds; this one ends."
+            f"than {HEARTBEAT_TIMEOUT_SECONDS:g} seconds; this one ends."
         )
         os._exit(2)
 

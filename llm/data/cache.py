@@ -80,14 +80,14 @@ class TokenCache:
                 states = gather(state)
                 # Locks are held until all ranks are done: one rank prepares for each file system.
                 if state == "elected":
-                    on_all_ranks(partial(self._prepare_files, folder, prepare), patience=math.inf)
+                    on_all_ranks(partial(self._prepare_files, folder, prepare), timeout=math.inf)
                     prepared = True
                 elif state == "elected, no locks":
                     apart = partial(self._prepare_without_locks, folder, prepare)
-                    on_all_ranks(apart, patience=math.inf)
+                    on_all_ranks(apart, timeout=math.inf)
                     prepared = True
                 else:
-                    on_all_ranks(lambda: None, patience=math.inf)
+                    on_all_ranks(lambda: None, timeout=math.inf)
             if all(state == "done" for state in states):
                 break
             if not any(state.startswith("elected") for state in states):

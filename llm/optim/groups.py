@@ -31,22 +31,26 @@ def parameter_groups(options: OptimizerOptions, model: torch.nn.Module) -> list[
     biases may have a separate rate: the schedule's rate times a fixed `rate_factor`.
 
     Args:
-        options: The weight decay and both rates.
+        options: The weight decay and both learning rates.
         model: The model, or this rank's stages.
     """
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    decayed = {p for name, p in trained.items() if decays(name, p)}
+    params_by_name = {
+        name: param for name, param in model.named_parameters() if param.requires_grad
+    }
+    decayed_params = {param for name, param in params_by_name.items() if decays(name, param)}
     groups = split_groups(
-        [{"params": [*trained.values()]}],
-        decayed,
-        {"weight_decay": options.weight_decay},
-        {"weight_decay": 0.0},
+        [{"params": [*params_by_name.values()]}],
+        decayed_params,
+        chosen_settings={"weight_decay": options.weight_decay},
+        other_settings={"weight_decay": 0.0},
     )
-    factor = embedding_rate_factor(options)
-    if factor is None:
+    rate_factor = embedding_rate_factor(options)
+    if rate_factor is None:
         return groups
-    embedding_settings = {"lr": options.embedding_learning_rate, "rate_factor": factor}
-    return split_groups(groups, set(inner_matrices(model)), {}, embedding_settings)
+    embedding_settings = {"lr": options.embedding_learning_rate, "rate_factor": rate_factor}
+    return split_groups(
+        groups, set(inner_matrices(model)), chosen_settings={}, other_settings=embedding_settings
+    )
 
 
 def split_groups(
@@ -63,13 +67,15 @@ def split_groups(
         chosen_settings: Settings of the chosen parameters; None leaves them out.
         other_settings: Settings of the others; None leaves them out.
     """
-    split = [
-        group | {"params": [p for p in group["params"] if (p in chosen) is is_chosen]} | settings
+    divided_groups = [
+        group
+        | {"params": [param for param in group["params"] if (param in chosen) is is_chosen]}
+        | settings
         for group in groups
         for is_chosen, settings in ((True, chosen_settings), (False, other_settings))
         if settings is not None
     ]
-    return [group for group in split if group["params"]]
+    return [group for group in divided_groups if group["params"]]
 
 
 def scale_learning_rates(
@@ -84,27 +90,31 @@ def scale_learning_rates(
 
     Args:
         optimizer: Its groups are split by factor, in place; at factor 1 they do not change.
-        model: Names the parameters.
+        model: The model with the parameters of the groups.
         factor_of: Returns the factor of a parameter from its name in the model, its number of
             dimensions, and the settings of its group.
     """
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    split: list[dict[str, Any]] = []
+    name_by_param = {param: name for name, param in model.named_parameters()}
+    scaled_groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        by_factor: dict[float, list[int]] = {}
-        for place, parameter in enumerate(group["params"]):
-            factor = factor_of(names[parameter], parameter.ndim, group)
-            by_factor.setdefault(factor, []).append(place)
-        for factor, places in by_factor.items():
-            changed = {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor}
-            # BF16AdamW also has a key for each parameter.
-            lists = {key: group[key] for key in ("params", "keys") if key in group}
-            group_lists = {
-                key: [values[place] for place in places] for key, values in lists.items()
+        param_indices_by_factor: dict[float, list[int]] = {}
+        for param_index, param in enumerate(group["params"]):
+            factor = factor_of(name_by_param[param], param.ndim, group)
+            param_indices_by_factor.setdefault(factor, []).append(param_index)
+        for factor, param_indices in param_indices_by_factor.items():
+            scaled_settings = {
+                "lr": group["lr"] * factor,
+                "weight_decay": group["weight_decay"] / factor,
+                "rate_factor": factor * group.get("rate_factor", 1.0),
             }
-            changed["rate_factor"] = factor * group.get("rate_factor", 1.0)
-            split.append(group | group_lists | changed)
-    optimizer.param_groups = split
+            # BF16AdamW also has a key for each parameter.
+            param_lists = {key: group[key] for key in ("params", "keys") if key in group}
+            selected_lists = {
+                key: [entries[param_index] for param_index in param_indices]
+                for key, entries in param_lists.items()
+            }
+            scaled_groups.append(group | selected_lists | scaled_settings)
+    optimizer.param_groups = scaled_groups
 
 
 def output_head(model: torch.nn.Module) -> torch.nn.Module | None:
@@ -115,18 +125,18 @@ def output_head(model: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def embeddings_and_head(model: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """Return the matrices with a row for each token or position: [tokens, width]."""
+    """Return the matrices with a row for each token or position, [tokens, width]."""
     modules = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     # A pipeline stage without the head holds a placeholder for it, without a weight.
-    weights = [getattr(module, "weight", None) for module in (*modules, output_head(model))]
-    return {weight for weight in weights if isinstance(weight, torch.nn.Parameter)}
+    candidates = [getattr(module, "weight", None) for module in (*modules, output_head(model))]
+    return {weight for weight in candidates if isinstance(weight, torch.nn.Parameter)}
 
 
 def inner_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return the trained matrices and stacks, except embeddings and the output head."""
-    outside = embeddings_and_head(model)
+    excluded_params = embeddings_and_head(model)
     return [
-        p
-        for name, p in model.named_parameters()
-        if p.requires_grad and decays(name, p) and p not in outside
+        param
+        for name, param in model.named_parameters()
+        if param.requires_grad and decays(name, param) and param not in excluded_params
     ]

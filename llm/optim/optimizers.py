@@ -59,16 +59,16 @@ def adamw_step(
         state: By tensor, as `adamw_state` returns it.
         found_inf: 1.0 where the step is skipped; read on the device.
     """
-    ready = [p for p in parameters if p.grad is not None]
-    states = [state[p] for p in ready]
+    updated_params = [param for param in parameters if param.grad is not None]
+    param_states = [state[param] for param in updated_params]
     beta1, beta2 = group["betas"]
     adamw(
-        ready,
-        [p.grad for p in ready if p.grad is not None],
-        [entry["exp_avg"] for entry in states],
-        [entry["exp_avg_sq"] for entry in states],
+        updated_params,
+        [param.grad for param in updated_params if param.grad is not None],
+        [param_state["exp_avg"] for param_state in param_states],
+        [param_state["exp_avg_sq"] for param_state in param_states],
         [],
-        [entry["step"] for entry in states],
+        [param_state["step"] for param_state in param_states],
         fused=True,
         found_inf=found_inf,
         amsgrad=False,

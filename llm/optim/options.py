@@ -9,7 +9,13 @@ from llm.config.duration import Duration, Tokens
 from llm.config.options import non_default, option, option_group
 from llm.errors import ConfigError
 
-_DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "warmup_stable_decay")
+_DECAYING_SCHEDULES = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "warmup_stable_decay",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,12 +193,12 @@ def schedule_problems(options: OptimizerOptions) -> list[str]:
             f"--min_learning_rate {options.min_learning_rate:g} is above --learning_rate "
             f"{options.learning_rate:g}."
         )
-    decays = kind in _DECAYING or options.cooldown_tokens is not None
-    if options.min_learning_rate and not decays:
+    has_decay = kind in _DECAYING_SCHEDULES or options.cooldown_tokens is not None
+    if options.min_learning_rate and not has_decay:
         problems.append(f"--lr_scheduler_type {kind} never decays to --min_learning_rate.")
     if options.num_constant_steps and kind not in ("linear", "cosine"):
         problems.append("--num_constant_steps goes with the linear and cosine schedules only.")
-    if options.warmup.value and kind not in (*_DECAYING, "constant_with_warmup"):
+    if options.warmup.value and kind not in (*_DECAYING_SCHEDULES, "constant_with_warmup"):
         problems.append(
             f"--warmup {options.warmup} does not go with --lr_scheduler_type {kind}, which has "
             "none; choose constant_with_warmup."
@@ -210,12 +216,12 @@ def embedding_rate_factor(options: OptimizerOptions) -> float | None:
     return None if rate is None else rate / options.learning_rate
 
 
-_SCHEDULER_KWARGS = {
+_SETTING_BY_SCHEDULER_TYPE = {
     "cosine": "num_cycles",
     "cosine_with_restarts": "num_cycles",
     "polynomial": "power",
 }
-"""The setting that a schedule has, by `lr_scheduler_type`."""
+"""The only setting of a schedule, by `lr_scheduler_type`."""
 
 
 def scheduler_kwargs(text: str | None, *, kind: str) -> dict[str, float]:
@@ -233,17 +239,19 @@ def scheduler_kwargs(text: str | None, *, kind: str) -> dict[str, float]:
     try:
         pairs = [pair.partition("=")[::2] for pair in text.split(",")]
         is_json = text.lstrip().startswith("{")
-        values: dict[str, Any] = (
-            json.loads(text) if is_json else {k.strip(): json.loads(v) for k, v in pairs}
+        settings: dict[str, Any] = (
+            json.loads(text)
+            if is_json
+            else {name.strip(): json.loads(value) for name, value in pairs}
         )
     except ValueError:
         raise ConfigError(
             f"--lr_scheduler_kwargs expects num_cycles=3 or '{{\"num_cycles\": 3}}', not {text!r}."
         ) from None
-    if not is_json and len(values) < len(pairs):
+    if not is_json and len(settings) < len(pairs):
         raise ConfigError(f"--lr_scheduler_kwargs {text} sets a name twice; give it once.")
-    setting = _SCHEDULER_KWARGS.get(kind)
-    for name, value in values.items():
+    setting = _SETTING_BY_SCHEDULER_TYPE.get(kind)
+    for name, value in settings.items():
         if name != setting:
             raise ConfigError(
                 f"--lr_scheduler_kwargs sets {name}, which --lr_scheduler_type {kind} does not "
@@ -254,4 +262,4 @@ def scheduler_kwargs(text: str | None, *, kind: str) -> dict[str, float]:
                 f"--lr_scheduler_kwargs {name} must be a number above 0 and at most 1e6, not "
                 f"{value!r}."
             )
-    return values
+    return settings

@@ -35,7 +35,7 @@ class MatrixTraffic:
         bytes_per_element: Of the gradient that the rank receives and the update that it sends.
         with_ends: Whether embeddings and the output head are such matrices too.
         with_experts: Whether stacks of experts are sent too.
-        bucket: Elements that are sent together.
+        bucket: Number of elements in a message.
     """
 
     bytes_per_element: int
@@ -76,20 +76,20 @@ class RunOptimizer:
         """
 
     def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
-        """Take over the local shards that replace the parameters in the optimizer's groups.
+        """Use the local shards that replace the parameters in the optimizer's groups.
 
         Args:
-            local_of: This rank's shards by the model's parameters.
+            local_of: This rank's shards by the parameters of the model.
         """
 
     def owner_of(self, path: str) -> int | None:
-        """Return which of the ranks that divide the weights keeps a tensor of a checkpoint.
+        """Return which of the ranks that divide the weights holds a tensor of a checkpoint.
 
         Args:
             path: Path of the tensor in the checkpoint.
 
         Returns:
-            Number of the rank among them; None if each keeps its shard, or all keep the whole.
+            Index of the rank among them; None if each holds a shard, or all hold the whole tensor.
         """
         return None
 

@@ -20,10 +20,10 @@ logger = logging.getLogger("llm")
 
 
 class Shape(Protocol):
-    """The course of the rate between its peak (1) and its minimum (0)."""
+    """The course of the learning rate between its peak (1) and its minimum (0)."""
 
     def __call__(self, step: float, *, start: float, end: float) -> float:
-        """Return the height at a step."""
+        """Return the fraction of the peak above the minimum, for a decay from `start` to `end`."""
 
 
 def make_schedule(
@@ -47,7 +47,7 @@ def make_schedule(
     Raises:
         ConfigError: Warm-up and the other phases do not fit into `total_steps`.
     """
-    kind, start, end = _resolve_decay(
+    shape_name, start, end = _resolve_decay(
         options,
         total_steps=total_steps,
         warmup_steps=warmup_steps,
@@ -59,13 +59,14 @@ def make_schedule(
             f"The warm-up of {warmup_steps:g} steps is not shorter than the run of {total_steps} "
             "steps: the learning rate never reaches its peak."
         )
-    if kind == "warmup_stable_decay":
-        shape = partial(stable_then_decay, decay=_DECAYS[options.cooldown_shape])
+    if shape_name == "warmup_stable_decay":
+        shape = partial(stable_then_decay, decay=_DECAY_BY_COOLDOWN_SHAPE[options.cooldown_shape])
     else:
-        shape = partial(_SHAPES[kind], **scheduler_kwargs(options.lr_scheduler_kwargs, kind=kind))
+        settings = scheduler_kwargs(options.lr_scheduler_kwargs, kind=shape_name)
+        shape = partial(_SHAPES[shape_name], **settings)
     peak = options.learning_rate
     # transformers ends its polynomial decay (of power 1) at 1e-7 rather than at 0.
-    floor = min(options.min_learning_rate or (1e-7 if kind == "polynomial" else 0.0), peak)
+    floor = min(options.min_learning_rate or (1e-7 if shape_name == "polynomial" else 0.0), peak)
 
     def schedule(step: float) -> float:
         if step < warmup_steps:
@@ -83,12 +84,12 @@ def _resolve_decay(
     decay_steps: float | None,
     cooldown_from: int | None,
 ) -> tuple[str, float, float]:
-    """Return the shape of the decay, and the steps where it starts and ends.
+    """Return the name of the decay in `_SHAPES`, and the steps where it starts and ends.
 
     Raises:
         ConfigError: The phases do not fit into `total_steps`.
     """
-    kind, constant_steps = options.lr_scheduler_type, options.num_constant_steps
+    shape_name, num_constant_steps = options.lr_scheduler_type, options.num_constant_steps
     if cooldown_from is not None:
         if warmup_steps > cooldown_from:
             raise ConfigError(
@@ -96,20 +97,20 @@ def _resolve_decay(
                 f"{warmup_steps:g} steps; branch from a later checkpoint."
             )
         return "warmup_stable_decay", cooldown_from, total_steps
-    if kind == "warmup_stable_decay":
+    if shape_name == "warmup_stable_decay":
         decay_steps = decay_steps or max(1, total_steps // 10)
         if warmup_steps + decay_steps > total_steps:
             raise ConfigError(
                 f"--warmup ({warmup_steps:g} steps) and --decay ({decay_steps:g} steps) are longer "
                 f"than the run of {total_steps} steps; shorten one of them, or train longer."
             )
-        return kind, total_steps - decay_steps, total_steps
-    if constant_steps and warmup_steps + constant_steps >= total_steps:
+        return shape_name, total_steps - decay_steps, total_steps
+    if num_constant_steps and warmup_steps + num_constant_steps >= total_steps:
         raise ConfigError(
-            f"Warm-up ({warmup_steps:g} steps) and --num_constant_steps ({constant_steps}) "
+            f"Warm-up ({warmup_steps:g} steps) and --num_constant_steps ({num_constant_steps}) "
             f"leave nothing of the {total_steps} steps for the decay."
         )
-    return kind, warmup_steps, total_steps - constant_steps
+    return shape_name, warmup_steps, total_steps - num_constant_steps
 
 
 def constant(step: float, *, start: float, end: float) -> float:
@@ -153,8 +154,7 @@ def stable_then_decay(step: float, *, start: float, end: float, decay: Shape = l
     return 1.0 if step < start else decay(step, start=start, end=end)
 
 
-_DECAYS: dict[str, Shape] = {"linear": linear, "sqrt": sqrt, "cosine": cosine}
-"""By `cooldown_shape`."""
+_DECAY_BY_COOLDOWN_SHAPE: dict[str, Shape] = {"linear": linear, "sqrt": sqrt, "cosine": cosine}
 
 _SHAPES: dict[str, Callable[..., float]] = {
     "linear": linear,

@@ -1,8 +1,8 @@
 """Run functions on all ranks: an error on one rank is raised on every rank, and none waits for it.
 
-Before process groups form, ranks exchange values through the launcher's store. It waits as long as
-a rank prepares data, and a signal can interrupt the wait. Anybody who reaches the store can write
-to it, so the values are JSON, which executes no code. Later ranks use gloo.
+Before process groups form, ranks exchange values through the store of the launcher. A rank can then
+wait while another one prepares data, and a signal can interrupt it. Anybody who reaches the store
+can write to it, so the values are JSON, which executes no code. Later, ranks use gloo.
 """
 
 import contextlib
@@ -27,30 +27,33 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PATIENCE = 3600.0
+CONNECT_TIMEOUT_SECONDS = 3600.0
 """Seconds that ranks wait for each other before process groups form."""
 _NOTICE_SECONDS = 40.0
-"""Seconds until a rank says for whom it waits."""
-_POLL_SECONDS = 0.005, 0.5  # at first, and at most
-_LOST = (
+"""Seconds of waiting until a rank logs which ranks it waits for."""
+_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.005, 0.5
+_PEER_LOST_MESSAGE = (
     "A rank that this one waits for has ended or does not respond: look for its error above, and "
     "in the launcher's log."
 )
 
-_HOW_ALONE = (
+_SINGLE_PROCESS_HINT = (
     "If no other rank was started, as in the shell of `srun -n 4 --pty bash`, put RANK=0 "
     "WORLD_SIZE=1 before the command: then one process works alone."
 )
-_MOST_NAMED = 5
-"""Ranks that a message names."""
+_MAX_RANKS_IN_MESSAGE = 5
+"""Ranks that a message names; it counts the others."""
 
-_exchanges = itertools.count()
+_exchange_counter = itertools.count()
 
 logger = logging.getLogger("llm")
 
 
 def on_all_ranks(
-    action: Callable[[], T], *, group: "ProcessGroup | None" = None, patience: float = PATIENCE
+    action: Callable[[], T],
+    *,
+    group: "ProcessGroup | None" = None,
+    timeout: float = CONNECT_TIMEOUT_SECONDS,
 ) -> T:
     """Call a function on every rank; return this rank's result when all ranks have finished.
 
@@ -60,7 +63,7 @@ def on_all_ranks(
     Args:
         action: The function.
         group: The ranks that call this; by default all ranks.
-        patience: Seconds to wait for the others before process groups form.
+        timeout: Seconds to wait for the other ranks before process groups form.
 
     Raises:
         LLMError: The error of the first rank that failed, on all ranks.
@@ -71,9 +74,9 @@ def on_all_ranks(
     except Exception as error:
         # The other ranks would not receive the news that a rank is lost.
         if not (is_shared(error) or isinstance(error, PeerLostError)):
-            _exchange_values(None, error, group, patience)
+            _exchange_values(None, error, group, timeout)
         raise
-    _exchange_values(None, None, group, patience)
+    _exchange_values(None, None, group, timeout)
     return result
 
 
@@ -83,7 +86,7 @@ def on_rank0(action: Callable[[], T]) -> T:
     Raises:
         LLMError: The error of rank 0, on all ranks.
     """
-    result = on_all_ranks(lambda: action() if _rank_of_process() == 0 else None)
+    result = on_all_ranks(lambda: action() if _rank() == 0 else None)
     shared: T = gather(result)[0]  # type: ignore[assignment]
     return shared
 
@@ -98,7 +101,7 @@ def gather(value: T, *, group: "ProcessGroup | None" = None) -> list[T]:
     Raises:
         LLMError: Another rank failed within `on_all_ranks`.
     """
-    return _exchange_values(value, None, group, PATIENCE)
+    return _exchange_values(value, None, group, CONNECT_TIMEOUT_SECONDS)
 
 
 def is_shared(error: BaseException) -> bool:
@@ -110,99 +113,114 @@ def leave_together(seconds: float) -> None:
     """Wait for the other ranks before an exit: a launcher kills all ranks as soon as one ends."""
     if _world_size() > 1:
         try:
-            _gather_by_store(None, seconds)
+            _gather_through_store(None, seconds)
         except (PeerLostError, RuntimeError):  # another rank has already ended
             return
 
 
 def _exchange_values(
-    value: Any, error: Exception | None, group: "ProcessGroup | None", patience: float
+    value: Any, error: Exception | None, group: "ProcessGroup | None", timeout: float
 ) -> list[Any]:
     """Return the values of all ranks, or raise the error of the first rank that has one."""
     if _world_size() == 1:
         if error is not None:
             raise error
         return [value]
-    report = None
-    if isinstance(error, LLMError):
-        report = type(error).__name__, str(error)
-    elif error is not None:
-        reason = explain_system_error(error) or f"{type(error).__name__}: {one_line(error)}."
-        report = "ParallelError", f"Rank {_rank_of_process()} has failed: {reason}"
-    reports = _gather_values((value, report), group, patience)
-    failed = next(
-        (rank for rank, (_, rank_report) in enumerate(reports) if rank_report is not None), None
+    reports = _gather_values((value, _error_report(error)), group, timeout)
+    failed_rank = next(
+        (rank for rank, (_, error_report) in enumerate(reports) if error_report is not None), None
     )
-    if failed is None:
+    if failed_rank is None:
         return [rank_value for rank_value, _ in reports]
-    raised: Any = error
-    if error is None or failed != _rank_of_process():
-        kind, message = reports[failed][1]
-        raised = getattr(errors, kind)(message)
-    raised.shared = True
-    raise raised
+    shared_error: Any = error
+    if error is None or failed_rank != _rank():
+        _, (class_name, message) = reports[failed_rank]
+        shared_error = getattr(errors, class_name)(message)
+    shared_error.shared = True
+    raise shared_error
 
 
-def _gather_values(value: Any, group: "ProcessGroup | None", patience: float) -> list[Any]:
+def _error_report(error: Exception | None) -> tuple[str, str] | None:
+    """Return the class of `llm.errors` and the message with which other ranks raise an error."""
+    if error is None:
+        return None
+    if isinstance(error, LLMError):
+        return type(error).__name__, str(error)
+    reason = explain_system_error(error) or f"{type(error).__name__}: {one_line(error)}."
+    return "ParallelError", f"Rank {_rank()} has failed: {reason}"
+
+
+def _gather_values(value: Any, group: "ProcessGroup | None", timeout: float) -> list[Any]:
+    """Return the values of all ranks, by rank; `timeout` holds before process groups form."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        return _gather_by_store(value, patience)
+        return _gather_through_store(value, timeout)
     values = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(values, value, group=group)
     except RuntimeError as error:  # gloo has lost its connection
-        raise PeerLostError(_LOST) from error
+        raise PeerLostError(_PEER_LOST_MESSAGE) from error
     return values
 
 
-def _gather_by_store(value: Any, patience: float) -> list[Any]:
-    rank, world_size = _rank_of_process(), _world_size()
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep its store
-    key = f"llm/agreement/{restart}/{next(_exchanges)}"
-    keys = [f"{key}/{peer}" for peer in range(world_size)]
-    deadline = time.monotonic() + patience
+def _gather_through_store(value: Any, timeout: float) -> list[Any]:
+    """Return the values of all ranks, by rank, before process groups form.
 
-    def wait_for_all(name: str, *, wait: bool = True) -> None:
-        if store.add(f"{key}/{name}", 1) == world_size:
-            store.set(f"{key}/{name}/all", "")
-        pause, longest = _POLL_SECONDS
-        notice_time = time.monotonic() + _NOTICE_SECONDS
-        while wait and not store.check([f"{key}/{name}/all"]):
+    Args:
+        value: The value of this rank, which JSON can hold.
+        timeout: Seconds to wait for the other ranks.
+
+    Raises:
+        PeerLostError: Another rank has ended or does not respond.
+        ParallelError: Another rank has sent a value that is not JSON.
+    """
+    rank, world_size = _rank(), _world_size()
+    restart_count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep its store
+    key = f"llm/agreement/{restart_count}/{next(_exchange_counter)}"
+    keys = [f"{key}/{peer}" for peer in range(world_size)]
+    deadline = time.monotonic() + timeout
+
+    def wait_for_all_ranks(phase: str, *, wait: bool = True) -> None:
+        if store.add(f"{key}/{phase}", 1) == world_size:
+            store.set(f"{key}/{phase}/all", "")
+        pause_seconds = _MIN_POLL_SECONDS
+        notice_at = time.monotonic() + _NOTICE_SECONDS
+        while wait and not store.check([f"{key}/{phase}/all"]):
             if time.monotonic() > deadline:
-                raise PeerLostError(_LOST)
-            if time.monotonic() > notice_time:
+                raise PeerLostError(_PEER_LOST_MESSAGE)
+            if time.monotonic() > notice_at:
                 _log_late_ranks(store, keys, rank)
-                notice_time = math.inf
-            time.sleep(pause)
-            pause = min(1.5 * pause, longest)
+                notice_at = math.inf
+            time.sleep(pause_seconds)
+            pause_seconds = min(1.5 * pause_seconds, _MAX_POLL_SECONDS)
 
     try:
-        store = _launch_store()
+        store = _connect_to_store()
         store.set(keys[rank], json.dumps(value))
-        wait_for_all("written")
-        values = [_read_value(text, sender) for sender, text in enumerate(store.multi_get(keys))]
-        wait_for_all("read", wait=rank == 0)  # rank 0 may serve the store and fail
+        wait_for_all_ranks("written")
+        values = [_parse_value(text, sender) for sender, text in enumerate(store.multi_get(keys))]
+        wait_for_all_ranks("read", wait=rank == 0)  # rank 0 may serve the store and fail
     except RuntimeError as error:  # rank 0 has ended, and the store with it
-        raise PeerLostError(_LOST) from error
+        raise PeerLostError(_PEER_LOST_MESSAGE) from error
     return values
 
 
 def _log_late_ranks(store: "Store", keys: list[str], rank: int) -> None:
-    """Log which ranks have not sent their value; the lowest of the others does."""
-    late = [peer for peer, key in enumerate(keys) if not store.check([key])]
-    if not late or rank != next(peer for peer in range(len(keys)) if peer not in late):
+    """Log which ranks have not sent their value; only the lowest rank that has sent one logs."""
+    late_ranks = [peer for peer, key in enumerate(keys) if not store.check([key])]
+    if not late_ranks or rank != next(peer for peer in range(len(keys)) if peer not in late_ranks):
         return
-    names = [str(peer) for peer in late]
-    if len(late) > _MOST_NAMED:
-        names = [*names[:_MOST_NAMED], f"{len(late) - _MOST_NAMED:,} others"]
+    rank_names = [str(peer) for peer in late_ranks[:_MAX_RANKS_IN_MESSAGE]]
+    if num_unnamed := len(late_ranks) - len(rank_names):
+        rank_names.append(f"{num_unnamed:,} others")
     logger.warning(
-        f"Rank {rank} waits for rank {', '.join(names)} to finish this part of the start, or to "
-        f"start. {_HOW_ALONE}"
+        f"Rank {rank} waits for rank {', '.join(rank_names)} to finish this part of the start, or "
+        f"to start. {_SINGLE_PROCESS_HINT}"
     )
 
 
-def _read_value(text: bytes, sender: int) -> Any:
+def _parse_value(text: bytes, sender: int) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -212,7 +230,7 @@ def _read_value(text: bytes, sender: int) -> Any:
         ) from error
 
 
-def _rank_of_process() -> int:
+def _rank() -> int:
     return world_from_environment().rank
 
 
@@ -221,27 +239,30 @@ def _world_size() -> int:
 
 
 @functools.cache
-def _launch_store() -> "Store":
-    """Return the store that process groups will use; rank 0 or torchrun serves it.
+def _connect_to_store() -> "Store":
+    """Connect to the store of the launcher, which rank 0 or torchrun serves.
 
-    It is kept until the process ends. Otherwise rank 0 would close the store that it serves while
-    faster ranks have already connected again to form their process groups.
+    The connection is cached until the process ends, and process groups use the same store.
+    Otherwise rank 0 would close the store that it serves while faster ranks have already connected
+    again to form their process groups.
     """
     from torch.distributed.rendezvous import rendezvous
 
-    with _log_long_connection():
-        store: Store = next(iter(rendezvous("env://", timeout=timedelta(seconds=PATIENCE))))[0]
+    timeout = timedelta(seconds=CONNECT_TIMEOUT_SECONDS)
+    with _log_slow_connection():
+        store: Store
+        store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
     return store
 
 
 @contextlib.contextmanager
-def _log_long_connection() -> Iterator[None]:
-    """Log which ranks do not connect if the context takes long."""
-    rank = _rank_of_process()
+def _log_slow_connection() -> Iterator[None]:
+    """Log which ranks have not connected if the context takes `_NOTICE_SECONDS`."""
+    rank = _rank()
     missing_ranks = "rank 0" if rank else f"the other {_world_size() - 1:,} ranks"
-    place = f"{os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}"
-    sentence = f"Rank {rank} waits for {missing_ranks} at {place}. {_HOW_ALONE}"
-    timer = threading.Timer(_NOTICE_SECONDS, logger.warning, [sentence])
+    address = f"{os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}"
+    message = f"Rank {rank} waits for {missing_ranks} at {address}. {_SINGLE_PROCESS_HINT}"
+    timer = threading.Timer(_NOTICE_SECONDS, logger.warning, [message])
     timer.daemon = True
     timer.start()
     try:

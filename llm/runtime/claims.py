@@ -1,10 +1,10 @@
-"""A claim, which one living process has, for file systems that have no locks.
+"""A claim, which one living process holds, for file systems that have no locks.
 
     NAME-1   its process touches this file, which names it, every two seconds
     NAME-2   the claim of the process that replaces one that has died
 
-They need atomic creation of files and nothing else. No two clocks are compared. On the same
-machine, a dead process is replaced at once.
+The number is the generation of the claim. A claim needs atomic creation of files and nothing else.
+No two clocks are compared. On the same machine, a dead process is replaced at once.
 """
 
 import contextlib
@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-BEAT_SECONDS = 2.0
-"""Seconds between two signs of life."""
-DEAD_SECONDS = 60.0
-"""Seconds without a sign of life; caches of network file systems hide one for a while."""
+HEARTBEAT_SECONDS = 2.0
+"""Seconds between two heartbeats."""
+HEARTBEAT_TIMEOUT_SECONDS = 60.0
+"""Seconds without a heartbeat until a process counts as dead; network file systems delay them."""
 
 
 class Claim:
@@ -26,11 +26,11 @@ class Claim:
     Args:
         folder: The folder.
         name: The beginning of its file names.
-        on_loss: Called by a thread if another process has replaced this one, which it does if this
-            one was stopped for `DEAD_SECONDS`.
+        on_loss: Called by a thread if another process has replaced this one, which happens if this
+            one was stopped for `HEARTBEAT_TIMEOUT_SECONDS`.
 
     Attributes:
-        has_rival: Whether another process has shown a sign of life while this one has waited.
+        has_rival: Whether another process has sent a heartbeat while this one has waited.
     """
 
     def __init__(
@@ -40,83 +40,94 @@ class Claim:
         self._folder = folder
         self._name = name
         self._on_loss = on_loss
-        self._number = 0
-        self._last_beat: tuple[int, int] | None = None
-        self._last_beat_at = 0.0
-        self._released = threading.Event()
+        self._generation = 0
+        self._last_heartbeat: tuple[int, int] | None = None  # generation, nanoseconds
+        self._last_heartbeat_seen_at = 0.0
+        self._is_released = threading.Event()
 
     def try_acquire(self) -> bool:
-        """Acquire the claim if no living process has it; call again until `has_rival`."""
-        newest = self._find_newest()
-        beat = newest, _read_time(self._claim_path(newest))
-        if beat != self._last_beat:
-            self.has_rival = newest > 0 and self._last_beat is not None
-            self._last_beat, self._last_beat_at = beat, time.monotonic()
-        is_recent = time.monotonic() - self._last_beat_at <= DEAD_SECONDS
-        if newest > 0 and is_recent and not _names_dead_process(self._claim_path(newest)):
+        """Acquire the claim if no living process holds it; call again until `has_rival`."""
+        generation = self._newest_generation()
+        self._observe_heartbeat(generation)
+        heartbeat_age = time.monotonic() - self._last_heartbeat_seen_at
+        is_recent = heartbeat_age <= HEARTBEAT_TIMEOUT_SECONDS
+        if generation > 0 and is_recent and not _has_dead_owner(self._claim_path(generation)):
             return False
         try:
-            with self._claim_path(newest + 1).open("x", encoding="utf-8") as file:
-                file.write(f"{os.getpid()} {_machine_identity()}")
+            with self._claim_path(generation + 1).open("x", encoding="utf-8") as file:
+                file.write(f"{os.getpid()} {_pid_namespace()}")
         except (FileExistsError, FileNotFoundError):  # another was faster, or removed the folder
             return False
-        self._number = newest + 1
+        self._generation = generation + 1
         threading.Thread(
             target=self._send_heartbeats, name=f"{self._name}-beat", daemon=True
         ).start()
         return True
 
+    def _observe_heartbeat(self, generation: int) -> None:
+        """Record when the newest claim last changed, and whether another process changed it."""
+        heartbeat = generation, _modification_time_ns(self._claim_path(generation))
+        if heartbeat != self._last_heartbeat:
+            self.has_rival = generation > 0 and self._last_heartbeat is not None
+            self._last_heartbeat, self._last_heartbeat_seen_at = heartbeat, time.monotonic()
+
     def is_held(self) -> bool:
-        """Return whether this process has the claim, and no other has replaced it."""
+        """Return whether this process holds the claim, and no other has replaced it."""
         return (
-            self._claim_path(self._number).exists()
-            and not self._claim_path(self._number + 1).exists()
+            self._claim_path(self._generation).exists()
+            and not self._claim_path(self._generation + 1).exists()
         )
 
     def release(self) -> None:
         """Let another process acquire the claim at once."""
-        self._released.set()
+        self._is_released.set()
         # The newest first: a process that looks in between finds an old one, and waits.
         with contextlib.suppress(OSError):  # it dies with this process in any case
-            for number in range(self._number, 0, -1):
-                self._claim_path(number).unlink(missing_ok=True)
+            for generation in range(self._generation, 0, -1):
+                self._claim_path(generation).unlink(missing_ok=True)
 
-    def _find_newest(self) -> int:
-        number = 0
-        while self._claim_path(number + 1).exists():
-            number += 1
-        return number
+    def _newest_generation(self) -> int:
+        """Return the generation of the newest claim in the folder; 0 if there is none."""
+        generation = 0
+        while self._claim_path(generation + 1).exists():
+            generation += 1
+        return generation
 
-    def _claim_path(self, number: int) -> Path:
-        return self._folder / f"{self._name}-{number}"
+    def _claim_path(self, generation: int) -> Path:
+        return self._folder / f"{self._name}-{generation}"
 
     def _send_heartbeats(self) -> None:
-        while not self._released.wait(BEAT_SECONDS):
+        """Touch the claim until it is released or lost; runs in a thread."""
+        while not self._is_released.wait(HEARTBEAT_SECONDS):
             # An error of the storage says nothing about the claim.
             with contextlib.suppress(OSError):
                 if self.is_held():
-                    os.utime(self._claim_path(self._number))
-                elif not self._released.is_set():
+                    os.utime(self._claim_path(self._generation))
+                elif not self._is_released.is_set():
                     self._on_loss()
                     return
 
 
-def _machine_identity() -> str:
-    """Return what tells whether two processes may compare their process ids; empty if unknown."""
+def _pid_namespace() -> str:
+    """Return the boot and the namespace of this process's id; empty if they are unknown.
+
+    The ids of two processes can be compared if both strings are equal: a container has a separate
+    namespace.
+    """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"  # containers have namespaces of ids
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
 
 
-def _names_dead_process(path: Path) -> bool:
+def _has_dead_owner(claim_path: Path) -> bool:
     """Return whether a claim names a process of this machine that has ended."""
     try:
-        number, _, machine = path.read_text(encoding="utf-8").partition(" ")
-        if not machine or machine != _machine_identity():
+        process_id, _, namespace = claim_path.read_text(encoding="utf-8").partition(" ")
+        if not namespace or namespace != _pid_namespace():
             return False
-        os.kill(int(number), 0)
+        os.kill(int(process_id), 0)  # signal 0 only checks that the process exists
     except ProcessLookupError:
         return True
     except (OSError, ValueError):  # it is just being written, or belongs to another user
@@ -124,7 +135,8 @@ def _names_dead_process(path: Path) -> bool:
     return False
 
 
-def _read_time(path: Path) -> int:
+def _modification_time_ns(path: Path) -> int:
+    """Return when a file was last modified, in nanoseconds; 0 if it cannot be read."""
     try:
         with path.open("rb") as file:  # opening makes network file systems look again
             return os.fstat(file.fileno()).st_mtime_ns

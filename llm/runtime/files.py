@@ -19,11 +19,11 @@ from typing import IO, Any
 from llm.errors import LLMError, os_error_in
 
 _POLL_SECONDS = 0.1  # between two attempts to lock a file
-_NO_SYNC_OF_FOLDERS = (
+_FOLDER_SYNC_UNSUPPORTED = (
     *(errno.EINVAL, errno.EBADF),  # PostgreSQL ignores these two, LevelDB EINVAL, SQLite any error
     *(errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS),
 )
-_unsynced_devices: set[int] = set()  # which a warning has named
+_unsynced_devices: set[int] = set()  # devices that a warning has named
 
 logger = logging.getLogger("llm")
 
@@ -35,16 +35,16 @@ def write_whole(path: Path, content: str | bytes) -> None:
         OSError: The file cannot be written.
     """
     # Nobody can guess the name, and "x" follows no link that has it already.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary_path = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("xb") as file:
+        with temporary_path.open("xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             # Before the rename: otherwise a power cut can leave the new name on an empty file.
             sync(file)
-        temporary.replace(path)
+        temporary_path.replace(path)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            temporary.unlink()
+            temporary_path.unlink()
         if isinstance(error, OSError):
             # A message must not show the temporary name.
             raise OSError(error.errno, error.strerror, str(path)) from error
@@ -56,24 +56,24 @@ def temporary_folder() -> Iterator[Path]:
     """Yield a folder for temporary files, which exists for the context.
 
     Raises:
-        OSError: It cannot be written; the error names the folder and TMPDIR, which chooses it.
+        OSError: A file in it cannot be written; the error names the folder and TMPDIR.
     """
     with contextlib.ExitStack() as stack:
-        place = "The folder for temporary files (TMPDIR)"
+        description = "The folder for temporary files (TMPDIR)"
         try:
-            place = f"{tempfile.gettempdir()} (TMPDIR)"
+            description = f"{tempfile.gettempdir()} (TMPDIR)"
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         except OSError as error:
-            raise OSError(error.errno, error.strerror, place) from error
+            raise OSError(error.errno, error.strerror, description) from error
         try:
             yield folder
         except LLMError:
             raise
         except Exception as error:
-            refused = os_error_in(error, place)
-            if refused is None or not str(refused.filename).startswith((str(folder), place)):
+            cause = os_error_in(error, description)
+            if cause is None or not str(cause.filename).startswith((str(folder), description)):
                 raise
-            raise OSError(refused.errno, refused.strerror, place) from error
+            raise OSError(cause.errno, cause.strerror, description) from error
 
 
 def end_last_line(path: Path) -> None:
@@ -89,12 +89,12 @@ def end_last_line(path: Path) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
-    """Return the objects of a file, one per line; none if the file does not exist.
+    """Return the JSON objects of a file, one per line; empty if the file does not exist.
 
-    A line that cannot be read is None: a kill may cut the last one short.
+    A line that is not a JSON object is None: a kill may cut the last line short.
     """
 
-    def read(line: str) -> dict[str, Any] | None:
+    def parse_line(line: str) -> dict[str, Any] | None:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -104,7 +104,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
     if not path.is_file():
         return []
     with path.open(encoding="utf-8", errors="replace") as file:
-        return [read(line) for line in file]
+        return [parse_line(line) for line in file]
 
 
 def json_safe(value: Any) -> Any:
@@ -134,7 +134,7 @@ def sync_folder(folder: Path) -> None:
     try:
         _sync_descriptor(descriptor, folder)
     except OSError as error:
-        if error.errno not in _NO_SYNC_OF_FOLDERS:
+        if error.errno not in _FOLDER_SYNC_UNSUPPORTED:
             raise
         device = os.fstat(descriptor).st_dev
         if device not in _unsynced_devices:
@@ -148,6 +148,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _sync_descriptor(descriptor: int, path: str | Path) -> None:
+    """Call fsync; an error names the path."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -182,8 +183,8 @@ def try_lock(descriptor: int, *, seconds: float = 0.0, shared: bool = False) -> 
 
     Args:
         descriptor: File descriptor.
-        seconds: How long to wait while another process holds the lock.
-        shared: Whether others may hold it too, if theirs is shared as well.
+        seconds: Seconds to wait while another process holds the lock.
+        shared: Whether the lock is shared: other processes may hold shared locks at the same time.
 
     Returns:
         Whether the file system supports locks.
@@ -195,8 +196,8 @@ def try_lock(descriptor: int, *, seconds: float = 0.0, shared: bool = False) -> 
     deadline = time.monotonic() + seconds
     while True:
         try:
-            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 raise

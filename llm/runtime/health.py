@@ -28,12 +28,12 @@ EXIT_PEER_LOST = 76
 """Exit code of a rank that exits because another rank has died or hangs."""
 
 Phase = Literal["start", "step", "evaluation", "save"]
-_TIMES: dict[Phase, int] = {"start": 3, "step": 1, "evaluation": 1, "save": 3}
-"""The limit of each phase, in timeouts."""
-_BEAT_SECONDS = 0.5
-_SILENT_SECONDS = 3.0  # without a heartbeat until a process counts as stopped
-_END_SECONDS = 3.0  # for the training thread to exit
-_LEAVE_SECONDS = 20.0
+_LIMITS_IN_TIMEOUTS: dict[Phase, int] = {"start": 3, "step": 1, "evaluation": 1, "save": 3}
+"""The time without progress after which a rank hangs, by phase, as a multiple of `timeout`."""
+_HEARTBEAT_SECONDS = 0.5
+_SILENCE_SECONDS = 3.0  # without a heartbeat until a process counts as stopped
+_EXIT_SECONDS = 3.0  # for the training thread to exit
+_LEAVE_SECONDS = 20.0  # for the other ranks to disconnect
 _STUCK_SECONDS = 30.0  # after the limit, for the others to name a rank that cannot run Python
 
 logger = logging.getLogger("llm")
@@ -59,9 +59,9 @@ class Health:
         rank: Rank of this process.
         world_size: Number of ranks; a single rank is not watched.
         timeout: Seconds that a rank may take for a step before it counts as hung; 0: no limit.
-        share: Broadcasts rank 0's value to every rank; called once.
+        broadcast: Sends rank 0's value to every rank and returns it; called once.
         on_loss: Called with the failure, as a sentence, before this process exits.
-        stacks: Folder for the Python stacks of all threads if a rank hangs, one file per rank.
+        stacks_folder: Folder for the stacks of all threads if a rank hangs, one file per rank.
 
     Attributes:
         failure: Which rank is lost, and why; None while all ranks run.
@@ -74,20 +74,22 @@ class Health:
         rank: int,
         world_size: int,
         timeout: float,
-        share: Callable[[Any], Any],
+        broadcast: Callable[[Any], Any],
         on_loss: Callable[[str], None],
-        stacks: Path,
+        stacks_folder: Path,
     ) -> None:
         self._rank, self._world_size = rank, world_size
         self._name = f"rank {rank} on {socket.gethostname()}"
-        self._limits = {phase: times * (timeout or math.inf) for phase, times in _TIMES.items()}
-        self._on_loss, self._stacks = on_loss, stacks
-        self._stopped, self._leaves = threading.Event(), False
-        self._ending = threading.Event()
+        self._limits = {
+            phase: times * (timeout or math.inf) for phase, times in _LIMITS_IN_TIMEOUTS.items()
+        }
+        self._on_loss, self._stacks_folder = on_loss, stacks_folder
+        self._is_stopped, self._is_leaving = threading.Event(), False
+        self._is_ending = threading.Event()
         self._thread: threading.Thread | None = None
         # The last heartbeat of each connection. A connection stays open until this process exits.
         self._peers: dict[LineChannel, _Peer] = {}
-        self._armed = -math.inf
+        self._timer_set_at = -math.inf
         self._phase: Phase = "start"
         self.failure: str | None = None
         self.reporter = 0
@@ -100,10 +102,10 @@ class Health:
                 host=None if is_local else os.environ.get("MASTER_ADDR"), num_ranks=world_size - 1
             )
             address = self._server.host, self._server.port
-            share((socket.gethostname(), *address, self._server.key))
+            broadcast((socket.gethostname(), *address, self._server.key))
             self._thread = threading.Thread(target=self._watch_ranks, daemon=True)
         else:
-            self._host, self._address, self._port, self._key = share(None)
+            self._host, self._address, self._port, self._key = broadcast(None)
             channel = self._connect_to_rank0()
             if channel is None:
                 logger.warning(
@@ -122,22 +124,26 @@ class Health:
             phase: The phase that begins now.
         """
         if phase != self._phase:
-            self._armed = -math.inf  # the timer has the limit of another phase
+            self._timer_set_at = -math.inf  # the timer has the limit of another phase
         self._step, self._phase = step, phase
         self.keep_alive()
 
     def keep_alive(self) -> None:
         """Record that this rank makes progress within its phase."""
-        self._since = time.monotonic()
+        self._progress_at = time.monotonic()
         limit = self._limits[self._phase] + _STUCK_SECONDS
-        if self._world_size > 1 and limit < math.inf and self._since - self._armed >= 1.0:
-            self._armed = self._since
+        if (
+            self._world_size > 1
+            and limit < math.inf
+            and self._progress_at - self._timer_set_at >= 1.0
+        ):
+            self._timer_set_at = self._progress_at
             faulthandler.dump_traceback_later(limit, exit=True, file=2)
 
     def close(self) -> None:
         """Tell the others that this rank leaves, and stop. They continue unless it is rank 0."""
-        self._leaves = True
-        self._stopped.set()
+        self._is_leaving = True
+        self._is_stopped.set()
         if self._thread is not None:
             self._thread.join(_LEAVE_SECONDS)
         self.stop()
@@ -145,36 +151,39 @@ class Health:
     def stop(self) -> None:
         """Stop watching before an exit. Without `close`, the others report this rank as lost."""
         faulthandler.cancel_dump_traceback_later()
-        self._stopped.set()
+        self._is_stopped.set()
         if self._thread is not None:
-            self._thread.join(_END_SECONDS)
+            self._thread.join(_EXIT_SECONDS)
 
     def wait_for_failure(self, seconds: float) -> str | None:
         """Wait up to `seconds` for the cause of an error: the failed rank, or None."""
         deadline = time.monotonic() + (0.0 if self._thread is None else seconds)
-        while self.failure is None and (time.monotonic() < deadline or self._ending.is_set()):
+        while self.failure is None and (time.monotonic() < deadline or self._is_ending.is_set()):
             time.sleep(0.05)
         return self.failure
 
-    def _last_heartbeat(self) -> dict[str, Any]:
+    def _make_heartbeat(self) -> dict[str, Any]:
+        """Return the message that tells rank 0 the progress of this rank."""
         return {
             "name": self._name,
             "step": self._step,
             "phase": self._phase,
-            "age": time.monotonic() - self._since,
-            "leaves": self._leaves,
+            "age": time.monotonic() - self._progress_at,
+            "leaves": self._is_leaving,
         }
 
     def _watch_ranks(self) -> None:
         """Receive heartbeats until this rank leaves or one is lost; then notify the others."""
         failure = None
-        while failure is None and not self._stopped.wait(_BEAT_SECONDS):
-            failure = self._receive_heartbeats() or self._find_hung()
+        while failure is None and not self._is_stopped.wait(_HEARTBEAT_SECONDS):
+            failure = self._receive_heartbeats() or self._hung_rank_failure()
             self._send_to_ranks({"alive": True})
         if failure is not None:
             self._send_to_ranks({"failure": failure})
             self._end_process(failure)
-        elif self._leaves:  # otherwise an error ends this rank, and the others report it as lost
+        elif (
+            self._is_leaving
+        ):  # otherwise an error ends this rank, and the others report it as lost
             self._send_until_disconnected({"failure": None}, _LEAVE_SECONDS)
 
     def _receive_heartbeats(self) -> str | None:
@@ -190,6 +199,7 @@ class Health:
         return failure  # not before the other ranks are known, which must be notified
 
     def _send_to_ranks(self, message: dict[str, Any]) -> None:
+        """Send a message to all ranks that are connected."""
         line = json.dumps(message).encode()
         for channel in self._peers:
             channel.send(line)
@@ -201,7 +211,7 @@ class Health:
             self._receive_heartbeats()
             self._send_to_ranks(message)
             if all(
-                checked_at - peer.received_at > _SILENT_SECONDS for peer in self._peers.values()
+                checked_at - peer.received_at > _SILENCE_SECONDS for peer in self._peers.values()
             ):
                 return  # the remaining ranks have stopped
             time.sleep(0.05)
@@ -217,17 +227,17 @@ class Health:
         channel = connect_to_server(hosts, self._port)
         if channel is not None:
             channel.send(self._key.encode())
-            channel.send(json.dumps(self._last_heartbeat()).encode())
+            channel.send(json.dumps(self._make_heartbeat()).encode())
         return channel
 
     def _watch_rank0(self, channel: LineChannel) -> None:
         """Send heartbeats until this rank leaves, or rank 0 reports a failure or is lost."""
-        received_at, is_known = time.monotonic(), False
-        while not self._stopped.wait(_BEAT_SECONDS):
-            channel.send(json.dumps(self._last_heartbeat()).encode())
+        received_at, has_received = time.monotonic(), False
+        while not self._is_stopped.wait(_HEARTBEAT_SECONDS):
+            channel.send(json.dumps(self._make_heartbeat()).encode())
             try:
                 for line in channel.receive():
-                    received_at, is_known = time.monotonic(), True
+                    received_at, has_received = time.monotonic(), True
                     message = json.loads(line)
                     if "failure" in message:
                         channel.close()
@@ -237,48 +247,56 @@ class Health:
                 channel.close()
                 # Rank 0 closes a connection if the key comes late, because this process was stopped
                 # in between, for example.
-                next_channel = None if is_known else self._connect_to_rank0()
+                next_channel = None if has_received else self._connect_to_rank0()
                 if next_channel is None:
                     failure = f"rank 0 on {self._host} has died, about step {self._step}"
                     return self._end_process(failure, reporter=1)
                 channel = next_channel
-            silent, limit = time.monotonic() - received_at, self._limits[self._phase]
-            if silent > max(limit, _SILENT_SECONDS):
+            silence_seconds, limit = time.monotonic() - received_at, self._limits[self._phase]
+            if silence_seconds > max(limit, _SILENCE_SECONDS):
                 failure = (
-                    f"rank 0 on {self._host} hangs: no heartbeat for {silent:.0f} s of a "
+                    f"rank 0 on {self._host} hangs: no heartbeat for {silence_seconds:.0f} s of a "
                     f"{self._phase} after step {self._step} (limit {limit:g} s)"
                 )
                 return self._end_process(failure, reporter=1)
-        if self._leaves:
-            channel.send(json.dumps(self._last_heartbeat()).encode())
+        if self._is_leaving:
+            channel.send(json.dumps(self._make_heartbeat()).encode())
             channel.close()
         return None
 
-    def _find_hung(self) -> str | None:
+    def _hung_rank_failure(self) -> str | None:
+        """Return the failure of a rank that makes no progress within its limit, or None."""
         checked_at = time.monotonic()
-        peers = [*self._peers.values(), _Peer(self._last_heartbeat(), checked_at)]
-        late = [p for p in peers if checked_at - p.progress_at > self._limits[p.heartbeat["phase"]]]
-        if not late or any(p.heartbeat["leaves"] for p in late):
+        peers = [*self._peers.values(), _Peer(self._make_heartbeat(), checked_at)]
+        late_peers = [
+            peer
+            for peer in peers
+            if checked_at - peer.progress_at > self._limits[peer.heartbeat["phase"]]
+        ]
+        if not late_peers or any(peer.heartbeat["leaves"] for peer in late_peers):
             return None
         # A stopped process sends no heartbeat, and its last one may come from another phase. A
         # hanging rank is behind the ranks that wait for it.
-        silent = [p for p in peers if checked_at - p.received_at >= _SILENT_SECONDS]
-        worst = min(silent or late, key=lambda peer: (peer.heartbeat["step"], peer.progress_at))
-        heartbeat = worst.heartbeat
-        limit = min(self._limits[peer.heartbeat["phase"]] for peer in late)
-        at_one_step = all(peer.heartbeat["step"] == heartbeat["step"] for peer in peers)
-        everyone = "every rank"
+        silent_peers = [peer for peer in peers if checked_at - peer.received_at >= _SILENCE_SECONDS]
+        hung_peer = min(
+            silent_peers or late_peers, key=lambda peer: (peer.heartbeat["step"], peer.progress_at)
+        )
+        heartbeat = hung_peer.heartbeat
+        limit = min(self._limits[peer.heartbeat["phase"]] for peer in late_peers)
+        is_same_step = all(peer.heartbeat["step"] == heartbeat["step"] for peer in peers)
+        all_ranks = "every rank"
         if len(peers) < self._world_size:  # the others may wait for one that did not connect
-            everyone = f"every rank that rank 0 hears ({len(peers)} of {self._world_size})"
-        who = everyone if at_one_step and not silent else heartbeat["name"]
+            all_ranks = f"every rank that rank 0 hears ({len(peers)} of {self._world_size})"
+        hung_name = all_ranks if is_same_step and not silent_peers else heartbeat["name"]
         return (
-            f"{who} hangs: no progress for {checked_at - worst.progress_at:.0f} s of its "
+            f"{hung_name} hangs: no progress for {checked_at - hung_peer.progress_at:.0f} s of its "
             f"{heartbeat['phase']} after step {heartbeat['step']} (limit {limit:g} s)"
         )
 
     def _end_process(self, failure: str, *, reporter: int = 0) -> None:
+        """Report a failure, give the training thread time to exit, then exit the process."""
         self.reporter = reporter
-        self._ending.set()
+        self._is_ending.set()
         logger.error(f"error: {failure}; this rank {self._rank} ends too.")
         try:
             with contextlib.suppress(OSError):  # a full disk must not keep this process alive
@@ -286,21 +304,24 @@ class Health:
                 if " hangs: " in failure:  # on every rank, whichever rank detected it
                     self._dump_stacks(failure)
             if self._rank == 0:
-                self._send_until_disconnected({"failure": failure}, _SILENT_SECONDS)
+                self._send_until_disconnected({"failure": failure}, _SILENCE_SECONDS)
         finally:
             self.failure = failure  # from here on the training thread may exit the process
-            if not self._stopped.wait(_END_SECONDS):
+            if not self._is_stopped.wait(_EXIT_SECONDS):
                 os._exit(EXIT_PEER_LOST)
 
     def _dump_stacks(self, failure: str) -> None:
-        self._stacks.mkdir(parents=True, exist_ok=True)
-        with (self._stacks / f"rank_{self._rank:05d}.txt").open("w", encoding="utf-8") as file:
+        """Write the Python stacks of all threads, and the last collectives, into files."""
+        self._stacks_folder.mkdir(parents=True, exist_ok=True)
+        with (self._stacks_folder / f"rank_{self._rank:05d}.txt").open(
+            "w", encoding="utf-8"
+        ) as file:
             file.write(f"{failure}\n\n")
             file.flush()
             faulthandler.dump_traceback(file)
         # PyTorch's flight recorder: the last collectives of this rank, for `torchfrtrace`.
         from torch._C import _distributed_c10d
 
-        for backend, name in (("nccl", "_dump_nccl_trace"), ("gloo", "_dump_fr_trace")):
-            if (dump := getattr(_distributed_c10d, name, None)) is not None:
-                (self._stacks / f"{backend}_rank_{self._rank}").write_bytes(dump())
+        for backend, dump_name in (("nccl", "_dump_nccl_trace"), ("gloo", "_dump_fr_trace")):
+            if (dump := getattr(_distributed_c10d, dump_name, None)) is not None:
+                (self._stacks_folder / f"{backend}_rank_{self._rank}").write_bytes(dump())

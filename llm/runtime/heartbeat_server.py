@@ -1,8 +1,8 @@
 """Connections between rank 0 and the other ranks, for their heartbeats.
 
 Rank 0 listens until all other ranks have connected. Anybody who reaches its port can connect as
-well: reads and sends never wait, and a connection must send the key of the run within 2 seconds.
-Nothing else that it sends is interpreted before. The key is not encrypted.
+well, so reads and sends never wait, and each connection must first send the key of the run, within
+2 seconds. Rank 0 interprets nothing before the key. The key is not encrypted.
 """
 
 import contextlib
@@ -16,18 +16,18 @@ import time
 from collections.abc import Sequence
 
 _MAX_LINE_BYTES = 4096
-_MAX_QUEUED_BYTES = 4096  # beyond the system's buffer
+_MAX_SEND_BUFFER_BYTES = 4096  # beyond the system's buffer
 _READ_BYTES = 65536
-_KEY_SECONDS = 2.0  # from the connection to the complete key
-_MAX_WITHOUT_KEY = 64  # connections; others wait in the queue of the system
-_RECEIVE_SECONDS = 0.1  # for one round of reads, which may repeat while strangers send
-_CONNECT_SECONDS = 20.0
+_KEY_TIMEOUT_SECONDS = 2.0  # from accepting a connection to its complete key
+_MAX_PENDING_CONNECTIONS = 64  # that have not sent the key; others wait in the backlog
+_MAX_RECEIVE_SECONDS = 0.1  # of one call of `receive`, even if connections send without end
+_CONNECT_TIMEOUT_SECONDS = 20.0
 
 logger = logging.getLogger("llm")
 
 
 class LineChannel:
-    """A connection that carries lines; neither a read nor a send waits for the other end.
+    """A connection that carries lines; neither `receive` nor `send` waits for the peer.
 
     Args:
         connection: A connected socket, which the channel closes.
@@ -36,44 +36,47 @@ class LineChannel:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
-        self._received, self._queued = bytearray(), bytearray()
+        self._receive_buffer, self._send_buffer = bytearray(), bytearray()
 
     def fileno(self) -> int:
         """Return the descriptor of the socket, for a selector."""
         return self._socket.fileno()
 
     def send(self, line: bytes) -> None:
-        """Send a line without a line feed.
+        """Send a line, or drop it if the peer has disconnected or all buffers are full.
 
-        A line is lost if the other end is gone, which the next read shows, or does not read and all
-        buffers are full.
+        The next `receive` raises the error of a lost connection.
+
+        Args:
+            line: The content without a line feed.
         """
-        self._send_queue()
-        if len(self._queued) + len(line) < _MAX_QUEUED_BYTES:
-            self._queued += line + b"\n"
-            self._send_queue()
+        self._flush_send_buffer()
+        if len(self._send_buffer) + len(line) < _MAX_SEND_BUFFER_BYTES:
+            self._send_buffer += line + b"\n"
+            self._flush_send_buffer()
 
-    def _send_queue(self) -> None:
+    def _flush_send_buffer(self) -> None:
+        """Send as much of the buffer as the system takes now."""
         with contextlib.suppress(OSError):
-            while self._queued:
-                del self._queued[: self._socket.send(self._queued)]
+            while self._send_buffer:
+                del self._send_buffer[: self._socket.send(self._send_buffer)]
 
     def receive(self) -> list[bytes]:
         """Return the complete lines that have arrived.
 
         Raises:
-            ConnectionError: The other end is gone, or sends a line that is too long.
+            ConnectionError: The peer has disconnected, or sends a line that is too long.
         """
         try:
-            content = self._socket.recv(_READ_BYTES)
+            chunk = self._socket.recv(_READ_BYTES)
         except BlockingIOError:
             return []
         except OSError as error:
             raise ConnectionError(error.strerror) from error
-        if not content:
+        if not chunk:
             raise ConnectionError("The other end has closed the connection.")
-        *lines, partial_line = (self._received + content).split(b"\n")
-        self._received = partial_line
+        *lines, partial_line = (self._receive_buffer + chunk).split(b"\n")
+        self._receive_buffer = partial_line
         if any(len(line) > _MAX_LINE_BYTES for line in (*lines, partial_line)):
             raise ConnectionError(f"The other end sends more than {_MAX_LINE_BYTES} bytes a line.")
         return [bytes(line) for line in lines]
@@ -84,12 +87,12 @@ class LineChannel:
 
 
 class HeartbeatServer:
-    """The port of rank 0, and the connections of the other ranks.
+    """Listens on a port of rank 0, and receives lines from the other ranks.
 
     Args:
         host: Name or address on which it listens; None if all ranks run on this host. If this host
             does not have the address, it listens on all interfaces.
-        num_ranks: Ranks that connect; it stops listening after the last one.
+        num_ranks: Number of ranks that connect; it stops listening after the last one.
 
     Attributes:
         key: The first line that each rank sends.
@@ -98,73 +101,78 @@ class HeartbeatServer:
     """
 
     def __init__(self, *, host: str | None, num_ranks: int) -> None:
-        self._num_missing = num_ranks
-        # A rank that starts later than the others waits here until they are accepted.
+        self._num_missing_ranks = num_ranks
+        # Ranks wait in the backlog until they are accepted.
         self._listener: socket.socket | None = _open_listener(host, backlog=max(num_ranks, 128))
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._deadlines: dict[LineChannel, float] = {}  # of connections that have not sent the key
-        self._is_warned = False
+        self._key_deadlines: dict[LineChannel, float] = {}  # of channels without a key
+        self._has_warned = False
         self.key = secrets.token_hex(16)
         address, self.port = self._listener.getsockname()[:2]
         self.host = "" if ipaddress.ip_address(address).is_unspecified else address
 
     def receive(self) -> list[tuple[LineChannel, bytes | None]]:
-        """Return the lines of ranks that have arrived, in their order; None for a lost rank."""
+        """Return the lines that have arrived from ranks, in their order; None for a lost rank."""
         lines: list[tuple[LineChannel, bytes | None]] = []
-        end = time.monotonic() + _RECEIVE_SECONDS
+        receive_deadline = time.monotonic() + _MAX_RECEIVE_SECONDS
         while True:
             self._accept_connections()
-            ready = self._selector.select(0)
-            for channel in (key.fileobj for key, _ in ready):
+            selector_events = self._selector.select(0)
+            for selector_key, _ in selector_events:
+                channel = selector_key.fileobj
                 assert isinstance(channel, LineChannel)
-                lines += [(channel, line) for line in self._read_channel(channel)]
-            if not ready or time.monotonic() > end:
+                lines += [(channel, line) for line in self._receive_lines(channel)]
+            if not selector_events or time.monotonic() > receive_deadline:
                 break
-        for channel, deadline in [*self._deadlines.items()]:
-            if time.monotonic() > deadline:
+        for channel, key_deadline in [*self._key_deadlines.items()]:
+            if time.monotonic() > key_deadline:
                 self._drop_channel(channel)
-        if self._num_missing == 0 and self._listener is not None:
+        if self._num_missing_ranks == 0 and self._listener is not None:
             self._listener.close()
             self._listener = None
         return lines
 
     def _accept_connections(self) -> None:
-        while self._listener is not None and len(self._deadlines) < _MAX_WITHOUT_KEY:
+        """Accept the connections that wait, while few of them have no key."""
+        while self._listener is not None and len(self._key_deadlines) < _MAX_PENDING_CONNECTIONS:
             try:
                 channel = LineChannel(self._listener.accept()[0])
                 self._selector.register(channel, selectors.EVENT_READ)
             except BlockingIOError:
                 return
-            except OSError as error:  # too many open files, or the other end has left already
-                if not self._is_warned:
+            except OSError as error:  # too many open files, or the peer has disconnected
+                if not self._has_warned:
                     logger.warning(
                         f"Rank 0 cannot accept a connection ({error.strerror}) and tries again: "
                         "until a rank is connected, no rank reports its death."
                     )
-                self._is_warned = True
+                self._has_warned = True
                 return
-            self._deadlines[channel] = time.monotonic() + _KEY_SECONDS
+            self._key_deadlines[channel] = time.monotonic() + _KEY_TIMEOUT_SECONDS
 
-    def _read_channel(self, channel: LineChannel) -> list[bytes | None]:
-        """Return the lines of a rank, and None at their end; nothing from a stranger."""
+    def _receive_lines(self, channel: LineChannel) -> list[bytes | None]:
+        """Return the lines of a rank, and None once it has disconnected.
+
+        The first line of a connection must be the key; otherwise it is closed.
+        """
         try:
             lines: list[bytes | None] = [*channel.receive()]
         except ConnectionError:
-            is_rank = channel not in self._deadlines
+            is_rank = channel not in self._key_deadlines
             self._drop_channel(channel)
             return [None] if is_rank else []
-        if channel in self._deadlines and lines:
-            key = lines.pop(0)
-            if not hmac.compare_digest(key or b"", self.key.encode()):
+        if channel in self._key_deadlines and lines:
+            first_line = lines.pop(0)
+            if not hmac.compare_digest(first_line or b"", self.key.encode()):
                 self._drop_channel(channel)
                 return []
-            del self._deadlines[channel]
-            self._num_missing -= 1
+            del self._key_deadlines[channel]
+            self._num_missing_ranks -= 1
         return lines
 
     def _drop_channel(self, channel: LineChannel) -> None:
-        self._deadlines.pop(channel, None)
+        self._key_deadlines.pop(channel, None)
         self._selector.unregister(channel)
         channel.close()
 
@@ -186,16 +194,18 @@ def _open_listener(host: str | None, *, backlog: int) -> socket.socket:
         f"Rank 0 cannot listen for heartbeats on MASTER_ADDR {host} ({reason}): until all ranks "
         "have connected, it listens on all interfaces of its host."
     )
-    has_both_families = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if has_both_families else socket.AF_INET
+    is_dual_stack = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual_stack else socket.AF_INET
     return socket.create_server(
-        ("", 0), family=family, backlog=backlog, dualstack_ipv6=has_both_families
+        ("", 0), family=family, backlog=backlog, dualstack_ipv6=is_dual_stack
     )
 
 
 def connect_to_server(hosts: Sequence[str], port: int) -> LineChannel | None:
-    """Connect to rank 0 under the first of its names that works; None if none works."""
+    """Connect to rank 0 by the first host name that works; return None if none does."""
     for host in hosts:
         with contextlib.suppress(OSError):
-            return LineChannel(socket.create_connection((host, port), timeout=_CONNECT_SECONDS))
+            return LineChannel(
+                socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_SECONDS)
+            )
     return None

@@ -48,11 +48,11 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         # A process that has not imported tqdm shows no bar, so it can skip the import.
-        bars = sys.modules.get("tqdm")
-        write = print if bars is None else bars.tqdm.write
+        tqdm = sys.modules.get("tqdm")
+        write = print if tqdm is None else tqdm.tqdm.write
         try:
-            short = getattr(record, "short", None) if sys.stdout.isatty() else None
-            write(self.format(record) if short is None else short, file=sys.stdout)
+            short_line = getattr(record, "short", None) if sys.stdout.isatty() else None
+            write(self.format(record) if short_line is None else short_line, file=sys.stdout)
             sys.stdout.flush()
         except Exception as error:  # training and log.txt continue
             # The terminal or the reader of a pipe has gone.
@@ -66,42 +66,42 @@ def set_up_logging(*, rank: int, level_of_other_ranks: int = logging.WARNING) ->
     Lines are kept in memory too, until `log_to_file` knows the folder of the run.
 
     Args:
-        rank: This process.
-        level_of_other_ranks: The least level of the lines from other ranks than 0.
+        rank: Rank of this process.
+        level_of_other_ranks: The lowest level that the ranks other than 0 log.
     """
     logging.raiseExceptions = False  # a full disk must not cause tracebacks from the log
     threading.excepthook = _log_thread_error
     logger = logging.getLogger("llm")
-    console = _ConsoleHandler()
+    console_handler = _ConsoleHandler()
     prefix = "" if rank == 0 else f"[rank {rank}] "
-    console.setFormatter(_Formatter(prefix + "%(message)s"))
-    console.setLevel(logging.INFO if rank == 0 else level_of_other_ranks)
-    waiting = logging.handlers.MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1)
-    logger.handlers = [console, waiting]
+    console_handler.setFormatter(_Formatter(prefix + "%(message)s"))
+    console_handler.setLevel(logging.INFO if rank == 0 else level_of_other_ranks)
+    memory_handler = logging.handlers.MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1)
+    logger.handlers = [console_handler, memory_handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False
 
 
-def _log_thread_error(raised: threading.ExceptHookArgs) -> None:
-    """Log the error that ends a thread; without its stack if something could not be written."""
+def _log_thread_error(hook_args: threading.ExceptHookArgs) -> None:
+    """Log the error that ends a thread, with its traceback unless it is an OSError."""
     logging.getLogger("llm").warning(
-        f"A background thread failed ({raised.exc_type.__name__}: {raised.exc_value}).",
-        exc_info=None if isinstance(raised.exc_value, OSError) else raised.exc_value,
+        f"A background thread failed ({hook_args.exc_type.__name__}: {hook_args.exc_value}).",
+        exc_info=None if isinstance(hook_args.exc_value, OSError) else hook_args.exc_value,
     )
 
 
 def log_to_file(path: Path) -> None:
     """Send the package's log to a file too, including the lines from before this call."""
     end_last_line(path)
-    file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
-    file.setFormatter(_Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    file_handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    file_handler.setFormatter(_Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     logger = logging.getLogger("llm")
     for handler in list(logger.handlers):
         if isinstance(handler, logging.handlers.MemoryHandler):
-            handler.setTarget(file)
+            handler.setTarget(file_handler)
             handler.close()
             logger.removeHandler(handler)
-    logger.addHandler(file)
+    logger.addHandler(file_handler)
 
 
 def quiet_libraries() -> None:

@@ -24,15 +24,15 @@ TUNABLES = {
     "glibc.malloc.mmap_threshold": 24 * 2**20,
 }
 
-_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel", "/dev/dxg")
+_ACCELERATOR_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel", "/dev/dxg")
 _OTHER_ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
-_LOOKS, _LOOK_SECONDS = 5, 0.01
+_NUM_LOAD_SAMPLES, _LOAD_SAMPLE_SECONDS = 5, 0.01
 
 logger = logging.getLogger("llm")
 
 
 def restart_with_kept_memory() -> None:
-    """Restart this process with the settings above, if they help and nothing forbids it.
+    """Restart this process with glibc's `TUNABLES`, if they help and the user has set no others.
 
     Each step frees its activations, and the next one allocates the same sizes. glibc returns this
     memory to the kernel, which maps it again page by page. glibc reads its settings only when a
@@ -56,11 +56,12 @@ def restart_with_kept_memory() -> None:
 
 
 def _restart_helps(environment: Mapping[str, str]) -> bool:
-    if any(Path(device).exists() for device in _ACCELERATORS):
+    """Return whether glibc allocates the activations, and the user has chosen no settings."""
+    if any(Path(device).exists() for device in _ACCELERATOR_DEVICES):
         return False  # the activations are in the accelerator's memory
     if "glibc.malloc" in environment.get("GLIBC_TUNABLES", ""):
         return False  # the user's settings, or ours from before the restart
-    if any(name in environment.get("LD_PRELOAD", "") for name in _OTHER_ALLOCATORS):
+    if any(allocator in environment.get("LD_PRELOAD", "") for allocator in _OTHER_ALLOCATORS):
         return False
     return bool(sys.executable) and platform.libc_ver()[0] == "glibc"
 
@@ -72,22 +73,22 @@ def limit_spin_wait() -> None:
     small model trains 10 % faster this way; as soon as another process needs a core, it takes twice
     as long.
     """
-    if _others_run():
+    if _are_cores_shared():
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def _others_run() -> bool:
-    """Return whether other processes run on this machine in every one of several samples."""
+def _are_cores_shared() -> bool:
+    """Return whether other processes run on this machine in each of several samples of the load."""
     if ranks_per_node(os.environ, world_from_environment().world_size) > 1:
         return True
-    for _ in range(_LOOKS):
+    for _ in range(_NUM_LOAD_SAMPLES):
         try:
-            running, _, _ = Path("/proc/loadavg").read_text().split()[3].partition("/")
+            num_running, _, _ = Path("/proc/loadavg").read_text().split()[3].partition("/")
         except OSError:
             return True
-        if int(running) <= 1:  # this process
+        if int(num_running) <= 1:  # only this process runs
             return False
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_LOAD_SAMPLE_SECONDS)
     return True
 
 
@@ -97,12 +98,12 @@ def raise_file_limit() -> None:
     The soft limit is 1,024 on most systems. Each gloo group and the store on rank 0 keep one
     connection to every rank, so about 500 ranks would exhaust it.
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # macOS refuses an unlimited number
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
-_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def expand_segments() -> None:
@@ -111,17 +112,17 @@ def expand_segments() -> None:
     Once a segment has grown, its free blocks can hold larger tensors too. Less memory is lost to
     gaps when shapes change, for example between training, evaluation and saving.
     """
-    if not any(name in os.environ for name in _VARIABLES):
+    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def allocator_settings() -> str:
     """Return the allocator's settings, reading the variables in torch's order."""
-    settings = (os.environ[name] for name in _VARIABLES if name in os.environ)
+    settings = (os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ)
     return next(settings, "defaults")
 
 
-_COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_COMPILE_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def use_private_compile_cache() -> None:
@@ -133,12 +134,12 @@ def use_private_compile_cache() -> None:
     Raises:
         OSError: The folder of temporary files cannot be written.
     """
-    temporary = Path(tempfile.gettempdir())
-    default = str(temporary / "torchinductor_")
+    temporary_root = Path(tempfile.gettempdir())
+    default_prefix = str(temporary_root / "torchinductor_")
     # Once torch is imported, the variable names its default, and child processes inherit it.
-    if not os.environ.get(_COMPILE_CACHE, default).startswith(default):
+    if not os.environ.get(_COMPILE_CACHE_VARIABLE, default_prefix).startswith(default_prefix):
         return
-    folder = temporary / f"llm_compiled_{os.geteuid()}"
+    folder = temporary_root / f"llm_compiled_{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     status = folder.lstat()
@@ -149,9 +150,9 @@ def use_private_compile_cache() -> None:
         logger.warning(
             f"Users other than you may have written in {shared_folder}, so compiled code is kept "
             f"in {folder} instead, which this process removes at its end. Remove {shared_folder}, "
-            f"or export {_COMPILE_CACHE} with a folder that only you can write."
+            f"or export {_COMPILE_CACHE_VARIABLE} with a folder that only you can write."
         )
-    os.environ[_COMPILE_CACHE] = str(folder)
+    os.environ[_COMPILE_CACHE_VARIABLE] = str(folder)
 
 
 @contextlib.contextmanager

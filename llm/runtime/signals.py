@@ -12,8 +12,8 @@ from llm.runtime.world import is_launched
 EXIT_PREEMPTED = 75
 """Exit code of a run that saved its state on a signal and must be started again."""
 SAME_REQUEST_SECONDS = 3.0
-_LAUNCHER_SECONDS = 1.0
-_launcher: int | None = None  # its process id, once `watch_launcher` was called
+_LAUNCHER_POLL_SECONDS = 1.0
+_launcher_pid: int | None = None  # the process id, once `watch_launcher` was called
 
 
 def watch_launcher() -> None:
@@ -22,19 +22,21 @@ def watch_launcher() -> None:
     Before training, the process then ends as on SIGTERM; during training, `Interruption` stops it.
     A process that was started by hand may outlive its shell.
     """
-    global _launcher
+    global _launcher_pid
     if is_launched():
-        _launcher = os.getppid()
+        _launcher_pid = os.getppid()
         threading.Thread(target=_end_if_orphaned, name="launcher-watch", daemon=True).start()
 
 
 def _is_orphaned() -> bool:
-    return _launcher is not None and os.getppid() != _launcher
+    """Return whether the launcher that `watch_launcher` recorded is dead."""
+    return _launcher_pid is not None and os.getppid() != _launcher_pid
 
 
 def _end_if_orphaned() -> None:
+    """Wait until the launcher is dead, then end this process; runs in a thread."""
     while not _is_orphaned():
-        time.sleep(_LAUNCHER_SECONDS)
+        time.sleep(_LAUNCHER_POLL_SECONDS)
     # Once `Interruption` handles SIGTERM, the training loop reads `reason` and saves.
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -61,7 +63,7 @@ class Interruption:
     def __init__(self, *, time_limit: float | None = None) -> None:
         self.received: signal.Signals | None = None
         self._exit_code: int | None = None
-        self._first = 0.0
+        self._first_received_at = 0.0
         self._deadline = time.monotonic() + (math.inf if time_limit is None else time_limit)
 
     @property
@@ -75,12 +77,12 @@ class Interruption:
 
     def watch(self) -> None:
         """Install the signal handlers; call from the main thread."""
-        for number in self.signals:
+        for signal_number in self.signals:
             # A background job of a script ignores Ctrl-C, which is meant for the foreground job.
             # Under torchrun it must not ignore it: torchrun forwards Ctrl-C and kills ranks that do
             # not exit.
-            if is_launched() or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._record_signal)
+            if is_launched() or signal.getsignal(signal_number) != signal.SIG_IGN:
+                signal.signal(signal_number, self._record_signal)
 
     def keep_exit_code(self) -> None:
         """Let a further signal end the process with `EXIT_PREEMPTED`: everything is saved."""
@@ -92,16 +94,16 @@ class Interruption:
         Python restores the default handlers when it shuts down, which may take half a second: a
         signal would then replace the exit code.
         """
-        for number in self.signals:
-            signal.signal(number, signal.SIG_IGN)
+        for signal_number in self.signals:
+            signal.signal(signal_number, signal.SIG_IGN)
 
-    def _record_signal(self, number: int, frame: FrameType | None) -> None:
+    def _record_signal(self, signal_number: int, frame: FrameType | None) -> None:
         received_at = time.monotonic()
         if self.received is None:
-            self.received, self._first = signal.Signals(number), received_at
-        elif received_at - self._first > SAME_REQUEST_SECONDS:
+            self.received, self._first_received_at = signal.Signals(signal_number), received_at
+        elif received_at - self._first_received_at > SAME_REQUEST_SECONDS:
             # sys.exit would run atexit handlers, which may wait for a collective that hangs.
-            os._exit(128 + number if self._exit_code is None else self._exit_code)
+            os._exit(128 + signal_number if self._exit_code is None else self._exit_code)
 
 
 class SaveTimer:
@@ -121,7 +123,7 @@ class SaveTimer:
 
     def is_due(self) -> bool:
         """Return whether to save; true once per checkpoint: the ranks agree one step later."""
-        due = time.monotonic() >= self._due_at
-        if due:
+        is_due = time.monotonic() >= self._due_at
+        if is_due:
             self._due_at = math.inf
-        return due
+        return is_due

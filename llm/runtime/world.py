@@ -18,15 +18,15 @@ from llm.runtime.srun_shell import in_shell_of_srun
 if TYPE_CHECKING:
     import torch
 
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-_SLURM = ("SLURM_PROCID", "SLURM_LOCALID")
-_MPI = (  # the same three, as each mpiexec names them
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID")
+_MPI_VARIABLES = (  # the same three, as each mpiexec names them
     ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),  # HPE Cray PALS: Polaris, Aurora
     ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK"),  # other launchers of HPE Cray
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # Hydra: MPICH, Intel MPI
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
 )
-_MPI_LOCAL_SIZE = ("PMI_LOCAL_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_LOCAL_SIZE_VARIABLES = ("PMI_LOCAL_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 # Below the ports that systems use for outgoing connections.
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
@@ -53,17 +53,18 @@ def world_from_environment() -> World:
     Raises:
         ParallelError: A variable is missing, is not a number, or does not fit the others.
     """
-    environ = {**ranks_of(os.environ), **os.environ}
+    environ = {**rank_variables(os.environ), **os.environ}
     rank, world_size = (
-        _parse_number(environ, "RANK", "0"),
-        _parse_number(environ, "WORLD_SIZE", "1"),
+        _read_integer(environ, "RANK", "0"),
+        _read_integer(environ, "WORLD_SIZE", "1"),
     )
-    variables = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
-    if len(variables) == 1:
-        missing = "RANK" if variables == ["WORLD_SIZE"] else "WORLD_SIZE"
+    set_variables = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
+    if len(set_variables) == 1:
+        [set_variable] = set_variables
+        missing_variable = "RANK" if set_variable == "WORLD_SIZE" else "WORLD_SIZE"
         raise ParallelError(
-            f"{variables[0]} is {environ[variables[0]]}, and {missing} is not set: unset "
-            f"{variables[0]} to train with one process, or start the processes with torchrun, srun "
+            f"{set_variable} is {environ[set_variable]}, and {missing_variable} is not set: unset "
+            f"{set_variable} to train with one process, or start the processes with torchrun, srun "
             "or mpiexec."
         )
     if world_size == 0:
@@ -77,12 +78,12 @@ def world_from_environment() -> World:
             "start the processes with torchrun, srun or mpiexec, or unset both variables."
         )
     return World(
-        rank=rank, local_rank=_parse_number(environ, "LOCAL_RANK", "0"), world_size=world_size
+        rank=rank, local_rank=_read_integer(environ, "LOCAL_RANK", "0"), world_size=world_size
     )
 
 
-def _parse_number(environ: Mapping[str, str], name: str, default: str) -> int:
-    """Return the value of a variable that a launcher sets to a whole number."""
+def _read_integer(environ: Mapping[str, str], name: str, default: str) -> int:
+    """Return the value of an environment variable that a launcher sets to a whole number."""
     value = environ.get(name, default)
     if re.fullmatch(r"[0-9]{1,9}", value) is None:
         raise ParallelError(
@@ -94,13 +95,18 @@ def _parse_number(environ: Mapping[str, str], name: str, default: str) -> int:
 
 def ignore_ranks() -> None:
     """Let a program that does not share its work run as a single process under any launcher."""
-    for name in (*_TORCHRUN, *itertools.chain(*_MPI), *_MPI_LOCAL_SIZE, *_SLURM):
-        os.environ.pop(name, None)
+    for variable in (
+        *_TORCHRUN_VARIABLES,
+        *itertools.chain(*_MPI_VARIABLES),
+        *_LOCAL_SIZE_VARIABLES,
+        *_SLURM_VARIABLES,
+    ):
+        os.environ.pop(variable, None)
 
 
 def is_launched() -> bool:
     """Return whether torchrun, `accelerate launch`, srun or mpiexec started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or bool(ranks_of(os.environ))
+    return "TORCHELASTIC_RUN_ID" in os.environ or bool(rank_variables(os.environ))
 
 
 def device_of(world: World) -> "torch.device":
@@ -125,143 +131,154 @@ def adopt_launcher() -> None:
         ParallelError: The host of rank 0 is unknown, or a variable is not a number.
     """
     world = world_from_environment()
-    ranks = ranks_of(os.environ)
-    if not ranks:
-        _check_address(world)
+    variables = rank_variables(os.environ)
+    if not variables:
+        _check_rank0_address(world)
         return
-    hosts = hosts_of(os.environ)
-    address = os.environ.get("MASTER_ADDR") or (hosts[0] if hosts else None)
-    if address is None:
-        if all(os.environ.get(name) != ranks["WORLD_SIZE"] for name in _MPI_LOCAL_SIZE):
+    hosts = job_hosts(os.environ)
+    rank0_address = os.environ.get("MASTER_ADDR") or (hosts[0] if hosts else None)
+    if rank0_address is None:
+        if all(os.environ.get(name) != variables["WORLD_SIZE"] for name in _LOCAL_SIZE_VARIABLES):
             raise ParallelError(
-                f"mpiexec started {ranks['WORLD_SIZE']} processes, but none knows the host of "
+                f"mpiexec started {variables['WORLD_SIZE']} processes, but none knows the host of "
                 'rank 0: export MASTER_ADDR="$(head -n 1 "$PBS_NODEFILE")", or the name of the '
                 "first host, before mpiexec."
             )
-        address = "127.0.0.1"  # all ranks run on this host
-    ranks |= {"MASTER_ADDR": address, "MASTER_PORT": str(_choose_port(os.environ))}
-    for name, value in ranks.items():
+        rank0_address = "127.0.0.1"  # all ranks run on this host
+    variables |= {"MASTER_ADDR": rank0_address, "MASTER_PORT": str(_choose_rank0_port(os.environ))}
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
-def _check_address(world: World) -> None:
+def _check_rank0_address(world: World) -> None:
     """Refuse to start if one of several processes does not know where rank 0 listens."""
     if world.world_size == 1:
         return
-    unknown = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if unknown:
+    unset_variables = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if unset_variables:
         raise ParallelError(
-            f"This is one of {world.world_size} processes, and {' and '.join(unknown)} do not say "
-            "where rank 0 listens: start it by torchrun, srun or mpiexec, or export them."
+            f"This is one of {world.world_size} processes, and {' and '.join(unset_variables)} do "
+            "not say where rank 0 listens: start it by torchrun, srun or mpiexec, or export them."
         )
-    _parse_number(os.environ, "MASTER_PORT", "")
+    _read_integer(os.environ, "MASTER_PORT", "")
 
 
-def ranks_of(environ: Mapping[str, str]) -> dict[str, str]:
+def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return RANK, WORLD_SIZE and LOCAL_RANK of one of several tasks of srun or mpiexec.
 
     Empty for a process that was started alone, by torchrun, or by `accelerate launch`.
     """
-    ranks = _ranks_of_mpi(environ) or _ranks_of_slurm(environ)
+    variables = _mpi_variables(environ) or _slurm_variables(environ)
     # If srun or mpiexec started torchrun, torchrun's ranks and world size differ from theirs. If a
     # script exports RANK=$SLURM_PROCID, they are equal.
-    if any(environ.get(name, ranks.get(name)) != ranks.get(name) for name in _TORCHRUN[:2]):
+    if any(
+        environ.get(name, variables.get(name)) != variables.get(name)
+        for name in _TORCHRUN_VARIABLES[:2]
+    ):
         return {}
-    return ranks
+    return variables
 
 
-def _ranks_of_mpi(environ: Mapping[str, str]) -> dict[str, str]:
-    for names in _MPI:
-        if environ.keys() >= set(names) and _parse_number(environ, names[1], "1") > 1:
+def _mpi_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return torchrun's variables of one of several tasks of mpiexec; empty for other processes."""
+    for mpi_names in _MPI_VARIABLES:
+        _, size_name, _ = mpi_names
+        if environ.keys() >= set(mpi_names) and _read_integer(environ, size_name, "1") > 1:
             return {
-                variable: environ[name] for variable, name in zip(_TORCHRUN, names, strict=True)
+                name: environ[mpi_name]
+                for name, mpi_name in zip(_TORCHRUN_VARIABLES, mpi_names, strict=True)
             }
     return {}
 
 
-def _ranks_of_slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the ranks of a task in a job step; a batch script runs alone, with a SLURM_PROCID."""
-    if not environ.keys() >= set(_SLURM) or in_shell_of_srun(environ):
+def _slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return torchrun's variables of one of several tasks of srun; empty for other processes.
+
+    A batch script runs as a single process, although it has a SLURM_PROCID.
+    """
+    if not environ.keys() >= set(_SLURM_VARIABLES) or in_shell_of_srun(environ):
         return {}
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if _parse_number(environ, "SLURM_STEP_NUM_TASKS", "1") == 1:
+    num_tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if _read_integer(environ, "SLURM_STEP_NUM_TASKS", "1") == 1:
         return {}
     # If a job step calls sbatch, the batch script inherits the step's variables.
-    same_step = environ.get("SLURM_NTASKS", tasks) == tasks
+    is_same_step = environ.get("SLURM_NTASKS", num_tasks) == num_tasks
     node_name = environ.get("SLURMD_NODENAME")
-    if not same_step or (
-        node_name and node_name not in expand(environ.get("SLURM_STEP_NODELIST", node_name))
+    if not is_same_step or (
+        node_name
+        and node_name not in expand_nodelist(environ.get("SLURM_STEP_NODELIST", node_name))
     ):
         return {}
-    values = (environ["SLURM_PROCID"], tasks, environ["SLURM_LOCALID"])
-    return dict(zip(_TORCHRUN, values, strict=True))
+    values = (environ["SLURM_PROCID"], num_tasks, environ["SLURM_LOCALID"])
+    return dict(zip(_TORCHRUN_VARIABLES, values, strict=True))
 
 
 def task_launcher(environ: Mapping[str, str]) -> str | None:
     """Return "srun" or "mpiexec" if it started this process as one of several tasks, else None."""
-    ranks = ranks_of(environ)
-    if not ranks:
+    variables = rank_variables(environ)
+    if not variables:
         return None
     # Cray's PMI sets the variables of its mpiexec under srun as well.
-    return "srun" if _ranks_of_slurm(environ) == ranks else "mpiexec"
+    return "srun" if _slurm_variables(environ) == variables else "mpiexec"
 
 
-def hosts_of(environ: Mapping[str, str]) -> list[str]:
+def job_hosts(environ: Mapping[str, str]) -> list[str]:
     """Return the hosts that the scheduler gave this job; empty without a scheduler."""
-    nodes = environ.get("SLURM_STEP_NODELIST") if _ranks_of_slurm(environ) else None
-    nodes = nodes or environ.get("SLURM_JOB_NODELIST")
-    if nodes:
-        return expand(nodes)
+    nodelist = environ.get("SLURM_STEP_NODELIST") if _slurm_variables(environ) else None
+    nodelist = nodelist or environ.get("SLURM_JOB_NODELIST")
+    if nodelist:
+        return expand_nodelist(nodelist)
     try:
-        lines = Path(environ["PBS_NODEFILE"]).read_text(encoding="utf-8").split()
+        hosts = Path(environ["PBS_NODEFILE"]).read_text(encoding="utf-8").split()
     except (KeyError, OSError):  # PBS writes the file on the first host only
         return []
-    return list(dict.fromkeys(lines))
+    return list(dict.fromkeys(hosts))
 
 
 def ranks_per_node(environ: Mapping[str, str], world_size: int) -> int:
-    """Return the number of ranks on this host, or all ranks if no variable tells."""
-    for name in ("LOCAL_WORLD_SIZE", *_MPI_LOCAL_SIZE):
+    """Return the number of ranks on this host; all ranks if no variable tells the number."""
+    for name in ("LOCAL_WORLD_SIZE", *_LOCAL_SIZE_VARIABLES):
         if name in environ:
-            return _parse_number(environ, name, "1")
-    hosts = hosts_of(environ) if ranks_of(environ) else []
+            return _read_integer(environ, name, "1")
+    hosts = job_hosts(environ) if rank_variables(environ) else []
     return max(1, world_size // max(1, len(hosts)))
 
 
 def is_on_one_host(environ: Mapping[str, str], world_size: int) -> bool:
     """Return whether all ranks run on this host, as the launcher's variables tell."""
-    for name in ("LOCAL_WORLD_SIZE", *_MPI_LOCAL_SIZE):
+    for name in ("LOCAL_WORLD_SIZE", *_LOCAL_SIZE_VARIABLES):
         if name in environ:
-            return _parse_number(environ, name, "1") == world_size
-    return bool(ranks_of(environ)) and len(hosts_of(environ)) == 1
+            return _read_integer(environ, name, "1") == world_size
+    return bool(rank_variables(environ)) and len(job_hosts(environ)) == 1
 
 
-def expand(nodes: str) -> list[str]:
-    """Return the host names in Slurm's short form: `nid[08-09],login1` is nid08, nid09, login1."""
+def expand_nodelist(nodelist: str) -> list[str]:
+    """Return the hosts of a Slurm node list: `nid[08-09],login1` is nid08, nid09, login1."""
     hosts = []
-    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
         prefixes = [""]
-        for plain, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", item):
-            ends = [plain] if plain else _expand_ranges(ranges)
-            prefixes = [prefix + end for prefix in prefixes for end in ends]
+        for literal, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", item):
+            suffixes = [literal] if literal else _expand_ranges(ranges)
+            prefixes = [prefix + suffix for prefix in prefixes for suffix in suffixes]
         hosts += prefixes
     return hosts
 
 
 def _expand_ranges(ranges: str) -> list[str]:
+    """Return the numbers in Slurm's ranges, with their zeros: `08-10,15` is 08, 09, 10, 15."""
     numbers = []
     for item in ranges.split(","):
-        first, _, stop = item.partition("-")
-        span = range(int(first), int(stop or first) + 1)
-        numbers += [str(number).zfill(len(first)) for number in span]
+        range_start, _, range_end = item.partition("-")
+        indices = range(int(range_start), int(range_end or range_start) + 1)
+        numbers += [str(index).zfill(len(range_start)) for index in indices]
     return numbers
 
 
-def _choose_port(environ: Mapping[str, str]) -> int:
+def _choose_rank0_port(environ: Mapping[str, str]) -> int:
     """Return a port that is equal on all ranks of a job step and rarely used by other jobs."""
-    job = environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID", "").partition(".")[0]
-    digits = re.sub(r"\D", "", job)
+    job_id = environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID", "").partition(".")[0]
+    digits = re.sub(r"\D", "", job_id)
     if not digits:
         return _DEFAULT_PORT
-    step = environ.get("SLURM_STEP_ID", "0") if _ranks_of_slurm(environ) else "0"
-    return _FIRST_PORT + (int(digits) + 1009 * (int(step) + 1)) % _NUM_PORTS
+    step_id = environ.get("SLURM_STEP_ID", "0") if _slurm_variables(environ) else "0"
+    return _FIRST_PORT + (int(digits) + 1009 * (int(step_id) + 1)) % _NUM_PORTS

@@ -28,7 +28,7 @@ from llm.config.program import program
 from llm.errors import ParallelError
 from llm.runtime.logging import counted
 from llm.runtime.process_settings import raise_file_limit
-from llm.runtime.world import World, adopt_launcher, device_of, hosts_of, world_from_environment
+from llm.runtime.world import World, adopt_launcher, device_of, job_hosts, world_from_environment
 
 if TYPE_CHECKING:
     import torch
@@ -310,7 +310,7 @@ def describe_missing(descriptions: dict[int, Any], world: World, timeout: float)
         f"{', '.join(map(str, missing))}."
     )
     answers = Counter(_short_name(description["host"]) for description in descriptions.values())
-    hosts = hosts_of(os.environ)
+    hosts = job_hosts(os.environ)
     if not hosts:
         return f"{sentence} Answers came from {', '.join(answers)} only."
     ranks_per_host = world.world_size / len(hosts)

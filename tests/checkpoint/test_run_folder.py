@@ -292,7 +292,7 @@ def no_locks(monkeypatch):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    monkeypatch.setattr(claims, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(run_folder, "_LOOK_SECONDS", 0.02)
 
 
@@ -344,7 +344,7 @@ def test_a_lock_leaves_nothing_behind_unless_the_folder_was_opened(tmp_path):
 def test_without_locks_a_folder_whose_owner_has_died_is_free_soon(
     tmp_path, no_locks, monkeypatch, caplog
 ):
-    monkeypatch.setattr(claims, "DEAD_SECONDS", 0.3)
+    monkeypatch.setattr(claims, "HEARTBEAT_TIMEOUT_SECONDS", 0.3)
     (tmp_path / ".owner-1").touch()
 
     began = time.monotonic()

@@ -159,7 +159,7 @@ def test_of_many_ranks_that_claim_the_join_at_once_one_has_it(tmp_path):
 
     def work():
         claim = Claim(tmp_path, "join")
-        newest, looks = claim._find_newest, iter([barrier.wait])
+        newest, looks = claim._newest_generation, iter([barrier.wait])
 
         def look_together():
             """All have seen that nobody joins, before the first one claims it."""
@@ -167,7 +167,7 @@ def test_of_many_ranks_that_claim_the_join_at_once_one_has_it(tmp_path):
             next(looks, lambda: None)()
             return number
 
-        claim._find_newest = look_together
+        claim._newest_generation = look_together
         if acquire_join(claim, tmp_path):
             with won:
                 won.value += 1
@@ -377,7 +377,8 @@ from llm.prepare import prepare_files, shares, tokenize_shards
 from llm.prepare.prepare import main
 from llm.runtime import claims
 prepare_files.SHARD_BYTES = 200
-claims.BEAT_SECONDS, claims.DEAD_SECONDS, shares._POLL_SECONDS = 0.1, 2.0, 0.05
+claims.HEARTBEAT_SECONDS, claims.HEARTBEAT_TIMEOUT_SECONDS = 0.1, 2.0
+shares._POLL_SECONDS = 0.05
 write_shard = tokenize_shards.write_shard
 def slow(source, stem, *how, **options):
     with open("begun", "a") as file:

@@ -58,7 +58,7 @@ class Planted:
 
 def read_planted_pickle(folder):
     """Rank 1 is an attacker, who knows the keys of the store."""
-    store = agreement._launch_store()
+    store = agreement._connect_to_store()
     if os.environ["RANK"] == "1":
         store.set("llm/agreement/0/0/1", pickle.dumps(Planted(folder)))
         store.set("llm/agreement/0/0/written/all", "")
@@ -220,10 +220,10 @@ def impatient():
     if os.environ["RANK"] == "1":
         time.sleep(3)
         return "late"
-    return told(lambda: on_all_ranks(lambda: None, patience=1.0))
+    return told(lambda: on_all_ranks(lambda: None, timeout=1.0))
 
 
-def test_ranks_lose_patience_before_process_groups_form():
+def test_ranks_time_out_before_process_groups_form():
     outcomes = run_ranks(impatient, 2)
 
     assert outcomes[0].value.startswith("PeerLostError: A rank that this one waits for")

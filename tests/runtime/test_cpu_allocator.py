@@ -12,7 +12,8 @@ import pytest
 from llm.runtime import process_settings
 
 pytestmark = pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc" or any(map(os.path.exists, process_settings._ACCELERATORS)),
+    platform.libc_ver()[0] != "glibc"
+    or any(map(os.path.exists, process_settings._ACCELERATOR_DEVICES)),
     reason="needs glibc and no accelerator",
 )
 

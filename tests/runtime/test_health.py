@@ -80,9 +80,9 @@ class Ranks:
             rank=rank,
             world_size=world_size,
             timeout=LIMIT,
-            share=share,
+            broadcast=share,
             on_loss=lambda failure: self.verdicts.put((rank, failure)),
-            stacks=self.stacks,
+            stacks_folder=self.stacks,
         )
         if rank == self.dies:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -258,9 +258,9 @@ def test_bytes_of_a_stranger_do_not_end_the_watchdog(sent):
         rank=0,
         world_size=2,
         timeout=0,
-        share=addresses.append,
+        broadcast=addresses.append,
         on_loss=print,
-        stacks=Path(),
+        stacks_folder=Path(),
     )
     with socket.create_connection(("127.0.0.1", addresses[0][2])) as stranger:
         stranger.sendall(sent)
@@ -275,7 +275,12 @@ def test_bytes_of_a_stranger_do_not_end_the_watchdog(sent):
 
 def test_a_single_rank_is_not_watched():
     health = Health(
-        rank=0, world_size=1, timeout=LIMIT, share=lambda value: value, on_loss=print, stacks=Path()
+        rank=0,
+        world_size=1,
+        timeout=LIMIT,
+        broadcast=lambda value: value,
+        on_loss=print,
+        stacks_folder=Path(),
     )
 
     health.heartbeat(step=1, phase="step")

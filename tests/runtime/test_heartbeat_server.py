@@ -18,7 +18,7 @@ KEY_SECONDS = 0.3
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(heartbeat_server, "_KEY_SECONDS", KEY_SECONDS)
+    monkeypatch.setattr(heartbeat_server, "_KEY_TIMEOUT_SECONDS", KEY_SECONDS)
     return HeartbeatServer(host=None, num_ranks=2)
 
 
@@ -99,7 +99,7 @@ def test_the_port_is_closed_after_the_last_rank_has_connected(server):
     ids=["another key", "an empty line", "no text", "deep JSON", "an endless line"],
 )
 def test_a_stranger_is_disconnected_after_its_first_line(server, sent, monkeypatch):
-    monkeypatch.setattr(heartbeat_server, "_KEY_SECONDS", 1e9)
+    monkeypatch.setattr(heartbeat_server, "_KEY_TIMEOUT_SECONDS", 1e9)
 
     assert wait_until_closed(server, [connect_stranger(server, sent)])[1] == []
 
@@ -125,7 +125,7 @@ def test_64_silent_connections_are_open_at_most_and_closed_in_time(server):
     rank = connect_rank(server, b"behind the strangers")
 
     server.receive()
-    assert len(server._deadlines) == 64
+    assert len(server._key_deadlines) == 64
     seconds, heard = wait_until_closed(server, strangers)
     assert seconds >= KEY_SECONDS
     assert heard == [b"behind the strangers"]

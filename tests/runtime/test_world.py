@@ -11,10 +11,10 @@ from llm.runtime.srun_shell import is_interactive_shell
 from llm.runtime.world import (
     World,
     adopt_launcher,
-    expand,
-    hosts_of,
+    expand_nodelist,
     is_on_one_host,
-    ranks_of,
+    job_hosts,
+    rank_variables,
     ranks_per_node,
     world_from_environment,
 )
@@ -74,37 +74,37 @@ def environ(monkeypatch):
     ids=["srun", "PALS", "Cray", "Hydra", "Open MPI"],
 )
 def test_a_task_of_srun_or_mpiexec_is_a_rank(variables):
-    assert ranks_of(variables) == RANK_3_OF_4
+    assert rank_variables(variables) == RANK_3_OF_4
 
 
 def test_mpirun_in_a_slurm_job_counts_ranks_itself():
     # It starts one daemon a node through srun, whose variables its ranks inherit.
     daemon = {**TASK_3_OF_4, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
     rank = {"PMI_RANK": "6", "PMI_SIZE": "8", "MPI_LOCALRANKID": "2", **daemon}
-    assert ranks_of(rank) == {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2"}
+    assert rank_variables(rank) == {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2"}
 
 
 def test_a_batch_script_is_one_process_although_it_has_a_procid():
-    assert ranks_of(BATCH_SCRIPT) == {}
+    assert rank_variables(BATCH_SCRIPT) == {}
 
 
 def test_a_batch_script_submitted_from_within_a_step_is_one_process():
     inherited = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "node7"}
-    assert ranks_of({**BATCH_SCRIPT, **inherited}) == {}
+    assert rank_variables({**BATCH_SCRIPT, **inherited}) == {}
     inherited = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "node[1-2]"}
-    assert ranks_of({**BATCH_SCRIPT, **inherited}) == {}
+    assert rank_variables({**BATCH_SCRIPT, **inherited}) == {}
 
 
 def test_a_step_or_mpiexec_of_one_process_has_world_size_1():
-    assert ranks_of({**TASK_3_OF_4, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}) == {}
-    assert ranks_of({"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"}) == {}
+    assert rank_variables({**TASK_3_OF_4, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}) == {}
+    assert rank_variables({"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"}) == {}
 
 
 def test_ranks_of_torchrun_within_a_task_are_left_as_they_are(environ):
     before = {**TASK_3_OF_4, **UNDER_TORCHRUN}
     for name, value in before.items():
         environ.setenv(name, value)
-    assert ranks_of(before) == {}
+    assert rank_variables(before) == {}
     adopt_launcher()
     assert {name: os.environ[name] for name in before} == before
 
@@ -148,7 +148,7 @@ def test_under_mpiexec_rank_0_is_on_the_first_host_of_the_job(environ, tmp_path)
     environ.setenv("PALS_RANKID", "3")
     adopt_launcher()
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("x3001.hsn", "25576")
-    assert hosts_of(os.environ) == ["x3001.hsn", "x3002.hsn"]
+    assert job_hosts(os.environ) == ["x3001.hsn", "x3002.hsn"]
 
 
 def test_mpiexec_on_one_machine_needs_no_address(environ):
@@ -177,7 +177,7 @@ def test_mpiexec_on_unknown_hosts_asks_for_the_address(environ):
     ],
 )
 def test_slurm_host_lists_are_expanded(short, names):
-    assert expand(short) == names
+    assert expand_nodelist(short) == names
 
 
 @pytest.mark.parametrize(

@@ -203,9 +203,9 @@ def run_context(run: TrainingRun, strategy: AcceleratedStrategy) -> Iterator[Hea
         rank=strategy.rank,
         world_size=strategy.world_size,
         timeout=run.config.timeout,
-        share=lambda address: on_rank0(lambda: address),
+        broadcast=lambda address: on_rank0(lambda: address),
         on_loss=report,
-        stacks=folder.stacks,
+        stacks_folder=folder.stacks,
     )
     try:
         # Inside, because the sentence goes into `status.json`.
