@@ -15,10 +15,10 @@ class StateMemory:
     """Bytes that an optimizer takes in addition to its state of each weight.
 
     Attributes:
-        replicated: What a rank keeps if it holds the whole model.
-        divided: What all ranks keep together if they divide the model.
-        recording: What a rank takes during the forward and backward passes.
-        stepping: What a rank takes during the update.
+        replicated: Permanent memory of a rank that holds the whole model.
+        divided: Permanent memory of all ranks together that divide the model.
+        recording: Memory of a rank during the forward and backward passes.
+        stepping: Memory of a rank during the update.
     """
 
     replicated: int = 0
@@ -29,10 +29,10 @@ class StateMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixTraffic:
-    """What ranks that divide weights send if one rank updates each matrix.
+    """The messages between ranks that divide the weights if one rank updates each matrix.
 
     Attributes:
-        bytes_per_element: Of the gradient that the rank receives and the update that it sends.
+        bytes_per_element: Bytes of the received gradient and the sent update, per element.
         with_ends: Whether embeddings and the output head are such matrices too.
         with_experts: Whether stacks of experts are sent too.
         bucket: Number of elements in a message.

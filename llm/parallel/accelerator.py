@@ -20,7 +20,7 @@ from llm.runtime.float32 import has_half_products
 from llm.runtime.world import world_from_environment
 
 CPU_BUCKET_MB = 25
-"""Gradients of an all-reduce, in MiB; torch's default."""
+"""Size of the gradients in one all-reduce, in MiB; torch's default."""
 GPU_BUCKET_MB = 100
 """The same on accelerators. Their links need large messages to reach full bandwidth."""
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -34,8 +34,8 @@ def check_device(device: torch.device) -> None:
     Raises:
         ParallelError: Says what to install, and how to ask for the CPU.
     """
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    if device.type != "cpu" or hidden or not NVIDIA_DRIVER.exists():
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if device.type != "cpu" or is_hidden or not NVIDIA_DRIVER.exists():
         return
     reason = f"reaches none of its GPUs: check that the driver supports CUDA {torch.version.cuda}"
     if torch.version.cuda is None:
@@ -48,9 +48,9 @@ def check_device(device: torch.device) -> None:
 
 def default_precision(device: torch.device) -> dict[str, Any]:
     """Return a device's default precision options, by name."""
-    on_cuda = device.type == "cuda"
-    half = on_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-    return {"mixed_precision": "bf16" if half else "no", "tf32": on_cuda}
+    is_cuda = device.type == "cuda"
+    has_bf16 = is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    return {"mixed_precision": "bf16" if has_bf16 else "no", "tf32": is_cuda}
 
 
 def set_float32_precision(options: PrecisionOptions, device: torch.device) -> None:
@@ -71,8 +71,8 @@ def check_precision(options: PrecisionOptions, device: torch.device) -> None:
     """
     precision = options.mixed_precision
     if precision == "fp8":
-        capable = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-        if not capable:
+        is_cuda = device.type == "cuda"
+        if not (is_cuda and torch.cuda.get_device_capability(device) >= (8, 9)):
             raise ParallelError(
                 f"--mixed_precision fp8 needs an NVIDIA GPU of compute capability 8.9 or more, and "
                 f"this process runs on {device.type}; use bf16 or no."
@@ -83,10 +83,10 @@ def check_precision(options: PrecisionOptions, device: torch.device) -> None:
             )
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     if precision in ("bf16", "fp16") and not has_half_products(device, dtype):
-        faster = "bf16" if precision == "fp16" and has_half_products(device) else "no"
+        alternative = "bf16" if precision == "fp16" and has_half_products(device) else "no"
         logger.warning(
-            f"--mixed_precision {precision} takes many times as long as {faster} on this CPU, "
-            f"which has no instructions for {precision} matrix products; use {faster}."
+            f"--mixed_precision {precision} takes many times as long as {alternative} on this CPU, "
+            f"which has no instructions for {precision} matrix products; use {alternative}."
         )
     # PyTorch counts GPUs that emulate it, such as V100 and T4; they are many times slower than with
     # fp16.
@@ -118,15 +118,16 @@ def form_default_group(device: torch.device, *, timeout: timedelta) -> None:
 
 def ddp_settings(device: torch.device, options: PrecisionOptions) -> DistributedDataParallelKwargs:
     """Return how DistributedDataParallel sends gradients between devices of this kind."""
-    kwargs = _InBf16 if options.all_reduce_dtype == "bf16" else DistributedDataParallelKwargs
-    return kwargs(
+    has_bf16_messages = options.all_reduce_dtype == "bf16"
+    kwargs_class = _Bf16AllReduceKwargs if has_bf16_messages else DistributedDataParallelKwargs
+    return kwargs_class(
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
         bucket_cap_mb=CPU_BUCKET_MB if device.type == "cpu" else GPU_BUCKET_MB,
     )
 
 
-class _InBf16(DistributedDataParallelKwargs):  # type: ignore[misc]
+class _Bf16AllReduceKwargs(DistributedDataParallelKwargs):  # type: ignore[misc]
     """Lets DistributedDataParallel all-reduce in bf16.
 
     PyTorch's hook for this refuses CPUs, and divides by the number of ranks after rounding.
@@ -143,13 +144,13 @@ def _all_reduce_in_bf16(
 ) -> torch.futures.Future[Tensor]:
     """Return the mean over ranks of a bucket of gradients."""
     gradients: Tensor = bucket.buffer()
-    rounded = gradients.div_(group.size()).to(torch.bfloat16)
-    work = dist.all_reduce(rounded, group=group, async_op=True)
+    bf16_gradients = gradients.div_(group.size()).to(torch.bfloat16)
+    work = dist.all_reduce(bf16_gradients, group=group, async_op=True)
 
-    def widen(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    def copy_back(future: torch.futures.Future[list[Tensor]]) -> Tensor:
         return gradients.copy_(future.value()[0])
 
-    future: torch.futures.Future[Tensor] = work.get_future().then(widen)
+    future: torch.futures.Future[Tensor] = work.get_future().then(copy_back)
     return future
 
 
@@ -161,9 +162,9 @@ def order_buckets(loss: nn.Module, device: torch.device) -> None:
     bucket, so the first step of a resumed run would differ in the last bits from the original run.
 
     Args:
-        loss: As for training; nothing happens unless it is a DistributedDataParallel of more than
+        loss: The prepared loss; nothing happens unless it is a DistributedDataParallel of more than
             two ranks.
-        device: Its device.
+        device: Device of the model.
     """
     if not isinstance(loss, DistributedDataParallel) or loss.process_group.size() <= 2:
         return
@@ -181,26 +182,28 @@ def make_accelerator(
 
     Args:
         options: The precision; the accelerator stores it.
-        device: Of this process.
+        device: Device of this process.
         timeout: Seconds that a step may take; 0: no limit. Collectives time out later, so that the
             watchdog names a hung rank first.
     """
-    patience = timedelta(seconds=3 * timeout, minutes=30) if timeout else timedelta(days=365)
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # of groups made later
-        setattr(distributed_c10d, name, patience)
-    form_default_group(device, timeout=patience)
+    collective_timeout = (
+        timedelta(seconds=3 * timeout, minutes=30) if timeout else timedelta(days=365)
+    )
+    for constant in ("default_pg_timeout", "default_pg_nccl_timeout"):  # of groups made later
+        setattr(distributed_c10d, constant, collective_timeout)
+    form_default_group(device, timeout=collective_timeout)
     set_float32_precision(options, device)
-    on_cpu = device.type == "cpu"
+    is_cpu = device.type == "cpu"
     # By default DistributedDataParallel gets the local rank as its device. This is wrong if the
     # launcher shows each task just one GPU. Batches are already on the device.
     os.environ.setdefault("ACCELERATE_BYPASS_DEVICE_MAP", "true")
-    fp16_on_cpu = on_cpu and options.mixed_precision == "fp16"
+    is_fp16_on_cpu = is_cpu and options.mixed_precision == "fp16"
     accelerator = Accelerator(
-        cpu=on_cpu,  # without it, Accelerate does not join the processes of a CPU
-        mixed_precision="no" if fp16_on_cpu else options.mixed_precision or "no",
+        cpu=is_cpu,  # without it, Accelerate does not join the processes of a CPU
+        mixed_precision="no" if is_fp16_on_cpu else options.mixed_precision or "no",
     )
     accelerator.ddp_handler = ddp_settings(device, options)
-    if fp16_on_cpu:
+    if is_fp16_on_cpu:
         # Accelerate would silently train in float32: `AcceleratedStrategy` does this autocast.
         accelerator.scaler = torch.amp.GradScaler("cpu")
     return accelerator

@@ -37,7 +37,7 @@ class AcceleratedStrategy:
         device: Device of this process.
         rank: Rank of this process.
         world_size: Number of ranks.
-        data_rank: Number of this rank's slice of a global batch.
+        data_rank: Index of this rank's slice of a global batch.
         data_ranks: Number of equal slices of a global batch.
         rng_rank: Seed offset for dropout; ranks that process the same tokens share it.
         mesh: The ranks that divide the model; None if every rank has all of it.
@@ -64,7 +64,7 @@ class AcceleratedStrategy:
         self.data_rank, self.data_ranks = self.rank, self.world_size
         self.rng_rank = self.rank
         self.scaler: torch.amp.GradScaler | None = accelerator.scaler
-        self._fp16_on_cpu = self.scaler is not None and self.device.type == "cpu"
+        self._is_fp16_on_cpu = self.scaler is not None and self.device.type == "cpu"
         self._pending_flags: tuple[Any, Tensor] | None = None
         self._learning_rate = 0.0
         self.token_weight = 1.0
@@ -132,8 +132,8 @@ class AcceleratedStrategy:
             parameter.grad = None
         # The all-reduce takes the mean over ranks, but the step's loss is a sum over them.
         self.token_weight = self._gradient_ranks / num_tokens
-        local = [self._local_batch(micro_batch) for micro_batch in micro_batches]
-        sums = self._accumulate_gradients(local)
+        local_batches = [self._local_batch(micro_batch) for micro_batch in micro_batches]
+        sums = self._accumulate_gradients(local_batches)
         self._reduce_gradients()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
@@ -150,15 +150,15 @@ class AcceleratedStrategy:
 
     def _accumulate_gradients(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Run forward and backward of all micro-batches; return the sums for the log."""
-        total = torch.zeros((), device=self.device)
+        step_sums = torch.zeros((), device=self.device)
         with self._record_step(), self._weight_casts(len(micro_batches)):
-            for number, micro_batch in enumerate(micro_batches, start=1):
-                with self._gradient_sync(number == len(micro_batches)):
+            for index, micro_batch in enumerate(micro_batches):
+                with self._gradient_sync(is_last=index == len(micro_batches) - 1):
                     with self.autocast():
                         objective, sums = self.wrapped(*micro_batch)
                     self._scale_objective(objective * self.token_weight).backward()
-                total = total + sums
-        return total
+                step_sums = step_sums + sums
+        return step_sums
 
     def _record_step(self) -> contextlib.AbstractContextManager[None]:
         """Return the optimizer's context around the passes of a step."""
@@ -166,10 +166,10 @@ class AcceleratedStrategy:
             token_weight=self.token_weight, loss_scale=self.loss_scale
         )
 
-    def _weight_casts(self, micro_batches: int) -> contextlib.AbstractContextManager[None]:
+    def _weight_casts(self, num_micro_batches: int) -> contextlib.AbstractContextManager[None]:
         """Cast the weights once per step; with one micro-batch, copies would only live longer."""
-        halves = self._fp16_on_cpu or self.accelerator.mixed_precision != "no"
-        casts_pay_off = halves and micro_batches > 1
+        is_half_precision = self._is_fp16_on_cpu or self.accelerator.mixed_precision != "no"
+        casts_pay_off = is_half_precision and num_micro_batches > 1
         return cast_weights_once(self.device) if casts_pay_off else contextlib.nullcontext()
 
     def _gradient_sync(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
@@ -178,11 +178,12 @@ class AcceleratedStrategy:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of the run's precision, to run the model in."""
-        if self._fp16_on_cpu:  # which Accelerate does not know
+        if self._is_fp16_on_cpu:  # which Accelerate does not know
             return torch.autocast("cpu", torch.float16)
         return self.accelerator.autocast()  # type: ignore[no-any-return]
 
     def _scale_objective(self, objective: Tensor) -> Tensor:
+        """Multiply an objective by the loss scale of fp16."""
         return objective if self.scaler is None else self.scaler.scale(objective)
 
     def _reduce_gradients(self) -> None:
@@ -270,12 +271,12 @@ class AcceleratedStrategy:
             return list(flags)
         answer = [False] * len(flags)
         if self._pending_flags is not None:
-            work, values = self._pending_flags
+            work, flag_counts = self._pending_flags
             work.wait()
-            answer = [value > 0 for value in values.tolist()]
-        values = torch.tensor([float(flag) for flag in flags])
-        work = dist.all_reduce(values, async_op=True)
-        self._pending_flags = work, values
+            answer = [count > 0 for count in flag_counts.tolist()]
+        flag_counts = torch.tensor([float(flag) for flag in flags])
+        work = dist.all_reduce(flag_counts, async_op=True)
+        self._pending_flags = work, flag_counts
         return answer
 
     def barrier(self) -> None:
@@ -313,11 +314,11 @@ class AcceleratedStrategy:
         Raises:
             CheckpointError: The state belongs to another model.
         """
-        local = self.state_dict()
+        local_state = self.state_dict()
         for name in ("model", "optimizer"):
-            check_same_parameters(name, local[name], state[name])
+            check_same_parameters(name, local_state[name], state[name])
         with torch.no_grad():
-            for name, tensor in local["model"].items():
+            for name, tensor in local_state["model"].items():
                 tensor.copy_(state["model"][name])
             for name, parameter in self.model.named_parameters():
                 for key, tensor in self.optimizer.state.get(parameter, {}).items():
@@ -351,14 +352,15 @@ class AcceleratedStrategy:
         # Copies on a CPU too: with averaged weights the live ones change back. A tied weight stays
         # one tensor.
         state_dict: dict[str, Tensor] = {}
-        copies: dict[tuple[int, torch.Size], Tensor] = {}
+        copy_by_storage: dict[tuple[int, torch.Size], Tensor] = {}
         for name, tensor in self.model.state_dict().items():
-            key = tensor.data_ptr(), tensor.shape
-            if key not in copies:
-                copies[key] = tensor.to("cpu", copy=True)
-            state_dict[name] = copies[key]
+            storage_key = tensor.data_ptr(), tensor.shape
+            if storage_key not in copy_by_storage:
+                copy_by_storage[storage_key] = tensor.to("cpu", copy=True)
+            state_dict[name] = copy_by_storage[storage_key]
         return state_dict
 
 
 def _optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups, in their order."""
     return [p for group in optimizer.param_groups for p in group["params"]]

@@ -14,21 +14,24 @@ class Bucket:
 
     Groups of tensors come from `bucket_groups`.
 
-    Attributes:
-        flat: The buffer, one-dimensional; its end may be padding.
-
     Args:
         tensors: One at least.
         multiple_of: A divisor of the buffer's number of elements.
+
+    Attributes:
+        flat: The buffer, one-dimensional; its end may be padding.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, multiple_of: int = 1) -> None:
         self._tensors = list(tensors)
         sizes = [tensor.numel() for tensor in tensors]
-        length = -(-sum(sizes) // multiple_of) * multiple_of
-        self.flat = torch.zeros(length, dtype=tensors[0].dtype, device=tensors[0].device)
-        slices = self.flat[: sum(sizes)].split(sizes)
-        self._views = [part.view(t.shape) for part, t in zip(slices, tensors, strict=True)]
+        num_elements = -(-sum(sizes) // multiple_of) * multiple_of
+        self.flat = torch.zeros(num_elements, dtype=tensors[0].dtype, device=tensors[0].device)
+        flat_slices = self.flat[: sum(sizes)].split(sizes)
+        self._views = [
+            flat_slice.view(tensor.shape)
+            for flat_slice, tensor in zip(flat_slices, tensors, strict=True)
+        ]
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -48,13 +51,13 @@ def bucket_groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         tensors: In the same order on all ranks, so that the buckets agree.
     """
     groups: list[list[Tensor]] = []
-    open_groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    open_group_by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        kind = tensor.dtype, tensor.device
-        group = open_groups.get(kind)
-        num_bytes = 0 if group is None else sum(member.nbytes for member in group)
+        dtype_and_device = tensor.dtype, tensor.device
+        group = open_group_by_kind.get(dtype_and_device)
+        num_bytes = 0 if group is None else sum(group_tensor.nbytes for group_tensor in group)
         if group is None or num_bytes + tensor.nbytes > BUCKET_BYTES:
-            group = open_groups[kind] = []
+            group = open_group_by_kind[dtype_and_device] = []
             groups.append(group)
         group.append(tensor)
     return groups

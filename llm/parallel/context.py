@@ -7,7 +7,7 @@ all-gathered, as Llama 3 was trained (Grattafiori et al. 2024, arXiv:2407.21783,
 
 The models of transformers call an attention function and a mask function by the name of a kernel.
 `divide_attention` registers a kernel that all-gathers keys and values. This is exact if the tokens
-of a model interact in that function only, which `check_divisible` tests on the model itself.
+of a model interact in that function only, which `check_context_parallel` tests on the model itself.
 """
 
 from collections.abc import Callable
@@ -40,17 +40,17 @@ from llm.runtime.float32 import full_float32
 KERNEL = "context_parallel"
 """The registered name of the functions."""
 
-_MASKED_DEVICES = ("cpu",)
+_EXPLICIT_MASK_DEVICES = ("cpu",)
 """Devices without a kernel for queries at the end of the keys. There all layers share one explicit
 mask; otherwise each layer would keep a separate one."""
 
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+_UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 """Arguments of some models' attention that PyTorch's kernels do not have."""
 
-_CHECKED_TOKENS = 2
-"""Tokens of each chunk that `check_divisible` uses."""
+_CHECKED_TOKENS_PER_CHUNK = 2
+"""Tokens of each chunk that `check_context_parallel` uses."""
 
-_TOLERANCE = 1e-4
+_MAX_RELATIVE_ERROR = 1e-4
 """Rounding error allowed, as a fraction of the error of attention within each shard only."""
 
 
@@ -63,16 +63,16 @@ class SequenceShard:
 
     Attributes:
         num_chunks: Number of chunks, of equal length, that a sequence is cut into.
-        chunks: The numbers of the two chunks that this rank holds.
+        chunks: The indices of the two chunks that this rank holds.
     """
 
     def __init__(self, dims: ParallelDims, rank: int) -> None:
-        at = dims.coordinates(rank)["context"]
+        shard_index = dims.coordinates(rank)["context"]
         self.num_chunks = 2 * dims.context
-        self.chunks = at, self.num_chunks - 1 - at
+        self.chunks = shard_index, self.num_chunks - 1 - shard_index
         self._group, _ = dist.new_subgroups_by_enumeration(dims.groups("context"))
 
-    def of(self, micro_batch: MicroBatch) -> MicroBatch:
+    def local_batch(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return this rank's shard of a micro-batch, with each token's position in its sample."""
         input_ids, labels, positions, documents, sources = micro_batch
         if positions is None:
@@ -87,8 +87,9 @@ class SequenceShard:
         )
 
     def _local_chunks(self, tensor: Tensor) -> Tensor:
+        """Return this rank's two chunks of a tensor [samples, tokens]."""
         chunks = tensor.chunk(self.num_chunks, dim=1)
-        return torch.cat([chunks[number] for number in self.chunks], dim=1)
+        return torch.cat([chunks[chunk_index] for chunk_index in self.chunks], dim=1)
 
     def gather(self, shard: Tensor, dim: int) -> Tensor:
         """All-gather the shards of a sequence; differentiable.
@@ -101,28 +102,31 @@ class SequenceShard:
             The tokens of all ranks along `dim`, in the order of the sequence. Its gradient is
             summed over the ranks (reduce-scatter).
         """
-        sequence: Tensor = _Gather.apply(shard, dim, self._group)  # type: ignore[no-untyped-call]
+        sequence: Tensor = _AllGatherSequence.apply(shard, dim, self._group)  # type: ignore[no-untyped-call]
         return sequence
 
 
-class _Gather(torch.autograd.Function):
+class _AllGatherSequence(torch.autograd.Function):
+    """All-gathers the chunks of a sequence; its gradient is reduce-scattered."""
+
     @staticmethod
     def forward(ctx: Any, shard: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        ranks = group.size()
+        num_ranks = group.size()
         tokens_first = shard.movedim(dim, 0).contiguous()
-        gathered = tokens_first.new_empty(ranks * len(tokens_first), *tokens_first.shape[1:])
+        gathered = tokens_first.new_empty(num_ranks * len(tokens_first), *tokens_first.shape[1:])
         torch_names.all_gather_single(gathered, tokens_first, group=group)
-        first_half, second_half = gathered.unflatten(0, (ranks, 2, -1)).unbind(1)
+        first_half, second_half = gathered.unflatten(0, (num_ranks, 2, -1)).unbind(1)
         return torch.cat([first_half, second_half.flip(0)]).flatten(0, 1).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        ranks = ctx.group.size()
-        chunks = grad_outputs[0].movedim(ctx.dim, 0).unflatten(0, (2 * ranks, -1))
-        by_rank = torch.stack([chunks[:ranks], chunks[ranks:].flip(0)], dim=1).flatten(0, 2)
-        shard = by_rank.new_empty(len(by_rank) // ranks, *by_rank.shape[1:])
-        torch_names.reduce_scatter_single(shard, by_rank, group=ctx.group)
+        num_ranks = ctx.group.size()
+        chunks = grad_outputs[0].movedim(ctx.dim, 0).unflatten(0, (2 * num_ranks, -1))
+        first_half, second_half = chunks[:num_ranks], chunks[num_ranks:].flip(0)
+        shards = torch.stack([first_half, second_half], dim=1).flatten(0, 2)
+        shard = shards.new_empty(len(shards) // num_ranks, *shards.shape[1:])
+        torch_names.reduce_scatter_single(shard, shards, group=ctx.group)
         return shard.movedim(0, ctx.dim), None, None
 
 
@@ -145,16 +149,16 @@ class _ShardedAttention:
         """Return the additive mask of this rank's queries, or None if causal chunks suffice."""
         shard = self._shard
         documents = documents_of_forward()
-        plain = mask_function is causal_mask_function and allow_is_causal_skip
-        if plain and documents is None and device.type not in _MASKED_DEVICES:
+        is_plain_causal = mask_function is causal_mask_function and allow_is_causal_skip
+        if is_plain_causal and documents is None and device.type not in _EXPLICIT_MASK_DEVICES:
             return None
-        keys = torch.arange(q_length // 2 * shard.num_chunks, device=device)
-        chunks = keys.chunk(shard.num_chunks)
-        queries = torch.cat([chunks[number] for number in shard.chunks])
-        visible = _evaluate_mask(mask_function, queries.unsqueeze(0), keys)
+        key_positions = torch.arange(q_length // 2 * shard.num_chunks, device=device)
+        chunks = key_positions.chunk(shard.num_chunks)
+        query_positions = torch.cat([chunks[chunk_index] for chunk_index in shard.chunks])
+        visible = _evaluate_mask(mask_function, query_positions.unsqueeze(0), key_positions)
         if documents is not None:
-            of_keys = shard.gather(documents, 1)[:, None, None]
-            visible = visible & (documents[:, None, :, None] == of_keys)
+            key_documents = shard.gather(documents, 1)[:, None, None]
+            visible = visible & (documents[:, None, :, None] == key_documents)
         return additive_mask(visible, dtype)
 
     def attend(
@@ -178,28 +182,30 @@ class _ShardedAttention:
         # Without a mask, half-precision kernels share key-value heads.
         enable_gqa = attention_mask is None and dtype != torch.float32
         if not enable_gqa:
-            key, value = _for_all_heads(query, key), _for_all_heads(query, value)
-        length = query.shape[2] // 2
-        attended = []
-        for number, chunk in enumerate(shard.chunks):
-            rows = slice(number * length, (number + 1) * length)
-            end = (chunk + 1) * length  # no token of the chunk attends beyond it
+            key, value = _repeat_shared_heads(query, key), _repeat_shared_heads(query, value)
+        chunk_length = query.shape[2] // 2
+        chunk_outputs = []
+        for local_index, chunk_index in enumerate(shard.chunks):
+            query_rows = slice(local_index * chunk_length, (local_index + 1) * chunk_length)
+            key_end = (chunk_index + 1) * chunk_length  # no token of the chunk attends beyond it
             if attention_mask is None:
-                bias: Tensor = causal_lower_right(length, end)
+                bias: Tensor = causal_lower_right(chunk_length, key_end)
             else:
-                bias = attention_mask[..., rows, :end]
-            tensors = query[..., rows, :], key[..., :end, :], value[..., :end, :]
-            attended.append(_scaled_dot_product(*tensors, bias, enable_gqa=enable_gqa, **kwargs))
-        return torch.cat(attended, dim=1), None
+                bias = attention_mask[..., query_rows, :key_end]
+            tensors = query[..., query_rows, :], key[..., :key_end, :], value[..., :key_end, :]
+            chunk_outputs.append(
+                _scaled_dot_product(*tensors, bias, enable_gqa=enable_gqa, **kwargs)
+            )
+        return torch.cat(chunk_outputs, dim=1), None
 
 
 def divide_attention(model: PreTrainedModel, shard: SequenceShard) -> None:
     """Let a model's attention reach the keys and values that other ranks hold.
 
-    From then on the model is given this rank's shard of each sequence, with its positions.
+    Afterwards the model takes this rank's shard of each sequence, with its positions.
 
     Args:
-        model: A causal language model that `check_divisible` accepts. All ranks that share a
+        model: A causal language model that `check_context_parallel` accepts. All ranks that share a
             sequence must call its forward together.
         shard: This rank's chunks.
     """
@@ -212,7 +218,7 @@ def divide_attention(model: PreTrainedModel, shard: SequenceShard) -> None:
 
 @torch.no_grad()
 @full_float32()
-def check_divisible(model: PreTrainedModel, *, ranks: int, block_size: int) -> None:
+def check_context_parallel(model: PreTrainedModel, *, num_ranks: int, block_size: int) -> None:
     """Refuse a model that mixes tokens outside attention or depends on a shard's length.
 
     The test runs the model, in evaluation mode, on the last tokens of each chunk. It compares the
@@ -220,45 +226,46 @@ def check_divisible(model: PreTrainedModel, *, ranks: int, block_size: int) -> N
 
     Args:
         model: A causal language model with weights; its mode is restored.
-        ranks: Number of ranks over which a sequence will be sharded.
+        num_ranks: Number of ranks over which a sequence will be sharded.
         block_size: Tokens of a sample, a multiple of twice the ranks.
 
     Raises:
         ConfigError: Its logits would differ from the whole sequence's.
     """
-    ends = torch.arange(block_size, device=model.device)
-    ends = ends.view(2 * ranks, -1)[:, -_CHECKED_TOKENS:]
-    positions, tokens = ends.flatten(), torch.arange(ends.numel(), device=model.device)
-    first_half, second_half = tokens.view(2, ranks, -1).unbind()
+    chunks = torch.arange(block_size, device=model.device).view(2 * num_ranks, -1)
+    sampled_positions = chunks[:, -_CHECKED_TOKENS_PER_CHUNK:]
+    positions = sampled_positions.flatten()
+    sequence = torch.arange(len(positions), device=model.device)
+    first_half, second_half = sequence.view(2, num_ranks, -1).unbind()
     shards = torch.cat([first_half, second_half.flip(0)], dim=1)
-    input_ids = random_tokens(model, len(tokens))
+    input_ids = random_tokens(model, len(sequence))
 
-    def logits(of: Tensor) -> Tensor:
-        outputs: Tensor = run_model(model, input_ids[of], positions[of], None).logits
-        return outputs.float()
+    def logits_of(tokens: Tensor) -> Tensor:
+        logits: Tensor = run_model(model, input_ids[tokens], positions[tokens], None).logits
+        return logits.float()
 
     kernel = model.config._attn_implementation
     try:
         with evaluating(model):
             # Before the whole sequence: some rotary embeddings remember the longest they have seen.
-            last_shard_logits = logits(shards[-1:])
-            full_logits = logits(tokens.unsqueeze(0))[0, shards]
-            shard_logits = logits(shards)
+            last_shard_logits = logits_of(shards[-1:])
+            full_logits = logits_of(sequence.unsqueeze(0))[0, shards]
+            shard_logits = logits_of(shards)
             _simulate_ranks(model, shards)
-            parallel_logits = logits(shards)
-        error = max(
+            parallel_logits = logits_of(shards)
+        max_error = max(
             distance(parallel_logits, full_logits), distance(last_shard_logits, shard_logits[-1:])
         )
-        divisible = not model._is_stateful and error <= _TOLERANCE * distance(
+        is_divisible = not model._is_stateful and max_error <= _MAX_RELATIVE_ERROR * distance(
             shard_logits, full_logits
         )
     except (TypeError, ValueError, IndexError, RuntimeError):
-        divisible = False  # it takes no positions, or its attention has another interface
+        is_divisible = False  # it takes no positions, or its attention has another interface
     finally:
         model.set_attn_implementation(kernel)
-    if not divisible:
+    if not is_divisible:
         raise ConfigError(
-            f"--context_parallel_size {ranks} cannot divide samples of {block_size} tokens of "
+            f"--context_parallel_size {num_ranks} cannot divide samples of {block_size} tokens of "
             f"{model.config.model_type}: its tokens meet elsewhere than in ordinary attention, or "
             "take no positions from outside; leave it out, or choose another architecture."
         )
@@ -266,16 +273,16 @@ def check_divisible(model: PreTrainedModel, *, ranks: int, block_size: int) -> N
 
 def _simulate_ranks(model: PreTrainedModel, shards: Tensor) -> None:
     """Let each row of a batch attend to all rows, as if they were the shards of one sequence."""
-    order = shards.flatten().argsort()
+    sequence_order = shards.flatten().argsort()
 
     def gather_rows(rows: Tensor) -> Tensor:
-        sequence = rows.transpose(0, 1).flatten(1, 2)[:, order]
+        sequence = rows.transpose(0, 1).flatten(1, 2)[:, sequence_order]
         return sequence.expand(len(shards), *sequence.shape)
 
     def mask(*, mask_function: Callable[..., Tensor], **unused: Any) -> Tensor:
-        keys = torch.arange(shards.numel(), device=shards.device)
-        earlier = keys <= shards[:, None, :, None]  # regardless of the model's mask
-        return _evaluate_mask(mask_function, shards, keys) & earlier
+        key_positions = torch.arange(shards.numel(), device=shards.device)
+        causal = key_positions <= shards[:, None, :, None]  # regardless of the model's mask
+        return _evaluate_mask(mask_function, shards, key_positions) & causal
 
     def attend(
         module: torch.nn.Module,
@@ -285,7 +292,7 @@ def _simulate_ranks(model: PreTrainedModel, shards: Tensor) -> None:
         attention_mask: Tensor,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        key, value = (_for_all_heads(query, gather_rows(tensor)) for tensor in (key, value))
+        key, value = (_repeat_shared_heads(query, gather_rows(tensor)) for tensor in (key, value))
         return _scaled_dot_product(query, key, value, attention_mask, **kwargs), None
 
     _use_kernel(model, attend, mask)
@@ -294,6 +301,7 @@ def _simulate_ranks(model: PreTrainedModel, shards: Tensor) -> None:
 def _use_kernel(
     model: PreTrainedModel, attend: Callable[..., Any], mask: Callable[..., Tensor | None]
 ) -> None:
+    """Register an attention function and a mask function, and let a model call them."""
     AttentionInterface.register(KERNEL, attend)
     AttentionMaskInterface.register(KERNEL, mask)
     model.set_attn_implementation(KERNEL)
@@ -301,9 +309,11 @@ def _use_kernel(
 
 def _evaluate_mask(mask_function: Callable[..., Tensor], queries: Tensor, keys: Tensor) -> Tensor:
     """Return a mask [rows, 1, queries, keys], from positions [rows, queries] and [keys]."""
-    row = torch.arange(len(queries), device=queries.device)[:, None, None, None]
-    head = row.new_zeros(1, 1, 1, 1)
-    mask: Tensor = mask_function(row, head, queries[:, None, :, None], keys[None, None, None, :])
+    row_indices = torch.arange(len(queries), device=queries.device)[:, None, None, None]
+    head_index = row_indices.new_zeros(1, 1, 1, 1)
+    mask: Tensor = mask_function(
+        row_indices, head_index, queries[:, None, :, None], keys[None, None, None, :]
+    )
     return mask
 
 
@@ -318,16 +328,16 @@ def _scaled_dot_product(
     **kwargs: Any,
 ) -> Tensor:
     """Compute attention, [batch, heads, tokens, width] to [batch, tokens, heads, width]."""
-    for name in _UNSUPPORTED:
+    for name in _UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise ValueError(f"Attention with {name} is not computed over parts of a sequence.")
-    attended = F.scaled_dot_product_attention(
+    outputs = F.scaled_dot_product_attention(
         query, key, value, bias, dropout, scale=scaling, enable_gqa=enable_gqa
     )
-    return attended.transpose(1, 2).contiguous()
+    return outputs.transpose(1, 2).contiguous()
 
 
-def _for_all_heads(query: Tensor, tensor: Tensor) -> Tensor:
+def _repeat_shared_heads(query: Tensor, tensor: Tensor) -> Tensor:
     """Repeat key or value heads that several query heads share."""
     repeated: Tensor = repeat_kv(tensor, query.shape[1] // tensor.shape[1])
     return repeated

@@ -10,7 +10,7 @@ from llm.parallel.options import ParallelOptions
 
 Axis = Literal["pipeline", "replicate", "shard", "context", "tensor"]
 AXES: tuple[Axis, ...] = get_args(Axis)
-"""From the outermost to the innermost: ranks next to each other, on one node, send the most."""
+"""From the outermost to the innermost axis, which has neighboring ranks and the most traffic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +56,15 @@ class ParallelDims:
 
     def coordinates(self, rank: int) -> dict[Axis, int]:
         """Return a rank's position on each axis."""
-        position: dict[Axis, int] = {}
+        coordinate_by_axis: dict[Axis, int] = {}
         for axis in reversed(AXES):
-            rank, position[axis] = divmod(rank, getattr(self, axis))
-        return position
+            rank, coordinate_by_axis[axis] = divmod(rank, getattr(self, axis))
+        return coordinate_by_axis
 
     def data_rank(self, rank: int) -> int:
-        """Return the number of the slice of a global batch that a rank computes."""
-        position = self.coordinates(rank)
-        return position["replicate"] * self.shard + position["shard"]
+        """Return the index of the slice of a global batch that a rank computes."""
+        coordinates = self.coordinates(rank)
+        return coordinates["replicate"] * self.shard + coordinates["shard"]
 
     def rng_rank(self, rank: int) -> int:
         """Return a number that ranks share if and only if they process the same tokens."""
@@ -72,11 +72,15 @@ class ParallelDims:
 
     def groups(self, *axes: Axis) -> list[list[int]]:
         """Return the groups of ranks that differ only on these axes; each rank is in one group."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank, position in enumerate(itertools.product(*map(range, self.sizes))):
-            key = tuple(at for axis, at in zip(AXES, position, strict=True) if axis not in axes)
-            groups.setdefault(key, []).append(rank)
-        return list(groups.values())
+        ranks_by_coordinates: dict[tuple[int, ...], list[int]] = {}
+        for rank, coordinates in enumerate(itertools.product(*map(range, self.sizes))):
+            fixed_coordinates = tuple(
+                coordinate
+                for axis, coordinate in zip(AXES, coordinates, strict=True)
+                if axis not in axes
+            )
+            ranks_by_coordinates.setdefault(fixed_coordinates, []).append(rank)
+        return list(ranks_by_coordinates.values())
 
     def describe(self) -> str:
         """Return the axes of more than one rank, for the log."""
@@ -91,22 +95,25 @@ def parallel_dims(options: ParallelOptions, world_size: int) -> ParallelDims:
     Raises:
         ConfigError: The sizes do not divide the number of ranks.
     """
-    sizes = {
+    size_by_option = {
         "pipeline_parallel_size": options.pipeline_parallel_size,
         "data_parallel_shard_size": options.data_parallel_shard_size,
         "context_parallel_size": options.context_parallel_size,
         "tensor_parallel_size": options.tensor_parallel_size,
     }
-    product = math.prod(sizes.values())
-    if world_size % product:
-        factors = " x ".join(f"--{name} {size}" for name, size in sizes.items() if size > 1)
+    ranks_per_replica = math.prod(size_by_option.values())
+    if world_size % ranks_per_replica:
+        product = " x ".join(
+            f"--{name} {size}" for name, size in size_by_option.items() if size > 1
+        )
         raise ConfigError(
-            f"{factors} is {product} ranks, which do not divide the {world_size} that there are; "
-            f"use a number of ranks that is a multiple of {product}, or make a size smaller."
+            f"{product} is {ranks_per_replica} ranks, which do not divide the {world_size} that "
+            "there are; use a number of ranks that is a multiple of "
+            f"{ranks_per_replica}, or make a size smaller."
         )
     return ParallelDims(
         pipeline=options.pipeline_parallel_size,
-        replicate=world_size // product,
+        replicate=world_size // ranks_per_replica,
         shard=options.data_parallel_shard_size,
         context=options.context_parallel_size,
         tensor=options.tensor_parallel_size,

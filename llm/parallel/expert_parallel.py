@@ -21,33 +21,33 @@ from llm.errors import ConfigError
 from llm.models.mixtures import find_experts
 
 
-def check_expert_parallel(model: PreTrainedModel, ranks: int) -> None:
+def check_expert_parallel(model: PreTrainedModel, num_ranks: int) -> None:
     """Refuse a model with experts that cannot be divided over ranks.
 
     Args:
         model: The whole model; its weights may be on the meta device.
-        ranks: Number of ranks that divide the experts of a layer.
+        num_ranks: Number of ranks that divide the experts of a layer.
 
     Raises:
         ConfigError: The model has no experts, they lack transformers' common interface, or the
             number of ranks does not divide the experts of a layer.
     """
-    counts = sorted({experts.num_experts for experts in find_experts(model).values()})
-    kind, option = model.config.model_type, f"--expert_parallel_size {ranks}"
-    if not counts:
+    expert_counts = sorted({experts.num_experts for experts in find_experts(model).values()})
+    model_type, option = model.config.model_type, f"--expert_parallel_size {num_ranks}"
+    if not expert_counts:
         settings = model.config.get_text_config().to_dict()
-        if any("experts" in name and number for name, number in settings.items()):
+        if any("experts" in name and value for name, value in settings.items()):
             raise ConfigError(
-                f"{option} cannot divide the experts of {kind}, which lack transformers' common "
-                "interface of experts; leave it out."
+                f"{option} cannot divide the experts of {model_type}, which lack transformers' "
+                "common interface of experts; leave it out."
             )
-        raise ConfigError(f"{option} divides experts, and {kind} has none; leave it out.")
-    for count in counts:
-        if count % ranks:
-            divisors = [str(n) for n in range(2, count + 1) if count % n == 0]
+        raise ConfigError(f"{option} divides experts, and {model_type} has none; leave it out.")
+    for num_experts in expert_counts:
+        if num_experts % num_ranks:
+            divisors = [str(n) for n in range(2, num_experts + 1) if num_experts % n == 0]
             raise ConfigError(
-                f"{option} does not divide the {count} experts of a layer of {kind}; choose one "
-                f"of {', '.join(divisors)} for it and for --data_parallel_shard_size."
+                f"{option} does not divide the {num_experts} experts of a layer of {model_type}; "
+                f"choose one of {', '.join(divisors)} for it and for --data_parallel_shard_size."
             )
 
 
@@ -64,7 +64,7 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
         tokens of all ranks of `shard`; `average_expert_gradients` completes them.
     """
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-    divided: list[nn.Parameter] = []
+    divided_parameters: list[nn.Parameter] = []
     for experts in find_experts(model).values():
         for name, parameter in list(experts.named_parameters(recurse=False)):
             # A copy: a view would keep all experts in memory.
@@ -72,9 +72,9 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
                 parameter.detach(), mesh, placements, src_data_rank=None
             ).clone()
             experts.register_parameter(name, nn.Parameter(shard, parameter.requires_grad))
-            divided.append(experts.get_parameter(name))
-        experts.forward = torch.compiler.disable(_Dispatch(experts, mesh["shard"]))
-    return divided
+            divided_parameters.append(experts.get_parameter(name))
+        experts.forward = torch.compiler.disable(_ExpertDispatch(experts, mesh["shard"]))
+    return divided_parameters
 
 
 def average_expert_gradients(parameters: list[nn.Parameter]) -> None:
@@ -91,7 +91,7 @@ def average_expert_gradients(parameters: list[nn.Parameter]) -> None:
                 dist.all_reduce(gradient, group=mesh.get_group(0))
 
 
-class _Dispatch:
+class _ExpertDispatch:
     """The forward pass of a layer's experts on all ranks that divide them.
 
     It replaces the method `forward` of the experts, so that hooks on them see the tokens of this
@@ -103,74 +103,82 @@ class _Dispatch:
     """
 
     def __init__(self, experts: Any, mesh: DeviceMesh) -> None:
-        self._experts, self._group, self._ranks = experts, mesh.get_group(), mesh.size()
+        self._experts, self._group, self._num_ranks = experts, mesh.get_group(), mesh.size()
         self._forward = experts.forward
         self._num_experts = int(experts.num_experts)
-        self._num_local = self._num_experts // self._ranks
+        self._num_local_experts = self._num_experts // self._num_ranks
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, [tokens, width].
 
         Args:
             hidden_states: [tokens, width].
-            top_k_index: [tokens, k]: experts of the layer; `num_experts` stands for none (Zaya).
+            top_k_index: [tokens, k], experts of the layer; `num_experts` stands for none (Zaya).
             top_k_weights: [tokens, k].
         """
-        chosen, k = top_k_index.reshape(-1), top_k_index.shape[-1]
-        order = chosen.argsort(stable=True)  # by expert, and so by rank
-        counts = chosen.new_zeros(self._num_experts + 1)
-        counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen))[: self._num_experts]
+        expert_ids, k = top_k_index.reshape(-1), top_k_index.shape[-1]
+        sent_order = expert_ids.argsort(stable=True)  # by expert, and so by rank
+        counts = expert_ids.new_zeros(self._num_experts + 1)
+        counts = counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids))
+        counts = counts[: self._num_experts]
         local_counts = torch.empty_like(counts)  # of this rank's experts, by sending rank
         dist.all_to_all_single(local_counts, counts, group=self._group)
-        sizes = torch.stack([counts, local_counts]).view(2, self._ranks, self._num_local).sum(2)
-        num_sent, num_received = sizes.tolist()
-        order = order[: sum(num_sent)]
+        counts_by_rank = torch.stack([counts, local_counts]).view(2, self._num_ranks, -1)
+        num_sent, num_received = counts_by_rank.sum(2).tolist()
+        sent_order = sent_order[: sum(num_sent)]
 
-        rows = _to_autocast_dtype(hidden_states[order // k])
-        rows = all_to_all_single_autograd(rows, num_received, num_sent, self._group)
-        experts = torch.arange(self._num_local, device=rows.device).repeat(self._ranks)
-        experts = experts.repeat_interleave(local_counts, output_size=sum(num_received))
-        outputs = self._run_local_experts(rows, experts).contiguous()
+        tokens = _to_autocast_dtype(hidden_states[sent_order // k])
+        tokens = all_to_all_single_autograd(tokens, num_received, num_sent, self._group)
+        local_ids = torch.arange(self._num_local_experts, device=tokens.device)
+        local_ids = local_ids.repeat(self._num_ranks)
+        local_ids = local_ids.repeat_interleave(local_counts, output_size=sum(num_received))
+        outputs = self._run_local_experts(tokens, local_ids).contiguous()
         outputs = all_to_all_single_autograd(outputs, num_sent, num_received, self._group)
 
-        outputs = outputs.new_zeros(len(chosen), outputs.shape[1]).index_copy(0, order, outputs)
+        outputs = outputs.new_zeros(len(expert_ids), outputs.shape[1]).index_copy(
+            0, sent_order, outputs
+        )
         weighted = outputs.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
         return weighted.sum(1).to(hidden_states.dtype)
 
-    def _run_local_experts(self, rows: Tensor, experts: Tensor) -> Tensor:
-        """Return the output of one of this rank's experts for each row, [rows, width].
+    def _run_local_experts(self, tokens: Tensor, local_ids: Tensor) -> Tensor:
+        """Return the output of one of this rank's experts for each token, [tokens, width].
 
         Args:
-            rows: [rows, width].
-            experts: Number of each row's expert among this rank's, [rows].
+            tokens: Hidden states, [tokens, width].
+            local_ids: Index of each token's expert among the experts of this rank, [tokens].
         """
-        # One more row, dropped below, so that a rank without tokens runs the same operations.
-        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-        experts = torch.cat([experts, experts.new_zeros(1)])
+        # One more token, dropped below, so that a rank without tokens runs the same operations.
+        tokens = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
+        local_ids = torch.cat([local_ids, local_ids.new_zeros(1)])
+        weights = tokens.new_ones(len(tokens), 1)
         with self._local_weights():
-            outputs: Tensor = self._forward(rows, experts.unsqueeze(1), rows.new_ones(len(rows), 1))
+            outputs: Tensor = self._forward(tokens, local_ids.unsqueeze(1), weights)
         return outputs[:-1]
 
     @contextlib.contextmanager
     def _local_weights(self) -> Iterator[None]:
         """Show this rank's experts to their class as all experts of the layer."""
-        module = self._experts
-        local = {
+        experts = self._experts
+        local_weights = {
             name: parameter.to_local()
-            for name, parameter in module.named_parameters(recurse=False)
+            for name, parameter in experts.named_parameters(recurse=False)
             if isinstance(parameter, DTensor)
         }
-        module.__dict__.update(local)  # an attribute is looked up here before the parameters
-        module.num_experts = self._num_local
+        # Python looks up an attribute here before torch looks up the parameters.
+        experts.__dict__.update(local_weights)
+        experts.num_experts = self._num_local_experts
         try:
             yield
         finally:
-            module.num_experts = self._num_experts
-            for name in local:
-                del module.__dict__[name]
+            experts.num_experts = self._num_experts
+            for name in local_weights:
+                del experts.__dict__[name]
 
 
-def _to_autocast_dtype(rows: Tensor) -> Tensor:
-    """Cast rows as autocast would for the products of experts, to send fewer bytes."""
-    kind = rows.device.type
-    return rows.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else rows
+def _to_autocast_dtype(tokens: Tensor) -> Tensor:
+    """Cast tokens as autocast would for the products of experts, to send fewer bytes."""
+    device_type = tokens.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tokens
+    return tokens.to(torch.get_autocast_dtype(device_type))

@@ -38,20 +38,23 @@ def convert_to_fp8(model: nn.Module, *, all_gather: bool = False) -> None:
     original_types = {type(module) for module in model.modules()}
     # Padded, because the float8 product needs multiples of 16, also for tokens.
     config = Float8LinearConfig(pad_inner_dim=True, enable_fsdp_float8_all_gather=all_gather)
-    in_routers = {module for router in float32_routers(model) for module in router.modules()}
-    names = [name for name, module in model.named_modules() if module in in_routers]
+    router_modules = {module for router in float32_routers(model) for module in router.modules()}
+    router_layer_names = [
+        name for name, module in model.named_modules() if module in router_modules
+    ]
     # The filter of Accelerate before 1.15 that it names as its default fails on every model.
-    layers = functools.partial(
-        filter_linear_layers, layers_to_filter=[*find_first_last_linear_layers(model), *names]
+    is_converted = functools.partial(
+        filter_linear_layers,
+        layers_to_filter=[*find_first_last_linear_layers(model), *router_layer_names],
     )
-    convert_model_to_fp8_ao(model, config=config, module_filter_func=layers)
-    converted = sum(type(module) not in original_types for module in model.modules())
-    if not converted:
+    convert_model_to_fp8_ao(model, config=config, module_filter_func=is_converted)
+    num_converted = sum(type(module) not in original_types for module in model.modules())
+    if not num_converted:
         raise ParallelError(
             "--mixed_precision fp8 changes linear layers with sizes that are multiples of 16, and "
             "this model has none (GPT-2's have another type); use bf16."
         )
-    logger.info(f"{converted} linear layers multiply in float8, the rest in bf16.")
+    logger.info(f"{num_converted} linear layers multiply in float8, the rest in bf16.")
 
 
 @contextlib.contextmanager
@@ -73,14 +76,14 @@ def scaled_for_gathers(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for shard in shards:
-            if without_scale(shard) is not shard:
+            if unwrap_float8_weight(shard) is not shard:
                 shard._precomputed_scale = None  # type: ignore[attr-defined]
 
 
-def without_scale(tensor: Tensor) -> Tensor:
+def unwrap_float8_weight(tensor: Tensor) -> Tensor:
     """Return the float32 tensor inside a weight that is gathered in float8, in the same memory.
 
     torchao wraps these weights to add a scale. Any other tensor is returned unchanged.
     """
-    plain: Tensor = getattr(tensor, "_tensor", tensor)
-    return plain
+    unwrapped: Tensor = getattr(tensor, "_tensor", tensor)
+    return unwrapped

@@ -36,11 +36,11 @@ from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context import SequenceShard, divide_attention
 from llm.parallel.dims import ParallelDims
 from llm.parallel.expert_parallel import average_expert_gradients, divide_experts
-from llm.parallel.float8 import scaled_for_gathers, without_scale
+from llm.parallel.float8 import scaled_for_gathers, unwrap_float8_weight
 from llm.parallel.options import ParallelOptions
 from llm.parallel.tensor import divide_layers, partial_gradients
 
-_IN_BF16 = MixedPrecisionPolicy(
+_BF16_POLICY = MixedPrecisionPolicy(
     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
 )
 
@@ -92,7 +92,7 @@ class ShardedStrategy(AcceleratedStrategy):
         self._head: FSDPModule | None = None
         coordinates = dims.coordinates(self.rank)
         # Ranks that differ only on these axes have the same sums, so one of them counts.
-        self._adds_to_sums = coordinates["tensor"] == 0 and coordinates["pipeline"] == 0
+        self._counts_in_sums = coordinates["tensor"] == 0 and coordinates["pipeline"] == 0
         if self.scaler is not None:
             # An overflow in one rank's shard must lower the scale on all ranks.
             self.scaler = ShardedGradScaler(self.device.type)
@@ -102,12 +102,12 @@ class ShardedStrategy(AcceleratedStrategy):
             divide_attention(self.model, self._sequence)
         self._divide_layers()
         if self._gradient_ranks > 1:
-            blocks, ends = [*find_blocks(self.model)], _untied_ends(self.loss)
+            blocks, ends = [*find_blocks(self.model)], _untied_embedding_and_head(self.loss)
             self._divide_experts(self.model, self._fsdp_mesh)
             self._shard_modules(self.loss, blocks, self._fsdp_mesh, ends=ends)
             register_fsdp_forward_method(self.loss, "predictions")
             if ends:
-                self._shard_ends(*ends)
+                self._shard_embedding_and_head(*ends)
             _prefetch_in_order(self.loss, *ends[:1], *blocks, *ends[1:])
         # The head belongs to the group of its loss, which is not inside the model.
         self._allocate_weights([self.loss, *([] if self._head is None else [self._head])])
@@ -155,25 +155,32 @@ class ShardedStrategy(AcceleratedStrategy):
             ends: Modules in it that are sharded later, as separate groups.
             options: Further arguments of `fully_shard`.
         """
-        half = self._gathers_in_bf16
-        policy = _IN_BF16 if half else MixedPrecisionPolicy()
+        gathers_in_bf16 = self._gathers_in_bf16
+        policy = _BF16_POLICY if gathers_in_bf16 else MixedPrecisionPolicy()
         # The root comes first, so that it does not look for such weights in sharded blocks.
         block_parameters = {
             parameter for module in (*blocks, *ends) for parameter in module.parameters()
         }
-        in_root = {parameter for block in blocks for parameter in _float32_weights(block) if half}
-        fully_shard(root, mesh=mesh, ignored_params=block_parameters - in_root, **options)
+        root_parameters = {
+            parameter
+            for block in blocks
+            for parameter in _float32_weights(block)
+            if gathers_in_bf16
+        }
+        fully_shard(root, mesh=mesh, ignored_params=block_parameters - root_parameters, **options)
         for block in blocks:
-            ignored = set(self._divided_experts)
-            if half:
-                ignored |= _float32_weights(block)  # sharding has replaced the tensors
-            fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=ignored, **options)
+            ignored_params = set(self._divided_experts)
+            if gathers_in_bf16:
+                ignored_params |= _float32_weights(block)  # sharding has replaced the tensors
+            fully_shard(
+                block, mesh=mesh, mp_policy=policy, ignored_params=ignored_params, **options
+            )
 
     @property
     def _gathers_in_bf16(self) -> bool:
         return self.accelerator.mixed_precision in ("bf16", "fp8")
 
-    def _shard_ends(self, embedding: nn.Module, head: nn.Module) -> None:
+    def _shard_embedding_and_head(self, embedding: nn.Module, head: nn.Module) -> None:
         """Shard embedding and head as separate groups, so that blocks do not wait for the head.
 
         The embedding is gathered in float32 because its rows begin the residual stream. In bf16
@@ -184,13 +191,13 @@ class ShardedStrategy(AcceleratedStrategy):
         self._embedding = fully_shard(embedding, mesh=mesh)
         self._embedding.set_unshard_in_backward(False)  # the gradient of a lookup needs no rows
         # The gradient of a DTensor passes through a view, which would round it.
-        half = self._gathers_in_bf16 and self.dims.tensor == 1
-        policy = _IN_BF16 if half else MixedPrecisionPolicy()
+        gathers_in_bf16 = self._gathers_in_bf16 and self.dims.tensor == 1
+        policy = _BF16_POLICY if gathers_in_bf16 else MixedPrecisionPolicy()
         # Its backward pass follows its forward pass at once.
         self._head = fully_shard(head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         if isinstance(head, HeadLoss):
             register_fsdp_forward_method(head, "predictions")
-        if half:
+        if gathers_in_bf16:
             head.register_forward_pre_hook(_keep_float32_gradients)
 
     def _allocate_weights(self, roots: Sequence[nn.Module | FSDPModule]) -> None:
@@ -211,23 +218,25 @@ class ShardedStrategy(AcceleratedStrategy):
 
     def _localize_optimizer(self) -> None:
         optimizer = self.optimizer
-        state, optimizer.state = optimizer.state, defaultdict(dict)
-        local_of: dict[Tensor, nn.Parameter] = {}
+        state_by_parameter, optimizer.state = optimizer.state, defaultdict(dict)
+        local_by_parameter: dict[Tensor, nn.Parameter] = {}
         for group in optimizer.param_groups:
             parameters = group["params"]
             group["params"] = [nn.Parameter(local_tensor(p.detach())) for p in parameters]
-            for parameter, local in zip(parameters, group["params"], strict=True):
-                moments = state[parameter].items()
-                optimizer.state[local] = {key: local_tensor(moment) for key, moment in moments}
-                local_of[parameter] = local
-        self.run_optimizer.localize(local_of)
+            for parameter, local_parameter in zip(parameters, group["params"], strict=True):
+                optimizer.state[local_parameter] = {
+                    key: local_tensor(moment)
+                    for key, moment in state_by_parameter[parameter].items()
+                }
+                local_by_parameter[parameter] = local_parameter
+        self.run_optimizer.localize(local_by_parameter)
 
     def _local_batch(self, micro_batch: MicroBatch) -> MicroBatch:
-        return micro_batch if self._sequence is None else self._sequence.of(micro_batch)
+        return micro_batch if self._sequence is None else self._sequence.local_batch(micro_batch)
 
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return likeliest next tokens and labels' log-probabilities, of whole samples."""
-        self._hold_embedding(True)
+        self._keep_embedding_gathered(is_kept=True)
         likeliest, log_probs = super().predict(micro_batch)
         if self._sequence is None:
             return likeliest, log_probs
@@ -256,29 +265,29 @@ class ShardedStrategy(AcceleratedStrategy):
             for module in (self.loss, self._embedding, self._head):
                 if module is not None:
                     module.set_reshard_after_backward(is_last, recurse=False)
-            self._hold_embedding(not is_last)
+            self._keep_embedding_gathered(is_kept=not is_last)
         return contextlib.nullcontext()
 
-    def _hold_embedding(self, hold: bool) -> None:
+    def _keep_embedding_gathered(self, *, is_kept: bool) -> None:
         """Keep the embedding gathered after its lookup, for the next micro-batch, or free it."""
         if self._embedding is not None:
-            self._embedding.set_reshard_after_forward(not hold, recurse=False)
+            self._embedding.set_reshard_after_forward(not is_kept, recurse=False)
 
     def evaluate(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the sum of token losses and the number of labels, of this rank's slice."""
-        self._hold_embedding(True)
+        self._keep_embedding_gathered(is_kept=True)
         return super().evaluate(micro_batch)
 
     def _reduce_gradients(self) -> None:
         self._sum_partial_gradients()
         average_expert_gradients(self._divided_experts)
-        for parameter, local in zip(self.parameters, self.local_parameters, strict=True):
+        for parameter, local_parameter in zip(self.parameters, self.local_parameters, strict=True):
             gradient = parameter.grad
             if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
                 # The gradient of a replicated weight may be a pending sum.
                 gradient = gradient.redistribute(placements=parameter.placements)
                 parameter.grad = gradient
-            local.grad = None if gradient is None else local_tensor(gradient)
+            local_parameter.grad = None if gradient is None else local_tensor(gradient)
 
     def _sum_partial_gradients(self) -> None:
         """Add the gradients of tokens on other tensor-parallel ranks, in one message per step."""
@@ -289,8 +298,8 @@ class ShardedStrategy(AcceleratedStrategy):
         message = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(message, group=self.mesh.get_group("tensor"))
         sizes = [gradient.numel() for gradient in gradients]
-        for gradient, total in zip(gradients, message.split(sizes), strict=True):
-            gradient.copy_(total.view_as(gradient))
+        for gradient, gradient_sum in zip(gradients, message.split(sizes), strict=True):
+            gradient.copy_(gradient_sum.view_as(gradient))
 
     def _norm_parameters(self) -> list[Tensor]:
         """Return the parameters with gradients that this rank adds to the norm."""
@@ -298,50 +307,51 @@ class ShardedStrategy(AcceleratedStrategy):
 
     def _gradient_norm(self) -> Tensor:
         """Return the norm of the whole gradient; each shard counts once."""
-        by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+        gradients_by_axes: dict[tuple[str, ...], list[Tensor]] = {}
         for parameter in self._norm_parameters():
             if parameter.grad is not None:
                 axes = _sharded_axes(parameter)
-                by_axes.setdefault(axes, []).append(local_tensor(parameter.grad))
-        total = torch.zeros((), device=self.device)
-        for axes, gradients in sorted(by_axes.items()):  # collectives in one order on all ranks
-            square = torch.nn.utils.get_total_norm(gradients).square()
+                gradients_by_axes.setdefault(axes, []).append(local_tensor(parameter.grad))
+        squared_norm = torch.zeros((), device=self.device)
+        # Sorted, so that all ranks call the collectives in the same order.
+        for axes, gradients in sorted(gradients_by_axes.items()):
+            partial_square = torch.nn.utils.get_total_norm(gradients).square()
             for axis in axes:
-                dist.all_reduce(square, group=self.mesh.get_group(axis))
-            total += square
-        return total.sqrt()
+                dist.all_reduce(partial_square, group=self.mesh.get_group(axis))
+            squared_norm += partial_square
+        return squared_norm.sqrt()
 
     def reduce_sum(self, values: Tensor) -> Tensor:
         """Return the sum over all slices of the data; every rank must call it."""
-        return super().reduce_sum(values if self._adds_to_sums else torch.zeros_like(values))
+        return super().reduce_sum(values if self._counts_in_sums else torch.zeros_like(values))
 
     def gather(self, values: Tensor) -> Tensor:
         """Concatenate equally shaped tensors of all slices of the data; every rank must call it."""
-        of_ranks = super().gather(values).unflatten(0, (self.world_size, -1))
-        first: dict[int, int] = {}  # of the ranks with the same samples
+        values_by_rank = super().gather(values).unflatten(0, (self.world_size, -1))
+        first_rank_by_slice: dict[int, int] = {}  # of the ranks with the same samples
         for rank in range(self.world_size):
-            first.setdefault(self.dims.data_rank(rank), rank)
-        chosen: Tensor = of_ranks[list(first.values())]
-        return chosen.flatten(0, 1)
+            first_rank_by_slice.setdefault(self.dims.data_rank(rank), rank)
+        slice_values: Tensor = values_by_rank[list(first_rank_by_slice.values())]
+        return slice_values.flatten(0, 1)
 
     def _optimizer_state(self) -> dict[Tensor, dict[str, Tensor]]:
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
-        states = {}
-        for parameter, local in zip(self.parameters, self.local_parameters, strict=True):
-            state = dict(self.optimizer.state.get(local, {}))
+        state_by_parameter = {}
+        for parameter, local_parameter in zip(self.parameters, self.local_parameters, strict=True):
+            state = dict(self.optimizer.state.get(local_parameter, {}))
             for key, value in state.items():
                 path = f"{OPTIMIZER_TENSORS}{names[parameter]}/{key}"
                 if self.run_optimizer.owner_of(path) is None:  # else whole, at its owner
                     state[key] = as_dtensor(value, like=parameter)
             if state:
-                states[parameter] = state
-        return states
+                state_by_parameter[parameter] = state
+        return state_by_parameter
 
     def owner_ranks(self, path: str) -> Sequence[int]:
         """Return the ranks that hold a checkpoint's tensor; one of them writes it."""
-        ranks, owner = self._stage_ranks(path), self.run_optimizer.owner_of(path)
-        dividing = self.mesh["shard"].size() * self.mesh["tensor"].size()
-        return ranks if owner is None else ranks[owner::dividing]
+        stage_ranks, owner_index = self._stage_ranks(path), self.run_optimizer.owner_of(path)
+        ranks_per_replica = self.mesh["shard"].size() * self.mesh["tensor"].size()
+        return stage_ranks if owner_index is None else stage_ranks[owner_index::ranks_per_replica]
 
     def _stage_ranks(self, path: str) -> Sequence[int]:
         """Return the ranks of the stages with a checkpoint's tensor."""
@@ -351,7 +361,10 @@ class ShardedStrategy(AcceleratedStrategy):
         """Return model, optimizer and loss scale, by parameter name, as live shards."""
         reshard(self.wrapped)
         state = super().state_dict()
-        shards = {key: as_dtensor(local_tensor(t), like=t) for key, t in state["model"].items()}
+        shards = {
+            name: as_dtensor(local_tensor(tensor), like=tensor)
+            for name, tensor in state["model"].items()
+        }
         return state | {"model": shards}
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -371,15 +384,17 @@ def _float32_weights(block: nn.Module) -> set[nn.Parameter]:
     These are the parameters of routers in float32, and of modules that have a gain or a bias, and
     no matrix.
     """
-    weights = {weight for router in float32_routers(block) for weight in router.parameters()}
+    float32_parameters = {
+        parameter for router in float32_routers(block) for parameter in router.parameters()
+    }
     for module in block.modules():
-        parameters = set(module.parameters(recurse=False))
-        if all(parameter.ndim < 2 for parameter in parameters):
-            weights |= parameters
-    return weights
+        module_parameters = set(module.parameters(recurse=False))
+        if all(parameter.ndim < 2 for parameter in module_parameters):
+            float32_parameters |= module_parameters
+    return float32_parameters
 
 
-def _untied_ends(loss: LanguageModelLoss) -> list[nn.Module]:
+def _untied_embedding_and_head(loss: LanguageModelLoss) -> list[nn.Module]:
     """Return the embedding and the module that reads the head; none if they share a weight."""
     embedding, head = loss.model.get_input_embeddings(), loss.model.get_output_embeddings()
     if not set(embedding.parameters()).isdisjoint(head.parameters()):
@@ -392,8 +407,8 @@ def _prefetch_in_order(*modules: Any) -> None:
 
     In backward passes PyTorch does this by default, in reverse order.
     """
-    for module, following in itertools.pairwise(modules):
-        module.set_modules_to_forward_prefetch([following])
+    for module, next_module in itertools.pairwise(modules):
+        module.set_modules_to_forward_prefetch([next_module])
 
 
 def _keep_float32_gradients(module: nn.Module, _: Any) -> None:
@@ -411,16 +426,16 @@ def reshard(root: nn.Module) -> None:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, in the same memory."""
-    return without_scale(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
+    return unwrap_float8_weight(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor; every rank that holds a shard must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
-    plain: Any = as_dtensor(local_tensor(tensor), like=tensor)
-    full: Tensor = plain.full_tensor()
-    return full
+    dtensor: Any = as_dtensor(local_tensor(tensor), like=tensor)
+    gathered: Tensor = dtensor.full_tensor()
+    return gathered
 
 
 def as_dtensor(local: Tensor, *, like: Tensor) -> Tensor:

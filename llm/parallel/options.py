@@ -106,8 +106,8 @@ class ParallelOptions:
 def parallel_problems(options: ParallelOptions) -> list[str]:
     """Return a sentence for each combination of these options that cannot work."""
     problems = []
-    interleaved = options.pipeline_schedule == "interleaved-1f1b"
-    if interleaved != (options.virtual_stages > 1):
+    is_interleaved = options.pipeline_schedule == "interleaved-1f1b"
+    if is_interleaved != (options.virtual_stages > 1):
         problems.append(
             "--pipeline_schedule interleaved-1f1b and --virtual_stages of 2 or more go together; "
             "give both or neither."
@@ -117,14 +117,14 @@ def parallel_problems(options: ParallelOptions) -> list[str]:
             "--unsharded_gradients changes nothing with --pipeline_parallel_size, because "
             "gradients are then reduce-scattered once per step already; leave it out."
         )
-    experts, shards = options.expert_parallel_size, options.data_parallel_shard_size
-    if experts > 1 and experts != shards > 1:
+    expert_size, shard_size = options.expert_parallel_size, options.data_parallel_shard_size
+    if expert_size > 1 and expert_size != shard_size > 1:
         problems.append(
-            f"--expert_parallel_size {experts} has to be the same as --data_parallel_shard_size "
-            f"{shards}, because the ranks that share the weights divide the experts; with "
-            f"{experts} for both, the remaining ranks hold copies."
+            f"--expert_parallel_size {expert_size} has to be the same as "
+            f"--data_parallel_shard_size {shard_size}, because the ranks that share the weights "
+            f"divide the experts; with {expert_size} for both, the remaining ranks hold copies."
         )
-    if experts > 1 and options.unsharded_gradients:
+    if expert_size > 1 and options.unsharded_gradients:
         problems.append(
             "--unsharded_gradients does not go with --expert_parallel_size, which has whole "
             "gradients of its experts already; leave one of them out."
@@ -136,14 +136,14 @@ def parallel_problems(options: ParallelOptions) -> list[str]:
             if name not in ("data_parallel_shard_size", "tensor_parallel_size")
         ]
     problems += [
-        f"--{first} does not go with --{second}; leave one of them out."
-        for first, second in itertools.combinations(sizes_above_one(options), 2)
-        if not any({first, second} <= combination for combination in _COMBINABLE)
+        f"--{first_name} does not go with --{second_name}; leave one of them out."
+        for first_name, second_name in itertools.combinations(sizes_above_one(options), 2)
+        if not any({first_name, second_name} <= combination for combination in _COMBINABLE_SIZES)
     ]
     return problems
 
 
-_COMBINABLE = (
+_COMBINABLE_SIZES = (
     {"data_parallel_shard_size", "tensor_parallel_size", "pipeline_parallel_size"},
     {"data_parallel_shard_size", "tensor_parallel_size", "context_parallel_size"},
     {"data_parallel_shard_size", "expert_parallel_size", "pipeline_parallel_size"},

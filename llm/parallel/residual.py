@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-_TOKENS = Shard(1)
+_SHARDED_TOKENS = Shard(1)
 """Hidden states are [batch, tokens, width]."""
 
 
@@ -42,7 +42,7 @@ class ResidualStream:
                 f"{self._mesh.size()} ranks cannot share {hidden.shape[1]} tokens equally."
             )
         replicated = DTensor.from_local(hidden, self._mesh, [Replicate()], run_check=False)
-        shard: Tensor = replicated.redistribute(placements=[_TOKENS]).to_local()
+        shard: Tensor = replicated.redistribute(placements=[_SHARDED_TOKENS]).to_local()
         return shard
 
     def gather(self, shard: Tensor, *, for_layer: bool) -> Tensor:
@@ -56,7 +56,7 @@ class ResidualStream:
         if for_layer and torch.is_autocast_enabled(shard.device.type):
             # The layer's products would cast all tokens; this sends half the bytes.
             shard = shard.to(torch.get_autocast_dtype(shard.device.type))
-        shards = DTensor.from_local(shard, self._mesh, [_TOKENS], run_check=False)
+        shards = DTensor.from_local(shard, self._mesh, [_SHARDED_TOKENS], run_check=False)
         replicated = shards.redistribute(placements=[Replicate()])
         gathered: Tensor = replicated.to_local(
             grad_placements=[Partial() if for_layer else Replicate()]
@@ -85,6 +85,6 @@ class ResidualStream:
             bias: Added once and not by each rank; equal on all ranks.
         """
         terms = DTensor.from_local(product, self._mesh, [Partial()], run_check=False)
-        placement = _TOKENS if self.sharded else Replicate()
+        placement = _SHARDED_TOKENS if self.sharded else Replicate()
         total: Tensor = terms.redistribute(placements=[placement]).to_local()
         return total if bias is None else total + bias

@@ -25,17 +25,21 @@ from llm.models.init import KeyedDraws, materialize, writes_in_place
 from llm.models.options import ModelOptions
 from llm.models.transforms import Transform
 from llm.models.weight_files import WeightFile
-from llm.parallel.float8 import without_scale
+from llm.parallel.float8 import unwrap_float8_weight
 
 logger = logging.getLogger("llm.models")
 
-_REPLACES = {"normal_", "uniform_", "zero_", "zeros_", "ones_", "fill_", "constant_", "copy_"}
+_OVERWRITING_FUNCTIONS = {
+    *("normal_", "uniform_", "zero_", "zeros_", "ones_", "fill_", "constant_", "copy_"),
+}
 """Functions that overwrite a tensor without reading it."""
 
 _META = torch.device("meta")
 
-_OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__"}
-"""The methods behind `weight[0] = 0`, `weight /= 2` ..."""
+_IN_PLACE_OPERATORS = {
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__"),
+}
+"""The methods of statements that write to a tensor, such as `weight[0] = 0` and `weight /= 2`."""
 
 
 def fill_model(
@@ -52,12 +56,12 @@ def fill_model(
     The weights are those that `build_model` gives an unsharded model.
 
     Args:
-        options: As for `build_model`.
-        model: Changed in place.
-        seed: As for `build_model`.
+        options: Options of the model.
+        model: The sharded model; changed in place.
+        seed: Seed of the run.
         device: Device of the shards.
         files: All files of the pretrained weights; empty to initialize the model.
-        transforms: As for `build_model`.
+        transforms: Changes to the initial weights, in their order.
     """
     model_class, config = type(model), model.config
 
@@ -66,13 +70,13 @@ def fill_model(
             meta_model: PreTrainedModel = model_class(copy.deepcopy(config))
         return meta_model
 
-    loaded = {name for file in files for name in file.key_of}
-    init_shards(model, make_meta_model, seed=seed, device=device, loaded=loaded)
-    targets = _named_tensors(model)
+    loaded_names = {name for file in files for name in file.key_of}
+    init_shards(model, make_meta_model, seed=seed, device=device, loaded=loaded_names)
+    target_by_name = _named_tensors(model)
     for file in files:
-        with safe_open(file.path, framework="pt") as opened, torch.no_grad():
-            for name in file.key_of.keys() & targets.keys():
-                _copy_shard(targets[name], opened.get_slice(file.key_of[name]))
+        with safe_open(file.path, framework="pt") as weights_file, torch.no_grad():
+            for name in file.key_of.keys() & target_by_name.keys():
+                _copy_shard(target_by_name[name], weights_file.get_slice(file.key_of[name]))
     for transform in transforms:
         transform.initial(model)
     if options.no_bias:
@@ -100,42 +104,42 @@ def init_shards(
             which become zero.
         make_meta_model: Returns an unsharded model of the same configuration on the meta device.
         seed: The run's seed.
-        device: Where parameters and buffers will be.
+        device: Device of the parameters and buffers.
         loaded: Names of weights that keep their allocated contents.
     """
     _allocate_tensors(model, device)
     meta_model = make_meta_model()
     for name in meta_model.all_tied_weights_keys:
         # A weight that will be tied is not initialized, as when weights are loaded.
-        owner, _, leaf = name.rpartition(".")
-        untied = nn.Parameter(torch.empty_like(meta_model.get_parameter(name)))
-        untied._is_hf_initialized = True  # type: ignore[attr-defined]
-        setattr(meta_model.get_submodule(owner), leaf, untied)
+        module_name, _, parameter_name = name.rpartition(".")
+        untied_parameter = nn.Parameter(torch.empty_like(meta_model.get_parameter(name)))
+        untied_parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        setattr(meta_model.get_submodule(module_name), parameter_name, untied_parameter)
     try:
         ShardedDraws(meta_model, model, seed=seed, loaded=loaded).run(device)
-    except _NeedsWholeModelError as reason:
+    except _NeedsWholeModelError as error:
         logger.warning(
             f"Each rank initializes the whole {type(model).__name__} and then keeps its shards, "
-            f"which takes the memory of all weights for a moment: {reason}"
+            f"which takes the memory of all weights for a moment: {error}"
         )
         full_model = make_meta_model()
         materialize(full_model, seed=seed, device=device)
-        targets = _named_tensors(model)
+        target_by_name = _named_tensors(model)
         for name, tensor in [*full_model.named_parameters(), *full_model.named_buffers()]:
-            if name in targets and name not in loaded:
-                _copy_shard(targets[name], tensor.detach())
+            if name in target_by_name and name not in loaded:
+                _copy_shard(target_by_name[name], tensor.detach())
 
 
 def _allocate_tensors(model: nn.Module, device: torch.device) -> None:
-    """Leave the meta device; keeps tied parameters tied, unlike `to_empty`."""
-    names: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+    """Allocate all tensors on a device; tied parameters stay tied, unlike with `to_empty`."""
+    owners_by_parameter: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            names.setdefault(parameter, []).append((module, name))
+            owners_by_parameter.setdefault(parameter, []).append((module, name))
     model.to_empty(device=device)
-    for (owner, first), *aliases in names.values():
+    for (owner, owner_name), *aliases in owners_by_parameter.values():
         for module, name in aliases:
-            module.register_parameter(name, owner.get_parameter(first))
+            module.register_parameter(name, owner.get_parameter(owner_name))
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -172,8 +176,9 @@ class ShardedDraws(KeyedDraws):
         loaded: Container[str] = (),
     ) -> None:
         super().__init__(meta_model, seed)
-        targets = _named_tensors(model)
-        self._targets = {name: targets[name] for name in targets if name not in loaded}
+        self._targets = {
+            name: target for name, target in _named_tensors(model).items() if name not in loaded
+        }
         self._device = _META
         self._open_tensor: tuple[str, Tensor] | None = None
 
@@ -200,25 +205,26 @@ class ShardedDraws(KeyedDraws):
         if kwargs.get("device") == _META:
             # Values that will be copied to a weight are computed on the device.
             kwargs["device"] = self._device
-        keyword = next((word for word in ("tensor", "out") if word in kwargs), None)
-        target: Any = kwargs[keyword] if keyword else args[0] if args else None
+        target_keyword = next((keyword for keyword in ("tensor", "out") if keyword in kwargs), None)
+        target: Any = kwargs[target_keyword] if target_keyword else args[0] if args else None
         name = self.name_of(target)
-        draws, verb = writes_in_place(func), getattr(func, "__name__", "")
-        changes = draws or keyword == "out" or verb in _OPERATORS
-        if name is None or not changes:
+        is_random, function_name = writes_in_place(func), getattr(func, "__name__", "")
+        is_write = is_random or target_keyword == "out" or function_name in _IN_PLACE_OPERATORS
+        if name is None or not is_write:
             return func(*args, **kwargs)
         operands = [value for value in (*args, *kwargs.values()) if value is not target]
         if any(isinstance(value, Tensor) and value.is_meta for value in operands):
             raise _NeedsWholeModelError(f"{name} depends on other weights.")
         if name not in self._targets:
             return target
-        full_tensor = self._open_full_tensor(name, like=target, overwritten=verb in _REPLACES)
+        is_overwritten = function_name in _OVERWRITING_FUNCTIONS
+        full_tensor = self._open_full_tensor(name, like=target, overwritten=is_overwritten)
         # The write may go to a view of the parameter, such as a row.
         view = full_tensor.as_strided(target.size(), target.stride(), target.storage_offset())
-        if draws:
+        if is_random:
             self.seed_draw(name, target)
-        if keyword:
-            kwargs[keyword] = view
+        if target_keyword:
+            kwargs[target_keyword] = view
             func(*args, **kwargs)
         else:
             func(view, *args[1:], **kwargs)
@@ -235,19 +241,22 @@ class ShardedDraws(KeyedDraws):
         if self._open_tensor is not None and self._open_tensor[0] == name:
             return self._open_tensor[1]
         self._store_open_tensor()
-        meta_model = self._model.get_parameter_or_buffer(name)
+        meta_tensor = self._model.get_parameter_or_buffer(name)
         target = self._targets[name]
-        if not isinstance(target, DTensor) and target.shape == meta_model.shape:
+        if not isinstance(target, DTensor) and target.shape == meta_tensor.shape:
             full_tensor: Tensor = target
-        elif name not in self.written or (overwritten and like.numel() == meta_model.numel()):
-            full_tensor = torch.empty(meta_model.shape, dtype=meta_model.dtype, device=self._device)
+        elif name not in self.written or (overwritten and like.numel() == meta_tensor.numel()):
+            full_tensor = torch.empty(
+                meta_tensor.shape, dtype=meta_tensor.dtype, device=self._device
+            )
         else:
             gathered: Tensor = target.full_tensor() if isinstance(target, DTensor) else target
-            full_tensor = gathered[: len(meta_model)]
+            full_tensor = gathered[: len(meta_tensor)]
         self._open_tensor = name, full_tensor
         return full_tensor
 
     def _store_open_tensor(self) -> None:
+        """Copy this rank's shard of the open tensor into the model, and free the tensor."""
         if self._open_tensor is not None:
             name, full_tensor = self._open_tensor
             self._open_tensor = None
@@ -262,19 +271,19 @@ def _copy_shard(target: Tensor, full_tensor: Any) -> None:
         full_tensor: A tensor, or one in a safetensors file; only the shard is read.
     """
     shape = full_tensor.shape if isinstance(full_tensor, Tensor) else full_tensor.get_shape()
-    local, offsets = target, (0,) * target.ndim
+    local_shard, offsets = target, (0,) * target.ndim
     if isinstance(target, DTensor):
-        local = without_scale(target.to_local())
+        local_shard = unwrap_float8_weight(target.to_local())
         _, offsets = compute_local_shape_and_global_offset(
             target.shape, target.device_mesh, target.placements
         )
     if list(target.shape) != list(shape):
-        local.zero_()
+        local_shard.zero_()
     shard_slices = tuple(
         slice(min(offset, size), min(offset + length, size))
-        for offset, length, size in zip(offsets, local.shape, shape, strict=True)
+        for offset, length, size in zip(offsets, local_shard.shape, shape, strict=True)
     )
-    if all(part.stop > part.start for part in shard_slices):
-        local[tuple(slice(part.stop - part.start) for part in shard_slices)].copy_(
-            full_tensor[shard_slices or ...]
-        )
+    lengths = [shard_slice.stop - shard_slice.start for shard_slice in shard_slices]
+    if all(length > 0 for length in lengths):
+        filled_part = local_shard[tuple(slice(length) for length in lengths)]
+        filled_part.copy_(full_tensor[shard_slices or ...])

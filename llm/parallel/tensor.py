@@ -23,7 +23,7 @@ from llm.errors import ConfigError
 from llm.parallel.residual import ResidualStream
 from llm.parallel.tensor_plans import sequence_plan, tensor_plan
 
-_FUSED = 3  # GPT-2's columns are query, key and value side by side
+_NUM_FUSED_MATRICES = 3  # query, key and value, side by side in the columns of GPT-2
 _COLUMN_STYLES = ("colwise", "conv1d_heads")
 _ROW_STYLES = ("rowwise", "conv1d_rowwise")
 
@@ -51,10 +51,10 @@ def divide_layers(
         if style in patched_styles:
             patched_styles[style](module, mesh, stream)
             continue
-        layer = ALL_PARALLEL_STYLES[style]
+        library_style = ALL_PARALLEL_STYLES[style]
         for parameter, _ in list(module.named_parameters(recurse=False)):
-            layer.shard_param(module, parameter, mesh)
-        layer.install_forward(module, mesh)
+            library_style.shard_param(module, parameter, mesh)
+        library_style.install_forward(module, mesh)
     if sequence_parallel:
         _shard_residual_stream(model, stream, mesh)
     elif _dropout_fields(model, "att"):
@@ -87,14 +87,17 @@ def check_compiled_dropout(model: PreTrainedModel, *, sequence_parallel: bool) -
         )
 
 
-def _dropout_fields(model: PreTrainedModel, substring: str = "") -> list[str]:
-    """Return the fields of the configuration that turn on dropout, or dropout of this name."""
+def _dropout_fields(model: PreTrainedModel, name_part: str = "") -> list[str]:
+    """Return the configuration's fields that turn on dropout, with this part in their names."""
     fields = model.config.to_dict().items()
-    other_tasks = ("summary", "classifier")
+    other_task_prefixes = ("summary", "classifier")
     return [
-        key
-        for key, p in fields
-        if "drop" in key and substring in key and p and not key.startswith(other_tasks)
+        name
+        for name, probability in fields
+        if "drop" in name
+        and name_part in name
+        and probability
+        and not name.startswith(other_task_prefixes)
     ]
 
 
@@ -115,7 +118,7 @@ def _shard_residual_stream(
 
 
 def partial_gradients(model: PreTrainedModel) -> list[str]:
-    """Return the parameters that a sharded residual stream gives the gradient of a rank's tokens.
+    """Return the parameters with gradients of a rank's tokens only, if the stream is sharded.
 
     Args:
         model: A model that `divide_layers` has changed.
@@ -123,31 +126,36 @@ def partial_gradients(model: PreTrainedModel) -> list[str]:
     Returns:
         Names of the weights of norms, and of the biases that are added to the residual stream.
     """
-    sequence, tensor = sequence_plan(model), tensor_plan(model)
-    rows = {name for name, style in tensor.styles.items() if style in _ROW_STYLES}
-    norms = {*sequence.norms, sequence.last_norm}
+    norm_plan, layer_plan = sequence_plan(model), tensor_plan(model)
+    row_modules = {name for name, style in layer_plan.styles.items() if style in _ROW_STYLES}
+    norm_modules = {*norm_plan.norms, norm_plan.last_norm}
     return [
         name
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
-        and ((module := name.rpartition(".")[0]) in norms or (module in rows and "bias" in name))
+        and (
+            (module_name := name.rpartition(".")[0]) in norm_modules
+            or (module_name in row_modules and "bias" in name)
+        )
     ]
 
 
 def _shard_input(module: Any, stream: ResidualStream) -> None:
-    original = module.forward
+    """Let a module compute on this rank's tokens of its input."""
+    original_forward = module.forward
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return original(stream.shard(hidden), *args, **kwargs)
+        return original_forward(stream.shard(hidden), *args, **kwargs)
 
     module.forward = forward
 
 
 def _gather_output(module: Any, stream: ResidualStream, *, for_layer: bool) -> None:
-    original = module.forward
+    """Let a module return the tokens of all ranks."""
+    original_forward = module.forward
 
     def forward(hidden: Tensor) -> Tensor:
-        return stream.gather(original(hidden), for_layer=for_layer)
+        return stream.gather(original_forward(hidden), for_layer=for_layer)
 
     module.forward = forward
 
@@ -177,7 +185,7 @@ def _shard_columns(
 def _shard_rows(
     module: Any, mesh: DeviceMesh, stream: ResidualStream, *, transposed: bool = False
 ) -> None:
-    """Shard the inputs of a linear layer, which come sharded; as for `_shard_columns`."""
+    """Shard the inputs of a linear layer, which are sharded already; see `_shard_columns`."""
     _shard_parameters(module, mesh, weight=Shard(0 if transposed else 1))
 
     def forward(inputs: Tensor) -> Tensor:
@@ -188,7 +196,7 @@ def _shard_rows(
     module.forward = forward
 
 
-def _conv1d_heads(module: Any, mesh: DeviceMesh, stream: ResidualStream) -> None:
+def _shard_fused_heads(module: Any, mesh: DeviceMesh, stream: ResidualStream) -> None:
     """Shard query, key and value of a transposed linear layer by heads.
 
     A rank's columns are in three places of the matrix. A DTensor has no such placement and cannot
@@ -196,19 +204,19 @@ def _conv1d_heads(module: Any, mesh: DeviceMesh, stream: ResidualStream) -> None
     columns in each forward.
     """
     _shard_parameters(module, mesh, weight=Shard(0))
-    shape = (_FUSED, mesh.size(), -1)
+    fused_shape = (_NUM_FUSED_MATRICES, mesh.size(), -1)
 
     def forward(inputs: Tensor) -> Tensor:
-        rows = module.weight.unflatten(1, shape)
+        rows = module.weight.unflatten(1, fused_shape)
         columns = rows.redistribute(placements=[Shard(2)]).to_local().flatten(1)
-        bias = stream.copy(module.bias).unflatten(0, shape)
+        bias = stream.copy(module.bias).unflatten(0, fused_shape)
         local_bias = bias[:, mesh.get_local_rank()].flatten()
         return F.linear(stream.read(inputs), columns.t(), local_bias)
 
     module.forward = forward
 
 
-def _replicated_with_grad_allreduce(
+def _all_reduce_weight_gradients(
     module: nn.Module, mesh: DeviceMesh, stream: ResidualStream
 ) -> None:
     """All-reduce the gradient of a layer that each rank applies to its heads.
@@ -216,14 +224,14 @@ def _replicated_with_grad_allreduce(
     The style of this name in transformers all-reduces the accumulated gradient in each backward,
     so that it counts earlier micro-batches several times.
     """
-    original = module.forward
+    original_forward = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
         copies: Any = {name: stream.copy(parameter) for name, parameter in parameters.items()}
         module._parameters.update(copies)
         try:
-            return original(*args, **kwargs)
+            return original_forward(*args, **kwargs)
         finally:
             module._parameters.update(parameters)
 
@@ -234,14 +242,15 @@ _Style = Callable[[Any, DeviceMesh, ResidualStream], None]
 _PATCHED_STYLES: dict[str, _Style] = {
     "conv1d_colwise": functools.partial(_shard_columns, transposed=True),
     "conv1d_rowwise": functools.partial(_shard_rows, transposed=True),
-    "conv1d_heads": _conv1d_heads,
-    "replicated_with_grad_allreduce": _replicated_with_grad_allreduce,
+    "conv1d_heads": _shard_fused_heads,
+    "replicated_with_grad_allreduce": _all_reduce_weight_gradients,
 }
 _LINEAR_STYLES: dict[str, _Style] = {"colwise": _shard_columns, "rowwise": _shard_rows}
 """For a sharded residual stream; the styles of transformers need it whole."""
 
 
 def _shard_parameters(module: nn.Module, mesh: DeviceMesh, **placements: Shard) -> None:
+    """Replace parameters of a module, by name, by this rank's shards of them."""
     for name, placement in placements.items():
         parameter = module.get_parameter(name)
         shard = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
@@ -290,8 +299,8 @@ class TensorParallelRNG:
         torch.rand((), device=self._device)  # so that no two layers start from the same state
         generator = self._default_generator()
         self._shared_state = generator.get_state()
-        start = self._shared_state.numpy().tobytes() + self._rank.to_bytes(8)
-        self._seed = int.from_bytes(hashlib.sha256(start).digest()[:8]) >> 1
+        seed_bytes = self._shared_state.numpy().tobytes() + self._rank.to_bytes(8)
+        self._seed = int.from_bytes(hashlib.sha256(seed_bytes).digest()[:8]) >> 1
         generator.manual_seed(self._seed)
 
     def _use_shared_state(self) -> None:

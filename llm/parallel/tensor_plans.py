@@ -42,7 +42,7 @@ class TensorPlan:
     per_rank: Mapping[str, str] = field(default_factory=dict)
 
 
-_PLANS = {
+_TENSOR_PLANS = {
     "gpt2": TensorPlan(
         styles={
             "transformer.wte": "embedding_rowwise",
@@ -103,7 +103,7 @@ _LLAMA = SequencePlan(
     norms=("model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm"),
     last_norm="model.norm",
 )
-_SEQUENCE = {
+_SEQUENCE_PLANS = {
     "gpt2": SequencePlan(
         start="transformer.drop",  # of the embeddings
         norms=("transformer.h.*.ln_1", "transformer.h.*.ln_2"),
@@ -113,38 +113,43 @@ _SEQUENCE = {
 }
 
 
-def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
+def check_tensor_parallel(config: PreTrainedConfig, num_ranks: int) -> None:
     """Refuse an architecture with layers that cannot be sharded over a number of ranks.
 
     Args:
         config: The model's configuration.
-        size: Number of ranks that compute each layer together.
+        num_ranks: Number of ranks that compute each layer together.
 
     Raises:
         ConfigError: It has no exact plan, or its heads are not divisible.
     """
-    if size == 1:
+    if num_ranks == 1:
         return
     text_config = config.get_text_config()
-    kind = config.model_type
-    if kind not in _PLANS and not _has_plan(type(text_config)):
+    model_type = config.model_type
+    if model_type not in _TENSOR_PLANS and not _has_library_plan(type(text_config)):
         raise ConfigError(
-            f"--tensor_parallel_size {size} needs a plan of how to divide {kind}, and none exists; "
-            f"divide its weights with --data_parallel_shard_size {size}, or choose one of "
-            f"{', '.join(planned_model_types())}."
+            f"--tensor_parallel_size {num_ranks} needs a plan of how to divide {model_type}, and "
+            f"none exists; divide its weights with --data_parallel_shard_size {num_ranks}, or "
+            f"choose one of {', '.join(planned_model_types())}."
         )
     for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(text_config, name, None)
-        if heads is not None and heads % size and _divides_heads(kind, text_config):
+        num_heads = getattr(text_config, name, None)
+        if (
+            num_heads is not None
+            and num_heads % num_ranks
+            and _divides_heads(model_type, text_config)
+        ):
             raise ConfigError(
-                f"--tensor_parallel_size {size} does not divide the {heads} {name} of {kind}; "
-                "choose a size that does, and --data_parallel_shard_size for the rest."
+                f"--tensor_parallel_size {num_ranks} does not divide the {num_heads} {name} of "
+                f"{model_type}; choose a size that does, and --data_parallel_shard_size for the "
+                "rest."
             )
-    rows = text_config.vocab_size
-    if -(-rows // size) * (size - 1) >= rows:
+    vocab_size = text_config.vocab_size
+    if -(-vocab_size // num_ranks) * (num_ranks - 1) >= vocab_size:
         raise ConfigError(
-            f"--tensor_parallel_size {size} leaves a rank without a row of the {rows} of the "
-            "vocabulary; make it smaller."
+            f"--tensor_parallel_size {num_ranks} leaves a rank without a row of the {vocab_size} "
+            "of the vocabulary; make it smaller."
         )
 
 
@@ -157,30 +162,32 @@ def check_sequence_parallel(config: PreTrainedConfig) -> None:
     Raises:
         ConfigError: Names the architectures to choose from.
     """
-    if config.model_type not in _SEQUENCE:
+    if config.model_type not in _SEQUENCE_PLANS:
         raise ConfigError(
-            f"--sequence_parallel is for {', '.join(sorted(_SEQUENCE))}, and this model is "
+            f"--sequence_parallel is for {', '.join(sorted(_SEQUENCE_PLANS))}, and this model is "
             f"{config.model_type}; leave it out."
         )
 
 
 def sequence_plan(model: PreTrainedModel) -> SequencePlan:
     """Return where a model that `check_sequence_parallel` accepts is sharded, by module names."""
-    plan = _SEQUENCE[model.config.model_type]
+    plan = _SEQUENCE_PLANS[model.config.model_type]
     return replace(plan, norms=tuple(_match_modules(model, dict.fromkeys(plan.norms, ""))))
 
 
 def planned_model_types() -> list[str]:
     """Return the model types of causal language models that have a plan."""
     config_classes = {
-        k: CONFIG_MAPPING[k] for k in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if k in CONFIG_MAPPING
+        model_type: CONFIG_MAPPING[model_type]
+        for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if model_type in CONFIG_MAPPING
     }
-    types = {
-        k
-        for k, config_class in config_classes.items()
-        if _has_plan(config_class.sub_configs.get("text_config", config_class))
+    library_types = {
+        model_type
+        for model_type, config_class in config_classes.items()
+        if _has_library_plan(config_class.sub_configs.get("text_config", config_class))
     }
-    return sorted(types | _PLANS.keys())
+    return sorted(library_types | _TENSOR_PLANS.keys())
 
 
 def tensor_plan(model: PreTrainedModel) -> TensorPlan:
@@ -192,10 +199,11 @@ def tensor_plan(model: PreTrainedModel) -> TensorPlan:
     Raises:
         ConfigError: The plan leaves out a weight that would get the gradient of some heads only.
     """
-    plan = _PLANS.get(model.config.model_type)
-    if plan is not None:
+    llm_plan = _TENSOR_PLANS.get(model.config.model_type)
+    if llm_plan is not None:
         return TensorPlan(
-            styles=_match_modules(model, plan.styles), per_rank=_match_modules(model, plan.per_rank)
+            styles=_match_modules(model, llm_plan.styles),
+            per_rank=_match_modules(model, llm_plan.per_rank),
         )
     styles = _match_modules(model, _library_styles(model))
     # It is applied to this rank's columns alone, so that its gradient is partial.
@@ -203,9 +211,13 @@ def tensor_plan(model: PreTrainedModel) -> TensorPlan:
         name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"
     }
     for name, parameter in model.named_parameters():
-        module = name.rpartition(".")[0]
-        outer = module.rpartition(".")[0]
-        if parameter.requires_grad and module not in styles and {module, outer} & column_parents:
+        module_name = name.rpartition(".")[0]
+        parent_name = module_name.rpartition(".")[0]
+        if (
+            parameter.requires_grad
+            and module_name not in styles
+            and {module_name, parent_name} & column_parents
+        ):
             raise ConfigError(
                 f"--tensor_parallel_size does not go with {model.config.model_type}: its plan "
                 f"divides what lies around {name}, but not that; use --data_parallel_shard_size."
@@ -214,13 +226,14 @@ def tensor_plan(model: PreTrainedModel) -> TensorPlan:
 
 
 def _library_styles(model: PreTrainedModel) -> dict[str, str]:
+    """Return the styles of transformers' plan, by names of modules or patterns of them."""
     styles = dict(model.tp_plan or {})
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
-    names = {module: name for name, module in model.named_modules()}
+    name_by_module = {module: name for name, module in model.named_modules()}
     # A tied head and its embedding must be sharded in the same way.
-    if head is not None and names[head] in styles and isinstance(embedding, nn.Embedding):
-        styles[names[embedding]] = "embedding_rowwise"
+    if head is not None and name_by_module[head] in styles and isinstance(embedding, nn.Embedding):
+        styles[name_by_module[embedding]] = "embedding_rowwise"
     return styles
 
 
@@ -233,13 +246,15 @@ def _match_modules(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, s
     }
 
 
-def _has_plan(config_class: type[PreTrainedConfig]) -> bool:
+def _has_library_plan(config_class: type[PreTrainedConfig]) -> bool:
+    """Return whether transformers has a plan with contiguous shards only."""
     plan = getattr(config_class, "base_model_tp_plan", None) or {}
     return bool(plan) and STYLES.issuperset(plan.values())
 
 
-def _divides_heads(kind: str, config: PreTrainedConfig) -> bool:
+def _divides_heads(model_type: str, config: PreTrainedConfig) -> bool:
+    """Return whether a plan divides the attention heads over ranks."""
     styles = getattr(config, "base_model_tp_plan", None) or {}
-    return kind in _PLANS or any(
+    return model_type in _TENSOR_PLANS or any(
         style == "colwise" and "att" in name.split(".")[-2] for name, style in styles.items()
     )

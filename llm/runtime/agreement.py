@@ -141,7 +141,7 @@ def _exchange_values(
 
 
 def _error_report(error: Exception | None) -> tuple[str, str] | None:
-    """Return the class of `llm.errors` and the message with which other ranks raise an error."""
+    """Return the class in `llm.errors` and the message of the error that other ranks raise."""
     if error is None:
         return None
     if isinstance(error, LLMError):

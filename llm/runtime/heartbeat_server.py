@@ -90,13 +90,13 @@ class HeartbeatServer:
     """Listens on a port of rank 0, and receives lines from the other ranks.
 
     Args:
-        host: Name or address on which it listens; None if all ranks run on this host. If this host
+        host: Name or address to listen on; None if all ranks run on this host. If this host
             does not have the address, it listens on all interfaces.
         num_ranks: Number of ranks that connect; it stops listening after the last one.
 
     Attributes:
         key: The first line that each rank sends.
-        host: The address on which it listens; "" for all interfaces.
+        host: The address that it listens on; "" for all interfaces.
         port: The port.
     """
 

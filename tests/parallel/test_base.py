@@ -119,7 +119,7 @@ def casts_of_a_step(family: str, precision: str, accumulation: int, once: bool):
     """Number of casts in a second step, and the gradients of both."""
     strategy = make_data_parallel(precision, family=family)
     if not once:
-        strategy._weight_casts = lambda micro_batches: contextlib.nullcontext()
+        strategy._weight_casts = lambda num_micro_batches: contextlib.nullcontext()
     gradients = []
     for step in range(2):
         micro_batches, num_tokens = share(step, strategy, accumulation)

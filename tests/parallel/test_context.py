@@ -71,7 +71,7 @@ def train(family: str, sizes: dict[str, int], accumulation: int):
 
 def train_all(sizes: dict[str, int], accumulation: int, masked: bool = True):
     if not masked:
-        context._MASKED_DEVICES = ()
+        context._EXPLICIT_MASK_DEVICES = ()
     return [train(family, sizes, accumulation) for family in FAMILIES]
 
 
@@ -107,7 +107,7 @@ def test_sharded_sequences_train_as_on_one_rank(on_one_rank, ranks, sizes, accum
 
 def half_precision_loss(mixed_precision: str):
     """Loss and norm of a step of a model whose norms make queries of another dtype than values."""
-    context._MASKED_DEVICES = ()
+    context._EXPLICIT_MASK_DEVICES = ()
     strategy = make_strategy("qwen3", {"context": int(os.environ["WORLD_SIZE"])}, mixed_precision)
     batch = make_batch(0)
     loss = strategy.forward_backward([batch], num_tokens=int((batch.labels != -100).sum()))
@@ -131,7 +131,7 @@ def test_sharded_sequences_train_in_half_precision(mixed_precision):
 def exchange_keys_and_values():
     """The bytes that each layer exchanges, and the heads that its kernel is given, in bf16."""
     accelerator = layouts.cpu_accelerator("bf16")
-    context._MASKED_DEVICES = ()
+    context._EXPLICIT_MASK_DEVICES = ()
     model = tiny_model(tiny_config("llama", num_attention_heads=8, num_key_value_heads=2))
     shard = SequenceShard(ParallelDims(context=2), int(os.environ["RANK"]))
     context.divide_attention(model, shard)
@@ -142,7 +142,7 @@ def exchange_keys_and_values():
         patch.object(context, "_scaled_dot_product", wraps=context._scaled_dot_product) as attend,
     ):
         with accelerator.autocast():
-            objective, _ = LanguageModelLoss(model)(*shard.of(make_batch(0)))
+            objective, _ = LanguageModelLoss(model)(*shard.local_batch(make_batch(0)))
         objective.backward()
     gathered = [call.args[1].nbytes for call in gather.call_args_list]
     scattered = [call.args[0].nbytes for call in scatter.call_args_list]
@@ -169,7 +169,7 @@ def shards_and_gradient():
     rank = int(os.environ["RANK"])
     shard = SequenceShard(ParallelDims(context=2), rank)
     tokens = torch.arange(8).unsqueeze(0)
-    own = shard.of(MicroBatch(tokens, tokens + 1))
+    own = shard.local_batch(MicroBatch(tokens, tokens + 1))
     values = own.input_ids.double().requires_grad_()
     whole = shard.gather(values, 1)
     (whole * (tokens + 10 * rank)).sum().backward()

@@ -4,7 +4,7 @@ import pytest
 import transformers
 
 from llm.errors import ConfigError
-from llm.parallel.context import check_divisible
+from llm.parallel.context import check_context_parallel
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 
 REFUSED = {"gpt_neo", "bloom", "falcon", "mamba"}
@@ -17,9 +17,9 @@ def test_a_sequence_can_be_sharded_only_if_just_attention_mixes_tokens(family):
     kernel = model.config._attn_implementation
     if family in REFUSED:
         with pytest.raises(ConfigError, match=f"samples of 16 tokens of {family}: its tokens meet"):
-            check_divisible(model, ranks=2, block_size=16)
+            check_context_parallel(model, num_ranks=2, block_size=16)
     else:
-        check_divisible(model, ranks=2, block_size=16)
+        check_context_parallel(model, num_ranks=2, block_size=16)
     assert model.config._attn_implementation == kernel
     assert model.training
 
@@ -39,7 +39,7 @@ def test_recurrent_layers_among_attention_are_detected():
         pad_token_id=0,
     )
     with pytest.raises(ConfigError, match="jamba"):
-        check_divisible(tiny_model(config), ranks=2, block_size=16)
+        check_context_parallel(tiny_model(config), num_ranks=2, block_size=16)
 
 
 def test_attention_with_a_soft_cap_is_refused():
@@ -53,7 +53,7 @@ def test_attention_with_a_soft_cap_is_refused():
         head_dim=16,
     )
     with pytest.raises(ConfigError, match="gemma2"):
-        check_divisible(tiny_model(config), ranks=2, block_size=16)
+        check_context_parallel(tiny_model(config), num_ranks=2, block_size=16)
 
 
 @pytest.mark.parametrize(("block_size", "divisible"), [(32, True), (64, False)])
@@ -62,7 +62,7 @@ def test_length_dependent_rope_is_refused_if_a_shard_ends_before_its_limit(block
     rotation = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     model = tiny_model(tiny_config("llama", max_position_embeddings=48, rope_parameters=rotation))
     if divisible:
-        check_divisible(model, ranks=2, block_size=block_size)
+        check_context_parallel(model, num_ranks=2, block_size=block_size)
     else:
         with pytest.raises(ConfigError, match="samples of 64 tokens of llama"):
-            check_divisible(model, ranks=2, block_size=block_size)
+            check_context_parallel(model, num_ranks=2, block_size=block_size)

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm.extensions.matrix_optim.eigenbases import eigenbasis, power_iteration, rotate, rotate_back
 from llm.models.attention import check_documents_apart
-from llm.parallel.context import check_divisible
+from llm.parallel.context import check_context_parallel
 from llm.parallel.pipeline.stage import check_cut
 from llm.runtime.float32 import full_float32
 from tests.extensions.kfac.toy import forward_backward, toy_batch, toy_ekfac, toy_model
@@ -50,7 +50,9 @@ def _tf32():
         lambda: check_documents_apart(
             tiny_model(tiny_config("llama")), positions=True, attention=True
         ),
-        lambda: check_divisible(tiny_model(tiny_config("llama")), ranks=2, block_size=16),
+        lambda: check_context_parallel(
+            tiny_model(tiny_config("llama")), num_ranks=2, block_size=16
+        ),
         lambda: check_cut(tiny_model(tiny_config("llama")), 2),
     ],
     ids=[

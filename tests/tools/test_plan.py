@@ -270,7 +270,7 @@ def test_a_pipeline_is_cut_as_the_trainer_cuts_it(size):
 
     assert job.layers_of_ranks(1) == [[*range(DEPTHS[size])]]
     for ranks in (2, 4, 8, 12):
-        stages = cut_model(pieces, loss, ranks, stage_numbers=[0]).layers
+        stages = cut_model(pieces, loss, ranks, stage_indices=[0]).layers
         assert job.layers_of_ranks(ranks) == [[*layers] for layers in stages]
     with pytest.raises(ConfigError, match=f"and the model has {DEPTHS[size]} layers"):
         job.layers_of_ranks(DEPTHS[size] + 1)

@@ -51,8 +51,8 @@ def bubble_fraction(*, ranks: int, virtual_stages: int, micro_batches: int) -> f
         virtual_stages: Stages of each rank.
         micro_batches: Micro-batches of a step.
     """
-    waiting = (ranks - 1) / virtual_stages
-    return waiting / (micro_batches + waiting)
+    idle_passes = (ranks - 1) / virtual_stages
+    return idle_passes / (micro_batches + idle_passes)
 
 
 def make_schedule(
@@ -75,8 +75,8 @@ def make_schedule(
         return ScheduleInterleaved1F1B(
             list(stages), micro_batches, loss_fn=objective, scale_grads=False
         )
-    single = _GPipe if schedule == "gpipe" else Schedule1F1B
-    return single(stages[0], micro_batches, loss_fn=objective, scale_grads=False)
+    schedule_class = _GPipe if schedule == "gpipe" else Schedule1F1B
+    return schedule_class(stages[0], micro_batches, loss_fn=objective, scale_grads=False)
 
 
 class _GPipe(ScheduleGPipe):

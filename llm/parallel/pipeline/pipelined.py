@@ -40,11 +40,12 @@ class PipelineStrategy(ShardedStrategy):
         options: The schedule, and the stages of each rank (`virtual_stages`).
         accelerator: The processes, devices and precision.
         dims: How many ranks each kind of parallelism has.
-        init_weights: As for `ShardedStrategy`; it receives the model with only this rank's stages.
+        init_weights: Allocates and initializes this rank's shards of a model on the meta device; it
+            receives the model with only this rank's stages. None if the model has weights.
 
     Attributes:
         num_stages: Stages of the whole pipeline.
-        stage_numbers: The stages of this rank.
+        stage_indices: The stages of this rank, from the first to the last.
     """
 
     def __init__(
@@ -60,45 +61,51 @@ class PipelineStrategy(ShardedStrategy):
         self._schedule: tuple[tuple[int, ...], Any] | None = None
         self.num_stages = dims.pipeline * options.virtual_stages
         self._stage_rank = dims.coordinates(self.rank)["pipeline"]
-        self.stage_numbers = range(self._stage_rank, self.num_stages, dims.pipeline)
-        self._pipeline = self.mesh.get_group("pipeline")
+        self.stage_indices = range(self._stage_rank, self.num_stages, dims.pipeline)
+        self._pipeline_group = self.mesh.get_group("pipeline")
         # Ranks of the first and the last stage that hold the same shards, for tied weights.
-        ends = [[group[0], group[-1]] for group in dims.groups("pipeline")]
-        self._ends, _ = dist.new_subgroups_by_enumeration(ends)
+        end_ranks = [[group[0], group[-1]] for group in dims.groups("pipeline")]
+        self._tied_group, _ = dist.new_subgroups_by_enumeration(end_ranks)
         # Hidden states can exceed the range of fp16, and autocast does not keep them in fp16
         # either.
-        in_bf16 = accelerator.mixed_precision in ("bf16", "fp8")
-        self._sent_dtype = torch.bfloat16 if in_bf16 else torch.float32
+        is_bf16 = accelerator.mixed_precision in ("bf16", "fp8")
+        self._sent_dtype = torch.bfloat16 if is_bf16 else torch.float32
         self._sums: list[Tensor] = []
 
     def prepare(self, loss: nn.Module, make_optimizer: MakeOptimizer) -> None:
         """Cut the model, inside its loss, and make the optimizer of this rank's shards."""
         super().prepare(loss, make_optimizer)
-        parameters = dict(self.model.named_parameters())
-        tied = {parameters[name] for name in self._cut.tied}
-        pairs = zip(self.parameters, self.local_parameters, strict=True)
-        self._tied = [local for parameter, local in pairs if parameter in tied]
+        parameter_by_name = dict(self.model.named_parameters())
+        tied_parameters = {parameter_by_name[name] for name in self._cut.tied}
+        self._tied_params = [
+            local_parameter
+            for parameter, local_parameter in zip(
+                self.parameters, self.local_parameters, strict=True
+            )
+            if parameter in tied_parameters
+        ]
         # A weight on both the first and the last stage counts once in the norm.
-        elsewhere = tied if self._stage_rank else set()
-        self._counted = [p for p in self.parameters if p not in elsewhere]
+        counted_elsewhere = tied_parameters if self._stage_rank else set()
+        self._norm_params = [p for p in self.parameters if p not in counted_elsewhere]
 
     def _shard_model(self) -> None:
         # In this order: stages are found in the plain model; then its layers are divided.
         modules = find_pipeline_modules(self.model)
         blocks = find_blocks(self.model)
         self._divide_layers()
-        self._no_sums = self.loss.no_sums(self.device)
-        cut = self._cut = cut_model(modules, self.loss, self.num_stages, self.stage_numbers)
+        self._zero_sums = self.loss.no_sums(self.device)
+        cut = self._cut = cut_model(modules, self.loss, self.num_stages, self.stage_indices)
         self.stages = cut.stages
         for stage in self.stages:
             stage.autocast = self.autocast
             stage.sent_dtype = self._sent_dtype
         # The whole model has no reference left here: layers of other stages can be freed.
         self.loss, self.model = nn.ModuleList(self.stages), cut.model
-        for number, (layers, size) in enumerate(zip(cut.layers, cut.num_parameters, strict=True)):
+        for stage_index, layers in enumerate(cut.layers):
             logger.info(
-                f"stage {number} on rank {number % self.dims.pipeline} of the pipeline: layers "
-                f"{layers.start} to {layers.stop - 1}, {size:,} parameters"
+                f"stage {stage_index} on rank {stage_index % self.dims.pipeline} of the pipeline: "
+                f"layers {layers.start} to {layers.stop - 1}, "
+                f"{cut.num_parameters[stage_index]:,} parameters"
             )
         mesh = self.mesh["shard"]
         if mesh.size() > 1:
@@ -126,43 +133,51 @@ class PipelineStrategy(ShardedStrategy):
             self._schedule = shape, self._make_schedule(*shape)
         arguments = [_stage_arguments(micro_batch) for micro_batch in micro_batches]
         # The schedule splits them again.
-        joined = {name: torch.cat([values[name] for values in arguments]) for name in arguments[0]}
-        received = [joined["input_ids"]] if self._stage_rank == 0 else []
+        step_arguments = {
+            name: torch.cat([values[name] for values in arguments]) for name in arguments[0]
+        }
+        stage_inputs = [step_arguments["input_ids"]] if self._stage_rank == 0 else []
         schedule = self._schedule[1]
         with self._record_step():
-            schedule.step(*received, target=joined["labels"], return_outputs=False, **joined)
+            schedule.step(
+                *stage_inputs,
+                target=step_arguments["labels"],
+                return_outputs=False,
+                **step_arguments,
+            )
         return self._sum_on_all_stages(self._sums)
 
-    def _make_schedule(self, micro_batches: int, rows: int, length: int) -> Any:
+    def _make_schedule(self, num_micro_batches: int, num_samples: int, num_tokens: int) -> Any:
+        """Make the schedule of a step with micro-batches of [num_samples, num_tokens]."""
         # Given the shapes, the stages do not need an extra forward pass to find them.
-        ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
-        shape, dtype = (rows, length, self._cut.width), self._sent_dtype
+        ids = torch.empty(num_samples, num_tokens, dtype=torch.int64, device="meta")
+        shape, dtype = (num_samples, num_tokens, self._cut.width), self._sent_dtype
         hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-        losses = torch.empty((), device="meta"), self._no_sums.to("meta")
+        losses = torch.empty((), device="meta"), self._zero_sums.to("meta")
         stages = [
             PipelineStage(
                 stage,
-                number,
+                stage_index,
                 self.num_stages,
                 self.device,
-                input_args=ids if number == 0 else hidden,
-                output_args=losses if number == self.num_stages - 1 else hidden,
-                group=self._pipeline,
+                input_args=ids if stage_index == 0 else hidden,
+                output_args=losses if stage_index == self.num_stages - 1 else hidden,
+                group=self._pipeline_group,
             )
-            for number, stage in zip(self.stage_numbers, self.stages, strict=True)
+            for stage_index, stage in zip(self.stage_indices, self.stages, strict=True)
         ]
-        idle = bubble_fraction(
-            ranks=self.dims.pipeline, virtual_stages=len(stages), micro_batches=micro_batches
+        bubble = bubble_fraction(
+            ranks=self.dims.pipeline, virtual_stages=len(stages), micro_batches=num_micro_batches
         )
         logger.info(
-            f"pipeline: {counted(micro_batches, 'micro-batch')} per step through "
+            f"pipeline: {counted(num_micro_batches, 'micro-batch')} per step through "
             f"{self.num_stages} stages on {self.dims.pipeline} ranks by {self._schedule_name}; "
-            f"bubble {idle:.1%} of a step"
+            f"bubble {bubble:.1%} of a step"
         )
         return make_schedule(
             self._schedule_name,
             stages,
-            micro_batches=micro_batches,
+            micro_batches=num_micro_batches,
             objective=self._last_stage_objective,
         )
 
@@ -174,11 +189,11 @@ class PipelineStrategy(ShardedStrategy):
 
     def _sum_on_all_stages(self, sums: Sequence[Tensor]) -> Tensor:
         """Return the total of the last stage's sums on all stages; the others have none."""
-        return self._from_last_stage(torch.stack([*sums] or [self._no_sums]).sum(0))
+        return self._from_last_stage(torch.stack([*sums] or [self._zero_sums]).sum(0))
 
     def _from_last_stage(self, values: Tensor) -> Tensor:
         """Return the last stage's values on all stages; the others give zeros."""
-        dist.all_reduce(values, group=self._pipeline)
+        dist.all_reduce(values, group=self._pipeline_group)
         return values
 
     def _reduce_gradients(self) -> None:
@@ -188,14 +203,14 @@ class PipelineStrategy(ShardedStrategy):
             _all_reduce(gradients, self.mesh.get_group("replicate"))
             torch._foreach_div_(gradients, self.dims.replicate)
         # A tied weight gets the sum of its gradients as embedding and as output head.
-        _all_reduce([p.grad for p in self._tied if p.grad is not None], self._ends)
+        _all_reduce([p.grad for p in self._tied_params if p.grad is not None], self._tied_group)
 
     def _norm_parameters(self) -> list[Tensor]:
-        return self._counted
+        return self._norm_params
 
     def _gradient_norm(self) -> Tensor:
         square = super()._gradient_norm().square()
-        dist.all_reduce(square, group=self._pipeline)
+        dist.all_reduce(square, group=self._pipeline_group)
         return square.sqrt()
 
     @torch.no_grad()
@@ -210,8 +225,8 @@ class PipelineStrategy(ShardedStrategy):
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the likeliest next tokens, int64, and the labels' log-probabilities, float32."""
         outputs = self._run_stages(_stage_arguments(micro_batch), predicting=True)
-        none = torch.zeros_like(micro_batch.input_ids)
-        likeliest, log_probs = zip(*(outputs or [(none, none.float())]), strict=True)
+        zeros = torch.zeros_like(micro_batch.input_ids)
+        likeliest, log_probs = zip(*(outputs or [(zeros, zeros.float())]), strict=True)
         return (
             self._from_last_stage(torch.cat(likeliest)),
             self._from_last_stage(torch.cat(log_probs)),
@@ -224,25 +239,26 @@ class PipelineStrategy(ShardedStrategy):
         """
         if self.wrapped.training:
             self.wrapped.eval()
-        ranks = self.dims.pipeline
-        previous, following = (self._stage_rank - 1) % ranks, (self._stage_rank + 1) % ranks
-        sends, outputs = [], []
-        for values in zip(*(tensor.chunk(ranks) for tensor in arguments.values()), strict=True):
-            rows = dict(zip(arguments, values, strict=True))
-            for number, stage in zip(self.stage_numbers, self.stages, strict=True):
-                received = rows["input_ids"]
-                if number > 0:
+        num_ranks = self.dims.pipeline
+        previous_rank = (self._stage_rank - 1) % num_ranks
+        next_rank = (self._stage_rank + 1) % num_ranks
+        pending_sends, outputs = [], []
+        for pieces in zip(*(tensor.chunk(num_ranks) for tensor in arguments.values()), strict=True):
+            piece = dict(zip(arguments, pieces, strict=True))
+            for stage_index, stage in zip(self.stage_indices, self.stages, strict=True):
+                received = piece["input_ids"]
+                if stage_index > 0:
                     shape, dtype = (*received.shape, self._cut.width), self._sent_dtype
                     received = torch.empty(shape, dtype=dtype, device=self.device)
-                    dist.recv(received, group=self._pipeline, group_src=previous)
-                output = stage(received, **rows, predicting=predicting)
-                if number == self.num_stages - 1:
+                    dist.recv(received, group=self._pipeline_group, group_src=previous_rank)
+                output = stage(received, **piece, predicting=predicting)
+                if stage_index == self.num_stages - 1:
                     outputs.append(output)
                 else:
-                    work = dist.isend(output, group=self._pipeline, group_dst=following)
-                    sends.append((work, output))
+                    work = dist.isend(output, group=self._pipeline_group, group_dst=next_rank)
+                    pending_sends.append((work, output))
         # Keep the outputs alive until their messages have been sent.
-        for work, _ in sends:
+        for work, _ in pending_sends:
             if work is not None:
                 work.wait()
         return outputs
@@ -262,27 +278,28 @@ class PipelineStrategy(ShardedStrategy):
         This holds for every part of a checkpoint, so a new part needs no entry here. If several
         stages hold the same tensor, torch.distributed.checkpoint writes one copy.
         """
-        stage = self._stage_rank if self._cut.tied.isdisjoint(path.split("/")) else 0
-        return self.dims.groups("replicate", "shard", "context", "tensor")[stage]
+        stage_rank = self._stage_rank if self._cut.tied.isdisjoint(path.split("/")) else 0
+        return self.dims.groups("replicate", "shard", "context", "tensor")[stage_rank]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's parameters and persistent buffers on rank 0's host."""
         reshard(self.wrapped)
-        specs = {name: (t.shape, t.dtype) for name, t in self.model.state_dict().items()}
-        specs_by_rank = gather(specs)
-        sender: dict[str, int] = {}
+        specs_by_rank = gather(
+            {name: (tensor.shape, tensor.dtype) for name, tensor in self.model.state_dict().items()}
+        )
+        sender_by_name: dict[str, int] = {}
         for rank in self.dims.groups("pipeline")[0]:  # stage by stage
             for name in specs_by_rank[rank]:
-                sender.setdefault(name, rank)
+                sender_by_name.setdefault(name, rank)
         state_dict = {}
         for name, tensor in self.model.state_dict().items():
             gathered = full_tensor(tensor)  # on all ranks, because it is an all-gather
             if self.rank == 0:
                 state_dict[name] = gathered.detach().cpu()
-            elif self.rank == sender[name]:
+            elif self.rank == sender_by_name[name]:
                 dist.send(gathered.detach().cpu().contiguous(), 0)
         # In the senders' order, stage by stage: messages of one rank arrive in order.
-        for name, rank in sender.items():
+        for name, rank in sender_by_name.items():
             if self.rank == 0 and rank > 0:
                 shape, dtype = specs_by_rank[rank][name]
                 state_dict[name] = torch.empty(shape, dtype=dtype)

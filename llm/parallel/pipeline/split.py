@@ -17,8 +17,8 @@ from llm.models.sizes import find_blocks
 _LOOKUP_COST = 0.1
 """Cost of a weight in a lookup, relative to one in a matrix product."""
 
-SAMPLE = (2, 8)
-"""Shape of the tokens that models are tried with."""
+SAMPLE_SHAPE = (2, 8)
+"""Shape of the token ids that models are tested with, [samples, tokens]."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class PipelineModules:
         prologue: Before the first layer, such as the embeddings.
         layers: The layers.
         epilogue: After the last layer, such as the last norm and the output head.
-        lengths: For each layer, the length of the tuple that it returns; 0 for a bare tensor.
+        tuple_lengths: For each layer, the length of the tuple that it returns; 0 for a bare tensor.
     """
 
     prologue: tuple[nn.Module, ...]
     layers: tuple[nn.Module, ...]
     epilogue: tuple[nn.Module, ...]
-    lengths: tuple[int, ...]
+    tuple_lengths: tuple[int, ...]
 
-    def of(self, layers: range) -> list[nn.Module]:
+    def of_stage(self, layers: range) -> list[nn.Module]:
         """Return the modules of a stage with these layers, and with the ends of the model."""
         prologue = self.prologue if layers.start == 0 else ()
         epilogue = self.epilogue if layers.stop == len(self.layers) else ()
@@ -72,22 +72,23 @@ def assign_layers(
         epilogue_cost: Further computation of the last stage.
         num_stages: No more than layers.
     """
-    total = [0.0, *itertools.accumulate(costs, initial=prologue_cost)]
-    del total[1]  # total[n] is the cost of all that comes before layer n: `first` is in total[1]
-    total[-1] += epilogue_cost
+    cost_before = [0.0, *itertools.accumulate(costs, initial=prologue_cost)]
+    # cost_before[n] is the cost of all that comes before layer n, with the prologue if n > 0.
+    del cost_before[1]
+    cost_before[-1] += epilogue_cost
     num_layers = len(costs)
-    # best[stop]: highest cost, sum of squares and cuts of the stages of the layers before `stop`.
+    # By end_layer, for the stages of all layers before it: highest cost, sum of squares, and cuts.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
     for stage in range(1, num_stages + 1):
-        extended = {}
-        for stop in range(stage, num_layers - (num_stages - stage) + 1):
-            extended[stop] = min(
-                (max(highest, cost), squares + cost**2, (*cuts, stop))
-                for start, (highest, squares, cuts) in best.items()
-                if start < stop
-                for cost in [total[stop] - total[start]]
+        next_best = {}
+        for end_layer in range(stage, num_layers - (num_stages - stage) + 1):
+            next_best[end_layer] = min(
+                (max(highest_cost, stage_cost), sum_of_squares + stage_cost**2, (*cuts, end_layer))
+                for start_layer, (highest_cost, sum_of_squares, cuts) in best.items()
+                if start_layer < end_layer
+                for stage_cost in [cost_before[end_layer] - cost_before[start_layer]]
             )
-        best = extended
+        best = next_best
     return list(itertools.starmap(range, itertools.pairwise(best[num_layers][2])))
 
 
@@ -104,7 +105,7 @@ def find_pipeline_modules(model: PreTrainedModel) -> PipelineModules:
     try:
         layers = list(find_blocks(model))
     except ValueError as error:
-        raise cannot_cut(model, str(error)) from error
+        raise cut_error(model, str(error)) from error
     layer_modules = {module for layer in layers for module in layer.modules()}
     owners = [
         module
@@ -112,24 +113,24 @@ def find_pipeline_modules(model: PreTrainedModel) -> PipelineModules:
         if module not in layer_modules and any(True for _ in module.parameters(recurse=False))
     ]
     if any(True for owner in owners for _ in owner.children()):
-        raise cannot_cut(
+        raise cut_error(
             model, "it has parameters outside of its layers that are not in a separate module"
         )
-    calls, lengths = _trace_calls(model, [*owners, *layers])
+    calls, tuple_lengths = _trace_calls(model, [*owners, *layers])
     if [module for module in calls if module in set(layers)] != layers:
-        raise cannot_cut(model, "it does not use its layers in sequence")
+        raise cut_error(model, "it does not use its layers in sequence")
     first_call, last_call = calls.index(layers[0]), calls.index(layers[-1])
     epilogue = {module for module in calls[last_call:] if module not in layer_modules}
     prologue = [module for module in owners if module not in epilogue]
     if epilogue.intersection(calls[:first_call]) or set(calls[first_call:last_call]).intersection(
         owners
     ):
-        raise cannot_cut(model, "it uses other parameters between its layers")
+        raise cut_error(model, "it uses other parameters between its layers")
     return PipelineModules(
         prologue=tuple(prologue),
         layers=tuple(layers),
         epilogue=tuple(module for module in owners if module in epilogue),
-        lengths=tuple(lengths[layer] for layer in layers),
+        tuple_lengths=tuple(tuple_lengths[layer] for layer in layers),
     )
 
 
@@ -138,25 +139,25 @@ def _trace_calls(
 ) -> tuple[list[nn.Module], dict[nn.Module, int]]:
     """Return the calls of some modules in a forward, and the length of the tuple of each."""
     calls: list[nn.Module] = []
-    lengths: dict[nn.Module, int] = {}
+    tuple_lengths: dict[nn.Module, int] = {}
 
-    def note(module: nn.Module, _: Any, output: Any) -> None:
+    def record_call(module: nn.Module, _: Any, output: Any) -> None:
         calls.append(module)
-        lengths[module] = len(output) if isinstance(output, tuple) else 0
+        tuple_lengths[module] = len(output) if isinstance(output, tuple) else 0
 
-    hooks = [module.register_forward_hook(note) for module in modules]
+    hooks = [module.register_forward_hook(record_call) for module in modules]
     try:
         with evaluating(model), experts_on_meta(model):
-            run_model(model, random_tokens(model, *SAMPLE), None, None)
+            run_model(model, random_tokens(model, *SAMPLE_SHAPE), None, None)
     except Exception as error:
-        raise cannot_cut(model, one_line(error)) from error
+        raise cut_error(model, one_line(error)) from error
     finally:
         for hook in hooks:
             hook.remove()
-    return calls, lengths
+    return calls, tuple_lengths
 
 
-def cannot_cut(model: PreTrainedModel, reason: str) -> ConfigError:
+def cut_error(model: PreTrainedModel, reason: str) -> ConfigError:
     """Return the error for a model that cannot be divided into stages."""
     return ConfigError(
         f"--pipeline_parallel_size cannot cut {model.config.model_type} into stages "

@@ -20,9 +20,9 @@ from llm.errors import ConfigError, one_line
 from llm.models.attention import evaluating, random_tokens, run_model
 from llm.models.loss import LanguageModelLoss
 from llm.parallel.pipeline.split import (
-    SAMPLE,
+    SAMPLE_SHAPE,
     PipelineModules,
-    cannot_cut,
+    cut_error,
     find_pipeline_modules,
     num_parameters,
 )
@@ -41,9 +41,9 @@ class _StagePlaceholder(nn.Module):
 
     Args:
         original: The module. Its plain attributes are copied: models read some of their layers.
-        io: Of the stage.
+        io: Inputs and outputs of the stage's placeholders.
         place: Whether it comes before the stage's layers, right after them, or later.
-        length: Length of the tuple that it returns; 0 for a bare tensor.
+        tuple_length: Length of the tuple that it returns; 0 for a bare tensor.
     """
 
     def __init__(
@@ -51,13 +51,16 @@ class _StagePlaceholder(nn.Module):
         original: nn.Module,
         io: _StageIO,
         place: Literal["before", "next", "later"],
-        length: int = 0,
+        tuple_length: int = 0,
     ) -> None:
         super().__init__()
-        plain = {key: value for key, value in vars(original).items() if not key.startswith("_")}
-        plain.pop("forward", None)  # tensor parallelism sets one, which would compute the layer
-        vars(self).update(plain)
-        self._io, self._place, self._length = io, place, length
+        public_attributes = {
+            name: value for name, value in vars(original).items() if not name.startswith("_")
+        }
+        # Tensor parallelism sets a `forward`, which would compute the layer.
+        public_attributes.pop("forward", None)
+        vars(self).update(public_attributes)
+        self._io, self._place, self._tuple_length = io, place, tuple_length
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Return the received hidden states before the stage's layers, else the argument."""
@@ -67,7 +70,7 @@ class _StagePlaceholder(nn.Module):
         elif self._place == "next":
             assert isinstance(value, Tensor)
             self._io.output = value
-        return (value, *[None] * (self._length - 1)) if self._length else value
+        return (value, *[None] * (self._tuple_length - 1)) if self._tuple_length else value
 
 
 class PipelineStage(nn.Module):
@@ -107,11 +110,11 @@ class PipelineStage(nn.Module):
         Args:
             received: Hidden states [batch, length, width] of the stage before, of `sent_dtype`; the
                 first stage ignores it.
-            input_ids: As for the loss; every stage has them.
-            labels: As for the loss.
-            positions: As for the loss.
-            documents: As for the loss.
-            sources: As for the loss.
+            input_ids: Argument of the loss; every stage has it.
+            labels: Argument of the loss.
+            positions: Argument of the loss.
+            documents: Argument of the loss.
+            sources: Argument of the loss.
             predicting: Whether the last stage predicts instead of computing the loss.
 
         Returns:
@@ -163,7 +166,7 @@ def check_depth(num_layers: int, num_stages: int) -> None:
     """Refuse more stages than layers.
 
     Raises:
-        ConfigError: With both numbers.
+        ConfigError: The message has both numbers.
     """
     if num_layers < num_stages:
         raise ConfigError(
@@ -174,7 +177,7 @@ def check_depth(num_layers: int, num_stages: int) -> None:
 
 
 def cut_model(
-    modules: PipelineModules, loss: LanguageModelLoss, num_stages: int, stage_numbers: Sequence[int]
+    modules: PipelineModules, loss: LanguageModelLoss, num_stages: int, stage_indices: Sequence[int]
 ) -> LocalStages:
     """Cut a model into stages of about the same cost.
 
@@ -183,22 +186,30 @@ def cut_model(
         loss: A model that `check_cut` accepts, inside its loss. Both do not change, and share their
             modules with the stages.
         num_stages: Stages of the whole pipeline.
-        stage_numbers: The numbers of this rank's stages.
+        stage_indices: The indices of this rank's stages in the pipeline.
     """
     model = loss.model
     layers = modules.assign_layers(num_stages)
-    local_stages = [_make_stage(loss, modules, layers[number]) for number in stage_numbers]
-    view = _replace_submodules(
+    local_stages = [
+        _make_stage(loss, modules, layers[stage_index]) for stage_index in stage_indices
+    ]
+    model_view = _replace_submodules(
         model, _common_placeholders([placeholders for _, placeholders in local_stages])
     )
-    ends = [_parameters_of(modules.of(layers[number])) for number in (0, -1)]
+    end_parameters = [
+        _parameters_of(modules.of_stage(layers[stage_index])) for stage_index in (0, -1)
+    ]
     return LocalStages(
         stages=[stage for stage, _ in local_stages],
-        model=view,
-        tied=frozenset(n for n, p in view.named_parameters() if all(p in end for end in ends)),
+        model=model_view,
+        tied=frozenset(
+            name
+            for name, parameter in model_view.named_parameters()
+            if all(parameter in parameters for parameters in end_parameters)
+        ),
         width=model.config.get_text_config().hidden_size,
         layers=layers,
-        num_parameters=[num_parameters(modules.of(of_stage)) for of_stage in layers],
+        num_parameters=[num_parameters(modules.of_stage(stage_layers)) for stage_layers in layers],
     )
 
 
@@ -220,28 +231,33 @@ def check_cut(model: PreTrainedModel, num_stages: int) -> None:
     modules = find_pipeline_modules(model)
     check_depth(len(modules.layers), num_stages)
     loss = LanguageModelLoss(model, chunked=False)
-    input_ids = random_tokens(model, *SAMPLE)
+    input_ids = random_tokens(model, *SAMPLE_SHAPE)
     try:
         with evaluating(model):
             layers = modules.assign_layers(num_stages)
-            stages = [_make_stage(loss, modules, of_stage)[0] for of_stage in layers]
-            passed: list[Any] = [input_ids]
+            stages = [_make_stage(loss, modules, stage_layers)[0] for stage_layers in layers]
+            stage_inputs: list[Any] = [input_ids]
             for stage in stages:
-                passed.append(stage(passed[-1], input_ids=input_ids, labels=input_ids))
-            passed[-1] = loss(input_ids, input_ids)
+                stage_inputs.append(stage(stage_inputs[-1], input_ids=input_ids, labels=input_ids))
+            stage_inputs[-1] = loss(input_ids, input_ids)
             loss(input_ids.flip(1), input_ids)
-            for number in reversed(range(num_stages)):
-                alone = stages[number](passed[number], input_ids=input_ids, labels=input_ids)
-                if not _are_close(alone, passed[number + 1]):
+            for stage_index in reversed(range(num_stages)):
+                output = stages[stage_index](
+                    stage_inputs[stage_index], input_ids=input_ids, labels=input_ids
+                )
+                if not _are_close(output, stage_inputs[stage_index + 1]):
                     raise ValueError("its layers pass each other more than their outputs")
     except Exception as error:
-        raise cannot_cut(model, one_line(error)) from error
+        raise cut_error(model, one_line(error)) from error
 
 
 def _are_close(actual: Tensor | tuple[Tensor, ...], expected: Tensor | tuple[Tensor, ...]) -> bool:
-    """Whether hidden states, or sums of losses, are equal up to rounding."""
-    a, b = (value if isinstance(value, Tensor) else value[-1] for value in (actual, expected))
-    return torch.allclose(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+    """Return whether hidden states, or the last of a loss's outputs, are equal up to rounding."""
+    actual_values, expected_values = (
+        output if isinstance(output, Tensor) else output[-1] for output in (actual, expected)
+    )
+    tolerance = 1e-5 * float(expected_values.abs().max())
+    return torch.allclose(actual_values, expected_values, rtol=1e-5, atol=tolerance)
 
 
 _Placeholders = dict[nn.Module, nn.Module]
@@ -251,39 +267,40 @@ _Placeholders = dict[nn.Module, nn.Module]
 def _make_stage(
     loss: LanguageModelLoss, modules: PipelineModules, layers: range
 ) -> tuple[PipelineStage, _Placeholders]:
+    """Return the stage with these layers, and its placeholders for all other modules."""
     io = _StageIO()
-    lengths = dict(zip(modules.layers, modules.lengths, strict=True))
-    stage_modules = modules.of(layers)
+    tuple_length_by_layer = dict(zip(modules.layers, modules.tuple_lengths, strict=True))
+    stage_modules = modules.of_stage(layers)
     stage_parameters = _parameters_of(stage_modules)
     placeholders: _Placeholders = {}
     place: Literal["before", "next", "later"] = "before"
-    for module in modules.of(range(len(modules.layers))):
+    for module in modules.of_stage(range(len(modules.layers))):
         if module in stage_modules:
             place = "next"
             continue
-        placeholder = _StagePlaceholder(module, io, place, lengths.get(module, 0))
+        placeholder = _StagePlaceholder(module, io, place, tuple_length_by_layer.get(module, 0))
         for name, parameter in module.named_parameters(recurse=False):
             if parameter in stage_parameters:  # a tied weight keeps both of its names
                 placeholder.register_parameter(name, parameter)
         placeholders[module] = placeholder
         place = "later" if place == "next" else place
     is_last = layers.stop == len(modules.layers)
-    view = _replace_submodules(loss, dict(placeholders))
-    return PipelineStage(view, io, is_last=is_last), placeholders
+    loss_view = _replace_submodules(loss, dict(placeholders))
+    return PipelineStage(loss_view, io, is_last=is_last), placeholders
 
 
-def _common_placeholders(of_stages: Sequence[_Placeholders]) -> _Placeholders:
+def _common_placeholders(placeholders_by_stage: Sequence[_Placeholders]) -> _Placeholders:
     """Return a placeholder for each module that no stage of a rank holds.
 
     If several stages have a placeholder, prefer one with a (tied) parameter.
     """
-    absent: _Placeholders = {}
-    for module in of_stages[0]:
-        if all(module in placeholders for placeholders in of_stages):
-            candidates = [placeholders[module] for placeholders in of_stages]
+    common_placeholders: _Placeholders = {}
+    for module in placeholders_by_stage[0]:
+        if all(module in placeholders for placeholders in placeholders_by_stage):
+            candidates = [placeholders[module] for placeholders in placeholders_by_stage]
             with_parameters = [c for c in candidates if any(True for _ in c.parameters())]
-            absent[module] = (with_parameters or candidates)[0]
-    return absent
+            common_placeholders[module] = (with_parameters or candidates)[0]
+    return common_placeholders
 
 
 def _replace_submodules(module: nn.Module, replacements: dict[nn.Module, nn.Module]) -> nn.Module:
@@ -295,10 +312,10 @@ def _replace_submodules(module: nn.Module, replacements: dict[nn.Module, nn.Modu
     }
     if all(children[name] is child for name, child in module.named_children()):
         return module
-    view = copy.copy(module)
-    vars(view)["_modules"] = {**module._modules, **children}
-    replacements[module] = view
-    return view
+    module_view = copy.copy(module)
+    vars(module_view)["_modules"] = {**module._modules, **children}
+    replacements[module] = module_view
+    return module_view
 
 
 def _parameters_of(modules: Iterable[nn.Module]) -> set[nn.Parameter]:

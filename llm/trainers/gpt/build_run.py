@@ -27,7 +27,7 @@ from llm.optim.groups import scale_learning_rates
 from llm.optim.run_optimizer import RunOptimizer
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.context import check_divisible
+from llm.parallel.context import check_context_parallel
 from llm.parallel.pipeline.stage import check_cut
 from llm.parallel.sharded_init import fill_model
 from llm.parallel.tensor import check_compiled_dropout
@@ -105,7 +105,7 @@ def _check_use(run: Run, model: PreTrainedModel, has_values: bool) -> None:
     if boundaries is not None:
         check_documents_apart(model, positions=boundaries.positions, attention=boundaries.attention)
     if dims.context > 1:
-        check_divisible(model, ranks=dims.context, block_size=run.block_size)
+        check_context_parallel(model, num_ranks=dims.context, block_size=run.block_size)
     if dims.tensor > 1 and run.config.torch_compile:
         check_compiled_dropout(model, sequence_parallel=run.config.sequence_parallel)
     if dims.pipeline > 1:
