@@ -133,7 +133,7 @@ GOSSIP = Case(4, {"data_parallel": "gossip"})
 
 
 def average_without_a_wait() -> None:
-    GossipAverager.settle = lambda self: None
+    GossipAverager.wait_for_messages = lambda self: None
 
 
 @pytest.mark.extended
@@ -147,7 +147,7 @@ def test_gossip_that_does_not_wait_for_its_messages_is_noticed():
 
 
 def answer_without_a_wait() -> None:
-    FlagReducer.settle = lambda self: None
+    FlagReducer.wait_for_messages = lambda self: None
 
 
 @more

@@ -142,7 +142,7 @@ def train(strategy: AcceleratedStrategy, case: Case, steps: range) -> None:
 def finish(strategy: AcceleratedStrategy) -> None:
     """Wait for messages, and for all ranks: the first one must not leave the others alone."""
     if isinstance(strategy, DecentralizedStrategy):
-        strategy._averaging.settle()
+        strategy._averager.wait_for_messages()
     strategy.barrier()
 
 

@@ -73,59 +73,62 @@ class AccumAdamW(torch.optim.Optimizer):
             closure: Not supported.
         """
         for group in self.param_groups:
-            by_device_and_dtype: dict[Any, list[Tensor]] = {}
+            params_by_device_and_dtype: dict[Any, list[Tensor]] = {}
             for p in group["params"]:
                 if p.grad is not None:
-                    by_device_and_dtype.setdefault((p.device, p.dtype), []).append(p)
-            for params in by_device_and_dtype.values():
+                    params_by_device_and_dtype.setdefault((p.device, p.dtype), []).append(p)
+            for params in params_by_device_and_dtype.values():
                 self._step_parameters(params, group)
 
     def _step_parameters(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        steps, averages, squares, means = (
+        step_tensors, first_moments, second_moments, grad_means = (
             [self.state[p][key] for p in params]
             for key in ("step", "exp_avg", "exp_avg_sq", "grad_mean")
         )
         grads = [p.grad for p in params if p.grad is not None]
         beta1, beta2 = group["betas"]
-        lr, block = group["lr"], group["accum_steps"]
+        lr, block_steps = group["lr"], group["accum_steps"]
 
         device = params[0].device
         # 1 - beta^n loses digits in float32 for a beta close to 1; MPS has no float64.
-        precise = torch.float32 if device.type == "mps" else torch.float64
-        keep = torch.ones((), dtype=precise, device=device)
+        count_dtype = torch.float32 if device.type == "mps" else torch.float64
+        update_mask = torch.ones((), dtype=count_dtype, device=device)
         if self.found_inf is not None:
-            keep = keep - self.found_inf.to(keep)
-            skipping = keep == 0
+            update_mask = update_mask - self.found_inf.to(update_mask)
+            is_skipped = update_mask == 0
             for grad in grads:
                 # Not multiplied by 0, because infinity times 0 is NaN.
-                grad.masked_fill_(skipping, 0.0)
-        torch._foreach_add_(steps, [keep] * len(steps))
-        torch._foreach_add_(means, grads, alpha=1 / block)
+                grad.masked_fill_(is_skipped, 0.0)
+        torch._foreach_add_(step_tensors, [update_mask] * len(step_tensors))
+        torch._foreach_add_(grad_means, grads, alpha=1 / block_steps)
 
         # [number of parameters], because some parameters may have had fewer gradients.
-        counts = torch.stack(steps).to(keep.dtype)
-        num_blocks = torch.ceil(counts / block).clamp(min=1)
+        step_counts = torch.stack(step_tensors).to(update_mask.dtype)
+        num_blocks = torch.ceil(step_counts / block_steps).clamp(min=1)
         root_correction = (1 - beta2**num_blocks).sqrt()
-        scale = keep * lr * root_correction / (1 - beta1**num_blocks)
+        scale = update_mask * lr * root_correction / (1 - beta1**num_blocks)
 
         if group["weight_decay"] != 0:
-            torch._foreach_mul_(params, 1 - keep * (lr * group["weight_decay"]))
-        present = torch._foreach_lerp(averages, grads, 1 - beta1)
-        roots = torch._foreach_mul(squares, beta2)
-        torch._foreach_addcmul_(roots, grads, grads, 1 - beta2)
-        torch._foreach_sqrt_(roots)
+            torch._foreach_mul_(params, 1 - update_mask * (lr * group["weight_decay"]))
+        numerators = torch._foreach_lerp(first_moments, grads, 1 - beta1)
+        denominators = torch._foreach_mul(second_moments, beta2)
+        torch._foreach_addcmul_(denominators, grads, grads, 1 - beta2)
+        torch._foreach_sqrt_(denominators)
         # m^ / (sqrt(v^) + eps); the bias correction of v is in `scale` and eps, without a pass.
-        torch._foreach_add_(roots, (root_correction * group["eps"]).unbind())
-        torch._foreach_mul_(present, scale.unbind())
-        torch._foreach_addcdiv_(params, present, roots, -1.0)
+        torch._foreach_add_(denominators, (root_correction * group["eps"]).unbind())
+        torch._foreach_mul_(numerators, scale.unbind())
+        torch._foreach_addcdiv_(params, numerators, denominators, -1.0)
 
-        ended = (counts % block == 0) * keep
-        moved = ended.to(params[0].dtype)  # 1 for parameters with a block ending at this step.
-        torch._foreach_lerp_(averages, means, (moved * (1 - beta1)).unbind())
+        block_ended = (step_counts % block_steps == 0) * update_mask
+        # 1 for parameters with a block ending at this step.
+        moment_mask = block_ended.to(params[0].dtype)
+        torch._foreach_lerp_(first_moments, grad_means, (moment_mask * (1 - beta1)).unbind())
         torch._foreach_lerp_(
-            squares, torch._foreach_mul(means, means), (moved * (1 - beta2)).unbind()
+            second_moments,
+            torch._foreach_mul(grad_means, grad_means),
+            (moment_mask * (1 - beta2)).unbind(),
         )
-        torch._foreach_mul_(means, (1 - ended).unbind())
+        torch._foreach_mul_(grad_means, (1 - block_ended).unbind())
 
 
 def make_accum_adamw(

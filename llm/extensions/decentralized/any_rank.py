@@ -19,7 +19,7 @@ class FlagReducer:
     call is one round, so a message has the time of a step to arrive.
 
     Attributes:
-        delay: Maximum calls between a flag and its answer.
+        delay: Maximum number of calls until a flag of one rank is returned on all ranks.
 
     Args:
         rank: Rank of this process.
@@ -29,13 +29,13 @@ class FlagReducer:
     def __init__(self, *, rank: int, world_size: int) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._rounds = (world_size - 1).bit_length()
-        self.delay = 2 * self._rounds - 1
-        self._round = self._rounds
-        self._next: torch.Tensor | None = None  # flags for the next exchange
-        self._known: torch.Tensor | None = None  # flags of the current exchange
-        self._incoming: torch.Tensor | None = None
-        self._in_flight: list[Any] = []
+        self._num_rounds = (world_size - 1).bit_length()
+        self.delay = 2 * self._num_rounds - 1
+        self._round_index = self._num_rounds
+        self._next_flags: torch.Tensor | None = None  # flags for the next exchange
+        self._known_flags: torch.Tensor | None = None  # flags of the current exchange
+        self._incoming_flags: torch.Tensor | None = None
+        self._messages: list[Any] = []
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Return the flags of all ranks at the beginning of the exchange that ends with this call.
@@ -46,30 +46,34 @@ class FlagReducer:
         Returns:
             The same on all ranks; all False at calls without the end of an exchange.
         """
-        local = torch.tensor([float(flag) for flag in flags])
-        self._next = local if self._next is None else torch.maximum(self._next, local)
-        self.settle()
-        if self._incoming is not None and self._known is not None:
-            self._known = torch.maximum(self._known, self._incoming)
-        answer = [False] * len(flags)
-        if self._round == self._rounds:
-            if self._known is not None:
-                answer = [value > 0 for value in self._known.tolist()]
+        local_flags = torch.tensor([float(flag) for flag in flags])
+        self._next_flags = (
+            local_flags
+            if self._next_flags is None
+            else torch.maximum(self._next_flags, local_flags)
+        )
+        self.wait_for_messages()
+        if self._incoming_flags is not None and self._known_flags is not None:
+            self._known_flags = torch.maximum(self._known_flags, self._incoming_flags)
+        flags_of_ranks = [False] * len(flags)
+        if self._round_index == self._num_rounds:
+            if self._known_flags is not None:
+                flags_of_ranks = [value > 0 for value in self._known_flags.tolist()]
             # A flag set during an exchange waits for the next one: all ranks must see it at the
             # same time.
-            self._known, self._next, self._round = self._next, None, 0
-        assert self._known is not None
-        distance = 2**self._round
-        self._incoming = torch.empty_like(self._known)
-        self._in_flight = [
-            dist.isend(self._known, (self._rank + distance) % self._world_size),
-            dist.irecv(self._incoming, (self._rank - distance) % self._world_size),
+            self._known_flags, self._next_flags, self._round_index = self._next_flags, None, 0
+        assert self._known_flags is not None
+        distance = 2**self._round_index
+        self._incoming_flags = torch.empty_like(self._known_flags)
+        self._messages = [
+            dist.isend(self._known_flags, (self._rank + distance) % self._world_size),
+            dist.irecv(self._incoming_flags, (self._rank - distance) % self._world_size),
         ]
-        self._round += 1
-        return answer
+        self._round_index += 1
+        return flags_of_ranks
 
-    def settle(self) -> None:
+    def wait_for_messages(self) -> None:
         """Wait for messages in flight."""
-        for work in self._in_flight:
-            work.wait()
-        self._in_flight = []
+        for message in self._messages:
+            message.wait()
+        self._messages = []

@@ -7,6 +7,7 @@ as in D-PSGD (Lian et al. 2017, arXiv:1705.09056), with one group per rank and r
 exponential graphs (Ying et al. 2021, arXiv:2110.13363).
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +23,17 @@ from llm.runtime import torch_names
 
 @dataclass
 class _Exchange:
-    """Messages in flight; for each bucket the buffer that receives a partner's slice of it."""
+    """Messages of a round in flight.
+
+    Attributes:
+        works: Handles to wait for.
+        replicas: The replicas that average with each other, with this one.
+        partner_slices: For a pair, the slice of each bucket that the partner sends; else empty.
+    """
 
     works: list[Any]
-    group: tuple[int, ...]
-    incoming: list[Tensor]
+    replicas: tuple[int, ...]
+    partner_slices: list[Tensor]
 
 
 class GossipAverager:
@@ -41,14 +48,14 @@ class GossipAverager:
     weights.
 
     Attributes:
-        round: Number of rounds begun.
+        num_rounds: Number of rounds begun.
 
     Args:
         gossip: Which replicas average, and when.
         tensors: The weights that this rank holds, in the same order on all ranks.
         rank: Rank of this process.
         ranks_per_replica: Number of consecutive ranks that train one replica.
-        sharded: Whether each of these ranks holds only a shard of the weights.
+        is_sharded: Whether each of these ranks holds only a shard of the weights.
     """
 
     def __init__(
@@ -58,103 +65,122 @@ class GossipAverager:
         *,
         rank: int,
         ranks_per_replica: int = 1,
-        sharded: bool = False,
+        is_sharded: bool = False,
     ) -> None:
-        self.round = 0
-        self._rounds = gossip.rounds
-        self._replica, self._slice = divmod(rank, ranks_per_replica)
+        self.num_rounds = 0
+        self._period = gossip.rounds
+        self._replica, self._slice_index = divmod(rank, ranks_per_replica)
         self._ranks_per_replica = ranks_per_replica
-        self._num_slices = 1 if sharded else ranks_per_replica
+        self._num_slices = 1 if is_sharded else ranks_per_replica
         self._overlap = gossip.overlap
         self._in_flight: _Exchange | None = None
-        replicas = sum(map(len, gossip.rounds[0]))
+        num_replicas = sum(map(len, gossip.rounds[0]))
         self._buckets: list[Bucket] = []
-        if replicas == 1:
+        if num_replicas == 1:
             return
         self._buckets = [
             Bucket(group, multiple_of=self._num_slices) for group in bucket_groups(tensors)
         ]
-        flat_slice = 0 if sharded else self._slice
-        self._slices = [bucket.flat.chunk(self._num_slices)[flat_slice] for bucket in self._buckets]
-        self._incoming: list[Tensor] = []
+        slice_index = 0 if is_sharded else self._slice_index
+        self._slices = [
+            bucket.flat.chunk(self._num_slices)[slice_index] for bucket in self._buckets
+        ]
+        self._partner_slices: list[Tensor] = []
         if any(len(group) == 2 for groups in gossip.rounds for group in groups):
-            self._incoming = [torch.empty_like(flat_slice) for flat_slice in self._slices]
-        self._make_groups(replicas)
+            self._partner_slices = [torch.empty_like(flat_slice) for flat_slice in self._slices]
+        self._make_process_groups(num_replicas)
 
-    def _make_groups(self, replicas: int) -> None:
-        """Make process groups; every rank must take part in making each of them.
+    def _make_process_groups(self, num_replicas: int) -> None:
+        """Make the process groups of pairs, larger groups and replicas; every rank must call it.
 
         They are separate from the gradients' groups, so that messages do not wait for each other.
+
+        Args:
+            num_replicas: Number of replicas.
         """
-        ranks = self._ranks_per_replica
-        self._pairs = dist.new_group()
+        ranks_per_replica = self._ranks_per_replica
+        self._pair_group = dist.new_group()
         # The first operation of a group must include all of its ranks: NCCL connects them then.
-        dist.all_reduce(torch.zeros(1, device=self._buckets[0].flat.device), group=self._pairs)
-        self._larger: dict[tuple[int, ...], Any] = {}
-        for group in {group: None for groups in self._rounds for group in groups}:
-            if len(group) <= 2:
+        dist.all_reduce(torch.zeros(1, device=self._buckets[0].flat.device), group=self._pair_group)
+        self._group_by_replicas: dict[tuple[int, ...], Any] = {}
+        all_groups = dict.fromkeys(itertools.chain.from_iterable(self._period))
+        for replicas in all_groups:
+            if len(replicas) <= 2:
                 continue
-            for number in range(ranks):
-                process_group = dist.new_group([replica * ranks + number for replica in group])
-                if number == self._slice and self._replica in group:
-                    self._larger[group] = process_group
+            for slice_index in range(ranks_per_replica):
+                process_group = dist.new_group(
+                    [replica * ranks_per_replica + slice_index for replica in replicas]
+                )
+                if slice_index == self._slice_index and self._replica in replicas:
+                    self._group_by_replicas[replicas] = process_group
         if self._num_slices > 1:
-            nodes = [[*range(first, first + ranks)] for first in range(0, replicas * ranks, ranks)]
-            self._own_replica, _ = dist.new_subgroups_by_enumeration(nodes)
+            num_ranks = num_replicas * ranks_per_replica
+            ranks_by_replica = [
+                [*range(first_rank, first_rank + ranks_per_replica)]
+                for first_rank in range(0, num_ranks, ranks_per_replica)
+            ]
+            self._replica_group, _ = dist.new_subgroups_by_enumeration(ranks_by_replica)
 
     def before_step(self) -> None:
-        """Take the average of the exchange that ran during the gradient, if there is one."""
+        """Overwrite the weights with the mean of the exchange that ran during the gradient."""
         self._finish_round()
 
     def after_step(self) -> None:
         """Exchange the updated weights."""
-        self._start_round(self.round)
-        self.round += 1
+        self._start_round(self.num_rounds)
+        self.num_rounds += 1
         if not self._overlap:
             self._finish_round()
 
-    def _start_round(self, number: int) -> None:
-        groups = self._rounds[number % len(self._rounds)]
-        group = next(group for group in groups if self._replica in group)
-        if len(group) == 1:
+    def _start_round(self, round_index: int) -> None:
+        """Send this rank's slices to the replicas of its group, and receive or sum theirs."""
+        groups = self._period[round_index % len(self._period)]
+        replicas = next(group for group in groups if self._replica in group)
+        if len(replicas) == 1:
             return
         for bucket in self._buckets:
             bucket.fill()
-        if len(group) == 2:
-            (partner,) = set(group) - {self._replica}
-            peer = partner * self._ranks_per_replica + self._slice
+        if len(replicas) == 2:
+            (partner,) = set(replicas) - {self._replica}
+            partner_rank = partner * self._ranks_per_replica + self._slice_index
             messages = []
-            for flat_slice, incoming in zip(self._slices, self._incoming, strict=True):
-                messages.append(dist.P2POp(dist.isend, flat_slice, peer, group=self._pairs))
-                messages.append(dist.P2POp(dist.irecv, incoming, peer, group=self._pairs))
+            for flat_slice, incoming in zip(self._slices, self._partner_slices, strict=True):
+                messages.append(
+                    dist.P2POp(dist.isend, flat_slice, partner_rank, group=self._pair_group)
+                )
+                messages.append(
+                    dist.P2POp(dist.irecv, incoming, partner_rank, group=self._pair_group)
+                )
             # As one batch: a send and a receive in turn would deadlock with NCCL.
-            self._in_flight = _Exchange(dist.batch_isend_irecv(messages), group, self._incoming)
+            self._in_flight = _Exchange(
+                dist.batch_isend_irecv(messages), replicas, self._partner_slices
+            )
             return
         works = [
-            dist.all_reduce(flat_slice, group=self._larger[group], async_op=True)
+            dist.all_reduce(flat_slice, group=self._group_by_replicas[replicas], async_op=True)
             for flat_slice in self._slices
         ]
-        self._in_flight = _Exchange(works, group, [])
+        self._in_flight = _Exchange(works, replicas, [])
 
     @torch.no_grad()
     def _finish_round(self) -> None:
         """Overwrite the weights with the group's mean."""
-        self.settle()
+        self.wait_for_messages()
         exchange, self._in_flight = self._in_flight, None
         if exchange is None:
             return
-        if exchange.incoming:
-            torch._foreach_add_(self._slices, exchange.incoming)
-        torch._foreach_div_(self._slices, len(exchange.group))
+        if exchange.partner_slices:
+            torch._foreach_add_(self._slices, exchange.partner_slices)
+        torch._foreach_div_(self._slices, len(exchange.replicas))
         for bucket, flat_slice in zip(self._buckets, self._slices, strict=True):
             if self._num_slices > 1:
                 # A clone, because the slice is part of the buffer that is written to.
                 torch_names.all_gather_single(
-                    bucket.flat, flat_slice.clone(), group=self._own_replica
+                    bucket.flat, flat_slice.clone(), group=self._replica_group
                 )
             bucket.empty()
 
-    def settle(self) -> None:
+    def wait_for_messages(self) -> None:
         """Wait for messages in flight; the weights do not change."""
         if self._in_flight is not None:
             for work in self._in_flight.works:
@@ -163,7 +189,7 @@ class GossipAverager:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of rounds begun; messages in flight are sent again from the weights."""
-        return {"round": self.round}
+        return {"round": self.num_rounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from loaded weights; every rank must call it.
@@ -171,8 +197,8 @@ class GossipAverager:
         Args:
             state: Result of `state_dict`; round 0 if weights are equal on all ranks.
         """
-        self.settle()
+        self.wait_for_messages()
         self._in_flight = None
-        self.round = state["round"]
-        if self._overlap and self.round > 0:
-            self._start_round(self.round - 1)
+        self.num_rounds = state["round"]
+        if self._overlap and self.num_rounds > 0:
+            self._start_round(self.num_rounds - 1)

@@ -14,25 +14,30 @@ class Consensus:
     """Weights that differ between replicas, and their mean.
 
     Attributes:
-        distance: RMS distance of replicas from the mean when it was last computed, divided by the
-            norm of the mean; a float64 scalar.
+        distance: RMS distance of the replicas from their mean, divided by the norm of the mean; a
+            float64 scalar (float32 on MPS) from the last computation, None before the first.
 
     Args:
         tensors: The weights that this rank holds, in the same order on all ranks.
         world_size: Number of ranks.
-        shards: Number of consecutive ranks that share one replica's weights.
+        shards_per_replica: Number of consecutive ranks that share one replica's weights.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], *, world_size: int, shards: int = 1) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], *, world_size: int, shards_per_replica: int = 1
+    ) -> None:
         self._tensors = list(tensors)
         self._world_size = world_size
-        on_mps = any(tensor.device.type == "mps" for tensor in self._tensors)
-        self._dtype = torch.float32 if on_mps else torch.float64
-        self._replicas = world_size // shards
-        self._same_shard = None  # the default group
-        if shards > 1:
-            groups = [list(range(shard, world_size, shards)) for shard in range(shards)]
-            self._same_shard, _ = dist.new_subgroups_by_enumeration(groups)
+        is_on_mps = any(tensor.device.type == "mps" for tensor in self._tensors)
+        self._dtype = torch.float32 if is_on_mps else torch.float64
+        self._num_replicas = world_size // shards_per_replica
+        self._shard_group = None  # the default group
+        if shards_per_replica > 1:
+            ranks_by_shard = [
+                list(range(shard_index, world_size, shards_per_replica))
+                for shard_index in range(shards_per_replica)
+            ]
+            self._shard_group, _ = dist.new_subgroups_by_enumeration(ranks_by_shard)
         self.distance: Tensor | None = None
 
     def mean(self) -> list[Tensor]:
@@ -64,7 +69,7 @@ class Consensus:
 
         Args:
             tensors: This replica's weights.
-            local_weights: The same values, which stay.
+            local_weights: Another copy of them, which does not change.
         """
         for group in bucket_groups(tensors):
             self._average_group(group)
@@ -79,9 +84,9 @@ class Consensus:
         bucket = Bucket(group)  # freed before the next one is made
         bucket.fill()
         # A sum in half precision would round away the differences between replicas.
-        total = bucket.flat.float() if bucket.flat.itemsize < 4 else bucket.flat
-        dist.all_reduce(total, group=self._same_shard)
-        bucket.flat.copy_(total.div_(self._replicas))
+        bucket_sum = bucket.flat.float() if bucket.flat.itemsize < 4 else bucket.flat
+        dist.all_reduce(bucket_sum, group=self._shard_group)
+        bucket.flat.copy_(bucket_sum.div_(self._num_replicas))
         bucket.empty()
 
 
@@ -90,7 +95,7 @@ def read_mean(
     tensors: Mapping[str, Tensor],
     read_replica: Callable[[int, Mapping[str, Tensor]], None],
     *,
-    replicas: int,
+    num_replicas: int,
 ) -> None:
     """Overwrite tensors with the mean of several saved replicas.
 
@@ -99,13 +104,15 @@ def read_mean(
     Args:
         tensors: Tensors to overwrite, by name.
         read_replica: Overwrites host tensors, by name, with a saved replica's; takes its number.
-        replicas: Number of replicas saved.
+        num_replicas: Number of replicas saved.
     """
-    saved = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
-    sums = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in saved.items()}
-    for replica in range(replicas):
-        read_replica(replica, saved)
-        for name, tensor in saved.items():
+    replica_tensors = {
+        name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()
+    }
+    sums = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in replica_tensors.items()}
+    for replica_index in range(num_replicas):
+        read_replica(replica_index, replica_tensors)
+        for name, tensor in replica_tensors.items():
             sums[name] += tensor
     for name, tensor in tensors.items():
-        tensor.copy_(sums[name].div_(replicas))
+        tensor.copy_(sums[name].div_(num_replicas))

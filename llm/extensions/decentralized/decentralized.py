@@ -23,7 +23,7 @@ from llm.extensions.decentralized.diloco import OuterOptimizer
 from llm.extensions.decentralized.modes import DiLoCo, Gossip
 from llm.parallel.base import AcceleratedStrategy, MakeOptimizer
 
-_REPLICA = "replica_"
+_REPLICA_PREFIX = "replica_"
 """Prefix of the state that belongs to one replica; the rest is the same on all ranks."""
 
 
@@ -62,12 +62,12 @@ class DecentralizedStrategy(AcceleratedStrategy):
             )
         self.replica = self.rank // ranks_per_replica
         self.num_replicas = self.world_size // ranks_per_replica
-        self._settings = averaging
+        self._averaging_settings = averaging
         self._ranks_per_replica = ranks_per_replica
         self._replicas_differ = False
         if self.world_size > 1:
-            self._flags = FlagReducer(rank=self.rank, world_size=self.world_size)
-            self.answer_delay = self._flags.delay
+            self._flag_reducer = FlagReducer(rank=self.rank, world_size=self.world_size)
+            self.answer_delay = self._flag_reducer.delay
 
     def prepare(self, loss: nn.Module, make_optimizer: MakeOptimizer) -> None:
         """Prepare the model, its optimizer, and the averaging of replicas."""
@@ -75,37 +75,37 @@ class DecentralizedStrategy(AcceleratedStrategy):
         if self.world_size > 1 and not self._is_sharded:
             for tensor in model_tensors(self.model).values():
                 dist.broadcast(tensor, src=0)
-        tensors = [tensor.detach() for tensor in self.local_parameters]
-        self._averaging = self._make_averaging(
-            dict(zip(self._trained_weights(), tensors, strict=True))
+        local_weights = [tensor.detach() for tensor in self.local_parameters]
+        self._averager = self._make_averager(
+            dict(zip(self._trained_weights(), local_weights, strict=True))
         )
         self._consensus = Consensus(
             self.local_parameters,
             world_size=self.world_size,
-            shards=self._ranks_per_replica if self._is_sharded else 1,
+            shards_per_replica=self._ranks_per_replica if self._is_sharded else 1,
         )
 
-    def _make_averaging(self, weights: dict[str, Tensor]) -> GossipAverager | OuterOptimizer:
-        if isinstance(self._settings, DiLoCo):
-            return OuterOptimizer(self._settings, weights, world_size=self.num_replicas)
+    def _make_averager(self, weights: dict[str, Tensor]) -> GossipAverager | OuterOptimizer:
+        if isinstance(self._averaging_settings, DiLoCo):
+            return OuterOptimizer(self._averaging_settings, weights, world_size=self.num_replicas)
         return GossipAverager(
-            self._settings,
+            self._averaging_settings,
             list(weights.values()),
             rank=self.rank,
             ranks_per_replica=self._ranks_per_replica,
-            sharded=self._is_sharded,
+            is_sharded=self._is_sharded,
         )
 
     def _wrap_loss(self) -> nn.Module:
-        prepared = super()._wrap_loss()
+        wrapped_loss = super()._wrap_loss()
         if self._is_sharded or self._ranks_per_replica == 1:
-            return prepared
-        ranks = torch.arange(self.world_size).view(-1, self._ranks_per_replica)
-        group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+            return wrapped_loss
+        ranks_by_replica = torch.arange(self.world_size).view(-1, self._ranks_per_replica)
+        replica_group, _ = dist.new_subgroups_by_enumeration(ranks_by_replica.tolist())
         return DistributedDataParallel(
-            prepared,
+            wrapped_loss,
             device_ids=None if self.device.type == "cpu" else [self.device],
-            process_group=group,
+            process_group=replica_group,
             gradient_as_bucket_view=True,
             broadcast_buffers=False,
         )
@@ -118,53 +118,53 @@ class DecentralizedStrategy(AcceleratedStrategy):
     def optimizer_step(self, max_grad_norm: float) -> tuple[Tensor, Tensor]:
         """Clip and update this replica's weights, or skip; then average with other replicas."""
         self._replicas_differ = True
-        self._averaging.before_step()
+        self._averager.before_step()
         norm, skipped = super().optimizer_step(max_grad_norm)
-        self._averaging.after_step()
+        self._averager.after_step()
         return norm, skipped
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Return flags set on any rank, without an all-reduce, which would wait for all ranks."""
-        return list(flags) if self.world_size == 1 else self._flags.any_rank(flags)
+        return list(flags) if self.world_size == 1 else self._flag_reducer.any_rank(flags)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Tensor | None]:
         """Give the model the mean of all replicas' weights inside the context."""
         # Finish messages in flight first: two NCCL communicators at once may deadlock.
-        self._averaging.settle()
+        self._averager.wait_for_messages()
         with self._consensus.averaged():
             yield self._consensus.distance
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the mean weights, the averaging's state, and this replica's own state.
+        """Return the mean weights, the state of the averaging, and the state of this replica.
 
         Every rank must call it. Before the first step, when all replicas are equal, `model` has
         the live weights, so that pretrained ones can be read into them.
         """
-        common = self._common_state()
+        common_state = self._common_state()
         weights = self._trained_weights()
         if self._replicas_differ:
-            self._averaging.settle()
-            common["model"].update(self._mean_weights())
+            self._averager.wait_for_messages()
+            common_state["model"].update(self._mean_weights())
         else:
             weights = {name: tensor.clone() for name, tensor in weights.items()}
-        replica = {
+        replica_state = {
             "model": weights,
             "optimizer": super().state_dict()["optimizer"],
             "scaler": self._scaler_tensors(),
         }
-        return {**common, replica_key(self.replica): replica}
+        return {**common_state, replica_key(self.replica): replica_state}
 
     def _mean_weights(self) -> dict[str, Tensor]:
         """Return the mean of all replicas' trained weights, by name."""
         return dict(zip(self._trained_weights(), self._consensus.mean(), strict=True))
 
     def _common_state(self) -> dict[str, Any]:
-        """Return the common state of replicas; `model` still has this replica's weights."""
-        return {"model": model_tensors(self.model), "averaging": self._averaging.state_dict()}
+        """Return the state that all replicas share, but `model` with this replica's weights."""
+        return {"model": model_tensors(self.model), "averaging": self._averager.state_dict()}
 
     def _scaler_tensors(self) -> dict[str, Tensor]:
-        """Return the replica's own loss scale as tensors: only rank 0 saves plain values."""
+        """Return the replica's loss scale as tensors, because only rank 0 saves plain values."""
         if self.scaler is None:
             return {}
         state = self.scaler.state_dict()
@@ -183,67 +183,69 @@ class DecentralizedStrategy(AcceleratedStrategy):
         if key not in state:
             raise ParallelError(f"The saved state has no replica {self.replica}.")
         # Only rank 0 saves empty dicts, so a replica's dict may be missing.
-        live, saved = super().state_dict(), {"optimizer": {}, "scaler": {}, **state[key]}
-        check_same_parameters("model", live["model"], state["model"])
-        check_same_parameters("optimizer", live["optimizer"], saved["optimizer"])
+        replica_state = {"optimizer": {}, "scaler": {}, **state[key]}
+        live_state = super().state_dict()
+        check_same_parameters("model", live_state["model"], state["model"])
+        check_same_parameters("optimizer", live_state["optimizer"], replica_state["optimizer"])
         with torch.no_grad():
-            for name, tensor in live["model"].items():
-                self._copy_tensor(tensor, saved["model"].get(name, state["model"][name]))
-            for name, moments in live["optimizer"].items():
+            for name, tensor in live_state["model"].items():
+                self._copy_tensor(tensor, replica_state["model"].get(name, state["model"][name]))
+            for name, moments in live_state["optimizer"].items():
                 for moment, tensor in moments.items():
-                    self._copy_tensor(tensor, saved["optimizer"][name][moment])
-        self._load_scaler(saved["scaler"])
+                    self._copy_tensor(tensor, replica_state["optimizer"][name][moment])
+        self._load_scaler(replica_state["scaler"])
         self._replicas_differ = True
-        self._averaging.load_state_dict(state["averaging"])
+        self._averager.load_state_dict(state["averaging"])
 
     def _copy_tensor(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
-    def _load_scaler(self, saved: Mapping[str, Tensor]) -> None:
-        if self.scaler is not None and saved:
-            scale, tracker = float(saved["scale"]), int(saved["growth_tracker"])
+    def _load_scaler(self, tensors: Mapping[str, Tensor]) -> None:
+        if self.scaler is not None and tensors:
+            scale, tracker = float(tensors["scale"]), int(tensors["growth_tracker"])
             state = self.scaler.state_dict()
             self.scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": tracker})
 
-    def load_averaged(
-        self, read_tensors: Callable[[Mapping[str, Tensor]], None], *, replicas: int
+    def load_mean_state(
+        self, read_tensors: Callable[[Mapping[str, Tensor]], None], *, num_replicas: int
     ) -> None:
-        """Load the state of another number of replicas: the means of weights and moments.
+        """Load the means of weights and moments from another number of replicas.
 
-        The mean weights were saved and evaluated; the loss scale comes from the first replica.
+        The loss scale comes from the first saved replica.
 
         Args:
             read_tensors: Overwrites tensors, by their path in the result of `state_dict`.
-            replicas: Number of replicas saved.
+            num_replicas: Number of replicas saved.
         """
-        live = super().state_dict()
-        averaging = self._averaging.state_dict()
+        live_state = super().state_dict()
+        averaging_state = self._averager.state_dict()
         read_tensors(
-            _tensors_by_path("model", live["model"]) | _tensors_by_path("averaging", averaging)
+            _tensors_by_path("model", live_state["model"])
+            | _tensors_by_path("averaging", averaging_state)
         )
         read_mean(
-            _tensors_by_path("optimizer", live["optimizer"]),
-            lambda replica, saved: read_tensors(
-                {f"{replica_key(replica)}/{path}": tensor for path, tensor in saved.items()}
+            _tensors_by_path("optimizer", live_state["optimizer"]),
+            lambda replica, tensors: read_tensors(
+                {f"{replica_key(replica)}/{path}": tensor for path, tensor in tensors.items()}
             ),
-            replicas=replicas,
+            num_replicas=num_replicas,
         )
-        for moments in live["optimizer"].values():
+        for moments in live_state["optimizer"].values():
             if "step" in moments:
                 moments["step"].round_()  # replicas may have skipped different numbers of steps
-        scaler = self._scaler_tensors()
-        if scaler:
-            read_tensors(_tensors_by_path(f"{replica_key(0)}/scaler", scaler))
-            self._load_scaler(scaler)
+        scaler_tensors = self._scaler_tensors()
+        if scaler_tensors:
+            read_tensors(_tensors_by_path(f"{replica_key(0)}/scaler", scaler_tensors))
+            self._load_scaler(scaler_tensors)
         self._replicas_differ = False
-        self._averaging.load_state_dict(averaging)
+        self._averager.load_state_dict(averaging_state)
 
     def owner_ranks(self, path: str) -> range:
-        """Return the ranks of this replica for its own state, and all ranks for the rest."""
-        if _REPLICA not in path:
+        """Return the ranks of this replica for a path of its state, and all ranks for others."""
+        if _REPLICA_PREFIX not in path:
             return range(self.world_size)
-        first = self.replica * self._ranks_per_replica
-        return range(first, first + self._ranks_per_replica)
+        first_rank = self.replica * self._ranks_per_replica
+        return range(first_rank, first_rank + self._ranks_per_replica)
 
     def copied_first(self) -> set[str]:
         """Return the paths of buffers and mean weights: the next step needs the means' memory."""
@@ -256,21 +258,21 @@ class DecentralizedStrategy(AcceleratedStrategy):
 
     def close(self) -> None:
         """Wait for messages in flight, and leave the process groups."""
-        self._averaging.settle()
+        self._averager.wait_for_messages()
         if self.world_size > 1:
-            self._flags.settle()
+            self._flag_reducer.wait_for_messages()
         super().close()
 
 
 def replica_key(replica: int) -> str:
-    """Return the key of a replica's own state."""
-    return f"{_REPLICA}{replica:05d}"
+    """Return the key of a replica's state in the strategy's state."""
+    return f"{_REPLICA_PREFIX}{replica:05d}"
 
 
-def _tensors_by_path(prefix: str, tree: Mapping[str, Any]) -> dict[str, Tensor]:
+def _tensors_by_path(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a nested dict by their paths."""
     tensors: dict[str, Tensor] = {}
-    for key, value in tree.items():
+    for key, value in state.items():
         if isinstance(value, Tensor):
             tensors[f"{prefix}/{key}"] = value
         elif isinstance(value, Mapping):

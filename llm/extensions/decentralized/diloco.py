@@ -21,35 +21,37 @@ class OuterOptimizer:
     """Counts inner steps and takes the outer ones; every rank calls it at the same steps.
 
     Args:
-        settings: The inner steps, and the learning rate and momentum of the outer step.
+        diloco: The inner steps, and the learning rate and momentum of the outer step.
         tensors: The weights by name, equal on all ranks.
         world_size: Number of ranks.
     """
 
-    def __init__(self, settings: DiLoCo, tensors: Mapping[str, Tensor], *, world_size: int) -> None:
-        self._settings = settings
+    def __init__(self, diloco: DiLoCo, tensors: Mapping[str, Tensor], *, world_size: int) -> None:
+        self._diloco = diloco
         self._tensors = dict(tensors)
         self._world_size = world_size
         # Inner steps since the last outer step; a tensor, because checkpoints average and save
         # tensors.
-        self._inner_steps = torch.zeros((), dtype=torch.int64)
-        self._start = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        self._velocity = {name: torch.zeros_like(t) for name, t in self._start.items()}
+        self._num_inner_steps = torch.zeros((), dtype=torch.int64)
+        self._start_weights = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        self._velocity = {name: torch.zeros_like(t) for name, t in self._start_weights.items()}
         self._buckets = [Bucket(group) for group in bucket_groups(list(tensors.values()))]
 
     def before_step(self) -> None:
         """Before the first inner step, store the weights that all replicas start from."""
-        if self._inner_steps == 0:
+        if self._num_inner_steps == 0:
             with torch.no_grad():
-                torch._foreach_copy_(list(self._start.values()), list(self._tensors.values()))
+                torch._foreach_copy_(
+                    list(self._start_weights.values()), list(self._tensors.values())
+                )
 
     @torch.no_grad()
     def after_step(self) -> None:
         """Count an inner step, and take the outer one if it is due."""
-        self._inner_steps += 1
-        if self._inner_steps < self._settings.inner_steps:
+        self._num_inner_steps += 1
+        if self._num_inner_steps < self._diloco.inner_steps:
             return
-        self._inner_steps.zero_()
+        self._num_inner_steps.zero_()
         for bucket in self._buckets:
             bucket.fill()
             if self._world_size > 1:
@@ -57,31 +59,31 @@ class OuterOptimizer:
                 bucket.flat.div_(self._world_size)
             bucket.empty()
         weights = list(self._tensors.values())
-        start = list(self._start.values())
+        start_weights = list(self._start_weights.values())
         velocity = list(self._velocity.values())
-        momentum = self._settings.outer_momentum
-        difference = torch._foreach_sub(start, weights)
+        momentum = self._diloco.outer_momentum
+        outer_gradient = torch._foreach_sub(start_weights, weights)
         torch._foreach_mul_(velocity, momentum)
-        torch._foreach_add_(velocity, difference)
-        torch._foreach_add_(difference, velocity, alpha=momentum)
-        torch._foreach_add_(start, difference, alpha=-self._settings.outer_learning_rate)
-        torch._foreach_copy_(weights, start)
+        torch._foreach_add_(velocity, outer_gradient)
+        torch._foreach_add_(outer_gradient, velocity, alpha=momentum)
+        torch._foreach_add_(start_weights, outer_gradient, alpha=-self._diloco.outer_learning_rate)
+        torch._foreach_copy_(weights, start_weights)
 
-    def settle(self) -> None:
+    def wait_for_messages(self) -> None:
         """Do nothing: no message is in flight between two steps."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return starting weights, velocity and inner steps since; equal on all ranks."""
         return {
-            "start": self._start,
+            "start": self._start_weights,
             "velocity": self._velocity,
-            "inner_steps": self._inner_steps,
+            "inner_steps": self._num_inner_steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
         with torch.no_grad():
             for name in self._tensors:
-                self._start[name].copy_(state["start"][name])
+                self._start_weights[name].copy_(state["start"][name])
                 self._velocity[name].copy_(state["velocity"][name])
-            self._inner_steps.copy_(state["inner_steps"])
+            self._num_inner_steps.copy_(state["inner_steps"])

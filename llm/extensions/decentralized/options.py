@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from llm.parallel.layout import Layout
     from llm.trainers.gpt.seams import Run
 
-MOST_ACCUM_STEPS = 8
+MAX_ACCUM_STEPS = 8
+"""Maximum steps between two updates of AccumAdamW's moments, unless an option sets them."""
 
 
 @option_group("Decentralized training", resume="fixed", extension=True)
@@ -93,10 +94,10 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
     def problems(self) -> list[str]:
         """Return a sentence for each combination that cannot work."""
         options = self.options
-        kind, mode = options.optimizer, options.data_parallel
+        optimizer, mode = options.optimizer, options.data_parallel
         problems = []
-        uses_blocks = kind == "accumadamw" or (kind is None and mode == "gossip")
-        if options.moment_update_steps is not None and not uses_blocks:
+        is_accum_adamw = optimizer == "accumadamw" or (optimizer is None and mode == "gossip")
+        if options.moment_update_steps is not None and not is_accum_adamw:
             problems.append(
                 "--moment_update_steps needs --optimizer accumadamw; give that too, or leave it "
                 "out."
@@ -106,8 +107,8 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
         if not options.optimizer_kind.averaged:
             state = options.optimizer_kind.state
             problems.append(
-                f"--optimizer {kind} has {state} that cannot be averaged over ranks with separate "
-                f"weights, as with --data_parallel {mode}; choose another optimizer."
+                f"--optimizer {optimizer} has {state} that cannot be averaged over ranks with "
+                f"separate weights, as with --data_parallel {mode}; choose another optimizer."
             )
         return [*problems, *self._size_problems()]
 
@@ -121,15 +122,15 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
                 f"--unsharded_gradients does not go with --data_parallel {mode}; leave one of them "
                 "out."
             )
-        for name in sizes:
-            if name != "data_parallel_shard_size":
+        for size in sizes:
+            if size != "data_parallel_shard_size":
                 problems.append(
-                    f"--{name} divides one model over ranks, which --data_parallel {mode} does "
+                    f"--{size} divides one model over ranks, which --data_parallel {mode} does "
                     "not; leave one of them out."
                 )
             elif (mode, options.gossip_group) != ("gossip", "nodes"):
                 problems.append(
-                    f"--{name} goes together with --data_parallel gossip --gossip_group nodes, "
+                    f"--{size} goes together with --data_parallel gossip --gossip_group nodes, "
                     "where nodes average and each divides its model, not with --data_parallel "
                     f"{mode} of single ranks; leave one of them out."
                 )
@@ -166,64 +167,68 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
 
         averaging: Gossip | DiLoCo
         if options.data_parallel == "gossip":
-            number, ranks_each, rounds = self._divide_ranks(ranks, ranks_per_node)
+            num_replicas, ranks_per_replica, rounds = self._divide_ranks(ranks, ranks_per_node)
             averaging = Gossip(rounds=rounds, overlap=options.gossip_order == "overlap")
         else:
-            number, ranks_each = ranks, 1
+            num_replicas, ranks_per_replica = ranks, 1
             averaging = DiLoCo(
                 # With one replica the outer step averages nothing: it trains as without it.
-                inner_steps=options.inner_steps if number > 1 else sys.maxsize,
+                inner_steps=options.inner_steps if num_replicas > 1 else sys.maxsize,
                 outer_learning_rate=options.outer_learning_rate,
                 outer_momentum=options.outer_momentum,
             )
-        steps = self._accum_steps(number, start)
+        accum_steps = self._choose_accum_steps(num_replicas, start)
         return ReplicaLayout(
-            number=number,
-            ranks_each=ranks_each,
+            num_replicas=num_replicas,
+            ranks_per_replica=ranks_per_replica,
             averaging=averaging,
-            accum_steps=steps,
-            description=self._describe_replicas(number, ranks_each, steps),
+            accum_steps=accum_steps,
+            description=self._describe_replicas(num_replicas, ranks_per_replica, accum_steps),
         )
 
     def _divide_ranks(self, ranks: int, ranks_per_node: int) -> tuple[int, int, Sequence[Round]]:
         """Return the number of replicas, the ranks of each, and the rounds of gossip."""
         options = self.options
         check_topology("complete", ranks=ranks, ranks_per_node=ranks_per_node)
-        num_replicas, ranks_per_replica, on_node = ranks, 1, ranks_per_node
+        num_replicas, ranks_per_replica, replicas_per_node = ranks, 1, ranks_per_node
         if options.gossip_group == "nodes":
-            size = options.data_parallel_shard_size
-            if size not in (1, ranks_per_node):
+            shard_size = options.data_parallel_shard_size
+            if shard_size not in (1, ranks_per_node):
                 raise ConfigError(
                     "--gossip_group nodes divides a replica over all ranks of a node, and there "
-                    f"are {ranks_per_node} on each, not the {size} of --data_parallel_shard_size."
+                    f"are {ranks_per_node} on each, not the {shard_size} of "
+                    "--data_parallel_shard_size."
                 )
-            num_replicas, ranks_per_replica, on_node = ranks // ranks_per_node, ranks_per_node, 1
+            num_replicas, ranks_per_replica = ranks // ranks_per_node, ranks_per_node
+            replicas_per_node = 1
         return (
             num_replicas,
             ranks_per_replica,
-            make_rounds(options.topology, ranks=num_replicas, ranks_per_node=on_node),
+            make_rounds(options.topology, ranks=num_replicas, ranks_per_node=replicas_per_node),
         )
 
-    def _accum_steps(self, replicas: int, start: "Checkpoint | None") -> int | None:
+    def _choose_accum_steps(self, num_replicas: int, start: "Checkpoint | None") -> int | None:
         """Return the steps of a block of AccumAdamW; None for another optimizer."""
         options = self.options
         if options.moment_update_steps is not None:
             return options.moment_update_steps
         if start is not None and "accum_steps" in start.metadata:
             # The optimizer counts steps within a block, regardless of the number of replicas.
-            saved: int | None = start.metadata["accum_steps"]
-            return saved
-        steps = min(MOST_ACCUM_STEPS, replicas)
+            saved_steps: int | None = start.metadata["accum_steps"]
+            return saved_steps
+        steps = min(MAX_ACCUM_STEPS, num_replicas)
         if options.optimizer is None:
             # With blocks of one step it would be AdamW, which has a fused kernel.
             return steps if options.data_parallel == "gossip" and steps > 1 else None
         return steps if options.optimizer == "accumadamw" else None
 
-    def _describe_replicas(self, number: int, ranks_each: int, accum_steps: int | None) -> str:
+    def _describe_replicas(
+        self, num_replicas: int, ranks_per_replica: int, accum_steps: int | None
+    ) -> str:
         options = self.options
         optimizer = options.optimizer or ("adamw" if accum_steps is None else "accumadamw")
         moments = f" with moments every {counted(accum_steps, 'step')}" if accum_steps else ""
-        replicas = f"{counted(number, 'replica')} x {counted(ranks_each, 'rank')}"
+        replicas = f"{counted(num_replicas, 'replica')} x {counted(ranks_per_replica, 'rank')}"
         if options.data_parallel == "gossip":
             return (
                 f"gossip: {replicas}, averaged in each step ({options.topology}, "
@@ -241,15 +246,15 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
         from llm.extensions.decentralized.replicas import ReplicaLayout
 
         if isinstance(layout, ReplicaLayout):
-            steps = layout.accum_steps
+            accum_steps = layout.accum_steps
         else:
-            steps = self._accum_steps(1, None)
-        if steps is None:
+            accum_steps = self._choose_accum_steps(1, None)
+        if accum_steps is None:
             return None
         from llm.extensions.decentralized.accum_adamw import make_accum_adamw
         from llm.optim.run_optimizer import OptimizerFactory
 
-        return OptimizerFactory(partial(make_accum_adamw, self.options, accum_steps=steps))
+        return OptimizerFactory(partial(make_accum_adamw, self.options, accum_steps=accum_steps))
 
     def bytes_per_parameter(self) -> float:
         """Return 0 for one model.

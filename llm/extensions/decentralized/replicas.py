@@ -26,15 +26,15 @@ class ReplicaLayout(Layout):
     """Replicas of the model that train in parallel, each with separate weights and optimizer.
 
     Attributes:
-        number: Number of replicas.
-        ranks_each: Number of consecutive ranks that train one of them.
-        averaging: How they are averaged.
+        num_replicas: Number of replicas.
+        ranks_per_replica: Number of consecutive ranks that train one of them.
+        averaging: Gossip or DiLoCo, with its settings.
         accum_steps: Steps of a block of AccumAdamW; None for another optimizer.
-        description: A line about them for the log.
+        description: A line for the log.
     """
 
-    number: int
-    ranks_each: int
+    num_replicas: int
+    ranks_per_replica: int
     averaging: Gossip | DiLoCo
     accum_steps: int | None
     description: str
@@ -55,35 +55,37 @@ class ReplicaLayout(Layout):
             return ShardedReplicas(
                 self.averaging, options, accelerator, dims, init_weights=init_weights
             )
-        return DecentralizedStrategy(self.averaging, accelerator, ranks_per_replica=self.ranks_each)
+        return DecentralizedStrategy(
+            self.averaging, accelerator, ranks_per_replica=self.ranks_per_replica
+        )
 
     def load(self, checkpoint: "Checkpoint", parts: "Mapping[str, Stateful]") -> None:
         """Load a checkpoint, possibly saved with another number of replicas."""
         from llm.checkpoint.load import load_state, read_tensors
         from llm.extensions.decentralized.decentralized import DecentralizedStrategy
 
-        saved = int(checkpoint.metadata.get("replicas", 1))
-        if saved == self.number:
+        num_saved_replicas = int(checkpoint.metadata.get("replicas", 1))
+        if num_saved_replicas == self.num_replicas:
             load_state(checkpoint, parts)
             return
         load_state(checkpoint, {name: part for name, part in parts.items() if name != "strategy"})
         strategy = parts["strategy"]
         assert isinstance(strategy, DecentralizedStrategy)
-        strategy.load_averaged(
+        strategy.load_mean_state(
             lambda tensors: read_tensors(
                 checkpoint, {f"strategy/{path}": tensor for path, tensor in tensors.items()}, of=()
             ),
-            replicas=saved,
+            num_replicas=num_saved_replicas,
         )
         logger.info(
-            f"The checkpoint holds {counted(saved, 'replica')} of the model and this run has "
-            f"{self.number}: they begin with the mean of the weights and moments."
+            f"The checkpoint holds {counted(num_saved_replicas, 'replica')} of the model and this "
+            f"run has {self.num_replicas}: they begin with the mean of the weights and moments."
         )
 
     def metadata(self) -> dict[str, Any]:
         """Return the number of replicas, and the steps of AccumAdamW's blocks."""
-        return {"replicas": self.number, "accum_steps": self.accum_steps}
+        return {"replicas": self.num_replicas, "accum_steps": self.accum_steps}
 
     def describe(self) -> list[str]:
-        """Return a line on how they train and what they exchange."""
+        """Return a line on how the replicas train and what they exchange."""
         return [self.description]

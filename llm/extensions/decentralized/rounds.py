@@ -81,42 +81,45 @@ def make_rounds(topology: str, *, ranks: int, ranks_per_node: int = 1) -> list[R
 
 def _exponential_rounds(ranks: int) -> list[Round]:
     distances = [2**i for i in range(ranks.bit_length() - 1)]
-    return [tuple((j, j ^ d) for j in range(ranks) if j < j ^ d) for d in distances]
+    return [
+        tuple((rank, rank ^ distance) for rank in range(ranks) if rank < rank ^ distance)
+        for distance in distances
+    ]
 
 
 def _ring_rounds(ranks: int) -> list[Round]:
     if ranks % 2 == 0:
-        even = tuple((j, j + 1) for j in range(0, ranks, 2))
-        odd = tuple(_sorted_pair(j, (j + 1) % ranks) for j in range(1, ranks, 2))
+        even = tuple((rank, rank + 1) for rank in range(0, ranks, 2))
+        odd = tuple(_sorted_pair(rank, (rank + 1) % ranks) for rank in range(1, ranks, 2))
         return [even, odd]
     # With rank i idle the others form pairs around the ring, other pairs than with i - 1 idle.
     return [
         (
-            (idle,),
+            (idle_rank,),
             *(
-                _sorted_pair((idle + step) % ranks, (idle + step + 1) % ranks)
+                _sorted_pair((idle_rank + step) % ranks, (idle_rank + step + 1) % ranks)
                 for step in range(1, ranks, 2)
             ),
         )
-        for idle in range(ranks)
+        for idle_rank in range(ranks)
     ]
 
 
 def _alternating_rounds(nodes: int, ranks_per_node: int) -> list[Round]:
-    members = [
+    ranks_by_node = [
         tuple(range(node * ranks_per_node, (node + 1) * ranks_per_node)) for node in range(nodes)
     ]
     if nodes == 1:
-        return [tuple(members)]
+        return [tuple(ranks_by_node)]
     rounds = []
     for pairs in _exponential_rounds(nodes):
         for parity in range(2):
             groups: list[tuple[int, ...]] = []
-            for number, (node, partner) in enumerate(pairs):
-                if number % 2 != parity:
-                    groups.append(members[node] + members[partner])
+            for pair_index, (node, partner) in enumerate(pairs):
+                if pair_index % 2 != parity:
+                    groups.append(ranks_by_node[node] + ranks_by_node[partner])
                 else:
-                    groups += [members[node], members[partner]]
+                    groups += [ranks_by_node[node], ranks_by_node[partner]]
             rounds.append(tuple(groups))
     return rounds
 
@@ -130,6 +133,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _powers_around(number: int) -> str:
+    """Return the powers of two next to a number as examples for a message, such as 1, 2, 4, 8."""
     below = 2 ** (number.bit_length() - 1)
     powers = [power for power in (below // 2, below, below * 2, below * 4) if power >= 1]
     return f"..., {', '.join(map(str, powers))}, ..." if powers[0] > 1 else "1, 2, 4, 8, ..."

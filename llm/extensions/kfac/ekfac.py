@@ -19,7 +19,7 @@ from llm.extensions.matrix_optim.matrix_owners import (
     lay_together,
     stacked_state,
 )
-from llm.extensions.matrix_optim.soap import SOAP, bias_correction, kept_gradient
+from llm.extensions.matrix_optim.soap import SOAP, bias_correction, mask_skipped_gradient
 from llm.optim.optimizers import adamw_state, adamw_step
 
 NOISE = 3e-6
@@ -230,7 +230,7 @@ def nesterov_step(
     """
     beta1, beta2 = group["betas"]
     first, second, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
-    gradient, keep = kept_gradient(gradient, found_inf)
+    gradient, keep = mask_skipped_gradient(gradient, found_inf)
     step += keep
     first.lerp_(gradient, (1 - beta1) * keep)
     second.lerp_(gradient.square(), (1 - beta2) * keep)

@@ -23,7 +23,7 @@ from llm.extensions.matrix_optim.fused import fused_weights
 from llm.extensions.matrix_optim.matrices import ShardedMatrices
 from llm.extensions.matrix_optim.matrix_factories import FP32, MatrixRunOptimizer
 from llm.extensions.matrix_optim.matrix_owners import MatrixOwners
-from llm.extensions.matrix_optim.soap import basis_order, make_soap
+from llm.extensions.matrix_optim.soap import list_basis_weights, make_soap
 from llm.optim.groups import parameter_groups, split_groups
 from llm.optim.optimizers import adamw_settings, make_adamw
 from llm.optim.run_optimizer import OptimizerFactory, StateMemory
@@ -135,13 +135,13 @@ class KFACFactory(OptimizerFactory):
     def __init__(self, options: KFACSettings) -> None:
         self._options = options
         self._coverage: Coverage | None = None
-        self._order: Sequence[str] | None = None
+        self._basis_weights: Sequence[str] | None = None
 
     def inspect_model(self, model: nn.Module) -> None:
         """Find the covered layers of the whole model; it runs the model once."""
         self._coverage = cover_model(self._options, model)
         if self._options.optimizer == "soap":
-            self._order = basis_order(self._options, model)
+            self._basis_weights = list_basis_weights(model)
 
     def make(self, model: nn.Module, mesh: DeviceMesh | None) -> KFAC:
         """Return K-FAC for the layers that this rank has."""
@@ -150,7 +150,7 @@ class KFACFactory(OptimizerFactory):
             model,
             coverage=self._coverage,
             matrix_owners=None if mesh is None else ShardedMatrices(mesh),
-            order=self._order,
+            basis_weights=self._basis_weights,
         )
 
 
@@ -175,7 +175,7 @@ def make_kfac(
     *,
     coverage: Coverage | None = None,
     matrix_owners: MatrixOwners | None = None,
-    order: Sequence[str] | None = None,
+    basis_weights: Sequence[str] | None = None,
 ) -> KFAC:
     """Make K-FAC and its optimizer; process groups must exist.
 
@@ -184,7 +184,7 @@ def make_kfac(
         model: The model to train.
         coverage: Coverage of the model before it was divided over ranks; None for a whole model.
         matrix_owners: Owners of matrices if weights are sharded; None if they are whole.
-        order: For SOAP with ekfac, as for `make_soap`.
+        basis_weights: For SOAP with ekfac, as for `make_soap`.
 
     Raises:
         ConfigError: No layer is covered, a stage has none, a pattern matches none, or a library is
@@ -216,7 +216,9 @@ def make_kfac(
         **settings,
     )
     if method == "ekfac":
-        ekfac = _make_ekfac(options, model, curvature, matrix_owners=matrix_owners, order=order)
+        ekfac = _make_ekfac(
+            options, model, curvature, matrix_owners=matrix_owners, basis_weights=basis_weights
+        )
         return make_optimizer(ekfac, recorder=curvature, preconditioner=None)
     adamw = make_adamw(options, model)
     preconditioner = Preconditioner(
@@ -235,14 +237,19 @@ def _make_ekfac(
     curvature: Curvature,
     *,
     matrix_owners: MatrixOwners | None,
-    order: Sequence[str] | None,
+    basis_weights: Sequence[str] | None,
 ) -> EKFAC:
     """Make EKFAC for the covered layers, and AdamW or SOAP for the rest."""
     groups, make_rest = parameter_groups(options, model), None
     covered = {p for layer in curvature.layers for p in layer.parameters}
     if options.optimizer == "soap" and not covered.issuperset(_parameters_of(groups)):
         make_rest = partial(
-            make_soap, options, model, matrix_owners=matrix_owners, order=order, without=covered
+            make_soap,
+            options,
+            model,
+            matrix_owners=matrix_owners,
+            basis_weights=basis_weights,
+            excluded_params=covered,
         )
         groups = split_groups(groups, covered, {}, None)
     return EKFAC(

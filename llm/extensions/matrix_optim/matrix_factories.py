@@ -12,7 +12,7 @@ from llm.extensions.matrix_optim.matrices import BUCKET, ShardedMatrices
 from llm.extensions.matrix_optim.matrix_owners import MatrixOwners, units_of
 from llm.extensions.matrix_optim.matrix_settings import MatrixSettings
 from llm.extensions.matrix_optim.muon import make_muon
-from llm.extensions.matrix_optim.soap import basis_order, make_soap
+from llm.extensions.matrix_optim.soap import list_basis_weights, make_soap
 from llm.optim.options import OptimizerOptions
 from llm.optim.run_optimizer import MatrixTraffic, OptimizerFactory, RunOptimizer
 
@@ -77,7 +77,7 @@ class MatrixRunOptimizer(RunOptimizer):
         return self._traffic
 
 
-def matrices_on(mesh: DeviceMesh | None) -> MatrixOwners:
+def make_matrix_owners(mesh: DeviceMesh | None) -> MatrixOwners:
     """Return what gives matrices their owners: on a mesh one rank each, else every rank all."""
     return MatrixOwners() if mesh is None else ShardedMatrices(mesh)
 
@@ -109,7 +109,7 @@ class MuonFactory(OptimizerFactory):
         Raises:
             ConfigError: The model has no matrix for it.
         """
-        matrix_owners = matrices_on(mesh)
+        matrix_owners = make_matrix_owners(mesh)
         muon = make_muon(self._options, model, matrix_owners)
         return MatrixRunOptimizer(
             muon, model, matrix_owners, update_bytes=BF16, description=self._description
@@ -125,15 +125,15 @@ class SOAPFactory(OptimizerFactory):
 
     def __init__(self, options: MatrixSettings) -> None:
         self._options = options
-        self._order: Sequence[str] | None = None
+        self._basis_weights: Sequence[str] | None = None
         self._description = ""
 
     def inspect_model(self, model: nn.Module) -> None:
         """Order the updates of the bases by the whole model, and count its experts' weights."""
-        self._order = basis_order(self._options, model)
-        in_experts = sum(stack.numel() for stack in fused_experts(model))
-        if in_experts:
-            share = in_experts / sum(p.numel() for p in model.parameters())
+        self._basis_weights = list_basis_weights(model)
+        num_expert_weights = sum(stack.numel() for stack in fused_experts(model))
+        if num_expert_weights:
+            share = num_expert_weights / sum(p.numel() for p in model.parameters())
             self._description = (
                 f"soap: adamw trains the experts, which have {share:.1%} of the weights; soap "
                 "has bases for the other matrices"
@@ -141,8 +141,10 @@ class SOAPFactory(OptimizerFactory):
 
     def make(self, model: nn.Module, mesh: DeviceMesh | None) -> RunOptimizer:
         """Return SOAP for the weights that this rank has."""
-        matrix_owners = matrices_on(mesh)
-        soap = make_soap(self._options, model, matrix_owners=matrix_owners, order=self._order)
+        matrix_owners = make_matrix_owners(mesh)
+        soap = make_soap(
+            self._options, model, matrix_owners=matrix_owners, basis_weights=self._basis_weights
+        )
         return MatrixRunOptimizer(
             soap, model, matrix_owners, with_ends=True, description=self._description
         )

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -82,33 +82,38 @@ class SOAP(MatrixOptimizer):
         self._update_steps = update_steps
         self._matrix_owners = matrix_owners or MatrixOwners()
         self.units = []
-        groups_and_numbers = enumerate(self.param_groups)
-        number_of = {p: number for number, group in groups_and_numbers for p in group["params"]}
+        group_index_by_param = {
+            p: group_index
+            for group_index, group in enumerate(self.param_groups)
+            for p in group["params"]
+        }
         for p, rotated_sides in sides.items():
             fusion = fusion_of(p, fusions or {})
-            squares = [
-                s[side] ** 2 for s in fusion.shapes(p.shape).values() for side in rotated_sides
+            squared_widths = [
+                matrix_shape[side] ** 2
+                for matrix_shape in fusion.shapes(p.shape).values()
+                for side in rotated_sides
             ]
-            cost = 2 * p.numel() + 2 * sum(squares)
+            cost = 2 * p.numel() + 2 * sum(squared_widths)
             self.units.append(
                 Unit(
                     parameters=[p],
                     shapes=[p.shape],
                     fusion=fusion,
                     cost=cost,
-                    kind=(number_of[p], *rotated_sides),
+                    kind=(group_index_by_param[p], *rotated_sides),
                 )
             )
         self._matrix_owners.assign(self.units)
-        names = [(unit, name) for unit in self.units for name in unit.fusion.sizes]
-        offsets = spread_offsets(len(names), update_steps) if offsets is None else offsets
-        self._offset_of = dict(zip(names, offsets, strict=True))
+        unit_matrices = [(unit, name) for unit in self.units for name in unit.fusion.sizes]
+        offsets = spread_offsets(len(unit_matrices), update_steps) if offsets is None else offsets
+        self._offset_by_matrix = dict(zip(unit_matrices, offsets, strict=True))
         # Created here instead of in the first step, so that a checkpoint can be loaded.
         for unit in self.units:
             p, shapes = unit.weight, unit.fusion.shapes(unit.shapes[0])
             local_shapes = shapes.items() if self._matrix_owners.owns(unit) else ()
             self.state[p] = joint_state(
-                {k: _new_state(p, shape, sides[p]) for k, shape in local_shapes}
+                {name: _new_state(p, shape, sides[p]) for name, shape in local_shapes}
             )
         self._lay_state_together(batches([u for u in self.units if self._matrix_owners.owns(u)]))
         self._add_adamw_state()
@@ -123,12 +128,13 @@ class SOAP(MatrixOptimizer):
         self._step_adamw()
         if not self.units:
             return
-        # Only owners know this, and all ranks need it: weights decay from the first basis on.
-        keep = self._matrix_owners.sum_over_shards(
+        # Only owners know whether a unit has a basis. All ranks need it: weights decay from the
+        # first basis on.
+        update_mask = self._matrix_owners.sum_over_shards(
             torch.stack([self._has_basis(unit) for unit in self.units])
         )
         if self.found_inf is not None:
-            keep = keep * (1.0 - self.found_inf)
+            update_mask = update_mask * (1.0 - self.found_inf)
         groups = groups_of(self)
 
         def compute(units: Sequence[Unit], gradients: list[Tensor]) -> list[Tensor]:
@@ -136,15 +142,15 @@ class SOAP(MatrixOptimizer):
             updates = {
                 name: self._step_matrices(
                     [matrix_state(self.state[unit.weight], name) for unit in units],
-                    part,
+                    matrix_gradients,
                     groups[units[0].weight],
-                    [self._offset_of[unit, name] for unit in units],
+                    [self._offset_by_matrix[unit, name] for unit in units],
                 )
-                for name, part in fusion.split(gradients[0], fusion.dim + 1).items()
+                for name, matrix_gradients in fusion.split(gradients[0], fusion.dim + 1).items()
             }
             return [fusion.join(updates, fusion.dim + 1)]
 
-        decay_factors = self._decay_factors(keep)
+        decay_factors = self._decay_factors(update_mask)
         for updates in self._matrix_owners.updates(self.units, compute):
             for unit, _ in updates:
                 unit.weight.mul_(decay_factors[unit])
@@ -152,18 +158,23 @@ class SOAP(MatrixOptimizer):
                 weights: list[Tensor] = [unit.weight for unit, _ in updates]
                 torch._foreach_sub_(weights, [update for _, (update,) in updates])
 
-    def _decay_factors(self, keep: Tensor) -> dict[Unit, Tensor]:
+    def _decay_factors(self, update_mask: Tensor) -> dict[Unit, Tensor]:
         """Return the weight-decay factor of each unit's weight.
 
         Args:
-            keep: 1.0 for each unit that decays, else 0.0.
+            update_mask: 1.0 for each unit that decays, else 0.0.
         """
         groups = groups_of(self)
-        decays = [groups[u.weight]["lr"] * groups[u.weight]["weight_decay"] for u in self.units]
+        decays = [
+            groups[unit.weight]["lr"] * groups[unit.weight]["weight_decay"] for unit in self.units
+        ]
         # One product for all units with equal decay.
-        factors = {decay: (1 - decay * keep).unbind() for decay in dict.fromkeys(decays)}
+        factors_by_decay = {
+            decay: (1 - decay * update_mask).unbind() for decay in dict.fromkeys(decays)
+        }
         return {
-            unit: factors[d][i] for i, (unit, d) in enumerate(zip(self.units, decays, strict=True))
+            unit: factors_by_decay[decay][unit_index]
+            for unit_index, (unit, decay) in enumerate(zip(self.units, decays, strict=True))
         }
 
     def _has_basis(self, unit: Unit) -> Tensor:
@@ -182,38 +193,41 @@ class SOAP(MatrixOptimizer):
         """Update the state of equal matrices; return the steps to subtract.
 
         Args:
-            states: Of each, as `_new_state` returns it.
+            states: State of each matrix, as `_new_state` returns it.
             gradients: [matrices, rows, columns].
-            group: Their parameter group.
+            group: Parameter group of the matrices.
             offsets: The step in the interval that updates each matrix's bases.
         """
-        gradients, keep = kept_gradient(gradients, self.found_inf)
-        on_device = [{k: v for k, v in state.items() if k != "calls"} for state in states]
-        with stacked_state(on_device) as joint:
-            update = _adamw_direction(joint, gradients, group, keep=keep * joint["has_basis"])
+        gradients, update_mask = mask_skipped_gradient(gradients, self.found_inf)
+        device_states = [
+            {key: tensor for key, tensor in state.items() if key != "calls"} for state in states
+        ]
+        with stacked_state(device_states) as joint:
+            update = _adamw_direction(
+                joint, gradients, group, update_mask=update_mask * joint["has_basis"]
+            )
             for side in _sides_with_basis(joint):
-                g = gradients if side == 0 else gradients.mT
-                joint[f"factor.{side}"].lerp_(g @ g.mT, (1 - group["betas"][1]) * keep)
-        due = []
+                side_gradients = gradients if side == 0 else gradients.mT
+                joint[f"factor.{side}"].lerp_(
+                    side_gradients @ side_gradients.mT, (1 - group["betas"][1]) * update_mask
+                )
+        due_states = []
         for state, offset in zip(states, offsets, strict=True):
             state["calls"] += 1
-            calls = int(state["calls"])  # On the host, so that nothing waits for the device.
+            num_calls = int(state["calls"])  # On the host, so that nothing waits for the device.
             # With fp16 the first steps may be skipped, so there are several tries.
-            if calls & (calls - 1) == 0 and not bool(state["has_basis"]):
-                for side in _sides_with_basis(state):
-                    factor = state[f"factor.{side}"]
-                    state[f"basis.{side}"].copy_(eigenbasis(factor).basis)
-                    state["has_basis"].copy_(factor.trace() > 0)
-            elif (calls - 1 - offset) % self._update_steps == 0 and calls > 1:
-                due.append(state)
-        if due:
-            _update_bases(due, keep)
+            if num_calls & (num_calls - 1) == 0 and not bool(state["has_basis"]):
+                _initialize_bases(state)
+            elif (num_calls - 1 - offset) % self._update_steps == 0 and num_calls > 1:
+                due_states.append(state)
+        if due_states:
+            _update_bases(due_states, update_mask)
         return update
 
 
-def spread_offsets(total: int, update_steps: int) -> list[int]:
-    """Assign each matrix the step in an interval that updates its bases."""
-    return [number * update_steps // total for number in range(total)]
+def spread_offsets(num_matrices: int, update_steps: int) -> list[int]:
+    """Return the step in an interval that updates the bases of each matrix."""
+    return [matrix_index * update_steps // num_matrices for matrix_index in range(num_matrices)]
 
 
 def _new_state(parameter: Tensor, shape: torch.Size, sides: Sequence[int]) -> dict[str, Tensor]:
@@ -234,48 +248,62 @@ def _sides_with_basis(state: Mapping[str, Tensor]) -> list[int]:
 
 
 def _adamw_direction(
-    state: dict[str, Tensor], gradients: Tensor, group: dict[str, Any], *, keep: Tensor
+    state: dict[str, Tensor], gradients: Tensor, group: dict[str, Any], *, update_mask: Tensor
 ) -> Tensor:
-    """Return AdamW's step in the basis, multiplied by `keep`.
+    """Return AdamW's step in the basis, multiplied by `update_mask`.
 
     Args:
         state: Stacked state of several matrices.
         gradients: [matrices, rows, columns].
-        group: Their parameter group.
-        keep: [matrices].
+        group: Parameter group of the matrices.
+        update_mask: 1.0 for each matrix that is updated, else 0.0, [matrices].
     """
     beta1, beta2 = group["betas"]
     bases = (state.get(f"basis.{side}") for side in (0, 1))
     row_bases, column_bases = (None if basis is None else [basis] for basis in bases)
-    first, second, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
-    step += keep
-    keep = keep.view(-1, 1, 1)
-    first.lerp_(gradients, (1 - beta1) * keep)
-    second.lerp_(rotate(gradients, row_bases, column_bases).square(), (1 - beta2) * keep)
-    ahead = first.lerp(gradients, 1 - beta1) if group["nesterov"] else first
-    direction = rotate(ahead, row_bases, column_bases) / (second.sqrt() + group["eps"])
+    first_moment, second_moment, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
+    step += update_mask
+    update_mask = update_mask.view(-1, 1, 1)
+    first_moment.lerp_(gradients, (1 - beta1) * update_mask)
+    second_moment.lerp_(
+        rotate(gradients, row_bases, column_bases).square(), (1 - beta2) * update_mask
+    )
+    momentum = first_moment.lerp(gradients, 1 - beta1) if group["nesterov"] else first_moment
+    direction = rotate(momentum, row_bases, column_bases) / (second_moment.sqrt() + group["eps"])
     direction = rotate_back(direction, row_bases, column_bases)
-    corrected = bias_correction(beta2, step).sqrt()
-    corrected = corrected / bias_correction(beta1, step + group["nesterov"])
-    length: Tensor = group["lr"] * corrected.view(-1, 1, 1) * keep
-    return direction * length
+    correction = bias_correction(beta2, step).sqrt()
+    correction = correction / bias_correction(beta1, step + group["nesterov"])
+    step_length: Tensor = group["lr"] * correction.view(-1, 1, 1) * update_mask
+    return direction * step_length
 
 
-def _update_bases(states: Sequence[dict[str, Tensor]], keep: Tensor) -> None:
+def _initialize_bases(state: Mapping[str, Tensor]) -> None:
+    """Decompose the factors of a matrix; `has_basis` stays 0.0 if they are still zero."""
+    for side in _sides_with_basis(state):
+        factor = state[f"factor.{side}"]
+        state[f"basis.{side}"].copy_(eigenbasis(factor).basis)
+        state["has_basis"].copy_(factor.trace() > 0)
+
+
+def _update_bases(states: Sequence[dict[str, Tensor]], update_mask: Tensor) -> None:
     """Update the bases of equal matrices from the factors.
 
     The second moments are sorted like the columns of the bases.
+
+    Args:
+        states: State of each matrix, as `_new_state` returns it.
+        update_mask: 1.0, or 0.0 to leave the bases unchanged.
     """
     for side in _sides_with_basis(states[0]):
         keys = "exp_avg_sq", "has_basis", f"factor.{side}", f"basis.{side}"
         with stacked_state([{key: state[key] for key in keys} for state in states]) as joint:
-            second, has_basis, factor, basis = (joint[key] for key in keys)
-            updates_basis = (keep * has_basis > 0).view(-1, 1, 1)
+            second_moment, has_basis, factor, basis = (joint[key] for key in keys)
+            updates_basis = (update_mask * has_basis > 0).view(-1, 1, 1)
             solution = power_iteration(factor, basis)
             assert solution.order is not None
             order = solution.order.unsqueeze(2 - side)
-            in_order = torch.take_along_dim(second, order, side + 1)
-            second.copy_(torch.where(updates_basis, in_order, second))
+            sorted_second_moment = torch.take_along_dim(second_moment, order, side + 1)
+            second_moment.copy_(torch.where(updates_basis, sorted_second_moment, second_moment))
             basis.copy_(torch.where(updates_basis, solution.basis, basis))
 
 
@@ -284,8 +312,8 @@ def make_soap(
     model: nn.Module,
     *,
     matrix_owners: MatrixOwners | None = None,
-    order: Sequence[str] | None = None,
-    without: Collection[nn.Parameter] = (),
+    basis_weights: Sequence[str] | None = None,
+    excluded_params: Collection[nn.Parameter] = (),
 ) -> SOAP:
     """Make SOAP for a model's matrices.
 
@@ -293,59 +321,81 @@ def make_soap(
         options: The rate, the betas and the interval between updates.
         model: The model, or this rank's stages.
         matrix_owners: Owners of matrices; by default every rank updates all.
-        order: Result of `basis_order` for the whole model; by default `model` is whole.
-        without: Parameters that another optimizer trains.
+        basis_weights: Result of `list_basis_weights` for the whole model; None if `model` is whole.
+        excluded_params: Parameters that another optimizer trains.
     """
-    order = basis_order(options, model) if order is None else order
+    if basis_weights is None:
+        basis_weights = list_basis_weights(model)
     update_steps = options.soap_update_steps or UPDATE_STEPS
-    offsets = zip(order, spread_offsets(len(order), update_steps), strict=True)
-    matrices = [matrix for matrix in _with_bases(options, model) if matrix[1] not in without]
-    names = {name for name, *_ in matrices}
+    offsets = spread_offsets(len(basis_weights), update_steps)
+    rotated_weights = [
+        rotated for rotated in _find_rotated_weights(model) if rotated.weight not in excluded_params
+    ]
+    local_names = {rotated.name for rotated in rotated_weights}
     return SOAP(
-        split_groups(parameter_groups(options, model), set(without), None, {}),
-        {p: sides for _, p, sides in matrices},
+        split_groups(parameter_groups(options, model), set(excluded_params), None, {}),
+        {rotated.weight: rotated.sides for rotated in rotated_weights},
         update_steps=update_steps,
         fusions=fused_weights(model),
-        offsets=[offset for name, offset in offsets if name in names],
+        offsets=[
+            offset
+            for name, offset in zip(basis_weights, offsets, strict=True)
+            if name in local_names
+        ],
         matrix_owners=matrix_owners,
         nesterov=options.nesterov,
         **adamw_settings(options),
     )
 
 
-def basis_order(options: MatrixSettings, model: nn.Module) -> list[str]:
-    """Return the parameter names of matrices with a basis, in the model's order."""
+def list_basis_weights(model: nn.Module) -> list[str]:
+    """Return the weight's name for each matrix with a basis, in the model's order."""
     fusions = fused_weights(model)
-    matrices = _with_bases(options, model)
-    return [name for name, p, _ in matrices for _ in fusion_of(p, fusions).sizes]
+    return [
+        name
+        for name, weight, _ in _find_rotated_weights(model)
+        for _ in fusion_of(weight, fusions).sizes
+    ]
 
 
-def _with_bases(
-    options: MatrixSettings, model: nn.Module
-) -> Iterator[tuple[str, nn.Parameter, list[int]]]:
-    """Yield name, parameter and sides of all parameters with a basis.
+class _RotatedWeight(NamedTuple):
+    """A weight with a basis.
+
+    Attributes:
+        name: Name in the model.
+        weight: The parameter.
+        sides: The sides with a basis: 0 for the rows, 1 for the columns.
+    """
+
+    name: str
+    weight: nn.Parameter
+    sides: list[int]
+
+
+def _find_rotated_weights(model: nn.Module) -> Iterator[_RotatedWeight]:
+    """Yield the weights of a model that have a basis.
 
     Sides wider than `MAX_DIM` have no basis. Embeddings and output heads never have one on the side
     of tokens or positions.
     """
-    fusions, outside = fused_weights(model), embeddings_and_head(model)
+    fusions, token_weights = fused_weights(model), embeddings_and_head(model)
     for name, p in model.named_parameters():
         if p.requires_grad and p.ndim == 2:
             shapes = fusion_of(p, fusions).shapes(p.shape).values()
             narrow = [side for side in (0, 1) if max(s[side] for s in shapes) <= MAX_DIM]
-            sides = [side for side in narrow if side == 1 or p not in outside]
+            sides = [side for side in narrow if side == 1 or p not in token_weights]
             if sides:
-                yield name, p, sides
+                yield _RotatedWeight(name, p, sides)
 
 
-def kept_gradient(gradient: Tensor, found_inf: Tensor | None) -> tuple[Tensor, Tensor]:
+def mask_skipped_gradient(gradient: Tensor, found_inf: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the gradient and 1.0, or zeros and 0.0 if the step is skipped."""
-    keep = torch.ones((), dtype=torch.float32, device=gradient.device)
+    update_mask = torch.ones((), dtype=torch.float32, device=gradient.device)
     if found_inf is not None:
-        keep = keep - found_inf
+        update_mask = update_mask - found_inf
         # Not multiplied by 0, because infinity times 0 is NaN.
-        gradient = torch.where(keep > 0, gradient, torch.zeros_like(gradient))
-    return gradient, keep
+        gradient = torch.where(update_mask > 0, gradient, torch.zeros_like(gradient))
+    return gradient, update_mask
 
 
 def bias_correction(beta: float, step: Tensor) -> Tensor:

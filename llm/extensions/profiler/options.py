@@ -1,6 +1,6 @@
 """The extension of the profiler."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from llm.config.options import option, option_group
 from llm.errors import ConfigError
@@ -23,6 +23,18 @@ class ProfilerOptions(CoreConfig):
     )
 
 
+class StepRange(NamedTuple):
+    """The steps start + 1 to stop, counted from 1.
+
+    Attributes:
+        start: Number of steps before the first one.
+        stop: Number of the last one.
+    """
+
+    start: int
+    stop: int
+
+
 class ProfilerExtension(Extension[ProfilerOptions]):
     """Profiles the steps."""
 
@@ -30,23 +42,23 @@ class ProfilerExtension(Extension[ProfilerOptions]):
         """Return a sentence if the steps are not two growing numbers, or are not trained."""
         options = self.options
         try:
-            span = profiled_steps(options)
+            step_range = parse_step_range(options)
         except ConfigError as error:
             return [str(error)]
         length = options.max_duration
-        if span is not None and length.unit == "steps" and span[1] > length.value:
+        if step_range is not None and length.unit == "steps" and step_range.stop > length.value:
             return [f"--profile {options.profile} ends after the last step of the {length}."]
         return []
 
     def in_loop(self, context: "LoopContext") -> LoopExtension | None:
         """Return the profiler of a training."""
-        span = profiled_steps(self.options)
-        if span is None or self.options.eval_only:
+        step_range = parse_step_range(self.options)
+        if step_range is None or self.options.eval_only:
             return None
         from llm.extensions.profiler.step_profiler import StepProfiler
 
         return StepProfiler(
-            span,
+            step_range,
             folder=context.run.folder.path / "profile",
             rank=context.strategy.rank,
             device=context.strategy.device,
@@ -54,8 +66,8 @@ class ProfilerExtension(Extension[ProfilerOptions]):
         )
 
 
-def profiled_steps(options: ProfilerOptions) -> tuple[int, int] | None:
-    """Return (start, stop) to profile the steps start + 1 to stop; None without `profile`.
+def parse_step_range(options: ProfilerOptions) -> StepRange | None:
+    """Return the steps to profile; None without `profile`.
 
     Raises:
         ConfigError: The option is not two growing numbers.
@@ -68,4 +80,4 @@ def profiled_steps(options: ProfilerOptions) -> tuple[int, int] | None:
             f"--profile {options.profile} is not START:STOP, two growing numbers of steps such as "
             "10:13, which profiles steps 11 to 13."
         )
-    return int(start), int(stop)
+    return StepRange(int(start), int(stop))

@@ -22,7 +22,7 @@ logger = logging.getLogger("llm")
 
 # An operation belongs to the first class with a word in its name, or in the name of an operation
 # that calls it.
-_CLASSES = (
+_KEYWORDS_BY_CLASS = (
     (
         "communication",
         ("c10d", "gloo", "nccl", "allreduce", "all_reduce", "DistributedDataParallel"),
@@ -32,15 +32,15 @@ _CLASSES = (
     ("attention", ("scaled_dot_product", "flash", "softmax")),
     ("matmul", ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "gemm")),
 )
-_OTHER, _WAITING = "other operations", "waiting"
-_DEVICES = {"cuda": [ProfilerActivity.CUDA], "xpu": [ProfilerActivity.XPU]}
+_OTHER_CLASS, _WAITING_CLASS = "other operations", "waiting"
+_ACTIVITIES_BY_DEVICE = {"cuda": [ProfilerActivity.CUDA], "xpu": [ProfilerActivity.XPU]}
 
 
 class StepProfiler(LoopExtension):
     """Profiles the steps start + 1 to stop.
 
     Args:
-        span: (start, stop).
+        step_range: Start and stop, as for `StepRange`.
         folder: Folder of the traces and the table.
         rank: Rank of this process; every rank writes a trace, rank 0 also the table.
         device: Device of the model.
@@ -49,18 +49,18 @@ class StepProfiler(LoopExtension):
 
     def __init__(
         self,
-        span: tuple[int, int],
+        step_range: tuple[int, int],
         *,
         folder: Path,
         rank: int,
         device: torch.device,
         paused: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._start, self._stop = span
+        self._start_step, self._stop_step = step_range
         self._folder = folder
         self._rank = rank
-        self._on_gpu = device.type in _DEVICES
-        self._activities = [ProfilerActivity.CPU, *_DEVICES.get(device.type, ())]
+        self._is_on_gpu = device.type in _ACTIVITIES_BY_DEVICE
+        self._activities = [ProfilerActivity.CPU, *_ACTIVITIES_BY_DEVICE.get(device.type, ())]
         self._profile: Any = None
         self._paused = paused
 
@@ -70,33 +70,33 @@ class StepProfiler(LoopExtension):
         Args:
             step: Steps done.
         """
-        if step != self._start or self._profile is not None:  # a rewind repeats steps
+        if step != self._start_step or self._profile is not None:  # a rewind repeats steps
             return
-        if self._on_gpu:
+        if self._is_on_gpu:
             torch.accelerator.synchronize()
         self._profile = profile(activities=self._activities)
         self._profile.__enter__()
-        self._began = time.perf_counter()
+        self._start_time = time.perf_counter()
 
     def after_step(self, step: int, batch: StepBatch) -> None:
         """Stop and write the profile if it ends with this step."""
-        if step != self._stop or self._profile is None:
+        if step != self._stop_step or self._profile is None:
             return
-        if self._on_gpu:
+        if self._is_on_gpu:
             torch.accelerator.synchronize()
-        self._seconds = time.perf_counter() - self._began
+        self._profile_seconds = time.perf_counter() - self._start_time
         self._profile.__exit__(None, None, None)
         with self._paused():
             self._write_profile()
 
     def close(self) -> None:
-        """Log after the last step if this start has not seen the whole span."""
+        """Log after the last step if this start did not train all of the steps to profile."""
         if self._profile is not None:
             self._profile.__exit__(None, None, None)
-        if self._stop >= 0 and self._rank == 0:
+        if self._stop_step >= 0 and self._rank == 0:
             logger.info(
-                f"--profile {self._start}:{self._stop}: this start did not train all of these "
-                "steps, and nothing was written."
+                f"--profile {self._start_step}:{self._stop_step}: this start did not train all of "
+                "these steps, and nothing was written."
             )
 
     def _write_profile(self) -> None:
@@ -105,57 +105,63 @@ class StepProfiler(LoopExtension):
             self._write_files()
         except Exception as error:  # the profiler's library and its file format raise their own
             logger.warning(f"The profile cannot be written to {self._folder} ({one_line(error)}).")
-        self._profile, self._start, self._stop = None, -1, -1
+        self._profile, self._start_step, self._stop_step = None, -1, -1
 
     def _write_files(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        trace = self._folder / f"rank{self._rank}.trace.json.gz"
-        self._profile.export_chrome_trace(str(trace))
+        trace_path = self._folder / f"rank{self._rank}.trace.json.gz"
+        self._profile.export_chrome_trace(str(trace_path))
         if self._rank == 0:
-            busy = time_by_class(self._profile.events(), on_gpu=self._on_gpu)
-            lines = table(busy, self._seconds, steps=self._stop - self._start)
+            class_seconds = seconds_by_class(self._profile.events(), on_gpu=self._is_on_gpu)
+            num_steps = self._stop_step - self._start_step
+            lines = format_table(class_seconds, self._profile_seconds, num_steps=num_steps)
             write_whole(self._folder / "profile.txt", "\n".join(lines) + "\n")
-            logger.info("\n".join([*lines, f"trace: {trace}"]))
+            logger.info("\n".join([*lines, f"trace: {trace_path}"]))
 
 
-def time_by_class(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]:
+def seconds_by_class(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]:
     """Return the seconds of a profile's operations by class.
 
     Args:
         events: The profile's events. Their self times exclude the operations that they call.
         on_gpu: Count the device's time instead of the host's.
     """
-    busy = dict.fromkeys((*(name for name, _ in _CLASSES), _OTHER), 0.0)
+    class_seconds = dict.fromkeys((*(name for name, _ in _KEYWORDS_BY_CLASS), _OTHER_CLASS), 0.0)
     for event in events:
         if event.device_type.name != "CPU":
             continue  # a kernel; its time counts for the operation that launched it
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        busy[_class_of(event)] += microseconds / 1e6
-    return busy
+        class_seconds[_operation_class(event)] += microseconds / 1e6
+    return class_seconds
 
 
-def _class_of(event: Any) -> str:
-    names = []
+def _operation_class(event: Any) -> str:
+    """Return the first class with a keyword in the name of an operation or of its callers."""
+    call_names = []
     while event is not None:
-        names.append(str(event.name))
+        call_names.append(str(event.name))
         event = event.cpu_parent
-    for name, keywords in _CLASSES:
-        if any(keyword in text for text in names for keyword in keywords):
-            return name
-    return _OTHER
+    for class_name, keywords in _KEYWORDS_BY_CLASS:
+        if any(keyword in call_name for call_name in call_names for keyword in keywords):
+            return class_name
+    return _OTHER_CLASS
 
 
-def table(busy: dict[str, float], seconds: float, *, steps: int) -> list[str]:
-    """Return the lines of the table; time without operations is waiting, for data or Python.
+def format_table(
+    class_seconds: dict[str, float], total_seconds: float, *, num_steps: int
+) -> list[str]:
+    """Return the lines of the table; time without operations counts as waiting for data or Python.
 
     Args:
-        busy: Seconds by class, from `time_by_class`.
-        seconds: Seconds of all steps.
-        steps: Number of steps.
+        class_seconds: Seconds by class, from `seconds_by_class`.
+        total_seconds: Seconds of all steps.
+        num_steps: Number of steps.
     """
-    rows = {**busy, _WAITING: max(0.0, seconds - sum(busy.values()))}
+    waiting_seconds = max(0.0, total_seconds - sum(class_seconds.values()))
+    rows = {**class_seconds, _WAITING_CLASS: waiting_seconds}
     total = sum(rows.values())
-    lines = [f"profile of {steps} steps, {1000 * seconds / steps:.1f} ms each:"]
-    for name, share in sorted(rows.items(), key=lambda row: -row[1]):
-        lines.append(f"  {name:<18}{1000 * share / steps:>10.1f} ms{share / total:>8.1%}")
+    lines = [f"profile of {num_steps} steps, {1000 * total_seconds / num_steps:.1f} ms each:"]
+    for name, seconds in sorted(rows.items(), key=lambda row: -row[1]):
+        milliseconds = 1000 * seconds / num_steps
+        lines.append(f"  {name:<18}{milliseconds:>10.1f} ms{seconds / total:>8.1%}")
     return lines

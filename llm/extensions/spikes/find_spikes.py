@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 WINDOW = 64
 """Steps that a loss is compared with."""
-_FEWEST = 32
+_MIN_STEPS = 32
 """Minimum number of earlier steps to find a spike."""
-_THRESHOLD = 6.0
+_MIN_SCORE = 6.0
 """A loss with at least this many deviations above the median is a spike."""
-_LEAST_DEVIATION = 0.005
+_MIN_RELATIVE_DEVIATION = 0.005
 """Smallest deviation, relative to the median: in large batches the loss hardly varies."""
 
 
@@ -39,12 +39,12 @@ def find_spike(loss: float, previous_losses: Sequence[float]) -> Spike | None:
         loss: Mean loss of a step.
         previous_losses: The previous losses, `WINDOW` at most.
     """
-    if len(previous_losses) < _FEWEST:
+    if len(previous_losses) < _MIN_STEPS:
         return None
-    middle = median(previous_losses)
-    deviation = 1.4826 * median(abs(value - middle) for value in previous_losses)
-    score = (loss - middle) / max(deviation, _LEAST_DEVIATION * abs(middle), 1e-12)
-    return Spike(middle, score) if score > _THRESHOLD else None
+    median_loss = median(previous_losses)
+    deviation = 1.4826 * median(abs(value - median_loss) for value in previous_losses)
+    score = (loss - median_loss) / max(deviation, _MIN_RELATIVE_DEVIATION * abs(median_loss), 1e-12)
+    return Spike(median_loss, score) if score > _MIN_SCORE else None
 
 
 def append_loss(loss: float, previous_losses: Sequence[float]) -> list[float]:

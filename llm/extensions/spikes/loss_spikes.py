@@ -26,11 +26,11 @@ class LossSpikes(LoopExtension):
         folder: Folder of the run, for the command that shows a step's text.
         action: Reaction to a spike, as in `on_loss_spike`.
         max_rewinds: Maximum number of rewinds before the run stops.
-        margin: Number of steps before a spike to skip as well.
+        margin_steps: Number of steps before a spike to skip as well.
 
     Attributes:
         losses: Losses of the last steps that were not skipped.
-        rewinds: How often the run went back.
+        num_rewinds: How often the run went back.
     """
 
     part = "spikes"
@@ -43,82 +43,97 @@ class LossSpikes(LoopExtension):
         folder: Path,
         action: Literal["warn", "stop", "rewind"],
         max_rewinds: int = 0,
-        margin: int = 0,
+        margin_steps: int = 0,
     ) -> None:
         self._corpus, self._folder, self._action = corpus, folder, action
-        self._max_rewinds, self._margin = max_rewinds, margin
+        self._max_rewinds, self._margin_steps = max_rewinds, margin_steps
         self.losses: list[float] = []
-        self.rewinds = 0
+        self.num_rewinds = 0
 
     def check_losses(self, steps: Sequence[tuple[int, bool, float]], loader: TrainLoader) -> None:
-        """Log the spikes among some steps, and act on them.
+        """Log the spikes among some steps, and stop the run or let it go back if options say so.
+
+        Args:
+            steps: For each step its number from 0, whether it was skipped, and its mean loss.
+            loader: The samples of the steps.
 
         Raises:
             DivergedError: The loss spiked, and the run stops or has gone back `max_rewinds` times.
             RestartError: The loss spiked, and the run goes back.
         """
-        spikes = []
-        for step, skipped, loss in steps:
+        spike_steps = []
+        for step, is_skipped, loss in steps:
             if self._corpus.stages and _enters_stage(loader, step):
                 self.losses = []  # losses of another mixture tell nothing about this one
-            if skipped:
+            if is_skipped:
                 continue
             spike = find_spike(loss, self.losses)
             if spike is not None:
-                self._report_spike(step, loss, spike, loader)
-                spikes.append(step)
+                self._log_spike(step, loss, spike, loader)
+                spike_steps.append(step)
             self.losses = append_loss(loss, self.losses)
-        if spikes and self._action != "warn":
-            self._stop_run(spikes, loader)
+        if spike_steps and self._action != "warn":
+            self._stop_or_rewind(spike_steps, loader)
 
-    def _stop_run(self, spikes: list[int], loader: TrainLoader) -> None:
-        first, stop = loader.sample_range(spikes[0], spikes[-1] + 1)
-        command = inspect_command(self._folder, spikes[0] + 1)
+    def _stop_or_rewind(self, spike_steps: list[int], loader: TrainLoader) -> None:
+        """Raise the error that stops the run, or lets it go back to a checkpoint.
+
+        Args:
+            spike_steps: The steps with a spike, counted from 0, in order.
+            loader: The samples of the steps.
+        """
+        first_sample, end_sample = loader.sample_range(spike_steps[0], spike_steps[-1] + 1)
+        command = inspect_command(self._folder, spike_steps[0] + 1)
         message = (
-            f"The loss of step {spikes[0] + 1} spiked (--on_loss_spike {self._action}): "
+            f"The loss of step {spike_steps[0] + 1} spiked (--on_loss_spike {self._action}): "
             f"look at its text with {command}, and continue from "
-            f"the last checkpoint with --resume_from_checkpoint and --skip_samples {first}:{stop}, "
-            "a lower --learning_rate, or --on_loss_spike warn. Earlier checkpoints are untouched."
+            f"the last checkpoint with --resume_from_checkpoint and --skip_samples "
+            f"{first_sample}:{end_sample}, a lower --learning_rate, or --on_loss_spike warn. "
+            "Earlier checkpoints are untouched."
         )
         if self._action == "stop":
             raise DivergedError(message)
-        if self.rewinds >= self._max_rewinds:
+        if self.num_rewinds >= self._max_rewinds:
             raise DivergedError(
-                f"{message} The run has gone back {self.rewinds} times already (--max_rewinds)."
+                f"{message} The run has gone back {self.num_rewinds} times already (--max_rewinds)."
             )
-        self.rewinds += 1
+        self.num_rewinds += 1
         raise RestartError(
             message,
-            first=spikes[0] - self._margin,
-            reason=f"the spike at step {spikes[0] + 1} (time {self.rewinds} of --max_rewinds "
-            f"{self._max_rewinds})",
+            first=spike_steps[0] - self._margin_steps,
+            reason=f"the spike at step {spike_steps[0] + 1} (time {self.num_rewinds} of "
+            f"--max_rewinds {self._max_rewinds})",
         )
 
-    def _report_spike(self, step: int, loss: float, spike: Spike, loader: TrainLoader) -> None:
-        first, stop = loader.sample_range(step, step + 1)
-        positions = np.arange(*loader.plan.step_positions(step), dtype=np.int64)
-        sources, _ = loader.samples.locate(loader.skipped.sample_indices(positions))
-        counts = np.bincount(sources, minlength=len(self._corpus.train)).tolist()
-        pairs = zip(self._corpus.train, counts, strict=True)
-        samples_by_source = {source.name: count for source, count in pairs if count}
+    def _log_spike(self, step: int, loss: float, spike: Spike, loader: TrainLoader) -> None:
+        first_sample, end_sample = loader.sample_range(step, step + 1)
+        samples_by_source = self._count_samples(step, loader)
         blend = ", ".join(f"{name} {count}" for name, count in samples_by_source.items())
         command = inspect_command(self._folder, step + 1)
         logger.info(
             f"the loss spiked at step {step + 1}: {loss:.4g}, {spike.score:.1f} deviations "
-            f"above the median {spike.median:.4g} of the steps before (samples {first:,} to "
-            f"{stop - 1:,}, from {blend}); its text: {command}",
+            f"above the median {spike.median:.4g} of the steps before (samples {first_sample:,} to "
+            f"{end_sample - 1:,}, from {blend}); its text: {command}",
             extra=event(
                 "spike",
                 step=step + 1,
                 loss=loss,
                 median=spike.median,
                 score=spike.score,
-                first_sample=first,
-                last_sample=stop - 1,
+                first_sample=first_sample,
+                last_sample=end_sample - 1,
                 sources=samples_by_source,
                 inspect=command,
             ),
         )
+
+    def _count_samples(self, step: int, loader: TrainLoader) -> dict[str, int]:
+        """Return the number of samples of a step from each source that has any."""
+        positions = np.arange(*loader.plan.step_positions(step), dtype=np.int64)
+        sources, _ = loader.samples.locate(loader.skipped.sample_indices(positions))
+        counts = np.bincount(sources, minlength=len(self._corpus.train)).tolist()
+        pairs = zip(self._corpus.train, counts, strict=True)
+        return {source.name: count for source, count in pairs if count}
 
     def begin(self) -> None:
         """Forget the losses; the number of rewinds of this start stays."""
@@ -126,16 +141,17 @@ class LossSpikes(LoopExtension):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last losses and the number of rewinds."""
-        return {"losses": self.losses, "rewinds": self.rewinds}
+        return {"losses": self.losses, "rewinds": self.num_rewinds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the losses; a run that goes back keeps its number of rewinds."""
         self.losses = list(state["losses"])
-        self.rewinds = max(self.rewinds, state["rewinds"])
+        self.num_rewinds = max(self.num_rewinds, state["rewinds"])
 
 
 def _enters_stage(loader: TrainLoader, step: int) -> bool:
-    """Return whether a step ends in another stage of the data than the one before it."""
-    ends = [loader.sample_range(number, number + 1)[1] - 1 for number in (max(0, step - 1), step)]
-    previous_stage, stage = map(loader.samples.stage_of, ends)
-    return previous_stage != stage
+    """Return whether a step ends in another stage of the data than the step before it."""
+    _, previous_end_sample = loader.sample_range(max(0, step - 1), max(1, step))
+    _, end_sample = loader.sample_range(step, step + 1)
+    previous_stage = loader.samples.stage_of(previous_end_sample - 1)
+    return previous_stage != loader.samples.stage_of(end_sample - 1)

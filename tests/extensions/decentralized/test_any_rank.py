@@ -21,7 +21,7 @@ def answers(asking: int) -> tuple[int, list[list[int]]]:
         ]
         assert not any(first for first, _ in said)
         heard.append([call for call, (_, second) in enumerate(said) if second])
-        votes.settle()
+        votes.wait_for_messages()
     dist.barrier()
     return votes.delay, heard
 

@@ -48,7 +48,7 @@ def mixed(cases, steps: int, bucket_bytes: int):
             averager.before_step()
             averager.after_step()
             states.append(flat(tensors))
-        averager.settle()
+        averager.wait_for_messages()
         found.append(np.array(states))
     dist.barrier()
     return found

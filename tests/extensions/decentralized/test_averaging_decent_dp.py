@@ -68,7 +68,7 @@ def ours(topology: str) -> torch.Tensor:
         averager.before_step()
         optimizer.step()
         averager.after_step()
-    averager.settle()
+    averager.wait_for_messages()
     dist.barrier()
     return trained(loss.model)
 

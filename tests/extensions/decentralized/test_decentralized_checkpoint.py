@@ -49,11 +49,11 @@ def resumed(case: Case, folder):
     if found.world_size == strategy.world_size:
         load_state(found, {"strategy": strategy})
     else:
-        strategy.load_averaged(
+        strategy.load_mean_state(
             lambda tensors: read_tensors(
                 found, {f"strategy/{path}": tensor for path, tensor in tensors.items()}, of=()
             ),
-            replicas=found.world_size // (case.ranks_per_node if case.nodes else 1),
+            num_replicas=found.world_size // (case.ranks_per_node if case.nodes else 1),
         )
     before = trained(strategy.model)
     train(strategy, case, range(4, 6))

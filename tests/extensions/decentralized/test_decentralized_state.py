@@ -133,7 +133,7 @@ def loaded_from(case: Case, files: dict[str, torch.Tensor], replicas: int, steps
         for path, tensor in tensors.items():
             tensor.copy_(files[path])
 
-    strategy.load_averaged(read, replicas=replicas)
+    strategy.load_mean_state(read, num_replicas=replicas)
     loaded = by_path(copy.deepcopy(strategy.state_dict()))
     train(strategy, case, steps)
     finish(strategy)
@@ -214,8 +214,9 @@ def scales():
     finish(second)
     third = make_strategy(RING, mixed_precision="fp16")
     files = {path: tensor for state in gather(by_path(saved)) for path, tensor in state.items()}
-    third.load_averaged(
-        lambda tensors: [tensor.copy_(files[path]) for path, tensor in tensors.items()], replicas=2
+    third.load_mean_state(
+        lambda tensors: [tensor.copy_(files[path]) for path, tensor in tensors.items()],
+        num_replicas=2,
     )
     finish(third)
     return [float(strategy.loss_scale()) for strategy in (first, second, third)]
