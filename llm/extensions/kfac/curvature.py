@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llm.extensions.kfac.distribution import Exchange, assign
-from llm.extensions.kfac.factors import Factor, UpdateTimes, record_layers
+from llm.extensions.kfac.factors import Factor, LayerToRecord, UpdateTimes, record_layers
 from llm.extensions.kfac.layers import Coverage, Layer
 from llm.extensions.matrix_optim.eigenbases import Solution, eigenbasis, power_iteration
 from llm.extensions.matrix_optim.matrix_owners import FactorRanks
@@ -18,21 +18,21 @@ from llm.runtime.float32 import full_float32
 Method = Literal["ekfac", "eigen"]
 
 
-def is_due(every: int, step: int, phase: float = 0.0) -> bool:
-    """Return whether an update with the interval `every` is due at this step.
+def is_due(interval: int, step: int, phase: float = 0.0) -> bool:
+    """Return whether an update is due at this step.
 
     At the start it is due more often, once in each of the windows 0, 1, 2-3, 4-7, 8-15, ...: the
     first averages have few tokens, and with fp16 the first steps may all be skipped.
 
     Args:
-        every: Length of an interval, in steps.
+        interval: Steps between two updates.
         step: The step, from 0.
         phase: Position in the interval, in [0, 1).
     """
     window = 1 << max(0, step.bit_length() - 1)
-    if window < every:
+    if window < interval:
         return step == 0 or step - window == int(phase * window)
-    return step % every == int(phase * every)
+    return step % interval == int(phase * interval)
 
 
 class Curvature:
@@ -83,39 +83,41 @@ class Curvature:
         self._factor_update_steps = factor_update_steps
         self._inv_update_steps = inv_update_steps
         self._factor_decay = factor_decay
-        self._spread = spread
-        self._recording: list[Factor] = []
-        self._scale: Tensor | float = 1.0
-        self._captured = False
-        self._fallbacks = torch.zeros((), device=self.layers[0].weight.device)
-        self._times = UpdateTimes()
-        self._factors = self._make_factors(max_dim, ranks)
-        self.factors = list(self._factors.values())
+        self._is_spread = spread
+        self._recorded_factors: list[Factor] = []
+        self._output_scale: Tensor | float = 1.0
+        self._has_captured = False
+        self._num_fallbacks = torch.zeros((), device=self.layers[0].weight.device)
+        self._update_times = UpdateTimes()
+        self._factor_by_name = self._make_factors(max_dim, ranks)
+        self.factors = list(self._factor_by_name.values())
 
     def _make_factors(self, max_dim: int, ranks: FactorRanks | None) -> dict[str, Factor]:
         """Assign the factors to ranks and create this rank's tensors."""
         self.is_replicated = ranks is None
-        distributed = dist.is_available() and dist.is_initialized()
+        is_distributed = dist.is_available() and dist.is_initialized()
         if ranks is None:
             ranks = FactorRanks(
-                rank=dist.get_rank() if distributed else 0,
-                size=dist.get_world_size() if distributed else 1,
-                counts_failures=not distributed or dist.get_rank() == 0,
+                rank=dist.get_rank() if is_distributed else 0,
+                size=dist.get_world_size() if is_distributed else 1,
+                counts_failures=not is_distributed or dist.get_rank() == 0,
             )
         # The decomposition of a block of width w takes about w^3 operations.
         costs = {
-            group: {name: float(size * min(size, max_dim) ** 2) for name, size in sizes.items()}
-            for group, sizes in self.coverage.factor_sizes.items()
+            group: {
+                name: float(size * min(size, max_dim) ** 2) for name, size in size_by_factor.items()
+            }
+            for group, size_by_factor in self.coverage.factor_sizes.items()
         }
         # Layers that share A are needed together.
         input_names = dict.fromkeys(layer.input_name for layer in self.layers)
         self._assignment = assign(
             {group: costs[group] for group in input_names},
             world_size=ranks.size,
-            together=not self.is_replicated,
-            everywhere=costs,
+            is_joint=not self.is_replicated,
+            model_groups=costs,
         )
-        self.exchange = Exchange(self._assignment, ranks, broadcasts=self.is_replicated)
+        self.exchange = Exchange(self._assignment, ranks, broadcasts_bases=self.is_replicated)
         self._rank = ranks.rank
         return {
             name: Factor(
@@ -123,8 +125,9 @@ class Curvature:
                 size=size,
                 max_dim=max_dim,
                 device=self.layers[0].weight.device,
-                owned=self._assignment.owner_of[name] == ranks.rank,
-                used=self.is_replicated or self._assignment.owner_of[name] == ranks.rank,
+                is_owned=self._assignment.owner_by_factor[name] == ranks.rank,
+                needs_bases=self.is_replicated
+                or self._assignment.owner_by_factor[name] == ranks.rank,
             )
             for group in input_names
             for name, size in self.coverage.factor_sizes[group].items()
@@ -132,15 +135,17 @@ class Curvature:
 
     def factors_of(self, layer: Layer) -> tuple[Factor, Factor]:
         """Return a layer's A and G."""
-        return self._factors[f"{layer.input_name}.A"], self._factors[f"{layer.name}.G"]
+        names = f"{layer.input_name}.A", f"{layer.name}.G"
+        input_factor, output_factor = (self._factor_by_name[name] for name in names)
+        return input_factor, output_factor
 
-    def works_on(self, layer: Layer) -> bool:
+    def computes_update(self, layer: Layer) -> bool:
         """Return whether this rank computes a layer's update."""
         return self.updater_of(layer) in (None, self._rank)
 
-    def owner_of(self, factor: str) -> int | None:
+    def owner_of(self, factor_name: str) -> int | None:
         """Return the rank that decomposes a factor, by the factor's name; None if there is none."""
-        return self._assignment.owner_of.get(factor)
+        return self._assignment.owner_by_factor.get(factor_name)
 
     def updater_of(self, layer: Layer) -> int | None:
         """Return the rank that computes a layer's update; None if every rank does."""
@@ -158,28 +163,31 @@ class Curvature:
             loss_scale: Factor on the objective before `backward`.
         """
         for factor in self.factors:
-            factor.discard()  # Drop the tokens of an interrupted step or a trial.
-        if self._captured:
-            self._times.take()  # their time is not the time of an update
-        self._recording = [factor for factor in self.factors if self._is_recorded(factor)]
+            factor.discard_step()  # Drop the tokens of an interrupted step or a trial.
+        if self._has_captured:
+            self._update_times.pop_means()  # their time is not the time of an update
+        self._recorded_factors = [factor for factor in self.factors if self._is_recorded(factor)]
         # Undo the loss scale and token weight in G.
-        self._scale = (loss_scale * token_weight) ** -2
-        self._captured = True
-        if not self._recording:
+        self._output_scale = (loss_scale * token_weight) ** -2
+        self._has_captured = True
+        if not self._recorded_factors:
             yield  # Without hooks, a compiled model runs compiled.
             return
-        with record_layers(self._recorded_layers(), self._times):
+        with record_layers(self._layers_to_record(), self._update_times):
             yield
 
-    def _recorded_layers(self) -> list[tuple[Layer, Factor | None, Factor | None]]:
-        recorded = []
+    def _layers_to_record(self) -> list[LayerToRecord]:
+        """Return the layers with factors that this step records."""
+        layers = []
         for layer in self.layers:
-            inputs, outputs = (f if f in self._recording else None for f in self.factors_of(layer))
+            input_factor, output_factor = (
+                f if f in self._recorded_factors else None for f in self.factors_of(layer)
+            )
             if layer.input_name != layer.name:
-                inputs = None  # The first of the layers with this input records it.
-            if inputs is not None or outputs is not None:
-                recorded.append((layer, inputs, outputs))
-        return recorded
+                input_factor = None  # The first of the layers with this input records it.
+            if input_factor is not None or output_factor is not None:
+                layers.append(LayerToRecord(layer, input_factor, output_factor))
+        return layers
 
     @torch.no_grad()
     def update(self, found_inf: Tensor | None = None) -> dict[str, list[Tensor]]:
@@ -193,77 +201,87 @@ class Curvature:
             With ekfac, the rotation from the old to the new basis of each updated factor, by name:
                 the blocks of old^T new.
         """
-        if not self._captured:
+        if not self._has_captured:
             return {}
-        if self._recording:
-            with self._times.measure("factor"):
+        if self._recorded_factors:
+            with self._update_times.measure("factor"):
                 self._average_factors(found_inf)
-        due = [factor for factor in self.factors if self._is_due(factor)]
+        due_factors = [factor for factor in self.factors if self._is_due(factor)]
         rotations: dict[str, list[Tensor]] = {}
-        if due:
-            with self._times.measure("inv"):
-                rotations = self._decompose_factors(due, found_inf)
+        if due_factors:
+            with self._update_times.measure("inv"):
+                rotations = self._decompose_factors(due_factors, found_inf)
         self.steps += 1
-        self._captured = False
+        self._has_captured = False
         return rotations
 
     def _average_factors(self, found_inf: Tensor | None) -> None:
-        sums = self.exchange.reduce(self._recording)
-        for factor in self._recording:
-            if factor.owned:
-                factor.commit(
+        """Sum the step's tokens over ranks, and update the averages that this rank owns."""
+        sums = self.exchange.reduce(self._recorded_factors)
+        for factor in self._recorded_factors:
+            if factor.is_owned:
+                factor.update_average(
                     *sums[factor.name],
                     decay=self._factor_decay,
-                    scale=self._scale if factor.name.endswith(".G") else 1.0,
-                    keep=1.0 if found_inf is None else 1.0 - found_inf,
+                    scale=self._output_scale if factor.name.endswith(".G") else 1.0,
+                    update_mask=1.0 if found_inf is None else 1.0 - found_inf,
                 )
 
     def _is_recorded(self, factor: Factor) -> bool:
         """Return whether this step's tokens go into a factor's average."""
         # Record a factor at the step that decomposes it, so that its basis is up to date.
-        offset = int(self._phase_of(factor) * self._inv_update_steps)
+        offset = int(self._update_phase(factor) * self._inv_update_steps)
         return (self.steps - offset) % self._factor_update_steps == 0 or self._is_due(factor)
 
     def _is_due(self, factor: Factor) -> bool:
         """Return whether a factor is decomposed at this step."""
-        return is_due(self._inv_update_steps, self.steps, self._phase_of(factor))
+        return is_due(self._inv_update_steps, self.steps, self._update_phase(factor))
 
-    def _phase_of(self, factor: Factor) -> float:
-        return self._assignment.phase_of[factor.name] if self._spread else 0.0
+    def _update_phase(self, factor: Factor) -> float:
+        return self._assignment.phase_by_factor[factor.name] if self._is_spread else 0.0
 
     @full_float32()
     def _decompose_factors(
-        self, due: list[Factor], found_inf: Tensor | None
+        self, due_factors: list[Factor], found_inf: Tensor | None
     ) -> dict[str, list[Tensor]]:
+        """Decompose factors on their owners; return the rotations as `update` does."""
         old_bases = {}
         if self.method == "ekfac":
-            old_bases = {factor.name: [basis.clone() for basis in factor.bases] for factor in due}
-        for factor in due:
-            if factor.owned:
-                self._fallbacks += self._decompose_factor(factor, found_inf)
-        self.exchange.broadcast_bases(due)
+            old_bases = {
+                factor.name: [basis.clone() for basis in factor.bases] for factor in due_factors
+            }
+        for factor in due_factors:
+            if factor.is_owned:
+                self._num_fallbacks += self._decompose_factor(factor, found_inf)
+        self.exchange.broadcast_bases(due_factors)
         return {
-            name: [old.T @ new for old, new in zip(bases, self._factors[name].bases, strict=True)]
+            name: [
+                old.T @ new
+                for old, new in zip(bases, self._factor_by_name[name].bases, strict=True)
+            ]
             for name, bases in old_bases.items()
         }
 
     def _decompose_factor(self, factor: Factor, found_inf: Tensor | None) -> Tensor:
         """Decompose a factor in place; return 1.0 if any block needed a fallback, else 0.0."""
-        keep = factor.count > 0
+        update_mask = factor.count > 0
         if found_inf is not None:
-            keep = keep & (found_inf == 0)
-        failed = torch.zeros_like(factor.count)
-        for average, basis, values in zip(
+            update_mask = update_mask & (found_inf == 0)
+        needed_fallback = torch.zeros_like(factor.count)
+        for average, basis, eigenvalues in zip(
             factor.averages(), factor.bases, factor.values, strict=True
         ):
             solution = self._solve_block(average, basis)
             # Selected on the device, so that the host does not wait for `found_inf`.
-            basis.copy_(torch.where(keep, solution.basis, basis))
-            values.copy_(torch.where(keep, solution.values, values))
-            failed = torch.maximum(failed, (solution.fallback > 0) * keep.float())
-        return failed
+            basis.copy_(torch.where(update_mask, solution.basis, basis))
+            eigenvalues.copy_(torch.where(update_mask, solution.values, eigenvalues))
+            needed_fallback = torch.maximum(
+                needed_fallback, (solution.fallback > 0) * update_mask.float()
+            )
+        return needed_fallback
 
     def _solve_block(self, average: Tensor, basis: Tensor) -> Solution:
+        """Decompose a block of a factor by the method; its previous basis is the start."""
         # A power iteration needs a basis near the eigenvectors, so the first decompositions are
         # exact.
         if self.method == "eigen" or self.steps < self._inv_update_steps:
@@ -276,16 +294,21 @@ class Curvature:
         Returns:
             `fallbacks`: failed decompositions so far, on all ranks. `condition`: the largest
             condition number of a factor on this rank, at most 1e7, the limit of fp32. On the host,
-            the times of `UpdateTimes.take`.
+            the times of `UpdateTimes.pop_means`.
         """
-        metrics = {"fallbacks": self.exchange.all_reduce(self._fallbacks), **self._times.take()}
+        metrics = {
+            "fallbacks": self.exchange.all_reduce(self._num_fallbacks),
+            **self._update_times.pop_means(),
+        }
         conditions = [
             values.max() / values.min().clamp_min(1e-7 * values.max()).clamp_min(1e-30)
             for factor in self.factors
             for values in factor.values
         ]
-        largest = torch.stack(conditions).max() if conditions else torch.ones_like(self._fallbacks)
-        return {**metrics, "condition": largest}
+        largest_condition = (
+            torch.stack(conditions).max() if conditions else torch.ones_like(self._num_fallbacks)
+        )
+        return {**metrics, "condition": largest_condition}
 
     def num_bytes(self) -> int:
         """Return the memory of averages, bases and eigenvalues on this rank, in bytes."""
@@ -293,8 +316,12 @@ class Curvature:
 
     def describe(self) -> str:
         """Return a few lines for the log: the coverage, and the memory on this rank."""
-        divided = sum(len(factor.widths) > 1 for factor in self.factors)
-        blocks = f", {divided} of {len(self.factors)} factors in diagonal blocks" if divided else ""
+        num_divided = sum(len(factor.widths) > 1 for factor in self.factors)
+        blocks = (
+            f", {num_divided} of {len(self.factors)} factors in diagonal blocks"
+            if num_divided
+            else ""
+        )
         return (
             f"{self.coverage.describe()}\nK-FAC keeps {self.num_bytes() / 2**20:,.1f} MiB of "
             f"factors and bases on this rank{blocks}."
@@ -307,7 +334,7 @@ class Curvature:
         """
         return {
             "steps": self.steps,
-            "fallbacks": self.exchange.all_reduce(self._fallbacks),
+            "fallbacks": self.exchange.all_reduce(self._num_fallbacks),
             "factors": {factor.name: factor.tensors() for factor in self.factors},
         }
 
@@ -316,7 +343,7 @@ class Curvature:
         """Load what `state_dict` returned."""
         self.steps = int(state["steps"])
         # The saved number is the sum over ranks: only one rank continues it, so it counts once.
-        self._fallbacks.copy_(state["fallbacks"]).mul_(self.exchange.counts_failures)
+        self._num_fallbacks.copy_(state["fallbacks"]).mul_(self.exchange.counts_failures)
         for factor in self.factors:
             for key, tensor in factor.tensors().items():
                 tensor.copy_(state["factors"][factor.name][key])

@@ -22,50 +22,50 @@ class Assignment:
     """Assignment of factors to ranks and to steps of the interval.
 
     Attributes:
-        owner_of: Rank that averages and decomposes each factor, by the factor's name.
-        phase_of: Position of a factor's decomposition in the update interval, in [0, 1), by the
-            factor's name.
+        owner_by_factor: Rank that averages and decomposes each factor, by the factor's name.
+        phase_by_factor: Position of a factor's decomposition in the update interval, in [0, 1), by
+            the factor's name.
     """
 
-    owner_of: Mapping[str, int]
-    phase_of: Mapping[str, float]
+    owner_by_factor: Mapping[str, int]
+    phase_by_factor: Mapping[str, float]
 
 
 def assign(
     groups: Mapping[str, Mapping[str, float]],
     *,
     world_size: int,
-    together: bool,
-    everywhere: Mapping[str, Mapping[str, float]] | None = None,
+    is_joint: bool,
+    model_groups: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Assignment:
     """Give each factor an owner, the costliest first.
 
     Args:
-        groups: Factors that are needed together, by group: the cost of each by its name.
+        groups: The cost of each factor by its name, in groups of factors that are needed together.
         world_size: Number of ranks.
-        together: Whether one rank owns all factors of a group.
-        everywhere: The groups of the whole model, if `groups` belong to a pipeline stage.
+        is_joint: Whether one rank owns all factors of a group.
+        model_groups: The groups of the whole model, if `groups` belong to a pipeline stage.
     """
     loads = [0.0] * world_size
-    owner_of: dict[str, int] = {}
-    for group, _ in _costliest_first({name: sum(groups[name].values()) for name in groups}):
+    owner_by_factor: dict[str, int] = {}
+    for group, _ in _sort_by_cost({name: sum(groups[name].values()) for name in groups}):
         owner = loads.index(min(loads))
-        for factor, cost in _costliest_first(groups[group]):
-            owner = owner_of[factor] = owner if together else loads.index(min(loads))
+        for factor, cost in _sort_by_cost(groups[group]):
+            owner = owner_by_factor[factor] = owner if is_joint else loads.index(min(loads))
             loads[owner] += cost
     # The phases spread the factors over an interval by cost. They do not depend on the number of
     # ranks, so the number of ranks does not affect a run's results.
-    every = (everywhere or groups).values()
-    costs = {name: cost for factors in every for name, cost in factors.items()}
-    phase_of, done, total = {}, 0.0, sum(costs.values())
-    for factor, cost in _costliest_first(costs):
-        phase_of[factor] = done / total
-        done += cost
-    return Assignment(owner_of=owner_of, phase_of=phase_of)
+    all_groups = (model_groups or groups).values()
+    costs = {name: cost for factors in all_groups for name, cost in factors.items()}
+    phase_by_factor, preceding_cost, total_cost = {}, 0.0, sum(costs.values())
+    for factor, cost in _sort_by_cost(costs):
+        phase_by_factor[factor] = preceding_cost / total_cost
+        preceding_cost += cost
+    return Assignment(owner_by_factor=owner_by_factor, phase_by_factor=phase_by_factor)
 
 
-def _costliest_first(costs: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Sort by cost, then by name: every rank must get the same order."""
+def _sort_by_cost(costs: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return (name, cost), the costliest first, then by name: the same order on every rank."""
     return sorted(costs.items(), key=lambda item: (-item[1], item[0]))
 
 
@@ -78,17 +78,19 @@ class Exchange:
     Args:
         assignment: Owners of the factors.
         ranks: The ranks of the assignment.
-        broadcasts: Whether bases are sent to all ranks; false if weights are sharded.
+        broadcasts_bases: Whether bases are sent to all ranks; false if weights are sharded.
 
     Attributes:
-        counts_failures: Whether this rank carries on a count that was saved as a sum over ranks.
+        counts_failures: Whether this rank continues a count that was saved as a sum over ranks.
     """
 
-    def __init__(self, assignment: Assignment, ranks: FactorRanks, *, broadcasts: bool) -> None:
+    def __init__(
+        self, assignment: Assignment, ranks: FactorRanks, *, broadcasts_bases: bool
+    ) -> None:
         self._assignment = assignment
         self._ranks = ranks
-        self._broadcasts = broadcasts and ranks.size > 1
-        self._is_alone = broadcasts and ranks.size == 1
+        self._broadcasts_bases = broadcasts_bases and ranks.size > 1
+        self._is_single_process = broadcasts_bases and ranks.size == 1
         self.counts_failures = ranks.counts_failures
 
     def reduce(self, factors: Sequence[Factor]) -> dict[str, tuple[list[Tensor], Tensor]]:
@@ -99,23 +101,27 @@ class Exchange:
         """
         ranks = self._ranks
         if ranks.size == 1 and ranks.replicas is None:
-            return {factor.name: factor.drain() for factor in factors}
+            return {factor.name: factor.pop_step_sums() for factor in factors}
         sums_and_counts = {}
-        for owner, owned in self._by_owner(factors).items():
+        for owner, owned_factors in self._group_by_owner(factors).items():
             flat = torch.cat(
-                [tensor for factor in owned for tensor in _pack_triangles(*factor.drain())]
+                [
+                    tensor
+                    for factor in owned_factors
+                    for tensor in _pack_triangles(*factor.pop_step_sums())
+                ]
             )
             if ranks.size > 1:
                 dist.reduce(flat, group=ranks.group, group_dst=owner)
             if owner == ranks.rank:
                 if ranks.replicas is not None:
                     dist.all_reduce(flat, group=ranks.replicas)
-                sums_and_counts = _unpack_triangles(flat, owned)
+                sums_and_counts = _unpack_triangles(flat, owned_factors)
         return sums_and_counts
 
     def all_reduce(self, count: Tensor) -> Tensor:
         """Return the sum over all ranks, counting replicas once."""
-        if self._is_alone:
+        if self._is_single_process:
             return count
         total = count.clone()
         dist.all_reduce(total)
@@ -127,8 +133,12 @@ class Exchange:
         Args:
             factors: Factors with new bases at their owners; other ranks receive them in place.
         """
-        for owner, owned in self._by_owner(factors).items() if self._broadcasts else ():
-            tensors = [tensor for f in owned for tensor in (*f.bases, *f.values)]
+        if not self._broadcasts_bases:
+            return
+        for owner, owned_factors in self._group_by_owner(factors).items():
+            tensors = [
+                tensor for factor in owned_factors for tensor in (*factor.bases, *factor.values)
+            ]
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             dist.broadcast(flat, src=owner)
             for tensor, values in zip(
@@ -136,12 +146,13 @@ class Exchange:
             ):
                 tensor.copy_(values.view(tensor.shape))
 
-    def _by_owner(self, factors: Sequence[Factor]) -> dict[int, list[Factor]]:
+    def _group_by_owner(self, factors: Sequence[Factor]) -> dict[int, list[Factor]]:
         """Group factors by owner, the owners in the same order on every rank."""
-        by_owner: dict[int, list[Factor]] = {}
+        factors_by_owner: dict[int, list[Factor]] = {}
         for factor in factors:
-            by_owner.setdefault(self._assignment.owner_of[factor.name], []).append(factor)
-        return dict(sorted(by_owner.items()))
+            owner = self._assignment.owner_by_factor[factor.name]
+            factors_by_owner.setdefault(owner, []).append(factor)
+        return dict(sorted(factors_by_owner.items()))
 
 
 def _pack_triangles(sums: Sequence[Tensor], count: Tensor) -> list[Tensor]:

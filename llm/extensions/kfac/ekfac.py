@@ -16,14 +16,14 @@ from llm.extensions.matrix_optim.matrix_owners import (
     MatrixOptimizer,
     MatrixOwners,
     groups_of,
-    lay_together,
+    make_adjacent,
     stacked_state,
 )
 from llm.extensions.matrix_optim.soap import SOAP, bias_correction, mask_skipped_gradient
 from llm.optim.optimizers import adamw_state, adamw_step
 
-NOISE = 3e-6
-"""Entries of a rotated matrix below this fraction of its root mean square are set to zero.
+NOISE_FLOOR = 3e-6
+"""Fraction of a rotated matrix' root mean square below which entries are set to zero.
 
 A float32 rotation has an error of 3e-7 of the matrix' norm, spread evenly over its entries: a tenth
 of this limit. A limit relative to the norm would grow with the width, and freeze the flat
@@ -89,19 +89,19 @@ class EKFAC(MatrixOptimizer):
         self._unit_of = {
             layer: unit for unit, layers in self._covered.layers.items() for layer in layers
         }
-        for number, group in enumerate(self.param_groups):
+        for group_index, group in enumerate(self.param_groups):
             group_parameters = set(group["params"])
             for unit in self.units:
                 if unit.weight in group_parameters:
-                    unit.kind = unit.kind, number
+                    unit.kind = unit.kind, group_index
         # Created here instead of in the first step, so that a checkpoint can be loaded.
         for unit, layers in self._covered.layers.items():
             # Empty for moments on other ranks: a checkpoint has the names of all.
-            has_moments = self._covered.works_on(unit)
+            has_moments = self._covered.computes_update(unit)
             self.state.update(
                 _new_state(layers) if has_moments else {p: {} for p in unit.parameters}
             )
-        self._lay_together()
+        self._make_moments_adjacent()
         self._soap = make_soap() if make_soap else None
         if self._soap is not None:
             for group in self._soap.param_groups:
@@ -119,29 +119,30 @@ class EKFAC(MatrixOptimizer):
                 loss = closure()
         rotations, groups = self.curvature.update(self.found_inf), groups_of(self)
         for unit, layers in self._covered.layers.items():
-            for layer in layers if self._covered.works_on(unit) else ():
+            for layer in layers if self._covered.computes_update(unit) else ():
                 self._rotate_moments(layer, rotations)
 
-        def update(layers: Sequence[Layer], gradients: Tensor) -> Tensor:
+        def compute_update(layers: Sequence[Layer], gradients: Tensor) -> Tensor:
             group = groups[self._unit_of[layers[0]].weight]
             return self._adamw_updates(layers, gradients, group | {"weight_decay": 0.0})
 
-        keep = 1.0 if self.found_inf is None else 1.0 - self.found_inf
-        for updates in self._covered.updates(update):
-            pairs = [
+        update_mask = 1.0 if self.found_inf is None else 1.0 - self.found_inf
+        for updates in self._covered.updates(compute_update):
+            parameter_updates = [
                 (parameter, values)
                 for unit, unit_updates in updates
                 for parameter, values in zip(unit.parameters, unit_updates, strict=True)
             ]
-            decay: dict[float, list[Tensor]] = {}
-            for parameter, _ in pairs:
+            parameters_by_decay: dict[float, list[Tensor]] = {}
+            for parameter, _ in parameter_updates:
                 group = groups[parameter]
-                decay.setdefault(group["lr"] * group["weight_decay"], []).append(parameter)
-            for factor, parameters in decay.items():
-                if factor:
-                    torch._foreach_mul_(parameters, 1 - factor * keep)
-            if pairs:
-                torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
+                decay = group["lr"] * group["weight_decay"]
+                parameters_by_decay.setdefault(decay, []).append(parameter)
+            for decay, parameters in parameters_by_decay.items():
+                if decay:
+                    torch._foreach_mul_(parameters, 1 - decay * update_mask)
+            if parameter_updates:
+                torch._foreach_add_(*map(list, zip(*parameter_updates, strict=True)))
         if self._soap is None:
             self._step_adamw()
         else:
@@ -157,30 +158,34 @@ class EKFAC(MatrixOptimizer):
         soap.found_inf = self.found_inf
         soap.step()
 
-    def _lay_together(self) -> None:
+    def _make_moments_adjacent(self) -> None:
         """Make the moments and bases of equal layers adjacent in memory, as stacks."""
         for units in self._covered.batches():
-            lay_together([self.state[unit.weight] for unit in units])
+            make_adjacent([self.state[unit.weight] for unit in units])
             for unit in units:  # The bias's state has the first part's step.
                 layer = self._covered.layers[unit][0]
                 for parameter in unit.parameters[1:]:
                     self.state[parameter]["step"] = self._state_of(layer)["step"]
-        self._covered.lay_bases_together()
+        self._covered.make_bases_adjacent()
 
     def _state_of(self, layer: Layer) -> dict[str, Tensor]:
         return matrix_state(self.state[self._unit_of[layer].weight], layer.part)
 
     def _rotate_moments(self, layer: Layer, rotations: dict[str, list[Tensor]]) -> None:
         """Express the moments in a basis that has just changed."""
-        inputs, outputs = self.curvature.factors_of(layer)
-        row_rotation, column_rotation = rotations.get(outputs.name), rotations.get(inputs.name)
+        input_factor, output_factor = self.curvature.factors_of(layer)
+        row_rotation = rotations.get(output_factor.name)
+        column_rotation = rotations.get(input_factor.name)
         if row_rotation is None and column_rotation is None:
             return
         state = self._state_of(layer)
-        first, second = state["exp_avg"], state["exp_avg_sq"]
-        self._overwrite_state(first, _without_noise(rotate(first, row_rotation, column_rotation)))
+        first_moment, second_moment = state["exp_avg"], state["exp_avg_sq"]
         self._overwrite_state(
-            second, rotate(second, _square_blocks(row_rotation), _square_blocks(column_rotation))
+            first_moment, _zero_noise(rotate(first_moment, row_rotation, column_rotation))
+        )
+        self._overwrite_state(
+            second_moment,
+            rotate(second_moment, _square_blocks(row_rotation), _square_blocks(column_rotation)),
         )
 
     def _adamw_updates(
@@ -193,9 +198,9 @@ class EKFAC(MatrixOptimizer):
             gradients: As `Layer.matrix` returns them, stacked.
             group: Their parameter group, without weight decay.
         """
-        inputs, outputs = zip(*map(self.curvature.factors_of, layers), strict=True)
-        row_bases, column_bases = joint_bases(outputs), joint_bases(inputs)
-        rotated = _without_noise(rotate(gradients, row_bases, column_bases))
+        input_factors, output_factors = zip(*map(self.curvature.factors_of, layers), strict=True)
+        row_bases, column_bases = joint_bases(output_factors), joint_bases(input_factors)
+        rotated = _zero_noise(rotate(gradients, row_bases, column_bases))
         states = [self._state_of(layer) for layer in layers]
         if self._nesterov:
             with stacked_state(states) as joint:
@@ -205,10 +210,10 @@ class EKFAC(MatrixOptimizer):
         else:
             # AdamW applied to a zero weight gives its step, or zero if the step is skipped.
             updates = torch.zeros_like(rotated)
-            state_of = dict(zip(updates.unbind(), states, strict=True))
-            for update, gradient in zip(state_of, rotated.unbind(), strict=True):
+            state_by_update = dict(zip(updates.unbind(), states, strict=True))
+            for update, gradient in zip(state_by_update, rotated.unbind(), strict=True):
                 update.grad = gradient
-            adamw_step(group, list(state_of), state_of, self.found_inf)
+            adamw_step(group, list(state_by_update), state_by_update, self.found_inf)
         return rotate_back(updates, row_bases, column_bases)
 
 
@@ -229,27 +234,27 @@ def nesterov_step(
         found_inf: 1.0 where the step is skipped, and zeros are returned; read on the device.
     """
     beta1, beta2 = group["betas"]
-    first, second, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
-    gradient, keep = mask_skipped_gradient(gradient, found_inf)
-    step += keep
-    first.lerp_(gradient, (1 - beta1) * keep)
-    second.lerp_(gradient.square(), (1 - beta2) * keep)
-    ahead = first.lerp(gradient, 1 - beta1) / bias_correction(beta1, step + 1)
-    denominator = (second / bias_correction(beta2, step)).sqrt() + group["eps"]
-    update: Tensor = ahead / denominator * (-group["lr"] * keep)
+    first_moment, second_moment, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
+    gradient, update_mask = mask_skipped_gradient(gradient, found_inf)
+    step += update_mask
+    first_moment.lerp_(gradient, (1 - beta1) * update_mask)
+    second_moment.lerp_(gradient.square(), (1 - beta2) * update_mask)
+    momentum = first_moment.lerp(gradient, 1 - beta1) / bias_correction(beta1, step + 1)
+    denominator = (second_moment / bias_correction(beta2, step)).sqrt() + group["eps"]
+    update: Tensor = momentum / denominator * (-group["lr"] * update_mask)
     return update
 
 
-def _without_noise(rotated: Tensor) -> Tensor:
+def _zero_noise(rotated: Tensor) -> Tensor:
     """Set entries that are only rounding errors to zero, in place.
 
     AdamW would enlarge them to a full step. Layers in front of a LayerNorm or a softmax have
     directions with zero gradient. Each matrix of a stack has a separate norm.
     """
     norm = torch.linalg.vector_norm(rotated, dim=(-2, -1), keepdim=True)
-    floor = norm * (NOISE / math.sqrt(rotated.shape[-2] * rotated.shape[-1]))
+    noise_floor = norm * (NOISE_FLOOR / math.sqrt(rotated.shape[-2] * rotated.shape[-1]))
     # Multiplying with ones and zeros is four times as fast on a CPU as filling by a mask.
-    return rotated.mul_(rotated.abs().ge_(floor))
+    return rotated.mul_(rotated.abs().ge_(noise_floor))
 
 
 def _square_blocks(blocks: Blocks) -> Blocks:

@@ -17,8 +17,8 @@ from llm.errors import ConfigError
 from llm.extensions.kfac.layers import Coverage, Layer
 from llm.runtime.float32 import full_float32
 
-_SOLVED = ("qa", "qg", "dgda")
-"""The library's decomposition of a layer: both bases, and the divisors of the gradient."""
+_DECOMPOSITION_KEYS = ("qa", "qg", "dgda")
+"""The library's decomposition of a layer: bases of A and G, and the divisors of the gradient."""
 
 
 class ExternalPreconditioner:
@@ -60,16 +60,16 @@ class ExternalPreconditioner:
         self._layers = {
             layer.name: self._make_layer(layer, communicator) for layer in coverage.layers
         }
-        distributed = dist.is_available() and dist.is_initialized()
+        is_distributed = dist.is_available() and dist.is_initialized()
         assignment = _import_library("assignment").KAISAAssignment(
-            {la.name: {"A": la.columns**3, "G": la.rows**3} for la in coverage.layers},
-            local_rank=dist.get_rank() if distributed else 0,
-            world_size=dist.get_world_size() if distributed else 1,
+            {layer.name: {"A": layer.columns**3, "G": layer.rows**3} for layer in coverage.layers},
+            local_rank=dist.get_rank() if is_distributed else 0,
+            world_size=dist.get_world_size() if is_distributed else 1,
             grad_worker_fraction=1.0,
-            group_func=dist.new_group if distributed else lambda ranks: None,
+            group_func=dist.new_group if is_distributed else lambda ranks: None,
         )
         self._kfac = _import_library("base_preconditioner").BaseKFACPreconditioner(
-            {la.module: (la.name, self._layers[la.name]) for la in coverage.layers},
+            {layer.module: (layer.name, self._layers[layer.name]) for layer in coverage.layers},
             assignment=assignment,
             tdc=communicator,
             factor_update_steps=factor_update_steps,
@@ -83,20 +83,24 @@ class ExternalPreconditioner:
         )
 
     def _make_layer(self, layer: Layer, communicator: Any) -> Any:
-        module = _Module(layer)
+        """Return the library's object for a covered layer, with its initial state."""
+        helper = _ModuleHelper(layer)
         eigen_layer: Any = _import_library("layers.eigen").KFACEigenLayer(
-            module,
+            helper,
             prediv_eigenvalues=True,
             tdc=communicator,
             grad_scaler=lambda: self._loss_scale,
             factor_dtype=torch.float32,
         )
         # The library's initial values, created here so that a checkpoint can be loaded.
-        a, g = (torch.eye(n, device=module.device) for n in (layer.columns, layer.rows))
-        eigen_layer.a_factor, eigen_layer.g_factor = a, g
-        shapes = {"dgda": torch.ones(layer.rows, layer.columns, device=module.device)}
-        for name in _SOLVED:
-            setattr(eigen_layer, name, shapes.get(name, a if "a" in name else g).clone())
+        input_factor, output_factor = (
+            torch.eye(width, device=helper.device) for width in (layer.columns, layer.rows)
+        )
+        eigen_layer.a_factor, eigen_layer.g_factor = input_factor, output_factor
+        divisors = torch.ones(layer.rows, layer.columns, device=helper.device)
+        initial_values = (input_factor, output_factor, divisors)
+        for key, values in zip(_DECOMPOSITION_KEYS, initial_values, strict=True):
+            setattr(eigen_layer, key, values.clone())
         return eigen_layer
 
     @contextlib.contextmanager
@@ -150,7 +154,10 @@ class ExternalPreconditioner:
         return {
             "steps": self._kfac.steps,
             "factors": {
-                name: {key: getattr(layer, key) for key in ("a_factor", "g_factor", *_SOLVED)}
+                name: {
+                    key: getattr(layer, key)
+                    for key in ("a_factor", "g_factor", *_DECOMPOSITION_KEYS)
+                }
                 for name, layer in self._layers.items()
             },
         }
@@ -164,7 +171,7 @@ class ExternalPreconditioner:
                 setattr(layer, key, tensor.to(layer.module.device).clone())
 
 
-class _Module:
+class _ModuleHelper:
     """A covered layer with the methods of the library's `ModuleHelper`."""
 
     def __init__(self, layer: Layer) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,8 @@ class Factor:
         size: Width of x.
         max_dim: Maximum width of a block.
         device: Device of all tensors.
-        owned: Whether this rank keeps the average.
-        used: Whether this rank keeps the bases.
+        is_owned: Whether this rank keeps the average.
+        needs_bases: Whether this rank keeps the bases.
 
     Attributes:
         sums: Decayed sum of x x^T of each block, fp32; empty if not owned.
@@ -46,19 +46,19 @@ class Factor:
         size: int,
         max_dim: int,
         device: torch.device,
-        owned: bool = True,
-        used: bool = True,
+        is_owned: bool = True,
+        needs_bases: bool = True,
     ) -> None:
         self.name = name
         self.size = size
-        self.owned = owned
+        self.is_owned = is_owned
         self.device = device
         self.widths = block_widths(size, max_dim)
-        block_widths_here = self.widths if used else []
-        self.bases = [torch.eye(w, device=device) for w in block_widths_here]
-        self.values = [torch.ones(w, device=device) for w in block_widths_here]
-        block_widths_here = self.widths if owned else []
-        self.sums = [torch.zeros(w, w, device=device) for w in block_widths_here]
+        basis_widths = self.widths if needs_bases else []
+        self.bases = [torch.eye(width, device=device) for width in basis_widths]
+        self.values = [torch.ones(width, device=device) for width in basis_widths]
+        sum_widths = self.widths if is_owned else []
+        self.sums = [torch.zeros(width, width, device=device) for width in sum_widths]
         self.count = torch.zeros((), device=device)
         self._step_sums: list[Tensor] | None = None
         self._step_count = torch.zeros((), device=device)
@@ -73,57 +73,57 @@ class Factor:
             self._step_sums = self._zero_blocks()
         products = [gram(block) for block in rows.split(self.widths, dim=1)]
         # The trace of x x^T bounds all its entries, so one scalar tells whether all are finite.
-        finite = torch.isfinite(torch.stack([product.trace() for product in products]).sum())
-        for total, product in zip(self._step_sums, products, strict=True):
-            total += torch.where(finite, product, 0.0)
-        self._step_count += finite * len(rows)
+        is_finite = torch.isfinite(torch.stack([product.trace() for product in products]).sum())
+        for step_sum, product in zip(self._step_sums, products, strict=True):
+            step_sum += torch.where(is_finite, product, 0.0)
+        self._step_count += is_finite * len(rows)
 
-    def drain(self) -> tuple[list[Tensor], Tensor]:
-        """Return and reset the recorded sums of x x^T by block and number of tokens."""
-        recorded = self._step_sums or self._zero_blocks(), self._step_count
-        self.discard()
-        return recorded
+    def pop_step_sums(self) -> tuple[list[Tensor], Tensor]:
+        """Return and reset what `record` summed: x x^T of each block, and the number of tokens."""
+        step_sums = self._step_sums or self._zero_blocks(), self._step_count
+        self.discard_step()
+        return step_sums
 
-    def discard(self) -> None:
-        """Discard the records since the last `drain`."""
+    def discard_step(self) -> None:
+        """Discard the tokens recorded since the last `pop_step_sums`."""
         if self._step_sums is not None:
             self._step_sums, self._step_count = None, torch.zeros_like(self._step_count)
 
     def _zero_blocks(self) -> list[Tensor]:
-        return [torch.zeros(w, w, device=self.device) for w in self.widths]
+        return [torch.zeros(width, width, device=self.device) for width in self.widths]
 
-    def commit(
+    def update_average(
         self,
         step_sums: list[Tensor],
         step_count: Tensor,
         *,
         decay: float,
         scale: Tensor | float = 1.0,
-        keep: Tensor | float = 1.0,
+        update_mask: Tensor | float = 1.0,
     ) -> None:
         """Update the average with the tokens of a step.
 
         Args:
-            step_sums: Sums of x x^T by block, of all ranks; see `drain`.
-            step_count: Number of tokens.
+            step_sums: Sum of x x^T of each block over the tokens of all ranks.
+            step_count: Number of these tokens.
             decay: Decay of the average.
             scale: Factor on x x^T.
-            keep: 1, or 0 to leave the average unchanged; a tensor is read on the device.
+            update_mask: 1, or 0 to leave the average unchanged; a tensor is read on the device.
         """
         # Without tokens, for example if the router did not choose an expert, the average stays.
-        keep = keep * (step_count > 0)
-        old = 1 - (1 - decay) * keep
-        for total, step in zip(self.sums, step_sums, strict=True):
-            total.mul_(old).add_(step * (scale * keep))
-        self.count.mul_(old).add_(step_count * keep)
+        update_mask = update_mask * (step_count > 0)
+        old_weight = 1 - (1 - decay) * update_mask
+        for decayed_sum, step_sum in zip(self.sums, step_sums, strict=True):
+            decayed_sum.mul_(old_weight).add_(step_sum * (scale * update_mask))
+        self.count.mul_(old_weight).add_(step_count * update_mask)
 
     def averages(self) -> list[Tensor]:
         """Return the average of each block; zeros before the first token."""
-        return [total / self.count.clamp_min(1e-30) for total in self.sums]
+        return [decayed_sum / self.count.clamp_min(1e-30) for decayed_sum in self.sums]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors that this rank keeps, by their keys in a checkpoint."""
-        tensors = {"count": self.count} if self.owned else {}
+        tensors = {"count": self.count} if self.is_owned else {}
         for key, blocks in (("sum", self.sums), ("basis", self.bases), ("values", self.values)):
             tensors |= {f"{key}.{i}": block for i, block in enumerate(blocks)}
         return tensors
@@ -138,13 +138,13 @@ def gram(rows: Tensor) -> Tensor:
     size = rows.shape[1]
     product = rows.new_empty(size, size)
     # Four bands from the diagonal on, mirrored; for a small matrix, a single product is as fast.
-    band = size if size <= 256 else -(-size // 4)
-    for start in range(0, size, band):
-        stop = start + band
-        product[start:stop, start:] = rows[:, start:stop].T @ rows[:, start:]
-        product[stop:, start:stop] = product[start:stop, stop:].T
+    band_width = size if size <= 256 else -(-size // 4)
+    for start in range(0, size, band_width):
+        end = start + band_width
+        product[start:end, start:] = rows[:, start:end].T @ rows[:, start:]
+        product[end:, start:end] = product[start:end, end:].T
         # On some processors, kernels round the entries (i, j) and (j, i) differently.
-        square = product[start:stop, start:stop]
+        square = product[start:end, start:end]
         square.copy_(square.tril() + square.tril(-1).T)
     return product
 
@@ -169,40 +169,54 @@ class UpdateTimes:
 
     def __init__(self) -> None:
         self._seconds: Counter[str] = Counter()
-        self._updates: Counter[str] = Counter()
+        self._num_updates: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def measure(self, update: Literal["factor", "inv"], *, ends: bool = True) -> Iterator[None]:
+    def measure(
+        self, update: Literal["factor", "inv"], *, ends_update: bool = True
+    ) -> Iterator[None]:
         """Add the time of the block to an update.
 
         Args:
             update: Kind of update: averages or bases.
-            ends: Whether the step's update ends with this block, so that it is counted.
+            ends_update: Whether the step's update ends with this block, so that it is counted.
         """
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         yield
-        self._seconds[update] += time.perf_counter() - began  # type: ignore[assignment]
-        if ends:
-            self._updates[update] += 1
+        self._seconds[update] += time.perf_counter() - start_time  # type: ignore[assignment]
+        if ends_update:
+            self._num_updates[update] += 1
 
-    def take(self) -> dict[str, Tensor]:
+    def pop_means(self) -> dict[str, Tensor]:
         """Return and reset `factor_update_ms` and `inv_update_ms`, the means over updates.
 
         Kinds of updates that did not happen since the last call are left out.
         """
         means = {
-            f"{update}_update_ms": torch.tensor(1000 * self._seconds[update] / number)
-            for update, number in self._updates.items()
+            f"{update}_update_ms": torch.tensor(1000 * self._seconds[update] / num_updates)
+            for update, num_updates in self._num_updates.items()
         }
         self._seconds.clear()
-        self._updates.clear()
+        self._num_updates.clear()
         return means
 
 
+class LayerToRecord(NamedTuple):
+    """A layer with the factors that a step records.
+
+    Attributes:
+        layer: The layer.
+        input_factor: A, the factor of the inputs; None if it is not recorded.
+        output_factor: G, the factor of the output gradients; None if it is not recorded.
+    """
+
+    layer: Layer
+    input_factor: Factor | None
+    output_factor: Factor | None
+
+
 @contextlib.contextmanager
-def record_layers(
-    layers: Iterable[tuple[Layer, Factor | None, Factor | None]], times: UpdateTimes
-) -> Iterator[None]:
+def record_layers(layers: Iterable[LayerToRecord], update_times: UpdateTimes) -> Iterator[None]:
     """Record the tokens of all forward passes in the context; their backward belongs there too.
 
     All leading dimensions are flattened: each position of each sequence is a separate token
@@ -211,63 +225,79 @@ def record_layers(
     not depend on how a step's tokens are split into micro-batches or over ranks.
 
     Args:
-        layers: Each layer with the factor A of its inputs and the factor G of its output gradients,
-            or None if not recorded.
-        times: Measures the hooks.
+        layers: The layers with their factors.
+        update_times: Measures the hooks.
     """
-    stacks: dict[nn.Module, dict[str, Any]] = {}
+    hooks_by_experts: dict[nn.Module, dict[str, Any]] = {}
     with contextlib.ExitStack() as contexts:
-        for layer, inputs, outputs in layers:
-            hook = _make_hook(layer, inputs, outputs, times)
+        for layer, input_factor, output_factor in layers:
+            hook = _make_recording_hook(layer, input_factor, output_factor, update_times)
             if layer.is_stack:
-                stacks.setdefault(layer.module, {})[layer.leaf] = hook
+                hooks_by_experts.setdefault(layer.module, {})[layer.weight_name] = hook
             else:
                 handle = layer.module.register_forward_hook(hook, with_kwargs=True)
                 contexts.callback(handle.remove)
-        for module, hooks in stacks.items():
-            contexts.enter_context(_hooked_experts(module, hooks))
+        for experts, hook_by_weight_name in hooks_by_experts.items():
+            contexts.enter_context(_hook_experts(experts, hook_by_weight_name))
         # Compiled graphs do not support these hooks, so the model runs uncompiled.
         contexts.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 
-def _make_hook(
-    layer: Layer, inputs: Factor | None, outputs: Factor | None, times: UpdateTimes
+def _make_recording_hook(
+    layer: Layer,
+    input_factor: Factor | None,
+    output_factor: Factor | None,
+    update_times: UpdateTimes,
 ) -> Any:
+    """Return a forward hook that records a layer's inputs, and its output gradients later.
+
+    Args:
+        layer: The layer.
+        input_factor: Records the inputs; None to leave them out.
+        output_factor: Records the gradients of the outputs; None to leave them out.
+        update_times: Measures the recording.
+    """
     has_bias = layer.bias is not None
 
     @torch.no_grad()
-    def record(factor: Factor, values: Tensor, *, with_one: bool) -> None:
+    def record_tokens(factor: Factor, vectors: Tensor, *, appends_one: bool) -> None:
         # Autocast would multiply in bf16 or fp16, too coarse for sums over tokens.
-        off = torch.autocast(values.device.type, enabled=False)
-        with times.measure("factor", ends=False), off, _hidden_from_recomputation():
-            rows = values.detach().flatten(0, -2).float()
-            if with_one:
+        full_precision = torch.autocast(vectors.device.type, enabled=False)
+        with (
+            update_times.measure("factor", ends_update=False),
+            full_precision,
+            _hidden_from_recomputation(),
+        ):
+            rows = vectors.detach().flatten(0, -2).float()
+            if appends_one:
                 rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
             factor.record(rows)
 
-    def record_outputs(gradient: Tensor) -> None:
-        assert outputs is not None
-        record(outputs, layer.own_outputs(gradient.flatten(0, -2)), with_one=False)
+    def record_output_gradient(gradient: Tensor) -> None:
+        assert output_factor is not None
+        record_tokens(
+            output_factor, layer.select_outputs(gradient.flatten(0, -2)), appends_one=False
+        )
 
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         # A backward pass recomputes checkpointed blocks; their tokens are already recorded.
-        if not out.requires_grad or torch._C._current_graph_task_id() != -1:
+        if not output.requires_grad or torch._C._current_graph_task_id() != -1:
             return
-        if inputs is not None:
-            record(inputs, read_input(args, kwargs), with_one=has_bias)
-        if outputs is not None:
-            out.register_hook(record_outputs)
+        if input_factor is not None:
+            record_tokens(input_factor, read_input(args, kwargs), appends_one=has_bias)
+        if output_factor is not None:
+            output.register_hook(record_output_gradient)
 
     return hook
 
 
 @contextlib.contextmanager
 def _hidden_from_recomputation() -> Iterator[None]:
-    """Hide what a hook computes in a block's forward pass, because no backward pass repeats it.
+    """Hide operations of a hook from selective recomputation, which does not repeat them.
 
-    Selective recomputation reads the kept results in the order of the forward pass, and would
-    mistake a result of the hook for a result of a layer.
+    Recomputation reads the stored results in the order of the forward pass, and would mistake a
+    result of the hook for a result of a layer.
     """
     if isinstance(_get_current_dispatch_mode(), _CachingTorchDispatchMode):
         with _pop_mode_temporarily():
@@ -277,26 +307,29 @@ def _hidden_from_recomputation() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _hooked_experts(experts: Any, hooks: dict[str, Any]) -> Iterator[None]:
-    """Call hooks after each product with a matrix of a stack, like after a layer's forward.
+def _hook_experts(experts: Any, hook_by_weight_name: dict[str, Any]) -> Iterator[None]:
+    """Call a stack's hook after each product with one of its matrices inside the context.
 
     Args:
         experts: A module of transformers with stacks of matrices.
-        hooks: By the stack's name in the module.
+        hook_by_weight_name: The hooks, by the stack's name in the module.
     """
-    original, instance_forward = experts.forward, vars(experts).get("forward")
+    original_forward, instance_forward = experts.forward, vars(experts).get("forward")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        chosen = experts.config._experts_implementation
+        implementation = experts.config._experts_implementation
         # Only the eager implementation calls torch's `linear` for each expert's matrix.
         experts.config._experts_implementation = "eager"
         try:
             # Look up the present tensors: FSDP gathers new ones for the forward pass.
-            stacks = {experts.get_parameter(leaf): hook for leaf, hook in hooks.items()}
-            with _LinearHooks(experts, stacks):
-                return original(*args, **kwargs)
+            hook_by_stack = {
+                experts.get_parameter(weight_name): hook
+                for weight_name, hook in hook_by_weight_name.items()
+            }
+            with _LinearHooks(experts, hook_by_stack):
+                return original_forward(*args, **kwargs)
         finally:
-            experts.config._experts_implementation = chosen
+            experts.config._experts_implementation = implementation
 
     experts.forward = forward
     try:
@@ -310,18 +343,18 @@ def _hooked_experts(experts: Any, hooks: dict[str, Any]) -> Iterator[None]:
 class _LinearHooks(TorchFunctionMode):
     """Calls a stack's hook after each product with one of its matrices."""
 
-    def __init__(self, experts: nn.Module, hooks: dict[Tensor, Any]) -> None:
+    def __init__(self, experts: nn.Module, hook_by_stack: dict[Tensor, Any]) -> None:
         super().__init__()
         self._experts = experts
-        self._hooks = hooks
+        self._hook_by_stack = hook_by_stack
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         if func is nn.functional.linear:
             # An expert's matrix is a view of its stack.
-            hook = self._hooks.get(args[1]._base)
+            hook = self._hook_by_stack.get(args[1]._base)
             if hook is not None:
-                hook(self._experts, args[:1], {}, out)
-        return out
+                hook(self._experts, args[:1], {}, output)
+        return output

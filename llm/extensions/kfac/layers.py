@@ -27,7 +27,7 @@ class Layer:
     Attributes:
         name: The module's name in the model; for a stack, the parameter's name.
         module: The module.
-        leaf: The weight's name in the module.
+        weight_name: The weight's name in the module.
         transposed: Whether the weight is stored as [inputs, outputs] (Hugging Face's Conv1D).
         input_name: The layer that provides the input factor: the first layer that reads the same
             tensor, such as queries for queries, keys and values.
@@ -37,7 +37,7 @@ class Layer:
 
     name: str
     module: nn.Module
-    leaf: str
+    weight_name: str
     transposed: bool
     input_name: str
     fusion: Fusion
@@ -46,7 +46,7 @@ class Layer:
     @property
     def weight(self) -> nn.Parameter:
         """Return the weight as the module stores it."""
-        return self.module.get_parameter(self.leaf)
+        return self.module.get_parameter(self.weight_name)
 
     @property
     def is_stack(self) -> bool:
@@ -75,8 +75,12 @@ class Layer:
         inputs = int(self.weight.shape[-2 if self.transposed else -1])
         return inputs + (self.bias is not None)
 
-    def own_outputs(self, outputs: Tensor) -> Tensor:
-        """Return this matrix's columns of [tokens, outputs] of the module."""
+    def select_outputs(self, outputs: Tensor) -> Tensor:
+        """Return the columns of this matrix in the module's outputs.
+
+        Args:
+            outputs: [tokens, outputs of the module].
+        """
         return self.fusion.split(outputs, 1)[self.part]
 
     def matrix(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -127,7 +131,7 @@ class Coverage:
     num_skipped: int
     factor_sizes: dict[str, dict[str, int]]
 
-    def within(self, model: nn.Module) -> "Coverage":
+    def restrict_to_stage(self, model: nn.Module) -> "Coverage":
         """Return the coverage of a pipeline stage: the layers with modules in `model`.
 
         Raises:
@@ -144,17 +148,19 @@ class Coverage:
 
     def describe(self) -> str:
         """Return a few lines for the log."""
-        trained = max(1, self.num_covered + self.num_skipped)
+        num_trained = max(1, self.num_covered + self.num_skipped)
         num_layers = sum(len(factors) - 1 for factors in self.factor_sizes.values())  # but for A
         lines = [
-            f"K-FAC covers {num_layers} layers with {self.num_covered:,} of {trained:,} "
-            f"parameters ({self.num_covered / trained:.1%})."
+            f"K-FAC covers {num_layers} layers with {self.num_covered:,} of {num_trained:,} "
+            f"parameters ({self.num_covered / num_trained:.1%})."
         ]
-        stacks = sum(layer.is_stack for layer in self.layers)
-        if stacks:
-            lines.append(f"In {stacks} of them, stacks of experts, all experts share two factors.")
+        num_stacks = sum(layer.is_stack for layer in self.layers)
+        if num_stacks:
+            lines.append(
+                f"In {num_stacks} of them, stacks of experts, all experts share two factors."
+            )
         for reason, count in Counter(self.skipped.values()).items():
-            names = [name for name, why in self.skipped.items() if why == reason]
+            names = [name for name, skip_reason in self.skipped.items() if skip_reason == reason]
             examples = ", ".join(names[:3]) + (", ..." if count > 3 else "")
             lines.append(f"Not covered, {reason}: {examples} ({count} modules).")
         return "\n".join(lines)
@@ -191,23 +197,25 @@ def find_layers(
             "--kfac_skip_layers, the model has no trained Linear or Conv1D; train without --kfac."
         )
     if sample_forward is not None:
-        shared = _shared_inputs(model, layers, sample_forward)
+        first_reader_by_layer = _find_shared_inputs(model, layers, sample_forward)
         layers = [
-            dataclasses.replace(layer, input_name=shared.get(layer.name, layer.input_name))
+            dataclasses.replace(
+                layer, input_name=first_reader_by_layer.get(layer.name, layer.input_name)
+            )
             for layer in layers
         ]
-    covered = sum(p.numel() for p in {p for layer in layers for p in layer.parameters})
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    sizes: dict[str, dict[str, int]] = {}
+    num_covered = sum(p.numel() for p in {p for layer in layers for p in layer.parameters})
+    num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    sizes_by_input: dict[str, dict[str, int]] = {}
     for layer in layers:
         factor_sizes = {f"{layer.input_name}.A": layer.columns, f"{layer.name}.G": layer.rows}
-        sizes.setdefault(layer.input_name, {}).update(factor_sizes)
+        sizes_by_input.setdefault(layer.input_name, {}).update(factor_sizes)
     return Coverage(
         layers=tuple(layers),
         skipped=skipped,
-        num_covered=covered,
-        num_skipped=trained - covered,
-        factor_sizes=sizes,
+        num_covered=num_covered,
+        num_skipped=num_trained - num_covered,
+        factor_sizes=sizes_by_input,
     )
 
 
@@ -216,52 +224,56 @@ def _split_fused_layer(layer: Layer, fusions: Mapping[nn.Parameter, Fusion]) -> 
     fusion = fusions.get(layer.weight)
     if fusion is None:
         return [layer]
-    names = {part: f"{layer.name}.{part}" for part in fusion.sizes}
-    first, *_ = names.values()
+    name_by_part = {part: f"{layer.name}.{part}" for part in fusion.sizes}
+    first_name, *_ = name_by_part.values()
     return [
-        dataclasses.replace(layer, name=name, input_name=first, fusion=fusion, part=part)
-        for part, name in names.items()
+        dataclasses.replace(layer, name=name, input_name=first_name, fusion=fusion, part=part)
+        for part, name in name_by_part.items()
     ]
 
 
 def _divide_modules(
     model: nn.Module, *, skip_layers: Sequence[str], stacks: bool
 ) -> tuple[list[Layer], dict[str, str]]:
-    """Return the covered layers, and for other modules the reason why not, by name."""
+    """Return the covered layers, and the reason why each other module is not covered, by name."""
     patterns = [_compile_pattern(pattern) for pattern in skip_layers]
     unmatched = set(skip_layers)
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    num_uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     head = output_head(model)
     layers: list[Layer] = []
     skipped: dict[str, str] = {}
     for name, module in model.named_modules():
-        leaves = [leaf for leaf, _ in module.named_parameters(recurse=False)]
-        if not leaves:
+        weight_names = [weight_name for weight_name, _ in module.named_parameters(recurse=False)]
+        if not weight_names:
             continue
         is_conv1d = _is_conv1d(module)
         is_linear = is_conv1d or isinstance(module, nn.Linear)
-        reason = None if is_linear else _stack_reason(module, stacks=stacks)
+        reason = None if is_linear else _module_skip_reason(module, stacks=stacks)
         if reason is not None:
             skipped[name] = reason
             continue
-        for leaf in ["weight"] if is_linear else leaves:
-            full = name if is_linear else f"{name}.{leaf}"
-            matched = {pattern.pattern for pattern in patterns if pattern.search(full)}
-            unmatched -= matched
-            why = _weight_reason(module, leaf, uses=uses, matched=bool(matched))
+        for weight_name in ["weight"] if is_linear else weight_names:
+            full_name = name if is_linear else f"{name}.{weight_name}"
+            matching_patterns = {
+                pattern.pattern for pattern in patterns if pattern.search(full_name)
+            }
+            unmatched -= matching_patterns
+            weight_reason = _weight_skip_reason(
+                module, weight_name, num_uses=num_uses, is_matched=bool(matching_patterns)
+            )
             if module is head:
-                why = "since it is the output head"
-            if why is not None:
-                skipped[full] = why
+                weight_reason = "since it is the output head"
+            if weight_reason is not None:
+                skipped[full_name] = weight_reason
                 continue
-            outputs = getattr(module, leaf).shape[-1 if is_conv1d else -2]
+            outputs = getattr(module, weight_name).shape[-1 if is_conv1d else -2]
             layers.append(
                 Layer(
-                    name=full,
+                    name=full_name,
                     module=module,
-                    leaf=leaf,
+                    weight_name=weight_name,
                     transposed=is_conv1d,
-                    input_name=full,
+                    input_name=full_name,
                     fusion=Fusion(sizes={"": outputs}),
                 )
             )
@@ -287,61 +299,70 @@ def _is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def _stack_reason(module: nn.Module, *, stacks: bool) -> str | None:
+def _module_skip_reason(module: nn.Module, *, stacks: bool) -> str | None:
     """Return the reason why a nonlinear module is not covered; None for stacks of experts."""
-    dimensions = {p.ndim for p in module.parameters(recurse=False)}
+    num_dims = {p.ndim for p in module.parameters(recurse=False)}
     # Stacks like Mixtral's experts in transformers 5; a convolution's weight only looks like one.
-    if 3 not in dimensions or isinstance(module, nn.modules.conv._ConvNd):
-        kind = type(module).__name__
-        return f"since it is {'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
+    if 3 not in num_dims or isinstance(module, nn.modules.conv._ConvNd):
+        class_name = type(module).__name__
+        return f"since it is {'an' if class_name[0] in 'AEIOU' else 'a'} {class_name}"
     if not stacks:
         return "since it is a stack of experts"
     # Recording needs a module that can use torch's `linear` for each matrix.
-    described = all(hasattr(module, name) for name in ("config", "is_transposed", "has_bias"))
-    if described and dimensions == {3} and not module.is_transposed and not module.has_bias:
+    has_description = all(hasattr(module, name) for name in ("config", "is_transposed", "has_bias"))
+    if has_description and num_dims == {3} and not module.is_transposed and not module.has_bias:
         return None
     return "since its stack of experts is of another form"
 
 
-def _weight_reason(
-    module: nn.Module, leaf: str, *, uses: Counter[int], matched: bool
+def _weight_skip_reason(
+    module: nn.Module, weight_name: str, *, num_uses: Counter[int], is_matched: bool
 ) -> str | None:
     """Return the reason why a weight is not covered, or None."""
-    weight = getattr(module, leaf)
+    weight = getattr(module, weight_name)
     parameters = [weight] if weight.ndim == 3 else module.parameters(recurse=False)
     if not isinstance(weight, nn.Parameter) or any(
-        uses[id(parameter)] > 1 for parameter in parameters
+        num_uses[id(parameter)] > 1 for parameter in parameters
     ):
         return "since its weight is tied to another's or computed"
     if not weight.requires_grad:
         return "since its weight is frozen"
-    return "as --kfac_skip_layers asks" if matched else None
+    return "as --kfac_skip_layers asks" if is_matched else None
 
 
 @torch.no_grad()
-def _shared_inputs(
+def _find_shared_inputs(
     model: nn.Module, layers: Sequence[Layer], sample_forward: Callable[[nn.Module], Any]
 ) -> dict[str, str]:
-    """Map each layer that reads the same tensor as an earlier layer to this layer's name."""
-    # References keep the tensors alive, so that a later tensor cannot reuse an id.
-    inputs: list[tuple[Tensor, Layer]] = []
-    shared: dict[str, str] = {}
-    calls: Counter[str] = Counter()
+    """Return the first layer that reads the same tensor, for the layers for which it is another.
 
-    def watch(layer: Layer) -> Any:
+    Args:
+        model: The model.
+        layers: Layers of the model.
+        sample_forward: Runs the model once.
+
+    Returns:
+        The name of the first layer, by the layer's name.
+    """
+    # References keep the tensors alive, so that a later tensor cannot reuse an id.
+    read_inputs: list[tuple[Tensor, Layer]] = []
+    first_reader_by_layer: dict[str, str] = {}
+    num_calls: Counter[str] = Counter()
+
+    def add_hook(layer: Layer) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
-            calls[layer.name] += 1
-            value = read_input(args, kwargs)
-            for tensor, first in inputs:
+            num_calls[layer.name] += 1
+            input_tensor = read_input(args, kwargs)
+            for tensor, first_layer in read_inputs:
                 # With a bias, A has one more column.
-                if tensor is value and first.columns == layer.columns:
-                    shared[layer.name] = first.name
+                if tensor is input_tensor and first_layer.columns == layer.columns:
+                    first_reader_by_layer[layer.name] = first_layer.name
                     return
-            inputs.append((value, layer))
+            read_inputs.append((input_tensor, layer))
 
         return layer.module.register_forward_hook(hook, with_kwargs=True)
 
-    handles = [watch(layer) for layer in layers if not layer.is_stack]
+    handles = [add_hook(layer) for layer in layers if not layer.is_stack]
     try:
         with evaluating(model):
             sample_forward(model)
@@ -349,11 +370,15 @@ def _shared_inputs(
         for handle in handles:
             handle.remove()
     # A layer that runs twice reads two tensors, and only one would be shared.
-    return {name: first for name, first in shared.items() if calls[name] == 1 and calls[first] == 1}
+    return {
+        name: first_layer
+        for name, first_layer in first_reader_by_layer.items()
+        if num_calls[name] == 1 and num_calls[first_layer] == 1
+    }
 
 
 def read_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the input tensor of a linear layer's call."""
-    value = args[0] if args else next(iter(kwargs.values()))
-    assert isinstance(value, Tensor)
-    return value
+    input_tensor = args[0] if args else next(iter(kwargs.values()))
+    assert isinstance(input_tensor, Tensor)
+    return input_tensor

@@ -29,9 +29,9 @@ from llm.optim.optimizers import adamw_settings, make_adamw
 from llm.optim.run_optimizer import OptimizerFactory, StateMemory
 
 EKFAC_UPDATE_STEPS = 50
-EKFAC_BLOCK = 2
+EKFAC_BLOCK_WIDTH = 2
 """Width of ekfac's widest blocks, relative to the model's width; narrower blocks raise the loss."""
-UPDATE_STEPS = 10
+EIGEN_UPDATE_STEPS = 10
 """Steps between updates with eigen."""
 EKFAC_STEP_DECAY = 0.99
 """Decay of ekfac's averages per step."""
@@ -49,7 +49,7 @@ class KFAC(MatrixRunOptimizer):
         recorder: Records the tokens of a step.
         preconditioner: Changes the gradient before the optimizer's step; None with EKFAC, which is
             the optimizer.
-        settings: The method and its intervals, in a line for the log.
+        method_description: The method and its intervals, in a line for the log.
         matrix_owners: Owners of the matrices; None if every rank has whole weights.
         with_ends: Whether embeddings and output head have bases too.
     """
@@ -61,7 +61,7 @@ class KFAC(MatrixRunOptimizer):
         *,
         recorder: Curvature | ExternalPreconditioner,
         preconditioner: Preconditioner | ExternalPreconditioner | None,
-        settings: str,
+        method_description: str,
         matrix_owners: MatrixOwners | None,
         with_ends: bool,
     ) -> None:
@@ -74,7 +74,7 @@ class KFAC(MatrixRunOptimizer):
         )
         self.recorder = recorder
         self.preconditioner = preconditioner
-        self._kfac_settings = settings
+        self._method_description = method_description
 
     def recording(
         self, *, token_weight: float, loss_scale: Callable[[], Tensor]
@@ -96,7 +96,7 @@ class KFAC(MatrixRunOptimizer):
 
     def describe(self) -> str:
         """Return a few lines for the beginning of the log."""
-        return f"{self.recorder.describe()}\n{self._kfac_settings}"
+        return f"{self.recorder.describe()}\n{self._method_description}"
 
     def metrics(self) -> dict[str, Tensor]:
         """Return the condition and the failures of the factors, and what else the method has."""
@@ -105,9 +105,9 @@ class KFAC(MatrixRunOptimizer):
 
     def owner_of(self, path: str) -> int | None:
         """Return the rank that keeps a factor or the state of a matrix; None elsewhere."""
-        kind, _, factor = path.rpartition("/")[0].rpartition("/")
-        if kind == "kfac/factors" and isinstance(self.recorder, Curvature):
-            return self.recorder.owner_of(factor)
+        part, _, factor_name = path.rpartition("/")[0].rpartition("/")
+        if part == "kfac/factors" and isinstance(self.recorder, Curvature):
+            return self.recorder.owner_of(factor_name)
         return super().owner_of(path)
 
     def memory(self) -> dict[str, StateMemory]:
@@ -190,12 +190,14 @@ def make_kfac(
         ConfigError: No layer is covered, a stage has none, a pattern matches none, or a library is
             missing.
     """
-    coverage = cover_model(options, model) if coverage is None else coverage.within(model)
-    method, settings = kfac_method(options), _kfac_settings(options)
-    make_optimizer = partial(
+    coverage = (
+        cover_model(options, model) if coverage is None else coverage.restrict_to_stage(model)
+    )
+    method, intervals = kfac_method(options), _choose_intervals(options)
+    make_kfac_optimizer = partial(
         KFAC,
         model=model,
-        settings=_describe_method(options, settings),
+        method_description=_describe_method(options, intervals),
         matrix_owners=matrix_owners,
         with_ends=options.optimizer == "soap",
     )
@@ -204,22 +206,22 @@ def make_kfac(
         adamw = make_adamw(options, model)
         parameters = _parameters_of(adamw.param_groups)
         external = ExternalPreconditioner(
-            coverage, parameters, damping=damping, kl_clip=kl_clip, **settings
+            coverage, parameters, damping=damping, kl_clip=kl_clip, **intervals
         )
-        return make_optimizer(adamw, recorder=external, preconditioner=external)
+        return make_kfac_optimizer(adamw, recorder=external, preconditioner=external)
     curvature = Curvature(
         coverage,
         method=method,
-        max_dim=max_dim(options, model),
+        max_dim=max_block_width(options, model),
         spread=not options.torch_compile,  # else all factors are due at the same steps
         ranks=None if matrix_owners is None else matrix_owners.factor_ranks,
-        **settings,
+        **intervals,
     )
     if method == "ekfac":
         ekfac = _make_ekfac(
             options, model, curvature, matrix_owners=matrix_owners, basis_weights=basis_weights
         )
-        return make_optimizer(ekfac, recorder=curvature, preconditioner=None)
+        return make_kfac_optimizer(ekfac, recorder=curvature, preconditioner=None)
     adamw = make_adamw(options, model)
     preconditioner = Preconditioner(
         curvature,
@@ -228,7 +230,7 @@ def make_kfac(
         kl_clip=kl_clip,
         matrix_owners=matrix_owners,
     )
-    return make_optimizer(adamw, recorder=curvature, preconditioner=preconditioner)
+    return make_kfac_optimizer(adamw, recorder=curvature, preconditioner=preconditioner)
 
 
 def _make_ekfac(
@@ -240,23 +242,23 @@ def _make_ekfac(
     basis_weights: Sequence[str] | None,
 ) -> EKFAC:
     """Make EKFAC for the covered layers, and AdamW or SOAP for the rest."""
-    groups, make_rest = parameter_groups(options, model), None
-    covered = {p for layer in curvature.layers for p in layer.parameters}
-    if options.optimizer == "soap" and not covered.issuperset(_parameters_of(groups)):
-        make_rest = partial(
+    groups, make_soap_for_rest = parameter_groups(options, model), None
+    covered_params = {p for layer in curvature.layers for p in layer.parameters}
+    if options.optimizer == "soap" and not covered_params.issuperset(_parameters_of(groups)):
+        make_soap_for_rest = partial(
             make_soap,
             options,
             model,
             matrix_owners=matrix_owners,
             basis_weights=basis_weights,
-            excluded_params=covered,
+            excluded_params=covered_params,
         )
-        groups = split_groups(groups, covered, {}, None)
+        groups = split_groups(groups, covered_params, {}, None)
     return EKFAC(
         groups,
         curvature,
         nesterov=options.nesterov,
-        make_soap=make_rest,
+        make_soap=make_soap_for_rest,
         matrix_owners=matrix_owners,
         **adamw_settings(options),
     )
@@ -267,15 +269,15 @@ def covers_stacks(options: KFACSettings) -> bool:
     return options.kfac_library != "kfac-pytorch"
 
 
-def max_dim(options: KFACSettings, model: nn.Module) -> int:
-    """Return the width of a factor's widest block; by default twice the model's with ekfac."""
+def max_block_width(options: KFACSettings, model: nn.Module) -> int:
+    """Return the maximum width of a factor's block; by default twice the model's with ekfac."""
     if options.kfac_max_dim is not None:
         return options.kfac_max_dim
     if kfac_method(options) != "ekfac":
         return MAX_DIM
     config: Any = model.config
     width: int = getattr(config.get_text_config(), "hidden_size", MAX_DIM)
-    return min(EKFAC_BLOCK * width, MAX_DIM)
+    return min(EKFAC_BLOCK_WIDTH * width, MAX_DIM)
 
 
 def _sample_forward(model: nn.Module) -> None:
@@ -289,12 +291,15 @@ def _parameters_of(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
     return [p for group in groups for p in group["params"]]
 
 
-def _kfac_settings(options: KFACSettings) -> dict[str, Any]:
-    """Return the intervals and the decay, with the method's defaults."""
+def _choose_intervals(options: KFACSettings) -> dict[str, Any]:
+    """Return the intervals and the decay of the averages, with the method's defaults.
+
+    They are keyword arguments of `Curvature` and `ExternalPreconditioner`.
+    """
     is_ekfac = kfac_method(options) == "ekfac"
-    default_steps = EKFAC_UPDATE_STEPS if is_ekfac else UPDATE_STEPS
+    default_steps = EKFAC_UPDATE_STEPS if is_ekfac else EIGEN_UPDATE_STEPS
     factor_update_steps = options.kfac_factor_update_steps or default_steps
-    # So ekfac decays equally per step, regardless of the steps between two updates.
+    # With this default, ekfac decays equally per step, regardless of the interval.
     default_decay = EKFAC_STEP_DECAY**factor_update_steps if is_ekfac else 0.95
     return {
         "factor_update_steps": factor_update_steps,
@@ -303,14 +308,18 @@ def _kfac_settings(options: KFACSettings) -> dict[str, Any]:
     }
 
 
-def _describe_method(options: KFACSettings, settings: Mapping[str, Any]) -> str:
+def _describe_method(options: KFACSettings, intervals: Mapping[str, Any]) -> str:
     """Return a line for the log: the method, which options selected it, and its intervals."""
     flags = [f"--{name}" for name in preconditioner_options(options)]
-    chosen = options.kfac_method is None and flags
-    reason = f", which {' and '.join(flags)} selects (ekfac has no such thing)" if chosen else ""
+    is_selected_by_flags = options.kfac_method is None and flags
+    reason = (
+        f", which {' and '.join(flags)} selects (ekfac has no such thing)"
+        if is_selected_by_flags
+        else ""
+    )
     return (
         f"K-FAC's method is {kfac_method(options)}{reason}; "
-        f"factor_update_steps={settings['factor_update_steps']}, "
-        f"inv_update_steps={settings['inv_update_steps']}"
+        f"factor_update_steps={intervals['factor_update_steps']}, "
+        f"inv_update_steps={intervals['inv_update_steps']}"
         + (f"; {options.optimizer or 'adamw'} trains the rest" if not flags else "")
     )

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from llm.optim.run_optimizer import OptimizerFactory
     from llm.parallel.layout import Layout
 
-_DIVIDED_BY = ("data_parallel_shard_size", "context_parallel_size", "pipeline_parallel_size")
+_SIZES_OF_WHOLE_LAYERS = (
+    "data_parallel_shard_size",
+    "context_parallel_size",
+    "pipeline_parallel_size",
+)
 """Options that leave layers whole, which K-FAC needs."""
 
 
@@ -90,18 +94,20 @@ def _method_problems(options: KFACOptions) -> list[str]:
 
 
 def _optimizer_problems(options: KFACOptions) -> list[str]:
-    kind, problems = options.optimizer, []
-    if options.kfac and kind == "soap" and kfac_method(options) != "ekfac":
-        selecting = [f"--{name}" for name in preconditioner_options(options)]
-        source = f" (selected by {' and '.join(selecting)})" if not options.kfac_method else ""
+    optimizer, problems = options.optimizer, []
+    if options.kfac and optimizer == "soap" and kfac_method(options) != "ekfac":
+        selecting_flags = [f"--{name}" for name in preconditioner_options(options)]
+        source = (
+            f" (selected by {' and '.join(selecting_flags)})" if not options.kfac_method else ""
+        )
         problems.append(
             f"--optimizer soap does not go with --kfac by the method {kfac_method(options)}"
             f"{source}; choose ekfac, or leave --optimizer soap out."
         )
-    elif options.kfac and kind not in (None, "adamw", "soap"):
+    elif options.kfac and optimizer not in (None, "adamw", "soap"):
         problems.append(
-            f"--optimizer {kind} does not go with --kfac: adamw trains the other weights, or soap "
-            "with the method ekfac; leave one of them out."
+            f"--optimizer {optimizer} does not go with --kfac: adamw trains the other weights, or "
+            "soap with the method ekfac; leave one of them out."
         )
     return problems
 
@@ -119,7 +125,7 @@ def _layout_problems(options: KFACOptions) -> list[str]:
         f"--kfac needs the inputs and outputs of whole layers, which --{name} divides; leave one "
         "of them out."
         for name in sizes
-        if name not in _DIVIDED_BY
+        if name not in _SIZES_OF_WHOLE_LAYERS
     ]
     if sizes and options.kfac_library not in (None, "native"):
         problems.append(

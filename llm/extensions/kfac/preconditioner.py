@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from llm.extensions.kfac.curvature import Curvature
 from llm.extensions.kfac.layers import Layer
-from llm.extensions.kfac.units import CoveredUnits, joint_bases, joint_values
+from llm.extensions.kfac.units import CoveredUnits, joint_bases, joint_eigenvalues
 from llm.extensions.matrix_optim.eigenbases import rotate, rotate_back
 from llm.extensions.matrix_optim.matrix_owners import MatrixOwners
 
@@ -47,7 +47,7 @@ class Preconditioner:
     ) -> None:
         self.curvature = curvature
         self._covered = CoveredUnits(curvature, matrix_owners)
-        self._covered.lay_bases_together()
+        self._covered.make_bases_adjacent()
         self._parameters = list(parameters)
         self._damping = damping
         self._kl_clip = kl_clip
@@ -66,28 +66,31 @@ class Preconditioner:
         Args:
             learning_rate: Learning rate of this step, for the bound on the update.
         """
-        skipped = 1.0 - self._covered.all_finite(self._parameters)
-        self.curvature.update(skipped)
-        results = dict(
+        is_skipped = 1.0 - self._covered.all_finite(self._parameters)
+        self.curvature.update(is_skipped)
+        results_by_unit = dict(
             itertools.chain.from_iterable(self._covered.updates(self._precondition_layers))
         )
-        if not results:
+        if not results_by_unit:
             return
-        self.kl_scale = self._kl_scale_of(self._covered.inner_product(results), learning_rate)
-        for unit, unit_results in results.items():
+        self.kl_scale = self._kl_scale_of(
+            self._covered.inner_product(results_by_unit), learning_rate
+        )
+        for unit, unit_results in results_by_unit.items():
             for parameter, result in zip(unit.parameters, unit_results, strict=True):
                 if (gradient := parameter.grad) is not None:
-                    gradient.copy_(torch.where(skipped > 0, gradient, result * self.kl_scale))
-        self._num_clipped += (self.kl_scale < 1) * (1 - skipped)
+                    gradient.copy_(torch.where(is_skipped > 0, gradient, result * self.kl_scale))
+        self._num_clipped += (self.kl_scale < 1) * (1 - is_skipped)
         self._num_steps += 1
 
     def _precondition_layers(self, layers: Sequence[Layer], gradients: Tensor) -> Tensor:
         """Return the preconditioned gradients of equal layers, stacked like the gradients."""
-        inputs, outputs = zip(*map(self.curvature.factors_of, layers), strict=True)
-        row_bases, column_bases = joint_bases(outputs), joint_bases(inputs)
-        rows, columns = joint_values(outputs), joint_values(inputs)
-        damping = self._damping * rows.mean(dim=1) * columns.mean(dim=1)
-        products = rows.unsqueeze(2) * columns.unsqueeze(1) + damping.view(-1, 1, 1)
+        input_factors, output_factors = zip(*map(self.curvature.factors_of, layers), strict=True)
+        row_bases, column_bases = joint_bases(output_factors), joint_bases(input_factors)
+        row_values = joint_eigenvalues(output_factors)
+        column_values = joint_eigenvalues(input_factors)
+        damping = self._damping * row_values.mean(dim=1) * column_values.mean(dim=1)
+        products = row_values.unsqueeze(2) * column_values.unsqueeze(1) + damping.view(-1, 1, 1)
         if gradients.ndim > 3:  # a stack of experts, with the same factors
             products = products.unsqueeze(1)
         results = rotate_back(
@@ -118,11 +121,11 @@ class Preconditioner:
 
         The fraction covers the steps since the last call. All values are on the device.
         """
-        clipped = self._num_clipped / max(1, self._num_steps)
+        clipped_fraction = self._num_clipped / max(1, self._num_steps)
         self._num_clipped.zero_()
         self._num_steps = 0
-        damping = torch.full_like(clipped, self._damping)
-        return {**self.curvature.metrics(), "damping": damping, "clipped": clipped}
+        damping = torch.full_like(clipped_fraction, self._damping)
+        return {**self.curvature.metrics(), "damping": damping, "clipped": clipped_fraction}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curvature's state, and the counts since the last call of `metrics`."""

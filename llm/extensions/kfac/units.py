@@ -37,11 +37,11 @@ class CoveredUnits:
     def __init__(self, curvature: Curvature, matrix_owners: MatrixOwners | None = None) -> None:
         self._curvature = curvature
         self._matrix_owners = matrix_owners or MatrixOwners()
-        by_weight: dict[Tensor, list[Layer]] = {}
+        layers_by_weight: dict[Tensor, list[Layer]] = {}
         for layer in curvature.layers:
-            by_weight.setdefault(layer.weight, []).append(layer)
+            layers_by_weight.setdefault(layer.weight, []).append(layer)
         self.layers: dict[Unit, list[Layer]] = {}
-        for layers in by_weight.values():
+        for layers in layers_by_weight.values():
             parameters = layers[0].parameters
             unit = Unit(
                 parameters=parameters,
@@ -55,43 +55,45 @@ class CoveredUnits:
             self.layers[unit] = layers
         self._matrix_owners.assign(list(self.layers))
 
-    def works_on(self, unit: Unit) -> bool:
+    def computes_update(self, unit: Unit) -> bool:
         """Return whether this rank keeps the bases of a unit and computes its update."""
-        return self._curvature.works_on(self.layers[unit][0])
+        return self._curvature.computes_update(self.layers[unit][0])
 
     def batches(self) -> list[list[Unit]]:
         """Return the units of this rank, with equal units together."""
-        return batches([unit for unit in self.layers if self.works_on(unit)])
+        return batches([unit for unit in self.layers if self.computes_update(unit)])
 
-    def parts_of(self, units: Sequence[Unit]) -> list[tuple[Layer, ...]]:
-        """Return the layers of equal units: for each part, one layer per unit."""
+    def layers_by_part(self, units: Sequence[Unit]) -> list[tuple[Layer, ...]]:
+        """Return the layers of equal units, for each matrix of a fused weight one per unit."""
         return list(zip(*(self.layers[unit] for unit in units), strict=True))
 
-    def lay_bases_together(self) -> None:
+    def make_bases_adjacent(self) -> None:
         """Make the bases and eigenvalues of equal layers adjacent in memory, as stacks.
 
         Query, key and value share the factor of their input, which is moved once.
         """
         moved = set[Factor]()
         for units in self.batches():
-            for layers in self.parts_of(units):
+            for layers in self.layers_by_part(units):
                 for factors in zip(*map(self._curvature.factors_of, layers), strict=True):
-                    _stack_bases([f for f in dict.fromkeys(factors) if f not in moved])
+                    _stack_bases(
+                        [factor for factor in dict.fromkeys(factors) if factor not in moved]
+                    )
                     moved.update(factors)
 
-    def updates(self, update: Update) -> Iterator[Updates]:
+    def updates(self, compute_update: Update) -> Iterator[Updates]:
         """Yield the units that have gradients, with the updates of their parameters.
 
         Args:
-            update: Called by the ranks that work on the units.
+            compute_update: Called by the ranks that compute the units' updates.
         """
 
         def compute(units: Sequence[Unit], gradients: list[Tensor]) -> list[Tensor]:
             matrices = {
-                layers[0]: update(layers, layers[0].matrix(gradients))
-                for layers in self.parts_of(units)
+                layers[0]: compute_update(layers, layers[0].matrix(gradients))
+                for layers in self.layers_by_part(units)
             }
-            return _as_stored(units[0], matrices)
+            return _join_updates(units[0], matrices)
 
         yield from self._matrix_owners.updates(list(self.layers), compute)
 
@@ -124,7 +126,7 @@ def joint_bases(factors: Sequence[Factor]) -> list[Tensor]:
     return [stacked(blocks) for blocks in zip(*(factor.bases for factor in factors), strict=True)]
 
 
-def joint_values(factors: Sequence[Factor]) -> Tensor:
+def joint_eigenvalues(factors: Sequence[Factor]) -> Tensor:
     """Return the eigenvalues of equally wide factors, [factors, size]."""
     blocks = zip(*(factor.values for factor in factors), strict=True)
     return torch.cat([stacked(values) for values in blocks], dim=1)
@@ -132,25 +134,39 @@ def joint_values(factors: Sequence[Factor]) -> Tensor:
 
 def _stack_bases(factors: Sequence[Factor]) -> None:
     """Move the bases and eigenvalues of equally wide factors into one stack per block."""
-    for lists in zip(*([f.bases, f.values] for f in factors), strict=True) if factors[1:] else ():
-        for number, blocks in enumerate(zip(*lists, strict=True)):
-            for blocks_of_factor, tensor in zip(lists, torch.stack(blocks).unbind(), strict=True):
-                blocks_of_factor[number] = tensor
+    if len(factors) <= 1:
+        return
+    for blocks_by_factor in zip(*([f.bases, f.values] for f in factors), strict=True):
+        for block_index, blocks in enumerate(zip(*blocks_by_factor, strict=True)):
+            for blocks_of_factor, tensor in zip(
+                blocks_by_factor, torch.stack(blocks).unbind(), strict=True
+            ):
+                blocks_of_factor[block_index] = tensor
 
 
 def _num_elements(curvature: Curvature, layer: Layer) -> int:
-    """Return the elements of a layer's moments and factors; a shared A is the first layer's."""
+    """Return the number of elements of a layer's moments and factors.
+
+    A shared A counts for the first of its layers.
+    """
     inputs, outputs = curvature.factors_of(layer)
     widths = outputs.widths + (inputs.widths if layer.input_name == layer.name else [])
     return 2 * layer.rows * layer.columns + sum(2 * width**2 for width in widths)
 
 
-def _as_stored(unit: Unit, matrices: Mapping[Layer, Tensor]) -> list[Tensor]:
-    """Return stacks of matrices as weights and biases store them: undo `matrix` of all layers."""
-    stored = [layer.split(matrix) for layer, matrix in matrices.items()]
+def _join_updates(unit: Unit, matrices: Mapping[Layer, Tensor]) -> list[Tensor]:
+    """Return the updates of a unit's weight and bias from the updates of its matrices.
+
+    Undoes `Layer.matrix` for stacks of equal units.
+
+    Args:
+        unit: One of the units.
+        matrices: The updates by layer, [units, rows, columns].
+    """
+    weights_and_biases = [layer.split(matrix) for layer, matrix in matrices.items()]
     dims = (1 + unit.fusion.dim, 1)  # of the outputs of weights and of biases
-    names = [layer.part for layer in matrices]
+    part_names = [layer.part for layer in matrices]
     return [
-        unit.fusion.join(dict(zip(names, parts, strict=True)), dim)
-        for dim, *parts in zip(dims, *stored, strict=False)
+        unit.fusion.join(dict(zip(part_names, parts, strict=True)), dim)
+        for dim, *parts in zip(dims, *weights_and_biases, strict=False)
     ]

@@ -170,7 +170,7 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(tensors))
 
 
-def lay_together(states: Sequence[dict[str, Tensor]]) -> None:
+def make_adjacent(states: Sequence[dict[str, Tensor]]) -> None:
     """Move equal states into one stack per key, so that `stacked` does not copy."""
     for key in states[0] if len(states) > 1 else ():
         stack = torch.stack([state[key] for state in states])
@@ -212,10 +212,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Create the state of all parameters without one."""
         self.state.update({p: adamw_state(p) for p in groups_of(self) if p not in self.state})
 
-    def _lay_state_together(self, batches: Sequence[Sequence[Unit]]) -> None:
+    def _make_state_adjacent(self, batches: Sequence[Sequence[Unit]]) -> None:
         """Make the states of equal units adjacent in memory, so that they form a stack."""
         for units in batches:
-            lay_together([self.state[unit.weight] for unit in units])
+            make_adjacent([self.state[unit.weight] for unit in units])
 
     def _step_adamw(self) -> None:
         """Update all parameters outside of units."""

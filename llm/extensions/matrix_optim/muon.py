@@ -83,7 +83,7 @@ class MuonAndAdamW(MatrixOptimizer):
             elif self._matrix_owners.owns(unit):
                 zeros = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
                 self.state[p]["momentum_buffer"] = zeros
-        self._lay_state_together(batches([u for u in self.units if self._matrix_owners.owns(u)]))
+        self._make_state_adjacent(batches([u for u in self.units if self._matrix_owners.owns(u)]))
         self._add_adamw_state()
 
     @torch.no_grad()

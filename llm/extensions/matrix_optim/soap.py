@@ -115,7 +115,7 @@ class SOAP(MatrixOptimizer):
             self.state[p] = joint_state(
                 {name: _new_state(p, shape, sides[p]) for name, shape in local_shapes}
             )
-        self._lay_state_together(batches([u for u in self.units if self._matrix_owners.owns(u)]))
+        self._make_state_adjacent(batches([u for u in self.units if self._matrix_owners.owns(u)]))
         self._add_adamw_state()
 
     @torch.no_grad()

@@ -61,7 +61,7 @@ def test_accumulation_and_loss_scale_do_not_change_the_factors(split):
 def observe(factor, *micro_batches, decay):
     for rows in micro_batches:
         factor.record(rows)
-    factor.commit(*factor.drain(), decay=decay)
+    factor.update_average(*factor.pop_step_sums(), decay=decay)
 
 
 def test_a_moving_average_is_weighted_by_tokens_and_bias_corrected():
@@ -157,7 +157,7 @@ def test_a_factor_is_recorded_at_the_step_at_which_its_basis_is_renewed():
     for _ in range(40):
         with curvature.capture_stats():
             pass
-        recorded = {factor.name for factor in curvature._recording}
+        recorded = {factor.name for factor in curvature._recorded_factors}
         assert curvature.update().keys() <= recorded
 
 

@@ -161,14 +161,14 @@ def test_work_is_assigned_to_ranks_and_steps_by_its_cost():
         for name, cost in zip("abcd", (5, 4, 3, 2), strict=True)
     }
 
-    found = assign(groups, world_size=2, together=True)
+    found = assign(groups, world_size=2, is_joint=True)
 
     by_group = {"a": 0, "b": 1, "c": 1, "d": 0}
-    assert found.owner_of == {f"{n}.{side}": r for n, r in by_group.items() for side in "AG"}
-    apart = assign(groups, world_size=2, together=False)
-    assert (apart.owner_of["a.A"], apart.owner_of["a.G"]) == (0, 1)
+    assert found.owner_by_factor == {f"{n}.{side}": r for n, r in by_group.items() for side in "AG"}
+    apart = assign(groups, world_size=2, is_joint=False)
+    assert (apart.owner_by_factor["a.A"], apart.owner_by_factor["a.G"]) == (0, 1)
     # Two factors of cost 5 come first, then those of 4, 3 and 2; 28 in all.
-    assert found.phase_of == {
+    assert found.phase_by_factor == {
         "a.A": 0,
         "a.G": 5 / 28,
         "b.A": 10 / 28,
@@ -185,7 +185,7 @@ def count_failures():
     dist.init_process_group("gloo")
     curvature, *_ = make_optimizer(make_model(), "ekfac")
     if dist.get_rank() == 1:
-        curvature._fallbacks += 1
+        curvature._num_fallbacks += 1
     told = [curvature.metrics()["fallbacks"].item(), curvature.state_dict()["fallbacks"].item()]
     curvature.load_state_dict(curvature.state_dict())
     told.append(curvature.metrics()["fallbacks"].item())

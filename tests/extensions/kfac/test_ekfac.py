@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from llm.extensions.kfac.curvature import Curvature
-from llm.extensions.kfac.ekfac import EKFAC, _without_noise, nesterov_step
+from llm.extensions.kfac.ekfac import EKFAC, _zero_noise, nesterov_step
 from llm.extensions.kfac.layers import find_layers
 from llm.extensions.kfac.make_kfac import make_kfac
 from llm.extensions.matrix_optim.eigenbases import rotate
@@ -158,7 +158,7 @@ def test_flat_directions_of_a_wide_layer_are_kept_and_empty_ones_are_not():
     values[500:] = 0
     gradient = (left @ values @ right.T).float()
 
-    kept = _without_noise(rotate(gradient, [left.float()], [right.float()]))
+    kept = _zero_noise(rotate(gradient, [left.float()], [right.float()]))
 
     # Rounding is about 3e-7 of the norm, spread over the entries.
     noise = 3e-7 * values.norm() / 512

@@ -18,14 +18,14 @@ def test_times_within_an_update_are_summed_and_updates_are_averaged():
     times = UpdateTimes()
     for seconds in (0.02, 0.04):
         for _ in range(2):
-            with times.measure("factor", ends=False):
+            with times.measure("factor", ends_update=False):
                 time.sleep(seconds / 2)
         with times.measure("factor"):
             pass
-    found = times.take()
+    found = times.pop_means()
     assert found.keys() == {"factor_update_ms"}
     assert 29 < float(found["factor_update_ms"]) < 200
-    assert times.take() == {}
+    assert times.pop_means() == {}
 
 
 def test_update_times_are_metrics_and_not_saved():
@@ -41,7 +41,7 @@ def test_update_times_are_metrics_and_not_saved():
     assert "inv_update_ms" not in optimizer.curvature.metrics()
 
 
-@pytest.mark.parametrize("slow", ["record", "commit"])
+@pytest.mark.parametrize("slow", ["record", "update_average"])
 def test_factor_update_time_includes_recording_and_averaging(slow, monkeypatch):
     model = toy_model()
     optimizer = toy_ekfac(model)

@@ -127,7 +127,7 @@ def test_a_cpu_updates_one_weight_after_another():
 
 def test_states_that_lie_together_are_stacked_without_a_copy():
     states = [{"a": torch.full((2, 3), float(n)), "b": torch.tensor(float(n))} for n in range(3)]
-    matrix_owners.lay_together(states)
+    matrix_owners.make_adjacent(states)
     with matrix_owners.stacked_state(states) as joint:
         joint["a"].add_(1.0)
         joint["b"].mul_(2.0)

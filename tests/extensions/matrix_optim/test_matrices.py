@@ -135,7 +135,7 @@ def test_each_weight_gets_its_own_update_from_a_batch_of_equal_shapes():
 def run_experts(sizes):
     strategy = make_strategy("ekfac", sizes, still_model("mixtral"))
     train(strategy, range(3), accumulation=1, clip=0.0)
-    counts = {f.name: f.count.item() for f in strategy.run_optimizer.recorder.factors if f.owned}
+    counts = {f.name: f.count.item() for f in strategy.run_optimizer.recorder.factors if f.is_owned}
     weights = whole_weights(strategy)
     strategy.close()
     return weights, counts
