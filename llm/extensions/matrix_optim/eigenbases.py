@@ -69,16 +69,16 @@ def power_iteration(matrix: Tensor, basis: Tensor) -> Solution:
     product = matrix @ basis
     quotients = torch.linalg.vecdot(basis, product, dim=-2)
     order = torch.argsort(quotients, dim=-1, descending=True, stable=True)
-    in_order = torch.take_along_dim(product, order.unsqueeze(-2), -1)
+    sorted_product = torch.take_along_dim(product, order.unsqueeze(-2), -1)
     # The Q of `torch.linalg.qr`, without the cost of its R.
-    vectors = torch.linalg.householder_product(*torch.geqrf(in_order))
-    finite = torch.isfinite(vectors).all(-1).all(-1)
+    vectors = torch.linalg.householder_product(*torch.geqrf(sorted_product))
+    is_finite = torch.isfinite(vectors).all(-1).all(-1)
     values = torch.take_along_dim(quotients, order, -1).nan_to_num(1.0, 1.0, 1.0).clamp_min(0)
-    unsorted = torch.arange(basis.shape[-1], device=basis.device)
-    order = torch.where(finite.unsqueeze(-1), order, unsorted)
-    vectors = torch.where(finite[..., None, None], vectors, basis)
+    previous_order = torch.arange(basis.shape[-1], device=basis.device)
+    order = torch.where(is_finite.unsqueeze(-1), order, previous_order)
+    vectors = torch.where(is_finite[..., None, None], vectors, basis)
     # Fallback 3 means that the previous basis is kept; computed on the device, without waiting.
-    return Solution(vectors, values, 3.0 * (~finite), order)
+    return Solution(vectors, values, 3.0 * (~is_finite), order)
 
 
 def rotate(matrix: Tensor, row_bases: Blocks, column_bases: Blocks) -> Tensor:
@@ -94,11 +94,11 @@ def rotate(matrix: Tensor, row_bases: Blocks, column_bases: Blocks) -> Tensor:
         column_bases: Blocks of a matrix [columns, columns].
     """
     if _may_use_tf32(matrix.device):
-        turned = _times_blocks(matrix, column_bases, product_of_three, dim=-1)
-        return _times_blocks(turned, row_bases, product_of_three, dim=-2)
+        column_rotated = _multiply_blocks(matrix, column_bases, product_of_three, dim=-1)
+        return _multiply_blocks(column_rotated, row_bases, product_of_three, dim=-2)
     with full_float32():
-        turned = _times_blocks(matrix, column_bases, torch.matmul, dim=-1)
-        return _times_blocks(turned, row_bases, torch.matmul, dim=-2)
+        column_rotated = _multiply_blocks(matrix, column_bases, torch.matmul, dim=-1)
+        return _multiply_blocks(column_rotated, row_bases, torch.matmul, dim=-2)
 
 
 def _may_use_tf32(device: torch.device) -> bool:
@@ -139,8 +139,8 @@ def rotate_back(matrix: Tensor, row_bases: Blocks, column_bases: Blocks) -> Tens
     row_bases, column_bases = (
         blocks and [block.mT for block in blocks] for blocks in (row_bases, column_bases)
     )
-    turned = _times_blocks(matrix, column_bases, torch.matmul, dim=-1)
-    return _times_blocks(turned, row_bases, torch.matmul, dim=-2)
+    column_rotated = _multiply_blocks(matrix, column_bases, torch.matmul, dim=-1)
+    return _multiply_blocks(column_rotated, row_bases, torch.matmul, dim=-2)
 
 
 def _regularized_matrices(matrix: Tensor) -> list[Tensor]:
@@ -174,7 +174,7 @@ def _make_solution(basis: Tensor, values: Tensor, fallback: int) -> Solution:
     return Solution(basis, values, torch.full((), float(fallback), device=basis.device))
 
 
-def _times_blocks(
+def _multiply_blocks(
     matrix: Tensor, blocks: Blocks, multiply: Callable[..., Tensor], *, dim: Literal[-1, -2]
 ) -> Tensor:
     """Return matrix @ right, or left^T @ matrix with -2, for the blocks of right or left."""

@@ -51,10 +51,10 @@ class Fusion:
 
     def shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
         """Return the shapes of the matrices of a weight, by name."""
-        shapes_of = {name: list(shape) for name in self.sizes}
+        sides_by_name = {name: list(shape) for name in self.sizes}
         for name, size in self.sizes.items():
-            shapes_of[name][self.dim] = self.groups * size
-        return {name: torch.Size(sides) for name, sides in shapes_of.items()}
+            sides_by_name[name][self.dim] = self.groups * size
+        return {name: torch.Size(sides) for name, sides in sides_by_name.items()}
 
 
 def fusion_of(weight: nn.Parameter, fusions: Mapping[nn.Parameter, Fusion]) -> Fusion:
@@ -85,17 +85,17 @@ def matrix_state(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
 def fused_weights(model: nn.Module) -> dict[nn.Parameter, Fusion]:
     """Return the fused weights of a model, for optimizers to divide into matrices.
 
-    The architectures of transformers in `_KINDS` are known.
+    The architectures of transformers in `_FUSED_MODEL_TYPES` are known.
     """
     config = getattr(model, "config", None)
     if config is None:
         return {}
     fusions = _fused_modules(config)
     return {
-        module.weight: Fusion(sizes=sizes, groups=groups, dim=int(hasattr(module, "nf")))
+        module.weight: Fusion(sizes=sizes, groups=num_groups, dim=int(hasattr(module, "nf")))
         for name, module in model.named_modules()
-        for leaf, (groups, sizes) in fusions.items()
-        if name.rpartition(".")[2] == leaf
+        for module_name, (num_groups, sizes) in fusions.items()
+        if name.rpartition(".")[2] == module_name
     }
 
 
@@ -126,41 +126,42 @@ def _fused_modules(config: Any) -> dict[str, tuple[int, dict[str, int]]]:
     Returns:
         For each, the number of groups, and the outputs of each matrix in a group.
     """
-    kind = config.model_type
-    if kind not in _KINDS:
+    model_type = config.model_type
+    if model_type not in _FUSED_MODEL_TYPES:
         return {}
-    width, heads = config.hidden_size, config.num_attention_heads
-    head = getattr(config, "head_dim", None) or width // heads
-    by_head = heads, _qkv_sizes(head, head)
-    multi_query = 1, _qkv_sizes(width, head)
-    if kind in ("gpt2", "openai-gpt"):
+    width, num_heads = config.hidden_size, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or width // num_heads
+    grouped_by_head = num_heads, _qkv_sizes(head_dim, head_dim)
+    multi_query = 1, _qkv_sizes(width, head_dim)
+    if model_type in ("gpt2", "openai-gpt"):
         return {"c_attn": (1, _qkv_sizes(width, width))}
-    if kind == "mpt":
+    if model_type == "mpt":
         return {"Wqkv": (1, _qkv_sizes(width, width))}
-    if kind == "gpt_bigcode":
-        return {"c_attn": multi_query if config.multi_query else by_head}
-    if kind == "codegen":  # a layout for four cores of a TPU
+    if model_type == "gpt_bigcode":
+        return {"c_attn": multi_query if config.multi_query else grouped_by_head}
+    if model_type == "codegen":  # a layout for four cores of a TPU
         return {"qkv_proj": (4, dict.fromkeys(("query", "value", "key"), width // 4))}
-    if kind == "falcon" and config.new_decoder_architecture:
-        groups = config.num_kv_heads
-        return {"query_key_value": (groups, _qkv_sizes(heads // groups * head, head))}
-    if kind == "falcon" and config.multi_query:
+    if model_type == "falcon" and config.new_decoder_architecture:
+        num_groups = config.num_kv_heads
+        query_width = num_heads // num_groups * head_dim
+        return {"query_key_value": (num_groups, _qkv_sizes(query_width, head_dim))}
+    if model_type == "falcon" and config.multi_query:
         return {"query_key_value": multi_query}
-    if kind in ("phi3", "glm", "glm4"):
-        inner = config.intermediate_size
-        keys = config.num_key_value_heads * head
-        fusions = {"gate_up_proj": (1, {"gate": inner, "up": inner})}
-        return fusions | (
-            {"qkv_proj": (1, _qkv_sizes(heads * head, keys))} if kind == "phi3" else {}
-        )
-    return {"query_key_value": by_head}
+    if model_type in ("phi3", "glm", "glm4"):
+        mlp_width = config.intermediate_size
+        key_width = config.num_key_value_heads * head_dim
+        fusions = {"gate_up_proj": (1, {"gate": mlp_width, "up": mlp_width})}
+        if model_type == "phi3":
+            fusions |= {"qkv_proj": (1, _qkv_sizes(num_heads * head_dim, key_width))}
+        return fusions
+    return {"query_key_value": grouped_by_head}
 
 
-_KINDS = (
+_FUSED_MODEL_TYPES = (
     *("gpt2", "openai-gpt", "mpt", "gpt_bigcode", "codegen", "falcon", "phi3", "glm", "glm4"),
     *("bloom", "gpt_neox", "gpt_neox_japanese", "persimmon"),
 )
 
 
-def _qkv_sizes(query: int, key: int) -> dict[str, int]:
-    return {"query": query, "key": key, "value": key}
+def _qkv_sizes(query_width: int, key_width: int) -> dict[str, int]:
+    return {"query": query_width, "key": key_width, "value": key_width}

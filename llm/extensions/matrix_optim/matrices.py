@@ -32,7 +32,7 @@ from llm.extensions.matrix_optim.matrix_owners import (
 BUCKET = 1 << 24
 """Minimum elements of the gradients that an owner gets together, unless fewer are left."""
 
-_AXES = ("tensor", "shard")
+_SHARDING_AXES = ("tensor", "shard")
 """In the order of dividing a weight: FSDP shards the result of tensor parallelism."""
 
 
@@ -49,16 +49,16 @@ class ShardedMatrices(MatrixOwners):
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        sizes = {axis: mesh[axis].size() for axis in (*_AXES, "replicate", "pipeline")}
+        sizes = {axis: mesh[axis].size() for axis in (*_SHARDING_AXES, "replicate", "pipeline")}
         self._sizes = sizes
         self.size = sizes["shard"] * sizes["tensor"]
         self.rank = mesh.get_local_rank("shard") * sizes["tensor"] + mesh.get_local_rank("tensor")
-        divided = [axis for axis in ("shard", "tensor") if sizes[axis] > 1]
+        sharding_axes = [axis for axis in ("shard", "tensor") if sizes[axis] > 1]
         self._group: dist.ProcessGroup | None = None
-        if len(divided) == 2:
+        if len(sharding_axes) == 2:
             self._group = mesh["shard", "tensor"]._flatten("matrices").get_group()
-        elif divided:
-            self._group = mesh.get_group(divided[0])
+        elif sharding_axes:
+            self._group = mesh.get_group(sharding_axes[0])
         self._pipeline = mesh.get_group("pipeline") if sizes["pipeline"] > 1 else None
         self.factor_ranks = FactorRanks(
             rank=self.rank,
@@ -69,8 +69,8 @@ class ShardedMatrices(MatrixOwners):
             counts_failures=self.rank == 0 and mesh.get_local_rank("pipeline") == 0,
         )
         self._loads = [0.0] * self.size
-        self._dims: dict[Unit, list[dict[str, int]]] = {}
-        self._locals: Mapping[Tensor, nn.Parameter] = {}
+        self._dims_by_unit: dict[Unit, list[dict[str, int]]] = {}
+        self._shard_by_parameter: Mapping[Tensor, nn.Parameter] = {}
 
     def assign(self, units: Sequence[Unit]) -> None:
         """Assign owners to new units: the costliest first, to the rank with the least work.
@@ -78,7 +78,9 @@ class ShardedMatrices(MatrixOwners):
         A stack has none if its shards are whole matrices.
         """
         for unit in sorted(units, key=lambda unit: -unit.cost):
-            dims = self._dims[unit] = [_sharded_dims(parameter) for parameter in unit.parameters]
+            dims = self._dims_by_unit[unit] = [
+                _sharded_dims(parameter) for parameter in unit.parameters
+            ]
             if unit.is_divisible and all(dim == 0 for dim in dims[0].values()):
                 continue
             if unit.owner is None:
@@ -91,21 +93,21 @@ class ShardedMatrices(MatrixOwners):
 
     def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
         """Replace the parameters of the model in all units by this rank's shards of them."""
-        self._locals = local_of
-        for unit in self._dims:
+        self._shard_by_parameter = local_of
+        for unit in self._dims_by_unit:
             unit.parameters = [local_of[parameter] for parameter in unit.parameters]
 
     def local(self, parameter: Tensor) -> Tensor:
         """Return this rank's shard of a parameter of the model."""
-        return self._locals.get(parameter, parameter)
+        return self._shard_by_parameter.get(parameter, parameter)
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """Return the sum of values over the ranks that share the units of a stage."""
-        return _all_reduced(values, self._group)
+        return _sum_over_group(values, self._group)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Return the sum of values over all ranks that hold different parameters or shards."""
-        return _all_reduced(self.sum_over_shards(values), self._pipeline)
+        return _sum_over_group(self.sum_over_shards(values), self._pipeline)
 
     def updates(
         self, units: Sequence[Unit], compute: Compute, *, dtype: torch.dtype = torch.float32
@@ -120,26 +122,27 @@ class ShardedMatrices(MatrixOwners):
         if self._group is None:
             yield from super().updates(units, compute, dtype=dtype)
             return
-        local = [unit for unit in units if unit.owner is None and unit.weight.numel()]
-        yield from super().updates(local, compute, dtype=dtype)
-        divided = [unit for unit in units if unit.owner is not None]
-        buckets = _bucket_units([unit for unit in divided if unit.weight.grad is not None])
+        undivided_units = [unit for unit in units if unit.owner is None and unit.weight.numel()]
+        yield from super().updates(undivided_units, compute, dtype=dtype)
+        divided_units = [unit for unit in units if unit.owner is not None]
+        buckets = _bucket_units([unit for unit in divided_units if unit.weight.grad is not None])
         if not buckets:
             return
-        gather = self._gather_gradients(buckets[0])
-        scatter: Callable[[], Updates] = list  # nothing was sent yet
-        for bucket, following in itertools.pairwise([*buckets, []]):
-            gradients = gather()
+        wait_for_gradients = self._gather_gradients(buckets[0])
+        wait_for_updates: Callable[[], Updates] = list  # nothing was sent yet
+        for bucket, next_bucket in itertools.pairwise([*buckets, []]):
+            gradients = wait_for_gradients()
             # The next gradients and the last updates travel while this bucket is computed.
-            gather = self._gather_gradients(following) if following else dict
+            wait_for_gradients = self._gather_gradients(next_bucket) if next_bucket else dict
             updates = dict[Unit, list[Tensor]]()
             for equal_units in batches(list(gradients)):
                 unit_gradients = [gradients.pop(unit) for unit in equal_units]
                 updates |= updates_of(equal_units, unit_gradients, compute, dtype)
-            previous_scatter, scatter = scatter, self._scatter_updates(bucket, updates, dtype)
-            yield previous_scatter()
-            del previous_scatter  # and the memory that it received into
-        yield scatter()
+            wait_for_previous_updates = wait_for_updates
+            wait_for_updates = self._scatter_updates(bucket, updates, dtype)
+            yield wait_for_previous_updates()
+            del wait_for_previous_updates  # and the memory that it received into
+        yield wait_for_updates()
 
     def _gather_gradients(self, bucket: Sequence[Unit]) -> Callable[[], dict[Unit, list[Tensor]]]:
         """Send gradients to their owners; return a function that waits for this rank's units."""
@@ -147,45 +150,47 @@ class ShardedMatrices(MatrixOwners):
         for unit in bucket:
             assert unit.owner is not None
             shards_to_send[unit.owner] += gradients_of(unit.parameters) or ()
-        local = [unit for unit in bucket if self.owns(unit)]
-        pieces = [self._shard_shapes(local, rank) for rank in range(self.size)]
+        owned_units = [unit for unit in bucket if self.owns(unit)]
+        received_shapes = [self._shard_shapes(owned_units, rank) for rank in range(self.size)]
         device, dtype = bucket[0].weight.device, bucket[0].weight.dtype
-        arrival = self._all_to_all(shards_to_send, pieces, dtype, bucket[0].weight)
+        wait_for_shards = self._all_to_all(shards_to_send, received_shapes, dtype, bucket[0].weight)
 
-        def finish() -> dict[Unit, list[Tensor]]:
+        def wait_for_matrices() -> dict[Unit, list[Tensor]]:
             matrices = {
                 unit: [torch.empty(shape, dtype=dtype, device=device) for shape in unit.shapes]
-                for unit in local
+                for unit in owned_units
             }
-            pieces = [
-                piece for rank in range(self.size) for piece in self._shards_of_rank(matrices, rank)
+            shards = [
+                shard for rank in range(self.size) for shard in self._shards_of_rank(matrices, rank)
             ]
-            values = [value for tensors in arrival() for value in tensors]
-            if pieces:
-                torch._foreach_copy_(pieces, values)
+            values = [value for tensors in wait_for_shards() for value in tensors]
+            if shards:
+                torch._foreach_copy_(shards, values)
             return matrices
 
-        return finish
+        return wait_for_matrices
 
     def _scatter_updates(
         self, bucket: Sequence[Unit], updates: Mapping[Unit, list[Tensor]], dtype: torch.dtype
     ) -> Callable[[], Updates]:
         """Send shards of updates from their owners; return a function that waits for them."""
         # They were computed in another order, and shapes do not tell two of them apart.
-        local = {unit: updates[unit] for unit in bucket if unit in updates}
-        shards_to_send = [self._shards_of_rank(local, rank) for rank in range(self.size)]
-        by_owner = [[unit for unit in bucket if unit.owner == rank] for rank in range(self.size)]
-        pieces = [self._shard_shapes(units, self.rank) for units in by_owner]
-        arrival = self._all_to_all(shards_to_send, pieces, dtype, bucket[0].weight)
+        owned_updates = {unit: updates[unit] for unit in bucket if unit in updates}
+        shards_to_send = [self._shards_of_rank(owned_updates, rank) for rank in range(self.size)]
+        units_by_owner = [
+            [unit for unit in bucket if unit.owner == rank] for rank in range(self.size)
+        ]
+        received_shapes = [self._shard_shapes(units, self.rank) for units in units_by_owner]
+        wait_for_shards = self._all_to_all(shards_to_send, received_shapes, dtype, bucket[0].weight)
 
-        def finish() -> Updates:
+        def wait_for_updates() -> Updates:
             updates_of_unit: dict[Unit, list[Tensor]] = {}
-            for units, values in zip(by_owner, arrival(), strict=True):
-                parts = iter(values)
-                updates_of_unit |= {unit: [next(parts) for _ in unit.parameters] for unit in units}
+            for units, values in zip(units_by_owner, wait_for_shards(), strict=True):
+                shards = iter(values)
+                updates_of_unit |= {unit: [next(shards) for _ in unit.parameters] for unit in units}
             return [(unit, updates_of_unit[unit]) for unit in bucket]
 
-        return finish
+        return wait_for_updates
 
     def _all_to_all(
         self,
@@ -202,30 +207,33 @@ class ShardedMatrices(MatrixOwners):
             dtype: Type of the tensors that are sent.
             like: Defines the device and dtype of the results.
         """
-        out_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in tensors_to_send]
-        in_sizes = [sum(shape.numel() for shape in shapes) for shapes in received_shapes]
-        nothing = torch.empty(0, dtype=dtype, device=like.device)  # `cat` needs a tensor
+        sent_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in tensors_to_send]
+        received_sizes = [sum(shape.numel() for shape in shapes) for shapes in received_shapes]
+        empty_tensor = torch.empty(0, dtype=dtype, device=like.device)  # `cat` needs a tensor
         flat = torch.cat(
-            [nothing, *(tensor.reshape(-1) for tensors in tensors_to_send for tensor in tensors)]
+            [
+                empty_tensor,
+                *(tensor.reshape(-1) for tensors in tensors_to_send for tensor in tensors),
+            ]
         )
-        result = torch.empty(sum(in_sizes), dtype=dtype, device=like.device)
+        result = torch.empty(sum(received_sizes), dtype=dtype, device=like.device)
         work = dist.all_to_all_single(
-            result, flat, in_sizes, out_sizes, group=self._group, async_op=True
+            result, flat, received_sizes, sent_sizes, group=self._group, async_op=True
         )
 
-        def finish() -> list[list[Tensor]]:
+        def wait_for_tensors() -> list[list[Tensor]]:
             work.wait()
-            parts = zip(result.to(like.dtype).split(in_sizes), received_shapes, strict=True)
+            parts = zip(result.to(like.dtype).split(received_sizes), received_shapes, strict=True)
             return [_view_shapes(part, shapes) for part, shapes in parts]
 
-        return finish
+        return wait_for_tensors
 
     def _shards_of_rank(self, matrices: Mapping[Unit, Sequence[Tensor]], rank: int) -> list[Tensor]:
         """Return views of a rank's shards of whole tensors."""
         return [
             self._shard_of_rank(tensor, dims, rank)
             for unit, tensors in matrices.items()
-            for tensor, dims in zip(tensors, self._dims[unit], strict=True)
+            for tensor, dims in zip(tensors, self._dims_by_unit[unit], strict=True)
         ]
 
     def _shard_shapes(self, units: Sequence[Unit], rank: int) -> list[torch.Size]:
@@ -233,17 +241,18 @@ class ShardedMatrices(MatrixOwners):
         matrices = {
             unit: [torch.empty(shape, device="meta") for shape in unit.shapes] for unit in units
         }
-        return [piece.shape for piece in self._shards_of_rank(matrices, rank)]
+        return [shard.shape for shard in self._shards_of_rank(matrices, rank)]
 
     def _shard_of_rank(self, tensor: Tensor, dims: Mapping[str, int], rank: int) -> Tensor:
         """Return a view of a rank's shard, which is a chunk of a chunk."""
-        places = dict(zip(("shard", "tensor"), divmod(rank, self._sizes["tensor"]), strict=True))
-        for axis in _AXES:
+        shard_index, tensor_index = divmod(rank, self._sizes["tensor"])
+        index_by_axis = {"shard": shard_index, "tensor": tensor_index}
+        for axis in _SHARDING_AXES:
             if axis in dims:
                 dim, length = dims[axis], tensor.shape[dims[axis]]
-                step = math.ceil(length / self._sizes[axis])
-                start = min(places[axis] * step, length)
-                tensor = tensor.narrow(dim, start, min(step, length - start))
+                chunk_length = math.ceil(length / self._sizes[axis])
+                chunk_start = min(index_by_axis[axis] * chunk_length, length)
+                tensor = tensor.narrow(dim, chunk_start, min(chunk_length, length - chunk_start))
         return tensor
 
 
@@ -263,9 +272,10 @@ def _sharded_dims(parameter: Tensor) -> dict[str, int]:
 
 
 def _bucket_units(units: Sequence[Unit]) -> list[list[Unit]]:
-    """Divide units, ordered by their shapes, into runs of `BUCKET` elements of an owner.
+    """Divide units, ordered by their shapes, into buckets that end when an owner is full.
 
-    So all owners have work in a bucket, and equal units are in the same bucket.
+    An owner is full with `BUCKET` elements. All owners have work in a bucket, and equal units are
+    in the same bucket.
     """
     buckets, loads = list[list[Unit]](), Counter[int | None]()
     for unit in sorted(units, key=lambda unit: unit.shapes):
@@ -277,7 +287,7 @@ def _bucket_units(units: Sequence[Unit]) -> list[list[Unit]]:
     return buckets
 
 
-def _all_reduced(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _sum_over_group(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is None:
         return values
     values = values.clone()

@@ -19,7 +19,7 @@ class Unit:
 
     Attributes:
         parameters: The parameters, or this rank's shards; the matrix comes first.
-        shapes: Their whole shapes.
+        shapes: Shapes of the whole parameters.
         fusion: How the weight divides into matrices.
         cost: Number of state elements; owners are balanced by it because work grows with it.
         owner: The rank that keeps the state and computes the update; None if every rank does.
@@ -131,14 +131,15 @@ def batch_cost(device: torch.device) -> float:
 
 def batches(units: Sequence[Unit]) -> list[list[Unit]]:
     """Divide units into batches of equal units that cost about `batch_cost`."""
-    batches, latest = list[list[Unit]](), dict[Hashable, list[Unit]]()
+    batches, open_batches = list[list[Unit]](), dict[Hashable, list[Unit]]()
     for unit in units:
         fusion = unit.fusion
         key = (*unit.shapes, *fusion.sizes.items(), fusion.groups, fusion.dim, unit.kind)
-        if key not in latest or len(latest[key]) * unit.cost >= batch_cost(unit.weight.device):
-            latest[key] = []
-            batches.append(latest[key])
-        latest[key].append(unit)
+        min_cost = batch_cost(unit.weight.device)
+        if key not in open_batches or len(open_batches[key]) * unit.cost >= min_cost:
+            open_batches[key] = []
+            batches.append(open_batches[key])
+        open_batches[key].append(unit)
     return batches
 
 
@@ -160,12 +161,13 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     if len(tensors) == 1:
         return first.unsqueeze(0)
     storage, size = first.untyped_storage()._cdata, first.numel()
-    places = [
+    memory_positions = [
         (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.is_contiguous())
         for tensor in tensors
     ]
-    start = first.storage_offset()
-    if places == [(storage, start + number * size, True) for number in range(len(tensors))]:
+    first_offset = first.storage_offset()
+    offsets = range(first_offset, first_offset + len(tensors) * size, size)
+    if memory_positions == [(storage, offset, True) for offset in offsets]:
         return first.as_strided((len(tensors), *first.shape), (size, *first.stride()))
     return torch.stack(list(tensors))
 
@@ -237,13 +239,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
             updates: Updates of weights.
             factor_of: Returns the factor on a unit's update.
         """
-        by_factors: dict[tuple[float, float], list[tuple[Tensor, Tensor]]] = {}
+        updates_by_factors: dict[tuple[float, float], list[tuple[Tensor, Tensor]]] = {}
         groups = groups_of(self)
         for unit, (update,) in updates:
             group = groups[unit.weight]
             key = 1 - group["lr"] * group["weight_decay"], factor_of(unit)
-            by_factors.setdefault(key, []).append((unit.weight, update))
-        for (decay, factor), pairs in by_factors.items():
+            updates_by_factors.setdefault(key, []).append((unit.weight, update))
+        for (decay, factor), pairs in updates_by_factors.items():
             weights, tensors = map(list, zip(*pairs, strict=True))
             if self.found_inf is None:
                 torch._foreach_mul_(weights, decay)

@@ -65,11 +65,11 @@ class MuonAndAdamW(MatrixOptimizer):
                 fusion=fusion_of(p, fusions or {}),
                 cost=p.numel(),
                 # A stack is a batch by itself.
-                kind=(number, place) if p.ndim == 3 else number,
+                kind=(group_index, param_index) if p.ndim == 3 else group_index,
                 is_divisible=p.ndim == 3,
             )
-            for number, group in enumerate(self.param_groups)
-            for place, p in enumerate(group["params"])
+            for group_index, group in enumerate(self.param_groups)
+            for param_index, p in enumerate(group["params"])
             if group["is_muon"]
         ]
         self._matrix_owners = matrix_owners or MatrixOwners()
@@ -102,8 +102,8 @@ class MuonAndAdamW(MatrixOptimizer):
             ]
 
         def factor_of(unit: Unit) -> float:
-            length, *_ = _update_lengths(unit).values()
-            return -float(groups[unit.weight]["lr"]) * length
+            length_factor, *_ = _update_lengths(unit).values()
+            return -float(groups[unit.weight]["lr"]) * length_factor
 
         for updates in self._matrix_owners.updates(self.units, compute, dtype=torch.bfloat16):
             self._add_updates(updates, factor_of)
@@ -121,16 +121,18 @@ class MuonAndAdamW(MatrixOptimizer):
         with stacked_state([self.state[unit.weight] for unit in units]) as state:
             buffer = state["momentum_buffer"]
             updated = torch.lerp(buffer, gradients, 1 - momentum)
-            ahead = gradients.lerp(updated, momentum)
+            lookahead = gradients.lerp(updated, momentum)
             self._overwrite_state(buffer, updated)
         if self.found_inf is not None:
-            ahead = ahead.masked_fill(self.found_inf > 0, 0.0)  # their direction is zero
-        fusion, lengths = units[0].fusion, _update_lengths(units[0])
-        parts = fusion.split(ahead, fusion.dim + 1)
-        first, *_ = lengths.values()
+            lookahead = lookahead.masked_fill(self.found_inf > 0, 0.0)  # their direction is zero
+        fusion, length_by_matrix = units[0].fusion, _update_lengths(units[0])
+        parts = fusion.split(lookahead, fusion.dim + 1)
+        first_length, *_ = length_by_matrix.values()
         directions = {
-            name: direction if lengths[name] == first else direction * (lengths[name] / first)
-            for name, direction in zip(parts, orthogonalized_all([*parts.values()]), strict=True)
+            name: direction
+            if length_by_matrix[name] == first_length
+            else direction * (length_by_matrix[name] / first_length)
+            for name, direction in zip(parts, orthogonalize_all([*parts.values()]), strict=True)
         }
         return fusion.join(directions, fusion.dim + 1)
 
@@ -141,22 +143,24 @@ def _update_lengths(unit: Unit) -> dict[str, float]:
     return {name: 0.2 * math.sqrt(max(shape[-2:])) for name, shape in shapes.items()}
 
 
-def orthogonalized_all(stacks: Sequence[Tensor]) -> list[Tensor]:
+def orthogonalize_all(stacks: Sequence[Tensor]) -> list[Tensor]:
     """Orthogonalize matrices in stacks [..., rows, columns]; equal stacks are computed as one."""
     if not batch_cost(stacks[0].device):  # on a CPU, one at a time is faster
         matrices = [stack.flatten(0, -3).split(1) for stack in stacks]
-        results = [torch.cat([orthogonalized(matrix) for matrix in stack]) for stack in matrices]
+        results = [torch.cat([orthogonalize(matrix) for matrix in stack]) for stack in matrices]
         return [result.view_as(stack) for result, stack in zip(results, stacks, strict=True)]
-    directions_of: dict[int, Tensor] = {}
+    direction_by_stack: dict[int, Tensor] = {}
     for shape in dict.fromkeys(stack.shape for stack in stacks):
-        numbers = [number for number, stack in enumerate(stacks) if stack.shape == shape]
-        joint = torch.stack([stacks[number] for number in numbers])
-        directions = orthogonalized(joint.flatten(0, -3)).view_as(joint)
-        directions_of |= zip(numbers, directions, strict=True)
-    return [directions_of[number] for number in range(len(stacks))]
+        stack_indices = [
+            stack_index for stack_index, stack in enumerate(stacks) if stack.shape == shape
+        ]
+        joint = torch.stack([stacks[stack_index] for stack_index in stack_indices])
+        directions = orthogonalize(joint.flatten(0, -3)).view_as(joint)
+        direction_by_stack |= zip(stack_indices, directions, strict=True)
+    return [direction_by_stack[stack_index] for stack_index in range(len(stacks))]
 
 
-def orthogonalized(matrices: Tensor) -> Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """Return U V^T of matrices U S V^T, roughly, in bf16: the singular values are 0.7 to 1.2.
 
     Runs five steps of the quintic Newton-Schulz iteration of Jordan et al. 2024, as in torch's
@@ -192,9 +196,11 @@ def make_muon(
         ConfigError: The model has no such matrix.
     """
     groups = parameter_groups(options, model)
-    experts, routers = fused_experts(model), router_weights(model)
+    expert_fusions, router_params = fused_experts(model), router_weights(model)
     matrices = [
-        p for p in inner_matrices(model) if p in experts or (p.ndim == 2 and p not in routers)
+        p
+        for p in inner_matrices(model)
+        if p in expert_fusions or (p.ndim == 2 and p not in router_params)
     ]
     if not matrices:
         raise ConfigError(
@@ -206,7 +212,7 @@ def make_muon(
         groups,
         matrices,
         momentum=momentum,
-        fusions=fused_weights(model) | experts,
+        fusions=fused_weights(model) | expert_fusions,
         matrix_owners=matrix_owners,
         **adamw_settings(options),
     )

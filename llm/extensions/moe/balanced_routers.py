@@ -41,7 +41,7 @@ IDLE_LOAD = 0.1
 IDLE_STEPS = 100
 """Consecutive idle steps of an expert after which the log warns."""
 
-_STEPS_TO_COMPARE = 10
+_MAX_COMPARISON_STEPS = 10
 """Steps after which a router with other scores than those in `SCORES` counts as softmax."""
 
 logger = logging.getLogger("llm")
@@ -59,11 +59,11 @@ class Routers(LoopExtension):
         layers: The layers with experts of the whole model, perhaps without weights.
         is_pretrained: Whether the run starts from pretrained weights.
         block_size: Tokens of a sample on this rank.
-        record_every: Steps between two records of the load of every expert; None for no record.
+        record_interval: Steps between two records of the load of every expert; None for no record.
 
     Attributes:
         balancing: How the run is balanced.
-        block_size: The same.
+        block_size: Tokens of a sample on this rank.
         scores: The scores of each layer's router by name, once known: biases and the auxiliary loss
             depend on them.
 
@@ -81,7 +81,7 @@ class Routers(LoopExtension):
         *,
         is_pretrained: bool,
         block_size: int,
-        record_every: int | None,
+        record_interval: int | None,
     ) -> None:
         self._settings, self._strategy = settings, context.strategy
         self._model, self._layers = context.model, layers
@@ -101,7 +101,10 @@ class Routers(LoopExtension):
         )
         self._idle_steps = counts()
         self._is_expert = torch.tensor(
-            [[number < layer.num_experts for number in range(shape[1])] for layer in layers],
+            [
+                [expert_index < layer.num_experts for expert_index in range(shape[1])]
+                for layer in layers
+            ],
             device=device,
         )
         # The auxiliary loss and the z-loss, summed over tokens and layers; and the tokens.
@@ -111,47 +114,50 @@ class Routers(LoopExtension):
         self._interval_tokens = torch.zeros((), dtype=dtype, device=device)
         self.scores: list[str | None] = [None] * len(layers)
         self._score_errors = torch.zeros(len(layers), len(SCORES), dtype=dtype, device=device)
-        self._is_warned = False
-        rows = {layer.name: row for row, layer in enumerate(layers)}
+        self._has_warned = False
+        row_by_layer = {layer.name: row for row, layer in enumerate(layers)}
         self._routers = [
-            _Router(self, layer, rows[layer.name]) for layer in find_layers(context.strategy.model)
+            _Router(self, layer, row_by_layer[layer.name])
+            for layer in find_layers(context.strategy.model)
         ]
-        if record_every is not None:
-            self.periodic = Periodic("expert_loads", record_every, self._record_loads)
+        if record_interval is not None:
+            self.periodic = Periodic("expert_loads", record_interval, self._record_loads)
 
     def _set_balancing(self, kind: Kind, reason: str = "") -> None:
         self.balancing = make_balancing(
             self._settings, self._config, self._layers, kind=kind, reason=reason
         )
 
-    def shares(self, row: int, index: Tensor, num_experts: int) -> Tensor:
+    def shares(self, row: int, chosen_experts: Tensor, num_experts: int) -> Tensor:
         """Return the share of each expert in the load that the auxiliary loss balances.
 
         Args:
             row: Row of the layer in the loads.
-            index: The experts that this micro-batch chose, [sequences, choices of all tokens].
+            chosen_experts: The choices of this micro-batch, [sequences, choices of all tokens].
             num_experts: Number of experts.
 
         Returns:
             [sequences or 1, experts]; zeros before the first step.
         """
         if self.balancing.is_per_sequence:
-            return sequence_shares(index, num_experts)
+            return sequence_shares(chosen_experts, num_experts)
         load = self._load[row : row + 1, :num_experts].float()
         return load / load.sum().clamp(min=1.0)
 
-    def count(self, row: int, index: Tensor, losses: Tensor | None) -> Tensor | None:
+    def count_choices(
+        self, row: int, chosen_experts: Tensor, losses: Tensor | None
+    ) -> Tensor | None:
         """Count the choices and the losses of a micro-batch, in its backward pass.
 
         Args:
             row: Row of the layer in the loads.
-            index: The chosen experts.
-            losses: The losses, summed over tokens, or None.
+            chosen_experts: The choices of this micro-batch, of any shape.
+            losses: The auxiliary loss and the z-loss, summed over tokens, [2]; None without losses.
 
         Returns:
             The gradient of this rank's objective by the losses.
         """
-        chosen = index.flatten()
+        chosen = chosen_experts.flatten()
         self._step_load[row].scatter_add_(0, chosen, torch.ones_like(chosen))
         if losses is None:
             return None
@@ -159,9 +165,18 @@ class Routers(LoopExtension):
         weight = self._strategy.token_weight * self._strategy.loss_scale()
         return weight.to(losses.dtype).expand_as(losses)
 
-    def compare_scores(self, row: int, logits: Tensor, index: Tensor, weights: Tensor) -> None:
-        """Add the errors of the known scores for a router; see `score_errors`."""
-        self._score_errors[row] += score_errors(logits, index, weights)
+    def compare_scores(
+        self, row: int, logits: Tensor, chosen_experts: Tensor, weights: Tensor
+    ) -> None:
+        """Add how far a router's weights are from those that each of `SCORES` would give.
+
+        Args:
+            row: Row of the layer in the loads.
+            logits: [tokens, experts].
+            chosen_experts: The choices, [tokens, K].
+            weights: The routing weights of the choices, [tokens, K].
+        """
+        self._score_errors[row] += score_errors(logits, chosen_experts, weights)
 
     def _find_scores(self, step: int) -> None:
         """Find the scores of all routers; the host waits for the device."""
@@ -169,7 +184,7 @@ class Routers(LoopExtension):
             dist.all_reduce(self._score_errors)
         for row, errors in enumerate(self._score_errors.tolist()):
             if self._layers[row].router is not None and self.scores[row] is None:
-                default = "softmax" if step >= _STEPS_TO_COMPARE else None
+                default = "softmax" if step >= _MAX_COMPARISON_STEPS else None
                 self.scores[row] = find_score(errors) or default
         self._score_errors.zero_()
 
@@ -181,19 +196,22 @@ class Routers(LoopExtension):
     def describe(self) -> list[str]:
         """Return the size of the mixture, and how it is balanced."""
         sizes = sorted({layer.num_experts for layer in self._layers})
-        total, active = parameter_counts(self._model)["total"], active_parameters(self._model)
+        num_parameters = parameter_counts(self._model)["total"]
+        num_active = active_parameters(self._model)
         line = (
             f"experts: {counted(len(self._layers), 'layer')} of "
             f"{' or '.join(f'{size:,}' for size in sizes)}, "
-            f"{experts_per_token(self._config)} per token; {_format_size(active)} of "
-            f"{_format_size(total)} parameters are active; {self.balancing.describe()}"
+            f"{experts_per_token(self._config)} per token; {_format_size(num_active)} of "
+            f"{_format_size(num_parameters)} parameters are active; {self.balancing.describe()}"
         )
         lines = [line]
-        without_logits = [str(layer.number) for layer in self._layers if layer.router is None]
-        if without_logits and self.balancing.kind != "none":
+        layers_without_logits = [
+            str(layer.layer_index) for layer in self._layers if layer.router is None
+        ]
+        if layers_without_logits and self.balancing.kind != "none":
             lines.append(
-                f"The routers of {counted(len(without_logits), 'layer')} have no logits, so "
-                f"nothing balances them: {', '.join(without_logits)}."
+                f"The routers of {counted(len(layers_without_logits), 'layer')} have no logits, so "
+                f"nothing balances them: {', '.join(layers_without_logits)}."
             )
         return lines
 
@@ -208,17 +226,17 @@ class Routers(LoopExtension):
             dist.all_reduce(self._step_load)
             if self.balancing.has_losses:
                 dist.all_reduce(self._step_losses)
-        taken = self._strategy.skipped == 0
-        load = torch.where(taken, self._step_load, 0)
-        self._load = torch.where(taken, self._step_load, self._load)
+        is_taken = self._strategy.skipped == 0
+        load = torch.where(is_taken, self._step_load, 0)
+        self._load = torch.where(is_taken, self._step_load, self._load)
         self._interval_load += load
         if self.periodic is not None:
             self._recorded_load += load
-        idle_steps = torch.where(self._is_idle(load), self._idle_steps + 1, 0)
-        self._idle_steps = torch.where(taken, idle_steps, self._idle_steps)
+        idle_steps = torch.where(self._idle_mask(load), self._idle_steps + 1, 0)
+        self._idle_steps = torch.where(is_taken, idle_steps, self._idle_steps)
         if self.balancing.has_losses:
-            self._interval_losses += torch.where(taken, self._step_losses, 0.0)
-            self._interval_tokens += batch.num_tokens * taken
+            self._interval_losses += torch.where(is_taken, self._step_losses, 0.0)
+            self._interval_tokens += batch.num_tokens * is_taken
             self._step_losses.zero_()
         if not self._knows_scores:
             self._find_scores(step)
@@ -229,68 +247,72 @@ class Routers(LoopExtension):
 
     def metrics(self) -> tuple[dict[str, float], str]:
         """Return the loads of the logging interval, relative to their means, and its losses."""
-        largest = self._relative(self._interval_load).amax(1)
-        num_idle = self._is_idle(self._interval_load).sum()
-        values = torch.stack([largest.max(), largest.mean(), num_idle]).tolist()
+        largest_loads = self._relative_loads(self._interval_load).amax(1)
+        num_idle = self._idle_mask(self._interval_load).sum()
+        values = torch.stack([largest_loads.max(), largest_loads.mean(), num_idle]).tolist()
         names = ("moe_max_load", "moe_mean_max_load", "moe_idle_experts")
-        result = dict(zip(names, values, strict=True))
+        metrics = dict(zip(names, values, strict=True))
         losses = (self._interval_losses / self._interval_tokens.clamp(min=1.0)).tolist()
         if self.balancing.aux_loss_coef:
-            result["moe_aux_loss"] = losses[0]
+            metrics["moe_aux_loss"] = losses[0]
         if self.balancing.z_loss_coef:
-            result["moe_z_loss"] = losses[1]
+            metrics["moe_z_loss"] = losses[1]
         for tensor in (self._interval_load, self._interval_losses, self._interval_tokens):
             tensor.zero_()
-        if not self._is_warned:
+        if not self._has_warned:
             self._warn_of_idle_experts()
-        return result, f"load {result['moe_max_load']:.1f}x"
+        return metrics, f"load {metrics['moe_max_load']:.1f}x"
 
-    def _relative(self, loads: Tensor) -> Tensor:
+    def _relative_loads(self, loads: Tensor) -> Tensor:
         """Return loads relative to the mean of their layers, fp32 [layers, experts]."""
         means = loads.sum(1, keepdim=True) / self._is_expert.sum(1, keepdim=True)
         return loads / means.clamp(min=1e-9)
 
-    def _is_idle(self, loads: Tensor) -> Tensor:
-        return (self._relative(loads) < IDLE_LOAD) & self._is_expert
+    def _idle_mask(self, loads: Tensor) -> Tensor:
+        """Return which experts have less than `IDLE_LOAD` of the mean, bool [layers, experts]."""
+        return (self._relative_loads(loads) < IDLE_LOAD) & self._is_expert
 
     def _warn_of_idle_experts(self) -> None:
         """Warn once if experts were idle for many steps."""
-        dead = (self._idle_steps >= IDLE_STEPS).nonzero().tolist()
-        if not dead:
+        idle_experts = (self._idle_steps >= IDLE_STEPS).nonzero().tolist()
+        if not idle_experts:
             return
-        self._is_warned = True
-        row, expert = dead[0]
-        start = "bias" if any(layer.bias is not None for layer in self._layers) else "loss"
+        self._has_warned = True
+        row, expert = idle_experts[0]
+        default_balancing = (
+            "bias" if any(layer.bias is not None for layer in self._layers) else "loss"
+        )
         remedies = {
-            "none": f"balance them with --router_balancing {start}",
+            "none": f"balance them with --router_balancing {default_balancing}",
             "bias": "raise --router_bias_update_rate",
             "loss": "raise --router_aux_loss_coef",
             "both": "raise --router_bias_update_rate or --router_aux_loss_coef",
         }
-        number, remedy = self._layers[row].number, remedies[self.balancing.kind]
+        layer_index, remedy = self._layers[row].layer_index, remedies[self.balancing.kind]
         logger.warning(
-            f"{counted(len(dead), 'expert')} had less than {IDLE_LOAD:g} of the mean load in each "
-            f"of {IDLE_STEPS} steps, such as expert {expert} of layer {number}; {remedy} in a new "
-            "run, or in this one with --change_on_resume."
+            f"{counted(len(idle_experts), 'expert')} had less than {IDLE_LOAD:g} of the mean load "
+            f"in each of {IDLE_STEPS} steps, such as expert {expert} of layer {layer_index}; "
+            f"{remedy} in a new run, or in this one with --change_on_resume."
         )
 
     def _record_loads(self, step: int) -> dict[str, float]:
         """Log the load of every expert since the last record as an event."""
-        relative = self._relative(self._recorded_load)
-        table = [
+        relative_loads = self._relative_loads(self._recorded_load)
+        loads_by_layer = [
             [round(load, 3) for load in row[: layer.num_experts]]
-            for row, layer in zip(relative.tolist(), self._layers, strict=True)
+            for row, layer in zip(relative_loads.tolist(), self._layers, strict=True)
         ]
         self._recorded_load.zero_()
-        numbers = [layer.number for layer in self._layers]
-        largest = [max(row) for row in table]
+        layer_indices = [layer.layer_index for layer in self._layers]
+        largest_loads = [max(row) for row in loads_by_layer]
         logger.info(
             f"largest load of each layer at step {step}: "
-            + ", ".join(f"{load:.2f}" for load in largest),
-            extra=event("experts", step=step, layers=numbers, loads=table),
+            + ", ".join(f"{load:.2f}" for load in largest_loads),
+            extra=event("experts", step=step, layers=layer_indices, loads=loads_by_layer),
         )
         return {
-            f"moe_max_load/{number}": load for number, load in zip(numbers, largest, strict=True)
+            f"moe_max_load/{layer_index}": load
+            for layer_index, load in zip(layer_indices, largest_loads, strict=True)
         }
 
     def begin(self) -> None:
@@ -298,17 +320,17 @@ class Routers(LoopExtension):
         if self._settings.balancing == "auto":
             self._set_balancing("none", "because the run was not until now")
         self.scores = [None] * len(self._layers)
-        for tensor in self._tensors().values():
+        for tensor in self._state_tensors().values():
             tensor.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """Return how the run is balanced, and its loads."""
-        names, tensors = zip(*self._tensors().items(), strict=True)
+        names, tensors = zip(*self._state_tensors().items(), strict=True)
         values = [tensor.tolist() for tensor in tensors]
         state = {"balancing": self.balancing.kind, "scores": self.scores}
         return state | dict(zip(names, values, strict=True))
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _state_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the state; all ranks have the same."""
         return {
             "load": self._load,
@@ -320,11 +342,11 @@ class Routers(LoopExtension):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load how the run is balanced, unless an option says it, and its loads."""
+        """Load the loads, and how the run is balanced unless an option sets it."""
         if self._settings.balancing == "auto":
             self._set_balancing(state["balancing"])
         self.scores = list(state["scores"])
-        for name, tensor in self._tensors().items():
+        for name, tensor in self._state_tensors().items():
             tensor.copy_(torch.tensor(state[name], dtype=tensor.dtype))
 
 
@@ -346,13 +368,13 @@ class _Router:
 
     def _keep_logits(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            self._logits = output[self._layer.logits_at] if isinstance(output, tuple) else output
+            self._logits = output[self._layer.logits_index] if isinstance(output, tuple) else output
 
     def _add_losses(
         self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
     ) -> Any:
-        """Pass the routing weights through `_Balanced`, in training."""
-        hidden, index, weights = *args, *kwargs.values()
+        """Pass the routing weights through `_AttachLosses`, in training."""
+        hidden, chosen_experts, weights = *args, *kwargs.values()
         logits, self._logits = self._logits, None
         if not (torch.is_grad_enabled() and weights.requires_grad):
             return None
@@ -360,32 +382,34 @@ class _Router:
         if logits is not None:
             logits = logits.reshape(-1, logits.shape[-1]).float()
             if self._score is None:
-                self._routers.compare_scores(self._row, logits, index, weights)
-            losses = self._losses(logits, index)
-        balanced = _Balanced.apply(weights, index, losses, self)  # type: ignore[no-untyped-call]
-        return (hidden, index, balanced), {}
+                self._routers.compare_scores(self._row, logits, chosen_experts, weights)
+            losses = self._scaled_losses(logits, chosen_experts)
+        balanced = _AttachLosses.apply(weights, chosen_experts, losses, self)  # type: ignore[no-untyped-call]
+        return (hidden, chosen_experts, balanced), {}
 
-    def _losses(self, logits: Tensor, index: Tensor) -> Tensor | None:
+    def _scaled_losses(self, logits: Tensor, chosen_experts: Tensor) -> Tensor | None:
         """Return the auxiliary loss and the z-loss, times their coefficients, [2]."""
         balancing = self._routers.balancing
         if not balancing.has_losses:
             return None
-        aux = z = logits.new_zeros(())
+        aux_loss = router_z_loss = logits.new_zeros(())
         if balancing.aux_loss_coef and self._score is not None:
             scores = SCORES[self._score](logits)
             probabilities = scores / scores.sum(-1, keepdim=True)
             num_experts = logits.shape[-1]
-            sequences = len(logits) // self._routers.block_size
-            shares = self._routers.shares(self._row, index.reshape(sequences, -1), num_experts)
-            probabilities = probabilities.view(sequences, -1, num_experts)
-            aux = balancing.aux_loss_coef * balancing_loss(probabilities, shares)
+            num_sequences = len(logits) // self._routers.block_size
+            shares = self._routers.shares(
+                self._row, chosen_experts.reshape(num_sequences, -1), num_experts
+            )
+            probabilities = probabilities.view(num_sequences, -1, num_experts)
+            aux_loss = balancing.aux_loss_coef * balancing_loss(probabilities, shares)
         if balancing.z_loss_coef:
-            z = balancing.z_loss_coef * z_loss(logits)
-        return torch.stack([aux, z])
+            router_z_loss = balancing.z_loss_coef * z_loss(logits)
+        return torch.stack([aux_loss, router_z_loss])
 
-    def count(self, index: Tensor, losses: Tensor | None) -> Tensor | None:
+    def count_choices(self, chosen_experts: Tensor, losses: Tensor | None) -> Tensor | None:
         """Count choices and losses; return the gradient of the objective by the losses."""
-        return self._routers.count(self._row, index, losses)
+        return self._routers.count_choices(self._row, chosen_experts, losses)
 
     def update_bias(self, loads: Tensor) -> None:
         """Raise the biases of experts with less than the mean load, and lower the others.
@@ -397,37 +421,37 @@ class _Router:
         if bias is None or (self._layer.router is not None and self._score is None):
             return
         load = loads[self._row, :num_experts]
-        total = load.sum()
-        missing = total - num_experts * load  # exact, so it is the same on all layouts
+        total_load = load.sum()
+        deficit = total_load - num_experts * load  # exact, so it is the same on all layouts
         balancing = self._routers.balancing
         if balancing.is_proportional:
-            direction = missing / total.clamp(min=1)
+            direction = deficit / total_load.clamp(min=1)
         else:
-            direction = missing.sign().float()
+            direction = deficit.sign().float()
         # Softmax scores are 1/E on average, and sigmoid scores of small logits 1/2.
-        unit = 2 / num_experts if self._score == "softmax" else 1.0
-        rate = unit * balancing.bias_update_rate
+        score_unit = 2 / num_experts if self._score == "softmax" else 1.0
+        rate = score_unit * balancing.bias_update_rate
         # The mean does not change choices, and would only make the bias grow.
         change = (rate * (direction - direction.mean())).to(bias.dtype).view(bias.shape)
         if isinstance(bias, DTensor):
             # Each rank has the whole change, so it takes its shard without a message.
-            shards = distribute_tensor(
+            local_change = distribute_tensor(
                 change, bias.device_mesh, bias.placements, src_data_rank=None
             )
-            bias.to_local().add_(shards.to_local())
+            bias.to_local().add_(local_change.to_local())
         else:
             bias.add_(change)
 
 
-def _format_size(number: int) -> str:
+def _format_size(num_parameters: int) -> str:
     """Return a number of parameters such as 30.5B or 524,288."""
     for size, suffix in ((1e9, "B"), (1e6, "M")):
-        if number >= size:
-            return f"{number / size:.1f}{suffix}"
-    return f"{number:,}"
+        if num_parameters >= size:
+            return f"{num_parameters / size:.1f}{suffix}"
+    return f"{num_parameters:,}"
 
 
-class _Balanced(torch.autograd.Function):
+class _AttachLosses(torch.autograd.Function):
     """The identity on routing weights, through which a layer's losses get their gradient.
 
     So a loss of any layer needs neither the model's outputs nor the stage with the last layer.
@@ -435,15 +459,15 @@ class _Balanced(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weights: Tensor, index: Tensor, losses: Tensor | None, router: _Router
+        ctx: Any, weights: Tensor, chosen_experts: Tensor, losses: Tensor | None, router: _Router
     ) -> Tensor:
-        """Return the weights; `index` and `losses` are for the backward pass."""
+        """Return the weights; `chosen_experts` and `losses` are for the backward pass."""
         ctx.router = router
-        ctx.save_for_backward(index, losses)
+        ctx.save_for_backward(chosen_experts, losses)
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Count the choices, and return the gradients of weights and losses."""
-        index, losses = ctx.saved_tensors
-        return gradients[0], None, ctx.router.count(index, losses), None
+        chosen_experts, losses = ctx.saved_tensors
+        return gradients[0], None, ctx.router.count_choices(chosen_experts, losses), None

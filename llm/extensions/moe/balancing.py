@@ -104,11 +104,11 @@ def make_balancing(
             f"--router_balancing {kind} changes the bias of routers, and the routers of {family} "
             "have none; take loss."
         )
-    asked = f"--router_balancing {kind}" if kind in ("loss", "both") else None
-    asked = "--router_z_loss" if settings.z_loss_coef else asked
-    if asked is not None and not has_logits:
+    logits_option = f"--router_balancing {kind}" if kind in ("loss", "both") else None
+    logits_option = "--router_z_loss" if settings.z_loss_coef else logits_option
+    if logits_option is not None and not has_logits:
         raise ConfigError(
-            f"{asked} needs the logits of routers, and {family} gives none; leave it out."
+            f"{logits_option} needs the logits of routers, and {family} gives none; leave it out."
         )
     coefficient = settings.aux_loss_coef
     if coefficient is None:
@@ -157,10 +157,10 @@ def config_coefficient(config: PreTrainedConfig, num_layers: int) -> float | Non
     Returns:
         None if the configuration does not ask for it, or its coefficient is missing or 0.
     """
-    chosen = experts_per_token(config)
-    if not getattr(config, "output_router_logits", False) or chosen is None:
+    num_chosen = experts_per_token(config)
+    if not getattr(config, "output_router_logits", False) or num_chosen is None:
         return None
     for name in ("router_aux_loss_coef", "aux_loss_coef"):
         if coefficient := getattr(config, name, None):
-            return float(coefficient) * chosen / num_layers
+            return float(coefficient) * num_chosen / num_layers
     return None

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from llm.models.mixtures import find_experts, router_classes
 
-_BIASES = ("e_score_correction_bias", "expert_bias")
+_BIAS_NAMES = ("e_score_correction_bias", "expert_bias")
 """Names of the bias that chooses experts but does not weight them."""
 
 
@@ -20,7 +20,7 @@ class ExpertLayer:
         name: Path of the experts' module in the model.
         experts: Called with hidden states, chosen experts [tokens, K] and their weights.
         router: Returns logits; None if they are not known, for example if a hash chooses experts.
-        logits_at: Place of the logits among the router's outputs.
+        logits_index: Place of the logits among the router's outputs.
         bias: Added to the scores that choose experts, [experts] or [1, experts]; None without one.
         num_experts: Number of experts.
     """
@@ -28,12 +28,12 @@ class ExpertLayer:
     name: str
     experts: nn.Module
     router: nn.Module | None
-    logits_at: int
+    logits_index: int
     bias: Tensor | None
     num_experts: int
 
     @property
-    def number(self) -> int:
+    def layer_index(self) -> int:
         """Number of the layer in the model."""
         return next(int(part) for part in re.findall(r"\d+", self.name))
 
@@ -48,29 +48,32 @@ def find_layers(model: nn.Module) -> list[ExpertLayer]:
         model: A model, or the stages of a model that are on this rank.
     """
     modules = dict(model.named_modules())
-    indices = router_classes(model)
+    logits_index_by_class = router_classes(model)
     experts_by_name = find_experts(model)
     layers = []
     for name, experts in experts_by_name.items():
         parent = name.rpartition(".")[0]
-        scope, routers = parent, _routers_below(modules, parent, indices)
+        scope, routers = parent, _routers_inside(modules, parent, logits_index_by_class)
         while scope and not routers:
             scope = scope.rpartition(".")[0]
-            if any(other != name and other.startswith(f"{scope}.") for other in experts_by_name):
+            if any(
+                other_name != name and other_name.startswith(f"{scope}.")
+                for other_name in experts_by_name
+            ):
                 break
-            routers = _routers_below(modules, scope, indices)
-        router, index = routers[0] if routers else (None, 0)
+            routers = _routers_inside(modules, scope, logits_index_by_class)
+        router, logits_index = routers[0] if routers else (None, 0)
         bias = _find_bias(modules[parent])
         if bias is None and router is not None:
             bias = _find_bias(router)
         if getattr(router, "num_router_classes", experts.num_experts) != experts.num_experts:
-            continue  # it skips experts for some tokens, and their choices say expert 0
+            continue  # it skips experts for some tokens, and records expert 0 as their choice
         layers.append(
             ExpertLayer(
                 name=name,
                 experts=experts,
                 router=router,
-                logits_at=index,
+                logits_index=logits_index,
                 bias=bias,
                 num_experts=int(experts.num_experts),
             )
@@ -78,18 +81,18 @@ def find_layers(model: nn.Module) -> list[ExpertLayer]:
     return layers
 
 
-def _routers_below(
-    modules: Mapping[str, nn.Module], scope: str, indices: Mapping[type, int]
+def _routers_inside(
+    modules: Mapping[str, nn.Module], scope: str, logits_index_by_class: Mapping[type, int]
 ) -> list[tuple[nn.Module, int]]:
     """Return the routers inside a module, and the place of the logits in their outputs."""
     return [
-        (module, index)
+        (module, logits_index)
         for name, module in modules.items()
-        for kind, index in indices.items()
-        if name.startswith(f"{scope}." if scope else "") and isinstance(module, kind)
+        for router_class, logits_index in logits_index_by_class.items()
+        if name.startswith(f"{scope}." if scope else "") and isinstance(module, router_class)
     ]
 
 
 def _find_bias(module: nn.Module) -> Tensor | None:
     tensors = [*module.named_buffers(), *module.named_parameters()]
-    return next((tensor for name, tensor in tensors if name.endswith(_BIASES)), None)
+    return next((tensor for name, tensor in tensors if name.endswith(_BIAS_NAMES)), None)

@@ -28,16 +28,17 @@ def balancing_loss(probabilities: Tensor, shares: Tensor) -> Tensor:
     return shares.shape[-1] * (shares * probabilities.sum(1)).sum()
 
 
-def sequence_shares(index: Tensor, num_experts: int) -> Tensor:
+def sequence_shares(chosen_experts: Tensor, num_experts: int) -> Tensor:
     """Return the share of each expert in the load of each sequence, [sequences, experts].
 
     Args:
-        index: The chosen experts, [sequences, choices of all tokens], int64.
+        chosen_experts: The chosen experts, [sequences, choices of all tokens], int64.
         num_experts: Number of experts.
     """
-    counts = torch.zeros(len(index), num_experts, device=index.device)
+    counts = torch.zeros(len(chosen_experts), num_experts, device=chosen_experts.device)
     return (
-        counts.scatter_add_(1, index, torch.ones_like(index, dtype=counts.dtype)) / index.shape[1]
+        counts.scatter_add_(1, chosen_experts, torch.ones_like(chosen_experts, dtype=counts.dtype))
+        / chosen_experts.shape[1]
     )
 
 
@@ -51,35 +52,37 @@ def z_loss(logits: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def score_errors(logits: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+def score_errors(logits: Tensor, chosen_experts: Tensor, weights: Tensor) -> Tensor:
     """Return how far the weights of a router are from those that each of `SCORES` would give.
 
     Only the ratios of a token's weights are compared, because many routers scale or normalize them.
 
     Args:
         logits: [tokens, experts].
-        index: The chosen experts, [tokens, K].
+        chosen_experts: The chosen experts, [tokens, K].
         weights: Their weights, [tokens, K].
 
     Returns:
         The absolute errors, summed over tokens, in the order of `SCORES`.
     """
 
-    def normalized(values: Tensor) -> Tensor:
+    def normalize(values: Tensor) -> Tensor:
         return values / values.sum(-1, keepdim=True) if values.shape[-1] > 1 else values
 
-    chosen = [normalized(score(logits).gather(-1, index)) for score in SCORES.values()]
-    return torch.stack([(each - normalized(weights.float())).abs().sum() for each in chosen])
+    candidates = [normalize(score(logits).gather(-1, chosen_experts)) for score in SCORES.values()]
+    return torch.stack(
+        [(candidate - normalize(weights.float())).abs().sum() for candidate in candidates]
+    )
 
 
 def find_score(errors: Sequence[float]) -> str | None:
-    """Return the name of the score of a router; None if none of them is much closer than others.
+    """Return the name of a router's score function; None if no error is much smaller than others.
 
-    They are equally close if all logits are zero, as in the first step of some families.
+    All errors are equal if all logits are zero, as in the first step of some families.
 
     Args:
         errors: The result of `score_errors`, perhaps summed over batches.
     """
     ranking = sorted(zip(errors, SCORES, strict=True))
-    (smallest, name), (second, _) = ranking[:2]
-    return name if smallest < second / 4 else None
+    (smallest, name), (second_smallest, _) = ranking[:2]
+    return name if smallest < second_smallest / 4 else None

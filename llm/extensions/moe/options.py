@@ -96,7 +96,7 @@ class MoEExtension(Extension[MoEOptions]):
         if options.eval_only:
             return None
         if not _has_routers(context.model):
-            for name in self._given_options():
+            for name in self._changed_options():
                 logger.warning(
                     f"--{name} changes nothing: {context.model.config.model_type} has no experts."
                 )
@@ -132,10 +132,10 @@ class MoEExtension(Extension[MoEOptions]):
             layers,
             is_pretrained=run.weights_from is not None or run.init_from is not None,
             block_size=run.block_size // options.context_parallel_size,
-            record_every=options.expert_load_steps,
+            record_interval=options.expert_load_steps,
         )
 
-    def _given_options(self) -> list[str]:
+    def _changed_options(self) -> list[str]:
         """Return the names of this extension's options that are not at their default."""
         return [
             name

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llm.errors import ConfigError
-from llm.extensions.matrix_optim.muon import make_muon, orthogonalized
+from llm.extensions.matrix_optim.muon import make_muon, orthogonalize
 from llm.optim.options import OptimizerOptions
 from tests.support.models import FAMILIES, still_model
 from tests.support.operations import Reads
@@ -99,7 +99,7 @@ def test_without_bf16_arithmetic_the_iteration_is_in_float32(monkeypatch, shape)
         values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
     exact = u * values @ vh
     monkeypatch.setattr("llm.extensions.matrix_optim.muon.has_half_products", lambda device: False)
-    [ours] = orthogonalized(matrix[None])
+    [ours] = orthogonalize(matrix[None])
     assert ours.dtype == torch.bfloat16
     # Only the result is rounded, to eight bits.
     torch.testing.assert_close(ours.double(), exact, rtol=2**-8, atol=1e-5)
