@@ -51,12 +51,12 @@ class WeightAverage(LoopExtension):
             )
         self._weights = [parameter.detach() for parameter in strategy.local_parameters]
         self._averages = [weight.clone() for weight in self._weights]
-        self._mass = 0.0  # the sum of all factors, times 1 - decay
+        self._factor_sum = 0.0  # the sum of all factors, times 1 - decay
 
     def begin(self) -> None:
         """Begin with the present weights if a checkpoint has no average."""
         torch._foreach_copy_(self._averages, self._weights)
-        self._mass = 0.0
+        self._factor_sum = 0.0
 
     def after_step(self, step: int, batch: StepBatch) -> None:
         """Update the average with the weights after a step; reads nothing from the device."""
@@ -64,8 +64,8 @@ class WeightAverage(LoopExtension):
         if self._half_life is not None:
             decay = 0.5 ** (batch.num_tokens / self._half_life)
         assert decay is not None  # one of the two is given
-        self._mass = 1 - decay * (1 - self._mass)
-        torch._foreach_lerp_(self._averages, self._weights, (1 - decay) / self._mass)
+        self._factor_sum = 1 - decay * (1 - self._factor_sum)
+        torch._foreach_lerp_(self._averages, self._weights, (1 - decay) / self._factor_sum)
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
@@ -79,9 +79,9 @@ class WeightAverage(LoopExtension):
     def _swap_weights(self) -> None:
         reshard(self._strategy.wrapped)  # weights that are still gathered would not change
         for weight, average in zip(self._weights, self._averages, strict=True):
-            live_weight = weight.clone()
+            previous_weight = weight.clone()
             weight.copy_(average)
-            average.copy_(live_weight)
+            average.copy_(previous_weight)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average by parameter name, as live shards, and the sum of factors."""
@@ -89,8 +89,8 @@ class WeightAverage(LoopExtension):
         names = {p: name for name, p in self._strategy.model.named_parameters()}
         pairs = zip(self._strategy.parameters, self._averages, strict=True)
         tensors = {names[p]: as_dtensor(average, like=p) for p, average in pairs}
-        return {**tensors, "mass": self._mass}
+        return {**tensors, "mass": self._factor_sum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the sum of factors; the live tensors have been read into."""
-        self._mass = state["mass"]
+        self._factor_sum = state["mass"]

@@ -23,16 +23,16 @@ from llm.optim.groups import parameter_groups
 from llm.optim.optimizers import adamw_settings, adamw_state, adamw_step
 from llm.optim.options import OptimizerOptions
 
-_SLICE = 2**22
+_SLICE_SIZE = 2**22
 """Elements updated at once; takes 64 MiB for float32 moments and random bits."""
 
-_CPU_SLICE = 2**18
-"""The same on a CPU with caches for 4 MiB."""
+_CPU_SLICE_SIZE = 2**18
+"""Elements updated at once on a CPU, which has caches for 4 MiB."""
 
-_ELEMENT, _UPDATE = 0x9E3779B1, 0x85EBCA77
+_ELEMENT_STRIDE, _UPDATE_STRIDE = 0x9E3779B1, 0x85EBCA77
 """Strides of elements and updates in a cycle of 2**32 numbers; odd, to reach all of them."""
 
-_MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))
+_HASH_STEPS = ((16, 0x7FEB352D), (15, 0x846CA68B))
 """Shifts and factors of the hash lowbias32 (C. Wellons 2018)."""
 
 
@@ -55,7 +55,9 @@ class BF16AdamW(torch.optim.Optimizer):
     def __init__(self, params: Any, *, compiled: bool = False, **settings: Any) -> None:
         super().__init__(params, settings)
         # One graph for all sizes.
-        self._round = torch.compile(round_moments, dynamic=True) if compiled else round_moments
+        self._round_moments = (
+            torch.compile(round_moments, dynamic=True) if compiled else round_moments
+        )
         for p in itertools.chain(*(group["params"] for group in self.param_groups)):
             # Created here and not in the first step, so that a checkpoint can be loaded.
             state = adamw_state(p)
@@ -71,62 +73,65 @@ class BF16AdamW(torch.optim.Optimizer):
             closure: Not supported.
         """
         for group in self.param_groups:
-            in_float32 = []
+            float32_params = []
             for p, key in zip(group["params"], group["keys"], strict=True):
                 if self.state[p]["exp_avg"].dtype == torch.float32:
-                    in_float32.append(p)
+                    float32_params.append(p)
                 elif p.grad is not None:
                     self._update_parameter(p, key, group)
-            adamw_step(group, in_float32, self.state, self.found_inf)
+            adamw_step(group, float32_params, self.state, self.found_inf)
 
     def _update_parameter(self, p: Tensor, key: int, group: dict[str, Any]) -> None:
         assert p.grad is not None
-        updates, *moments = (self.state[p][name] for name in ("step", "exp_avg", "exp_avg_sq"))
-        size = _CPU_SLICE if p.device.type == "cpu" else _SLICE
-        for first in range(0, p.numel(), size):
-            span = slice(first, first + size)
-            part = p.detach().view(-1)[span]
-            part.grad = p.grad.reshape(-1)[span]
-            rounded = [moment.view(-1)[span] for moment in moments]
-            exp_avg, exp_avg_sq = (moment.float() for moment in rounded)
-            state = {"step": updates.clone(), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-            adamw_step(group, [part], {part: state}, self.found_inf)
-            start = torch.tensor(_as_int32(key + first * _ELEMENT), dtype=torch.int32)
-            self._round(rounded, [exp_avg, exp_avg_sq], updates, start)
-        updates += 1.0 if self.found_inf is None else 1.0 - self.found_inf
+        num_updates, *moments = (self.state[p][name] for name in ("step", "exp_avg", "exp_avg_sq"))
+        slice_size = _CPU_SLICE_SIZE if p.device.type == "cpu" else _SLICE_SIZE
+        for first_element in range(0, p.numel(), slice_size):
+            elements = slice(first_element, first_element + slice_size)
+            param_slice = p.detach().view(-1)[elements]
+            param_slice.grad = p.grad.reshape(-1)[elements]
+            bf16_moments = [moment.view(-1)[elements] for moment in moments]
+            exp_avg, exp_avg_sq = (moment.float() for moment in bf16_moments)
+            state = {"step": num_updates.clone(), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+            adamw_step(group, [param_slice], {param_slice: state}, self.found_inf)
+            first_counter = torch.tensor(
+                _as_int32(key + first_element * _ELEMENT_STRIDE), dtype=torch.int32
+            )
+            self._round_moments(bf16_moments, [exp_avg, exp_avg_sq], num_updates, first_counter)
+        num_updates += 1.0 if self.found_inf is None else 1.0 - self.found_inf
 
 
 def round_moments(
-    rounded: list[Tensor], moments: list[Tensor], updates: Tensor, start: Tensor
+    bf16_moments: list[Tensor], moments: list[Tensor], num_updates: Tensor, first_counter: Tensor
 ) -> None:
     """Write a slice of a parameter's float32 moments into the bf16 ones, rounded stochastically.
 
     Args:
-        rounded: First and second moment, bf16 [size]; overwritten.
-        moments: The same in float32. After a skipped step they are bf16 numbers already, which
-            rounding leaves alone.
-        updates: Number of updates before this one, on the device.
-        start: Of the random bits, as for `random_bits`.
+        bf16_moments: First and second moment, bf16 [size]; overwritten.
+        moments: The new moments in float32 [size]. After a skipped step they are bf16 numbers
+            already, which rounding does not change.
+        num_updates: Number of updates before this one, on the device.
+        first_counter: Selects the random bits, as for `random_bits`.
     """
-    bits = random_bits(updates, start, size=len(moments[0]))
-    rounded[0].copy_(round_stochastically(moments[0], bits & 0xFFFF))
-    rounded[1].copy_(round_stochastically(moments[1], (bits >> 16) & 0xFFFF))
+    bits = random_bits(num_updates, first_counter, size=len(moments[0]))
+    bf16_moments[0].copy_(round_stochastically(moments[0], bits & 0xFFFF))
+    bf16_moments[1].copy_(round_stochastically(moments[1], (bits >> 16) & 0xFFFF))
 
 
-def random_bits(updates: Tensor, start: Tensor, *, size: int) -> Tensor:
+def random_bits(num_updates: Tensor, first_counter: Tensor, *, size: int) -> Tensor:
     """Return random integers, int32 [size]: a function of all arguments but the size.
 
     Args:
-        updates: Number of updates before this one, on the device.
-        start: The parameter's key plus `_ELEMENT` times the number of the first element, an int32
-            on the host. Triton would compute with 64 bits if it were an integer of Python.
+        num_updates: Number of updates before this one, on the device.
+        first_counter: Input of the hash for the first element: the parameter's key plus
+            `_ELEMENT_STRIDE` times the index of the element, an int32 on the host. With an integer
+            of Python, Triton would compute in 64 bits.
         size: Number of elements.
     """
     # int32 wraps around, and so has the products of uint32; torch has fewer kernels for uint32.
-    bits = torch.arange(size, dtype=torch.int32, device=updates.device)
-    bits *= _as_int32(_ELEMENT)
-    bits += updates.to(torch.int32) * _as_int32(_UPDATE) + start
-    for shift, factor in _MIX:
+    bits = torch.arange(size, dtype=torch.int32, device=num_updates.device)
+    bits *= _as_int32(_ELEMENT_STRIDE)
+    bits += num_updates.to(torch.int32) * _as_int32(_UPDATE_STRIDE) + first_counter
+    for shift, factor in _HASH_STEPS:
         bits ^= (bits >> shift) & (2 ** (32 - shift) - 1)  # `>>` repeats the sign
         bits *= _as_int32(factor)
     return bits
@@ -137,7 +142,7 @@ def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
 
     Args:
         values: Float32, finite.
-        bits: Int32 of the same shape, at random of 0 to 2**16 - 1.
+        bits: Random integers from 0 to 2**16 - 1, int32 of the same shape.
     """
     # bf16 is float32 without its last 16 bits: their sum with 16 random ones carries, or not.
     return ((values.view(torch.int32) + bits) & -0x10000).view(torch.float32)
@@ -157,11 +162,11 @@ def make_bf16_adamw(
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = parameter_groups(options, model)
     for group in groups:
-        group["keys"] = [_key_of(seed, names[p], p) for p in group["params"]]
+        group["keys"] = [_random_key(seed, names[p], p) for p in group["params"]]
     return BF16AdamW(groups, compiled=compiled, **adamw_settings(options))
 
 
-def _key_of(seed: int, name: str, parameter: Tensor) -> int:
+def _random_key(seed: int, name: str, parameter: Tensor) -> int:
     """Return the key of a parameter, or of this rank's shard of it.
 
     A shard of rows continues at its place in the whole parameter, so that its elements have the
@@ -173,8 +178,10 @@ def _key_of(seed: int, name: str, parameter: Tensor) -> int:
         _, offsets = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )
-        first = sum(o * s for o, s in zip(offsets, parameter.stride(), strict=True))
-        key += first * _ELEMENT
+        first_element = sum(
+            offset * stride for offset, stride in zip(offsets, parameter.stride(), strict=True)
+        )
+        key += first_element * _ELEMENT_STRIDE
     return key
 
 

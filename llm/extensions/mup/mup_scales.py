@@ -59,8 +59,10 @@ class Scales(Transform):
             name: The parameter's name in the whole model.
             ndim: Its number of dimensions.
         """
-        depth = math.sqrt(self.depth) if self.starts_by_depth else self.depth
-        return self._factor_of(name, ndim, matrix=1 / math.sqrt(self.width), depth=depth)
+        depth_ratio = math.sqrt(self.depth) if self.starts_by_depth else self.depth
+        return self._factor_of(
+            name, ndim, matrix_factor=1 / math.sqrt(self.width), depth_ratio=depth_ratio
+        )
 
     def rate_factor(self, name: str, ndim: int, group: Mapping[str, Any]) -> float:
         """Return the factor of a parameter's learning rate.
@@ -73,14 +75,16 @@ class Scales(Transform):
             ndim: Its number of dimensions.
             group: The settings of its group in the optimizer; Muon marks those that it trains.
         """
-        matrix = 1 / (math.sqrt(self.width) if group.get("is_muon") else self.width)
-        return self._factor_of(name, ndim, matrix=matrix, depth=self.depth)
+        matrix_factor = 1 / (math.sqrt(self.width) if group.get("is_muon") else self.width)
+        return self._factor_of(name, ndim, matrix_factor=matrix_factor, depth_ratio=self.depth)
 
-    def _factor_of(self, name: str, ndim: int, *, matrix: float, depth: float) -> float:
+    def _factor_of(
+        self, name: str, ndim: int, *, matrix_factor: float, depth_ratio: float
+    ) -> float:
         if not _IN_BLOCK.search(name):
             return 1 / self.width if ndim == 1 else 1.0  # the last norm; embeddings and the head
-        factor = matrix if ndim == 2 else 1.0
-        return factor / depth if _BRANCH_OUTPUT.search(name) else factor
+        factor = matrix_factor if ndim == 2 else 1.0
+        return factor / depth_ratio if _BRANCH_OUTPUT.search(name) else factor
 
     @torch.no_grad()
     def initial(self, model: nn.Module) -> None:
@@ -114,17 +118,17 @@ def fold_attention(
         config: The model's configuration.
         factor: `Scales.attention`.
     """
-    folded = dict(state_dict)
+    folded_weights = dict(state_dict)
     # Behind a norm, the scale of the queries' matrix has no effect.
-    queries = "q_norm" if any(".q_norm." in name for name in folded) else "q_proj"
+    query_module = "q_norm" if any(".q_norm." in name for name in folded_weights) else "q_proj"
     for name, tensor in state_dict.items():
-        module = name.split(".")[-2]
-        if factor == 1 or module not in (queries, "c_attn", "query_key_value"):
+        module_name = name.split(".")[-2]
+        if factor == 1 or module_name not in (query_module, "c_attn", "query_key_value"):
             continue
-        folded[name] = queries_part = tensor.clone()
-        if module == "c_attn":  # queries, keys and values lie side by side in the columns
-            queries_part = queries_part[..., : config.hidden_size]
-        elif module == "query_key_value":  # ... of each head, in the rows
-            queries_part = queries_part.unflatten(0, (config.num_attention_heads, 3, -1))[:, 0]
-        queries_part *= factor
-    return folded
+        folded_weights[name] = query_weights = tensor.clone()
+        if module_name == "c_attn":  # queries, keys and values lie side by side in the columns
+            query_weights = query_weights[..., : config.hidden_size]
+        elif module_name == "query_key_value":  # ... of each head, in the rows
+            query_weights = query_weights.unflatten(0, (config.num_attention_heads, 3, -1))[:, 0]
+        query_weights *= factor
+    return folded_weights

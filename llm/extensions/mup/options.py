@@ -57,8 +57,10 @@ class MuPExtension(Extension[MuPOptions]):
                 "--mup needs --mup_base_width, the width of the model used to tune the learning "
                 "rate."
             )
-        allowed = (None, "adamw", "accumadamw", "muon")
-        if options.mup and (options.besides_optimizer or options.optimizer not in allowed):
+        supported_optimizers = (None, "adamw", "accumadamw", "muon")
+        if options.mup and (
+            options.besides_optimizer or options.optimizer not in supported_optimizers
+        ):
             optimizer = options.besides_optimizer or f"--optimizer {options.optimizer}"
             problems.append(
                 f"--mup has learning rates for adamw, accumadamw and muon, and none for "
@@ -84,14 +86,14 @@ class MuPExtension(Extension[MuPOptions]):
         source = run.start if options.eval_only else run.init_from
         if source is None:
             return
-        origin = source.path if options.eval_only else f"--init_from {options.init_from}"
-        base_head_dim, name = options.mup_base_head_dim, "mup_base_head_dim"
-        saved = source.metadata["fixed"].get(name)
-        if saved != base_head_dim:
+        weights_origin = source.path if options.eval_only else f"--init_from {options.init_from}"
+        base_head_dim, option_name = options.mup_base_head_dim, "mup_base_head_dim"
+        trained_head_dim = source.metadata["fixed"].get(option_name)
+        if trained_head_dim != base_head_dim:
             raise ConfigError(
-                f"{origin} was trained with --{name} {saved}, which scales attention, and this run "
-                f"has {base_head_dim}; give the same muP options, or name its exported model with "
-                "--model_name_or_path."
+                f"{weights_origin} was trained with --{option_name} {trained_head_dim}, which "
+                f"scales attention, and this run has {base_head_dim}; give the same muP options, "
+                "or name its exported model with --model_name_or_path."
             )
 
     def transform(self, model_config: "PreTrainedConfig") -> "Scales | None":
@@ -115,10 +117,10 @@ def scales_of(options: MuPOptions, config: "PreTrainedConfig") -> "Scales":
     from llm.extensions.mup.mup_scales import Scales
     from llm.models.sizes import SHAPED, head_width
 
-    kind, text_config = config.model_type, config.get_text_config()
-    if kind not in SHAPED:
+    model_type, text_config = config.model_type, config.get_text_config()
+    if model_type not in SHAPED:
         raise ConfigError(
-            f"--mup is for {', '.join(SHAPED)}, and this model is {kind}; leave it out."
+            f"--mup is for {', '.join(SHAPED)}, and this model is {model_type}; leave it out."
         )
     width, head_dim = text_config.hidden_size, head_width(text_config)
     base_width = options.mup_base_width or width
@@ -133,5 +135,5 @@ def scales_of(options: MuPOptions, config: "PreTrainedConfig") -> "Scales":
         width=width / base_width,
         depth=text_config.num_hidden_layers / base_layers,
         attention=math.sqrt(base_head_dim / head_dim),
-        starts_by_depth=kind == "gpt2",
+        starts_by_depth=model_type == "gpt2",
     )

@@ -14,12 +14,12 @@ from llm.runtime.agreement import gather
 from llm.runtime.labels import IGNORED
 
 
-class Scored(NamedTuple):
+class ScoredText(NamedTuple):
     """A text with an end to score.
 
     Attributes:
-        tokens: Its last tokens, at most one more than the model has positions.
-        num_scored: Number of tokens at its end; their log-probabilities are summed.
+        tokens: The last tokens of the text, at most one more than the model has positions.
+        num_scored: Number of tokens at the end; their log-probabilities are summed.
     """
 
     tokens: list[int]
@@ -30,9 +30,9 @@ class Prompt(NamedTuple):
     """A text that the model continues.
 
     Attributes:
-        tokens: Its last tokens; they leave positions for the new ones.
+        tokens: The last tokens of the text; they leave positions for the new ones.
         max_new_tokens: Maximum number of tokens to add.
-        generation: Further arguments of `generate`.
+        generation: Further arguments of transformers' `generate`.
     """
 
     tokens: list[int]
@@ -42,13 +42,13 @@ class Prompt(NamedTuple):
 
 def score(
     strategy: AcceleratedStrategy,
-    texts: Sequence[Scored],
+    texts: Sequence[ScoredText],
     *,
     batch_size: int,
-    multiple: int,
+    length_multiple: int,
     on_batch: Callable[[], None],
 ) -> list[tuple[float, bool]]:
-    """Return the log-probability of each text's end, and whether its tokens are the likeliest.
+    """Return the log-probability of each text's end, and whether greedy decoding would give it.
 
     The texts are sorted by length and distributed over the data slices in batches. All ranks get
     the same number of batches, padded with the last text, because every forward pass gathers
@@ -58,32 +58,39 @@ def score(
         strategy: The prepared model; every rank calls this with the same texts.
         texts: The texts.
         batch_size: Texts per batch.
-        multiple: The length of a batch's rows is padded to a multiple of this number.
+        length_multiple: The length of a batch's rows is padded to a multiple of this number.
         on_batch: Called after each batch.
     """
     if not texts:
         return []
-    order = sorted(range(len(texts)), key=lambda number: -len(texts[number].tokens))
-    share = batch_size * strategy.data_ranks
-    order += order[-1:] * (-len(order) % share)
+    order = sorted(range(len(texts)), key=lambda text_index: -len(texts[text_index].tokens))
+    texts_per_round = batch_size * strategy.data_ranks
+    order += order[-1:] * (-len(order) % texts_per_round)
     scores = []
-    for start in range(strategy.data_rank * batch_size, len(order), share):
-        batch = [texts[number] for number in order[start : start + batch_size]]
-        micro_batch = _micro_batch(batch, multiple, strategy.device)
-        likeliest, log_probs = strategy.predict(micro_batch)
-        wrong = (micro_batch.labels != IGNORED) & (likeliest != micro_batch.labels)
-        scores.append(torch.stack([log_probs.sum(dim=1), (~wrong.any(dim=1)).float()], dim=1))
+    for first_text in range(strategy.data_rank * batch_size, len(order), texts_per_round):
+        batch_texts = [
+            texts[text_index] for text_index in order[first_text : first_text + batch_size]
+        ]
+        micro_batch = _micro_batch(batch_texts, length_multiple, strategy.device)
+        predictions, log_probs = strategy.predict(micro_batch)
+        is_wrong = (micro_batch.labels != IGNORED) & (predictions != micro_batch.labels)
+        scores.append(torch.stack([log_probs.sum(dim=1), (~is_wrong.any(dim=1)).float()], dim=1))
         on_batch()
-    gathered = strategy.gather(torch.stack(scores)).unflatten(0, (strategy.data_ranks, -1))
-    in_order = gathered.transpose(0, 1).flatten(0, 2).tolist()
-    answers = dict(zip(order, in_order, strict=True))
-    return [(answers[number][0], bool(answers[number][1])) for number in range(len(texts))]
+    gathered_scores = strategy.gather(torch.stack(scores)).unflatten(0, (strategy.data_ranks, -1))
+    answers_by_order = gathered_scores.transpose(0, 1).flatten(0, 2).tolist()
+    answer_by_text = dict(zip(order, answers_by_order, strict=True))
+    return [
+        (answer_by_text[text_index][0], bool(answer_by_text[text_index][1]))
+        for text_index in range(len(texts))
+    ]
 
 
-def _micro_batch(texts: Sequence[Scored], multiple: int, device: torch.device) -> MicroBatch:
+def _micro_batch(
+    texts: Sequence[ScoredText], length_multiple: int, device: torch.device
+) -> MicroBatch:
     """Return texts as inputs and labels, padded on the right, where no token attends."""
     length = max(len(text.tokens) for text in texts) - 1
-    input_ids = torch.zeros(len(texts), length + -length % multiple, dtype=torch.int64)
+    input_ids = torch.zeros(len(texts), length + -length % length_multiple, dtype=torch.int64)
     labels = torch.full_like(input_ids, IGNORED)
     for row, (tokens, num_scored) in enumerate(texts):
         end = len(tokens) - 1
@@ -108,29 +115,32 @@ def generate(
         model: The whole model.
         prompts: The texts.
         tokenizer: The run's tokenizer.
-        seed: Keys the draws, if a task samples.
+        seed: With the prompt's index, determines the random draws of tasks that sample.
         on_batch: Called after each text, on all ranks equally often.
     """
     local_texts = {}
     num_rounds = -(-len(prompts) // strategy.world_size)
-    for number in range(strategy.rank, num_rounds * strategy.world_size, strategy.world_size):
-        if number >= len(prompts):
+    for prompt_index in range(strategy.rank, num_rounds * strategy.world_size, strategy.world_size):
+        if prompt_index >= len(prompts):
             on_batch()
             continue
-        tokens, max_new_tokens, generation = prompts[number]
+        tokens, max_new_tokens, generation_options = prompts[prompt_index]
         try:
             with strategy.autocast():
-                new = continue_tokens(
+                new_tokens = continue_tokens(
                     model,
                     tokenizer,
                     tokens,
                     max_new_tokens=max_new_tokens,
-                    seed=seed + number,
-                    **generation,
+                    seed=seed + prompt_index,
+                    **generation_options,
                 )
         except DivergedError:
-            new = []
-        local_texts[number] = tokenizer.decode(new, skip_special_tokens=True)
+            new_tokens = []
+        local_texts[prompt_index] = tokenizer.decode(new_tokens, skip_special_tokens=True)
         on_batch()
-    parts = gather(local_texts)
-    return [parts[number % strategy.world_size][number] for number in range(len(prompts))]
+    texts_by_rank = gather(local_texts)
+    return [
+        texts_by_rank[prompt_index % strategy.world_size][prompt_index]
+        for prompt_index in range(len(prompts))
+    ]

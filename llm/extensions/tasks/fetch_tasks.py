@@ -21,27 +21,27 @@ def fetch_task(name: str, folder: Path, fetch_dataset: FetchDataset) -> str:
     Raises:
         ConfigError: It is not a single task, or its data are neither local nor on the Hub.
     """
-    path = _find_task(name)
-    settings = _task_settings(path)
+    source_path = _find_task(name)
+    settings = _task_settings(source_path)
     if "group" in settings or "class" in settings or not isinstance(settings.get("task"), str):
         raise ConfigError(f"--eval_tasks {name} is not a single task; name its tasks by YAML file.")
-    files = (settings.get("dataset_kwargs") or {}).get("data_files")
-    if "://" in str(files):
+    data_files = (settings.get("dataset_kwargs") or {}).get("data_files")
+    if "://" in str(data_files):
         raise ConfigError(
-            f"--eval_tasks {name} reads {files}: download the file and use its path in your YAML "
-            "file."
+            f"--eval_tasks {name} reads {data_files}: download the file and use its path in your "
+            "YAML file."
         )
     dataset = settings.get("dataset_path")
-    if files is not None or dataset is None or Path(dataset).exists():
-        return str(path)
-    local = {
-        "include": str(path),
+    if data_files is not None or dataset is None or Path(dataset).exists():
+        return str(source_path)
+    local_settings = {
+        "include": str(source_path),
         "dataset_path": fetch_dataset("eval_tasks", dataset, settings.get("dataset_name")),
     }
-    written = folder / "tasks" / f"{settings['task']}.yaml"
-    written.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(written, json.dumps(local, indent=2) + "\n")  # JSON is valid YAML
-    return str(written)
+    task_path = folder / "tasks" / f"{settings['task']}.yaml"
+    task_path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(task_path, json.dumps(local_settings, indent=2) + "\n")  # JSON is valid YAML
+    return str(task_path)
 
 
 def _find_task(name: str) -> Path:
@@ -49,20 +49,20 @@ def _find_task(name: str) -> Path:
     if Path(name).is_file():
         return Path(name).absolute()
     try:
-        entry = _task_index().get(name)
+        task_entry = _task_index().get(name)
     except ImportError as error:
         raise ConfigError(
             f"--eval_tasks {name} is not a file; the tasks of lm-eval need pip install "
             "'llm-trainers[tasks]'."
         ) from error
-    if entry is None:
+    if task_entry is None:
         raise ConfigError(
             f"--eval_tasks {name} is neither a YAML file nor a task that comes with lm-eval; "
             "`lm_eval ls tasks` lists those."
         )
-    if entry.yaml_path is None:
+    if task_entry.yaml_path is None:
         raise ConfigError(f"--eval_tasks {name} is a group of tasks; name its tasks one by one.")
-    return Path(entry.yaml_path)
+    return Path(task_entry.yaml_path)
 
 
 @functools.cache  # it reads thousands of files
@@ -85,9 +85,9 @@ def _task_settings(path: Path) -> dict[str, Any]:
         settings: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
         if not isinstance(settings, dict):
             raise ConfigError(f"--eval_tasks {path} is not the YAML file of a task.")
-        included = settings.pop("include", [])
-        for name in [included] if isinstance(included, str) else included:
-            settings = _task_settings(path.parent / name) | settings
+        included_files = settings.pop("include", [])
+        for file_name in [included_files] if isinstance(included_files, str) else included_files:
+            settings = _task_settings(path.parent / file_name) | settings
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"--eval_tasks {path} cannot be read: {one_line(error)}.") from error
     return settings

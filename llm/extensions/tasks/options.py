@@ -86,6 +86,6 @@ class TasksExtension(Extension[TasksOptions]):
         return TaskRuns(
             self._tasks,
             context,
-            every=self.options.eval_tasks_steps,
+            interval=self.options.eval_tasks_steps,
             batch_size=self.options.per_device_eval_batch_size,
         )

@@ -16,16 +16,16 @@ class TaskRuns(LoopExtension):
     Args:
         tasks: The tasks.
         context: The model, and what was read for the run.
-        every: Steps between two runs; None for one at the end of training.
+        interval: Steps between two runs; None for one at the end of training.
         batch_size: Texts that a rank scores at once.
     """
 
     def __init__(
-        self, tasks: Tasks, context: LoopContext, *, every: int | None, batch_size: int
+        self, tasks: Tasks, context: LoopContext, *, interval: int | None, batch_size: int
     ) -> None:
         self._tasks, self._context, self._batch_size = tasks, context, batch_size
         self._results: dict[str, dict[str, float]] | None = None
-        self.periodic = Periodic("tasks", every, self._report_tasks)
+        self.periodic = Periodic("tasks", interval, self._report_tasks)
 
     def _report_tasks(self, step: int) -> dict[str, float]:
         """Run the tasks after a step, and log their results."""

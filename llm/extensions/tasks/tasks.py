@@ -5,7 +5,7 @@ answers, in any layout. The module needs the extra `tasks`, and is imported if a
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,12 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llm.errors import ConfigError, one_line
-from llm.extensions.tasks.answers import Prompt, Scored, generate, score
+from llm.extensions.tasks.answers import Prompt, ScoredText, generate, score
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.dims import ParallelDims
 from llm.tokenizers.prompts import encode_prompt
 
-Score = Callable[[Sequence[Scored]], list[tuple[float, bool]]]
+Score = Callable[[Sequence[ScoredText]], list[tuple[float, bool]]]
 Generate = Callable[[Sequence[Prompt]], list[str]]
 
 
@@ -67,14 +67,14 @@ class Tasks:
             )
         self._tokenizer = tokenizer
         # Context and sequence parallelism cut every text into pieces of equal length.
-        self._multiple = layout.tensor * (2 * layout.context if layout.context > 1 else 1)
-        positions = resolve_max_length(model_config, tokenizer)
-        self._max_length = positions - positions % self._multiple
-        self._loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
+        self._length_multiple = layout.tensor * (2 * layout.context if layout.context > 1 else 1)
+        num_positions = resolve_max_length(model_config, tokenizer)
+        self._max_length = num_positions - num_positions % self._length_multiple
+        self._loaded_tasks: dict[str, Any] = {"tasks": {}, "groups": {}}
         for file in files:
             loaded = _load_tasks(file)
             for name, task in loaded["tasks"].items():
-                if name in self._loaded["tasks"]:
+                if name in self._loaded_tasks["tasks"]:
                     raise ConfigError(f"--eval_tasks names the task {name} twice.")
                 if task.get_config("output_type") == "generate_until" and not layout.is_replicated:
                     raise ConfigError(
@@ -94,16 +94,8 @@ class Tasks:
                 raise ConfigError(
                     f"--eval_tasks {file} does not fit the model or its data: {reason}."
                 ) from error
-            for name, task in loaded["tasks"].items():
-                if not results.get(name):  # lm-eval skips unknown metrics
-                    metrics = [
-                        str(metric.get("metric")) for metric in task.get_config("metric_list") or ()
-                    ]
-                    raise ConfigError(
-                        f"--eval_tasks {file}: the task {name} has no results by its metrics "
-                        f"({', '.join(metrics) or 'none'}); name some that lm-eval knows."
-                    )
-            for kind, objects in self._loaded.items():
+            _check_results(file, loaded["tasks"], results)
+            for kind, objects in self._loaded_tasks.items():
                 objects.update(loaded[kind])
 
     def run(
@@ -128,14 +120,20 @@ class Tasks:
             The values of the metrics by task or group, the same on all ranks.
         """
         score_texts = partial(
-            score, strategy, batch_size=batch_size, multiple=self._multiple, on_batch=on_batch
+            score,
+            strategy,
+            batch_size=batch_size,
+            length_multiple=self._length_multiple,
+            on_batch=on_batch,
         )
         continue_texts = partial(
             generate, strategy, model, tokenizer=self._tokenizer, seed=seed, on_batch=on_batch
         )
         # Compiled blocks would recompile for every length.
         with strategy.averaged(), torch.compiler.set_stance("force_eager"):
-            return self._evaluate_tasks(self._loaded, score=score_texts, generate=continue_texts)
+            return self._evaluate_tasks(
+                self._loaded_tasks, score=score_texts, generate=continue_texts
+            )
 
     def _evaluate_tasks(
         self, loaded: dict[str, Any], *, score: Score, generate: Generate
@@ -152,7 +150,7 @@ def _load_tasks(file: str) -> dict[str, Any]:
     """Load the tasks of a YAML file, and their data."""
     if not Path(file).is_file():
         raise ConfigError(f"--eval_tasks {file} is not a file; name the YAML file of a task.")
-    bars = datasets.is_progress_bar_enabled()
+    shows_progress_bars = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
         loaded: dict[str, Any] = TaskManager(include_defaults=False).load([file])
@@ -165,9 +163,31 @@ def _load_tasks(file: str) -> dict[str, Any]:
             "(a task without access to the Hub has dataset_path: json and its data_files)."
         ) from error
     finally:
-        if bars:
+        if shows_progress_bars:
             datasets.enable_progress_bars()
     return loaded
+
+
+def _check_results(
+    file: str, tasks: Mapping[str, Any], results: Mapping[str, Mapping[str, float]]
+) -> None:
+    """Refuse tasks without results, because lm-eval skips metrics that it does not know.
+
+    Args:
+        file: The YAML file of the tasks, for the message.
+        tasks: lm-eval's tasks by name.
+        results: Values of the metrics by task.
+
+    Raises:
+        ConfigError: A task has no results.
+    """
+    for name, task in tasks.items():
+        if not results.get(name):
+            metrics = [str(metric.get("metric")) for metric in task.get_config("metric_list") or ()]
+            raise ConfigError(
+                f"--eval_tasks {file}: the task {name} has no results by its metrics "
+                f"({', '.join(metrics) or 'none'}); name some that lm-eval knows."
+            )
 
 
 def _metric_values(metrics: dict[str, Any]) -> dict[str, float]:
@@ -229,14 +249,14 @@ class _Answers(TemplateLM):  # type: ignore[misc]
                     f"score; each needs one, and {self.max_length} can be scored"
                 )
             tokens = (context + continuation)[-(self.max_length + 1) :]
-            texts.append(Scored(tokens, len(continuation)))
+            texts.append(ScoredText(tokens, len(continuation)))
         return self._score(texts)
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = True
     ) -> list[float]:
-        windows, owners = [], []
-        for number, request in enumerate(requests):
+        windows, request_indices = [], []
+        for request_index, request in enumerate(requests):
             for window in get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0], add_special_tokens=False),
                 prefix_token=self.prefix_token_id,
@@ -244,35 +264,40 @@ class _Answers(TemplateLM):  # type: ignore[misc]
                 context_len=1,
             ):
                 windows.append((None, *make_disjoint_window(window)))
-                owners.append(number)
-        totals = [0.0] * len(requests)
-        for number, (log_prob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
-            totals[number] += log_prob
-        return totals
+                request_indices.append(request_index)
+        request_log_probs = [0.0] * len(requests)
+        for request_index, (log_prob, _) in zip(
+            request_indices, self._loglikelihood_tokens(windows), strict=True
+        ):
+            request_log_probs[request_index] += log_prob
+        return request_log_probs
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
-        prompts, stops = [], []
+        prompts, stop_sequences = [], []
         for request in requests:
-            context, arguments = request.args
-            generation: dict[str, Any] = normalize_gen_kwargs(arguments, DEFAULT_MAX_GEN_TOKS)
-            new = generation.pop("max_gen_toks")
-            if new >= self.max_length:
+            context, generation_arguments = request.args
+            generation: dict[str, Any] = normalize_gen_kwargs(
+                generation_arguments, DEFAULT_MAX_GEN_TOKS
+            )
+            max_new_tokens = generation.pop("max_gen_toks")
+            if max_new_tokens >= self.max_length:
                 raise ValueError(
-                    f"max_gen_toks is {new}, and the model has {self.max_length} positions"
+                    f"max_gen_toks is {max_new_tokens}, and the model has {self.max_length} "
+                    "positions"
                 )
-            tokens = self.tok_encode(context)[new - self.max_length :]
+            tokens = self.tok_encode(context)[max_new_tokens - self.max_length :]
             if not tokens:
                 raise ValueError("a prompt is empty")
-            end = self.tokenizer.decode(self.eot_token_id)
-            stops.append(handle_stop_sequences(generation.pop("until"), eos=end))
+            eos_text = self.tokenizer.decode(self.eot_token_id)
+            stop_sequences.append(handle_stop_sequences(generation.pop("until"), eos=eos_text))
             generation["stopping_criteria"] = stop_sequences_criteria(
-                self.tokenizer, stops[-1], len(tokens), 1
+                self.tokenizer, stop_sequences[-1], len(tokens), 1
             )
             if not generation["do_sample"]:
                 generation.pop("temperature", None)
-            prompts.append(Prompt(tokens, new, generation))
+            prompts.append(Prompt(tokens, max_new_tokens, generation))
         texts = self._generate(prompts)
         return [
-            postprocess_generated_text(text, stop, None)
-            for text, stop in zip(texts, stops, strict=True)
+            postprocess_generated_text(text, stops, None)
+            for text, stops in zip(texts, stop_sequences, strict=True)
         ]

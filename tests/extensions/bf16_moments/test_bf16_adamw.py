@@ -30,7 +30,7 @@ OPTIONS = OptimizerOptions(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.9
 
 
 def start_of(key: int, first: int) -> Tensor:
-    return torch.tensor(key + first * bf16_adamw._ELEMENT).to(torch.int32)  # wraps around
+    return torch.tensor(key + first * bf16_adamw._ELEMENT_STRIDE).to(torch.int32)  # wraps around
 
 
 def bits_of(update: int, *, size: int = 1000, key: int = 1, first: int = 0) -> Tensor:
@@ -149,7 +149,7 @@ def test_a_compiled_rounding_has_the_same_bits():
 def test_the_size_of_a_slice_does_not_matter(size, monkeypatch):
     models = []
     for elements in (2**22, size):
-        monkeypatch.setattr(bf16_adamw, "_CPU_SLICE", elements)
+        monkeypatch.setattr(bf16_adamw, "_CPU_SLICE_SIZE", elements)
         model = model_of()
         optimizer = make_bf16_adamw(OPTIONS, model, seed=3)
         for step in range(3):
