@@ -334,7 +334,7 @@ def _weight_skip_reason(
 def _find_shared_inputs(
     model: nn.Module, layers: Sequence[Layer], sample_forward: Callable[[nn.Module], Any]
 ) -> dict[str, str]:
-    """Return the first layer that reads the same tensor, for the layers for which it is another.
+    """Find layers that read the same tensor as an earlier layer.
 
     Args:
         model: The model.
@@ -342,7 +342,7 @@ def _find_shared_inputs(
         sample_forward: Runs the model once.
 
     Returns:
-        The name of the first layer, by the layer's name.
+        The name of the first layer that reads the tensor, by the name of each later one.
     """
     # References keep the tensors alive, so that a later tensor cannot reuse an id.
     read_inputs: list[tuple[Tensor, Layer]] = []
