@@ -6,6 +6,7 @@ switch off. The word `none` unsets an optional value and empties a list.
 """
 
 import argparse
+import contextlib
 import functools
 import logging
 import re
@@ -20,13 +21,13 @@ from llm.config.options import (
     Field,
     bad_value_message,
     check_ranges,
-    common,
+    common_options,
     fields,
     format_default,
     is_too_long,
     join_unit_aliases,
-    paths,
-    unknown_option,
+    path_options,
+    unknown_option_message,
 )
 from llm.config.program import COMMAND
 from llm.config.toml import read_toml
@@ -45,8 +46,8 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message.rstrip('.')}. See --help.")
 
 
-class _Values(argparse.Namespace):
-    """The values of options by name, where argparse would replace a former value without a word."""
+class _OptionValues(argparse.Namespace):
+    """The values of options by name; a value that replaces another one is logged or refused."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a value: the last one of an option counts, except for `--config`.
@@ -54,16 +55,16 @@ class _Values(argparse.Namespace):
         Raises:
             ConfigError: A second TOML file.
         """
-        former = vars(self).get(name, value)
-        if former != value and name == "config":
+        previous_value = vars(self).get(name, value)
+        if previous_value != value and name == "config":
             raise ConfigError(
-                f"--config is given twice, as {former} and {value}; give one TOML file, and "
-                "options on the command line to change it."
+                f"--config is given twice, as {previous_value} and {value}; give one TOML file, "
+                "and options on the command line to change it."
             )
-        if former != value:
-            last_value, first_value = _format_value(value), _format_value(former)
+        if previous_value != value:
+            value_text, previous_text = _format_value(value), _format_value(previous_value)
             logger.warning(
-                f"--{name} is given twice: {last_value} counts, and {first_value} does not."
+                f"--{name} is given twice: {value_text} counts, and {previous_text} does not."
             )
         super().__setattr__(name, value)
 
@@ -108,33 +109,33 @@ def parse(
             missing or too old.
         SystemExit: After `--help`.
     """
-    arguments = _with_plain_switches([_underscore_name(word) for word in argv], cls)
-    topic = _help_topic(arguments)
+    arguments = _normalize_switches([_underscore_name(word) for word in argv], cls)
+    topic = _find_help_topic(arguments)
     if topic is not None:
         if sys.argv[0].startswith(f"{COMMAND} "):  # the quick start is the trainer
             prog = re.sub(rf"^{COMMAND} \w+", sys.argv[0], prog)
-        parser = _make_parser(_on_topic(topic, cls))
+        parser = _make_parser(_fields_of_topic(topic, cls))
         parser.prog, parser.description = prog, description
-        parser.usage = f"%(prog)s {usage or _usage_line(cls, positional)}"
-        parser.epilog = _other_topics(cls) if common(cls) else None
-        _show_help(parser, example)
+        parser.usage = f"%(prog)s {usage or _format_usage(cls, positional)}"
+        parser.epilog = _list_topics(cls) if common_options(cls) else None
+        _print_help(parser, example)
         raise SystemExit(0)
     parsed = _parse_arguments(arguments, cls, positional)
-    path = parsed.pop("config", None)
-    values = read_toml(cls, Path(path)) if path is not None else {}
-    given = {name: _as_tuple(name, value) for name, value in parsed.items()}
-    values |= join_unit_aliases(cls, given)
+    config_path = parsed.pop("config", None)
+    option_values = read_toml(cls, Path(config_path)) if config_path is not None else {}
+    command_line_options = {name: _list_to_tuple(name, value) for name, value in parsed.items()}
+    option_values |= join_unit_aliases(cls, command_line_options)
     if inherit is not None:
-        values = inherit(values) | values
-    config = cls(**values)
+        option_values = inherit(option_values) | option_values
+    config = cls(**option_values)
     check_ranges(config)
     _check_text(config)
-    _check_paths(config, values)
+    _check_given_paths(config, option_values)
     check_library_versions()  # not for --help
     return config
 
 
-def _show_help(parser: argparse.ArgumentParser, example: str | None) -> None:
+def _print_help(parser: argparse.ArgumentParser, example: str | None) -> None:
     """Print the help of a program, and an example if it has one."""
     parser.add_argument("-h", "--help", metavar="TOPIC", nargs="?", help="Show this help and exit.")
     sys.stdout.write(parser.format_help())
@@ -142,21 +143,21 @@ def _show_help(parser: argparse.ArgumentParser, example: str | None) -> None:
         sys.stdout.write(f"\nexample:\n  {parser.prog} {example}\n")
 
 
-def _usage_line(cls: type, positional: str | None) -> str:
+def _format_usage(cls: type, positional: str | None) -> str:
     """Return the usage of a program without its name: `RUNS ... [--config FILE] ...`."""
-    many = any(field.many for field in fields(cls) if field.name == positional)
-    word = "" if positional is None else f"{positional.upper()}{' ...' * many} "
-    return f"{word}[--config FILE] [--OPTION VALUE ...]"
+    takes_list = any(field.is_list for field in fields(cls) if field.name == positional)
+    positional_usage = "" if positional is None else f"{positional.upper()}{' ...' * takes_list} "
+    return f"{positional_usage}[--config FILE] [--OPTION VALUE ...]"
 
 
-def _check_paths(config: ConfigT, values: Collection[str]) -> None:
-    """Refuse a given path that is empty, or longer than the system allows."""
-    for name, text in paths(config):
-        if not text and name in values:
+def _check_given_paths(config: ConfigT, given_names: Collection[str]) -> None:
+    """Refuse a path that is longer than the system allows, or an empty one that the user gave."""
+    for name, path in path_options(config):
+        if not path and name in given_names:
             raise ConfigError(f"--{name} is given an empty path; name one, or leave it out.")
-        if is_too_long(text):
+        if is_too_long(path):
             raise ConfigError(
-                f"--{name} {text[:40]}... is longer than the system allows, or has a name in it "
+                f"--{name} {path[:40]}... is longer than the system allows, or has a name in it "
                 "that is; choose a shorter one."
             )
 
@@ -165,32 +166,34 @@ def _check_text(config: Any) -> None:
     """Refuse text that is not UTF-8. The name of a file may contain any bytes."""
     for field in fields(type(config)):
         value = getattr(config, field.name)
-        for word in () if field.option.path else value if isinstance(value, tuple) else (value,):
-            if isinstance(word, str) and word != word.encode(errors="replace").decode():
-                raise ConfigError(f"--{field.name} {word!a} is not UTF-8 text; convert it first.")
+        for text in () if field.option.path else value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and text != text.encode(errors="replace").decode():
+                raise ConfigError(f"--{field.name} {text!a} is not UTF-8 text; convert it first.")
 
 
 def _parse_arguments(arguments: Sequence[str], cls: type, positional: str | None) -> dict[str, Any]:
-    """Return the options that the words give, and the TOML file as `config`."""
-    declared = fields(cls)
-    parser = _make_parser(declared)
-    namespace, unknown = parser.parse_known_args(arguments, _Values())
-    parsed = vars(namespace)
-    if positional is not None and positional not in parsed:
-        many = next(field.many for field in declared if field.name == positional)
-        # Words that are not a flag and do not follow one as its value.
-        bare = [
+    """Return the values of the options in the arguments, and the TOML file as `config`."""
+    option_fields = fields(cls)
+    parser = _make_parser(option_fields)
+    namespace, unknown = parser.parse_known_args(arguments, _OptionValues())
+    parsed_options = vars(namespace)
+    if positional is not None and positional not in parsed_options:
+        takes_list = next(field.is_list for field in option_fields if field.name == positional)
+        # Words that are neither a flag nor the value after one.
+        positional_words = [
             word
-            for previous, word in zip(["", *unknown], unknown, strict=False)
-            if not word.startswith("-") and not previous.startswith("-")
-        ][: None if many else 1]
-        if bare:
-            parsed |= vars(parser.parse_args([f"--{positional}", *bare]))
-            unknown = [word for word in unknown if word not in bare]
+            for preceding_word, word in zip(["", *unknown], unknown, strict=False)
+            if not word.startswith("-") and not preceding_word.startswith("-")
+        ][: None if takes_list else 1]
+        if positional_words:
+            parsed_options |= vars(parser.parse_args([f"--{positional}", *positional_words]))
+            unknown = [word for word in unknown if word not in positional_words]
     if unknown:
-        previous = ["", *arguments][arguments.index(unknown[0])]
-        raise ConfigError(f"{_about_unknown(unknown, cls, previous=previous)} See --help.")
-    return parsed
+        preceding_word = ["", *arguments][arguments.index(unknown[0])]
+        raise ConfigError(
+            f"{_describe_unknown_words(unknown, cls, preceding_word=preceding_word)} See --help."
+        )
+    return parsed_options
 
 
 def split_config_file(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -201,42 +204,44 @@ def split_config_file(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     """
     parser = _Parser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path)
-    namespace, arguments = parser.parse_known_args(argv, _Values())
+    namespace, arguments = parser.parse_known_args(argv, _OptionValues())
     return vars(namespace).get("config"), arguments
 
 
-def _with_plain_switches(arguments: Sequence[str], cls: type) -> list[str]:
+def _normalize_switches(arguments: Sequence[str], cls: type) -> list[str]:
     """Replace `--flag=true` and `--flag true` by `--flag`, and `false` by the opposite flag.
 
     Raises:
         ConfigError: A switch has a value after "=" that is neither true nor false.
     """
-    opposite: dict[str, str] = {}
+    opposite_names: dict[str, str] = {}
     for field in fields(cls):
         if field.is_switch:
-            pairs = zip(field.names, field.opposites, strict=True)
-            opposite |= {
-                end: counterpart for pair in pairs for end, counterpart in (pair, pair[::-1])
+            name_pairs = zip(field.names, field.opposites, strict=True)
+            opposite_names |= {
+                name: opposite for pair in name_pairs for name, opposite in (pair, pair[::-1])
             }
-    plain: list[str] = []
-    for previous, word in zip(["", *arguments], arguments, strict=False):
+    normalized_arguments: list[str] = []
+    for preceding_word, word in zip(["", *arguments], arguments, strict=False):
         flag, equals, value = word.partition("=")
         if not equals:
-            flag, value = previous, word
-        if flag[2:] not in opposite or not flag.startswith("--"):
-            plain.append(word)
+            flag, value = preceding_word, word
+        if flag[2:] not in opposite_names or not flag.startswith("--"):
+            normalized_arguments.append(word)
         elif value.lower() in ("true", "false"):
-            del plain[len(plain) if equals else -1 :]
-            plain.append(flag if value.lower() == "true" else f"--{opposite[flag[2:]]}")
+            del normalized_arguments[len(normalized_arguments) if equals else -1 :]
+            normalized_arguments.append(
+                flag if value.lower() == "true" else f"--{opposite_names[flag[2:]]}"
+            )
         elif equals:
             raise ConfigError(f"{flag} expects true or false, not '{value}'.")
         else:
-            plain.append(word)
-    return plain
+            normalized_arguments.append(word)
+    return normalized_arguments
 
 
-def _as_tuple(name: str, value: Any) -> Any:
-    """Return a list as a tuple, an empty one for `none`."""
+def _list_to_tuple(name: str, value: Any) -> Any:
+    """Return the value of an option; a list becomes a tuple, and `none` an empty tuple."""
     if not isinstance(value, list):
         return value
     if None in value and len(value) > 1:
@@ -245,54 +250,59 @@ def _as_tuple(name: str, value: Any) -> Any:
 
 
 def _underscore_name(word: str) -> str:
+    """Return an argument with underscores instead of the dashes in the name of its flag."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
     return "--" + name[2:].replace("-", "_") + equals + value
 
 
-def _help_topic(arguments: Sequence[str]) -> str | None:
+def _find_help_topic(arguments: Sequence[str]) -> str | None:
     """Return the word after `--help`: "" if nothing follows, None without `--help`."""
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
+    for word, next_word in zip(arguments, [*arguments[1:], ""], strict=False):
         if word in ("-h", "--help"):
-            return "" if following.startswith("-") else following.lower()
+            return "" if next_word.startswith("-") else next_word.lower()
         if word.startswith("--help="):
             return word.partition("=")[2].lower()
     return None
 
 
-def _on_topic(topic: str, cls: type) -> Sequence[Field]:
+def _fields_of_topic(topic: str, cls: type) -> Sequence[Field]:
     """Return the options that `--help TOPIC` shows.
 
     Raises:
         ConfigError: The topic does not exist.
     """
-    declared = fields(cls)
-    if topic == "all" or not common(cls):
-        return declared
+    option_fields = fields(cls)
+    if topic == "all" or not common_options(cls):
+        return option_fields
     if not topic:
-        by_name = {field.name: field for field in declared}
-        return [by_name[name] for name in common(cls)]
-    topics = {*_topics_of(topic)}
-    shown_fields = [field for field in declared if topics & {*_topics_of(field.option.group)}]
+        field_by_name = {field.name: field for field in option_fields}
+        return [field_by_name[name] for name in common_options(cls)]
+    topics = {*_heading_topics(topic)}
+    shown_fields = [
+        field for field in option_fields if topics & {*_heading_topics(field.option.group)}
+    ]
     if not shown_fields:
-        raise ConfigError(f"--help {topic}: there is no topic of this name. {_other_topics(cls)}")
+        raise ConfigError(f"--help {topic}: there is no topic of this name. {_list_topics(cls)}")
     return shown_fields
 
 
-def _topics_of(group: str) -> list[str]:
-    """Return the topics that name a heading, such as ["kfac"] for "K-FAC"."""
-    parts = re.sub(r"[^a-z ]", "", group.lower()).split()
-    return [word for word in parts if word not in ("and", "of", "the")]
+def _heading_topics(heading: str) -> list[str]:
+    """Return the topics of `--help` that show a heading, such as ["kfac"] for "K-FAC"."""
+    heading_words = re.sub(r"[^a-z ]", "", heading.lower()).split()
+    return [word for word in heading_words if word not in ("and", "of", "the")]
 
 
-def _other_topics(cls: type) -> str:
+def _list_topics(cls: type) -> str:
+    """Return a sentence that lists a topic for every heading."""
     headings = dict.fromkeys(field.option.group for field in fields(cls))
-    topics = ", ".join(_topics_of(heading)[0] for heading in headings)
+    topics = ", ".join(_heading_topics(heading)[0] for heading in headings)
     return f"--help all shows every option; --help TOPIC shows one topic: {topics}."
 
 
-def _make_parser(declared: Sequence[Field]) -> _Parser:
+def _make_parser(option_fields: Sequence[Field]) -> _Parser:
+    """Return a parser of `--config` and the options, grouped by their headings."""
     parser = _Parser(
         allow_abbrev=False,
         add_help=False,
@@ -307,21 +317,22 @@ def _make_parser(declared: Sequence[Field]) -> _Parser:
         metavar="FILE",
         help="TOML file with any of these options; the command line overrides it.",
     )
-    groups: dict[str, Any] = {}
-    for field in declared:
-        if field.option.group not in groups:
-            groups[field.option.group] = parser.add_argument_group(field.option.group)
-        _add_flag(groups[field.option.group], field)
+    group_by_heading: dict[str, Any] = {}
+    for field in option_fields:
+        if field.option.group not in group_by_heading:
+            group_by_heading[field.option.group] = parser.add_argument_group(field.option.group)
+        _add_flag(group_by_heading[field.option.group], field)
     return parser
 
 
 def _add_flag(group: Any, field: Field) -> None:
+    """Add the flags of an option to a group of a parser: name, aliases and opposites."""
     flags = [f"--{name}" for name in (field.name, *field.option.aliases)]
-    text = field.option.help.replace("%", "%%")
+    help_text = field.option.help.replace("%", "%%")
     if field.default not in (None, (), "") and not field.is_switch:
-        text += f" (default: {format_default(field.default)})"
-    aliases = [f"--{alias.name} {_metavar_of(alias)}" for alias in field.unit_aliases]
-    text += f" Aliases: {', '.join(aliases)}." if aliases else ""
+        help_text += f" (default: {format_default(field.default)})"
+    alias_usages = [f"--{alias.name} {_format_metavar(alias)}" for alias in field.unit_aliases]
+    help_text += f" Aliases: {', '.join(alias_usages)}." if alias_usages else ""
     if field.opposites:
         group.add_argument(
             *[f"--{name}" for name in field.opposites],
@@ -330,11 +341,11 @@ def _add_flag(group: Any, field: Field) -> None:
             help=f"Opposite of --{field.name}." if field.default is True else argparse.SUPPRESS,
         )
     if field.is_switch:
-        group.add_argument(*flags, dest=field.name, action="store_true", help=text)
+        group.add_argument(*flags, dest=field.name, action="store_true", help=help_text)
         return
-    kwargs: dict[str, Any] = {"type": _make_converter(field), "help": text, "dest": field.name}
-    kwargs["metavar"] = _metavar_of(field)
-    if field.many:
+    kwargs: dict[str, Any] = {"type": _make_converter(field), "help": help_text, "dest": field.name}
+    kwargs["metavar"] = _format_metavar(field)
+    if field.is_list:
         kwargs["nargs"] = "+" if kwargs["metavar"] else 1
         kwargs["metavar"] = kwargs["metavar"] or "none"  # only a TOML file can hold tables
     if bool in field.members:
@@ -345,7 +356,8 @@ def _add_flag(group: Any, field: Field) -> None:
         group.add_argument(f"--{alias.name}", type=converter, help=argparse.SUPPRESS)
 
 
-def _metavar_of(field: Field) -> str:
+def _format_metavar(field: Field) -> str:
+    """Return what stands for an option's value in `--help`, such as `N` or `{linear,cosine}`."""
     if field.choices and field.members == (str,):
         return "{" + ",".join(field.choices) + "}"
     placeholders = {
@@ -359,42 +371,84 @@ def _metavar_of(field: Field) -> str:
 
 
 def _make_converter(field: Field) -> Callable[[str], Any]:
+    """Return the function that turns an argument into a value of an option.
+
+    It returns the value of the first type of the option that takes the argument, and None for
+    `none` if the option can be unset or emptied. Otherwise it raises argparse's error.
+    """
+    parser_by_type: dict[type, Callable[[str], Any]] = {
+        bool: _parse_bool,
+        int: int,
+        float: float,
+        Tokens: Tokens,
+        Duration: field.parse_duration,
+        str: functools.partial(_parse_choice, choices=field.choices),
+    }
+    # The flag cannot give a table of the TOML file.
+    parsers = [parser_by_type[member] for member in field.members if member in parser_by_type]
+    accepts_none = field.allows_none or (field.is_list and field.default == ())
+
     def convert(text: str) -> Any:
-        empties = field.optional or (field.many and field.default == ())
-        if empties and text.lower() == "none":
+        if accepts_none and text.lower() == "none":
             return None
-        for member in field.members:
-            if member is bool and text.lower() in ("true", "false"):
-                return text.lower() == "true"
-            if member in (int, float, Tokens, Duration):
-                try:
-                    return field.parse_duration(text) if member is Duration else member(text)
-                except ValueError:
-                    continue
-            if member is str and (not field.choices or text in field.choices):
-                return text
-        hint = " Separate the items with blanks." if field.many and "," in text else ""
+        for parse_type in parsers:
+            with contextlib.suppress(ValueError):
+                return parse_type(text)
+        hint = " Separate the items with blanks." if field.is_list and "," in text else ""
         raise argparse.ArgumentTypeError(bad_value_message(field, text) + hint)
 
     return convert
 
 
-def _about_unknown(arguments: Sequence[str], cls: type, *, previous: str) -> str:
-    """Return a sentence about words that belong to no option; `previous` precedes the first one."""
-    first = arguments[0]
-    if not first.startswith("-"):
+def _parse_bool(text: str) -> bool:
+    """Return the value of `true` or `false`, in any case.
+
+    Raises:
+        ValueError: The text is neither.
+    """
+    if text.lower() not in ("true", "false"):
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
+
+
+def _parse_choice(text: str, *, choices: Sequence[str]) -> str:
+    """Return a text that is one of the choices; any text if there are none.
+
+    Raises:
+        ValueError: The text is not one of the choices.
+    """
+    if choices and text not in choices:
+        raise ValueError(f"{text!r} is not one of {', '.join(choices)}")
+    return text
+
+
+def _describe_unknown_words(unknown_words: Sequence[str], cls: type, *, preceding_word: str) -> str:
+    """Return a sentence about arguments that belong to no option.
+
+    Args:
+        unknown_words: The arguments.
+        cls: Option dataclass.
+        preceding_word: The argument before the first of them; "" if there is none.
+    """
+    first_word = unknown_words[0]
+    if not first_word.startswith("-"):
         for field in fields(cls):
-            if field.is_switch and previous.removeprefix("--") in field.names:
+            if field.is_switch and preceding_word.removeprefix("--") in field.names:
                 return (
-                    f"{previous} takes true, false or no value, and '{first}' follows it; leave "
-                    "that out."
+                    f"{preceding_word} takes true, false or no value, and '{first_word}' follows "
+                    "it; leave that out."
                 )
-        return f"'{first}' has no option before it."
-    flags = ["config", *(n for field in fields(cls) for n in (*field.names, *field.opposites))]
-    names = [
-        word.lstrip("-").partition("=")[0] for word in arguments if re.match("-+[A-Za-z]", word)
+        return f"'{first_word}' has no option before it."
+    flags = [
+        "config",
+        *(name for field in fields(cls) for name in (*field.names, *field.opposites)),
     ]
-    return " ".join(unknown_option(name, flags, dashes="--") for name in dict.fromkeys(names))
+    unknown_names = [
+        word.lstrip("-").partition("=")[0] for word in unknown_words if re.match("-+[A-Za-z]", word)
+    ]
+    return " ".join(
+        unknown_option_message(name, flags, dashes="--") for name in dict.fromkeys(unknown_names)
+    )
 
 
 @functools.cache  # a program may read options several times
@@ -416,7 +470,7 @@ def check_library_versions() -> None:
         requirements = map(Requirement, importlib.metadata.requires("llm-trainers") or [])
     except importlib.metadata.PackageNotFoundError:
         return
-    wrong = []
+    mismatches = []
     for requirement in requirements:
         if requirement.marker is not None:  # of an extra
             continue
@@ -427,9 +481,9 @@ def check_library_versions() -> None:
         else:
             if requirement.specifier.contains(version, prereleases=True):
                 continue
-        wrong.append(f"{requirement} ({requirement.name} is {version})")
-    if wrong:
+        mismatches.append(f"{requirement} ({requirement.name} is {version})")
+    if mismatches:
         raise ConfigError(
-            f"This environment lacks {', '.join(wrong)}: install it with pip, or load a module "
-            "that has it."
+            f"This environment lacks {', '.join(mismatches)}: install it with pip, or load a "
+            "module that has it."
         )

@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from llm.config.duration import Duration, Tokens, Unit
-from llm.config.other_trainers import counterpart
+from llm.config.other_trainers import find_counterpart
 from llm.errors import ConfigError
 
 T = TypeVar("T")
-Declared = ParamSpec("Declared")
+DeclarationParams = ParamSpec("DeclarationParams")
 
-_BELOW = 128
+_RESERVED_PATH_BYTES = 128
 """Bytes reserved for names below a path, such as checkpoint files in a run's folder."""
 
 Resume = Literal["state", "fixed", "logged", "free"]
@@ -85,10 +85,14 @@ class Option:
     extension: bool = False
 
 
-def _field_maker(declare: Callable[Declared, Option]) -> Callable[Concatenate[Any, Declared], Any]:
+def _field_maker(
+    declare: Callable[DeclarationParams, Option],
+) -> Callable[Concatenate[Any, DeclarationParams], Any]:
     """Return a function that takes a default and the arguments of a declaration."""
 
-    def option(default: Any, /, *args: Declared.args, **kwargs: Declared.kwargs) -> Any:
+    def option(
+        default: Any, /, *args: DeclarationParams.args, **kwargs: DeclarationParams.kwargs
+    ) -> Any:
         return dataclasses.field(default=default, metadata={"option": declare(*args, **kwargs)})
 
     return option
@@ -113,26 +117,26 @@ def option_group(
             recorded, so a run that does not use the extension does not need it.
     """
 
-    def make(cls: type[T]) -> type[T]:
+    def make_dataclass(cls: type[T]) -> type[T]:
         for name in inspect.get_annotations(cls):
             field = vars(cls).get(name)
             if isinstance(field, dataclasses.Field):
                 option: Option = field.metadata["option"]
-                declared = dataclasses.replace(
+                declaration = dataclasses.replace(
                     option,
                     group=option.group or group,
                     resume=option.resume or resume,
                     extension=extension,
                 )
-                field.metadata = types.MappingProxyType({"option": declared})
+                field.metadata = types.MappingProxyType({"option": declaration})
         # `GPTConfig` gets these methods. Each extension inherits all options of the core:
         # generating the methods for every extension would slow down the start of every program.
-        written = not extension
+        needs_methods = not extension
         return dataclasses.dataclass(
-            frozen=True, kw_only=True, init=written, repr=written, eq=written
+            frozen=True, kw_only=True, init=needs_methods, repr=needs_methods, eq=needs_methods
         )(cls)
 
-    return make
+    return make_dataclass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,10 +147,10 @@ class Field:
         name: Name of the flag, the TOML key and the attribute.
         default: Its default.
         option: Its declaration.
-        members: The types of a value, or of an item if `many`; without None.
+        members: The types of a value, or of an item if `is_list`; without None.
         choices: The strings that it allows; all if empty.
-        optional: Whether it may be None.
-        many: Whether it is a tuple.
+        allows_none: Whether it may be None.
+        is_list: Whether it is a tuple.
     """
 
     name: str
@@ -154,8 +158,8 @@ class Field:
     option: Option
     members: tuple[type, ...]
     choices: tuple[str, ...]
-    optional: bool
-    many: bool
+    allows_none: bool
+    is_list: bool
 
     @property
     def is_switch(self) -> bool:
@@ -170,18 +174,20 @@ class Field:
     @property
     def unit_aliases(self) -> "tuple[Field, ...]":
         """The aliases that take a number of one unit, as fields of this number."""
-        words = tuple(unit.removesuffix("s") for unit, a in self.option.units.items() if not a)
-        kinds: dict[str, type] = {"tokens": Tokens, "tokens per parameter": float}
-        declared = dataclasses.replace(self.option, units={})
+        units_without_alias = tuple(
+            unit.removesuffix("s") for unit, alias in self.option.units.items() if not alias
+        )
+        type_by_unit: dict[str, type] = {"tokens": Tokens, "tokens per parameter": float}
+        declaration = dataclasses.replace(self.option, units={})
         return tuple(
             Field(
                 name=alias,
                 default=None,
-                option=declared,
-                members=(kinds.get(unit, int), *([str] if words else [])),
-                choices=words,
-                optional=True,
-                many=False,
+                option=declaration,
+                members=(type_by_unit.get(unit, int), *([str] if units_without_alias else [])),
+                choices=units_without_alias,
+                allows_none=True,
+                is_list=False,
             )
             for unit, alias in self.option.units.items()
             if alias
@@ -197,25 +203,29 @@ class Field:
     @property
     def kind(self) -> str:
         """The kind of its values, in words."""
-        descriptions = {
+        description_by_type = {
             bool: "true or false",
             int: "an integer",
             float: "a number",
             str: "a string",
         }
-        descriptions[Tokens] = "a number of tokens such as 500M or 20B"
+        description_by_type[Tokens] = "a number of tokens such as 500M or 20B"
         units = [*self.option.units]
         if units:
-            listed = " or ".join(filter(None, (", ".join(units[:-1]), units[-1])))
-            descriptions[Duration] = f"a number of {listed}, such as '100 {units[0]}'"
-        table = f"a table [[{self.name}]] of the TOML file"
-        kinds = [
-            descriptions.get(m, table) for m in self.members if m is not str or not self.choices
+            unit_list = " or ".join(filter(None, (", ".join(units[:-1]), units[-1])))
+            description_by_type[Duration] = f"a number of {unit_list}, such as '100 {units[0]}'"
+        table_description = f"a table [[{self.name}]] of the TOML file"
+        descriptions = [
+            description_by_type.get(member, table_description)
+            for member in self.members
+            if member is not str or not self.choices
         ]
         if self.choices:
-            kinds.append(("one of " if len(self.choices) > 1 else "") + ", ".join(self.choices))
-        text = " or ".join(kinds)
-        return f"a list, each item {text}" if self.many else text
+            descriptions.append(
+                ("one of " if len(self.choices) > 1 else "") + ", ".join(self.choices)
+            )
+        text = " or ".join(descriptions)
+        return f"a list, each item {text}" if self.is_list else text
 
     def parse_duration(self, text: str) -> Duration:
         """Return a duration in one of the units that the option allows.
@@ -237,70 +247,77 @@ def fields(cls: type) -> tuple[Field, ...]:
     Raises:
         ConfigError: Two of the classes declare the same option, or two options share a name.
     """
-    return _declared_fields(cls)
+    return _collect_fields(cls)
 
 
 @functools.cache  # one start of a program asks seven times
-def _declared_fields(cls: type) -> tuple[Field, ...]:
+def _collect_fields(cls: type) -> tuple[Field, ...]:
     hints = typing.get_type_hints(cls)
-    declared = {item.name: item for item in dataclasses.fields(cls)}
-    pairs = [(name, base) for base in cls.__mro__ for name in inspect.get_annotations(base)]
-    owners: dict[str, type] = {}
-    for name, base in pairs:
-        if name in declared and owners.setdefault(name, base) is not base:
+    field_by_name = {item.name: item for item in dataclasses.fields(cls)}
+    annotations = [(name, base) for base in cls.__mro__ for name in inspect.get_annotations(base)]
+    class_by_name: dict[str, type] = {}
+    for name, base in annotations:
+        if name in field_by_name and class_by_name.setdefault(name, base) is not base:
             raise ConfigError(
                 f"The option {name} of {base.__name__} is declared again by "
-                f"{owners[name].__name__}; give it another name there."
+                f"{class_by_name[name].__name__}; give it another name there."
             )
-    described_fields = [_make_field(declared[name], hints[name], cls) for name in owners]
-    _check_names(described_fields)
-    return tuple(sorted(described_fields, key=lambda field: field.option.extension))
+    option_fields = [_make_field(field_by_name[name], hints[name], cls) for name in class_by_name]
+    _check_unique_names(option_fields)
+    return tuple(sorted(option_fields, key=lambda field: field.option.extension))
 
 
-def _check_names(options: Iterable[Field]) -> None:
+def _check_unique_names(option_fields: Iterable[Field]) -> None:
     """Refuse two options that have a name, an alias or a flag in common.
 
     Raises:
         ConfigError: Names both options.
     """
-    owners: dict[str, str] = {}
-    for field in options:
+    option_by_name: dict[str, str] = {}
+    for field in option_fields:
         for name in (*field.names, *field.opposites):
-            owner = owners.setdefault(name, field.name)
-            if owner != field.name:
+            option_name = option_by_name.setdefault(name, field.name)
+            if option_name != field.name:
                 raise ConfigError(
-                    f"The name {name} belongs to the options {owner} and {field.name}; give one of "
-                    "them another name or alias."
+                    f"The name {name} belongs to the options {option_name} and {field.name}; give "
+                    "one of them another name or alias."
                 )
 
 
-def _make_field(item: dataclasses.Field[Any], hint: Any, cls: type) -> Field:
-    described: Option = item.metadata["option"]
-    many = typing.get_origin(hint) is tuple
-    if many:
+def _make_field(dataclass_field: dataclasses.Field[Any], hint: Any, cls: type) -> Field:
+    """Return the option of a dataclass field.
+
+    Args:
+        dataclass_field: The field, made by `option`.
+        hint: Its type.
+        cls: The class with all options of the program, from which its choices may follow.
+    """
+    declaration: Option = dataclass_field.metadata["option"]
+    is_list = typing.get_origin(hint) is tuple
+    if is_list:
         hint = typing.get_args(hint)[0]
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    kinds = typing.get_args(hint) if union else (hint,)
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    member_types = typing.get_args(hint) if is_union else (hint,)
     members: list[type] = []
-    choices = [] if described.choices is None else [*described.choices(cls)]
-    for kind in kinds:
-        if typing.get_origin(kind) is Literal:
-            choices += typing.get_args(kind)
+    choices = [] if declaration.choices is None else [*declaration.choices(cls)]
+    for member_type in member_types:
+        if typing.get_origin(member_type) is Literal:
+            choices += typing.get_args(member_type)
             members.append(str)
-        elif kind is not type(None):
-            members.append(kind)
+        elif member_type is not type(None):
+            members.append(member_type)
     return Field(
-        name=item.name,
-        default=item.default,
-        option=described,
+        name=dataclass_field.name,
+        default=dataclass_field.default,
+        option=declaration,
         members=tuple(members),
         choices=tuple(choices),
-        optional=type(None) in kinds,
-        many=many,
+        allows_none=type(None) in member_types,
+        is_list=is_list,
     )
 
 
-def common(cls: type) -> tuple[str, ...]:
+def common_options(cls: type) -> tuple[str, ...]:
     """Return the options that `--help` shows; empty if it shows all.
 
     The class variable COMMON names them, or their declaration says that they are common.
@@ -317,11 +334,20 @@ def restricted_options(cls: type) -> dict[str, Any]:
     from somebody else. They run code from elsewhere, or they are for a single start, such as those
     that remove or upload files. Options that need one of them are included.
     """
-    declared = fields(cls)
-    names = {f.name for f in declared if f.option.widens_trust or f.option.one_shot}
-    needs = {f.name: {need.partition("=")[0] for need in f.option.requires} for f in declared}
-    names |= {name for name, need in needs.items() if need and need <= names}
-    return {field.name: field.default for field in declared if field.name in names}
+    option_fields = fields(cls)
+    restricted_names = {
+        field.name for field in option_fields if field.option.widens_trust or field.option.one_shot
+    }
+    required_names_by_name = {
+        field.name: {requirement.partition("=")[0] for requirement in field.option.requires}
+        for field in option_fields
+    }
+    restricted_names |= {
+        name
+        for name, required_names in required_names_by_name.items()
+        if required_names and required_names <= restricted_names
+    }
+    return {field.name: field.default for field in option_fields if field.name in restricted_names}
 
 
 def names_by_alias(cls: type) -> dict[str, str]:
@@ -351,54 +377,54 @@ def join_unit_aliases(cls: type, values: dict[str, Any], *, location: str = "") 
     Raises:
         ConfigError: Two names set one option to different durations.
     """
-    start, dashes = (f"{location}: ", "") if location else ("", "--")
-    joined = dict(values)
+    prefix, dashes = (f"{location}: ", "") if location else ("", "--")
+    joined_options = dict(values)
     for field in fields(cls):
-        units = {alias: unit for unit, alias in field.option.units.items() if alias}
-        durations = {}
-        for name in units.keys() & values.keys():
-            value = joined.pop(name)
-            text = f"1 {value}" if isinstance(value, str) else f"{value} {units[name]}"
+        unit_by_alias = {alias: unit for unit, alias in field.option.units.items() if alias}
+        duration_by_name = {}
+        for name in unit_by_alias.keys() & values.keys():
+            value = joined_options.pop(name)
+            text = f"1 {value}" if isinstance(value, str) else f"{value} {unit_by_alias[name]}"
             try:
-                durations[name] = field.default if value is None else Duration(text)
+                duration_by_name[name] = field.default if value is None else Duration(text)
             except ValueError:
-                raise ConfigError(f"{start}{dashes}{name} cannot be {value}.") from None
-        if not durations:
+                raise ConfigError(f"{prefix}{dashes}{name} cannot be {value}.") from None
+        if not duration_by_name:
             continue
         if field.name in values:
-            durations[field.name] = values[field.name]
-        names = sorted(name for name, value in durations.items() if value != field.default)
+            duration_by_name[field.name] = values[field.name]
+        names = sorted(name for name, value in duration_by_name.items() if value != field.default)
         if len(names) > 1 and field.option.yields in names:
             names.remove(field.option.yields)
-        if len({durations[name] for name in names}) > 1:
-            listed = " and ".join(f"{dashes}{name}" for name in names)
-            raise ConfigError(f"{start}{listed} each set {field.name}; give one of them.")
-        joined[field.name] = durations[names[0]] if names else field.default
-    return joined
+        if len({duration_by_name[name] for name in names}) > 1:
+            flags = " and ".join(f"{dashes}{name}" for name in names)
+            raise ConfigError(f"{prefix}{flags} each set {field.name}; give one of them.")
+        joined_options[field.name] = duration_by_name[names[0]] if names else field.default
+    return joined_options
 
 
-_LIKENESS = 0.83
+_SUGGESTION_CUTOFF = 0.83
 """Likeness required for a suggestion. `save_steps` and sample_steps have 0.82, `learnig_rate` and
 learning_rate 0.96."""
 
 
-def unknown_option(name: str, names: list[str], *, dashes: str) -> str:
+def unknown_option_message(name: str, known_names: list[str], *, dashes: str) -> str:
     """Return a sentence about an unknown name, such as `--max_steps is --max_train_steps here.`.
 
     It names the option that does the same here, or a similar name.
 
     Args:
         name: The unknown name.
-        names: Known names. The nearest one is suggested.
+        known_names: Known names. The nearest one is suggested.
         dashes: What precedes the name of an option: "--" on the command line, "" in a file.
     """
-    remark = counterpart(name, names, dashes=dashes)
+    remark = find_counterpart(name, known_names, dashes=dashes)
     if remark is not None:
         return f"{dashes}{name} {remark}."
-    positive = name.removeprefix("no_")  # a file has `x = false` instead of `--no_x`
-    close = difflib.get_close_matches(name, names, n=1, cutoff=_LIKENESS)
-    close = [positive] if positive in names else close
-    hint = f"; did you mean {close[0]}?" if close else "."
+    positive_name = name.removeprefix("no_")  # a file has `x = false` instead of `--no_x`
+    close_names = difflib.get_close_matches(name, known_names, n=1, cutoff=_SUGGESTION_CUTOFF)
+    close_names = [positive_name] if positive_name in known_names else close_names
+    hint = f"; did you mean {close_names[0]}?" if close_names else "."
     return f"There is no option {dashes}{name}{hint}"
 
 
@@ -415,7 +441,7 @@ def check_ranges(config: Any) -> None:
     """
     for field in fields(type(config)):
         value = getattr(config, field.name)
-        rule = field.option
+        declaration = field.option
         for item in value if isinstance(value, tuple) else (value,):
             number = item.value if isinstance(item, Duration) else item
             if not isinstance(number, int | float) or isinstance(number, bool):
@@ -423,18 +449,18 @@ def check_ranges(config: Any) -> None:
             # `isfinite` overflows on large ints, which are finite.
             if isinstance(number, float) and not math.isfinite(number):
                 raise ConfigError(f"--{field.name} must be a finite number, not {number}.")
-            broken = [
+            broken_bounds = [
                 f"{relation} {bound:.15g}"
-                for relation, bound, holds in (
-                    ("at least", rule.at_least, operator.ge),
-                    ("greater than", rule.above, operator.gt),
-                    ("at most", rule.at_most, operator.le),
-                    ("smaller than", rule.below, operator.lt),
+                for relation, bound, is_within in (
+                    ("at least", declaration.at_least, operator.ge),
+                    ("greater than", declaration.above, operator.gt),
+                    ("at most", declaration.at_most, operator.le),
+                    ("smaller than", declaration.below, operator.lt),
                 )
-                if bound is not None and not holds(number, bound)
+                if bound is not None and not is_within(number, bound)
             ]
-            if broken:
-                raise ConfigError(f"--{field.name} must be {broken[0]}, not {item}.")
+            if broken_bounds:
+                raise ConfigError(f"--{field.name} must be {broken_bounds[0]}, not {item}.")
 
 
 def non_default(config: Any) -> dict[str, Any]:
@@ -444,15 +470,17 @@ def non_default(config: Any) -> dict[str, Any]:
 
 
 def missing_requirements(config: Any) -> list[str]:
-    """Return a sentence for each given option that lacks a required one."""
+    """Return a sentence for each option in use that lacks a required one."""
     values = non_default(config)
     problems = []
     for field in fields(type(config)):
-        required = [need.partition("=")[::2] for need in field.option.requires]
-        met = [name in values and value in ("", values[name]) for name, value in required]
-        if field.name in values and required and not any(met):
-            flags = " or ".join(f"--{name} {value}".rstrip() for name, value in required)
-            pronoun = "one of them" if len(required) > 1 else "that"
+        requirements = [requirement.partition("=")[::2] for requirement in field.option.requires]
+        is_satisfied = any(
+            name in values and value in ("", values[name]) for name, value in requirements
+        )
+        if field.name in values and requirements and not is_satisfied:
+            flags = " or ".join(f"--{name} {value}".rstrip() for name, value in requirements)
+            pronoun = "one of them" if len(requirements) > 1 else "that"
             value = f" {values[field.name]}" if Duration in field.members else ""
             problems.append(
                 f"--{field.name}{value} needs {flags}; give {pronoun} too, or leave it out."
@@ -467,16 +495,18 @@ def format_default(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def paths(config: Any) -> list[tuple[str, str]]:
-    """Return the options that name files or folders, and each path."""
-    pairs = []
+def path_options(config: Any) -> list[tuple[str, str]]:
+    """Return the paths in the options, each with the name of its option."""
+    named_paths = []
     for field in fields(type(config)):
         value = getattr(config, field.name)
         values = value if isinstance(value, tuple) else (value,)
-        pairs += [(field.name, w) for w in values if field.option.path and isinstance(w, str)]
-        tables = [w for w in values if dataclasses.is_dataclass(w)]
-        pairs += [(field.name, path) for table in tables for _, path in paths(table)]
-    return pairs
+        named_paths += [
+            (field.name, item) for item in values if field.option.path and isinstance(item, str)
+        ]
+        tables = [item for item in values if dataclasses.is_dataclass(item)]
+        named_paths += [(field.name, path) for table in tables for _, path in path_options(table)]
+    return named_paths
 
 
 def is_too_long(path: str) -> bool:
@@ -484,5 +514,5 @@ def is_too_long(path: str) -> bool:
     encoded = os.fsencode(path)
     return (
         max(map(len, encoded.split(b"/"))) > os.pathconf("/", "PC_NAME_MAX")
-        or len(encoded) + _BELOW > os.pathconf("/", "PC_PATH_MAX")
+        or len(encoded) + _RESERVED_PATH_BYTES > os.pathconf("/", "PC_PATH_MAX")
     )  # fmt: skip

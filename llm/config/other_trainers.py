@@ -212,7 +212,7 @@ REMARKS = {
 }
 
 
-def counterpart(name: str, options: Collection[str], *, dashes: str) -> str | None:
+def find_counterpart(name: str, options: Collection[str], *, dashes: str) -> str | None:
     """Return the end of a sentence about an unknown name; None if no table has the name.
 
     Args:
@@ -231,5 +231,5 @@ def counterpart(name: str, options: Collection[str], *, dashes: str) -> str | No
     remark = REMARKS.get(name)
     if remark is None:
         return None
-    mentioned = set(re.findall(r"(?<!llm-trainers )--(\w+)", remark))
-    return remark if mentioned <= {*options} else None
+    mentioned_options = set(re.findall(r"(?<!llm-trainers )--(\w+)", remark))
+    return remark if mentioned_options <= {*options} else None

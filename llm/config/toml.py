@@ -17,12 +17,12 @@ from llm.config.options import (
     join_unit_aliases,
     non_default,
     removed_options,
-    unknown_option,
+    unknown_option_message,
 )
 from llm.errors import ConfigError, one_line
 
-_MOST_BITS = 63
-"""Bits of an integer in TOML, without its sign."""
+_MAX_INTEGER_BITS = 63
+"""Bits of the largest integer that TOML allows, without its sign."""
 
 
 def read_toml(cls: type, path: Path) -> dict[str, Any]:
@@ -46,20 +46,45 @@ def read_toml(cls: type, path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, thousands of digits, nesting
         raise ConfigError(f"--config {path} is not valid TOML: {one_line(error)}.") from error
-    return _options_of(cls, table, location=str(path))
+    return _read_table(cls, table, location=str(path))
 
 
-def _options_of(cls: type, table: dict[str, Any], *, location: str) -> dict[str, Any]:
-    """Return the options that a table sets."""
-    by_name = {f.name: f for field in fields(cls) for f in (field, *field.unit_aliases)}
+def _read_table(cls: type, table: dict[str, Any], *, location: str) -> dict[str, Any]:
+    """Return the options that a table sets, by name, with values of their types."""
     table = {key.replace("-", "_"): value for key, value in table.items()}
+    _drop_removed_options(cls, table, location=location)
+    _resolve_aliases(cls, table, location=location)
+    field_by_name = {
+        field.name: field
+        for option_field in fields(cls)
+        for field in (option_field, *option_field.unit_aliases)
+    }
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        if name not in field_by_name:
+            raise ConfigError(
+                f"{location}: {unknown_option_message(name, [*field_by_name], dashes='')}"
+            )
+        field = field_by_name[name]
+        values[field.name] = _convert_value(field, value, location=f"{location}: {name}")
+    return join_unit_aliases(cls, values, location=location)
+
+
+def _drop_removed_options(cls: type, table: dict[str, Any], *, location: str) -> None:
+    """Delete former options from a table; refuse a value other than the one that remains."""
     for name, value in removed_options(cls).items():
         if table.pop(name, value) != value:
             raise ConfigError(
                 f"{location}: {name} was removed and is always {format_default(value)}; remove the "
                 "line."
             )
-    for name, alias in [(f.name, alias) for f in fields(cls) for alias in f.option.aliases]:
+
+
+def _resolve_aliases(cls: type, table: dict[str, Any], *, location: str) -> None:
+    """Replace the aliases in a table by the names of their options."""
+    for name, alias in [
+        (field.name, alias) for field in fields(cls) for alias in field.option.aliases
+    ]:
         if alias not in table:
             continue
         value = table.pop(alias)
@@ -68,32 +93,30 @@ def _options_of(cls: type, table: dict[str, Any], *, location: str) -> dict[str,
                 f"{location} sets '{name}' and its other name '{alias}' to different values; "
                 f"remove '{alias}'."
             )
-    values: dict[str, Any] = {}
-    for name, value in table.items():
-        if name not in by_name:
-            raise ConfigError(f"{location}: {unknown_option(name, [*by_name], dashes='')}")
-        field = by_name[name]
-        values[field.name] = _check_value(field, value, location=f"{location}: {name}")
-    return join_unit_aliases(cls, values, location=location)
 
 
-def _check_value(field: Field, value: Any, *, location: str) -> Any:
-    if type(value) is int and value.bit_length() > _MOST_BITS:
-        raise ConfigError(f"{location} has a number of more than {_MOST_BITS} bits.")
-    if field.many:
+def _convert_value(field: Field, value: Any, *, location: str) -> Any:
+    """Return a value of a TOML file in the first type of its option that takes it.
+
+    Raises:
+        ConfigError: The option has no such type, or does not allow the value.
+    """
+    if type(value) is int and value.bit_length() > _MAX_INTEGER_BITS:
+        raise ConfigError(f"{location} has a number of more than {_MAX_INTEGER_BITS} bits.")
+    if field.is_list:
         items = value if isinstance(value, list) else [value]
-        single = dataclasses.replace(field, many=False)
+        item_field = dataclasses.replace(field, is_list=False)
         return tuple(
-            _check_value(
-                single,
+            _convert_value(
+                item_field,
                 item,
-                location=f"{location} {number}" if isinstance(item, dict) else location,
+                location=f"{location} {item_number}" if isinstance(item, dict) else location,
             )
-            for number, item in enumerate(items, start=1)
+            for item_number, item in enumerate(items, start=1)
         )
     for member in field.members:
         if dataclasses.is_dataclass(member) and isinstance(value, dict):
-            return member(**_options_of(member, value, location=location))
+            return member(**_read_table(member, value, location=location))
         if member is float and type(value) is int:
             return float(value)
         if member is Tokens and type(value) in (int, str):
@@ -139,7 +162,9 @@ def _to_toml_value(value: Any) -> str:
     if dataclasses.is_dataclass(value):  # an inline table, so other options may follow it
         return (
             "{"
-            + ", ".join(f"{n} = {_to_toml_value(v)}" for n, v in non_default(value).items())
+            + ", ".join(
+                f"{name} = {_to_toml_value(item)}" for name, item in non_default(value).items()
+            )
             + "}"
         )
     if isinstance(value, tuple):

@@ -26,7 +26,7 @@ class BatchPlan:
         world_size: Data-parallel ranks.
         global_batch_size: Samples of one optimizer step, in the first phase.
         total_samples: Samples of the whole run; the last step may be smaller than the others.
-        growth: The later phases, if the global batch changes.
+        later_phases: The phases after the first one, if the global batch changes.
     """
 
     num_windows: int
@@ -34,33 +34,33 @@ class BatchPlan:
     world_size: int
     global_batch_size: int
     total_samples: int
-    growth: tuple[BatchPhase, ...] = ()
+    later_phases: tuple[BatchPhase, ...] = ()
 
     @property
     def phases(self) -> tuple[BatchPhase, ...]:
         """All phases, in order; the run may end before the last ones."""
-        return (BatchPhase(0, 0, self.global_batch_size), *self.growth)
+        return (BatchPhase(0, 0, self.global_batch_size), *self.later_phases)
 
     def phase(self, step: float) -> BatchPhase:
         """Return the phase of a step, counted from 0."""
         return [phase for phase in self.phases if phase.first_step <= step][-1]
 
-    def shape(self, step: int) -> tuple[int, int]:
-        """Return the micro-batches of a step on each device, and the samples of each.
+    def micro_batch_shape(self, step: int) -> tuple[int, int]:
+        """Return the number of micro-batches of a step on each device, and their samples.
 
         A smaller batch has fewer micro-batches; below one per device, the micro-batches are
         smaller. The last micro-batch of a step may be empty on some devices.
         """
-        batch = self.phase(step).global_batch_size
-        size = self.micro_batch_size
-        if self.growth:
-            size = min(size, batch // self.world_size)
-        return math.ceil(batch / (size * self.world_size)), size
+        global_batch_size = self.phase(step).global_batch_size
+        micro_batch_size = self.micro_batch_size
+        if self.later_phases:
+            micro_batch_size = min(micro_batch_size, global_batch_size // self.world_size)
+        return math.ceil(global_batch_size / (micro_batch_size * self.world_size)), micro_batch_size
 
     @property
     def accumulation(self) -> int:
         """Micro-batches of one step on each device, in the first phase."""
-        return self.shape(0)[0]
+        return self.micro_batch_shape(0)[0]
 
     @property
     def total_steps(self) -> int:
@@ -68,11 +68,11 @@ class BatchPlan:
         return math.ceil(self.count_steps(self.total_samples))
 
     def count_steps(self, samples: float | Fraction) -> float:
-        """Return the number of steps, possibly a fraction, that read so many samples."""
+        """Return the number of steps, possibly a fraction, that read `samples` samples."""
         return count_steps(self.phases, samples)
 
     def count_samples(self, num_steps: int) -> int:
-        """Return the number of samples in the first `num_steps` steps, if the run is that long."""
+        """Return the number of samples in the first `num_steps` steps of an endless run."""
         phase = self.phase(num_steps)
         return phase.first_sample + (num_steps - phase.first_step) * phase.global_batch_size
 
@@ -82,9 +82,13 @@ class BatchPlan:
         return self.total_samples / self.num_windows
 
     def step_positions(self, step: int) -> tuple[int, int]:
-        """Return the positions of one step, counted from 0, as a range [first, stop)."""
-        first, stop = self.count_samples(step), self.count_samples(step + 1)
-        return min(first, self.total_samples), min(stop, self.total_samples)
+        """Return the positions of one step as a range: the first, and the one after the last.
+
+        Args:
+            step: The step, counted from 0.
+        """
+        first_position, end_position = self.count_samples(step), self.count_samples(step + 1)
+        return min(first_position, self.total_samples), min(end_position, self.total_samples)
 
     def rank_positions(self, step: int, rank: int) -> NDArray[np.int64]:
         """Return the positions of one rank in one step.
@@ -97,13 +101,15 @@ class BatchPlan:
             int64 [accumulation, micro_batch_size], which `SkippedSamples.sample_indices` maps to
             samples; -1 follows the last sample of the step or of the run.
         """
-        first, stop = self.step_positions(step)
-        accumulation, size = self.shape(step)
-        positions = first + np.arange(accumulation * self.world_size * size, dtype=np.int64)
-        positions[positions >= stop] = -1
-        return positions.reshape(-1, self.world_size, size)[:, rank]
+        first_position, end_position = self.step_positions(step)
+        num_micro_batches, micro_batch_size = self.micro_batch_shape(step)
+        positions = first_position + np.arange(
+            num_micro_batches * self.world_size * micro_batch_size, dtype=np.int64
+        )
+        positions[positions >= end_position] = -1
+        return positions.reshape(-1, self.world_size, micro_batch_size)[:, rank]
 
-    def samples_of(self, duration: Duration, *, block_size: int) -> int | Fraction:
+    def duration_samples(self, duration: Duration, *, block_size: int) -> int | Fraction:
         """Return a duration as a number of samples, possibly a fraction.
 
         Args:
@@ -114,19 +120,19 @@ class BatchPlan:
             return Fraction(int(duration.value), block_size)
         return int(duration.value) * (self.num_windows if duration.unit == "epochs" else 1)
 
-    def steps_of(self, duration: Duration, *, block_size: int) -> float:
+    def duration_steps(self, duration: Duration, *, block_size: int) -> float:
         """Return a duration from the start of the run as a number of steps, possibly a fraction."""
         if duration.unit == "steps":
             return duration.value
-        return self.count_steps(self.samples_of(duration, block_size=block_size))
+        return self.count_steps(self.duration_samples(duration, block_size=block_size))
 
-    def ends_interval(self, num_steps: int, interval: Duration, *, block_size: int) -> bool:
+    def is_interval_end(self, num_steps: int, interval: Duration, *, block_size: int) -> bool:
         """Return whether an interval ends with the last of `num_steps` steps."""
         if interval.unit == "steps":
             return num_steps % interval.value == 0
-        samples = self.samples_of(interval, block_size=block_size)
-        first, stop = self.step_positions(num_steps - 1)
-        return stop // samples > first // samples
+        interval_samples = self.duration_samples(interval, block_size=block_size)
+        first_position, end_position = self.step_positions(num_steps - 1)
+        return end_position // interval_samples > first_position // interval_samples
 
     def batch_schedule(self, block_size: int) -> int | str:
         """Return the global batch size in the option's notation; phases begin at whole steps.
@@ -134,16 +140,18 @@ class BatchPlan:
         Args:
             block_size: Tokens of a sample.
         """
-        if not self.growth:
+        if not self.later_phases:
             return self.global_batch_size
-        return ",".join(f"{p.global_batch_size}@{p.first_sample * block_size}" for p in self.phases)
+        return ",".join(
+            f"{phase.global_batch_size}@{phase.first_sample * block_size}" for phase in self.phases
+        )
 
 
-_LARGEST_AUTO = 1024
+_MAX_AUTO_MICRO_BATCH = 1024
 """Largest micro-batch that `auto` tries; larger ones are not faster."""
 
 
-_LARGEST_STEP = 2**24
+_MAX_STEP_SAMPLES = 2**24
 """Largest step in samples; all of its sample indices are in memory at once."""
 
 
@@ -155,18 +163,22 @@ def micro_batch_sizes(options: BatchOptions, *, world_size: int) -> list[int]:
         world_size: Data-parallel ranks.
     """
     if options.global_batch_size is None:
-        return [2**n for n in range(_LARGEST_AUTO.bit_length())]
+        return [2**n for n in range(_MAX_AUTO_MICRO_BATCH.bit_length())]
     batches = [batch for batch, _ in parse_batch_schedule(options.global_batch_size)]
-    return _list_divisors(batches, world_size=world_size) or [1]
+    return _dividing_sizes(batches, world_size=world_size) or [1]
 
 
-def _list_divisors(batches: Sequence[int], *, world_size: int) -> list[int]:
-    """Return the sizes of micro-batches that divide each global batch evenly among the ranks."""
-    if any(batch % world_size for batch in batches):
+def _dividing_sizes(global_batch_sizes: Sequence[int], *, world_size: int) -> list[int]:
+    """Return the micro-batch sizes that divide every global batch evenly among the ranks."""
+    if any(batch % world_size for batch in global_batch_sizes):
         return []
-    shares = [batch // world_size for batch in batches]
-    sizes = range(1, 1 + min(_LARGEST_AUTO, max(shares)))
-    return [size for size in sizes if all(share % min(size, share) == 0 for share in shares)]
+    rank_batches = [batch // world_size for batch in global_batch_sizes]
+    sizes = range(1, 1 + min(_MAX_AUTO_MICRO_BATCH, max(rank_batches)))
+    return [
+        size
+        for size in sizes
+        if all(rank_batch % min(size, rank_batch) == 0 for rank_batch in rank_batches)
+    ]
 
 
 def plan_batches(
@@ -193,60 +205,88 @@ def plan_batches(
             whole run.
     """
     micro_batch_size = device_batch_size(options)
-    batch = global_batch_size or options.global_batch_size
-    if batch is None:
-        batch = micro_batch_size * world_size * options.gradient_accumulation_steps
-    first, *growth = batch_phases(batch, block_size=block_size)
-    sizes = [phase.global_batch_size for phase in (first, *growth)]
-    for size in sizes:
-        if size > _LARGEST_STEP:
-            raise ConfigError(
-                f"A step of {size:,} samples exceeds the limit of {_LARGEST_STEP:,}; make "
-                "--global_batch_size, --per_device_train_batch_size or "
-                "--gradient_accumulation_steps smaller."
-            )
-        # A batch that grows may begin with smaller micro-batches.
-        divisor = min(micro_batch_size, size // world_size) if growth else micro_batch_size
-        if divisor == 0 or size % (divisor * world_size):
-            raise _indivisible_batch(batch, size, sizes, micro_batch_size, world_size)
+    batch_schedule = global_batch_size or options.global_batch_size
+    if batch_schedule is None:
+        batch_schedule = micro_batch_size * world_size * options.gradient_accumulation_steps
+    first_phase, *later_phases = batch_phases(batch_schedule, block_size=block_size)
+    phase_sizes = [phase.global_batch_size for phase in (first_phase, *later_phases)]
+    _check_phase_sizes(phase_sizes, batch_schedule, micro_batch_size, world_size)
     plan = BatchPlan(
         num_windows=num_windows,
         micro_batch_size=micro_batch_size,
         world_size=world_size,
-        global_batch_size=first.global_batch_size,
+        global_batch_size=first_phase.global_batch_size,
         total_samples=0,
-        growth=tuple(growth),
+        later_phases=tuple(later_phases),
     )
-    total_samples = _total_samples(options, plan, block_size, num_parameters)
+    total_samples = _count_total_samples(options, plan, block_size, num_parameters)
     return replace(plan, total_samples=total_samples)
 
 
-def _indivisible_batch(
-    batch: int | str, size: int, sizes: Sequence[int], micro_batch_size: int, world_size: int
+def _check_phase_sizes(
+    phase_sizes: Sequence[int], batch_schedule: int | str, micro_batch_size: int, world_size: int
+) -> None:
+    """Refuse a phase that is too large for a step, or that ranks and micro-batches cannot divide.
+
+    Args:
+        phase_sizes: Samples of a step in every phase.
+        batch_schedule: The global batch size in the option's notation, for messages.
+        micro_batch_size: Samples of a micro-batch on one device.
+        world_size: Data-parallel ranks.
+    """
+    for phase_size in phase_sizes:
+        if phase_size > _MAX_STEP_SAMPLES:
+            raise ConfigError(
+                f"A step of {phase_size:,} samples exceeds the limit of {_MAX_STEP_SAMPLES:,}; "
+                "make --global_batch_size, --per_device_train_batch_size or "
+                "--gradient_accumulation_steps smaller."
+            )
+        # A batch that grows may begin with smaller micro-batches.
+        is_growing = len(phase_sizes) > 1
+        largest_share = phase_size // world_size if is_growing else micro_batch_size
+        divisor = min(micro_batch_size, largest_share)
+        if divisor == 0 or phase_size % (divisor * world_size):
+            raise _indivisible_batch_error(
+                batch_schedule, phase_size, phase_sizes, micro_batch_size, world_size
+            )
+
+
+def _indivisible_batch_error(
+    batch_schedule: int | str,
+    phase_size: int,
+    phase_sizes: Sequence[int],
+    micro_batch_size: int,
+    world_size: int,
 ) -> ConfigError:
-    """Return the error of a global batch with a phase of `size` samples that ranks cannot divide.
+    """Return the error of a global batch with a phase that the ranks cannot divide evenly.
 
     The smaller micro-batch comes first, because another global batch changes the training.
     """
-    divisor = micro_batch_size * world_size
-    lower, upper = size // divisor * divisor, -(-size // divisor) * divisor
-    clause, multiple = "", f"{lower} or {upper}" if lower else f"{upper}"
-    if len(sizes) > 1:
-        clause = f" has a phase of {size} samples, which"
-        multiple = f"one, or a smaller multiple of {world_size}"
-    candidates = _list_divisors(sizes, world_size=world_size)
-    smaller = [candidate for candidate in candidates if candidate < micro_batch_size]
-    advice = ""
-    if smaller:
-        advice = f"--per_device_train_batch_size {smaller[-1]}, which keeps the batch, or "
+    step_divisor = micro_batch_size * world_size
+    lower_multiple = phase_size // step_divisor * step_divisor
+    upper_multiple = lower_multiple + step_divisor
+    phase_clause = ""
+    advised_batch = (
+        f"{lower_multiple} or {upper_multiple}" if lower_multiple else f"{upper_multiple}"
+    )
+    if len(phase_sizes) > 1:
+        phase_clause = f" has a phase of {phase_size} samples, which"
+        advised_batch = f"one, or a smaller multiple of {world_size}"
+    candidate_sizes = _dividing_sizes(phase_sizes, world_size=world_size)
+    smaller_sizes = [size for size in candidate_sizes if size < micro_batch_size]
+    size_advice = ""
+    if smaller_sizes:
+        size_advice = (
+            f"--per_device_train_batch_size {smaller_sizes[-1]}, which keeps the batch, or "
+        )
     return ConfigError(
-        f"--global_batch_size {batch}{clause} is not a multiple of {divisor} "
+        f"--global_batch_size {batch_schedule}{phase_clause} is not a multiple of {step_divisor} "
         f"(--per_device_train_batch_size {micro_batch_size} x {counted(world_size, 'rank')}); take "
-        f"{advice}{multiple}."
+        f"{size_advice}{advised_batch}."
     )
 
 
-def _total_samples(
+def _count_total_samples(
     options: BatchOptions, plan: BatchPlan, block_size: int, num_parameters: int | None
 ) -> int:
     """Return the samples of the run; a budget in tokens ends with the sample that reaches it."""
@@ -262,4 +302,4 @@ def _total_samples(
             f"--max_duration {options.max_duration} is a budget of {length.value:,} tokens, less "
             f"than the {step_tokens:,} of one step; raise it, or make the global batch smaller."
         )
-    return math.ceil(plan.samples_of(length, block_size=block_size))
+    return math.ceil(plan.duration_samples(length, block_size=block_size))

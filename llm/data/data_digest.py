@@ -12,85 +12,97 @@ from llm.data.formats.megatron import set_read_ahead
 from llm.data.formats.parts import Tokens, arrays_of
 from llm.data.formats.sidecar import read_sidecar
 
-_END_TOKENS = 1 << 16
-_PARTS = "parts-"
-_PLACES, _PLACE_TOKENS = 64, 1 << 10
+_NUM_BOUNDARY_TOKENS = 1 << 16
+"""Tokens that are read at each end of a source."""
+_PARTS_PREFIX = "parts-"
+"""Marks the digest of a sidecar that describes numbered parts."""
+_NUM_SAMPLED_POSITIONS, _TOKENS_PER_POSITION = 64, 1 << 10
 
 
-def digest_of(sources: Sequence[CorpusSource]) -> dict[str, Any]:
-    """Return digests of a split; reads only parts of its token files.
+def corpus_digests(sources: Sequence[CorpusSource]) -> dict[str, Any]:
+    """Return digests of a split; reads only small ranges of its token files.
+
+    Args:
+        sources: The sources of the split, in the order of the blend.
 
     Returns:
-        JSON values: `ends`, a digest of the sizes and the tokens at both ends of each source;
-            `places`, a digest of the tokens at 64 places of each; `sidecars`, for each source the
-            digest of the checksums in its sidecar, or None without a sidecar. The first two are
-            equal for parts and for their joined file.
+        JSON values: `ends`, a digest of the number of tokens and of the first and last 65,536
+            tokens of each source; `places`, a digest of 1,024 tokens at each of 64 positions of
+            each source; `sidecars`, for each source the digest of the checksums in its sidecar, or
+            None without a sidecar. The first two are equal for parts and for their joined file.
 
     Raises:
         DataError: A sidecar is damaged.
     """
-    ends, places = xxhash.xxh3_128(), xxhash.xxh3_128()
+    boundary_digest, sample_digest = xxhash.xxh3_128(), xxhash.xxh3_128()
     for source in sources:
         tokens = source.stream.tokens
-        ends.update(str(source.stream.num_tokens).encode())
-        for end in (tokens[:_END_TOKENS], tokens[-_END_TOKENS:]):
-            ends.update(np.ascontiguousarray(end).tobytes())
-        places.update(_read_places(tokens))
+        boundary_digest.update(str(source.stream.num_tokens).encode())
+        for boundary_tokens in (tokens[:_NUM_BOUNDARY_TOKENS], tokens[-_NUM_BOUNDARY_TOKENS:]):
+            boundary_digest.update(np.ascontiguousarray(boundary_tokens).tobytes())
+        sample_digest.update(_sampled_bytes(tokens))
     return {
-        "ends": ends.hexdigest(),
-        "places": places.hexdigest(),
+        "ends": boundary_digest.hexdigest(),
+        "places": sample_digest.hexdigest(),
         "sidecars": [_sidecar_digest(source) for source in sources],
     }
 
 
-def _read_places(tokens: Tokens) -> bytes:
-    """Return the bytes of a stream at equally spaced places."""
-    last_start = max(0, tokens.size - _PLACE_TOKENS)
-    starts = [last_start * number // (_PLACES - 1) for number in range(_PLACES)]
+def _sampled_bytes(tokens: Tokens) -> bytes:
+    """Return the bytes of 1,024 tokens at each of 64 equally spaced positions of a stream."""
+    last_start = max(0, tokens.size - _TOKENS_PER_POSITION)
+    sampled_positions = [
+        last_start * sample_index // (_NUM_SAMPLED_POSITIONS - 1)
+        for sample_index in range(_NUM_SAMPLED_POSITIONS)
+    ]
     for array in arrays_of(tokens):
         set_read_ahead(array, on=False)
-    places = [np.asarray(tokens[start : start + _PLACE_TOKENS]).tobytes() for start in starts]
+    samples = [
+        np.asarray(tokens[position : position + _TOKENS_PER_POSITION]).tobytes()
+        for position in sampled_positions
+    ]
     for array in arrays_of(tokens):
         set_read_ahead(array, on=True)
-    return b"".join(places)
+    return b"".join(samples)
 
 
 def _sidecar_digest(source: CorpusSource) -> str | None:
+    """Return a digest of the checksums in a source's sidecar; None without a sidecar."""
     sidecar = read_sidecar(source.stream.file.prefix)
     if sidecar is None:
         return None
     text = json.dumps(sidecar.checksums, sort_keys=True)
     digest = str(xxhash.xxh3_128_hexdigest(text.encode()))
-    return f"{_PARTS}{digest}" if sidecar.part_tokens else digest
+    return f"{_PARTS_PREFIX}{digest}" if sidecar.part_tokens else digest
 
 
-def _is_digest(record: dict[str, Any]) -> bool:
-    """Return whether a record has the fields of `digest_of`, with their types."""
+def _is_complete_record(record: dict[str, Any]) -> bool:
+    """Return whether a record has the keys of `corpus_digests`, with values of their types."""
     digests = (record.get("ends"), record.get("places"))
-    sidecars = record.get("sidecars")
+    sidecar_digests = record.get("sidecars")
     return (
         all(isinstance(digest, str) for digest in digests)
-        and isinstance(sidecars, list)
-        and all(isinstance(digest, str | None) for digest in sidecars)
+        and isinstance(sidecar_digests, list)
+        and all(isinstance(digest, str | None) for digest in sidecar_digests)
     )
 
 
-def has_changed(saved: dict[str, Any], digest: dict[str, Any]) -> bool:
-    """Return whether the data have changed since a checkpoint or a start recorded them.
+def data_has_changed(recorded: dict[str, Any], present: dict[str, Any]) -> bool:
+    """Return whether the data have changed since a checkpoint or a start recorded their digests.
 
     Args:
-        saved: Recorded result of `digest_of`.
-        digest: Present result of `digest_of`.
+        recorded: The digests in the checkpoint or in the record of the start.
+        present: The digests of the data on the disk, from `corpus_digests`.
     """
-    if not _is_digest(saved):
+    if not _is_complete_record(recorded):
         return True
     # A sidecar that was added or removed says nothing about the tokens, nor do parts that were
     # joined: they have other checksums.
-    pairs = zip(saved["sidecars"], digest["sidecars"], strict=False)
+    pairs = zip(recorded["sidecars"], present["sidecars"], strict=False)
     sidecars_differ = any(
-        saved_sidecar != sidecar
-        for saved_sidecar, sidecar in pairs
-        if None not in (saved_sidecar, sidecar)
-        and saved_sidecar.startswith(_PARTS) == sidecar.startswith(_PARTS)
+        recorded_digest != present_digest
+        for recorded_digest, present_digest in pairs
+        if None not in (recorded_digest, present_digest)
+        and recorded_digest.startswith(_PARTS_PREFIX) == present_digest.startswith(_PARTS_PREFIX)
     )
-    return sidecars_differ or any(saved[name] != digest[name] for name in ("ends", "places"))
+    return sidecars_differ or any(recorded[name] != present[name] for name in ("ends", "places"))

@@ -21,7 +21,7 @@ from transformers import (
 from llm.errors import os_error_in
 from llm.models.transforms import Transform
 from llm.runtime.files import sync
-from llm.tokenizers.save_tokenizer import save_next_to_model
+from llm.tokenizers.save_tokenizer import save_tokenizer_with_model
 
 ExportType = Literal["fp32", "bf16", "fp16"]
 
@@ -80,7 +80,7 @@ def export_model(
     staging = Path(tempfile.mkdtemp(prefix=".export-", dir=folder))
     try:
         model.save_pretrained(staging, max_shard_size=_SHARD_SIZE)
-        save_next_to_model(tokenizer, staging, trust_remote_code=trust_remote_code)
+        save_tokenizer_with_model(tokenizer, staging, trust_remote_code=trust_remote_code)
         _move_into_place(staging, folder)
     except Exception as error:
         # Libraries in Rust raise other errors if a file cannot be written.

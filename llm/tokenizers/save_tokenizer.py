@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("llm.tokenizers")
 
 
-def save_next_to_model(
+def save_tokenizer_with_model(
     tokenizer: "PreTrainedTokenizerBase", folder: Path, *, trust_remote_code: bool
 ) -> None:
-    """Save a tokenizer; log a warning if `AutoTokenizer` may give other ids.
+    """Save a tokenizer in a model's folder; log a warning if `AutoTokenizer` may give other ids.
 
     Args:
         tokenizer: The tokenizer.
@@ -25,43 +25,51 @@ def save_next_to_model(
         trust_remote_code: Whether to run the Python code of a tokenizer.
     """
     tokenizer.save_pretrained(folder)
-    reason = _reason_for_other_ids(tokenizer, folder, trust_remote_code=trust_remote_code)
-    if reason is not None and getattr(tokenizer, "backend_tokenizer", None) is not None:
-        _make_classes_follow_file(tokenizer, folder / "tokenizer_config.json")
-        reason = _reason_for_other_ids(tokenizer, folder, trust_remote_code=trust_remote_code)
-    if reason is not None:
+    mismatch = _find_id_mismatch(tokenizer, folder, trust_remote_code=trust_remote_code)
+    if mismatch is not None and getattr(tokenizer, "backend_tokenizer", None) is not None:
+        _prevent_class_overrides(tokenizer, folder / "tokenizer_config.json")
+        mismatch = _find_id_mismatch(tokenizer, folder, trust_remote_code=trust_remote_code)
+    if mismatch is not None:
         logger.warning(
-            f"AutoTokenizer may give other ids than in training, because it {reason}. Read the "
+            f"AutoTokenizer may give other ids than in training, because it {mismatch}. Read the "
             f"exported tokenizer with transformers.{type(tokenizer).__name__}.from_pretrained."
         )
 
 
-def _reason_for_other_ids(
+def _find_id_mismatch(
     tokenizer: "PreTrainedTokenizerBase", folder: Path, *, trust_remote_code: bool
 ) -> str | None:
+    """Return how `AutoTokenizer` reads a tokenizer in another way; None if its ids are equal."""
     from transformers import AutoTokenizer
 
     try:
         reloaded = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
-        same_rules = fingerprint(reloaded) == fingerprint(tokenizer)
-        same_template = reloaded(PROBE)["input_ids"] == tokenizer(PROBE)["input_ids"]
+        has_same_rules = fingerprint(reloaded) == fingerprint(tokenizer)
+        has_same_template = reloaded(PROBE)["input_ids"] == tokenizer(PROBE)["input_ids"]
     except Exception as error:  # the libraries raise many types of errors
         return f"cannot read it: {one_line(error)}"
-    if same_rules and same_template:
+    if has_same_rules and has_same_template:
         return None
     return f"reads it as {type(reloaded).__name__}"
 
 
-def _make_classes_follow_file(tokenizer: "PreTrainedTokenizerBase", config_path: Path) -> None:
-    """Change the settings so that every class of transformers takes tokenizer.json unchanged.
+def _prevent_class_overrides(tokenizer: "PreTrainedTokenizerBase", config_path: Path) -> None:
+    """Change `tokenizer_config.json` so that no class of transformers overrides `tokenizer.json`.
 
-    The type of some models chooses the class. All classes pass this key on to the method that reads
-    the file; `AutoTokenizer` does not read it, so it cannot make anyone trust or run code.
+    For some types of models, `AutoTokenizer` takes a class with its own rules. With the key
+    `trust_remote_code`, every class reads the rules of the file. `AutoTokenizer` ignores the key
+    itself, so nobody runs code because of it.
+
+    Args:
+        tokenizer: The tokenizer.
+        config_path: Path of its `tokenizer_config.json`, which is rewritten.
     """
-    settings = json.loads(config_path.read_text(encoding="utf-8"))
-    settings["trust_remote_code"] = True
-    for role in tokenizer.SPECIAL_TOKENS_ATTRIBUTES:
-        settings.setdefault(role, None)  # otherwise some classes add tokens by default
-    config_path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    tokenizer_config = json.loads(config_path.read_text(encoding="utf-8"))
+    tokenizer_config["trust_remote_code"] = True
+    for token_name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES:
+        tokenizer_config.setdefault(
+            token_name, None
+        )  # otherwise some classes add tokens by default
+    config_path.write_text(json.dumps(tokenizer_config, indent=2) + "\n", encoding="utf-8")

@@ -135,7 +135,7 @@ def test_every_answer_is_an_option_with_a_value_that_it_takes(table):
             field = next(f for f in fields(GPTConfig) if option in f.names)
             made = parse(GPTConfig, [f"--{option}", *fixed], prog="", description="")
             value = getattr(made, field.name)
-            assert fixed[0] in (value if field.many else (value,)), name
+            assert fixed[0] in (value if field.is_list else (value,)), name
 
 
 def test_every_answer_of_the_other_programs_is_an_option_of_one_of_them():
@@ -146,7 +146,7 @@ def test_every_answer_of_the_other_programs_is_an_option_of_one_of_them():
 
 def test_every_remark_is_made_by_the_trainer():
     for name in other_trainers.REMARKS:
-        assert other_trainers.counterpart(name, TRAINER, dashes="--"), name
+        assert other_trainers.find_counterpart(name, TRAINER, dashes="--"), name
 
 
 @dataclasses.dataclass(kw_only=True)

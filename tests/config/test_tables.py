@@ -7,7 +7,7 @@ import pytest
 
 from llm.config.command_line import parse
 from llm.config.duration import Tokens
-from llm.config.options import option, paths
+from llm.config.options import option, path_options
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
 from tests.support.programs import to_markdown
@@ -57,7 +57,7 @@ def test_tables_are_recorded_and_read_back(tmp_path):
 
 
 def test_the_paths_in_tables_are_paths_of_their_option():
-    assert paths(House(rooms=ROOMS)) == [("rooms", "a"), ("rooms", "b"), ("rooms", "c")]
+    assert path_options(House(rooms=ROOMS)) == [("rooms", "a"), ("rooms", "b"), ("rooms", "c")]
     assert "| `rooms` |  | Tables [[rooms]]. |" in to_markdown(House)
 
 

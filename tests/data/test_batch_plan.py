@@ -24,8 +24,8 @@ def plan(*, num_windows=10, world_size=1, per_device_train_batch_size=2, **optio
     )
 
 
-def ends_interval(made: BatchPlan, num_steps: int, interval: str) -> bool:
-    return made.ends_interval(num_steps, Duration(interval), block_size=BLOCK_SIZE)
+def is_interval_end(made: BatchPlan, num_steps: int, interval: str) -> bool:
+    return made.is_interval_end(num_steps, Duration(interval), block_size=BLOCK_SIZE)
 
 
 @pytest.mark.parametrize(
@@ -93,10 +93,10 @@ def test_a_resumed_run_keeps_its_global_batch():
 def test_an_epoch_ends_with_the_step_that_reads_its_last_sample():
     made = plan(num_windows=10, per_device_train_batch_size=4, max_duration=Duration("2 epochs"))
     # 20 samples: steps end at 4, 8, 12 (past 10), 16, 20.
-    assert [step for step in range(1, 6) if ends_interval(made, step, "1 epoch")] == [3, 5]
+    assert [step for step in range(1, 6) if is_interval_end(made, step, "1 epoch")] == [3, 5]
     larger = plan(num_windows=3, per_device_train_batch_size=8, max_duration=Duration("2 steps"))
-    assert ends_interval(larger, 1, "1 epoch")
-    assert ends_interval(larger, 2, "1 epoch")
+    assert is_interval_end(larger, 1, "1 epoch")
+    assert is_interval_end(larger, 2, "1 epoch")
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_a_phase_ends_with_the_step_that_reaches_its_border():
     assert ranges == [(0, 4), (4, 8), (8, 12), (12, 20), (20, 28), (28, 52), (52, 70)]
     assert made.batch_schedule(BLOCK_SIZE) == "4@0,8@48,24@112"
     # A border between two tokens of a sample, or exactly at the end of a step.
-    assert plan(global_batch_size="4@0,8@31").growth == (BatchPhase(2, 8, 8),)
-    assert plan(global_batch_size="4@0,8@32").growth == (BatchPhase(2, 8, 8),)
-    assert plan(global_batch_size="4@0,8@33").growth == (BatchPhase(3, 12, 8),)
+    assert plan(global_batch_size="4@0,8@31").later_phases == (BatchPhase(2, 8, 8),)
+    assert plan(global_batch_size="4@0,8@32").later_phases == (BatchPhase(2, 8, 8),)
+    assert plan(global_batch_size="4@0,8@33").later_phases == (BatchPhase(3, 12, 8),)
 
 
 def test_a_phase_that_would_have_no_step_is_left_out():
@@ -187,10 +187,10 @@ def test_accumulation_gives_way_first_and_then_the_micro_batch(
         per_device_train_batch_size=micro_batch_size,
         world_size=world_size,
     )
-    assert [made.shape(step) for step in (2, 3, 5)] == shapes
+    assert [made.micro_batch_shape(step) for step in (2, 3, 5)] == shapes
     for step in range(made.total_steps):
         by_rank = [made.rank_positions(step, rank) for rank in range(world_size)]
-        assert by_rank[0].shape == made.shape(step)
+        assert by_rank[0].shape == made.micro_batch_shape(step)
         order = np.stack(by_rank, axis=1).reshape(-1)
         first, stop = made.step_positions(step)
         missing = made.phase(step).global_batch_size - (stop - first)
@@ -200,14 +200,14 @@ def test_accumulation_gives_way_first_and_then_the_micro_batch(
 def test_a_multiple_of_tokens_is_reached_once_whatever_the_batch():
     made = plan(global_batch_size=GROWING, max_duration=Duration("70 samples"))
     # Steps end at 16, 32, 48, 80, 112, 208 and 280 tokens.
-    reached = [ends_interval(made, step, "40 tokens") for step in range(1, 8)]
+    reached = [is_interval_end(made, step, "40 tokens") for step in range(1, 8)]
     assert reached == [False, False, True, True, False, True, True]
 
 
 def test_intervals_in_steps_and_epochs_end_with_a_step():
     made = plan(num_windows=10, per_device_train_batch_size=4, max_duration=Duration("4 epochs"))
     ends = {
-        interval: [step for step in range(1, 11) if ends_interval(made, step, interval)]
+        interval: [step for step in range(1, 11) if is_interval_end(made, step, interval)]
         for interval in ("3 steps", "2 epochs")
     }
     assert ends == {"3 steps": [3, 6, 9], "2 epochs": [5, 10]}

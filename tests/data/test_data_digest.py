@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llm.data.corpus import CorpusSource, TokenStream
-from llm.data.data_digest import digest_of, has_changed
+from llm.data.data_digest import corpus_digests, data_has_changed
 from llm.data.formats.flat import FlatTokenFile
 from llm.prepare.verification import checksums
 from tests.support.token_files import describe, write_flat
@@ -39,7 +39,7 @@ def digest(folder, ids, *, sidecar: bool = False, start: int = 0):
             folder / "text", fingerprint="", largest_token=1, checksums={"bin": checksums(path)}
         )
     stream = TokenStream(FlatTokenFile(path), start=start)
-    found = digest_of([CorpusSource("text", 1.0, stream)])
+    found = corpus_digests([CorpusSource("text", 1.0, stream)])
     return json.loads(json.dumps(found))  # as a checkpoint has it
 
 
@@ -47,30 +47,30 @@ def digest(folder, ids, *, sidecar: bool = False, start: int = 0):
 def test_the_same_tokens_have_not_changed(tmp_path, sidecar):
     before = digest(tmp_path, tokens(), sidecar=sidecar)
 
-    assert not has_changed(before, digest(tmp_path, tokens(), sidecar=sidecar))
+    assert not data_has_changed(before, digest(tmp_path, tokens(), sidecar=sidecar))
 
 
 @pytest.mark.parametrize("sidecar", [True, False], ids=["sidecar", "no sidecar"])
 def test_pieces_in_another_order_between_equal_ends_are_a_change(tmp_path, sidecar):
     before = digest(tmp_path, tokens(), sidecar=sidecar)
 
-    assert has_changed(before, digest(tmp_path, swapped(), sidecar=sidecar))
+    assert data_has_changed(before, digest(tmp_path, swapped(), sidecar=sidecar))
 
 
 def test_with_a_sidecar_every_changed_token_is_noticed(tmp_path):
     before = digest(tmp_path, tokens(), sidecar=True)
 
-    assert has_changed(before, digest(tmp_path, one_changed(), sidecar=True))
+    assert data_has_changed(before, digest(tmp_path, one_changed(), sidecar=True))
 
 
 @pytest.mark.parametrize("sidecar", [True, False], ids=["removed", "added"])
 def test_a_sidecar_that_is_removed_or_added_is_not_a_change(tmp_path, sidecar):
     before = digest(tmp_path, tokens(), sidecar=sidecar)
 
-    assert not has_changed(before, digest(tmp_path, tokens(), sidecar=not sidecar))
+    assert not data_has_changed(before, digest(tmp_path, tokens(), sidecar=not sidecar))
 
 
 def test_another_split_of_the_same_file_is_a_change(tmp_path):
     before = digest(tmp_path, tokens(), sidecar=True)
 
-    assert has_changed(before, digest(tmp_path, tokens(), sidecar=True, start=1))
+    assert data_has_changed(before, digest(tmp_path, tokens(), sidecar=True, start=1))

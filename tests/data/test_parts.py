@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llm.data.corpus import CorpusSource, Samples, TokenStream, hold_in_memory
-from llm.data.data_digest import digest_of, has_changed
+from llm.data.data_digest import corpus_digests, data_has_changed
 from llm.data.formats.flat import open_token_file
 from llm.data.formats.parts import PartedTokens, TokenFileParts, part_prefix
 from llm.data.formats.sidecar import open_described
@@ -107,12 +107,12 @@ def test_passages_are_the_same(both):
 def test_the_digest_of_parts_is_that_of_the_joined_file(both, tmp_path):
     describe_parts(tmp_path / "parts")
     describe(tmp_path / "whole", fingerprint="", largest_token=395, checksums={"bin": ["1"]})
-    whole, parts = (digest_of([CorpusSource("a", 1.0, TokenStream(file))]) for file in both)
+    whole, parts = (corpus_digests([CorpusSource("a", 1.0, TokenStream(file))]) for file in both)
 
-    assert not has_changed(whole, parts)
-    assert not has_changed(parts, whole)
-    assert has_changed(parts, {**parts, "places": "other"})
-    assert has_changed(parts, {**parts, "sidecars": ["parts-other"]})
+    assert not data_has_changed(whole, parts)
+    assert not data_has_changed(parts, whole)
+    assert data_has_changed(parts, {**parts, "places": "other"})
+    assert data_has_changed(parts, {**parts, "sidecars": ["parts-other"]})
 
 
 def test_parts_are_held_in_memory(both, caplog, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 
 from llm.config.command_line import parse
 from llm.config.duration import Duration
-from llm.config.options import common, fields
+from llm.config.options import common_options, fields
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
 from llm.extensions.kfac.kfac_settings import kfac_method
@@ -401,8 +401,8 @@ def test_help_shows_what_most_runs_set_and_help_all_every_option(capsys):
     names = {field.name for field in fields(GPTConfig)}
     shown, everything = help_of(capsys, "--help"), help_of(capsys, "--help", "all")
     assert names <= flags_of(everything)
-    assert names & flags_of(shown) == {*common(GPTConfig)}
-    assert len(common(GPTConfig)) == 33
+    assert names & flags_of(shown) == {*common_options(GPTConfig)}
+    assert len(common_options(GPTConfig)) == 33
     assert shown.index("--model_name_or_path") < shown.index("--learning_rate")
 
 

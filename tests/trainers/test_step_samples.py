@@ -239,7 +239,9 @@ def test_of_a_hundred_gigabytes_only_samples_and_a_few_places_are_read(
     start |= {"seed": 1, "block_size": 32, "per_device_train_batch_size": 8}
     start |= {"global_batch_size": 8}
     (run / "events.jsonl").write_text(json.dumps(start) + "\n")
-    monkeypatch.setattr("llm.trainers.gpt.step_samples.has_changed", lambda saved, digest: False)
+    monkeypatch.setattr(
+        "llm.trainers.gpt.step_samples.data_has_changed", lambda recorded, present: False
+    )
 
     assert main([str(run), "--step", "87654321"]) == 0
 

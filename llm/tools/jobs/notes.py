@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from glob import escape, glob
 from pathlib import Path
 
-from llm.config.options import paths
+from llm.config.options import path_options
 from llm.config.shell import shell_line
 from llm.tools.jobs.options import JobOptions
 from llm.trainers.gpt.config import CoreConfig
@@ -56,6 +56,6 @@ def _input_files(config: CoreConfig) -> list[tuple[str, str]]:
     """Return the options that name files to read, and each file."""
     return [
         (name, path)
-        for name, path in paths(config)
+        for name, path in path_options(config)
         if name in _FILES or (name != "output_dir" and path.startswith((".", "/")))
     ]

@@ -177,7 +177,7 @@ class Job:
         options = self.options
         plan = self._plan_batches(layout)
         largest = max(phase.global_batch_size for phase in plan.phases)
-        batches = dataclasses.replace(plan, global_batch_size=largest, growth=())
+        batches = dataclasses.replace(plan, global_batch_size=largest, later_phases=())
         check_micro_batches(
             options.pipeline_schedule, ranks=layout.pipeline, micro_batches=batches.accumulation
         )

@@ -25,7 +25,7 @@ from llm.config.options import (
     names_by_alias,
     option,
     option_group,
-    paths,
+    path_options,
 )
 from llm.config.toml import read_toml
 from llm.data.options import SOURCES, BatchOptions, DataOptions, batch_problems, data_problems
@@ -325,7 +325,7 @@ def _run_problems(config: CoreConfig) -> list[str]:
         problems.append("--push_to_hub has nothing to push with --eval_only.")
     problems += [
         f"--{name} {text!a} is not UTF-8, as config.toml has to be; rename it."
-        for name, text in paths(config)
+        for name, text in path_options(config)
         if text.encode(errors="replace") != text.encode(errors="surrogatepass")
     ]
     option_names = {field.name for field in fields(type(config))} | names_by_alias(

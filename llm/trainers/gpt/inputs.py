@@ -16,7 +16,7 @@ from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import RunFolder
 from llm.config.options import fields
 from llm.data.corpus import Corpus, Samples, hold_in_memory
-from llm.data.data_digest import digest_of
+from llm.data.data_digest import corpus_digests
 from llm.data.open_corpus import open_corpus
 from llm.data.order import DocumentBoundaries, choose_document_boundaries
 from llm.errors import ConfigError, DataError
@@ -73,7 +73,7 @@ def read_training(
     ]
     if evaluating and not run.corpus.validation:
         raise DataError(_nothing_to_evaluate_on(*evaluating))
-    data_digest = digest_of(run.corpus.train)
+    data_digest = corpus_digests(run.corpus.train)
     check_same_data(config, run.start, data_digest, is_branch=branch_from is not None)
     samples = Samples(
         run.corpus.train,

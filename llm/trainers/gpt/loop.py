@@ -275,7 +275,7 @@ class Trainer:
         if or_last and step == self.plan.total_steps:
             return True
         if isinstance(every, Duration):
-            return self.plan.ends_interval(step, every, block_size=self.run.block_size)
+            return self.plan.is_interval_end(step, every, block_size=self.run.block_size)
         return every is not None and step % every == 0
 
     def log(self) -> None:

@@ -36,7 +36,9 @@ def check_folder(
     if resume_from is not None and not run_folders.isdisjoint(resume_from.path.resolve().parents):
         folder.check(resume=True, overwrite=False)
         return
-    inputs = [(name, text) for name, text in options.paths(config) if name not in _NOT_INPUTS]
+    inputs = [
+        (name, text) for name, text in options.path_options(config) if name not in _NOT_INPUTS
+    ]
     if config_file is not None and config.overwrite_output_dir:
         inputs.append(("config", str(config_file)))
     for name, text in inputs:

@@ -70,8 +70,8 @@ def _check_types(config: CoreConfig, checkpoint: Checkpoint) -> None:
 def _has_type(field: options.Field, value: Any) -> bool:
     """Return whether a JSON value can be an option's, perhaps one of another version."""
     if value is None:
-        return field.optional or field.default is None
-    if field.many != isinstance(value, list):
+        return field.allows_none or field.default is None
+    if field.is_list != isinstance(value, list):
         return False
     types: set[type] = {*field.members}
     if Duration in types:
@@ -81,7 +81,7 @@ def _has_type(field: options.Field, value: Any) -> bool:
         types.add(dict)
     if not types.isdisjoint((float, Tokens)):
         types.add(int)
-    return all(type(item) in types for item in (value if field.many else [value]))
+    return all(type(item) in types for item in (value if field.is_list else [value]))
 
 
 def lengthened(config: CoreConfig, checkpoint: Checkpoint) -> list[str]:

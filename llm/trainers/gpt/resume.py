@@ -8,7 +8,7 @@ from typing import Any
 from llm.checkpoint.format import MANIFEST, Checkpoint, checkpoint_folders, name_of, step_of
 from llm.checkpoint.load import newest_valid, read_valid
 from llm.checkpoint.run_folder import RunFolder, check_unchanged, differences
-from llm.data.data_digest import has_changed
+from llm.data.data_digest import data_has_changed
 from llm.data.options import SOURCES
 from llm.errors import CheckpointError
 from llm.trainers.gpt.config import CoreConfig
@@ -129,7 +129,7 @@ def check_same_data(
     Args:
         config: The options.
         checkpoint: The checkpoint that the run starts from.
-        digest: Result of `digest_of` for the training data.
+        digest: Result of `corpus_digests` for the training data.
         is_branch: Whether the start begins a branch.
 
     Raises:
@@ -137,7 +137,7 @@ def check_same_data(
     """
     if checkpoint is None:
         return
-    changed = has_changed(checkpoint.metadata["data"], digest)
+    changed = data_has_changed(checkpoint.metadata["data"], digest)
     if not set(SOURCES).isdisjoint(named_changes(config)):
         comparison = "change: they are not those" if changed else "are the same as those"
         logger.info(f"The training data {comparison} with which {checkpoint.path} was reached.")

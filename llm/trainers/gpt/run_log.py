@@ -93,7 +93,7 @@ def _without_effect(run: TrainingRun, strategy: AcceleratedStrategy) -> Iterator
     if run.config.all_reduce_dtype != "fp32" and strategy.world_size == 1:
         yield f"all_reduce_dtype {run.config.all_reduce_dtype}", "with one rank"
     plan = run.plan
-    max_micro_batches = max(plan.shape(phase.first_step)[0] for phase in plan.phases)
+    max_micro_batches = max(plan.micro_batch_shape(phase.first_step)[0] for phase in plan.phases)
     if run.config.unsharded_gradients and max_micro_batches == 1:
         yield "unsharded_gradients", "with one micro-batch per step"
 
@@ -147,7 +147,7 @@ def _log_length(run: TrainingRun, model: PreTrainedModel) -> None:
                 f"{phase.global_batch_size} samples."
             )
             break
-        micro_batches, size = plan.shape(phase.first_step)
+        micro_batches, size = plan.micro_batch_shape(phase.first_step)
         since = f" from step {phase.first_step + 1:,} on" if phase.first_step else ""
         logger.info(
             f"batch{since}: {counted(size, 'sample')} per device x "

@@ -16,7 +16,7 @@ from llm.checkpoint.run_folder import RunFolder
 from llm.config.duration import Duration
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.corpus import CorpusSource, Samples, TokenStream
-from llm.data.data_digest import digest_of, has_changed
+from llm.data.data_digest import corpus_digests, data_has_changed
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import set_read_ahead
 from llm.data.formats.parts import arrays_of
@@ -115,7 +115,7 @@ def find_step_samples(
     config = replace(config, **changed)
     tokenizer, model_config = _read_model(config, RunFolder(run).checkpoints)
     corpus = open_data(config, model_config, tokenizer, None)
-    if has_changed(order["data"], digest_of(corpus.train)):
+    if data_has_changed(order["data"], corpus_digests(corpus.train)):
         raise DataError(
             f"The training data that {run / 'config.toml'} names are no longer those that step "
             f"{step} was trained on; restore them."

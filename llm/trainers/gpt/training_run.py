@@ -32,7 +32,7 @@ class TrainingRun(Run):
 
     Attributes:
         branch: The point where the run left its parent; None if it is not a branch.
-        data_digest: Digests of the training tokens, from `data_digest.digest_of`.
+        data_digest: Digests of the training tokens, from `data_digest.corpus_digests`.
         samples: The training samples.
         plan: Batch arithmetic.
         skipped: The samples to skip.
@@ -122,12 +122,12 @@ def _plan_learning_rates(
     decay = config.decay
     decay_steps = None if decay is None else decay.value
     if decay is not None and decay.unit != "steps":
-        decay_samples = plan.samples_of(decay, block_size=block_size)
+        decay_samples = plan.duration_samples(decay, block_size=block_size)
         decay_steps = plan.total_steps - plan.count_steps(plan.total_samples - decay_samples)
     schedule = make_schedule(
         config,
         total_steps=plan.total_steps,
-        warmup_steps=plan.steps_of(config.warmup, block_size=block_size),
+        warmup_steps=plan.duration_steps(config.warmup, block_size=block_size),
         decay_steps=decay_steps,
         cooldown_from=cooldown_from,
     )
@@ -233,7 +233,7 @@ def plan_training(
             "run: give a greater length, or an earlier checkpoint with --resume_from_checkpoint."
         )
     for phase in plan.phases:
-        micro_batches, _ = plan.shape(phase.first_step)
+        micro_batches, _ = plan.micro_batch_shape(phase.first_step)
         check_micro_batches(
             run.config.pipeline_schedule, ranks=run.dims.pipeline, micro_batches=micro_batches
         )
