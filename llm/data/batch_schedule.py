@@ -23,59 +23,64 @@ class BatchPhase(NamedTuple):
     global_batch_size: int
 
 
-def parse_batch_schedule(text: int | str) -> list[tuple[int, int]]:
+def parse_batch_schedule(schedule: int | str) -> list[tuple[int, int]]:
     """Return the global batch sizes of a run, each with its first token.
 
     Args:
-        text: The value of `global_batch_size`: 256, or 256@0,512@2B.
+        schedule: The value of `global_batch_size`: 256, or 256@0,512@2B.
 
     Raises:
         ConfigError: It is neither a number nor a schedule, or its phases are not in order.
     """
-    if isinstance(text, int):
-        return [(text, 0)]
+    if isinstance(schedule, int):
+        return [(schedule, 0)]
     phases = []
-    for phase in text.split(","):
-        size, _, first_token = phase.partition("@")
+    for phase_text in schedule.split(","):
+        size, _, first_token = phase_text.partition("@")
         try:
             phases.append((int(Tokens(size)), int(Tokens(first_token))))
         except ValueError as error:
             raise ConfigError(
-                f"--global_batch_size {text} is neither a number of samples nor a schedule such as "
-                "256@0,512@2B, which is 256 samples at first and 512 from token 2 billion on."
+                f"--global_batch_size {schedule} is neither a number of samples nor a schedule "
+                "such as 256@0,512@2B, which is 256 samples at first and 512 from token 2 billion "
+                "on."
             ) from error
-    firsts = [first_token for _, first_token in phases]
-    if firsts[0] != 0 or firsts != sorted(set(firsts)):
+    first_tokens = [first_token for _, first_token in phases]
+    if first_tokens[0] != 0 or first_tokens != sorted(set(first_tokens)):
         raise ConfigError(
-            f"--global_batch_size {text} does not begin at token 0, or its phases are not in "
+            f"--global_batch_size {schedule} does not begin at token 0, or its phases are not in "
             "order; write it as 256@0,512@2B."
         )
     if not all(size for size, _ in phases):
-        raise ConfigError(f"--global_batch_size {text} has a phase of 0 samples; give one or more.")
+        raise ConfigError(
+            f"--global_batch_size {schedule} has a phase of 0 samples; give one or more."
+        )
     return phases
 
 
-def batch_phases(batch: int | str, *, block_size: int) -> list[BatchPhase]:
+def batch_phases(schedule: int | str, *, block_size: int) -> list[BatchPhase]:
     """Return the phases of a global batch size.
 
     A phase ends with the step that reaches the first token of the next phase. A phase without a
     step is left out.
 
     Args:
-        batch: A number of samples, or a schedule such as 256@0,512@2B.
+        schedule: A number of samples, or a schedule such as 256@0,512@2B.
         block_size: Tokens of a sample.
     """
     phases: list[BatchPhase] = []
-    for size, first_token in parse_batch_schedule(batch):
-        step, sample = 0, 0
+    for global_batch_size, first_token in parse_batch_schedule(schedule):
+        first_step, first_sample = 0, 0
         if phases:
-            previous = phases[-1]
-            sample_of_border = Fraction(first_token, block_size) - previous.first_sample
-            steps = max(0, math.ceil(sample_of_border / previous.global_batch_size))
-            step = previous.first_step + steps
-            sample = previous.first_sample + steps * previous.global_batch_size
-        phases = [phase for phase in phases if phase.first_step < step]
-        phases.append(BatchPhase(step, sample, size))
+            previous_phase = phases[-1]
+            samples_to_border = Fraction(first_token, block_size) - previous_phase.first_sample
+            num_steps = max(0, math.ceil(samples_to_border / previous_phase.global_batch_size))
+            first_step = previous_phase.first_step + num_steps
+            first_sample = (
+                previous_phase.first_sample + num_steps * previous_phase.global_batch_size
+            )
+        phases = [phase for phase in phases if phase.first_step < first_step]
+        phases.append(BatchPhase(first_step, first_sample, global_batch_size))
     return phases
 
 

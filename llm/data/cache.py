@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from llm.data.formats.megatron import add_suffix
-from llm.data.formats.sidecar import damage
+from llm.data.formats.sidecar import find_damage
 from llm.errors import DataError, one_line, os_error_remedy
 from llm.runtime.agreement import gather, on_all_ranks
 from llm.runtime.files import sync_folder, try_lock
@@ -64,51 +64,62 @@ class TokenCache:
         """
         folder = self.folder / key
         is_main = world_from_environment().is_main
-        prepared = waits = False
+        has_prepared = has_waited = False
         while True:
             with contextlib.ExitStack() as lock:
-                elect = partial(
-                    self._elect_rank, folder, lock, rebuild=self.overwrite and not waits
+                elect_rank = partial(
+                    self._elect_rank, folder, lock, rebuild=self.overwrite and not has_waited
                 )
-                state = "done" if prepared else ""
+                state = "done" if has_prepared else ""
                 # Rank 0 comes first because it writes the run's log.
-                for is_next in (is_main, not is_main):
-                    if is_next and not state:
-                        state = on_all_ranks(elect)
+                for has_turn in (is_main, not is_main):
+                    if has_turn and not state:
+                        state = on_all_ranks(elect_rank)
                     else:
                         on_all_ranks(lambda: None)
                 states = gather(state)
                 # Locks are held until all ranks are done: one rank prepares for each file system.
                 if state == "elected":
                     on_all_ranks(partial(self._prepare_files, folder, prepare), timeout=math.inf)
-                    prepared = True
+                    has_prepared = True
                 elif state == "elected, no locks":
-                    apart = partial(self._prepare_without_locks, folder, prepare)
-                    on_all_ranks(apart, timeout=math.inf)
-                    prepared = True
+                    prepare_without_locks = partial(self._prepare_without_locks, folder, prepare)
+                    on_all_ranks(prepare_without_locks, timeout=math.inf)
+                    has_prepared = True
                 else:
                     on_all_ranks(lambda: None, timeout=math.inf)
             if all(state == "done" for state in states):
                 break
             if not any(state.startswith("elected") for state in states):
-                if not waits:
+                if not has_waited:
                     logger.info("waiting for another process that tokenizes the same text")
                 time.sleep(_POLL_SECONDS)
-            waits = True
+            has_waited = True
         if (folder / "absent").exists():
             return None
-        if not prepared:
+        if not has_prepared:
             logger.info(f"using the cached tokens in {folder}")
         return folder / "tokens"
 
     def _elect_rank(self, folder: Path, lock: contextlib.ExitStack, *, rebuild: bool) -> str:
-        """Return this rank's part in preparing a text; it holds the lock if it prepares."""
+        """Return what this rank does for a text; it holds the lock if it prepares the files.
+
+        Args:
+            folder: The folder of the token files.
+            lock: Takes the lock, and releases it later.
+            rebuild: Whether to prepare the files although they exist.
+
+        Returns:
+            "done" if the token files exist, "waits" if another process prepares them, "elected" if
+            this rank prepares them, and "elected, no locks" if it does so on a file system without
+            locks.
+        """
         with self._explain_errors():
             if not rebuild and self._is_done(folder):
                 return "done"
             self.folder.mkdir(parents=True, exist_ok=True)
-            locked = lock.enter_context(_lock_file(add_suffix(folder, ".lock")))
-            if locked is None:
+            has_lock = lock.enter_context(_lock_file(add_suffix(folder, ".lock")))
+            if has_lock is None:
                 return "waits"
             # Check again: another process may have prepared it before this one got the lock.
             if not rebuild:
@@ -119,10 +130,11 @@ class TokenCache:
                     logger.warning(
                         f"the cached tokens in {folder} cannot be used: {' '.join(faults)}"
                     )
-            return "elected" if locked else "elected, no locks"
+            return "elected" if has_lock else "elected, no locks"
 
     @contextmanager
     def _explain_errors(self) -> Iterator[None]:
+        """Turn an OSError into a DataError that names the option of the cache."""
         try:
             yield
         except OSError as error:
@@ -138,9 +150,10 @@ class TokenCache:
     def _find_faults(self, folder: Path) -> list[str] | None:
         """Return the faults of token files; None if the files do not exist."""
         prefix = folder / "tokens"
-        return damage(prefix, row_bytes=True) if add_suffix(prefix, ".bin").exists() else None
+        return find_damage(prefix, row_bytes=True) if add_suffix(prefix, ".bin").exists() else None
 
     def _prepare_files(self, folder: Path, prepare: Callable[[Path], None]) -> None:
+        """Create the folder of token files, and prepare them in it."""
         with self._explain_errors():
             if self.overwrite:
                 # Processes that have mapped the files can still use them; the kernel frees them
@@ -176,9 +189,9 @@ def _lock_file(path: Path) -> Iterator[bool | None]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
-            locked: bool | None = try_lock(descriptor)
+            has_lock: bool | None = try_lock(descriptor)
         except BlockingIOError:
-            locked = None
-        yield locked
+            has_lock = None
+        yield has_lock
     finally:
         os.close(descriptor)

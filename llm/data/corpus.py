@@ -60,7 +60,7 @@ class TokenStream:
         self.num_documents = file.num_documents if num_documents is None else num_documents
         self.num_bytes = num_bytes
         self._vocab_size = vocab_size
-        self._views: dict[int, NDArray[Any]] = {}
+        self._window_views: dict[int, NDArray[Any]] = {}
 
     def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[Any]:
         """Copy windows out of the ring.
@@ -82,11 +82,11 @@ class TokenStream:
             windows = self._copy_windows(self.tokens, starts, length)
         # Checked here, because a check on opening would read the whole file.
         if self._vocab_size is not None and windows.size:
-            smallest = 0 if windows.dtype.kind == "u" else int(windows.min())
-            largest = int(windows.max())
-            if smallest < 0 or largest >= self._vocab_size:
-                beyond = smallest if smallest < 0 else largest
-                error = beyond_vocabulary(self.file.prefix, beyond, self._vocab_size)
+            smallest_id = 0 if windows.dtype.kind == "u" else int(windows.min())
+            largest_id = int(windows.max())
+            if smallest_id < 0 or largest_id >= self._vocab_size:
+                invalid_id = smallest_id if smallest_id < 0 else largest_id
+                error = vocabulary_error(self.file.prefix, invalid_id, self._vocab_size)
                 error.found_here = True  # other ranks read other windows
                 raise error
         return windows
@@ -120,16 +120,18 @@ class TokenStream:
     ) -> NDArray[Any]:
         self._check_size(tokens)
         windows = np.empty((starts.size, length), tokens.dtype)
-        is_inside = starts + length <= self.num_tokens
-        if is_inside.any():
-            if length not in self._views:  # creating one takes as long as a small batch
-                self._views[length] = np.lib.stride_tricks.sliding_window_view(tokens, length)
-            view = self._views[length]
-            if is_inside.all():
+        is_contiguous = starts + length <= self.num_tokens
+        if is_contiguous.any():
+            if length not in self._window_views:  # creating one takes as long as a small batch
+                self._window_views[length] = np.lib.stride_tricks.sliding_window_view(
+                    tokens, length
+                )
+            view = self._window_views[length]
+            if is_contiguous.all():
                 return view[starts]  # one copy in C instead of a loop over windows
-            windows[is_inside] = view[starts[is_inside]]
-        wrapped = starts[~is_inside, None] + np.arange(length)
-        windows[~is_inside] = tokens[wrapped % self.num_tokens]
+            windows[is_contiguous] = view[starts[is_contiguous]]
+        wrapped_positions = starts[~is_contiguous, None] + np.arange(length)
+        windows[~is_contiguous] = tokens[wrapped_positions % self.num_tokens]
         return windows
 
     def _copy_from_parts(
@@ -147,7 +149,7 @@ class TokenStream:
         return windows
 
 
-def beyond_vocabulary(prefix: Path, token_id: int, vocab_size: int) -> DataError:
+def vocabulary_error(prefix: Path, token_id: int, vocab_size: int) -> DataError:
     """Return the error for a token file with an id outside the run's vocabulary."""
     return DataError(
         f"{prefix}.bin holds the token id {token_id}, and the vocabulary of tokenizer and model "
@@ -217,17 +219,17 @@ class Samples:
         self.block_size = block_size
         self._streams = [source.stream for source in sources]
         self._dtype = np.result_type(*(stream.tokens.dtype for stream in self._streams))
-        single_stage = MixtureStage(None, tuple(source.weight for source in sources))
-        self._mixture = Mixture(stages or [single_stage], block_size=block_size)
+        constant_stage = MixtureStage(None, tuple(source.weight for source in sources))
+        self._mixture = Mixture(stages or [constant_stage], block_size=block_size)
         self._samplers = {
-            number: WindowSampler(
+            source_index: WindowSampler(
                 num_tokens=source.stream.num_tokens,
                 block_size=block_size,
                 seed=seed,
-                source=number,
+                source=source_index,
                 name="The training text" if len(sources) == 1 else f"The source {source.name}",
             )
-            for number, source in enumerate(sources)
+            for source_index, source in enumerate(sources)
             if source.weight > 0
         }
         self.num_windows = sum(sampler.num_windows for sampler in self._samplers.values())
@@ -275,17 +277,17 @@ class Samples:
         """Return the stage of a sample, counted from 0; 0 if the weights never change."""
         return self._mixture.stage_of(sample)
 
-    def windows_of(self, source: int) -> int:
+    def epoch_samples(self, source: int) -> int:
         """Return the samples of one epoch of a source; 0 for a source of weight 0."""
         sampler = self._samplers.get(source)
         return 0 if sampler is None else sampler.num_windows
 
-    def served(self, num_samples: int) -> list[int]:
+    def samples_per_source(self, num_samples: int) -> list[int]:
         """Return how many of the first `num_samples` samples come from each source."""
-        return self._mixture.served(num_samples)
+        return self._mixture.samples_per_source(num_samples)
 
 
-def hold_in_memory(sources: Iterable[CorpusSource]) -> None:
+def pin_in_memory(sources: Iterable[CorpusSource]) -> None:
     """Read all bytes of sources once, in order, and pin their pages if the system allows it.
 
     All processes on a node map the same files and share their pages, so one process reads and pins
@@ -295,11 +297,11 @@ def hold_in_memory(sources: Iterable[CorpusSource]) -> None:
         sources: Sources of weight 0 are left out, because a run never reads them.
     """
     for stream in (source.stream for source in sources if source.weight > 0):
-        fault = None
+        failure = None
         for array in arrays_of(stream.tokens):
             _read_into_cache(stream.path_of(array), array)
-            fault = fault or _lock_pages(array.ctypes.data, array.nbytes)
-        outcome = f"read ahead but not pinned ({fault}; see `ulimit -l`)" if fault else "pinned"
+            failure = failure or _lock_pages(array.ctypes.data, array.nbytes)
+        outcome = f"read ahead but not pinned ({failure}; see `ulimit -l`)" if failure else "pinned"
         num_bytes = stream.tokens.nbytes
         logger.info(f"in memory: {num_bytes / 1e9:.3g} GB of {stream.file.prefix}.bin, {outcome}")
 
@@ -309,17 +311,17 @@ def _read_into_cache(path: Path, array: NDArray[Any]) -> None:
     mapping = mapping_of(array)
     if mapping is None:
         return
-    first = array.ctypes.data - np.frombuffer(mapping, np.uint8).ctypes.data
+    first_byte = array.ctypes.data - np.frombuffer(mapping, np.uint8).ctypes.data
     # Large sequential reads are faster than the page faults of a memory map.
     buffer = memoryview(bytearray(_READ_BYTES))
-    remaining = array.nbytes
+    num_remaining = array.nbytes
     with open(path, "rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), first, remaining, os.POSIX_FADV_SEQUENTIAL)
-        file.seek(first)
+            os.posix_fadvise(file.fileno(), first_byte, num_remaining, os.POSIX_FADV_SEQUENTIAL)
+        file.seek(first_byte)
         # If the file was cut short since it was mapped, the next access to the map raises.
-        while remaining > 0 and (count := file.readinto(buffer[:remaining])):
-            remaining -= count
+        while num_remaining > 0 and (num_read := file.readinto(buffer[:num_remaining])):
+            num_remaining -= num_read
 
 
 def _lock_pages(address: int, num_bytes: int) -> str | None:

@@ -20,7 +20,7 @@ from llm.data.text_identity import bare_name, check_dataset_name
 from llm.errors import DataError, one_line
 from llm.runtime.logging import counted
 
-_SPLITS = {
+_SPLIT_BY_NAME = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
@@ -56,7 +56,7 @@ class DatasetFolder:
         return self.splits[split]
 
 
-def saved_dataset(dataset_name: str, config_name: str | None) -> Path | None:
+def find_saved_dataset(dataset_name: str, config_name: str | None) -> Path | None:
     """Return the folder that the datasets library has written with `save_to_disk`, if it is one."""
     folder = Path(os.path.abspath(dataset_name))
     for path in (folder / config_name, folder) if config_name else (folder,):
@@ -85,19 +85,19 @@ def open_dataset_folder(
     """
     check_dataset_name(dataset_name, file_option)
     folder = Path(dataset_name)
-    if not folder.is_dir() or saved_dataset(dataset_name, config_name) is not None:
+    if not folder.is_dir() or find_saved_dataset(dataset_name, config_name) is not None:
         return None
     if configurations := _read_configurations(folder / "README.md"):
         configuration = _choose_configuration(configurations, config_name, dataset_name)
-        folder = _inner_path(folder, str(configuration.get("data_dir") or ""))
+        folder = _path_inside(folder, str(configuration.get("data_dir") or ""))
         patterns = _patterns_by_split(configuration.get("data_files") or {})
     else:
-        folder = _configuration_folder(folder, config_name)
+        folder = _find_configuration_folder(folder, config_name)
         patterns = {}
     if patterns:
-        splits, reason = _split_by_patterns(folder, patterns), "as README.md says"
+        splits, reason = _group_by_patterns(folder, patterns), "as README.md says"
     else:
-        splits, reason = _split_by_names(folder, file_option)
+        splits, reason = _group_by_names(folder, file_option)
     counts = [f"{split} is {counted(len(files), 'file')}" for split, files in splits.items()]
     logger.info(f"{_OPTION} {folder}: {', '.join(counts)}, {reason}")
     for files in splits.values():
@@ -105,27 +105,27 @@ def open_dataset_folder(
     return DatasetFolder(name=dataset_name, splits=splits)
 
 
-def _read_configurations(card: Path) -> list[dict[str, Any]]:
+def _read_configurations(card_path: Path) -> list[dict[str, Any]]:
     """Return the configurations in the metadata of a card; none without card or metadata."""
-    if not card.is_file():
+    if not card_path.is_file():
         return []
     from huggingface_hub import metadata_load  # imported here: most folders have no card
 
     try:
-        with open(card, "rb") as file:
+        with open(card_path, "rb") as file:
             if not file.read(100).lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"---"):
                 return []
-        configurations = (metadata_load(card) or {}).get("configs", [])
+        configurations = (metadata_load(card_path) or {}).get("configs", [])
     except Exception as error:  # YAML's own, ValueError, OSError
         raise DataError(
-            f"{_OPTION} {card.parent}: the metadata at the top of README.md cannot be read "
+            f"{_OPTION} {card_path.parent}: the metadata at the top of README.md cannot be read "
             f"({one_line(error)}); mend or remove them."
         ) from error
     if not isinstance(configurations, list) or not all(
         isinstance(configuration, dict) and isinstance(configuration.get("config_name"), str)
         for configuration in configurations
     ):
-        raise _unknown_form("configs", configurations)
+        raise _unknown_form_error("configs", configurations)
     return configurations
 
 
@@ -133,30 +133,36 @@ def _choose_configuration(
     configurations: list[dict[str, Any]], config_name: str | None, dataset_name: str
 ) -> dict[str, Any]:
     """Return a configuration by its name; without a name, the only one or the default."""
-    by_name = {configuration["config_name"]: configuration for configuration in configurations}
-    defaults = [name for name in by_name if name == "default" or by_name[name].get("default")]
-    if config_name is None and (len(by_name) == 1 or len(defaults) == 1):
-        config_name = defaults[0] if defaults else next(iter(by_name))
-    if config_name not in by_name:
-        lack = "several configurations" if config_name is None else f"no {config_name!r}"
+    configuration_by_name = {
+        configuration["config_name"]: configuration for configuration in configurations
+    }
+    defaults = [
+        name
+        for name in configuration_by_name
+        if name == "default" or configuration_by_name[name].get("default")
+    ]
+    if config_name is None and (len(configuration_by_name) == 1 or len(defaults) == 1):
+        config_name = defaults[0] if defaults else next(iter(configuration_by_name))
+    if config_name not in configuration_by_name:
+        fault = "several configurations" if config_name is None else f"no {config_name!r}"
         raise DataError(
-            f"The data set {dataset_name} has {lack}; choose a configuration with "
-            f"--dataset_config_name from: {', '.join(map(repr, by_name))}."
+            f"The data set {dataset_name} has {fault}; choose a configuration with "
+            f"--dataset_config_name from: {', '.join(map(repr, configuration_by_name))}."
         )
-    return by_name[config_name]
+    return configuration_by_name[config_name]
 
 
-def _configuration_folder(folder: Path, config_name: str | None) -> Path:
+def _find_configuration_folder(folder: Path, config_name: str | None) -> Path:
     """Return the folder of a configuration, for a data set without a card."""
     if config_name in (None, "default"):
         return folder
-    inner = folder / str(config_name)
-    if not inner.is_dir():
+    configuration_folder = folder / str(config_name)
+    if not configuration_folder.is_dir():
         raise DataError(
             f"{_OPTION} {folder} has no configuration {config_name!r}: neither its README.md nor a "
             "folder has this name. Leave --dataset_config_name out to read the whole folder."
         )
-    return inner
+    return configuration_folder
 
 
 def _patterns_by_split(data_files: Any) -> dict[str, list[str]]:
@@ -173,37 +179,43 @@ def _patterns_by_split(data_files: Any) -> dict[str, list[str]]:
             case {"split": str(split), "path": [*paths]} if all(isinstance(p, str) for p in paths):
                 patterns[split] += paths
             case _:
-                raise _unknown_form("data_files", item)
+                raise _unknown_form_error("data_files", item)
     return patterns
 
 
-def _unknown_form(field: str, value: Any) -> DataError:
+def _unknown_form_error(field: str, value: Any) -> DataError:
+    """Return the error for a field of a card with a value that the specification lacks."""
     return DataError(
         f"{_OPTION}: the field {field} of README.md has a form that is not known "
         f"({reprlib.repr(value)}); mend it, or remove the field, so that names tell the splits."
     )
 
 
-def _split_by_patterns(
+def _group_by_patterns(
     folder: Path, patterns: Mapping[str, Sequence[str]]
 ) -> dict[str, list[Path]]:
     """Return the files that match the patterns of each split, in the order of the patterns."""
     splits = {
         split: list(
-            dict.fromkeys(file for item in patterns[split] for file in _match_pattern(folder, item))
+            dict.fromkeys(
+                file for pattern in patterns[split] for file in _match_pattern(folder, pattern)
+            )
         )
         for split in patterns
     }
-    listed = {file for files in splits.values() for file in files}
-    if unlisted := [file for file in find_text_files(folder, _OPTION) if file not in listed]:
+    listed_files = {file for files in splits.values() for file in files}
+    if unlisted_files := [
+        file for file in find_text_files(folder, _OPTION) if file not in listed_files
+    ]:
         logger.info(
-            f"{_OPTION} {folder}: README.md does not list {counted(len(unlisted), 'text file')} "
-            f"for this configuration, such as {unlisted[0]}"
+            f"{_OPTION} {folder}: README.md does not list "
+            f"{counted(len(unlisted_files), 'text file')} for this configuration, such as "
+            f"{unlisted_files[0]}"
         )
     return splits
 
 
-def _inner_path(folder: Path, name: str) -> Path:
+def _path_inside(folder: Path, name: str) -> Path:
     """Return a path in a folder; refuse one outside, since the card may be from a stranger."""
     if os.path.isabs(name) or ".." in Path(name).parts:
         raise DataError(
@@ -214,7 +226,8 @@ def _inner_path(folder: Path, name: str) -> Path:
 
 
 def _match_pattern(folder: Path, pattern: str) -> list[Path]:
-    _inner_path(folder, pattern)
+    """Return the files in a folder that match a pattern of its card, sorted by name."""
+    _path_inside(folder, pattern)
     names = sorted(glob.glob(pattern, root_dir=folder, recursive=True))
     files = [folder / name for name in names if (folder / name).is_file()]
     if not files:
@@ -225,33 +238,33 @@ def _match_pattern(folder: Path, pattern: str) -> list[Path]:
     return files
 
 
-def _split_by_names(folder: Path, file_option: str) -> tuple[dict[str, list[Path]], str]:
+def _group_by_names(folder: Path, file_option: str) -> tuple[dict[str, list[Path]], str]:
     """Divide the text files of a folder by the splits in their names and folders.
 
     Returns:
         (the files of each split, why).
     """
-    splits: dict[str, list[Path]] = {split: [] for split in dict.fromkeys(_SPLITS.values())}
-    unnamed: list[Path] = []
+    splits: dict[str, list[Path]] = {split: [] for split in dict.fromkeys(_SPLIT_BY_NAME.values())}
+    files_without_split: list[Path] = []
     remedy = (
         "move the files of each split into a folder train, validation or test, or name the file to "
         f"read with {file_option}."
     )
     for file in find_text_files(folder, _OPTION):
-        names = find_split_names(file.relative_to(folder))
-        if len(names) > 1:
+        split_names = find_split_names(file.relative_to(folder))
+        if len(split_names) > 1:
             raise DataError(
-                f"{_OPTION}: {file} is named like the splits {' and '.join(names)}; {remedy}"
+                f"{_OPTION}: {file} is named like the splits {' and '.join(split_names)}; {remedy}"
             )
-        (splits[names[0]] if names else unnamed).append(file)
+        (splits[split_names[0]] if split_names else files_without_split).append(file)
     splits = {split: files for split, files in splits.items() if files}
     if not splits:
-        return {"train": unnamed}, "since no name of a file or folder tells a split"
-    if unnamed:
+        return {"train": files_without_split}, "since no name of a file or folder tells a split"
+    if files_without_split:
         split, files = next(iter(splits.items()))
         raise DataError(
-            f"{_OPTION}: {files[0]} is named like the split {split}, and {unnamed[0]} like none; "
-            f"{remedy}"
+            f"{_OPTION}: {files[0]} is named like the split {split}, and {files_without_split[0]} "
+            f"like none; {remedy}"
         )
     return splits, "as the names of files or folders tell"
 
@@ -264,6 +277,10 @@ def find_split_names(path: Path) -> list[str]:
     """
     splits: dict[str, None] = {}
     for name in (*path.parts[:-1], bare_name(path)):
-        parts = re.split(r"[-._ ]+", _SHARD_NUMBER.sub("", name.lower()))
-        splits |= {_SPLITS[part]: None for part in (parts[0], parts[-1]) if part in _SPLITS}
+        name_parts = re.split(r"[-._ ]+", _SHARD_NUMBER.sub("", name.lower()))
+        splits |= {
+            _SPLIT_BY_NAME[name_part]: None
+            for name_part in (name_parts[0], name_parts[-1])
+            if name_part in _SPLIT_BY_NAME
+        }
     return list(splits)

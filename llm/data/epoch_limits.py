@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llm.data.corpus import CorpusSource, Samples
-from llm.data.formats.flat import locate
+from llm.data.formats.flat import locate_token_file
 from llm.data.options import DataOptions
 from llm.errors import ConfigError
 
@@ -26,47 +26,50 @@ def check_epochs(
     Raises:
         ConfigError: A source is used up before the end, or the option names an unknown source.
     """
-    samples_served = samples.served(num_samples)
+    samples_per_source = samples.samples_per_source(num_samples)
     problems = []
-    for number, max_epochs in _parse_limits(options.max_epochs, sources).items():
-        windows = samples.windows_of(number)
-        if samples_served[number] > max_epochs * windows:
+    for source_index, max_epochs in _parse_max_epochs(options.max_epochs, sources).items():
+        epoch_samples = samples.epoch_samples(source_index)
+        if samples_per_source[source_index] > max_epochs * epoch_samples:
             problems.append(
-                f"--max_epochs is {max_epochs:g} for the source {sources[number].name}, which has "
-                f"{windows:,} samples, and the run would take {samples_served[number]:,} "
-                f"({samples_served[number] / windows:.4g} epochs); give it less weight or more "
-                "text, shorten the run, or allow more epochs."
+                f"--max_epochs is {max_epochs:g} for the source {sources[source_index].name}, "
+                f"which has {epoch_samples:,} samples, and the run would take "
+                f"{samples_per_source[source_index]:,} "
+                f"({samples_per_source[source_index] / epoch_samples:.4g} epochs); give it less "
+                "weight or more text, shorten the run, or allow more epochs."
             )
     if problems:
         raise ConfigError(" ".join(problems))
 
 
-def _parse_limits(
+def _parse_max_epochs(
     values: Sequence[float | str], sources: Sequence[CorpusSource]
 ) -> dict[int, float]:
-    """Return the maximum epochs by number of the source, for sources with a limit."""
+    """Return the maximum epochs by the index of the source, for sources with a limit."""
     if len(values) == 1 and not isinstance(values[0], str):
         return dict.fromkeys(range(len(sources)), values[0])
-    pairs = [
+    limit_pairs = [
         (max_epochs, path)
         for max_epochs, path in zip(values[::2], values[1::2], strict=False)
         if not isinstance(max_epochs, str) and isinstance(path, str)
     ]
-    if 2 * len(pairs) != len(values):
+    if 2 * len(limit_pairs) != len(values):
         raise ConfigError(
             f"--max_epochs {' '.join(map(str, values))} is neither one number for every source nor "
             "a number before each path, such as 4 data/web 1 data/code; give one of the two."
         )
-    files = [source.stream.file.prefix.resolve() for source in sources]
-    limits: dict[int, float] = {}
-    for max_epochs, path in pairs:
-        file = locate(Path(path))[0].resolve()
-        if file not in files:
+    source_files = [source.stream.file.prefix.resolve() for source in sources]
+    max_epochs_by_source: dict[int, float] = {}
+    for max_epochs, path in limit_pairs:
+        limited_file = locate_token_file(Path(path))[0].resolve()
+        if limited_file not in source_files:
             raise ConfigError(
                 f"--max_epochs names {path}, which is not a source of the training data; they are "
                 f"{', '.join(str(source.stream.file.prefix) for source in sources)}."
             )
-        limits |= {
-            number: max_epochs for number, source_file in enumerate(files) if source_file == file
+        max_epochs_by_source |= {
+            source_index: max_epochs
+            for source_index, source_file in enumerate(source_files)
+            if source_file == limited_file
         }
-    return limits
+    return max_epochs_by_source

@@ -36,48 +36,50 @@ def find_hub_files(dataset_name: str, dataset_config_name: str | None) -> HubFil
     """
     import datasets
 
-    with errors_explained(dataset_name, dataset_config_name, local=False):
+    with explain_dataset_errors(dataset_name, dataset_config_name, is_local=False):
         builder = datasets.load_dataset_builder(dataset_name, dataset_config_name)
         urls = [url for split in (builder.config.data_files or {}).values() for url in split]
-    parts = [re.fullmatch(r"hf://datasets/([^@]+)@([^/]+)/(.+)", url) for url in urls]
-    outside = next((url for url, part in zip(urls, parts, strict=True) if part is None), None)
-    if not urls or outside:
+    url_matches = [re.fullmatch(r"hf://datasets/([^@]+)@([^/]+)/(.+)", url) for url in urls]
+    foreign_url = next(
+        (url for url, url_match in zip(urls, url_matches, strict=True) if url_match is None), None
+    )
+    if not urls or foreign_url:
         raise DataError(
             f"The data set {dataset_name} is not made of files in its repository"
-            f"{f' ({outside})' if outside else ''}: load it with the datasets library, save it "
-            "with save_to_disk, and name that folder with --dataset_name."
+            f"{f' ({foreign_url})' if foreign_url else ''}: load it with the datasets library, "
+            "save it with save_to_disk, and name that folder with --dataset_name."
         )
-    file_parts = [part.groups() for part in parts if part is not None]
+    url_parts = [url_match.groups() for url_match in url_matches if url_match is not None]
     return HubFiles(
-        name=file_parts[0][0], revision=file_parts[0][1], files=[path for *_, path in file_parts]
+        name=url_parts[0][0], revision=url_parts[0][1], files=[path for *_, path in url_parts]
     )
 
 
 @contextlib.contextmanager
-def errors_explained(
-    dataset_name: str, dataset_config_name: str | None, *, local: bool
+def explain_dataset_errors(
+    dataset_name: str, dataset_config_name: str | None, *, is_local: bool
 ) -> Iterator[None]:
     """Turn the dozens of error types of the `datasets` library into a DataError.
 
     Args:
         dataset_name: A Hub name, or a folder.
         dataset_config_name: The configuration; or None.
-        local: Whether it is a folder.
+        is_local: Whether `dataset_name` is a folder.
     """
     try:
         yield
     except Exception as error:
         message = str(error)
         if isinstance(error, ValueError) and re.search("BuilderConfig|Config name", message):
-            listed = re.search(r"\[(.*?)\]", message)
-            lack = "several configurations"
+            name_list = re.search(r"\[(.*?)\]", message)
+            fault = "several configurations"
             if dataset_config_name is not None:
-                lack = f"no {dataset_config_name!r}"
+                fault = f"no {dataset_config_name!r}"
             raise DataError(
-                f"The data set {dataset_name} has {lack}; choose a configuration with "
-                f"--dataset_config_name from: {listed[1] if listed else 'see its page'}."
+                f"The data set {dataset_name} has {fault}; choose a configuration with "
+                f"--dataset_config_name from: {name_list[1] if name_list else 'see its page'}."
             ) from error
-        if local:
+        if is_local:
             reason = one_line(error.__cause__ or error)
             raise DataError(f"--dataset_name {dataset_name} cannot be read: {reason}.") from error
         raise DataError(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from llm.data.batch_plan import BatchPlan
 from llm.data.corpus import Samples, TokenStream
 from llm.data.order import DocumentBoundaries
-from llm.data.skipped_samples import NONE_SKIPPED, SkippedSamples
+from llm.data.skipped_samples import NO_SKIPPED_SAMPLES, SkippedSamples
 from llm.errors import DataError
 from llm.runtime.labels import IGNORED
 
@@ -82,61 +82,78 @@ class TrainLoader:
     device: torch.device
     document_boundaries: DocumentBoundaries | None = None
     with_sources: bool = False
-    skipped: SkippedSamples = NONE_SKIPPED
+    skipped: SkippedSamples = NO_SKIPPED_SAMPLES
 
-    def sample_range(self, first: int, stop: int) -> tuple[int, int]:
-        """Return the range of samples of the steps first to stop - 1, counted from 0."""
-        begin, _ = self.plan.step_positions(first)
-        _, end = self.plan.step_positions(stop - 1)
-        return self.skipped.span((begin, end))
+    def sample_range(self, first_step: int, end_step: int) -> tuple[int, int]:
+        """Return the range of the samples of consecutive steps: the first, one after the last.
 
-    def steps(self, start: int) -> Generator[StepBatch, None, None]:
-        """Yield the steps from `start` to the end of the run; nothing before `start` is read.
+        Args:
+            first_step: The first step, counted from 0.
+            end_step: The step after the last one.
+        """
+        first_position, _ = self.plan.step_positions(first_step)
+        _, end_position = self.plan.step_positions(end_step - 1)
+        return self.skipped.sample_range((first_position, end_position))
+
+    def steps(self, first_step: int) -> Generator[StepBatch, None, None]:
+        """Yield the steps from `first_step` to the end of the run; no earlier step is read.
 
         A thread reads ahead. It ends with the iterator, even if you close it early, and its errors
         are raised here.
         """
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
-        pending: deque[Future[StepBatch]] = deque()
+        pending_batches: deque[Future[StepBatch]] = deque()
         try:
-            remaining = iter(range(start, self.plan.total_steps))
-            for step in itertools.islice(remaining, _PREFETCH_STEPS):
-                pending.append(pool.submit(self._read_step, step))
-            while pending:
-                # Wait before submitting the next step: the thread would compete for the interpreter
-                # lock with the training step that waits here.
-                batch = pending.popleft().result()
-                for step in itertools.islice(remaining, 1):
-                    pending.append(pool.submit(self._read_step, step))
+            remaining_steps = iter(range(first_step, self.plan.total_steps))
+            for step in itertools.islice(remaining_steps, _PREFETCH_STEPS):
+                pending_batches.append(pool.submit(self._read_step, step))
+            while pending_batches:
+                # Wait before submitting the next step: its thread and this one would compete for
+                # the global interpreter lock.
+                step_batch = pending_batches.popleft().result()
+                for step in itertools.islice(remaining_steps, 1):
+                    pending_batches.append(pool.submit(self._read_step, step))
                 # Copied here and not in the thread, so that the CUDA stream that uses the copies
                 # also queues them.
-                micro_batches = [_to_device(micro, self.device) for micro in batch.micro_batches]
-                yield replace(batch, micro_batches=micro_batches)
+                micro_batches = [
+                    _to_device(micro_batch, self.device) for micro_batch in step_batch.micro_batches
+                ]
+                yield replace(step_batch, micro_batches=micro_batches)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _read_step(self, step: int) -> StepBatch:
-        first, stop = self.plan.step_positions(step)
+        """Return the input of a step, counted from 0, in the memory of the host."""
+        first_position, end_position = self.plan.step_positions(step)
         positions = self.plan.rank_positions(step, self.rank)  # [accumulation, micro_batch_size]
-        is_real = positions >= 0
+        has_sample = positions >= 0
         block_size = self.samples.block_size
         # Missing samples read the step's first window, and their labels are ignored.
-        samples = self.skipped.sample_indices(np.where(is_real, positions, first))
+        samples = self.skipped.sample_indices(np.where(has_sample, positions, first_position))
         windows = self.samples.read(samples.reshape(-1))
-        sources: Sequence[NDArray[np.int64] | None] = [None] * len(samples)
+        micro_batch_sources: Sequence[NDArray[np.int64] | None] = [None] * len(samples)
         if self.with_sources:
-            sources = [*self.samples.locate(samples.reshape(-1))[0].reshape(samples.shape)]
+            sources, _ = self.samples.locate(samples.reshape(-1))
+            micro_batch_sources = [*sources.reshape(samples.shape)]
         # [accumulation, micro_batch_size, block_size + 1]
         windows = windows.reshape(*samples.shape, block_size + 1)
-        pin = self.device.type == "cuda"
+        pin_memory = self.device.type == "cuda"
         return StepBatch(
             micro_batches=[
-                _micro_batch(window, label_mask, self.document_boundaries, pin, source)
-                for window, label_mask, source in zip(windows, is_real, sources, strict=True)
+                _make_micro_batch(
+                    micro_batch_windows,
+                    label_mask,
+                    self.document_boundaries,
+                    pin_memory=pin_memory,
+                    sources=window_sources,
+                )
+                for micro_batch_windows, label_mask, window_sources in zip(
+                    windows, has_sample, micro_batch_sources, strict=True
+                )
             ],
-            num_samples=stop - first,
-            num_tokens=(stop - first) * block_size,
-            samples=samples[is_real],
+            num_samples=end_position - first_position,
+            num_tokens=(end_position - first_position) * block_size,
+            samples=samples[has_sample],
         )
 
 
@@ -183,10 +200,10 @@ class EvalLoader:
             )
 
     def _num_windows(self) -> int:
-        windows = math.ceil((self.stream.num_tokens - 1) / self.block_size)
+        num_windows = math.ceil((self.stream.num_tokens - 1) / self.block_size)
         if self.max_batches is None:
-            return windows
-        return min(windows, self.max_batches * self.micro_batch_size)
+            return num_windows
+        return min(num_windows, self.max_batches * self.micro_batch_size)
 
     def __len__(self) -> int:
         """Return the number of batches of each rank."""
@@ -199,58 +216,62 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Yield the batches, on the device."""
-        size = self.micro_batch_size
-        pin = self.device.type == "cuda"
-        for batch in range(len(self)):
-            first = (batch * self.world_size + self.rank) * size
-            starts = (first + np.arange(size, dtype=np.int64)) * self.block_size
+        micro_batch_size = self.micro_batch_size
+        pin_memory = self.device.type == "cuda"
+        for batch_index in range(len(self)):
+            first_window = (batch_index * self.world_size + self.rank) * micro_batch_size
+            starts = (first_window + np.arange(micro_batch_size, dtype=np.int64)) * self.block_size
             # Windows past the end wrap around; their labels do not count.
-            tokens = self.stream.windows(starts, self.block_size + 1)
+            windows = self.stream.windows(starts, self.block_size + 1)
             label_mask = starts[:, None] + np.arange(self.block_size) < self.num_tokens
             yield _to_device(
-                _micro_batch(tokens, label_mask, self.document_boundaries, pin), self.device
+                _make_micro_batch(
+                    windows, label_mask, self.document_boundaries, pin_memory=pin_memory
+                ),
+                self.device,
             )
 
 
-def _micro_batch(
+def _make_micro_batch(
     windows: NDArray[Any],
     label_mask: NDArray[np.bool_],
     document_boundaries: DocumentBoundaries | None,
-    pin: bool,
+    *,
+    pin_memory: bool,
     sources: NDArray[np.int64] | None = None,
 ) -> MicroBatch:
-    """Make a micro-batch of windows [num_windows, block_size + 1].
+    """Return the micro-batch of windows, in the memory of the host.
 
     Args:
-        windows: Token ids.
-        label_mask: Which labels count, per window or per token.
-        document_boundaries: How to keep the documents of a window apart.
-        pin: Whether to allocate the tensors in pinned memory, so that copies are asynchronous.
-        sources: Number of the source of each window.
+        windows: Token ids [num_windows, block_size + 1].
+        label_mask: Which labels count, [num_windows] or [num_windows, block_size].
+        document_boundaries: How to keep the documents of a window apart; None ignores them.
+        pin_memory: Whether the tensors are in pinned memory, so that copies are asynchronous.
+        sources: Number of the source of each window [num_windows]; None leaves them out.
     """
 
-    def tensor(values: NDArray[Any]) -> torch.Tensor:
+    def to_int64_tensor(values: NDArray[Any]) -> torch.Tensor:
         # One copy, from the file's dtype to int64 in the memory that the device reads.
-        result = torch.empty(values.shape, dtype=torch.int64, pin_memory=pin)
-        result.numpy()[...] = values
-        return result
+        tensor = torch.empty(values.shape, dtype=torch.int64, pin_memory=pin_memory)
+        tensor.numpy()[...] = values
+        return tensor
 
-    labels = tensor(windows[:, 1:])
+    labels = to_int64_tensor(windows[:, 1:])
     if not label_mask.all():
         labels.numpy()[~label_mask] = IGNORED
-    positions, documents = (
-        (None, None) if document_boundaries is None else document_boundaries.split(windows[:, :-1])
-    )
+    positions = documents = None
+    if document_boundaries is not None:
+        positions, documents = document_boundaries.split(windows[:, :-1])
     return MicroBatch(
-        tensor(windows[:, :-1]),
-        labels,
-        None if positions is None else tensor(positions),
-        None if documents is None else tensor(documents),
-        None if sources is None else tensor(sources),
+        input_ids=to_int64_tensor(windows[:, :-1]),
+        labels=labels,
+        positions=None if positions is None else to_int64_tensor(positions),
+        documents=None if documents is None else to_int64_tensor(documents),
+        sources=None if sources is None else to_int64_tensor(sources),
     )
 
 
-def _to_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
+def _to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
     return MicroBatch._make(
-        None if tensor is None else tensor.to(device, non_blocking=True) for tensor in micro
+        None if tensor is None else tensor.to(device, non_blocking=True) for tensor in micro_batch
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm.data.cache import TokenCache
-from llm.data.corpus import Corpus, CorpusSource, TokenStream, beyond_vocabulary
+from llm.data.corpus import Corpus, CorpusSource, TokenStream, vocabulary_error
 from llm.data.dataset_folder import open_dataset_folder
 from llm.data.formats.flat import AnyTokenFile, FlatTokenFile
 from llm.data.formats.megatron import TokenFile, read_row_bytes, token_dtype
@@ -27,10 +27,10 @@ from llm.tokenizers.load_tokenizer import begin_token, end_token, fingerprint, n
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_DOCUMENTS_CHECKED = 100
-_TOKENS_CHECKED = 1 << 20
+_MAX_CHECKED_DOCUMENTS = 100
+_MAX_CHECKED_TOKENS = 1 << 20
 
-Words = Sequence[float | str]
+BlendWords = Sequence[float | str]
 
 logger = logging.getLogger("llm.data")
 
@@ -56,23 +56,25 @@ def open_corpus(
         ConfigError: The options make no blend or no split.
         DataError: The data is missing, damaged, from another tokenizer, or too small for the split.
     """
-    opener = _Opener(options, fingerprint(tokenizer), vocab_size, document_boundaries)
+    opener = _CorpusOpener(options, fingerprint(tokenizer), vocab_size, document_boundaries)
     if options.data_stage:
         return opener.open_stages()
     if options.data_path:
         return opener.open_split()
     if options.train_data_path or options.valid_data_path:
-        return opener.open_whole(options.train_data_path, options.valid_data_path)
+        return opener.open_unsplit(options.train_data_path, options.valid_data_path)
     train, validation = _prepare_texts(options, tokenizer, vocab_size, trust_remote_code)
     if train is not None and validation is None and options.validation_split_percentage > 0:
         corpus = opener.open_split_rows(train)
     else:
         files = [() if prefix is None else (str(prefix),) for prefix in (train, validation)]
-        corpus = opener.open_whole(*files)
-    # Not after the cache.
-    name = Path(options.train_file or options.dataset_name or "").resolve().name
-    name = name.partition(".")[0] if options.train_file else name
-    return replace(corpus, train=tuple(replace(source, name=name) for source in corpus.train))
+        corpus = opener.open_unsplit(*files)
+    # Sources of text have the name of the text, not of the token files in the cache.
+    source_name = Path(options.train_file or options.dataset_name or "").resolve().name
+    source_name = source_name.partition(".")[0] if options.train_file else source_name
+    return replace(
+        corpus, train=tuple(replace(source, name=source_name) for source in corpus.train)
+    )
 
 
 def _prepare_texts(
@@ -84,24 +86,25 @@ def _prepare_texts(
     """Return the cached token files of the texts for training and evaluation."""
     folder = options.data_cache_dir or os.environ.get("LLM_CACHE_DIR") or "~/.cache/llm"
     cache = TokenCache(folder=Path(folder).expanduser(), overwrite=options.overwrite_cache)
-    size = num_ids(getattr(tokenizer, "backend_tokenizer", None), len(tokenizer))
+    num_tokenizer_ids = num_ids(getattr(tokenizer, "backend_tokenizer", None), len(tokenizer))
     encoding = TextEncoding(
         tokenizer=tokenizer,
         fingerprint=fingerprint(tokenizer),
-        size=size,
+        size=num_tokenizer_ids,
         end_token=end_token(tokenizer.eos_token_id, options.append_eos),
         begin_token=begin_token(tokenizer.bos_token_id, options.prepend_bos),
-        dtype=token_dtype(max(vocab_size, size)).name,
+        dtype=token_dtype(max(vocab_size, num_tokenizer_ids)).name,
     )
     workers = bounded_workers(options.preprocessing_num_workers)
-    texts = _texts_by_split(options, trust_remote_code)
-    files = {split: text.files() for split, text in texts.items()}  # all are checked first
+    text_by_split = _texts_by_split(options, trust_remote_code)
+    # The files of all texts are checked before the first text is tokenized.
+    files_by_split = {split: text.files() for split, text in text_by_split.items()}
     train, validation = (
         cache.token_files(
-            encoding.key(texts[split], files[split]),
-            encoding.prepare(texts[split], files[split], workers=workers),
+            encoding.key(text_by_split[split], files_by_split[split]),
+            encoding.prepare(text_by_split[split], files_by_split[split], workers=workers),
         )
-        if split in texts
+        if split in text_by_split
         else None
         for split in ("train", "validation")
     )
@@ -110,51 +113,56 @@ def _prepare_texts(
 
 def _texts_by_split(options: DataOptions, trust_remote_code: bool) -> dict[str, Text]:
     """Return the texts for training and evaluation, by the name of their split."""
-    text = partial(
+    make_text = partial(
         Text,
         text_column=options.text_column,
         keep_linebreaks=not options.no_keep_linebreaks,
         trust_remote_code=trust_remote_code,
     )
-    texts: dict[str, Text] = {}
+    text_by_split: dict[str, Text] = {}
     if options.dataset_name is not None:
-        texts = _dataset_texts(options.dataset_name, options.dataset_config_name, text)
+        text_by_split = _dataset_texts(options.dataset_name, options.dataset_config_name, make_text)
     for split, name in (("train", options.train_file), ("validation", options.validation_file)):
         if name is not None:
-            texts[split] = text(name=name, option=f"--{split}_file", paths=(name,))
-    paths = [path for split in texts for path in texts[split].paths]
+            text_by_split[split] = make_text(name=name, option=f"--{split}_file", paths=(name,))
+    paths = [path for split in text_by_split for path in text_by_split[split].paths]
     plain_text = next((path for path in paths if kind_of(Path(path)) == ".txt"), None)
     if plain_text is not None and options.text_column is not None:
         logger.warning(
             f"--text_column {options.text_column} has no effect on {plain_text}: a text has no "
             "columns"
         )
-    return texts
+    return text_by_split
 
 
 def _dataset_texts(
-    dataset_name: str, config_name: str | None, text: Callable[..., Text]
+    dataset_name: str, config_name: str | None, make_text: Callable[..., Text]
 ) -> dict[str, Text]:
     """Return the texts of a data set, by the name of their split."""
     option = "--dataset_name"
     folder = open_dataset_folder(dataset_name, config_name, file_option="--train_file")
     if folder is None:
         return {
-            split: text(name=dataset_name, option=option, split=split, config_name=config_name)
+            split: make_text(name=dataset_name, option=option, split=split, config_name=config_name)
             for split in ("train", "validation")
         }
-    paths = {"train": folder.files("train"), "validation": folder.splits.get("validation", ())}
+    paths_by_split = {
+        "train": folder.files("train"),
+        "validation": folder.splits.get("validation", ()),
+    }
     return {
-        split: text(
-            name=f"{dataset_name} [{split}]", option=option, paths=tuple(map(str, paths[split]))
+        split: make_text(
+            name=f"{dataset_name} [{split}]",
+            option=option,
+            paths=tuple(map(str, paths_by_split[split])),
         )
-        for split in paths
-        if paths[split]
+        for split in paths_by_split
+        if paths_by_split[split]
     }
 
 
 @dataclass(frozen=True, slots=True)
-class _Opener:
+class _CorpusOpener:
     """Opens token files that fit a run; for its attributes see `open_corpus`."""
 
     options: DataOptions
@@ -171,53 +179,55 @@ class _Opener:
 
         They are split by `split`, or taken whole if `valid_data_path` names other files.
         """
-        first: dict[Path, CorpusSource] = {}  # by the real path, in order of appearance
-        blends: list[dict[Path, float]] = []
-        for number, stage in enumerate(self.options.data_stage, start=1):
-            blend: dict[Path, float] = defaultdict(float)
-            for source in self._open_sources(stage.data_path, f"data_stage {number}: data_path"):
+        source_by_file: dict[Path, CorpusSource] = {}  # by the real path, in order of appearance
+        stage_blends: list[dict[Path, float]] = []
+        for stage_number, stage in enumerate(self.options.data_stage, start=1):
+            weight_by_file: dict[Path, float] = defaultdict(float)
+            for source in self._open_sources(
+                stage.data_path, f"data_stage {stage_number}: data_path"
+            ):
                 file = source.stream.file.prefix.resolve()
-                first.setdefault(file, source)
-                blend[file] += source.weight
-            blends.append(blend)
+                source_by_file.setdefault(file, source)
+                weight_by_file[file] += source.weight
+            stage_blends.append(weight_by_file)
         stages = tuple(
-            MixtureStage(stage.until, tuple(blend[file] for file in first))
-            for stage, blend in zip(self.options.data_stage, blends, strict=True)
+            MixtureStage(stage.until, tuple(weight_by_file[file] for file in source_by_file))
+            for stage, weight_by_file in zip(self.options.data_stage, stage_blends, strict=True)
         )
-        names = _shortest_names([source.stream.file.prefix for source in first.values()])
+        names = _shorten_paths([source.stream.file.prefix for source in source_by_file.values()])
         # Means over the stages, so that the weights of the validation losses are constant.
         shares = zip(*(stage.weights for stage in stages), strict=True)
         sources = [
             replace(source, name=name, weight=sum(weights) / len(stages))
-            for source, name, weights in zip(first.values(), names, shares, strict=True)
+            for source, name, weights in zip(source_by_file.values(), names, shares, strict=True)
         ]
         if self.options.valid_data_path:
-            corpus = self.open_whole((), self.options.valid_data_path)
+            corpus = self.open_unsplit((), self.options.valid_data_path)
             return replace(corpus, train=tuple(sources), stages=stages)
         return replace(self._split_sources(sources), stages=stages)
 
-    def _split_sources(self, unsplit: Sequence[CorpusSource]) -> Corpus:
+    def _split_sources(self, unsplit_sources: Sequence[CorpusSource]) -> Corpus:
         """Split each file by `split`."""
-        text = self.options.split
-        split = parse_split(DEFAULT_SPLIT if text is None else text)
-        text = f"{DEFAULT_SPLIT} (the default)" if text is None else text
+        split_text = self.options.split
+        split = parse_split(DEFAULT_SPLIT if split_text is None else split_text)
+        split_text = f"{DEFAULT_SPLIT} (the default)" if split_text is None else split_text
         train: list[CorpusSource] = []
         validation: list[CorpusSource] = []
-        for source in unsplit:
+        for source in unsplit_sources:
             if source.weight == 0:
-                # It keeps its number in the blend, because the number keys the order of each
-                # source.
+                # A source of weight 0 keeps its number in the blend: the numbers are part of the
+                # keys of the orders.
                 train.append(source)
                 continue
             streams = split_documents(
-                source.stream.file, split, text=text, vocab_size=self.vocab_size
+                source.stream.file, split, text=split_text, vocab_size=self.vocab_size
             )
-            for stream, sources in zip(streams, (train, validation), strict=True):
+            for stream, split_sources in zip(streams, (train, validation), strict=True):
                 if stream is not None:
-                    sources.append(replace(source, stream=stream))
+                    split_sources.append(replace(source, stream=stream))
         return Corpus(train=tuple(train) if split[0] > 0 else (), validation=tuple(validation))
 
-    def open_whole(self, train: Words, validation: Words) -> Corpus:
+    def open_unsplit(self, train: BlendWords, validation: BlendWords) -> Corpus:
         """Open files to train on and others to evaluate on."""
         train_sources = self._open_sources(train, "--train_data_path")
         validation_sources = self._open_sources(validation, "--valid_data_path")
@@ -241,17 +251,17 @@ class _Opener:
             validation=(replace(source, stream=validation),),
         )
 
-    def _open_sources(self, blend: Words, option: str) -> list[CorpusSource]:
+    def _open_sources(self, blend: BlendWords, option: str) -> list[CorpusSource]:
         """Open and check the token files of one option, whole, and normalize their weights."""
         if not blend:
             return []
         paths, weights = parse_blend(blend, option=option)
         streams = [self._open_file(path) for path in paths]
         weights = weights or [float(stream.num_tokens) for stream in streams]
-        total = sum(weights)
+        weight_sum = sum(weights)
         return [
-            CorpusSource(name, weight / total, stream)
-            for name, weight, stream in zip(_shortest_names(paths), weights, streams, strict=True)
+            CorpusSource(name, weight / weight_sum, stream)
+            for name, weight, stream in zip(_shorten_paths(paths), weights, streams, strict=True)
         ]
 
     def _open_file(self, path: Path) -> TokenStream:
@@ -268,7 +278,7 @@ class _Opener:
             )
             check_beginnings(file.prefix, sidecar, self.options.prepend_bos)
             if sidecar.largest_token >= self.vocab_size:
-                raise beyond_vocabulary(file.prefix, sidecar.largest_token, self.vocab_size)
+                raise vocabulary_error(file.prefix, sidecar.largest_token, self.vocab_size)
         if self.document_boundaries is not None:
             check_document_ends(file, self.document_boundaries.eos_token_id)
         num_bytes = None if sidecar is None else sidecar.text_bytes
@@ -287,14 +297,14 @@ def check_document_ends(file: AnyTokenFile, eos_token_id: int) -> None:
             known, it is not among the first million tokens.
     """
     if not isinstance(file, FlatTokenFile):
-        number = min(_DOCUMENTS_CHECKED, file.num_documents)
-        ends = file.document_starts(1, number + 1)
-        tokens = file.tokens.take(ends[ends > 0] - 1)
-        fault = f"none of its first {number} documents ends with the id {eos_token_id}"
+        num_checked = min(_MAX_CHECKED_DOCUMENTS, file.num_documents)
+        document_ends = file.document_starts(1, num_checked + 1)
+        checked_tokens = file.tokens.take(document_ends[document_ends > 0] - 1)
+        fault = f"none of its first {num_checked} documents ends with the id {eos_token_id}"
     else:
-        tokens = file.tokens[:_TOKENS_CHECKED]
-        fault = f"the id {eos_token_id} is not among its first {tokens.size:,} tokens"
-    if not (tokens == eos_token_id).any():
+        checked_tokens = file.tokens[:_MAX_CHECKED_TOKENS]
+        fault = f"the id {eos_token_id} is not among its first {checked_tokens.size:,} tokens"
+    if not (checked_tokens == eos_token_id).any():
         raise DataError(
             "--reset_position_ids and --reset_attention_mask need documents that end with the "
             f"tokenizer's end-of-text token, and {file.prefix} has none: {fault}. Prepare it again "
@@ -302,11 +312,11 @@ def check_document_ends(file: AnyTokenFile, eos_token_id: int) -> None:
         )
 
 
-def _shortest_names(paths: Sequence[Path]) -> list[str]:
+def _shorten_paths(paths: Sequence[Path]) -> list[str]:
     """Return the shortest path endings that tell the files apart."""
-    for length in range(1, 1 + max(len(path.parts) for path in paths)):
-        names = [Path(*path.parts[-length:]).as_posix() for path in paths]
+    for num_parts in range(1, 1 + max(len(path.parts) for path in paths)):
+        names = [Path(*path.parts[-num_parts:]).as_posix() for path in paths]
         if len(set(names)) == len(names):
             return names
     # The same file was given twice.
-    return [f"{number}-{path.name}" for number, path in enumerate(paths)]
+    return [f"{path_index}-{path.name}" for path_index, path in enumerate(paths)]

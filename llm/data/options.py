@@ -6,7 +6,7 @@ from typing import Literal
 from llm.config.duration import Duration, Tokens
 from llm.config.options import non_default, option, option_group
 from llm.data.batch_schedule import parse_batch_schedule
-from llm.data.skipped_samples import skipped_ranges
+from llm.data.skipped_samples import parse_skipped_ranges
 from llm.errors import ConfigError
 
 BATCH = "Batch"
@@ -189,22 +189,24 @@ SOURCES = ("dataset_name", "train_file", "data_path", "data_stage", "train_data_
 
 def training_paths(options: DataOptions) -> list[str]:
     """Return the names of the token files for training, each once."""
-    staged = dict.fromkeys(word for stage in options.data_stage for word in stage.data_path)
-    values = (*options.data_path, *options.train_data_path, *staged)
+    stage_words = dict.fromkeys(word for stage in options.data_stage for word in stage.data_path)
+    values = (*options.data_path, *options.train_data_path, *stage_words)
     return [word for word in values if isinstance(word, str)]
 
 
 def data_problems(options: DataOptions) -> list[str]:
     """Return faults of the data options, one sentence each."""
     problems = stage_problems(options.data_stage)
-    sources = [f"--{name}" for name in SOURCES if getattr(options, name)]
+    source_flags = [f"--{name}" for name in SOURCES if getattr(options, name)]
     if options.dataset_name and options.validation_file:
-        sources.append("--validation_file")
+        source_flags.append("--validation_file")
     token_files = training_paths(options) or options.valid_data_path
-    text = options.dataset_name or options.train_file or options.validation_file
-    if len(sources) > 1:
-        problems.append(f"{' and '.join(sources)} are different sources of data; give one of them.")
-    if options.valid_data_path and (options.data_path or text):
+    text_source = options.dataset_name or options.train_file or options.validation_file
+    if len(source_flags) > 1:
+        problems.append(
+            f"{' and '.join(source_flags)} are different sources of data; give one of them."
+        )
+    if options.valid_data_path and (options.data_path or text_source):
         problems.append(
             "--valid_data_path goes with --train_data_path, or alone with --eval_only; "
             "--data_path is cut by --split, and text has other options."
@@ -231,7 +233,7 @@ def data_problems(options: DataOptions) -> list[str]:
         ]
     if token_files and "validation_split_percentage" in non_default(options):
         problems.append("--validation_split_percentage cuts text; token files are cut by --split.")
-    if text and not options.append_eos:
+    if text_source and not options.append_eos:
         problems += [
             f"--{name} needs documents that end with the end-of-text token; leave --no_append_eos "
             "out."
@@ -254,7 +256,7 @@ def batch_problems(options: BatchOptions) -> list[str]:
             "--gradient_accumulation_steps."
         )
     try:
-        skipped_ranges(options.skip_samples)
+        parse_skipped_ranges(options.skip_samples)
     except ConfigError as error:
         problems.append(str(error))
     return problems
@@ -269,9 +271,9 @@ def device_batch_size(options: BatchOptions) -> int:
 def stage_problems(stages: Sequence[DataStage]) -> list[str]:
     """Return the faults in the sequence of stages, one sentence each."""
     problems = []
-    begins = 0
-    for number, stage in enumerate(stages, start=1):
-        name, is_last = f"data_stage {number}", number == len(stages)
+    stage_start = 0
+    for stage_number, stage in enumerate(stages, start=1):
+        name, is_last = f"data_stage {stage_number}", stage_number == len(stages)
         if not stage.data_path:
             problems.append(f"{name} has no data_path; name its token files.")
         if stage.until is None and not is_last:
@@ -284,10 +286,10 @@ def stage_problems(stages: Sequence[DataStage]) -> list[str]:
                 f"{name} is the last stage and lasts to the end of the run; leave out its until = "
                 f"{stage.until}."
             )
-        elif stage.until is not None and stage.until <= begins:
+        elif stage.until is not None and stage.until <= stage_start:
             problems.append(
-                f"{name} ends at {stage.until:,} tokens and begins at {begins:,}; give the stages "
-                "in the order of their until."
+                f"{name} ends at {stage.until:,} tokens and begins at {stage_start:,}; give the "
+                "stages in the order of their until."
             )
-        begins = stage.until or begins
+        stage_start = stage.until or stage_start
     return problems

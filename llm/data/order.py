@@ -20,21 +20,22 @@ from numpy.typing import NDArray
 from llm.data.options import DataOptions
 from llm.errors import ConfigError, DataError
 
-_MASK = (1 << 64) - 1
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_UINT64_MASK = (1 << 64) - 1
+_SPLIT_MIX_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 # Four rounds suffice asymptotically. For sizes below ten, eight leave a bias that shows with two
 # million keys; twelve leave none.
-_ROUNDS = 12
-_WINDOW_KEY, _OFFSET_KEY = 1, 2
-_SOURCE_KEY = 1 << 63  # far from the number of any epoch
+_NUM_FEISTEL_ROUNDS = 12
+# Positions in SplitMix64 streams of seeds.
+_WINDOW_STREAM, _OFFSET_STREAM = 1, 2
+_FIRST_SOURCE_STREAM = 1 << 63  # far from the number of any epoch
 
-_DENOMINATOR = 2**40
-_TICKS = 2**8  # per sample; two samples of a source are at least this many ticks apart
+_WEIGHT_DENOMINATOR = 2**40
+_TICKS_PER_SAMPLE = 2**8  # per sample; two samples of a source are at least this many ticks apart
 
 # Samples computed at once; a few at a time would cost thirty times as much.
-_WINDOW_BLOCK = 2**10
-_BLEND_BLOCK = 2**12
-_BLOCKS_KEPT = 4
+_SAMPLES_PER_WINDOW_BLOCK = 2**10
+_SAMPLES_PER_BLEND_BLOCK = 2**12
+_NUM_CACHED_BLOCKS = 4
 
 UInt64s = NDArray[np.uint64]
 Int64s = NDArray[np.int64]
@@ -61,19 +62,20 @@ def permute(index: NDArray[Any], *, size: int, key: int | UInt64s) -> Int64s:
     side += side % 2  # with an odd side, all keys would give permutations of one parity
     value = np.array(index, dtype=np.uint64)
     shape, value = value.shape, value.reshape(-1)
-    keys = np.broadcast_to(np.asarray(_as_uint64(key)), shape).reshape(-1)
-    todo = np.arange(value.size)
-    while todo.size:
-        value[todo] = _feistel_permute(value[todo], keys[todo], np.uint64(side))
+    keys = np.broadcast_to(np.asarray(_to_uint64(key)), shape).reshape(-1)
+    pending = np.arange(value.size)
+    while pending.size:
+        value[pending] = _apply_feistel_network(value[pending], keys[pending], np.uint64(side))
         # Values outside the range are mapped again, which keeps the map one to one.
-        todo = todo[value[todo] >= size]
+        pending = pending[value[pending] >= size]
     return value.astype(np.int64).reshape(shape)
 
 
-def _feistel_permute(value: UInt64s, keys: UInt64s, side: np.uint64) -> UInt64s:
+def _apply_feistel_network(value: UInt64s, keys: UInt64s, side: np.uint64) -> UInt64s:
+    """Permute values [num_values] of range(side * side), each with its key [num_values]."""
     high, low = value // side, value % side
-    for number in range(_ROUNDS):
-        hashed = _split_mix(_split_mix(keys, number), high)
+    for round_index in range(_NUM_FEISTEL_ROUNDS):
+        hashed = _split_mix(_split_mix(keys, round_index), high)
         low, high = high, (low + hashed % side) % side
     return high * side + low
 
@@ -81,41 +83,44 @@ def _feistel_permute(value: UInt64s, keys: UInt64s, side: np.uint64) -> UInt64s:
 def _split_mix(seed: UInt64s, position: UInt64s | int) -> UInt64s:
     """Return the SplitMix64 output at a position of each seed's stream; 1-D arrays."""
     # Arrays wrap around silently, which is intended; for scalars numpy would warn.
-    count = np.atleast_1d(np.asarray(position, dtype=np.uint64)) + np.uint64(1)
-    state: UInt64s = seed + count * _GOLDEN
+    stream_position = np.atleast_1d(np.asarray(position, dtype=np.uint64)) + np.uint64(1)
+    state: UInt64s = seed + stream_position * _SPLIT_MIX_INCREMENT
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
 
 
-def _as_uint64(key: int | UInt64s) -> UInt64s:
-    return np.array([key & _MASK], np.uint64) if isinstance(key, int) else key
+def _to_uint64(key: int | UInt64s) -> UInt64s:
+    """Return keys as uint64; an integer becomes an array [1] of its lowest 64 bits."""
+    return np.array([key & _UINT64_MASK], np.uint64) if isinstance(key, int) else key
 
 
-class _Blockwise:
+class _BlockCache:
     """A function of sample indices, computed and cached in blocks of consecutive indices.
 
     Args:
-        make: Computes a block from its number: int64 [num_values, size].
+        compute_block: Returns a block by its index: int64 [num_values, size].
         num_values: Values of one sample.
         size: Samples of a block.
     """
 
-    def __init__(self, make: Callable[[int], Int64s], *, num_values: int, size: int) -> None:
+    def __init__(
+        self, compute_block: Callable[[int], Int64s], *, num_values: int, size: int
+    ) -> None:
         # One cache per object: a cache on the method would keep all objects alive.
-        self._block = lru_cache(maxsize=_BLOCKS_KEPT)(make)
+        self._read_block = lru_cache(maxsize=_NUM_CACHED_BLOCKS)(compute_block)
         self._num_values = num_values
         self._size = size
 
     def __call__(self, samples: Int64s) -> Int64s:
         """Return int64 [num_values, num_samples] for int64 [num_samples]."""
-        blocks, places = np.divmod(samples, self._size)
+        blocks, offsets = np.divmod(samples, self._size)
         if samples.size and (blocks == blocks[0]).all():  # the usual case, in one copy
-            return self._block(int(blocks[0]))[:, places]
+            return self._read_block(int(blocks[0]))[:, offsets]
         values = np.empty((self._num_values, samples.size), np.int64)
         for block in np.unique(blocks).tolist():
             in_block = blocks == block
-            values[:, in_block] = self._block(block)[:, places[in_block]]
+            values[:, in_block] = self._read_block(block)[:, offsets[in_block]]
         return values
 
 
@@ -154,10 +159,10 @@ class WindowSampler:
                 f"{name} has {num_tokens:,} tokens, too few for one window of "
                 f"--block_size {block_size:,}; use a smaller --block_size or more text."
             )
-        self._seed = _as_uint64(seed)
+        self._seed = _to_uint64(seed)
         if source:
-            self._seed = _split_mix(self._seed, _SOURCE_KEY + source)
-        self._starts = _Blockwise(self._make_block, num_values=1, size=_WINDOW_BLOCK)
+            self._seed = _split_mix(self._seed, _FIRST_SOURCE_STREAM + source)
+        self._starts = _BlockCache(self._make_block, num_values=1, size=_SAMPLES_PER_WINDOW_BLOCK)
 
     def starts(self, samples: NDArray[Any]) -> Int64s:
         """Return the position of each sample's first token.
@@ -171,15 +176,19 @@ class WindowSampler:
         samples = np.asarray(samples, dtype=np.int64)
         return self._starts(samples.reshape(-1)).reshape(samples.shape)
 
-    def _make_block(self, block: int) -> Int64s:
-        samples = block * _WINDOW_BLOCK + np.arange(_WINDOW_BLOCK, dtype=np.int64)
-        epoch, index = np.divmod(samples, self.num_windows)
-        epoch_seed = _split_mix(self._seed, epoch.astype(np.uint64))
-        window = permute(index, size=self.num_windows, key=_split_mix(epoch_seed, _WINDOW_KEY))
-        offset = _split_mix(epoch_seed, _OFFSET_KEY) % np.uint64(self.num_tokens)
-        offset[epoch == 0] = 0
-        position = offset.astype(np.int64) + window * self.block_size
-        return (position % self.num_tokens)[None]
+    def _make_block(self, block_index: int) -> Int64s:
+        samples = block_index * _SAMPLES_PER_WINDOW_BLOCK + np.arange(
+            _SAMPLES_PER_WINDOW_BLOCK, dtype=np.int64
+        )
+        epochs, epoch_positions = np.divmod(samples, self.num_windows)
+        epoch_seeds = _split_mix(self._seed, epochs.astype(np.uint64))
+        windows = permute(
+            epoch_positions, size=self.num_windows, key=_split_mix(epoch_seeds, _WINDOW_STREAM)
+        )
+        offsets = _split_mix(epoch_seeds, _OFFSET_STREAM) % np.uint64(self.num_tokens)
+        offsets[epochs == 0] = 0
+        positions = offsets.astype(np.int64) + windows * self.block_size
+        return (positions % self.num_tokens)[None]
 
 
 class Blend:
@@ -201,7 +210,7 @@ class Blend:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights = _integer_weights(weights)
-        self._locate = _Blockwise(self._make_block, num_values=2, size=_BLEND_BLOCK)
+        self._locate = _BlockCache(self._make_block, num_values=2, size=_SAMPLES_PER_BLEND_BLOCK)
 
     def locate(self, samples: Int64s) -> tuple[Int64s, Int64s]:
         """Return the source of each sample, and its index among the samples of that source.
@@ -218,77 +227,86 @@ class Blend:
         sources, indices = self._locate(samples)
         return sources, indices
 
-    def served(self, num_samples: int) -> list[int]:
+    def samples_per_source(self, num_samples: int) -> list[int]:
         """Return how many of the first `num_samples` samples each source serves, exactly."""
         # Binary search for the first time when `num_samples` samples have been served. With k
         # sources, the clock is within k / 2 samples of this number.
         num_sources = len(self._weights)
-        low, high = (
-            max(-1, (num_samples - num_sources) * _TICKS - 1),
-            (num_samples + num_sources) * _TICKS,
-        )
-        while high - low > 1:
-            middle = (low + high) // 2
-            if sum(self._served_until(middle)) >= num_samples:
-                high = middle
+        low_tick = max(-1, (num_samples - num_sources) * _TICKS_PER_SAMPLE - 1)
+        high_tick = (num_samples + num_sources) * _TICKS_PER_SAMPLE
+        while high_tick - low_tick > 1:
+            middle_tick = (low_tick + high_tick) // 2
+            if sum(self._samples_per_source_until(middle_tick)) >= num_samples:
+                high_tick = middle_tick
             else:
-                low = middle
-        counts, counts_at_end = self._served_until(high - 1), self._served_until(high)
-        missing = num_samples - sum(counts)
+                low_tick = middle_tick
+        counts = self._samples_per_source_until(high_tick - 1)
+        counts_after_tick = self._samples_per_source_until(high_tick)
+        num_missing = num_samples - sum(counts)
         for source in range(len(counts)):
             # If several sources are served at the same tick, the lower number comes first.
-            if missing and counts_at_end[source] > counts[source]:
+            if num_missing and counts_after_tick[source] > counts[source]:
                 counts[source] += 1
-                missing -= 1
+                num_missing -= 1
         return counts
 
-    def _served_until(self, time: int) -> list[int]:
-        """Return how many samples of each source have a time of at most `time`."""
-        # time_j(i) = (2i + 1) * D * T // (2 weight_j) <= time, solved for i.
-        unit = _DENOMINATOR * _TICKS
-        return [(((time + 1) * 2 * weight - 1) // unit + 1) // 2 for weight in self._weights]
+    def _samples_per_source_until(self, tick: int) -> list[int]:
+        """Return how many samples of each source have a time of at most `tick` ticks."""
+        # tick_j(i) = (2i + 1) * D * T // (2 weight_j) <= tick, solved for i, with the denominator D
+        # and T ticks per sample.
+        ticks_of_full_weight = _WEIGHT_DENOMINATOR * _TICKS_PER_SAMPLE
+        return [
+            (((tick + 1) * 2 * weight - 1) // ticks_of_full_weight + 1) // 2
+            for weight in self._weights
+        ]
 
-    def _make_block(self, block: int) -> Int64s:
+    def _make_block(self, block_index: int) -> Int64s:
         """Return the sources and indices of one block of samples, int64 [2, _BLEND_BLOCK]."""
-        first, stop = self.served(block * _BLEND_BLOCK), self.served((block + 1) * _BLEND_BLOCK)
-        origin = block * _BLEND_BLOCK * _TICKS
-        sources, indices, times = [], [], []
+        first_indices = self.samples_per_source(block_index * _SAMPLES_PER_BLEND_BLOCK)
+        end_indices = self.samples_per_source((block_index + 1) * _SAMPLES_PER_BLEND_BLOCK)
+        block_tick = block_index * _SAMPLES_PER_BLEND_BLOCK * _TICKS_PER_SAMPLE
+        sources, indices, ticks = [], [], []
         for source, weight in enumerate(self._weights):
-            steps = np.arange(stop[source] - first[source], dtype=np.int64)
-            if steps.size == 0:
+            sample_numbers = np.arange(end_indices[source] - first_indices[source], dtype=np.int64)
+            if sample_numbers.size == 0:
                 continue
-            # The first time is computed with Python's integers, which do not overflow; the others
-            # are int64 relative to the block, because step * rest is below 2**12 * 2**41.
-            start, start_remainder = divmod(
-                (2 * first[source] + 1) * _DENOMINATOR * _TICKS, 2 * weight
+            # The first tick is computed with Python's integers, which do not overflow. The others
+            # are int64 relative to the block: number * remainder is below 2**12 * 2**41.
+            first_tick, first_remainder = divmod(
+                (2 * first_indices[source] + 1) * _WEIGHT_DENOMINATOR * _TICKS_PER_SAMPLE,
+                2 * weight,
             )
-            step_ticks, step_remainder = divmod(2 * _DENOMINATOR * _TICKS, 2 * weight)
-            times.append(
-                start
-                - origin
-                + steps * step_ticks
-                + (start_remainder + steps * step_remainder) // (2 * weight)
+            step_ticks, step_remainder = divmod(
+                2 * _WEIGHT_DENOMINATOR * _TICKS_PER_SAMPLE, 2 * weight
             )
-            sources.append(np.full(steps.size, source, dtype=np.int64))
-            indices.append(first[source] + steps)
-        # The sort is stable: at equal times the lower source stays first.
-        order = np.argsort(np.concatenate(times), kind="stable")
+            ticks.append(
+                first_tick
+                - block_tick
+                + sample_numbers * step_ticks
+                + (first_remainder + sample_numbers * step_remainder) // (2 * weight)
+            )
+            sources.append(np.full(sample_numbers.size, source, dtype=np.int64))
+            indices.append(first_indices[source] + sample_numbers)
+        # The sort is stable: at equal ticks the lower source stays first.
+        order = np.argsort(np.concatenate(ticks), kind="stable")
         return np.stack([np.concatenate(sources)[order], np.concatenate(indices)[order]])
 
 
 def _integer_weights(weights: Sequence[float]) -> list[int]:
     """Return weights as integers that sum to the denominator, by the largest remainder."""
-    exact = [Fraction(weight) for weight in weights]
-    total = sum(exact)
-    quotas = [weight * _DENOMINATOR / total for weight in exact]
+    exact_weights = [Fraction(weight) for weight in weights]
+    weight_sum = sum(exact_weights)
+    quotas = [weight * _WEIGHT_DENOMINATOR / weight_sum for weight in exact_weights]
     # A source with a tiny weight is served rarely, but not never.
-    rounded = [max(int(quota), int(quota > 0)) for quota in quotas]
-    by_remainder = sorted(range(len(quotas)), key=lambda j: (rounded[j] - quotas[j], j))
-    missing = _DENOMINATOR - sum(rounded)
-    for source in by_remainder[: max(0, missing)]:
-        rounded[source] += 1
-    rounded[rounded.index(max(rounded))] += min(0, missing)
-    return rounded
+    integer_weights = [max(int(quota), int(quota > 0)) for quota in quotas]
+    sources_by_remainder = sorted(
+        range(len(quotas)), key=lambda j: (integer_weights[j] - quotas[j], j)
+    )
+    num_missing = _WEIGHT_DENOMINATOR - sum(integer_weights)
+    for source in sources_by_remainder[: max(0, num_missing)]:
+        integer_weights[source] += 1
+    integer_weights[integer_weights.index(max(integer_weights))] += min(0, num_missing)
+    return integer_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,13 +332,14 @@ def stage_starts(stages: Sequence[MixtureStage], *, block_size: int) -> list[int
     Raises:
         ConfigError: A stage has no sample.
     """
-    ends = [stage.until for stage in stages if stage.until is not None]
-    starts = [0, *(end // block_size for end in ends)]
-    for number, (start, stop) in enumerate(itertools.pairwise(starts)):
-        if start == stop:
+    end_tokens = [stage.until for stage in stages if stage.until is not None]
+    starts = [0, *(end // block_size for end in end_tokens)]
+    for stage_index, (start, next_start) in enumerate(itertools.pairwise(starts)):
+        if start == next_start:
             raise ConfigError(
-                f"data_stage {number + 1} ends at {ends[number]:,} tokens, before its first sample "
-                f"of --block_size {block_size:,} tokens is complete; make its until larger."
+                f"data_stage {stage_index + 1} ends at {end_tokens[stage_index]:,} tokens, before "
+                f"its first sample of --block_size {block_size:,} tokens is complete; make its "
+                "until larger."
             )
     return starts
 
@@ -344,10 +363,12 @@ class Mixture:
         self._starts = stage_starts(stages, block_size=block_size)
         self._blends = [Blend(stage.weights) for stage in stages]
         # Samples served by each source before each stage.
-        self._before = [np.zeros(len(stages[0].weights), np.int64)]
-        borders = itertools.pairwise(self._starts)
-        for blend, (start, stop) in zip(self._blends, borders, strict=False):
-            self._before.append(self._before[-1] + blend.served(stop - start))
+        self._samples_before_stage = [np.zeros(len(stages[0].weights), np.int64)]
+        stage_ranges = itertools.pairwise(self._starts)
+        for blend, (start, next_start) in zip(self._blends, stage_ranges, strict=False):
+            self._samples_before_stage.append(
+                self._samples_before_stage[-1] + blend.samples_per_source(next_start - start)
+            )
 
     def locate(self, samples: Int64s) -> tuple[Int64s, Int64s]:
         """Return the source of each sample, and its index among the samples of that source.
@@ -363,17 +384,19 @@ class Mixture:
         sources, indices = np.empty_like(samples), np.empty_like(samples)
         for stage in np.unique(stages).tolist():
             in_stage = stages == stage
-            sources[in_stage], within = self._blends[stage].locate(
+            sources[in_stage], indices_in_stage = self._blends[stage].locate(
                 samples[in_stage] - self._starts[stage]
             )
-            indices[in_stage] = self._before[stage][sources[in_stage]] + within
+            indices[in_stage] = (
+                self._samples_before_stage[stage][sources[in_stage]] + indices_in_stage
+            )
         return sources, indices
 
-    def served(self, num_samples: int) -> list[int]:
+    def samples_per_source(self, num_samples: int) -> list[int]:
         """Return how many of the first `num_samples` samples each source serves, exactly."""
         stage = self.stage_of(num_samples)
-        within = self._blends[stage].served(num_samples - self._starts[stage])
-        counts: list[int] = (self._before[stage] + within).tolist()
+        counts_in_stage = self._blends[stage].samples_per_source(num_samples - self._starts[stage])
+        counts: list[int] = (self._samples_before_stage[stage] + counts_in_stage).tolist()
         return counts
 
     def stage_of(self, sample: int) -> int:
@@ -405,17 +428,20 @@ class DocumentBoundaries:
             input_ids: [num_windows, block_size].
 
         Returns:
-            Position of each token in its document, and the number of that document in its
-            window, counted from 0; both [num_windows, block_size], None if not wanted.
+            Position of each token in its document, and the number of that document in its window,
+            counted from 0; both int64 [num_windows, block_size], None if `positions` or `attention`
+            is False.
         """
-        begins = np.zeros(input_ids.shape, dtype=bool)
-        begins[:, 1:] = input_ids[:, :-1] == self.eos_token_id
+        is_document_start = np.zeros(input_ids.shape, dtype=bool)
+        is_document_start[:, 1:] = input_ids[:, :-1] == self.eos_token_id
         positions = documents = None
         if self.positions:
-            places = np.arange(input_ids.shape[1], dtype=np.int64)
-            positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+            window_positions = np.arange(input_ids.shape[1], dtype=np.int64)
+            positions = window_positions - np.maximum.accumulate(
+                np.where(is_document_start, window_positions, 0), axis=1
+            )
         if self.attention:
-            documents = np.cumsum(begins, axis=1, dtype=np.int64)
+            documents = np.cumsum(is_document_start, axis=1, dtype=np.int64)
         return positions, documents
 
 

@@ -42,58 +42,64 @@ class SkippedSamples:
             positions = positions + (positions >= first) * (stop - first)
         return positions
 
-    def span(self, positions: Range) -> Range:
-        """Return the range from the sample at the first position to the one at the last."""
+    def sample_range(self, positions: Range) -> Range:
+        """Return the range of sample indices that a range of positions spans."""
         return self.sample_indices(positions[0]), self.sample_indices(positions[1] - 1) + 1
 
     def skip(self, ranges: Iterable[Range]) -> "SkippedSamples":
         """Return these ranges and others; ranges that touch are joined."""
-        joined: list[Range] = []
+        joined_ranges: list[Range] = []
         for first, stop in sorted((*self.ranges, *ranges)):
-            if joined and first <= joined[-1][1]:
-                joined[-1] = joined[-1][0], max(joined[-1][1], stop)
+            if joined_ranges and first <= joined_ranges[-1][1]:
+                joined_ranges[-1] = joined_ranges[-1][0], max(joined_ranges[-1][1], stop)
             else:
-                joined.append((first, stop))
-        return SkippedSamples(tuple(joined))
+                joined_ranges.append((first, stop))
+        return SkippedSamples(tuple(joined_ranges))
 
     def ranges_below(self, index: int) -> tuple[Range, ...]:
         """Return the ranges below a sample index, the last one cut there."""
         return tuple((first, min(stop, index)) for first, stop in self.ranges if first < index)
 
-    def served(self, count: Callable[[int], list[int]], position: int) -> list[int]:
-        """Return how many samples before a position come from each source.
+    def samples_per_source(
+        self, count_per_source: Callable[[int], list[int]], position: int
+    ) -> list[int]:
+        """Return how many of the trained samples come from each source.
 
         Args:
-            count: Returns how many of the first n sample indices come from each source.
-            position: Samples trained on.
+            count_per_source: Returns how many of the first n samples, skipped ones included, come
+                from each source.
+            position: Number of trained samples.
         """
-        end = self.sample_indices(position - 1) + 1
-        totals = count(end)
-        for first, stop in self.ranges_below(end):
-            skipped = zip(totals, count(first), count(stop), strict=True)
-            totals = [
-                total + count_before - count_after for total, count_before, count_after in skipped
+        end_sample = self.sample_indices(position - 1) + 1
+        trained_counts = count_per_source(end_sample)
+        for first, stop in self.ranges_below(end_sample):
+            counts_by_source = zip(
+                trained_counts, count_per_source(first), count_per_source(stop), strict=True
+            )
+            trained_counts = [
+                trained_count + num_before_start - num_before_stop
+                for trained_count, num_before_start, num_before_stop in counts_by_source
             ]
-        return totals
+        return trained_counts
 
 
-NONE_SKIPPED = SkippedSamples()
+NO_SKIPPED_SAMPLES = SkippedSamples()
 
 
-def skipped_ranges(text: str | None) -> list[Range]:
+def parse_skipped_ranges(text: str | None) -> list[Range]:
     """Parse the ranges of `skip_samples`.
 
     Raises:
         ConfigError: They are not ranges.
     """
     ranges = []
-    for item in text.split(",") if text else ():
-        first, colon, stop = item.strip().partition(":")
-        digits = first.isascii() and first.isdigit() and stop.isascii() and stop.isdigit()
-        if not (colon and digits and int(first) < int(stop) <= _MAX_SAMPLES):
+    for range_text in text.split(",") if text else ():
+        first, colon, stop = range_text.strip().partition(":")
+        are_numbers = first.isascii() and first.isdigit() and stop.isascii() and stop.isdigit()
+        if not (colon and are_numbers and int(first) < int(stop) <= _MAX_SAMPLES):
             raise ConfigError(
-                f"--skip_samples {text}: '{item.strip()}' is not FIRST:STOP, two growing numbers "
-                "of samples such as 6400:6480."
+                f"--skip_samples {text}: '{range_text.strip()}' is not FIRST:STOP, two growing "
+                "numbers of samples such as 6400:6480."
             )
         ranges.append((int(first), int(stop)))
     return ranges

@@ -22,10 +22,11 @@ logger = logging.getLogger("llm.data")
 def parse_blend(
     blend: Sequence[float | str], *, option: str
 ) -> tuple[list[Path], list[float] | None]:
-    """Read prefixes of token files, alone or each after its weight.
+    """Return the prefixes of token files in a blend, and their weights.
 
     Args:
-        blend: Numbers are weights, strings are prefixes.
+        blend: Prefixes alone, or each prefix after its weight. Numbers are weights, strings are
+            prefixes.
         option: The option that they were given with, for messages.
 
     Returns:
@@ -34,19 +35,19 @@ def parse_blend(
     Raises:
         ConfigError: Weights and prefixes do not alternate, or a weight cannot be one.
     """
-    weighted = isinstance(blend[0], int | float)
+    has_weights = isinstance(blend[0], int | float)
     paths: list[Path] = []
     weights: list[float] = []
-    for number, word in enumerate(blend):
-        wants_weight = weighted and number % 2 == 0
+    for word_index, word in enumerate(blend):
+        expects_weight = has_weights and word_index % 2 == 0
         if isinstance(word, str):
-            if wants_weight:
+            if expects_weight:
                 raise ConfigError(
                     f"{option} gives {word} without a weight before it; give a weight before each "
                     "prefix, or none at all."
                 )
             paths.append(Path(word))
-        elif not wants_weight:
+        elif not expects_weight:
             raise ConfigError(
                 f"{option} has the number {word:g} where a prefix belongs; give a weight before "
                 f"each prefix, or none at all, and write a file of that name as ./{word:g}."
@@ -59,11 +60,11 @@ def parse_blend(
             weights.append(float(word))
     if isinstance(blend[-1], int | float):
         raise ConfigError(f"{option} ends with the weight {blend[-1]:g}; a prefix must follow it.")
-    if weighted and not any(weights):
+    if has_weights and not any(weights):
         raise ConfigError(f"{option} gives every source the weight 0; one must be above it.")
     if not math.isfinite(sum(weights)):
         raise ConfigError(f"{option} has weights with a sum that is not finite; give smaller ones.")
-    return paths, weights if weighted else None
+    return paths, weights if has_weights else None
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
@@ -76,18 +77,18 @@ def parse_split(text: str) -> tuple[float, float, float]:
         ConfigError: The text is not made of such numbers.
     """
     try:
-        numbers = [float(word) for word in text.split(",")]
+        shares = [float(word) for word in text.split(",")]
     except ValueError:
-        numbers = []
-    good = all(number >= 0 for number in numbers) and math.isfinite(sum(numbers))
-    if not 1 <= len(numbers) <= 3 or not good or sum(numbers) == 0:
+        shares = []
+    are_valid = all(share >= 0 for share in shares) and math.isfinite(sum(shares))
+    if not 1 <= len(shares) <= 3 or not are_valid or sum(shares) == 0:
         raise ConfigError(
             f"--split {text} is not a split; give up to three numbers for training, validation "
             "and testing, none negative and not all 0, such as 980,10,10."
         )
-    train, validation, test = [*numbers, 0.0, 0.0][:3]
-    total = sum(numbers)
-    return train / total, validation / total, test / total
+    training, validation, test = [*shares, 0.0, 0.0][:3]
+    share_sum = sum(shares)
+    return training / share_sum, validation / share_sum, test / share_sum
 
 
 def split_documents(
@@ -114,34 +115,34 @@ def split_documents(
     Raises:
         DataError: A split that is asked for gets no document.
     """
-    units, unit = file.num_documents, "documents"
+    num_units, unit_name = file.num_documents, "documents"
     if isinstance(file, FlatTokenFile):
-        units, unit = file.num_tokens, "tokens"
+        num_units, unit_name = file.num_tokens, "tokens"
         logger.info(
             f"{file.prefix} does not say where documents end: --split {text} cuts its tokens"
         )
-    bounds = [round(bound * float(units)) for bound in itertools.accumulate(split, initial=0.0)]
+    bounds = [round(share * float(num_units)) for share in itertools.accumulate(split, initial=0.0)]
 
-    def stream(number: int, name: str) -> TokenStream | None:
-        first, stop = bounds[number], bounds[number + 1]
-        if split[number] == 0:
+    def open_split(split_index: int, split_name: str) -> TokenStream | None:
+        first_unit, end_unit = bounds[split_index], bounds[split_index + 1]
+        if split[split_index] == 0:
             return None
-        if first >= stop:
+        if first_unit >= end_unit:
             raise DataError(
-                f"--split {text} leaves no {unit} for {name} of {file.prefix}, which "
-                f"has {units:,} {unit}; change the split, or give more text."
+                f"--split {text} leaves no {unit_name} for {split_name} of {file.prefix}, which "
+                f"has {num_units:,} {unit_name}; change the split, or give more text."
             )
         if isinstance(file, FlatTokenFile):
-            return TokenStream(file, start=first, stop=stop, vocab_size=vocab_size)
+            return TokenStream(file, start=first_unit, stop=end_unit, vocab_size=vocab_size)
         return TokenStream(
             file,
-            start=file.document_start(first),
-            stop=file.document_start(stop),
-            num_documents=stop - first,
+            start=file.document_start(first_unit),
+            stop=file.document_start(end_unit),
+            num_documents=end_unit - first_unit,
             vocab_size=vocab_size,
         )
 
-    return stream(0, "training"), stream(1, "validation")
+    return open_split(0, "training"), open_split(1, "validation")
 
 
 def split_rows(
@@ -163,29 +164,29 @@ def split_rows(
     Raises:
         DataError: One of the two would be empty.
     """
-    rows = file.num_sequences
-    split_row = round(percentage * rows / 100)
-    end = file.sequence_end(split_row)
-    if end == 0 or end == file.num_tokens:
-        split = "validation" if end == 0 else "training"
+    num_rows = file.num_sequences
+    split_row = round(percentage * num_rows / 100)
+    split_token = file.sequence_end(split_row)
+    if split_token == 0 or split_token == file.num_tokens:
+        empty_split = "validation" if split_token == 0 else "training"
         raise DataError(
-            f"--validation_split_percentage {percentage:g} of {rows:,} rows of text leaves none "
-            f"for {split}; change the percentage, or give a --validation_file."
+            f"--validation_split_percentage {percentage:g} of {num_rows:,} rows of text leaves "
+            f"none for {empty_split}; change the percentage, or give a --validation_file."
         )
     # A document that is cut in two counts on both sides.
-    num_begun = int(np.searchsorted(file.documents[:-1], split_row, side="left"))
+    num_started = int(np.searchsorted(file.documents[:-1], split_row, side="left"))
     num_ended = int(np.searchsorted(file.documents[1:], split_row, side="right"))
     validation = TokenStream(
         file,
-        stop=end,
-        num_documents=num_begun,
+        stop=split_token,
+        num_documents=num_started,
         # Sum in int64: a large corpus has more bytes than uint32 can count.
         num_bytes=int(row_bytes[:split_row].sum(dtype=np.int64)),
         vocab_size=vocab_size,
     )
     training = TokenStream(
         file,
-        start=end,
+        start=split_token,
         num_documents=file.num_documents - num_ended,
         num_bytes=int(row_bytes[split_row:].sum(dtype=np.int64)),
         vocab_size=vocab_size,

@@ -9,16 +9,16 @@ from pathlib import Path
 from llm.data.text_identity import COMPRESSIONS, KINDS, bare_name, kind_of, refuse_broken_links
 from llm.errors import DataError
 
-_DOCUMENTATION = (
+_DOCUMENTATION_NAMES = (
     *("readme", "license", "licence", "copying", "notice", "changelog"),
     *("dataset_info", "dataset_infos"),  # of the datasets library
 )
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-_TOKENIZER_FILES = (
-    *_TOKENIZER,
+_TOKENIZER_MARKERS = ("tokenizer.json", "tokenizer_config.json")
+_FILES_OF_TOKENIZERS = (
+    *_TOKENIZER_MARKERS,
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
 )
-_NAMES_LOGGED = 3
+_MAX_LOGGED_NAMES = 3
 
 logger = logging.getLogger("llm.data")
 
@@ -37,63 +37,70 @@ def find_text_files(folder: Path, option: str) -> list[Path]:
         DataError: The folder has no text file, a folder in it is unreadable, or a link is broken.
     """
     paths = _walk_folder(folder, option)
-    omitted: dict[str, list[str]] = defaultdict(list)
-    texts: list[Path] = []
+    names_by_reason: dict[str, list[str]] = defaultdict(list)
+    text_files: list[Path] = []
     for path in paths:
-        if reason := _reason_to_leave_out(path, folder):
-            omitted[reason].append(str(path.relative_to(folder)))
+        if reason := _exclusion_reason(path, folder):
+            names_by_reason[reason].append(str(path.relative_to(folder)))
         else:
-            texts.append(path)
-    if omitted:
+            text_files.append(path)
+    if names_by_reason:
         logger.info(
-            f"{option} {folder}: {len(paths) - len(texts):,} of {len(paths):,} files are left out: "
-            + ", ".join(f"{_join_names(names)} ({reason})" for reason, names in omitted.items())
+            f"{option} {folder}: {len(paths) - len(text_files):,} of {len(paths):,} files are left "
+            "out: "
+            + ", ".join(
+                f"{_join_names(names)} ({reason})" for reason, names in names_by_reason.items()
+            )
         )
-    if not texts:
+    if not text_files:
         raise DataError(
             f"{option} {folder} is a folder without any file of a known kind: {', '.join(KINDS)}, "
             f"plain or packed as {', '.join(COMPRESSIONS)}."
         )
-    return texts
+    return text_files
 
 
 def refuse_duplicates(paths: Sequence[Path], option: str) -> None:
     """Raise a DataError if two paths are the same file."""
     real_paths: set[Path] = set()
     for path in paths:
-        if (real := path.resolve()) in real_paths:
+        if (real_path := path.resolve()) in real_paths:
             raise DataError(f"{option} names {path} twice; give each file once.")
-        real_paths.add(real)
+        real_paths.add(real_path)
 
 
 def _join_names(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_LOGGED
-    return ", ".join(names[:_NAMES_LOGGED]) + (f" and {more:,} more" if more > 0 else "")
+    """Return the first names as a list in a sentence, and the number of the others."""
+    num_omitted = len(names) - _MAX_LOGGED_NAMES
+    return ", ".join(names[:_MAX_LOGGED_NAMES]) + (
+        f" and {num_omitted:,} more" if num_omitted > 0 else ""
+    )
 
 
 def _walk_folder(folder: Path, option: str) -> list[Path]:
     """Return all files in a folder at any depth, following links; refuse unreadable folders."""
 
-    def refuse(error: OSError) -> None:
+    def refuse_folder(error: OSError) -> None:
         raise DataError(
             f"{option} {folder}: {error.filename} cannot be read ({error.strerror}); fix this, or "
             "name the files to read."
         ) from error
 
     paths: list[Path] = []
-    entered: set[str] = set()
-    for name, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
-        real = os.path.realpath(name)
-        if real in entered:  # a link to a folder above it would be followed endlessly
+    visited_folders: set[str] = set()
+    for folder_name, folders, files in os.walk(folder, onerror=refuse_folder, followlinks=True):
+        real_folder = os.path.realpath(folder_name)
+        # A link to a folder above it would be followed endlessly.
+        if real_folder in visited_folders:
             folders.clear()
             continue
-        entered.add(real)
-        paths += [Path(name) / file for file in files]
+        visited_folders.add(real_folder)
+        paths += [Path(folder_name) / file for file in files]
     refuse_broken_links(paths, f"{option} {folder}:")
     return sorted(paths)
 
 
-def _reason_to_leave_out(path: Path, folder: Path) -> str | None:
+def _exclusion_reason(path: Path, folder: Path) -> str | None:
     """Return why a file in a folder is not read as text; None if it is."""
     relative = path.relative_to(folder)
     if any(name.startswith(".") for name in relative.parts):
@@ -101,9 +108,11 @@ def _reason_to_leave_out(path: Path, folder: Path) -> str | None:
     # Token files and the folder of an interrupted preparation may be next to their text.
     if any(name.endswith(".parts") for name in relative.parts[:-1]):
         return "an unfinished preparation"
-    if path.stem.lower() in _DOCUMENTATION or bare_name(path).lower() in _DOCUMENTATION:
+    if path.stem.lower() in _DOCUMENTATION_NAMES or bare_name(path).lower() in _DOCUMENTATION_NAMES:
         return "documentation"
-    if path.name in _TOKENIZER_FILES and any((path.parent / name).exists() for name in _TOKENIZER):
+    if path.name in _FILES_OF_TOKENIZERS and any(
+        (path.parent / name).exists() for name in _TOKENIZER_MARKERS
+    ):
         return "a tokenizer"
     if not path.is_file() or kind_of(path) not in KINDS:
         return "not a known kind of text"

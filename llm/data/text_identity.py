@@ -13,9 +13,10 @@ KINDS = (".txt", ".csv", ".json", ".jsonl", ".ndjson", ".parquet")
 SHARD_BYTES = 1 << 26
 """Bytes on disk that one worker takes at once; a killed run repeats this much per worker."""
 
-_FORMAT = 1  # of the shards
-_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
-_POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
+_PROVENANCE_FORMAT = 1
+"""Version of the shards that texts are tokenized into."""
+_NUM_SAMPLED_BLOCKS, _SAMPLED_BLOCK_BYTES = 16, 1 << 16
+_LFS_POINTER_START, _MAX_LFS_POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
 
 Json = str | int | bool | None | list[list[str | int]]
 Stamps = dict[Path, dict[str, int]]
@@ -44,7 +45,7 @@ def bare_name(path: Path) -> str:
     return Path(name).stem if kind_of(path) in KINDS else name
 
 
-def stamp(path: Path) -> dict[str, int]:
+def file_stamp(path: Path) -> dict[str, int]:
     """Return size and modification time; if either differs, the file has changed."""
     stat = path.stat()
     return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
@@ -77,7 +78,9 @@ def check_file(path: Path, option: str) -> None:
         )
     if path.stat().st_size == 0:
         raise DataError(f"{option} {path} is empty; give a file with text.")
-    if path.stat().st_size < _POINTER_BYTES and _read_beginning(path).startswith(_POINTER):
+    if path.stat().st_size < _MAX_LFS_POINTER_BYTES and _read_beginning(path).startswith(
+        _LFS_POINTER_START
+    ):
         raise DataError(
             f"{option} {path} is a pointer of Git LFS, not the file itself; run `git lfs pull` in "
             "its repository."
@@ -85,9 +88,10 @@ def check_file(path: Path, option: str) -> None:
 
 
 def _read_beginning(path: Path) -> bytes:
+    """Return at most 1,024 bytes from the beginning of a file."""
     try:
         with open(path, "rb") as file:
-            return file.read(_POINTER_BYTES)
+            return file.read(_MAX_LFS_POINTER_BYTES)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 
@@ -101,9 +105,15 @@ def file_options(
     return {"keep_linebreaks": keep_linebreaks and text_unit == "file", "text_unit": text_unit}
 
 
-def file_identity(path: Path, stamped: dict[str, int], options: dict[str, Json]) -> dict[str, Json]:
-    """Return values that identify the text of a file."""
-    return {"path": os.path.abspath(path), **stamped, **options}
+def file_identity(path: Path, stamp: dict[str, int], options: dict[str, Json]) -> dict[str, Json]:
+    """Return values that identify the text of a file.
+
+    Args:
+        path: The file.
+        stamp: Its size and modification time, as `file_stamp` returns them.
+        options: The options that affect its text, as `file_options` returns them.
+    """
+    return {"path": os.path.abspath(path), **stamp, **options}
 
 
 def sample_digest(path: Path) -> str:
@@ -114,11 +124,11 @@ def sample_digest(path: Path) -> str:
     try:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
-            if size <= _SAMPLES * _SAMPLE_BYTES:
+            if size <= _NUM_SAMPLED_BLOCKS * _SAMPLED_BLOCK_BYTES:
                 return str(xxhash.xxh3_128_hexdigest(file.read()))
-            for number in range(_SAMPLES):
-                file.seek((size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
+            for block_index in range(_NUM_SAMPLED_BLOCKS):
+                file.seek((size - _SAMPLED_BLOCK_BYTES) * block_index // (_NUM_SAMPLED_BLOCKS - 1))
+                digest.update(file.read(_SAMPLED_BLOCK_BYTES))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
     return str(digest.hexdigest())
@@ -154,7 +164,7 @@ def dataset_files(dataset_name: str) -> Stamps:
         return {}
     paths = sorted(Path(os.path.abspath(dataset_name)).rglob("*"))
     refuse_broken_links(paths, f"--dataset_name {dataset_name}:")
-    return {file: stamp(file) for file in paths if file.is_file()}
+    return {path: file_stamp(path) for path in paths if path.is_file()}
 
 
 def dataset_identity(
@@ -176,7 +186,7 @@ def dataset_identity(
         folder = os.path.abspath(dataset_name)
         identity["dataset"] = os.path.realpath(dataset_name)
         identity["files"] = [
-            [str(file.relative_to(folder)), *stamped.values()] for file, stamped in files.items()
+            [str(file.relative_to(folder)), *stamp.values()] for file, stamp in files.items()
         ]
     return identity
 
@@ -206,7 +216,7 @@ def make_provenance(
     """Return the provenance of token files."""
     # A change of any key or value changes the digests, and no existing cache or token file fits.
     return {
-        "format": _FORMAT,
+        "format": _PROVENANCE_FORMAT,
         "part_bytes": part_bytes,
         "sources": list(identities),
         "tokenizer_fingerprint": tokenizer_fingerprint,

@@ -24,10 +24,10 @@ from llm.data.text_identity import (
     dataset_identity,
     file_identity,
     file_options,
+    file_stamp,
     make_provenance,
     provenance_digest,
     sample_digest,
-    stamp,
 )
 from llm.errors import DataError
 from llm.runtime.files import temporary_folder
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROGRAM = "llm.prepare.run_text"
-_ERROR = "error: "
-_END_SECONDS = 10.0  # for the process to end without being killed
+_ERROR_PREFIX = "error: "
+_SHUTDOWN_SECONDS = 10.0  # after them, a subprocess that should end is killed
 
 logger = logging.getLogger("llm.data")
 
@@ -77,16 +77,19 @@ class Text:
         files = {}
         for path in map(Path, self.paths):
             check_file(path, self.option)
-            files[path] = stamp(path)
+            files[path] = file_stamp(path)
         return files
 
     def identities(self, files: Stamps) -> list[dict[str, Json]]:
-        """Return values that identify it, with its files in this state.
+        """Return values that identify the text: names, options, stamps and digests of its files.
 
         Size and time do not tell whether a file has changed if all times are equal, as in an
-        archive or an image. So a sample of the content is compared, too.
+        archive or an image. So each identity contains a digest of sampled content, too.
+
+        Args:
+            files: Size and modification time of its files.
         """
-        samples = {path: sample_digest(path) for path in files}
+        digest_by_path = {path: sample_digest(path) for path in files}
         if self.split is not None:
             identity = dataset_identity(
                 self.name,
@@ -95,11 +98,11 @@ class Text:
                 text_column=self.text_column,
                 files=files,
             )
-            return [{**identity, "content": "".join(samples.values())}]
+            return [{**identity, "content": "".join(digest_by_path.values())}]
         return [
             {
                 **file_identity(path, files[path], self._file_options(path)),
-                "content": samples[path],
+                "content": digest_by_path[path],
             }
             for path in files
         ]
@@ -205,14 +208,14 @@ class TextEncoding:
         def prepare(folder: Path) -> None:
             with contextlib.ExitStack() as stack:
                 backend = getattr(self.tokenizer, "backend_tokenizer", None)
-                saved = None
+                tokenizer_folder = None
                 if backend is None:
-                    saved = str(stack.enter_context(temporary_folder()))
-                    self.tokenizer.save_pretrained(saved)
+                    tokenizer_folder = str(stack.enter_context(temporary_folder()))
+                    self.tokenizer.save_pretrained(tokenizer_folder)
                 tokenizer = TokenizerCopy(
                     name=self.tokenizer.name_or_path,
                     backend=None if backend is None else backend.to_str(),
-                    folder=saved,
+                    folder=tokenizer_folder,
                     bos_token_id=self.tokenizer.bos_token_id,
                     eos_token_id=self.tokenizer.eos_token_id,
                     size=self.size,
@@ -221,7 +224,7 @@ class TextEncoding:
                 run_job(
                     TextJob(
                         text=text,
-                        files={str(path): stamped for path, stamped in files.items()},
+                        files={str(path): stamp for path, stamp in files.items()},
                         tokenizer=tokenizer,
                         end_token=self.end_token,
                         begin_token=self.begin_token,
@@ -256,36 +259,38 @@ def run_job(job: TextJob) -> None:
             process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
             process.stdin.flush()
         _log_lines(process.stdout, output_lines)
-        code = process.wait()
+        exit_code = process.wait()
     except BaseException:
         _close_pipe(process.stdin)  # as if this process had died: it logs its progress and ends
-        timer = threading.Timer(_END_SECONDS, process.kill)
-        timer.daemon = True
-        timer.start()
+        kill_timer = threading.Timer(_SHUTDOWN_SECONDS, process.kill)
+        kill_timer.daemon = True
+        kill_timer.start()
         try:
             _log_lines(process.stdout, output_lines)
         finally:  # after a second Ctrl-C too
-            timer.cancel()
+            kill_timer.cancel()
         raise
     finally:
         process.kill()
         process.wait()
         _close_pipe(process.stdin)
         process.stdout.close()
-    begins = (number for number, line in enumerate(output_lines) if line.startswith(_ERROR))
-    sentence = next(begins, len(output_lines))
-    for line in output_lines[:sentence]:  # of a library, or a traceback
+    error_lines = (
+        line_index for line_index, line in enumerate(output_lines) if line.startswith(_ERROR_PREFIX)
+    )
+    first_error_line = next(error_lines, len(output_lines))
+    for line in output_lines[:first_error_line]:  # of a library, or a traceback
         logger.warning(line)
-    if code == 2:
-        raise DataError("\n".join(output_lines[sentence:]).removeprefix(_ERROR))
-    if code < 0:
+    if exit_code == 2:
+        raise DataError("\n".join(output_lines[first_error_line:]).removeprefix(_ERROR_PREFIX))
+    if exit_code < 0:
         raise DataError(
             f"The process that made token files of {job.text.name} was killed "
-            f"({signal.Signals(-code).name}), perhaps because the memory ran out; start again "
+            f"({signal.Signals(-exit_code).name}), perhaps because the memory ran out; start again "
             "with fewer --preprocessing_num_workers."
         )
-    if code != 0:
-        raise RuntimeError(f"{PROGRAM} has failed with the exit code {code}")
+    if exit_code != 0:
+        raise RuntimeError(f"{PROGRAM} has failed with the exit code {exit_code}")
 
 
 def _close_pipe(pipe: IO[bytes]) -> None:

@@ -13,18 +13,19 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def bounded_workers(wanted: int | None, *, max_workers: int | None = None) -> int:
+def bounded_workers(requested_workers: int | None, *, max_workers: int | None = None) -> int:
     """Return the requested number of workers, limited to a useful number.
 
     Args:
-        wanted: The number asked for; None takes all that are useful.
+        requested_workers: The number that the user asks for; None takes all that are useful.
         max_workers: How many are useful; None is the cores that this process may use.
     """
     max_workers = max_workers or num_cores()
-    if wanted is None:
+    if requested_workers is None:
         return max_workers
-    if wanted > max_workers:
+    if requested_workers > max_workers:
         logger.info(
-            f"taking {max_workers:,} workers, not {wanted:,}: there are {num_cores():,} cores"
+            f"taking {max_workers:,} workers, not {requested_workers:,}: there are {num_cores():,} "
+            "cores"
         )
-    return min(wanted, max_workers)
+    return min(requested_workers, max_workers)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from llm.data.formats.megatron import add_suffix
 from llm.data.formats.parts import find_parts
-from llm.data.formats.sidecar import damage, read_sidecar
+from llm.data.formats.sidecar import find_damage, read_sidecar
 from llm.data.text_identity import SHARD_BYTES, Provenance, make_provenance, provenance_digest
 from llm.errors import ConfigError, DataError, LLMError, one_line, os_error_remedy
 from llm.prepare.encoder import Encoding
@@ -224,7 +224,7 @@ class _Work:
         """Return the parts of an earlier preparation if they are to be joined now."""
         if self.output.parts or self.output.nanogpt or self.output.overwrite:
             return []
-        sidecar = None if damage(self.output.prefix) else read_sidecar(self.output.prefix)
+        sidecar = None if find_damage(self.output.prefix) else read_sidecar(self.output.prefix)
         if sidecar is None or sidecar.plan != self._digest or not sidecar.part_tokens:
             return []
         return find_parts(self.output.prefix)
@@ -368,7 +368,7 @@ def _is_done(output: Output, digest: str) -> bool:
         if sidecar is not None and sidecar.plan == digest:
             num_complete += 1
             to_join = bool(sidecar.part_tokens) and not output.parts
-            faults += damage(prefix, nanogpt=output.nanogpt, row_bytes=output.row_bytes)
+            faults += find_damage(prefix, nanogpt=output.nanogpt, row_bytes=output.row_bytes)
             continue
         faults.append(f"{prefix}.bin is missing.")
         for path in output.existing(prefix):

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from llm.data.formats.flat import AnyTokenFile, FlatTokenFile, locate, open_token_file
+from llm.data.formats.flat import AnyTokenFile, FlatTokenFile, locate_token_file, open_token_file
 from llm.data.formats.megatron import TokenFile, add_suffix
 from llm.data.formats.parts import TokenFileParts, part_prefix
 from llm.data.formats.sidecar import Sidecar, check_parts, read_sidecar
@@ -78,7 +78,7 @@ def verify(path: Path) -> list[str]:
     Raises:
         DataError: The files do not exist.
     """
-    prefix, _ = locate(path)
+    prefix, _ = locate_token_file(path)
     faults: list[str] = []
     sidecar: Sidecar | None = None
     try:

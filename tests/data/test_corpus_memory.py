@@ -17,7 +17,7 @@ def stream(tmp_path):
 
 
 def hold(stream, weight=1.0):
-    corpus.hold_in_memory([CorpusSource("text", weight, stream)])
+    corpus.pin_in_memory([CorpusSource("text", weight, stream)])
 
 
 def locked_kilobytes(code: str) -> int:
@@ -44,10 +44,10 @@ def test_the_pages_of_the_range_are_pinned(tmp_path):
     prefix = write_pair(tmp_path / "text", [[1] * 300_000])
     code = f"""
 from pathlib import Path
-from llm.data.corpus import CorpusSource, TokenStream, hold_in_memory
+from llm.data.corpus import CorpusSource, TokenStream, pin_in_memory
 from llm.data.formats.flat import open_token_file
 stream = TokenStream(open_token_file(Path({str(prefix)!r})))
-hold_in_memory([CorpusSource("text", 1.0, stream)])
+pin_in_memory([CorpusSource("text", 1.0, stream)])
 """
     assert 580 <= locked_kilobytes(code) <= 600  # 300,000 ids of two bytes
 

@@ -48,7 +48,7 @@ def test_samples_are_windows_of_the_blends_sources(streams):
     assert tokens.shape == (400, 11)
     assert tokens.dtype == np.uint16
     sources = np.array(source_of(tokens))
-    assert np.bincount(sources).tolist() == [200, 100, 100] == samples.served(400)
+    assert np.bincount(sources).tolist() == [200, 100, 100] == samples.samples_per_source(400)
     places = tokens.astype(int) - 1000 * sources[:, None]
     sizes = np.array([400, 100, 40])[sources]
     assert (places == (places[:, :1] + np.arange(11)) % sizes[:, None]).all()
@@ -67,7 +67,7 @@ def test_a_source_of_weight_0_is_never_read_and_may_be_too_short(streams):
     )
 
     assert set(source_of(samples.read(np.arange(50)))) == {1}
-    assert samples.windows_of(0) == 0
+    assert samples.epoch_samples(0) == 0
 
 
 def test_two_equal_sources_are_read_in_different_orders(streams):

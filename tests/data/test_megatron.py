@@ -209,7 +209,8 @@ def test_the_check_reports_ids_beyond_the_vocabulary_and_below_zero(tmp_path):
 
 
 def test_opening_samples_a_large_index_and_the_check_reads_all_of_it(tmp_path, monkeypatch):
-    for name, number in {"_BLOCK": 2, "_WHOLE": 9, "_SAMPLES": 2}.items():
+    limits = {"_BLOCK_ENTRIES": 2, "_MAX_FULLY_CHECKED_ENTRIES": 9, "_NUM_SAMPLED_BLOCKS": 2}
+    for name, number in limits.items():
         monkeypatch.setattr(f"llm.data.formats.megatron.{name}", number)
     prefix = write_sequences(tmp_path / "text", [[[1, 2]]] * 10)
     assert verify(prefix) == []

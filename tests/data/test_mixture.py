@@ -54,7 +54,7 @@ def test_a_source_continues_across_stages_without_a_gap_or_a_repeat(stages):
 
     sources, numbers = mixture.locate(np.arange(RUN))
 
-    for source, served in enumerate(mixture.served(RUN)):
+    for source, served in enumerate(mixture.samples_per_source(RUN)):
         assert numbers[sources == source].tolist() == list(range(served))
 
 
@@ -67,7 +67,7 @@ def test_any_samples_are_located_without_those_before_them(stages, samples):
 
     assert (found == whole[:, samples]).all()
     counts = [np.bincount(whole[0][:n], minlength=len(stages[0].weights)) for n in samples]
-    assert [mixture_of(stages).served(n) for n in samples] == [c.tolist() for c in counts]
+    assert [mixture_of(stages).samples_per_source(n) for n in samples] == [c.tolist() for c in counts]
 
 
 def test_one_stage_is_a_blend():
@@ -161,7 +161,7 @@ def test_no_token_repeats_across_stages_before_its_source_is_used_up(tmp_path):
     assert sorted(starts[starts < 1000].tolist()) == list(range(0, 400, 10))
     first_epoch = starts[starts >= 1000][:10]
     assert sorted(first_epoch.tolist()) == list(range(1000, 1100, 10))
-    assert samples.served(54) == [40, 14]
+    assert samples.samples_per_source(54) == [40, 14]
     assert samples.num_windows == 50
 
 

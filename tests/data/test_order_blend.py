@@ -59,11 +59,11 @@ def test_every_prefix_has_each_source_within_k_samples_of_its_weight(seed, first
 
     sources, _ = blend.locate(first + np.arange(num_samples))
 
-    served = counts_at_every_prefix(sources, num_sources, blend.served(first))
+    served = counts_at_every_prefix(sources, num_sources, blend.samples_per_source(first))
     # Exact fractions at the start; from there on, floats are exact enough.
-    before = zip(blend.served(first), shares, strict=True)
+    before = zip(blend.samples_per_source(first), shares, strict=True)
     ahead = np.array([float(count - first * share) for count, share in before])
-    served = served - np.array(blend.served(first)) + ahead
+    served = served - np.array(blend.samples_per_source(first)) + ahead
     grown = np.arange(1, num_samples + 1)[:, None] * np.array([float(share) for share in shares])
     assert np.abs(served - grown).max() < num_sources
 
@@ -75,7 +75,7 @@ def test_each_source_counts_its_samples_without_a_gap(first):
 
     sources, indices = blend.locate(first + np.arange(140_000))
 
-    before, after = blend.served(first), blend.served(first + 140_000)
+    before, after = blend.samples_per_source(first), blend.samples_per_source(first + 140_000)
     for source in range(4):
         assert indices[sources == source].tolist() == list(range(before[source], after[source]))
     assert sum(after) == first + 140_000
@@ -98,11 +98,11 @@ def test_a_source_of_weight_0_gives_no_sample():
     sources, _ = blend.locate(np.arange(100_000))
 
     assert np.bincount(sources, minlength=4).tolist() == [0, 25_000, 0, 75_000]
-    assert blend.served(10**12) == [0, 25 * 10**10, 0, 75 * 10**10]
+    assert blend.samples_per_source(10**12) == [0, 25 * 10**10, 0, 75 * 10**10]
 
 
 def test_a_source_of_tiny_weight_gives_a_sample_eventually():
     blend = Blend([1.0, 1e-30])
 
-    assert blend.served(10**6) == [10**6, 0]
-    assert blend.served(2**40) == [2**40 - 1, 1]
+    assert blend.samples_per_source(10**6) == [10**6, 0]
+    assert blend.samples_per_source(2**40) == [2**40 - 1, 1]

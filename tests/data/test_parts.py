@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llm.data.corpus import CorpusSource, Samples, TokenStream, hold_in_memory
+from llm.data.corpus import CorpusSource, Samples, TokenStream, pin_in_memory
 from llm.data.data_digest import corpus_digests, data_has_changed
 from llm.data.formats.flat import open_token_file
 from llm.data.formats.parts import PartedTokens, TokenFileParts, part_prefix
@@ -120,7 +120,7 @@ def test_parts_are_held_in_memory(both, caplog, monkeypatch):
     monkeypatch.setattr("llm.data.corpus._lock_pages", lambda address, size: pinned.append(size))
     caplog.set_level("INFO")
 
-    hold_in_memory([CorpusSource("a", 1.0, TokenStream(both[1], start=5, stop=100))])
+    pin_in_memory([CorpusSource("a", 1.0, TokenStream(both[1], start=5, stop=100))])
 
     assert sum(pinned) == 190
     assert "parts.bin, pinned" in caplog.text

@@ -15,7 +15,7 @@ from transformers import ByT5Tokenizer
 from llm.data import text_to_tokens
 from llm.data.formats.megatron import TokenFile
 from llm.data.formats.sidecar import read_sidecar
-from llm.data.text_identity import stamp
+from llm.data.text_identity import file_stamp
 from llm.data.text_to_tokens import Text, TextEncoding, TextJob, TokenizerCopy, run_job
 from llm.errors import ConfigError, DataError
 from llm.prepare import run_text
@@ -101,7 +101,7 @@ def job_of(file):
     )
     return TextJob(
         text=text(file),
-        files={str(file): stamp(file)},
+        files={str(file): file_stamp(file)},
         tokenizer=copy,
         end_token=0,
         dtype="uint16",

@@ -93,7 +93,7 @@ def test_the_losses_of_the_sources_weighted_by_tokens_are_the_loss(bench, staged
     samples = bench.read(config=three_stages(bench), **OPTIONS).samples
     before = [0, 0, 0]
     for row in (row for row in staged.metrics if "loss" in row):
-        served = samples.served(row["samples"])
+        served = samples.samples_per_source(row["samples"])
         counts = [now - then for now, then in zip(served, before, strict=True)]
         parts = [
             count * row.get(f"loss/{name}", 0.0)

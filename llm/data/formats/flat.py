@@ -60,19 +60,19 @@ AnyTokenFile = TokenFile | TokenFileParts | FlatTokenFile
 
 
 def open_token_file(path: Path) -> AnyTokenFile:
-    """Open token files of any kind; see `locate` for their names.
+    """Open token files of any kind; see `locate_token_file` for their names.
 
     Raises:
         DataError: The file is missing, truncated or inconsistent.
     """
-    prefix, is_flat = locate(path)
+    prefix, is_flat = locate_token_file(path)
     if is_flat:
         return FlatTokenFile(add_suffix(prefix, ".bin"))
     parts = find_parts(prefix)
     return TokenFileParts(prefix, parts) if parts else TokenFile(prefix)
 
 
-def locate(path: Path) -> tuple[Path, bool]:
+def locate_token_file(path: Path) -> tuple[Path, bool]:
     """Find token files by their name.
 
     Args:
@@ -101,13 +101,15 @@ def locate(path: Path) -> tuple[Path, bool]:
             f"The token file {prefix}.bin has no index {prefix}.idx; if it is a flat "
             f"file of uint16 ids, as nanoGPT writes them, name it with its suffix: {prefix}.bin."
         )
-    looked_for = f"{prefix}.bin and {prefix}.idx" if path == prefix else str(path)
+    expected_files = f"{prefix}.bin and {prefix}.idx" if path == prefix else str(path)
     raise DataError(
-        f"There is no token file {path}: looked for {looked_for}; {_similar_files(path, prefix)}."
+        f"There is no token file {path}: looked for {expected_files}; "
+        f"{_describe_similar_files(path, prefix)}."
     )
 
 
-def _similar_files(path: Path, prefix: Path) -> str:
+def _describe_similar_files(path: Path, prefix: Path) -> str:
+    """Return the end of a sentence about the token files in the folder of a missing one."""
     folder = path if os.path.isdir(path) else path.parent
     try:
         names = sorted(name[:-4] for name in os.listdir(folder) if name.endswith(".idx"))

@@ -35,7 +35,7 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")  # "<": no padding between the fields
 # The integer types among Megatron's codes.
-_DTYPES: dict[int, np.dtype[Any]] = {
+_DTYPE_BY_CODE: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("i1"),
     3: np.dtype("<i2"),
@@ -43,10 +43,11 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     5: np.dtype("<i8"),
     8: np.dtype("<u2"),
 }
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_BLOCK = 1 << 16  # entries of a table that are checked at once
-_WHOLE = 1 << 24  # largest table that opening checks completely: some tenths of a second
-_SAMPLES = 64  # blocks that opening checks of a larger table
+_CODE_BY_DTYPE = {dtype: code for code, dtype in _DTYPE_BY_CODE.items()}
+_BLOCK_ENTRIES = 1 << 16  # entries of a table that are checked at once
+_MAX_FULLY_CHECKED_ENTRIES = 1 << 24
+"""Entries of the largest table that opening checks completely, in some tenths of a second."""
+_NUM_SAMPLED_BLOCKS = 64  # blocks that opening checks of a larger table
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -130,15 +131,15 @@ def write_index(
         documents: The document table in blocks, D entries in all.
     """
     dtype = np.dtype(dtype).newbyteorder("<")
-    header = (_MAGIC, _VERSION, _CODES[dtype], num_sequences, num_documents + 1)
+    header = (_MAGIC, _VERSION, _CODE_BY_DTYPE[dtype], num_sequences, num_documents + 1)
     idx.write(_HEADER.pack(*header))
     for block in lengths():
         idx.write(block.astype("<i4").tobytes())
     offset = 0
     for block in lengths():
-        ends = offset + np.cumsum(block.astype("<i8") * dtype.itemsize)
-        idx.write(np.append(offset, ends)[:-1].astype("<i8").tobytes())
-        offset = int(ends[-1]) if ends.size else offset
+        end_offsets = offset + np.cumsum(block.astype("<i8") * dtype.itemsize)
+        idx.write(np.append(offset, end_offsets)[:-1].astype("<i8").tobytes())
+        offset = int(end_offsets[-1]) if end_offsets.size else offset
     for block in documents:
         idx.write(block.astype("<i8").tobytes())
 
@@ -184,42 +185,48 @@ class TokenFile:
 
     def _map_index(self, data: NDArray[np.uint8]) -> np.dtype[Any]:
         """Locate the tables in the bytes of the `.idx`; return the dtype of the tokens."""
-        head = data[: _HEADER.size].tobytes()
-        if len(head) < _HEADER.size or not head.startswith(_MAGIC):
+        header = data[: _HEADER.size].tobytes()
+        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
             raise self._damage_error("does not start with a token file's header")
-        _, version, code, num_sequences, num_starts = _HEADER.unpack(head)
+        _, version, dtype_code, num_sequences, num_document_entries = _HEADER.unpack(header)
         if version != _VERSION:
             raise self._damage_error(f"has version {version}, not {_VERSION}")
-        if code not in _DTYPES:
-            raise self._damage_error(f"has the dtype code {code}, which is not an integer type")
-        if num_starts < 1:
+        if dtype_code not in _DTYPE_BY_CODE:
+            raise self._damage_error(
+                f"has the dtype code {dtype_code}, which is not an integer type"
+            )
+        if num_document_entries < 1:
             raise self._damage_error("has no document table")
         # Python's integers do not overflow; in 64 bits, a damaged header could wrap to the right
         # size.
-        offsets = _HEADER.size + num_sequences * 4
-        documents = offsets + num_sequences * 8
-        end = documents + num_starts * 8
-        if data.size not in (end, end + num_sequences):  # including the table of modes
-            raise self._damage_error(f"is {data.size} bytes long, not {end} as its header says")
-        self.lengths: NDArray[np.int32] = data[_HEADER.size : offsets].view("<i4")
-        self.offsets: NDArray[np.int64] = data[offsets:documents].view("<i8")
-        self.documents: NDArray[np.int64] = data[documents:end].view("<i8")
+        offsets_start = _HEADER.size + num_sequences * 4
+        documents_start = offsets_start + num_sequences * 8
+        documents_end = documents_start + num_document_entries * 8
+        modes_end = documents_end + num_sequences
+        if data.size not in (documents_end, modes_end):
+            raise self._damage_error(
+                f"is {data.size} bytes long, not {documents_end} as its header says"
+            )
+        self.lengths: NDArray[np.int32] = data[_HEADER.size : offsets_start].view("<i4")
+        self.offsets: NDArray[np.int64] = data[offsets_start:documents_start].view("<i8")
+        self.documents: NDArray[np.int64] = data[documents_start:documents_end].view("<i8")
         self.num_sequences: int = num_sequences
-        self.num_documents: int = num_starts - 1
-        return _DTYPES[code]
+        self.num_documents: int = num_document_entries - 1
+        return _DTYPE_BY_CODE[dtype_code]
 
     def _check_ends(self, bin_size: int) -> None:
         """Check the first and last entry of each table."""
-        end = 0
+        expected_bin_size = 0
         if self.num_sequences:
             if self.offsets[0] != 0:
                 raise self._damage_error(f"starts its sequences at {self.offsets[0]}")
             if self.lengths[-1] < 0:
                 raise self._damage_error(f"ends with the length {self.lengths[-1]}")
-            end = int(self.offsets[-1]) + int(self.lengths[-1]) * self.tokens.itemsize
-        if end != bin_size:
+            expected_bin_size = int(self.offsets[-1]) + int(self.lengths[-1]) * self.tokens.itemsize
+        if expected_bin_size != bin_size:
             raise self._damage_error(
-                f"is {bin_size} bytes long, not {end} as {self.prefix}.idx says", suffix=".bin"
+                f"is {bin_size} bytes long, not {expected_bin_size} as {self.prefix}.idx says",
+                suffix=".bin",
             )
         if self.documents[0] != 0 or self.documents[-1] != self.num_sequences:
             raise self._damage_error(
@@ -238,39 +245,51 @@ class TokenFile:
             The end of a sentence for each kind of fault, to be put after the index's name.
         """
 
-        def negative(start: int, stop: int) -> NDArray[np.bool_]:
+        def has_negative_length(start: int, stop: int) -> NDArray[np.bool_]:
             return self.lengths[start:stop] < 0
 
-        def misplaced(start: int, stop: int) -> NDArray[np.bool_]:
+        def has_wrong_offset(start: int, stop: int) -> NDArray[np.bool_]:
             # The first offset is 0. If each sequence ends where the next one starts, every offset
             # is right.
             next_offset = self.tokens.nbytes if stop == self.num_sequences else self.offsets[stop]
             sizes = self.lengths[start:stop].astype(np.int64) * self.tokens.itemsize
-            wrong: NDArray[np.bool_] = (
+            is_wrong: NDArray[np.bool_] = (
                 np.diff(self.offsets[start:stop], append=next_offset) != sizes
             )
-            return wrong
+            return is_wrong
 
-        def backward(start: int, stop: int) -> NDArray[np.bool_]:
+        def has_negative_size(start: int, stop: int) -> NDArray[np.bool_]:
             return self.documents[start + 1 : stop + 1] < self.documents[start:stop]
 
         faults = []
-        for is_wrong, size, what in (
-            (negative, self.num_sequences, "sequences of negative length"),
-            (misplaced, self.num_sequences, "sequences that do not end where the next one starts"),
-            (backward, self.num_documents, "documents that end before they start"),
+        for find_faults, num_entries, fault_description in (
+            (has_negative_length, self.num_sequences, "sequences of negative length"),
+            (
+                has_wrong_offset,
+                self.num_sequences,
+                "sequences that do not end where the next one starts",
+            ),
+            (has_negative_size, self.num_documents, "documents that end before they start"),
         ):
-            starts: Iterable[int] = range(0, size, _BLOCK)
-            if sample and size > _WHOLE:
-                starts = [(size - _BLOCK) * number // (_SAMPLES - 1) for number in range(_SAMPLES)]
-            count, first = 0, -1
+            starts: Iterable[int] = range(0, num_entries, _BLOCK_ENTRIES)
+            if sample and num_entries > _MAX_FULLY_CHECKED_ENTRIES:
+                starts = [
+                    (num_entries - _BLOCK_ENTRIES) * block_index // (_NUM_SAMPLED_BLOCKS - 1)
+                    for block_index in range(_NUM_SAMPLED_BLOCKS)
+                ]
+            num_faults, first_fault = 0, -1
             for start in starts:
-                wrong = np.flatnonzero(is_wrong(start, min(start + _BLOCK, size)))
-                if wrong.size and not count:
-                    first = start + int(wrong[0])
-                count += wrong.size
-            if count:
-                faults.append(f"has {count:,} {what}; the first one is number {first:,}")
+                fault_positions = np.flatnonzero(
+                    find_faults(start, min(start + _BLOCK_ENTRIES, num_entries))
+                )
+                if fault_positions.size and not num_faults:
+                    first_fault = start + int(fault_positions[0])
+                num_faults += fault_positions.size
+            if num_faults:
+                faults.append(
+                    f"has {num_faults:,} {fault_description}; the first one is number "
+                    f"{first_fault:,}"
+                )
         return faults
 
     def _damage_error(self, fault: str, *, suffix: str = ".idx") -> DataError:
@@ -286,42 +305,47 @@ class TokenFile:
         """
         return int(self._sequence_starts(np.array([min(num_sequences, self.num_sequences)]))[0])
 
-    def document_start(self, number: int) -> int:
+    def document_start(self, document: int) -> int:
         """Return the position in `tokens` where a document begins.
 
         Args:
-            number: 0 to num_documents; the last one gives the end of all tokens.
+            document: 0 to num_documents; the last one gives the end of all tokens.
 
         Raises:
             DataError: The pointer lies outside the files.
             IndexError: The document does not exist.
         """
-        if not 0 <= number <= self.num_documents:
-            raise IndexError(f"{self.prefix} has no document {number} of {self.num_documents}.")
-        return int(self.document_starts(number, number + 1)[0])
+        if not 0 <= document <= self.num_documents:
+            raise IndexError(f"{self.prefix} has no document {document} of {self.num_documents}.")
+        return int(self.document_starts(document, document + 1)[0])
 
-    def document_starts(self, first: int, stop: int) -> NDArray[np.int64]:
-        """Return the positions in `tokens` where the documents first to stop - 1 begin.
+    def document_starts(self, first_document: int, end_document: int) -> NDArray[np.int64]:
+        """Return the positions in `tokens` where consecutive documents begin.
+
+        Args:
+            first_document: The first document, counted from 0.
+            end_document: The document after the last one; num_documents + 1 includes the end of
+                all tokens.
 
         Returns:
-            Positions [stop - first]; `stop` may be num_documents + 1, which includes the end.
+            int64 positions [end_document - first_document].
 
         Raises:
             DataError: A pointer lies outside the files.
         """
-        sequences = self.documents[first:stop]
-        is_valid = (sequences >= 0) & (sequences <= self.num_sequences)
+        first_sequences = self.documents[first_document:end_document]
+        is_valid = (first_sequences >= 0) & (first_sequences <= self.num_sequences)
         if not is_valid.all():
-            number = first + int(is_valid.argmin())
-            raise self._damage_error(f"has a wrong pointer at document {number}")
-        return self._sequence_starts(sequences)
+            document = first_document + int(is_valid.argmin())
+            raise self._damage_error(f"has a wrong pointer at document {document}")
+        return self._sequence_starts(first_sequences)
 
     def _sequence_starts(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the positions in `tokens` of sequences; number S is the end."""
-        starts = np.full(sequences.size, self.tokens.nbytes, np.int64)
+        byte_offsets = np.full(sequences.size, self.tokens.nbytes, np.int64)
         has_offset = sequences < self.num_sequences
-        starts[has_offset] = self.offsets[sequences[has_offset]]
-        positions, remainders = np.divmod(starts, self.tokens.itemsize)
+        byte_offsets[has_offset] = self.offsets[sequences[has_offset]]
+        positions, remainders = np.divmod(byte_offsets, self.tokens.itemsize)
         is_valid = (remainders == 0) & (positions >= 0) & (positions <= self.num_tokens)
         if not is_valid.all():
             sequence = int(sequences[is_valid.argmin()])

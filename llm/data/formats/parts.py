@@ -17,12 +17,13 @@ from llm.data.formats.megatron import TokenFile, add_suffix
 from llm.errors import DataError
 from llm.runtime.process_settings import raise_file_limit
 
-_CHECKED = 64  # parts with tables that opening checks, at equal distances
+_MAX_CHECKED_PARTS = 64
+"""Parts with tables that opening checks, at equal distances."""
 
 
-def part_prefix(prefix: Path, number: int, count: int) -> Path:
+def part_prefix(prefix: Path, part_index: int, num_parts: int) -> Path:
     """Return the path without suffix of a part, counted from 0."""
-    return add_suffix(prefix, f"-{number:05d}-of-{count:05d}")
+    return add_suffix(prefix, f"-{part_index:05d}-of-{num_parts:05d}")
 
 
 def part_files(prefix: Path) -> list[Path]:
@@ -45,22 +46,28 @@ def find_parts(prefix: Path) -> list[Path]:
     files = part_files(prefix)
     if not files:
         return []
-    counts = sorted({path.stem[-5:] for path in files})
-    if counts[1:]:
+    part_counts = sorted({path.stem[-5:] for path in files})
+    if part_counts[1:]:
         raise DataError(
-            f"The token file {prefix} has parts of several preparations, -of-{counts[0]} and "
-            f"-of-{counts[1]}; keep one set, and move the other away."
+            f"The token file {prefix} has parts of several preparations, -of-{part_counts[0]} and "
+            f"-of-{part_counts[1]}; keep one set, and move the other away."
         )
-    prefixes = [part_prefix(prefix, number, int(counts[0])) for number in range(int(counts[0]))]
-    wanted = [add_suffix(part, suffix) for part in prefixes for suffix in (".bin", ".idx")]
-    existing = set(files)
-    if missing := [path for path in wanted if path not in existing]:
+    prefixes = [
+        part_prefix(prefix, part_index, int(part_counts[0]))
+        for part_index in range(int(part_counts[0]))
+    ]
+    expected_files = [add_suffix(part, suffix) for part in prefixes for suffix in (".bin", ".idx")]
+    existing_files = set(files)
+    if missing_files := [path for path in expected_files if path not in existing_files]:
         raise DataError(
-            f"The token file {prefix} lacks {missing[0].name} of its {len(prefixes):,} parts "
-            f"({len(missing):,} of {len(wanted):,} files are missing); copy or prepare them again."
+            f"The token file {prefix} lacks {missing_files[0].name} of its {len(prefixes):,} parts "
+            f"({len(missing_files):,} of {len(expected_files):,} files are missing); copy or "
+            "prepare them again."
         )
-    if excess := sorted(existing.difference(wanted)):
-        raise DataError(f"The token file {excess[0]} has a number beyond its count; move it away.")
+    if excess_files := sorted(existing_files.difference(expected_files)):
+        raise DataError(
+            f"The token file {excess_files[0]} has a number beyond its count; move it away."
+        )
     for suffix in (".bin", ".idx"):
         if os.path.exists(joined_file := add_suffix(prefix, suffix)):
             raise DataError(
@@ -83,10 +90,10 @@ class PartedTokens:
 
     def __init__(self, arrays: Sequence[NDArray[Any]]) -> None:
         self.arrays = arrays
-        self._stops = np.cumsum([array.size for array in arrays])
+        self._end_positions = np.cumsum([array.size for array in arrays])
         self.dtype = arrays[0].dtype
         self.itemsize = self.dtype.itemsize
-        self.size = int(self._stops[-1])
+        self.size = int(self._end_positions[-1])
         self.nbytes = self.size * self.itemsize
 
     def __getitem__(self, index: slice) -> "PartedTokens":
@@ -95,16 +102,18 @@ class PartedTokens:
         assert step == 1
         if start >= stop:
             return PartedTokens([self.arrays[0][:0]])
-        first_array, last_array = np.searchsorted(
-            self._stops, [start, stop - 1], side="right"
+        first_array_index, last_array_index = np.searchsorted(
+            self._end_positions, [start, stop - 1], side="right"
         ).tolist()
-        arrays = list(self.arrays[first_array : last_array + 1])
+        arrays = list(self.arrays[first_array_index : last_array_index + 1])
         # The end first: in a range of one array, the start counts from its beginning, too.
-        begin = int(self._stops[first_array]) - self.arrays[first_array].size
+        first_array_start = (
+            int(self._end_positions[first_array_index]) - self.arrays[first_array_index].size
+        )
         arrays[-1] = arrays[-1][
-            : stop - int(self._stops[last_array]) + self.arrays[last_array].size
+            : stop - int(self._end_positions[last_array_index]) + self.arrays[last_array_index].size
         ]
-        arrays[0] = arrays[0][start - begin :]
+        arrays[0] = arrays[0][start - first_array_start :]
         return PartedTokens(arrays)
 
     def __array__(
@@ -117,11 +126,11 @@ class PartedTokens:
     def take(self, positions: NDArray[np.int64]) -> NDArray[Any]:
         """Return the ids at positions [...], counted from 0."""
         ids = np.empty(positions.shape, self.dtype)
-        numbers = np.searchsorted(self._stops, positions, side="right")
-        for number in np.unique(numbers).tolist():
-            from_array = numbers == number
-            begin = int(self._stops[number]) - self.arrays[number].size
-            ids[from_array] = self.arrays[number][positions[from_array] - begin]
+        array_indices = np.searchsorted(self._end_positions, positions, side="right")
+        for array_index in np.unique(array_indices).tolist():
+            from_array = array_indices == array_index
+            array_start = int(self._end_positions[array_index]) - self.arrays[array_index].size
+            ids[from_array] = self.arrays[array_index][positions[from_array] - array_start]
         return ids
 
 
@@ -158,9 +167,10 @@ class TokenFileParts:
     def __init__(self, prefix: Path, parts: Sequence[Path]) -> None:
         self.prefix = prefix
         raise_file_limit()  # each map keeps its file open
-        stride = -(-len(parts) // _CHECKED)
+        stride = -(-len(parts) // _MAX_CHECKED_PARTS)
         self.parts = [
-            TokenFile(part, check_tables=number % stride == 0) for number, part in enumerate(parts)
+            TokenFile(part, check_tables=part_index % stride == 0)
+            for part_index, part in enumerate(parts)
         ]
         for part in self.parts:
             if part.tokens.dtype != self.parts[0].tokens.dtype:
@@ -175,26 +185,31 @@ class TokenFileParts:
         self._first_documents = np.cumsum([0, *(part.num_documents for part in self.parts)])
         self.num_documents = int(self._first_documents[-1])
 
-    def document_start(self, number: int) -> int:
+    def document_start(self, document: int) -> int:
         """Return the position in `tokens` where a document begins; see `TokenFile`."""
-        if not 0 <= number <= self.num_documents:
-            raise IndexError(f"{self.prefix} has no document {number} of {self.num_documents}.")
-        return int(self.document_starts(number, number + 1)[0])
+        if not 0 <= document <= self.num_documents:
+            raise IndexError(f"{self.prefix} has no document {document} of {self.num_documents}.")
+        return int(self.document_starts(document, document + 1)[0])
 
-    def document_starts(self, first: int, stop: int) -> NDArray[np.int64]:
+    def document_starts(self, first_document: int, end_document: int) -> NDArray[np.int64]:
         """Return the positions in `tokens` where documents begin; see `TokenFile`."""
-        starts = np.full(stop - first, self.num_tokens, np.int64)
-        last_document = min(stop, self.num_documents) - 1
-        bounds = self._first_documents
-        begin, end = np.searchsorted(bounds, [first, last_document], side="right").tolist()
-        for number in range(begin - 1, end):
-            low, high = int(bounds[number]), int(bounds[number + 1])
-            documents = range(max(first, low), min(stop, high))
+        starts = np.full(end_document - first_document, self.num_tokens, np.int64)
+        last_document = min(end_document, self.num_documents) - 1
+        first_documents = self._first_documents
+        first_part, end_part = np.searchsorted(
+            first_documents, [first_document, last_document], side="right"
+        ).tolist()
+        for part_index in range(first_part - 1, end_part):
+            part_first_document = int(first_documents[part_index])
+            part_end_document = int(first_documents[part_index + 1])
+            documents = range(
+                max(first_document, part_first_document), min(end_document, part_end_document)
+            )
             if documents:
-                part_starts = self.parts[number].document_starts(
-                    documents.start - low, documents.stop - low
+                part_starts = self.parts[part_index].document_starts(
+                    documents.start - part_first_document, documents.stop - part_first_document
                 )
-                starts[documents.start - first : documents.stop - first] = (
-                    self._first_tokens[number] + part_starts
+                starts[documents.start - first_document : documents.stop - first_document] = (
+                    self._first_tokens[part_index] + part_starts
                 )
         return starts

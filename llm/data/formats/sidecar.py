@@ -16,7 +16,7 @@ from llm.errors import DataError, one_line
 from llm.runtime.files import write_whole
 
 FORMAT = 1
-_LARGEST_SIDECAR = 256 << 20  # bytes, enough for the checksums of a .bin of 400 TB
+_MAX_SIDECAR_BYTES = 256 << 20  # bytes, enough for the checksums of a .bin of 400 TB
 
 logger = logging.getLogger("llm.data")
 
@@ -95,22 +95,22 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
     if not os.path.exists(path):
         return None
 
-    def no_sidecar(fault: str) -> DataError:
+    def invalid_sidecar(fault: str) -> DataError:
         return DataError(
             f"{path} does not describe its token file: {fault}; restore it, or move it away to use "
             "the token file without it."
         )
 
     try:
-        if not path.is_file() or path.stat().st_size > _LARGEST_SIDECAR:
-            raise no_sidecar("it is not a file of this kind")
+        if not path.is_file() or path.stat().st_size > _MAX_SIDECAR_BYTES:
+            raise invalid_sidecar("it is not a file of this kind")
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
-        raise no_sidecar(f"it is not JSON ({one_line(error)})") from error
+        raise invalid_sidecar(f"it is not JSON ({one_line(error)})") from error
     if not isinstance(content, dict):
-        raise no_sidecar("it is not a JSON object")
+        raise invalid_sidecar("it is not a JSON object")
     if type(content.get("format")) is int and content["format"] > FORMAT:
         raise DataError(
             f"{path} has the format {content['format']}, of a newer version of this package; "
@@ -120,14 +120,14 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
     hints = typing.get_type_hints(Sidecar)
     for name, hint in hints.items():
         if name not in content:
-            raise no_sidecar(f"it lacks the key '{name}'")
+            raise invalid_sidecar(f"it lacks the key '{name}'")
         value = content[name]
         if not _fits_type(value, hint):
-            raise no_sidecar(f"the value of '{name}' has the wrong type")
+            raise invalid_sidecar(f"the value of '{name}' has the wrong type")
         if type(value) is int and value < (-1 if name == "largest_token" else 0):
-            raise no_sidecar(f"the value of '{name}' is {value}")
+            raise invalid_sidecar(f"the value of '{name}' is {value}")
     if content["format"] != FORMAT:
-        raise no_sidecar(f"its format is {content['format']}, not {FORMAT}")
+        raise invalid_sidecar(f"its format is {content['format']}, not {FORMAT}")
     return Sidecar(**{name: content[name] for name in hints})
 
 
@@ -135,11 +135,14 @@ def _fits_type(value: Any, hint: Any) -> bool:
     """Return whether a value of a JSON file has a type; `true` is not an integer here."""
     if isinstance(hint, types.UnionType):
         return any(_fits_type(value, member) for member in typing.get_args(hint))
-    kind = typing.get_origin(hint) or hint
-    if type(value) is not kind or kind not in (list, dict):
-        return type(value) is kind
-    values = value.values() if kind is dict else value  # the keys of a JSON object are strings
-    return all(_fits_type(member, typing.get_args(hint)[-1]) for member in values)
+    container_type = typing.get_origin(hint) or hint
+    if type(value) is not container_type or container_type not in (list, dict):
+        return type(value) is container_type
+    item_type = typing.get_args(hint)[-1]  # the keys of a JSON object are strings
+    return all(
+        _fits_type(item, item_type)
+        for item in (value.values() if container_type is dict else value)
+    )
 
 
 def open_described(path: Path) -> tuple[AnyTokenFile, Sidecar | None]:
@@ -159,10 +162,12 @@ def check_parts(file: AnyTokenFile, sidecar: Sidecar) -> None:
     """Refuse parts that a sidecar does not describe."""
     parts = file.parts if isinstance(file, TokenFileParts) else []
     if bool(parts) != bool(sidecar.part_tokens):
-        kinds = ("parts", "a whole file") if sidecar.part_tokens else ("a whole file", "parts")
+        described, actual = (
+            ("parts", "a whole file") if sidecar.part_tokens else ("a whole file", "parts")
+        )
         raise DataError(
-            f"{file.prefix}.json describes {kinds[0]}, but it belongs to {kinds[1]}; restore the "
-            "files that were prepared together."
+            f"{file.prefix}.json describes {described}, but it belongs to {actual}; "
+            "restore the files that were prepared together."
         )
     part_tokens = [part.num_tokens for part in parts]
     if len(part_tokens) != len(sidecar.part_tokens):
@@ -170,16 +175,16 @@ def check_parts(file: AnyTokenFile, sidecar: Sidecar) -> None:
             f"{file.prefix}.json describes {len(sidecar.part_tokens):,} parts, not "
             f"{len(part_tokens):,}; restore the files that were prepared together."
         )
-    for part, recorded in zip(parts, sidecar.part_tokens, strict=True):
-        if part.num_tokens != recorded:
+    for part, recorded_tokens in zip(parts, sidecar.part_tokens, strict=True):
+        if part.num_tokens != recorded_tokens:
             raise DataError(
                 f"The token file {part.prefix}.bin is of another preparation: it has "
-                f"{part.num_tokens:,} tokens, and {file.prefix}.json says {recorded:,}; restore "
-                "the files that were prepared together."
+                f"{part.num_tokens:,} tokens, and {file.prefix}.json says {recorded_tokens:,}; "
+                "restore the files that were prepared together."
             )
 
 
-def damage(prefix: Path, *, nanogpt: bool = False, row_bytes: bool = False) -> list[str]:
+def find_damage(prefix: Path, *, nanogpt: bool = False, row_bytes: bool = False) -> list[str]:
     """Return faults of finished files that their sizes and headers show.
 
     Args:
@@ -199,12 +204,12 @@ def damage(prefix: Path, *, nanogpt: bool = False, row_bytes: bool = False) -> l
             file, _ = open_described(prefix)
         else:
             file = TokenFile(prefix)
-        sizes = add_suffix(prefix, ".bytes").stat().st_size if row_bytes else None
+        row_bytes_size = add_suffix(prefix, ".bytes").stat().st_size if row_bytes else None
     except (DataError, FileNotFoundError) as error:
         return [str(error)]
     if sidecar is None:
         return [f"{prefix}.json is missing."]
-    if isinstance(file, TokenFile) and sizes not in (None, 4 * file.num_sequences):
+    if isinstance(file, TokenFile) and row_bytes_size not in (None, 4 * file.num_sequences):
         return [f"{prefix}.bytes does not have a number for each of {file.num_sequences:,} texts."]
     if file.num_tokens != sidecar.tokens:
         return [
@@ -227,11 +232,12 @@ def check_beginnings(prefix: Path, sidecar: Sidecar, prepend_bos: bool) -> None:
     """
     if sidecar.prepend_bos == prepend_bos:
         return
-    state, remedy = ("without", "leave --prepend_bos out")
+    preposition, remedy = ("without", "leave --prepend_bos out")
     if sidecar.prepend_bos:
-        state, remedy = ("with", "pass --prepend_bos")
+        preposition, remedy = ("with", "pass --prepend_bos")
     raise DataError(
-        f"The token file {prefix} was made {state} --prepend_bos; {remedy}, or prepare it again."
+        f"The token file {prefix} was made {preposition} --prepend_bos; {remedy}, or prepare it "
+        "again."
     )
 
 
@@ -251,14 +257,14 @@ def check_tokenizer(
     """
     if sidecar.tokenizer_fingerprint == fingerprint:
         return
-    fault = (
+    mismatch = (
         f"The token file {prefix} was made with the tokenizer {sidecar.tokenizer} (fingerprint "
         f"{sidecar.tokenizer_fingerprint}), not with the one of this run (fingerprint "
         f"{fingerprint})"
     )
     if not ignore_mismatch:
         raise DataError(
-            f"{fault}; train with that one, or pass --ignore_tokenizer_mismatch to train all the "
-            "same."
+            f"{mismatch}; train with that one, or pass --ignore_tokenizer_mismatch to train all "
+            "the same."
         )
-    logger.warning(f"{fault}; continuing because of --ignore_tokenizer_mismatch.")
+    logger.warning(f"{mismatch}; continuing because of --ignore_tokenizer_mismatch.")

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from llm.data.dataset_folder import saved_dataset
-from llm.data.hub_files import errors_explained
+from llm.data.dataset_folder import find_saved_dataset
+from llm.data.hub_files import explain_dataset_errors
 from llm.data.text_identity import Json, Stamps, dataset_files, dataset_identity
 from llm.errors import DataError
 from llm.prepare.text.blocks import BadRecordPolicy
@@ -64,7 +64,7 @@ class _DatasetLoader:
     ) -> None:
         self.name = name
         self.config = config
-        self.folder = saved_dataset(name, config)
+        self.folder = find_saved_dataset(name, config)
         self.files = files
         # Newer versions of `datasets` warn about trust_remote_code, whatever its value.
         self._options = {"trust_remote_code": True} if trust_remote_code else {}
@@ -88,7 +88,7 @@ class _DatasetLoader:
             bars = datasets.is_progress_bar_enabled()
             datasets.disable_progress_bars()
             try:
-                with self.errors_explained():
+                with self.explain_dataset_errors():
                     loaded = self._load_dataset()
             finally:
                 if bars:
@@ -112,9 +112,9 @@ class _DatasetLoader:
             )
         return datasets.load_from_disk(str(self.folder))
 
-    def errors_explained(self) -> contextlib.AbstractContextManager[None]:
+    def explain_dataset_errors(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that turns the library's dozens of error types into a DataError."""
-        return errors_explained(self.name, self.config, local=self.folder is not None)
+        return explain_dataset_errors(self.name, self.config, is_local=self.folder is not None)
 
 
 class _DatasetSplit:
@@ -171,7 +171,7 @@ class _DatasetSplit:
             data = data.select(range(*self._range))
 
         def values() -> Iterator[Any]:
-            with self._loader.errors_explained():  # a stream's network, a broken file
+            with self._loader.explain_dataset_errors():  # a stream's network, a broken file
                 for batch in data.select_columns(column).iter(_BATCH_ROWS):
                     yield from batch[column]
 
@@ -192,7 +192,7 @@ class _DatasetSplit:
 
     def _choose_column(self, data: Any) -> str:
         """Choose the column with the text; for a stream without features, by its first row."""
-        with self._loader.errors_explained():
+        with self._loader.explain_dataset_errors():
             if data.features:
                 types = {name: getattr(kind, "dtype", "") for name, kind in data.features.items()}
                 texts = [name for name, kind in types.items() if kind in _STRINGS]

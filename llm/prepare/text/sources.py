@@ -19,10 +19,10 @@ from llm.data.text_identity import (
     check_file,
     file_identity,
     file_options,
+    file_stamp,
     is_compressed,
     kind_of,
     refuse_broken_links,
-    stamp,
 )
 from llm.errors import DataError
 from llm.prepare.text.blocks import BadRecordPolicy, FileChunk
@@ -214,7 +214,7 @@ class _File:
     ) -> None:
         self.name = str(path)
         self.one_document = one_document
-        self.files = {path: stamp(path)}
+        self.files = {path: file_stamp(path)}
         self.num_bytes: int | None = self.files[path]["size"]
         self._path = path
         self._reader = reader
@@ -266,7 +266,7 @@ def check_unchanged(sources: Iterable[Source]) -> None:
     for source in {source.name: source for source in sources}.values():  # chunks share their files
         for path, original_stamp in source.files.items():
             try:
-                unchanged = stamp(path) == original_stamp
+                unchanged = file_stamp(path) == original_stamp
             except OSError:
                 unchanged = False
             if not unchanged:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import RunFolder
 from llm.config.options import fields
-from llm.data.corpus import Corpus, Samples, hold_in_memory
+from llm.data.corpus import Corpus, Samples, pin_in_memory
 from llm.data.data_digest import corpus_digests
 from llm.data.open_corpus import open_corpus
 from llm.data.order import DocumentBoundaries, choose_document_boundaries
@@ -84,7 +84,7 @@ def read_training(
     branch = branch_of(config, resume_from, branch_from)
     plan, skipped, schedule = plan_training(run, samples, branch)
     if config.in_memory and world.local_rank == 0:  # last, because this reads the whole corpus
-        hold_in_memory((*run.corpus.train, *run.corpus.validation))
+        pin_in_memory((*run.corpus.train, *run.corpus.validation))
     config = dataclasses.replace(
         run.config,
         skip_samples=str(skipped) or None,
@@ -121,7 +121,7 @@ def read_evaluation(config: CoreConfig, world: World) -> Run:
     if not run.corpus.validation:
         raise DataError(_nothing_to_evaluate_on("eval_only"))
     if config.in_memory and world.local_rank == 0:
-        hold_in_memory(run.corpus.validation)
+        pin_in_memory(run.corpus.validation)
     return run
 
 

@@ -215,9 +215,9 @@ def _log_sources(run: TrainingRun, num_samples: int, verb: str) -> None:
     """Log how many of a number of samples each source of a blend serves."""
     if len(run.corpus.train) == 1 or not num_samples:
         return
-    samples_served = run.skipped.served(run.samples.served, num_samples)
+    samples_served = run.skipped.samples_per_source(run.samples.samples_per_source, num_samples)
     for number, (source, samples) in enumerate(zip(run.corpus.train, samples_served, strict=True)):
-        windows = run.samples.windows_of(number)
+        windows = run.samples.epoch_samples(number)
         if windows:
             logger.info(
                 f"source {source.name} {verb} {samples:,} samples ({samples / num_samples:.2%}), "

@@ -13,7 +13,7 @@ from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.batch_schedule import batch_phases
 from llm.data.corpus import Samples
 from llm.data.epoch_limits import check_epochs
-from llm.data.skipped_samples import NONE_SKIPPED, SkippedSamples, skipped_ranges
+from llm.data.skipped_samples import NO_SKIPPED_SAMPLES, SkippedSamples, parse_skipped_ranges
 from llm.errors import ConfigError
 from llm.models.build import build_model
 from llm.models.sizes import parameter_counts
@@ -186,13 +186,13 @@ def choose_skipped(config: CoreConfig, start: Checkpoint | None, plan: BatchPlan
         ConfigError: The options name samples that the checkpoint has trained on or skipped: every
             later sample would move to another step.
     """
-    new_ranges = skipped_ranges(config.skip_samples)
+    new_ranges = parse_skipped_ranges(config.skip_samples)
     if start is None:
-        return NONE_SKIPPED.skip(new_ranges)
-    saved = NONE_SKIPPED.skip(skipped_ranges(start.metadata["skip_samples"]))
+        return NO_SKIPPED_SAMPLES.skip(new_ranges)
+    saved = NO_SKIPPED_SAMPLES.skip(parse_skipped_ranges(start.metadata["skip_samples"]))
     skipped = saved.skip(new_ranges)
     position, _ = plan.step_positions(start.step)
-    _, reached = saved.span((0, position))
+    _, reached = saved.sample_range((0, position))
     if skipped.ranges_below(reached) != saved.ranges_below(reached):
         raise ConfigError(
             f"--skip_samples {config.skip_samples} names samples below {reached:,}, which "
@@ -238,6 +238,6 @@ def plan_training(
             run.config.pipeline_schedule, ranks=run.dims.pipeline, micro_batches=micro_batches
         )
     skipped = choose_skipped(run.config, run.start, plan)
-    _, passed = skipped.span((0, plan.total_samples))  # skipped samples count as used
+    _, passed = skipped.sample_range((0, plan.total_samples))  # skipped samples count as used
     check_epochs(run.config, run.corpus.train, samples, num_samples=passed)
     return plan, skipped, schedule
