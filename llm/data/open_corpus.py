@@ -22,7 +22,12 @@ from llm.data.text_identity import kind_of
 from llm.data.text_to_tokens import Text, TextEncoding
 from llm.data.workers import bounded_workers
 from llm.errors import DataError
-from llm.tokenizers.load_tokenizer import begin_token, end_token, fingerprint, num_ids
+from llm.tokenizers.load_tokenizer import (
+    choose_begin_token,
+    choose_end_token,
+    count_ids,
+    fingerprint,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,13 +91,13 @@ def _prepare_texts(
     """Return the cached token files of the texts for training and evaluation."""
     folder = options.data_cache_dir or os.environ.get("LLM_CACHE_DIR") or "~/.cache/llm"
     cache = TokenCache(folder=Path(folder).expanduser(), overwrite=options.overwrite_cache)
-    num_tokenizer_ids = num_ids(getattr(tokenizer, "backend_tokenizer", None), len(tokenizer))
+    num_tokenizer_ids = count_ids(getattr(tokenizer, "backend_tokenizer", None), len(tokenizer))
     encoding = TextEncoding(
         tokenizer=tokenizer,
         fingerprint=fingerprint(tokenizer),
         size=num_tokenizer_ids,
-        end_token=end_token(tokenizer.eos_token_id, options.append_eos),
-        begin_token=begin_token(tokenizer.bos_token_id, options.prepend_bos),
+        end_token=choose_end_token(tokenizer.eos_token_id, options.append_eos),
+        begin_token=choose_begin_token(tokenizer.bos_token_id, options.prepend_bos),
         dtype=token_dtype(max(vocab_size, num_tokenizer_ids)).name,
     )
     workers = bounded_workers(options.preprocessing_num_workers)

@@ -74,7 +74,7 @@ def _make_encoding(config: PrepareConfig) -> "Encoding":
     from llm.data.formats.megatron import token_dtype
     from llm.prepare.encoder import Encoding
     from llm.prepare.text_tokenizer import load_text_tokenizer
-    from llm.tokenizers.load_tokenizer import begin_token, end_token
+    from llm.tokenizers.load_tokenizer import choose_begin_token, choose_end_token
     from llm.tokenizers.options import TokenizerOptions
 
     tokenizer = load_text_tokenizer(
@@ -93,8 +93,8 @@ def _make_encoding(config: PrepareConfig) -> "Encoding":
         )
     return Encoding(
         tokenizer=tokenizer,
-        end_token=end_token(tokenizer.eos_token_id, config.append_eos),
-        begin_token=begin_token(tokenizer.bos_token_id, config.prepend_bos),
+        end_token=choose_end_token(tokenizer.eos_token_id, config.append_eos),
+        begin_token=choose_begin_token(tokenizer.bos_token_id, config.prepend_bos),
         dtype=token_dtype(0 if config.format == "nanogpt" else tokenizer.size),
         allow_special_tokens=config.allow_special_tokens,
         on_error=config.on_error,

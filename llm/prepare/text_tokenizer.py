@@ -14,11 +14,11 @@ from llm.errors import ConfigError
 from llm.tokenizers.load_tokenizer import (
     TokenizerFiles,
     backend_fingerprint,
-    end_of_text,
+    count_ids,
+    find_end_of_text,
     fingerprint,
     load_tokenizer,
     locate_tokenizer,
-    num_ids,
 )
 from llm.tokenizers.options import TokenizerOptions
 from llm.tokenizers.sentencepiece_model import convert_sentencepiece
@@ -111,7 +111,7 @@ def from_transformers(tokenizer: "PreTrainedTokenizerBase", name: str) -> TextTo
         encode_slow=encode_slow if backend is None else None,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.bos_token_id,
-        size=num_ids(backend, len(tokenizer)),
+        size=count_ids(backend, len(tokenizer)),
         fingerprint=fingerprint(tokenizer),
     )
 
@@ -138,7 +138,7 @@ def _without_transformers(files: TokenizerFiles, name: str) -> TextTokenizer | N
         name=name,
         backend=backend,
         encode_slow=None,
-        size=num_ids(backend, 0),
+        size=count_ids(backend, 0),
         fingerprint=backend_fingerprint(backend, **ends),
         **ends,
     )
@@ -174,5 +174,5 @@ def _read_backend(files: TokenizerFiles) -> "tuple[Tokenizer, str | None, str | 
     padding = [backend.padding["pad_token"]] if backend.padding else []
     if not {*special_tokens, *padding} <= added.keys():  # transformers would add them
         return None
-    eos = end_of_text(added) if files.kind == "file" else config.get("eos_token")
+    eos = find_end_of_text(added) if files.kind == "file" else config.get("eos_token")
     return backend, config.get("bos_token"), eos

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from llm.errors import ConfigError
-from llm.tokenizers.sentencepiece_model import import_sentencepiece, model_proto
+from llm.tokenizers.sentencepiece_model import import_sentencepiece, parse_model_proto
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -122,7 +122,7 @@ def train_sentencepiece(
         )
     except Exception as error:
         raise _explain_message(str(error), vocab_size) from error
-    proto = model_proto(model.getvalue())
+    proto = parse_model_proto(model.getvalue())
     # Otherwise the file of the same bpe model would differ with the number of threads.
     proto.trainer_spec.ClearField("num_threads")
     data: bytes = proto.SerializeToString(deterministic=True)

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tokenizers.normalizers import Normalizer
 
-_NO_COMPOSITION, _ALONE = "\ufff0", "\ufff1"
+_COMPOSITION_BARRIER, _CHARACTER_BARRIER = "\ufff0", "\ufff1"
 """Characters that Unicode leaves unassigned; nothing composes with them."""
-_MOST_VISITS = 1 << 22
-"""Ten times what the largest rules of SentencePiece need; a damaged file could be a circle."""
-_EXTENDING = r"\p{M}\x{200c}\x{200d}\x{1f3fb}-\x{1f3ff}"
+_MAX_TRIE_VISITS = 1 << 22
+"""Ten times the nodes of SentencePiece's largest rules; the trie of a damaged file may loop."""
+_EXTENDING_CHARACTERS = r"\p{M}\x{200c}\x{200d}\x{1f3fb}-\x{1f3ff}"
 """Characters that `Precompiled` would read together with the one in front."""
 
 
@@ -34,83 +34,89 @@ def charsmap_normalizers(charsmap: bytes) -> "list[Normalizer]":
     from tokenizers import Regex, normalizers
 
     rules = _read_rules(charsmap)
-    joined: defaultdict[str, set[str]] = defaultdict(set)  # second character: first ones
+    # The pairs of neighbors in the rules.
+    firsts_by_second: defaultdict[str, set[str]] = defaultdict(set)
     for source in rules:
         for first, second in itertools.pairwise(source):
-            joined[second].add(first)
-    joining = {*joined, *_find_combining(rules, joined)}
-    class_of_joining = f"[{_class_ranges(joining)}\\p{{M}}]"
-    by_firsts: defaultdict[frozenset[str], set[str]] = defaultdict(set)
-    for second, firsts in joined.items():
-        by_firsts[frozenset(firsts)].add(second)
-    pairs = "|".join(
-        f"(?<=[{_class_ranges(firsts)}])(?=[{_class_ranges(seconds)}])"
-        for firsts, seconds in by_firsts.items()
+            firsts_by_second[second].add(first)
+    joining_characters = {*firsts_by_second, *_find_composing_characters(rules, firsts_by_second)}
+    joining_ranges = _format_class_ranges(joining_characters)
+    joining_class = f"[{joining_ranges}\\p{{M}}]"
+    seconds_by_firsts: defaultdict[frozenset[str], set[str]] = defaultdict(set)
+    for second, firsts in firsts_by_second.items():
+        seconds_by_firsts[frozenset(firsts)].add(second)
+    joined_pairs = "|".join(
+        f"(?<=[{_format_class_ranges(firsts)}])(?=[{_format_class_ranges(seconds)}])"
+        for firsts, seconds in seconds_by_firsts.items()
     )
-    unless_joined = f"(?!{pairs})" if pairs else ""
+    not_joined = f"(?!{joined_pairs})" if joined_pairs else ""
     # Not at the beginning of a text, where the library cannot insert an empty match.
-    after_any = r"(?<=[\s\S])"
-    apart = f"{after_any}(?={class_of_joining}){unless_joined}"
-    alone = rf"{after_any}(?=[{_class_ranges(joining)}{_EXTENDING}])|(?<=\r)(?=\n)"
+    after_any_character = r"(?<=[\s\S])"
+    composition_boundary = f"{after_any_character}(?={joining_class}){not_joined}"
+    extending_class = f"[{joining_ranges}{_EXTENDING_CHARACTERS}]"
+    character_boundary = rf"{after_any_character}(?={extending_class})|(?<=\r)(?=\n)"
     return [
-        normalizers.Replace(Regex(apart), _NO_COMPOSITION),
-        normalizers.Replace(Regex(alone), _ALONE),
+        normalizers.Replace(Regex(composition_boundary), _COMPOSITION_BARRIER),
+        normalizers.Replace(Regex(character_boundary), _CHARACTER_BARRIER),
         normalizers.Precompiled(charsmap),
-        normalizers.Replace(_ALONE, ""),
+        normalizers.Replace(_CHARACTER_BARRIER, ""),
         normalizers.NFC(),
-        normalizers.Replace(_NO_COMPOSITION, ""),
+        normalizers.Replace(_COMPOSITION_BARRIER, ""),
     ]
 
 
 def _read_rules(charsmap: bytes) -> dict[str, str]:
-    """Return what each sequence of characters becomes.
+    """Return the replacement of each sequence of characters.
 
     The bytes are a Darts-clone double array, a trie of the sequences in UTF-8, and the replacements
     as strings that end with a zero byte.
     """
-    (size,) = struct.unpack_from("<I", charsmap)
-    units = struct.unpack_from(f"<{size // 4}I", charsmap, 4)
-    replacements = charsmap[4 + size :]
-    children: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # by their common base
+    (trie_bytes,) = struct.unpack_from("<I", charsmap)
+    units = struct.unpack_from(f"<{trie_bytes // 4}I", charsmap, 4)
+    replacements = charsmap[4 + trie_bytes :]
+    children_by_base: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for child, unit in enumerate(units):
         label = unit & 0x800000FF
         if 0 < label < 256:
-            children[child ^ label].append((child, label))
+            children_by_base[child ^ label].append((child, label))
     rules: dict[str, str] = {}
     nodes = [(0, b"")]
-    visits = itertools.count()
+    num_visits = itertools.count()
     while nodes:
-        if next(visits) == _MOST_VISITS:
+        if next(num_visits) == _MAX_TRIE_VISITS:
             raise ValueError("its normalization rules are not a trie")
-        node, path = nodes.pop()
-        for child, label in children[node ^ _child_offset(units[node])]:
-            unit, source = units[child], path + bytes([label])
+        node, prefix = nodes.pop()
+        for child, label in children_by_base[node ^ _child_offset(units[node])]:
+            unit, sequence = units[child], prefix + bytes([label])
             if unit >> 8 & 1:  # a sequence ends here
-                start = units[child ^ _child_offset(unit)] & 0x7FFFFFFF
-                end = replacements.index(b"\0", start)
-                rules[source.decode()] = replacements[start:end].decode()
-            nodes.append((child, source))
+                replacement_start = units[child ^ _child_offset(unit)] & 0x7FFFFFFF
+                replacement_end = replacements.index(b"\0", replacement_start)
+                rules[sequence.decode()] = replacements[replacement_start:replacement_end].decode()
+            nodes.append((child, sequence))
     return rules
 
 
 def _child_offset(unit: int) -> int:
+    """Return the offset from a node to its children that a unit of the double array encodes."""
     return unit >> 10 << ((unit & 0x200) >> 6)
 
 
-def _find_combining(rules: Mapping[str, str], joined: Iterable[str]) -> set[str]:
+def _find_composing_characters(
+    rules: Mapping[str, str], second_characters: Iterable[str]
+) -> set[str]:
     """Return characters with a replacement that could compose with the one in front."""
-    seconds = set(joined)
+    seconds = set(second_characters)
     return {
-        source
-        for source, target in rules.items()
-        if len(source) == 1
-        and target
-        and (target[0] in seconds or unicodedata.category(target[0]).startswith("M"))
+        sequence
+        for sequence, replacement in rules.items()
+        if len(sequence) == 1
+        and replacement
+        and (replacement[0] in seconds or unicodedata.category(replacement[0]).startswith("M"))
     }
 
 
-def _class_ranges(characters: Iterable[str]) -> str:
-    """Return the inside of a regular expression's character class."""
+def _format_class_ranges(characters: Iterable[str]) -> str:
+    """Return characters as ranges, the inside of a character class of a regular expression."""
     ranges: list[list[int]] = []
     for code in sorted(map(ord, characters)):
         if ranges and code == ranges[-1][1] + 1:

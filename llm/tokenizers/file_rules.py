@@ -13,17 +13,19 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-_NOT_ABOUT_IDS = ("version", "truncation", "padding", "post_processor", "decoder")
+_PARTS_WITHOUT_EFFECT_ON_IDS = ("version", "truncation", "padding", "post_processor", "decoder")
 """Parts of a tokenizer.json that change no id of a text."""
 
 logger = logging.getLogger("llm.tokenizers")
 
 
-def follow_file(tokenizer: "PreTrainedTokenizerBase", name: str) -> "PreTrainedTokenizerBase":
+def restore_file_rules(
+    tokenizer: "PreTrainedTokenizerBase", name: str
+) -> "PreTrainedTokenizerBase":
     """Return a tokenizer that gives the ids of `tokenizer.json`.
 
     Args:
-        tokenizer: What `AutoTokenizer` has loaded.
+        tokenizer: The tokenizer that `AutoTokenizer` has loaded.
         name: The folder or Hub name that it was loaded from; its files are in the Hub's cache.
 
     Returns:
@@ -38,42 +40,45 @@ def follow_file(tokenizer: "PreTrainedTokenizerBase", name: str) -> "PreTrainedT
     is_library_class = type(tokenizer).__module__.startswith("transformers.")
     if backend is None or not is_library_class or type(tokenizer) is PreTrainedTokenizerFast:
         return tokenizer
-    path = cached_file(
+    tokenizer_json = cached_file(
         name,
         "tokenizer.json",
         local_files_only=True,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    if path is None:
+    if tokenizer_json is None:
         return tokenizer
-    plain: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(
+    generic_tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(
         name, local_files_only=True
     )
-    if _rules_of(plain.backend_tokenizer) == _rules_of(backend):
+    if _id_rules(generic_tokenizer.backend_tokenizer) == _id_rules(backend):
         return tokenizer
-    vocabulary = plain.get_vocab()
-    for role, token in tokenizer.special_tokens_map.items():
+    vocabulary = generic_tokenizer.get_vocab()
+    for token_name, token in tokenizer.special_tokens_map.items():
         # The class names tokens that the files do not.
-        if getattr(plain, role, None) is None and token in vocabulary:
-            setattr(plain, role, token)
+        if getattr(generic_tokenizer, token_name, None) is None and token in vocabulary:
+            setattr(generic_tokenizer, token_name, token)
     logger.info(
         f"The tokenizer {name} has the rules of its tokenizer.json. transformers' class "
         f"{type(tokenizer).__name__} would replace some of them and could give other ids."
     )
-    return plain
+    return generic_tokenizer
 
 
-def _rules_of(backend: "Tokenizer") -> Any:
-    """Return what decides the ids of a text; equal for equal rules."""
+def _id_rules(backend: "Tokenizer") -> Any:
+    """Return the parts of a tokenizer that decide the ids of a text; equal for equal rules."""
     description = json.loads(backend.to_str())
     return _drop_defaults(
-        {key: part for key, part in description.items() if key not in _NOT_ABOUT_IDS}
+        {key: part for key, part in description.items() if key not in _PARTS_WITHOUT_EFFECT_ON_IDS}
     )
 
 
 def _drop_defaults(part: Any) -> Any:
-    """Leave out values that say nothing, which some classes spell out, and offsets."""
+    """Return a part of a tokenizer.json without null, empty and false values, and offsets.
+
+    Some classes write these values, and others leave them out.
+    """
     if isinstance(part, dict):
         return {
             key: _drop_defaults(value)

@@ -10,26 +10,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from llm.errors import ConfigError, one_line
-from llm.tokenizers.file_rules import follow_file
+from llm.tokenizers.file_rules import restore_file_rules
 from llm.tokenizers.options import TokenizerOptions
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-_TOKENIZER_FILES = (
+_TOKENIZER_FILE_NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "vocab.json",
     "vocab.txt",
     "tekken.json",
 )
-_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
-_TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
+_END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+_LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"
 """The library's name for a warning that it gives once."""
 PROBE = "The  Quick br\u00f6wn fox;\n\t12345 + don't, \uff21\uff22 \uff11 \u72d0 \U0001f98a"
 """A text with case, accents, spaces, digits, wide letters and rare characters."""
-_ADDED_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+_ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 logger = logging.getLogger("llm.tokenizers")
 
@@ -75,7 +75,7 @@ def locate_tokenizer(
         )
     path = Path(name)
     if path.is_dir():
-        return _in_folder(path)
+        return _locate_in_folder(path)
     if not path.is_file():
         return TokenizerFiles(kind="named", name=name)
     if path.suffix == ".model":
@@ -85,15 +85,20 @@ def locate_tokenizer(
     return TokenizerFiles(kind="file", name=str(path))
 
 
-def _in_folder(folder: Path) -> TokenizerFiles:
+def _locate_in_folder(folder: Path) -> TokenizerFiles:
+    """Find the tokenizer in a folder; the kind of its files decides if none names a class."""
     models = sorted(folder.glob("*.model"))
-    if not models and not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+    if not models and not any(
+        (folder / file_name).is_file() for file_name in _TOKENIZER_FILE_NAMES
+    ):
         raise ConfigError(
             f"The folder {folder} holds no tokenizer (tokenizer.json, tokenizer_config.json, a "
             "SentencePiece .model, or vocab.json with merges.txt): set --tokenizer_name to one "
             "that does."
         )
-    if not any((folder / file).is_file() for file in ("tokenizer_config.json", "config.json")):
+    if not any(
+        (folder / file_name).is_file() for file_name in ("tokenizer_config.json", "config.json")
+    ):
         # No file names a class, so the kind of the files decides.
         if (folder / "tokenizer.json").is_file():
             return TokenizerFiles(kind="file", name=str(folder / "tokenizer.json"))
@@ -105,11 +110,14 @@ def _in_folder(folder: Path) -> TokenizerFiles:
 
 
 def _locate_pair(vocab_file: str | None, merges_file: str | None) -> TokenizerFiles:
+    """Return GPT-2's two files; refuse one without the other, or one that does not exist."""
     if vocab_file is None or merges_file is None:
-        present, missing = ("--vocab_file", "--merges_file")
+        given_option, missing_option = ("--vocab_file", "--merges_file")
         if vocab_file is None:
-            present, missing = missing, present
-        raise ConfigError(f"{present} is given without {missing}: GPT-2's tokenizer needs both.")
+            given_option, missing_option = missing_option, given_option
+        raise ConfigError(
+            f"{given_option} is given without {missing_option}: GPT-2's tokenizer needs both."
+        )
     for option, file in (("--vocab_file", vocab_file), ("--merges_file", merges_file)):
         if not Path(file).is_file():
             raise ConfigError(f"{option} {file} does not exist.")
@@ -154,7 +162,7 @@ def load_tokenizer(
                 tokenizer = transformers.GPT2Tokenizer(vocab=files.name, merges=files.merges_file)
             elif files.kind == "file":
                 tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=files.name)
-                tokenizer.eos_token = end_of_text(tokenizer.get_added_vocab())
+                tokenizer.eos_token = find_end_of_text(tokenizer.get_added_vocab())
             else:
                 if not (local_files_only or Path(files.name).exists()):
                     logger.info(f"asking the Hugging Face Hub for the tokenizer {files.name}")
@@ -164,13 +172,13 @@ def load_tokenizer(
                     trust_remote_code=trust_remote_code,
                     local_files_only=local_files_only,
                 )
-                tokenizer = follow_file(tokenizer, files.name)
+                tokenizer = restore_file_rules(tokenizer, files.name)
         except Exception as error:  # the libraries raise many types of errors
             raise ConfigError(_explain_error(files, error, local_files_only)) from error
     # A setting of this call, which `save_pretrained` would write into the copies of the tokenizer.
     tokenizer.init_kwargs.pop("local_files_only", None)
     # Documents are encoded whole, regardless of the model's length, and without padding.
-    tokenizer.deprecation_warnings[_TOO_LONG] = True
+    tokenizer.deprecation_warnings[_LENGTH_WARNING] = True
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         backend.no_truncation()
@@ -183,18 +191,19 @@ def _convert_sentencepiece(path: str) -> "PreTrainedTokenizerBase":
     import tokenizers
     import transformers
 
-    program = [sys.executable, "-m", "llm.tokenizers.sentencepiece_model", path]
-    done = subprocess.run(program, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ConfigError(lines[-1].removeprefix("error: "))
-    model = json.loads(done.stdout)
+    command = [sys.executable, "-m", "llm.tokenizers.sentencepiece_model", path]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode != 0:
+        error_lines = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
+        raise ConfigError(error_lines[-1].removeprefix("error: "))
+    model = json.loads(process.stdout)
     backend = tokenizers.Tokenizer.from_str(model["backend"])
     backend.encode_special_tokens = True  # not part of the JSON
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **model["special_tokens"])
 
 
 def _explain_error(files: TokenizerFiles, error: Exception, local_files_only: bool) -> str:
+    """Return a sentence about a tokenizer that the libraries cannot load."""
     reason, name = one_line(error), files.name
     if files.kind == "pair":
         return (
@@ -229,28 +238,28 @@ def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     and end a text. Sidecars contain these digits: after a change here, no token files would match
     their tokenizer.
     """
-    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    bos_token_id, eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        return backend_fingerprint(backend, bos_token_id=ends[0], eos_token_id=ends[1])
+        return backend_fingerprint(backend, bos_token_id=bos_token_id, eos_token_id=eos_token_id)
     state = {
         "class": type(tokenizer).__name__,
         "vocab": tokenizer.get_vocab(),
         "special": sorted(tokenizer.all_special_tokens),
         # The settings of Python code are unknown; their effect shows in a text.
         "probe": tokenizer.encode(PROBE, add_special_tokens=False),
-        "ends": ends,
+        "ends": (bos_token_id, eos_token_id),
     }
     return _digest_states([json.dumps(state, sort_keys=True).encode()])
 
 
-def num_ids(backend: "Tokenizer | None", num_tokens: int) -> int:
+def count_ids(backend: "Tokenizer | None", num_tokens: int) -> int:
     """Return the number of tokens; if ids have gaps, the largest id plus one."""
     ids = {} if backend is None else backend.get_vocab()
     return max(num_tokens, 1 + max(ids.values(), default=-1))
 
 
-def end_token(eos_token_id: int | None, append_eos: bool) -> int | None:
+def choose_end_token(eos_token_id: int | None, append_eos: bool) -> int | None:
     """Return the token that ends each document, or None without `append_eos`.
 
     Raises:
@@ -264,7 +273,7 @@ def end_token(eos_token_id: int | None, append_eos: bool) -> int | None:
     return eos_token_id if append_eos else None
 
 
-def begin_token(bos_token_id: int | None, prepend_bos: bool) -> int | None:
+def choose_begin_token(bos_token_id: int | None, prepend_bos: bool) -> int | None:
     """Return the token that begins each document, or None without `prepend_bos`.
 
     Raises:
@@ -285,17 +294,20 @@ def backend_fingerprint(
 
     Template, decoder, truncation and padding are left out: they do not change these ids.
     """
-    added = [
-        [id, *(getattr(token, name) for name in _ADDED_FIELDS)]
-        for id, token in sorted(backend.get_added_tokens_decoder().items())
+    added_tokens = [
+        [token_id, *(getattr(token, name) for name in _ADDED_TOKEN_FIELDS)]
+        for token_id, token in sorted(backend.get_added_tokens_decoder().items())
     ]
     # Each part is dumped as JSON, with the vocabulary in the order of the ids.
     components = (backend.model, backend.normalizer, backend.pre_tokenizer)
     states = [b"" if component is None else component.__getstate__() for component in components]
-    return _digest_states([*states, json.dumps([added, bos_token_id, eos_token_id]).encode()])
+    return _digest_states(
+        [*states, json.dumps([added_tokens, bos_token_id, eos_token_id]).encode()]
+    )
 
 
 def _digest_states(states: list[bytes]) -> str:
+    """Return sixteen hex digits of a SHA-256 over byte strings and their lengths."""
     digest = hashlib.sha256()
     for state in states:
         digest.update(len(state).to_bytes(8, "little"))
@@ -303,10 +315,10 @@ def _digest_states(states: list[bytes]) -> str:
     return digest.hexdigest()[:16]
 
 
-def end_of_text(added_tokens: dict[str, int]) -> str | None:
+def find_end_of_text(added_tokens: dict[str, int]) -> str | None:
     """Return the token that ends a text, for a `tokenizer.json` that does not name it.
 
     Args:
         added_tokens: The tokens outside the vocabulary; a few names have no other meaning.
     """
-    return next((token for token in _END_OF_TEXT if token in added_tokens), None)
+    return next((token for token in _END_OF_TEXT_NAMES if token in added_tokens), None)

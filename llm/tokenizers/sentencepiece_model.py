@@ -34,9 +34,9 @@ _SPACE = "\u2581"
 """The visible character that SentencePiece writes for a space."""
 # Numbers of sentencepiece_model.proto: types of models, types of pieces.
 _UNIGRAM, _BPE = 1, 2
-_KINDS = {3: "word", 4: "char"}
+_MODEL_TYPE_NAMES = {3: "word", 4: "char"}
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
-_NEVER = -1e6
+_UNREACHABLE_SCORE = -1e6
 """A score so low that the name of a special token in a text does not become this token."""
 _NUM_PROBED_PIECES = 4000
 _PROBES = (
@@ -94,7 +94,7 @@ def convert_sentencepiece(
     """
     subject = subject or f"--tokenizer_name {path}"
     try:
-        proto = model_proto(path.read_bytes())
+        proto = parse_model_proto(path.read_bytes())
     except ConfigError:
         raise
     except OSError as error:
@@ -104,23 +104,29 @@ def convert_sentencepiece(
         raise ConfigError(
             f"{subject} is not a SentencePiece model; name one, or a folder with a tokenizer.json."
         ) from error
-    spec = proto.trainer_spec
-    if spec.model_type not in (_UNIGRAM, _BPE):
+    trainer_spec = proto.trainer_spec
+    if trainer_spec.model_type not in (_UNIGRAM, _BPE):
         raise ConfigError(
             f"{subject} is a SentencePiece model of the type "
-            f"{_KINDS.get(spec.model_type, spec.model_type)}; only bpe and unigram can be used "
-            "here."
+            f"{_MODEL_TYPE_NAMES.get(trainer_spec.model_type, trainer_spec.model_type)}; only bpe "
+            "and unigram can be used here."
         )
-    ids = {name: getattr(spec, f"{name}_id") for name in ("bos", "eos", "unk", "pad")}
+    id_by_name = {
+        name: getattr(trainer_spec, f"{name}_id") for name in ("bos", "eos", "unk", "pad")
+    }
     try:
         backend = _make_backend(proto)
-        special = {f"{name}_token": proto.pieces[id].piece for name, id in ids.items() if id >= 0}
+        special_tokens = {
+            f"{name}_token": proto.pieces[token_id].piece
+            for name, token_id in id_by_name.items()
+            if token_id >= 0
+        }
     except Exception as error:
         raise ConfigError(
             f"{subject} holds what the tokenizers library refuses: {error}"
         ) from error
     _check_equal_ids(backend, proto, samples, subject)
-    return ConvertedModel(backend=backend, special_tokens=special)
+    return ConvertedModel(backend=backend, special_tokens=special_tokens)
 
 
 def import_sentencepiece() -> Any:
@@ -138,7 +144,7 @@ def import_sentencepiece() -> Any:
     return sentencepiece
 
 
-def model_proto(data: bytes) -> Any:
+def parse_model_proto(data: bytes) -> Any:
     """Parse a `.model` file, which is a protocol buffer.
 
     Raises:
@@ -163,40 +169,52 @@ def model_proto(data: bytes) -> Any:
 
 
 def _make_backend(proto: Any) -> "Tokenizer":
+    """Return a tokenizer of the `tokenizers` library with the pieces and rules of a model."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    spec, pieces = proto.trainer_spec, proto.pieces
-    splits: list[Any] = []
-    if spec.model_type == _BPE:
+    trainer_spec, pieces = proto.trainer_spec, proto.pieces
+    split_steps: list[Any] = []
+    if trainer_spec.model_type == _BPE:
         model: Any = models.BPE(
-            vocab={piece.piece: id for id, piece in enumerate(pieces)},
-            merges=_ranked_merges(proto),
-            unk_token=spec.unk_piece,
+            vocab={piece.piece: piece_id for piece_id, piece in enumerate(pieces)},
+            merges=_rank_merges(proto),
+            unk_token=trainer_spec.unk_piece,
             fuse_unk=True,
-            byte_fallback=spec.byte_fallback,
+            byte_fallback=trainer_spec.byte_fallback,
         )
     else:
         # The library would take names such as <unk> or <0x0A> in a text for these pieces;
         # SentencePiece does not.
-        scored = [(p.piece, p.score if p.type == _NORMAL else _NEVER) for p in pieces]
-        model = models.Unigram(scored, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
-        if pattern := _letters_apart(proto):
-            splits.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
+        scored_pieces = [
+            (piece.piece, piece.score if piece.type == _NORMAL else _UNREACHABLE_SCORE)
+            for piece in pieces
+        ]
+        model = models.Unigram(
+            scored_pieces, unk_id=trainer_spec.unk_id, byte_fallback=trainer_spec.byte_fallback
+        )
+        if pattern := _unknown_letters_pattern(proto):
+            split_steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
     backend = Tokenizer(model)
     backend.normalizer = _make_normalizer(proto)
     if proto.normalizer_spec.escape_whitespaces:
         # If no piece crosses a space, words are encoded separately, and the library caches them.
-        apart = not any(_SPACE in piece.piece[1:] for piece in pieces if piece.type == _NORMAL)
-        splits.append(pre_tokenizers.Metaspace(_SPACE, prepend_scheme="never", split=apart))
-    if splits:
-        backend.pre_tokenizer = splits[0] if len(splits) == 1 else pre_tokenizers.Sequence(splits)
-    steps: list[Any] = [decoders.Replace(_SPACE, " ")]
-    if spec.byte_fallback:
-        steps.append(decoders.ByteFallback())
-    steps.append(decoders.Fuse())
+        split_at_spaces = not any(
+            _SPACE in piece.piece[1:] for piece in pieces if piece.type == _NORMAL
+        )
+        split_steps.append(
+            pre_tokenizers.Metaspace(_SPACE, prepend_scheme="never", split=split_at_spaces)
+        )
+    if split_steps:
+        backend.pre_tokenizer = (
+            split_steps[0] if len(split_steps) == 1 else pre_tokenizers.Sequence(split_steps)
+        )
+    decoder_steps: list[Any] = [decoders.Replace(_SPACE, " ")]
+    if trainer_spec.byte_fallback:
+        decoder_steps.append(decoders.ByteFallback())
+    decoder_steps.append(decoders.Fuse())
     if proto.normalizer_spec.add_dummy_prefix:
-        steps.append(decoders.Strip(" ", 1, 0))
-    backend.decoder = decoders.Sequence(steps)
+        decoder_steps.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(decoder_steps)
     for piece in pieces:
         if piece.type in (_CONTROL, _UNKNOWN):
             backend.add_special_tokens([AddedToken(piece.piece, special=True, normalized=False)])
@@ -208,95 +226,127 @@ def _make_backend(proto: Any) -> "Tokenizer":
     return backend
 
 
-def _ranked_merges(proto: Any) -> list[tuple[str, str]]:
+def _rank_merges(proto: Any) -> list[tuple[str, str]]:
     """Return every pair of pieces that joins to a piece, the best-scored piece first.
 
     SentencePiece joins the neighbors that make the best-scored piece, regardless of its halves; the
     library joins in the order of this list.
     """
-    normal = {piece.piece: piece.score for piece in proto.pieces if piece.type == _NORMAL}
-    ranked = sorted(normal, key=lambda piece: -normal[piece])
+    score_by_piece = {piece.piece: piece.score for piece in proto.pieces if piece.type == _NORMAL}
+    ranked_pieces = sorted(score_by_piece, key=lambda piece: -score_by_piece[piece])
     return [
         (piece[:cut], piece[cut:])
-        for piece in ranked
+        for piece in ranked_pieces
         for cut in range(1, len(piece))
-        if piece[:cut] in normal and piece[cut:] in normal
+        if piece[:cut] in score_by_piece and piece[cut:] in score_by_piece
     ]
 
 
-def _letters_apart(proto: Any) -> str:
-    """Return a pattern of the letters in names of special tokens that no piece has; may be "".
+def _unknown_letters_pattern(proto: Any) -> str:
+    """Return a pattern of the letters of special tokens' names that are no piece; may be empty.
 
     The library prefers even a piece with the lowest score to an unknown letter, so these letters
     are split off. Other ids do not change, because no piece contains the letters.
     """
-    letters_with_piece = {p.piece for p in proto.pieces if p.type == _NORMAL and len(p.piece) == 1}
+    letters_with_piece = {
+        piece.piece for piece in proto.pieces if piece.type == _NORMAL and len(piece.piece) == 1
+    }
     patterns = []
-    for name in sorted({p.piece for p in proto.pieces if p.type in (_UNKNOWN, _CONTROL)}):
-        unknown = [letter not in letters_with_piece for letter in name]
-        if any(unknown):
-            begin = unknown.index(True)
-            end = begin + len(list(itertools.takewhile(bool, unknown[begin:])))
-            prefix, run, suffix = map(re.escape, (name[:begin], name[begin:end], name[end:]))
-            patterns.append(_pattern_between(prefix, run, suffix))
+    for name in sorted(
+        {piece.piece for piece in proto.pieces if piece.type in (_UNKNOWN, _CONTROL)}
+    ):
+        is_unknown = [letter not in letters_with_piece for letter in name]
+        if any(is_unknown):
+            run_start = is_unknown.index(True)
+            run_end = run_start + len(list(itertools.takewhile(bool, is_unknown[run_start:])))
+            prefix, unknown_run, suffix = map(
+                re.escape, (name[:run_start], name[run_start:run_end], name[run_end:])
+            )
+            patterns.append(_pattern_between(prefix, unknown_run, suffix))
     if any(piece.type == _BYTE for piece in proto.pieces):
         digits = "0123456789ABCDEF"
-        patterns_of_byte = ["<", "0", "x", f"[{digits}]", f"[{digits}]", ">"]
-        for at, letters in enumerate(("<", "0", "x", digits, digits, ">")):
+        byte_patterns = ["<", "0", "x", f"[{digits}]", f"[{digits}]", ">"]
+        for letter_index, letters in enumerate(("<", "0", "x", digits, digits, ">")):
             if unknown_letters := "".join(
                 letter for letter in letters if letter not in letters_with_piece
             ):
-                prefix, suffix = "".join(patterns_of_byte[:at]), "".join(patterns_of_byte[at + 1 :])
+                prefix = "".join(byte_patterns[:letter_index])
+                suffix = "".join(byte_patterns[letter_index + 1 :])
                 patterns.append(_pattern_between(prefix, f"[{unknown_letters}]", suffix))
     return "|".join(patterns)
 
 
 def _pattern_between(prefix: str, pattern: str, suffix: str) -> str:
-    behind = f"(?<={prefix})" if prefix else ""
-    ahead = f"(?={suffix})" if suffix else ""
-    return f"{behind}{pattern}{ahead}"
+    """Return a pattern that matches between a prefix and a suffix, either of which may be ""."""
+    lookbehind = f"(?<={prefix})" if prefix else ""
+    lookahead = f"(?={suffix})" if suffix else ""
+    return f"{lookbehind}{pattern}{lookahead}"
 
 
 def _make_normalizer(proto: Any) -> Any:
     """Return the normalizer that changes a text as SentencePiece does, in its order."""
     from tokenizers import Regex, normalizers
 
-    spec = proto.normalizer_spec
-    steps: list[Any] = []
-    if spec.precompiled_charsmap:
-        steps += charsmap_normalizers(spec.precompiled_charsmap)
-    if spec.remove_extra_whitespaces:
-        steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
-        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
-    if spec.add_dummy_prefix:
-        symbols = [re.escape(p.piece) for p in proto.pieces if p.type == _USER_DEFINED]
+    normalizer_spec = proto.normalizer_spec
+    normalizer_steps: list[Any] = []
+    if normalizer_spec.precompiled_charsmap:
+        normalizer_steps += charsmap_normalizers(normalizer_spec.precompiled_charsmap)
+    if normalizer_spec.remove_extra_whitespaces:
+        normalizer_steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
+        normalizer_steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+    if normalizer_spec.add_dummy_prefix:
+        symbols = [re.escape(piece.piece) for piece in proto.pieces if piece.type == _USER_DEFINED]
         if symbols:
             # The library would normalize the symbols too, but they must not change.
-            alone = rf"(?:{'|'.join(symbols)})\z"
-            steps.append(normalizers.Replace(Regex(rf"\A(?!{alone})(?=[\s\S])"), _SPACE))
+            symbol_alone = rf"(?:{'|'.join(symbols)})\z"
+            normalizer_steps.append(
+                normalizers.Replace(Regex(rf"\A(?!{symbol_alone})(?=[\s\S])"), _SPACE)
+            )
         else:
-            steps.append(normalizers.Prepend(_SPACE))
-    if spec.escape_whitespaces:
-        steps.append(normalizers.Replace(" ", _SPACE))
-    return normalizers.Sequence(steps)
+            normalizer_steps.append(normalizers.Prepend(_SPACE))
+    if normalizer_spec.escape_whitespaces:
+        normalizer_steps.append(normalizers.Replace(" ", _SPACE))
+    return normalizers.Sequence(normalizer_steps)
 
 
 def _check_equal_ids(
     backend: "Tokenizer", proto: Any, samples: Iterable[str], subject: str
 ) -> None:
+    """Refuse a converted model that gives a probe or a sample other ids than SentencePiece.
+
+    Args:
+        backend: The converted model.
+        proto: The SentencePiece model.
+        samples: Further texts to compare.
+        subject: Name of the model in messages.
+
+    Raises:
+        ConfigError: The ids of a text differ.
+    """
     processor = import_sentencepiece().SentencePieceProcessor(model_proto=proto.SerializeToString())
     scores = [piece.score for piece in proto.pieces]
-    ranked = proto.trainer_spec.model_type == _UNIGRAM
+    is_unigram = proto.trainer_spec.model_type == _UNIGRAM
     for text in (*_probe_texts(proto), *samples):
         expected = processor.encode(text)
         actual = backend.encode(text, add_special_tokens=False).ids
-        if actual == expected or (ranked and _score_the_same(actual, expected, scores)):
+        if actual == expected or (is_unigram and _have_equal_scores(actual, expected, scores)):
             continue
         pairs = zip(actual, expected, strict=False)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(actual), len(expected)))
-        decoded = processor.decode(expected[:at])[-20:]
+        first_difference = next(
+            (
+                position
+                for position, (actual_id, expected_id) in enumerate(pairs)
+                if actual_id != expected_id
+            ),
+            min(len(actual), len(expected)),
+        )
+        decoded = processor.decode(expected[:first_difference])[-20:]
         expected_pieces, actual_pieces = (
-            [processor.id_to_piece(id) for id in ids[at : at + 3]] for ids in (expected, actual)
+            [
+                processor.id_to_piece(piece_id)
+                for piece_id in ids[first_difference : first_difference + 3]
+            ]
+            for ids in (expected, actual)
         )
         raise ConfigError(
             f"{subject} cannot be used: after {decoded!r} SentencePiece gives {expected_pieces}, "
@@ -305,22 +355,23 @@ def _check_equal_ids(
         )
 
 
-def _score_the_same(actual: list[int], expected: list[int], scores: list[float]) -> bool:
+def _have_equal_scores(actual: list[int], expected: list[int], scores: list[float]) -> bool:
     """Return whether a unigram model gives two segmentations of a text the same score.
 
     SentencePiece adds scores in single precision, the library in double: between segmentations of
     the same score, such as 99|9 and 9|99, the rounding of each decides.
     """
-    best = sum(scores[id] for id in actual)
-    return abs(best - sum(scores[id] for id in expected)) <= 1e-4 + 1e-6 * abs(best)
+    actual_score = sum(scores[piece_id] for piece_id in actual)
+    expected_score = sum(scores[piece_id] for piece_id in expected)
+    return abs(actual_score - expected_score) <= 1e-4 + 1e-6 * abs(actual_score)
 
 
 def _probe_texts(proto: Any) -> Iterator[str]:
     """Yield the texts that a converted model must encode like SentencePiece."""
     yield from _PROBES
-    normal = [piece.piece for piece in proto.pieces if piece.type == _NORMAL]
-    step = 1 + len(normal) // _NUM_PROBED_PIECES
-    yield "".join(normal[::step]).replace(_SPACE, " ")
+    normal_pieces = [piece.piece for piece in proto.pieces if piece.type == _NORMAL]
+    stride = 1 + len(normal_pieces) // _NUM_PROBED_PIECES
+    yield "".join(normal_pieces[::stride]).replace(_SPACE, " ")
     for piece in proto.pieces:
         if piece.type in (_USER_DEFINED, _UNKNOWN, _CONTROL, _BYTE):
             yield f"{piece.piece}a {piece.piece} b{piece.piece}"

@@ -67,7 +67,9 @@ def test_any_samples_are_located_without_those_before_them(stages, samples):
 
     assert (found == whole[:, samples]).all()
     counts = [np.bincount(whole[0][:n], minlength=len(stages[0].weights)) for n in samples]
-    assert [mixture_of(stages).samples_per_source(n) for n in samples] == [c.tolist() for c in counts]
+    assert [mixture_of(stages).samples_per_source(n) for n in samples] == [
+        c.tolist() for c in counts
+    ]
 
 
 def test_one_stage_is_a_blend():

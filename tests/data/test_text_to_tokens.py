@@ -19,7 +19,7 @@ from llm.data.text_identity import file_stamp
 from llm.data.text_to_tokens import Text, TextEncoding, TextJob, TokenizerCopy, run_job
 from llm.errors import ConfigError, DataError
 from llm.prepare import run_text
-from llm.tokenizers.load_tokenizer import end_token, fingerprint, num_ids
+from llm.tokenizers.load_tokenizer import choose_end_token, count_ids, fingerprint
 from tests.support.processes import is_alive, wait_until
 from tests.support.texts import write
 from tests.support.tokenizers import tiny_tokenizer
@@ -30,8 +30,8 @@ def encoding(tokenizer=None):
     return TextEncoding(
         tokenizer=tokenizer,
         fingerprint=fingerprint(tokenizer),
-        size=num_ids(getattr(tokenizer, "backend_tokenizer", None), len(tokenizer)),
-        end_token=end_token(tokenizer.eos_token_id, append_eos=True),
+        size=count_ids(getattr(tokenizer, "backend_tokenizer", None), len(tokenizer)),
+        end_token=choose_end_token(tokenizer.eos_token_id, append_eos=True),
         dtype="uint16",
     )
 

@@ -7,7 +7,7 @@ from tokenizers import decoders, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
 from llm.errors import ConfigError
-from llm.tokenizers.load_tokenizer import end_token, fingerprint, load_tokenizer
+from llm.tokenizers.load_tokenizer import choose_end_token, fingerprint, load_tokenizer
 from llm.tokenizers.options import TokenizerOptions
 from tests.support.ranks import run_ranks, values
 from tests.support.tokenizers import tiny_tokenizer
@@ -147,7 +147,7 @@ def test_python_tokenizers_that_treat_text_differently_differ():
 
 
 def test_an_end_token_that_the_tokenizer_lacks_is_refused():
-    assert end_token(5, append_eos=True) == 5
-    assert end_token(None, append_eos=False) is None
+    assert choose_end_token(5, append_eos=True) == 5
+    assert choose_end_token(None, append_eos=False) is None
     with pytest.raises(ConfigError, match=r"no end-of-text token.*--no_append_eos"):
-        end_token(None, append_eos=True)
+        choose_end_token(None, append_eos=True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llm.errors import ConfigError
-from llm.tokenizers.sentencepiece_model import ConvertedModel, _ranked_merges, convert_sentencepiece
+from llm.tokenizers.sentencepiece_model import ConvertedModel, _rank_merges, convert_sentencepiece
 
 spm = pytest.importorskip("sentencepiece")
 pb2 = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
@@ -258,7 +258,7 @@ def test_a_model_with_other_rules_is_refused(tmp_path):
 
 def test_changed_merges_are_detected(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "llm.tokenizers.sentencepiece_model._ranked_merges", lambda p: _ranked_merges(p)[:-40]
+        "llm.tokenizers.sentencepiece_model._rank_merges", lambda p: _rank_merges(p)[:-40]
     )
 
     with pytest.raises(ConfigError, match="cannot be used"):

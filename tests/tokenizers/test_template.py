@@ -4,7 +4,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from llm.tokenizers.template import match_training
+from llm.tokenizers.template import match_training_template
 from tests.support.tokenizers import tiny_tokenizer
 
 TEXT = "the dog"
@@ -25,7 +25,7 @@ def tokenizer_with_template(single: str) -> PreTrainedTokenizerFast:
 def test_no_token_of_a_template_is_left_after_saving(single, tmp_path, caplog):
     caplog.set_level("INFO", logger="llm")
     tokenizer = tokenizer_with_template(single)
-    match_training(tokenizer, None)
+    match_training_template(tokenizer, None)
     tokenizer.save_pretrained(tmp_path)
 
     assert tokenizer.encode(TEXT) == PLAIN
@@ -38,7 +38,7 @@ def test_no_token_of_a_template_is_left_after_saving(single, tmp_path, caplog):
 def test_the_token_that_begins_each_document_begins_each_prompt(single, tmp_path):
     tokenizer = tokenizer_with_template(single)
     start = tokenizer.bos_token_id
-    match_training(tokenizer, start)
+    match_training_template(tokenizer, start)
     tokenizer.save_pretrained(tmp_path)
 
     for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
@@ -50,10 +50,10 @@ def test_a_tokenizer_in_python_adds_none_either():
     tokenizer = ByT5Tokenizer()
     assert tokenizer.encode("a") == [100, 1]
 
-    match_training(tokenizer, None)
+    match_training_template(tokenizer, None)
 
     assert tokenizer.encode("a") == [100]
 
-    match_training(tokenizer, 7)
+    match_training_template(tokenizer, 7)
 
     assert tokenizer.encode("a") == [7, 100]

@@ -62,15 +62,17 @@ def tokenizer_of(config: CoreConfig) -> "PreTrainedTokenizerBase":
     Raises:
         ConfigError: It cannot be loaded.
     """
-    from llm.tokenizers.load_tokenizer import begin_token, load_tokenizer
-    from llm.tokenizers.template import match_training
+    from llm.tokenizers.load_tokenizer import choose_begin_token, load_tokenizer
+    from llm.tokenizers.template import match_training_template
 
     tokenizer = load_tokenizer(
         config,
         model_name_or_path=config.model_name_or_path,
         trust_remote_code=config.trust_remote_code,
     )
-    match_training(tokenizer, begin_token(tokenizer.bos_token_id, config.prepend_bos))
+    match_training_template(
+        tokenizer, choose_begin_token(tokenizer.bos_token_id, config.prepend_bos)
+    )
     return tokenizer
 
 
