@@ -120,10 +120,12 @@ def parse(
         parser.epilog = _list_topics(cls) if common_options(cls) else None
         _print_help(parser, example)
         raise SystemExit(0)
-    parsed = _parse_arguments(arguments, cls, positional)
-    config_path = parsed.pop("config", None)
+    parsed_options = _parse_arguments(arguments, cls, positional)
+    config_path = parsed_options.pop("config", None)
     option_values = read_toml(cls, Path(config_path)) if config_path is not None else {}
-    command_line_options = {name: _list_to_tuple(name, value) for name, value in parsed.items()}
+    command_line_options = {
+        name: _list_to_tuple(name, value) for name, value in parsed_options.items()
+    }
     option_values |= join_unit_aliases(cls, command_line_options)
     if inherit is not None:
         option_values = inherit(option_values) | option_values

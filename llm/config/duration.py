@@ -6,7 +6,8 @@ from typing import Literal, Self, get_args
 
 Unit = Literal["steps", "samples", "tokens", "epochs", "tokens per parameter"]
 
-_SUFFIXES = ("", "K", "M", "B", "T")
+_THOUSANDS_SUFFIXES = ("", "K", "M", "B", "T")
+"""The suffix at index i multiplies by 1000 to the power of i."""
 
 
 def _parse_number(text: str) -> Fraction:
@@ -19,7 +20,7 @@ def _parse_number(text: str) -> Fraction:
     if match is None:
         raise ValueError(f"{text!r} is not a number")
     # In floating point, 0.3B would not be a whole number.
-    factor: int = 1000 ** _SUFFIXES.index(match[2].upper())
+    factor: int = 1000 ** _THOUSANDS_SUFFIXES.index(match[2].upper())
     return Fraction(match[1]) * factor
 
 
@@ -59,10 +60,12 @@ class Duration(str):
     def __new__(cls, text: str) -> Self:
         """Parse a duration; the unit may be singular, and the blank before it left out."""
         match = re.fullmatch(r"\s*(\S*?)\s*([a-z]{3,}[a-z ]*)", text)
-        units = {name: unit for unit in get_args(Unit) for name in (unit, unit.removesuffix("s"))}
-        if match is None or match[2] not in units:
+        unit_by_name = {
+            name: unit for unit in get_args(Unit) for name in (unit, unit.removesuffix("s"))
+        }
+        if match is None or match[2] not in unit_by_name:
             raise ValueError(f"{text!r} is not a number and a unit")
-        unit, number = units[match[2]], _parse_number(match[1])
+        unit, number = unit_by_name[match[2]], _parse_number(match[1])
         if unit != "tokens per parameter" and number.denominator != 1:
             raise ValueError(f"{text!r} is not a whole number of {unit}")
         value = int(number) if number.denominator == 1 else float(number)

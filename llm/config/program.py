@@ -42,7 +42,7 @@ def program(main: Callable[[Sequence[str]], int]) -> Main:
     def run(argv: Sequence[str] | None = None) -> int:
         accept_any_text()
         try:
-            code = main(sys.argv[1:] if argv is None else argv)
+            exit_code = main(sys.argv[1:] if argv is None else argv)
             sys.stdout.flush()
         except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
             discard_output(sys.stdout)
@@ -61,6 +61,6 @@ def program(main: Callable[[Sequence[str]], int]) -> Main:
                 raise
             sys.stderr.write(text_for(sys.stderr, f"error: {sentence}\n"))
             return 2
-        return code
+        return exit_code
 
     return run

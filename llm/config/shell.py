@@ -14,15 +14,17 @@ def shell_line(arguments: Iterable[str | Path]) -> str:
         arguments: The program and its arguments. A path that begins with a dash gets `./` in front,
             because programs take it for an option.
     """
-    return " ".join(map(_quote_word, arguments))
+    return " ".join(map(_quote_argument, arguments))
 
 
-def _quote_word(word: str | Path) -> str:
-    text = str(word)
-    if isinstance(word, Path) and text.startswith("-"):
+def _quote_argument(argument: str | Path) -> str:
+    """Return an argument as bash reads it; other than printable characters are escaped."""
+    text = str(argument)
+    if isinstance(argument, Path) and text.startswith("-"):
         text = os.path.join(os.curdir, text)
     if text.isprintable():
         return shlex.quote(text)
     # A line break or an escape sequence, or bytes of a file name that are not UTF-8.
-    escaped = os.fsencode(text).decode("latin-1")
-    return "$'" + re.sub(r"[^ -~]|['\\]", lambda letter: f"\\x{ord(letter[0]):02x}", escaped) + "'"
+    latin_text = os.fsencode(text).decode("latin-1")
+    escaped_text = re.sub(r"[^ -~]|['\\]", lambda match: f"\\x{ord(match[0]):02x}", latin_text)
+    return f"$'{escaped_text}'"

@@ -7,7 +7,7 @@ import re
 import sys
 from typing import IO
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
 
 
 def accept_any_text() -> None:
@@ -25,7 +25,7 @@ def accept_any_text() -> None:
 
 def escape_controls(text: str) -> str:
     r"""Return text that cannot change a terminal: an escape character becomes `\x1b`."""
-    return _CONTROLS.sub(lambda control: rf"\x{ord(control[0]):02x}", text)
+    return _CONTROL_CHARACTERS.sub(lambda match: rf"\x{ord(match[0]):02x}", text)
 
 
 def text_for(stream: IO[str], text: str) -> str:

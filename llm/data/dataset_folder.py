@@ -242,7 +242,7 @@ def _group_by_names(folder: Path, file_option: str) -> tuple[dict[str, list[Path
     """Divide the text files of a folder by the splits in their names and folders.
 
     Returns:
-        (the files of each split, why).
+        (the files of each split, the end of a sentence about the reason).
     """
     splits: dict[str, list[Path]] = {split: [] for split in dict.fromkeys(_SPLIT_BY_NAME.values())}
     files_without_split: list[Path] = []

@@ -261,7 +261,7 @@ class Blend:
         ]
 
     def _make_block(self, block_index: int) -> Int64s:
-        """Return the sources and indices of one block of samples, int64 [2, _BLEND_BLOCK]."""
+        """Return the sources and indices of one block of samples, int64 [2, 4096]."""
         first_indices = self.samples_per_source(block_index * _SAMPLES_PER_BLEND_BLOCK)
         end_indices = self.samples_per_source((block_index + 1) * _SAMPLES_PER_BLEND_BLOCK)
         block_tick = block_index * _SAMPLES_PER_BLEND_BLOCK * _TICKS_PER_SAMPLE

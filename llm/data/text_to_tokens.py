@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -205,22 +205,8 @@ class TextEncoding:
             workers: Cores to use.
         """
 
-        def prepare(folder: Path) -> None:
-            with contextlib.ExitStack() as stack:
-                backend = getattr(self.tokenizer, "backend_tokenizer", None)
-                tokenizer_folder = None
-                if backend is None:
-                    tokenizer_folder = str(stack.enter_context(temporary_folder()))
-                    self.tokenizer.save_pretrained(tokenizer_folder)
-                tokenizer = TokenizerCopy(
-                    name=self.tokenizer.name_or_path,
-                    backend=None if backend is None else backend.to_str(),
-                    folder=tokenizer_folder,
-                    bos_token_id=self.tokenizer.bos_token_id,
-                    eos_token_id=self.tokenizer.eos_token_id,
-                    size=self.size,
-                    fingerprint=self.fingerprint,
-                )
+        def prepare_folder(folder: Path) -> None:
+            with self._copy_tokenizer() as tokenizer:
                 run_job(
                     TextJob(
                         text=text,
@@ -234,7 +220,26 @@ class TextEncoding:
                     )
                 )
 
-        return prepare
+        return prepare_folder
+
+    @contextlib.contextmanager
+    def _copy_tokenizer(self) -> Iterator[TokenizerCopy]:
+        """Yield the tokenizer for a subprocess; one in Python is saved in a temporary folder."""
+        with contextlib.ExitStack() as stack:
+            backend = getattr(self.tokenizer, "backend_tokenizer", None)
+            tokenizer_folder = None
+            if backend is None:
+                tokenizer_folder = str(stack.enter_context(temporary_folder()))
+                self.tokenizer.save_pretrained(tokenizer_folder)
+            yield TokenizerCopy(
+                name=self.tokenizer.name_or_path,
+                backend=None if backend is None else backend.to_str(),
+                folder=tokenizer_folder,
+                bos_token_id=self.tokenizer.bos_token_id,
+                eos_token_id=self.tokenizer.eos_token_id,
+                size=self.size,
+                fingerprint=self.fingerprint,
+            )
 
 
 def run_job(job: TextJob) -> None:
@@ -275,6 +280,21 @@ def run_job(job: TextJob) -> None:
         process.wait()
         _close_pipe(process.stdin)
         process.stdout.close()
+    _check_exit_code(exit_code, output_lines, text_name=job.text.name)
+
+
+def _check_exit_code(exit_code: int, output_lines: list[str], *, text_name: str) -> None:
+    """Log the output of a subprocess as warnings, and raise the error that it ended with.
+
+    Args:
+        exit_code: Its exit code: 2 after a DataError, negative after a signal.
+        output_lines: Its output without its log; the error, if any, is last.
+        text_name: Name of the text, for messages.
+
+    Raises:
+        DataError: The error of the process, or it was killed.
+        RuntimeError: The process failed unexpectedly.
+    """
     error_lines = (
         line_index for line_index, line in enumerate(output_lines) if line.startswith(_ERROR_PREFIX)
     )
@@ -285,7 +305,7 @@ def run_job(job: TextJob) -> None:
         raise DataError("\n".join(output_lines[first_error_line:]).removeprefix(_ERROR_PREFIX))
     if exit_code < 0:
         raise DataError(
-            f"The process that made token files of {job.text.name} was killed "
+            f"The process that made token files of {text_name} was killed "
             f"({signal.Signals(-exit_code).name}), perhaps because the memory ran out; start again "
             "with fewer --preprocessing_num_workers."
         )

@@ -243,7 +243,7 @@ def _rank_merges(proto: Any) -> list[tuple[str, str]]:
 
 
 def _unknown_letters_pattern(proto: Any) -> str:
-    """Return a pattern of the letters of special tokens' names that are no piece; may be empty.
+    """Return a pattern of the letters in special tokens' names without a piece; may be empty.
 
     The library prefers even a piece with the lowest score to an unknown letter, so these letters
     are split off. Other ids do not change, because no piece contains the letters.
@@ -277,7 +277,7 @@ def _unknown_letters_pattern(proto: Any) -> str:
 
 
 def _pattern_between(prefix: str, pattern: str, suffix: str) -> str:
-    """Return a pattern that matches between a prefix and a suffix, either of which may be ""."""
+    """Return a pattern that matches between two other patterns; either of them may be empty."""
     lookbehind = f"(?<={prefix})" if prefix else ""
     lookahead = f"(?={suffix})" if suffix else ""
     return f"{lookbehind}{pattern}{lookahead}"

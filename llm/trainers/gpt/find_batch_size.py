@@ -121,7 +121,7 @@ def _with_batch_size(run: TrainingRun, size: int) -> TrainingRun:
 def _try_step(run: TrainingRun, strategy: AcceleratedStrategy) -> None:
     """Run a step that takes as much memory as the largest one of the run."""
     plan = run.plan
-    accumulation = max(plan.shape(phase.first_step)[0] for phase in plan.phases)
+    accumulation = max(plan.micro_batch_shape(phase.first_step)[0] for phase in plan.phases)
     if run.dims.pipeline == 1:
         # Gradients accumulate in the second micro-batch, and further ones need no more memory.
         accumulation = min(2, accumulation)
