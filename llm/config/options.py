@@ -290,7 +290,7 @@ def _make_field(dataclass_field: dataclasses.Field[Any], hint: Any, cls: type) -
     Args:
         dataclass_field: The field, made by `option`.
         hint: Its type.
-        cls: The class with all options of the program, from which its choices may follow.
+        cls: The class with all options of the program; it decides the choices.
     """
     declaration: Option = dataclass_field.metadata["option"]
     is_list = typing.get_origin(hint) is tuple

@@ -39,7 +39,10 @@ class BatchPlan:
     @property
     def phases(self) -> tuple[BatchPhase, ...]:
         """All phases, in order; the run may end before the last ones."""
-        return (BatchPhase(0, 0, self.global_batch_size), *self.later_phases)
+        first_phase = BatchPhase(
+            first_step=0, first_sample=0, global_batch_size=self.global_batch_size
+        )
+        return (first_phase, *self.later_phases)
 
     def phase(self, step: float) -> BatchPhase:
         """Return the phase of a step, counted from 0."""

@@ -219,7 +219,9 @@ class Samples:
         self.block_size = block_size
         self._streams = [source.stream for source in sources]
         self._dtype = np.result_type(*(stream.tokens.dtype for stream in self._streams))
-        constant_stage = MixtureStage(None, tuple(source.weight for source in sources))
+        constant_stage = MixtureStage(
+            until=None, weights=tuple(source.weight for source in sources)
+        )
         self._mixture = Mixture(stages or [constant_stage], block_size=block_size)
         self._samplers = {
             source_index: WindowSampler(

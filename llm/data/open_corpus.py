@@ -61,7 +61,12 @@ def open_corpus(
         ConfigError: The options make no blend or no split.
         DataError: The data is missing, damaged, from another tokenizer, or too small for the split.
     """
-    opener = _CorpusOpener(options, fingerprint(tokenizer), vocab_size, document_boundaries)
+    opener = _CorpusOpener(
+        options=options,
+        tokenizer_fingerprint=fingerprint(tokenizer),
+        vocab_size=vocab_size,
+        document_boundaries=document_boundaries,
+    )
     if options.data_stage:
         return opener.open_stages()
     if options.data_path:
@@ -207,7 +212,7 @@ class _CorpusOpener:
             for source, name, weights in zip(source_by_file.values(), names, shares, strict=True)
         ]
         if self.options.valid_data_path:
-            corpus = self.open_unsplit((), self.options.valid_data_path)
+            corpus = self.open_unsplit(train=(), validation=self.options.valid_data_path)
             return replace(corpus, train=tuple(sources), stages=stages)
         return replace(self._split_sources(sources), stages=stages)
 

@@ -465,5 +465,7 @@ def choose_document_boundaries(
             "documents, and the tokenizer has none; use another tokenizer."
         )
     return DocumentBoundaries(
-        eos_token_id, options.reset_position_ids, options.reset_attention_mask
+        eos_token_id=eos_token_id,
+        positions=options.reset_position_ids,
+        attention=options.reset_attention_mask,
     )

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 
+from llm.config.duration import Duration
 from llm.config.toml import to_toml
 from llm.data.formats.megatron import TokenFile, write_index
 from llm.errors import CheckpointError, DataError
@@ -231,7 +232,7 @@ def test_of_a_hundred_gigabytes_only_samples_and_a_few_places_are_read(
         model_name_or_path=str(write_model_folder(tmp_path / "model")),
         train_data_path=(str(tmp_path / "vast"),),
         block_size=32,
-        max_train_steps=10**8,
+        max_duration=Duration(f"{10**8} steps"),
         seed=1,
     )
     (run / "config.toml").write_text(to_toml(config))
