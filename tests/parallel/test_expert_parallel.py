@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
+from llm.models.patches.experts import autocast_grouped_products
 from llm.models.patches.recomputation import recompute_activations
 from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel.expert_parallel import divide_experts
@@ -26,6 +27,7 @@ EXPERTS4 = {"shard": 4, "expert": 4}
 def run(family, sizes, recompute="none", precision="no"):
     """Return losses, weights, and a rank's elements of the experts of a few steps."""
     disable_packing_detection()
+    autocast_grouped_products()
     model = still_model(family)
     recompute_activations(model, recompute)
     strategy = make_strategy(sizes, precision)
@@ -60,6 +62,23 @@ def test_divided_experts_train_as_on_one_rank(family, ranks, sizes, recompute):
             torch.testing.assert_close(weight, weights[name], rtol=1e-5, atol=1e-5)
         stacks = sum(weight.numel() for weight in weights.values() if weight.ndim == 3)
         assert local <= stacks // sizes["expert"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=MORE)])
+def test_divided_experts_train_in_half_precision(precision):
+    """The weights of experts move as on one rank; losses hardly show it in a few steps."""
+    initial = dict(still_model("mixtral").named_parameters())
+    experts = [name for name, weight in initial.items() if weight.ndim == 3]
+    layouts = ((1, {}), (2, EXPERTS2))
+    alone, divided = (
+        values(run_ranks(run, ranks, "mixtral", sizes, "none", precision))[0][1]
+        for ranks, sizes in layouts
+    )
+    assert experts
+    for name in experts:
+        movement = alone[name] - initial[name]
+        assert movement.norm() > 0
+        assert (divided[name] - alone[name]).norm() < 0.2 * movement.norm()
 
 
 INDEX = {

@@ -41,9 +41,11 @@ def _grouped_product(
 def _cast_once(weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a cast of expert weights, or of their transposed view; once per step, if allowed.
 
-    Each call gets a new view, so that the cast is kept by the parameter.
+    Each call gets a new view, so that the cast is kept by the parameter. The local tensor of a
+    DTensor is a view, too, but of a tensor without a gradient.
     """
-    parameter = weights if weights._base is None else weights._base
+    base = weights._base
+    parameter = weights if base is None or base.requires_grad != weights.requires_grad else base
     is_plain = parameter.shape == weights.shape and parameter.stride() == weights.stride()
     transposed = parameter.mT if parameter.ndim >= 2 else parameter
     is_transposed = transposed.shape == weights.shape and transposed.stride() == weights.stride()
