@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -24,13 +24,14 @@ from llm.models.compilation import compile_for_fixed_shapes
 from llm.models.sizes import find_blocks
 from llm.runtime.float32 import full_float32
 
-_LENGTH = 4  # per document in the check; every model has enough positions for two
-_NEGLIGIBLE = 1e-3
+_DOCUMENT_LENGTH = 4
+"""Tokens of a document in the check. Every model has enough positions for two documents."""
+_MAX_RELATIVE_ERROR = 1e-3
 """Largest rounding error, relative to the effect of one document on the next without a mask."""
 
-_Kind = Literal["blocks", "dense"]
+_MaskKind = Literal["blocks", "dense"]
 
-_KINDS: dict[_Kind, str] = {
+_MASK_DESCRIPTIONS: dict[_MaskKind, str] = {
     "blocks": "a mask of blocks of tokens (FlexAttention)",
     "dense": "one mask of all pairs of tokens",
 }
@@ -38,13 +39,13 @@ _KINDS: dict[_Kind, str] = {
 logger = logging.getLogger("llm.models")
 
 
-class _Answer:
-    """The documents of the current forward pass."""
+class _ForwardPass:
+    """The documents of the current forward pass, as `run_model` received them."""
 
     documents: Tensor | None = None
 
 
-_answer = _Answer()
+_forward_pass = _ForwardPass()
 
 
 def disable_packing_detection() -> None:
@@ -55,7 +56,7 @@ def disable_packing_detection() -> None:
     mask instead of the causal kernel.
     """
     if hasattr(masking_utils, "find_packed_sequence_indices"):
-        masking_utils.find_packed_sequence_indices = lambda position_ids: _answer.documents
+        masking_utils.find_packed_sequence_indices = lambda position_ids: _forward_pass.documents
 
 
 def run_model(
@@ -71,36 +72,39 @@ def run_model(
         model: A causal language model, or its trunk.
         input_ids: [batch, length], int64.
         positions: [batch, length], int64; None: the model's default.
-        documents: [batch, length], int64: number of each token's document; tokens do not attend to
+        documents: [batch, length], int64: index of each token's document; tokens do not attend to
             other documents. None: every token attends to all earlier ones.
         **kwargs: Further arguments of the forward pass.
+
+    Returns:
+        The outputs of the model.
     """
     if positions is not None:
         kwargs["position_ids"] = positions
     config = getattr(model, "config", None)
     if config is not None and getattr(config.get_text_config(), "output_router_logits", False):
         kwargs["output_router_logits"] = False  # the model would add a loss of each micro-batch
-    _answer.documents = documents  # without documents, SDPA uses its causal kernel
+    _forward_pass.documents = documents  # without documents, SDPA uses its causal kernel
     try:
         return model(input_ids=input_ids, use_cache=False, **kwargs)
     finally:
-        _answer.documents = None
+        _forward_pass.documents = None
 
 
 def documents_of_forward() -> Tensor | None:
     """Return the documents that `run_model` received for the current forward pass."""
-    return _answer.documents
+    return _forward_pass.documents
 
 
 @contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode; restore its mode afterwards."""
-    training = model.training
+    was_training = model.training
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        model.train(was_training)
 
 
 def random_tokens(model: PreTrainedModel, *shape: int) -> Tensor:
@@ -126,23 +130,24 @@ def check_documents_apart(model: PreTrainedModel, *, positions: bool, attention:
         ConfigError: The model or its attention kernel ignores one of the two.
     """
     kernel = str(getattr(model.config.get_text_config(), "_attn_implementation", None))
-    name = f"{model.config.model_type} with the attention kernel {kernel}"
+    model_description = f"{model.config.model_type} with the attention kernel {kernel}"
     if "flash" in kernel:
         raise ConfigError(
             "--reset_position_ids and --reset_attention_mask do not work with "
             f"--attention_implementation {kernel}; choose sdpa or eager."
         )
-    with evaluating(model):
-        logits = _logits_function(model)
-        if attention and not _keeps_attention_apart(logits):
+    with evaluation_mode(model):
+        compute_logits = _make_logits_function(model)
+        if attention and not _keeps_attention_apart(compute_logits):
             raise ConfigError(
-                f"--reset_attention_mask cannot keep documents apart in {name}: a document would "
-                "see the text of the previous one; leave it out, or choose another architecture."
+                f"--reset_attention_mask cannot keep documents apart in {model_description}: a "
+                "document would see the text of the previous one; leave it out, or choose another "
+                "architecture."
             )
-        if positions and not _uses_positions(logits, together=attention):
+        if positions and not _uses_positions(compute_logits, with_attention=attention):
             raise ConfigError(
-                f"--reset_position_ids has no effect on {name}, which ignores position ids; leave "
-                "it out."
+                f"--reset_position_ids has no effect on {model_description}, which ignores "
+                "position ids; leave it out."
             )
 
 
@@ -153,60 +158,76 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool:
     Args:
         model: A causal language model with weights; its mode is restored.
     """
-    with evaluating(model):
-        return _keeps_attention_apart(_logits_function(model))
+    with evaluation_mode(model):
+        return _keeps_attention_apart(_make_logits_function(model))
 
 
-_Logits = Callable[[list[str], bool, bool], Tensor]
+class _LogitsFunction(Protocol):
+    """Computes the logits of the last document of a window, fp32 [1, tokens, vocabulary].
 
-
-def _logits_function(model: PreTrainedModel) -> _Logits:
-    """Return a function that computes the last document's logits.
-
-    Its arguments: names of the documents, and whether positions and attention keep them apart.
+    Args:
+        names: Names of the documents in the window: A, B or C.
+        reset_positions: Whether positions start again with each document.
+        reset_attention: Whether attention stays within each document.
     """
-    tokens = dict(zip("ABC", random_tokens(model, 3, 1, _LENGTH), strict=True))
 
-    def logits(names: list[str], positions: bool, attention: bool) -> Tensor:
+    def __call__(
+        self, names: str, *, reset_positions: bool = False, reset_attention: bool = False
+    ) -> Tensor: ...
+
+
+def _make_logits_function(model: PreTrainedModel) -> _LogitsFunction:
+    """Return a function that computes logits of random documents."""
+    tokens = dict(zip("ABC", random_tokens(model, 3, 1, _DOCUMENT_LENGTH), strict=True))
+
+    def compute_logits(
+        names: str, *, reset_positions: bool = False, reset_attention: bool = False
+    ) -> Tensor:
         input_ids = torch.cat([tokens[name] for name in names], dim=1)
         indices = torch.arange(input_ids.shape[1], device=model.device).unsqueeze(0)
         outputs = run_model(
             model,
             input_ids,
-            indices % _LENGTH if positions else None,
-            indices // _LENGTH if attention else None,
+            positions=indices % _DOCUMENT_LENGTH if reset_positions else None,
+            documents=indices // _DOCUMENT_LENGTH if reset_attention else None,
         )
-        last_logits: Tensor = outputs.logits[:, -_LENGTH:].float()
+        last_logits: Tensor = outputs.logits[:, -_DOCUMENT_LENGTH:].float()
         return last_logits
 
-    return logits
+    return compute_logits
 
 
-def _keeps_attention_apart(logits: _Logits) -> bool:
+def _keeps_attention_apart(compute_logits: _LogitsFunction) -> bool:
     """Return whether a document's logits do not depend on the previous document."""
-    apart = distance(logits(["A", "C"], False, True), logits(["B", "C"], False, True))
-    mixed = distance(logits(["A", "C"], False, False), logits(["B", "C"], False, False))
-    return apart <= _NEGLIGIBLE * mixed
+    masked_effect = max_difference(
+        compute_logits("AC", reset_attention=True), compute_logits("BC", reset_attention=True)
+    )
+    unmasked_effect = max_difference(compute_logits("AC"), compute_logits("BC"))
+    return masked_effect <= _MAX_RELATIVE_ERROR * unmasked_effect
 
 
-def _uses_positions(logits: _Logits, *, together: bool) -> bool:
+def _uses_positions(compute_logits: _LogitsFunction, *, with_attention: bool) -> bool:
     """Return whether the model uses the position ids.
 
-    If attention is kept apart as well (`together`), a document must have the same logits as alone.
+    If attention stays within each document as well (`with_attention`), a document must have the
+    same logits as in a window without other documents.
     """
     try:
-        changed = not torch.equal(logits(["A", "C"], True, False), logits(["A", "C"], False, False))
+        has_effect = not torch.equal(
+            compute_logits("AC", reset_positions=True), compute_logits("AC")
+        )
     except TypeError:  # forward does not take position_ids
         return False
-    if not changed or not together:
-        return changed
-    alone = logits(["C"], False, False)
-    apart = distance(logits(["A", "C"], True, True), alone)
-    return apart <= _NEGLIGIBLE * distance(logits(["A", "C"], False, False), alone)
+    if not has_effect or not with_attention:
+        return has_effect
+    single_logits = compute_logits("C")
+    reset_logits = compute_logits("AC", reset_positions=True, reset_attention=True)
+    reset_error = max_difference(reset_logits, single_logits)
+    return reset_error <= _MAX_RELATIVE_ERROR * max_difference(compute_logits("AC"), single_logits)
 
 
-def distance(first: Tensor, second: Tensor) -> float:
-    """Return the largest difference between the entries of two tensors."""
+def max_difference(first: Tensor, second: Tensor) -> float:
+    """Return the largest absolute difference between the entries of two tensors."""
     return float((first - second).abs().max())
 
 
@@ -222,7 +243,7 @@ def use_document_attention(model: PreTrainedModel, *, flex: bool) -> None:
     """
     if model.config.get_text_config()._attn_implementation != "sdpa":
         return
-    for kind, description in _KINDS.items():
+    for kind, description in _MASK_DESCRIPTIONS.items():
         if kind == "blocks" and not flex:
             continue
         kernel = f"document_attention_{kind}"
@@ -230,7 +251,7 @@ def use_document_attention(model: PreTrainedModel, *, flex: bool) -> None:
         AttentionInterface.register(kernel, _compute_attention)
         model.set_attn_implementation(kernel)
         try:
-            _try_training(model)
+            _run_training_passes(model)
             if keeps_documents_apart(model):
                 logger.info(f"Documents are kept apart by {description}.")
                 return
@@ -240,16 +261,17 @@ def use_document_attention(model: PreTrainedModel, *, flex: bool) -> None:
 
 
 @torch.enable_grad()
-def _try_training(model: PreTrainedModel) -> None:
+def _run_training_passes(model: PreTrainedModel) -> None:
     """Run a forward and a backward pass of a window of two documents, in the model's mode."""
     documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]], device=model.device)
-    logits = run_model(model, torch.zeros_like(documents), None, documents).logits
+    input_ids = torch.zeros_like(documents)
+    logits = run_model(model, input_ids, positions=None, documents=documents).logits
     parameters = find_blocks(model)[0].parameters()
     torch.autograd.grad(logits.sum(), next(p for p in parameters if p.requires_grad))
 
 
 def _make_mask(
-    kind: _Kind,
+    kind: _MaskKind,
     *,
     batch_size: int,
     q_length: int,
@@ -261,12 +283,14 @@ def _make_mask(
 ) -> BlockMask | Tensor | None:
     """Return the mask of a forward pass; transformers requests it once and passes it to all layers.
 
-    It takes the arguments of transformers' `sdpa_mask`.
+    It takes the arguments of transformers' `sdpa_mask`. Without documents, it returns what
+    `sdpa_mask` returns: None for the causal kernel.
     """
     if documents_of_forward() is not None and kind == "blocks":
-        lengths = batch_size, None, q_length, kv_length
-        blocks: BlockMask = _compile_once(create_block_mask)(mask_function, *lengths, device=device)
-        return blocks
+        block_mask: BlockMask = _compile_unless_compiling(create_block_mask)(
+            mask_function, B=batch_size, H=None, Q_LEN=q_length, KV_LEN=kv_length, device=device
+        )
+        return block_mask
     visible: Tensor | None = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -281,10 +305,12 @@ def _make_mask(
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask that layers can share; each would make and keep one from a boolean mask.
+    """Return a mask to add to the scores, which layers can share.
+
+    From a boolean mask, each layer would make such a mask and keep it for the backward pass.
 
     Args:
-        visible: Whether a query sees a key.
+        visible: Boolean [batch, 1, queries, keys]: whether a query sees a key.
         dtype: The dtype of the queries.
     """
     device = visible.device
@@ -304,26 +330,26 @@ def _compute_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention, [batch, heads, tokens, width] to [batch, tokens, heads, width]."""
     if not isinstance(attention_mask, BlockMask):
-        dense: tuple[Tensor, None] = sdpa_attention_forward(
+        sdpa_output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-        return dense
+        return sdpa_output
     if dropout > 0:
         raise ValueError("FlexAttention has no dropout.")
     # Norms may give queries and keys another dtype than values, but the kernel needs one dtype.
     dtype = kernel_dtype(query.dtype, query.device)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    heads = query.shape[1]
-    grouped = heads & (heads - 1) == 0  # enable_gqa needs a power of two of heads
-    if not grouped:
-        key, value = (repeat_kv(tensor, heads // tensor.shape[1]) for tensor in (key, value))
-    attended = _compile_once(flex_attention)(
-        query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=grouped
+    num_heads = query.shape[1]
+    enable_gqa = num_heads & (num_heads - 1) == 0  # it needs a power of two of heads
+    if not enable_gqa:
+        key, value = (repeat_kv(tensor, num_heads // tensor.shape[1]) for tensor in (key, value))
+    output = _compile_unless_compiling(flex_attention)(
+        query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=enable_gqa
     )
-    return attended.transpose(1, 2).contiguous(), None
+    return output.transpose(1, 2).contiguous(), None
 
 
-def _compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_unless_compiling(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiled function, or the function itself inside a compiled model."""
     return function if torch.compiler.is_compiling() else compile_for_fixed_shapes(function)
 

@@ -34,13 +34,15 @@ from llm.models.transforms import Transform
 
 logger = logging.getLogger("llm.models")
 
-_ATTENTION_FLAGS = {
+# Attributes of a model class that tell whether it supports a kernel.
+_KERNEL_FLAGS = {
     "sdpa": "_supports_sdpa",
     "flash_attention_2": "_supports_flash_attn",
     "flex_attention": "_supports_flex_attn",
 }
 _ATTENTION_WORDS = ("attention", "attn", "flash", "kernel")
-_FEW_TOKENS = 0.5  # fraction of used rows; below it, the log suggests a smaller embedding
+_MIN_USED_FRACTION = 0.5
+"""Tokens per row of the embedding; below it, the log suggests a smaller embedding."""
 
 
 def build_model(
@@ -73,11 +75,11 @@ def build_model(
     """
     config = copy.deepcopy(config)
     if weights_from is None or device.type == "meta":
-        model = _fresh_model(options, config, vocab_size=vocab_size, seed=seed, device=device)
+        model = _build_from_config(options, config, vocab_size=vocab_size, seed=seed, device=device)
     else:
-        model = _loaded_model(options, config, weights_from, seed=seed, device=device)
-        if vocab_size > _embedding_rows(model):
-            _log_enlarged(_embedding_rows(model), vocab_size)
+        model = _load_pretrained(options, config, weights_from, seed=seed, device=device)
+        if vocab_size > _num_embedding_rows(model):
+            _log_enlarged_embedding(_num_embedding_rows(model), vocab_size)
             _resize_vocabulary(model, vocab_size, seed=seed)
     for transform in transforms:
         if device.type != "meta":
@@ -86,7 +88,7 @@ def build_model(
     if options.pad_vocab_to_multiple_of is not None:
         _pad_vocabulary(model, options.pad_vocab_to_multiple_of, seed=seed)
     if options.no_bias:
-        _hold_biases_at_zero(model)
+        _freeze_biases_at_zero(model)
     fuse_gelu(model)
     # Tensor parallelism replaces the lookup.
     if tensor_parallel_size == 1:
@@ -97,7 +99,7 @@ def build_model(
     disable_packing_detection()
     autocast_grouped_products()
     if weights_from is not None and device.type == "meta":
-        _set_origin(model, weights_from)
+        _set_weights_source(model, weights_from)
     return model.train()
 
 
@@ -114,29 +116,33 @@ def set_special_tokens(
         is_pretrained: Whether weights were loaded. Their ids, perhaps several that end a text, are
             kept if the tokenizer's are among them.
     """
-    end, settings = tokenizer.eos_token_id, model.generation_config
+    eos_token_id, generation_config = tokenizer.eos_token_id, model.generation_config
     if is_pretrained:
-        ends = settings.eos_token_id
-        if end is None or end == ends or (isinstance(ends, list) and end in ends):
+        model_eos_ids = generation_config.eos_token_id
+        is_listed = isinstance(model_eos_ids, list) and eos_token_id in model_eos_ids
+        if eos_token_id is None or eos_token_id == model_eos_ids or is_listed:
             return
         logger.info(
-            f"The model's end of text was the id {ends}, and is {end} from now on, the end of text "
-            "of the tokenizer."
+            f"The model's end of text was the id {model_eos_ids}, and is {eos_token_id} from now "
+            "on, the end of text of the tokenizer."
         )
-    for config in (model.config, model.config.get_text_config(), settings):
-        config.eos_token_id = end
+    for config in (model.config, model.config.get_text_config(), generation_config):
+        config.eos_token_id = eos_token_id
         config.bos_token_id = tokenizer.bos_token_id
         config.pad_token_id = tokenizer.pad_token_id
 
 
-def _set_origin(model: PreTrainedModel, weights_from: str) -> None:
-    """Load everything but the weights that transformers would load with them."""
+def _set_weights_source(model: PreTrainedModel, weights_from: str) -> None:
+    """Record where the weights come from, and load the generation settings from there.
+
+    transformers does the same when it loads weights.
+    """
     model.name_or_path = model.config.name_or_path = weights_from
     with contextlib.suppress(OSError):  # older folders lack this file
         model.generation_config = GenerationConfig.from_pretrained(weights_from)
 
 
-def _fresh_model(
+def _build_from_config(
     options: ModelOptions,
     config: PreTrainedConfig,
     *,
@@ -144,11 +150,16 @@ def _fresh_model(
     seed: int,
     device: torch.device,
 ) -> PreTrainedModel:
+    """Build a model from its configuration; on the meta device, it has no weights.
+
+    Raises:
+        ConfigError: transformers cannot build the model.
+    """
     text_config = config.get_text_config()
     if vocab_size > text_config.vocab_size:
-        _log_enlarged(text_config.vocab_size, vocab_size)
+        _log_enlarged_embedding(text_config.vocab_size, vocab_size)
         text_config.vocab_size = vocab_size
-    elif vocab_size < _FEW_TOKENS * text_config.vocab_size:
+    elif vocab_size < _MIN_USED_FRACTION * text_config.vocab_size:
         logger.info(
             "The tokenizer has %d tokens and the embedding %d rows; most will never be used. "
             "--config_overrides vocab_size=%d makes the model smaller.",
@@ -156,21 +167,21 @@ def _fresh_model(
             text_config.vocab_size,
             vocab_size,
         )
-    pad = getattr(text_config, "pad_token_id", None)
-    if pad is not None and pad >= text_config.vocab_size:
+    pad_token_id = getattr(text_config, "pad_token_id", None)
+    if pad_token_id is not None and pad_token_id >= text_config.vocab_size:
         text_config.pad_token_id = None  # of another tokenizer; the library's embedding refuses it
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **_library_arguments(options))
+            model = AutoModelForCausalLM.from_config(config, **_transformers_arguments(options))
     except Exception as error:  # the library's model checks its configuration in its own ways
-        raise _build_error(options, config, error) from error
+        raise _make_build_error(options, config, error) from error
     train_padding_token(model)  # first: the library initializes its row to zero
     if device.type != "meta":
         materialize(model, seed=seed, device=device)
     return model
 
 
-def _loaded_model(
+def _load_pretrained(
     options: ModelOptions,
     config: PreTrainedConfig,
     weights_from: str,
@@ -178,11 +189,16 @@ def _loaded_model(
     seed: int,
     device: torch.device,
 ) -> PreTrainedModel:
+    """Load a model with its weights.
+
+    Raises:
+        ConfigError: The weights cannot be read, or do not fit the configuration.
+    """
     try:
         # Keyed, because transformers draws weights that the files lack.
         with keyed_generator(seed, "missing", torch.device("cpu")):
             model = AutoModelForCausalLM.from_pretrained(
-                weights_from, config=config, **_library_arguments(options)
+                weights_from, config=config, **_transformers_arguments(options)
             )
     except OSError as error:
         raise ConfigError(
@@ -194,13 +210,14 @@ def _loaded_model(
             f"The weights of {weights_from} do not fit the {config.model_type} configuration: "
             f"leave out options that change its sizes, or start from scratch ({one_line(error)})."
         ) from error
-    except Exception as error:  # of the library's model
-        raise _build_error(options, config, error) from error
+    except Exception as error:  # the library's model may raise anything
+        raise _make_build_error(options, config, error) from error
     train_padding_token(model)
     return model.to(device)
 
 
-def _library_arguments(options: ModelOptions) -> dict[str, Any]:
+def _transformers_arguments(options: ModelOptions) -> dict[str, Any]:
+    """Return the arguments of `from_config` and `from_pretrained`."""
     arguments: dict[str, Any] = {
         "dtype": torch.float32,
         "trust_remote_code": options.trust_remote_code,
@@ -210,26 +227,29 @@ def _library_arguments(options: ModelOptions) -> dict[str, Any]:
     return arguments
 
 
-def _build_error(options: ModelOptions, config: PreTrainedConfig, error: Exception) -> ConfigError:
+def _make_build_error(
+    options: ModelOptions, config: PreTrainedConfig, error: Exception
+) -> ConfigError:
+    """Return the message for an error of transformers; it blames the attention kernel or not."""
     kernel = options.attention_implementation
-    about_attention = any(word in str(error).lower() for word in _ATTENTION_WORDS)
-    if kernel in (None, "eager") or not about_attention:
+    concerns_attention = any(word in str(error).lower() for word in _ATTENTION_WORDS)
+    if kernel in (None, "eager") or not concerns_attention:
         return ConfigError(f"The {config.model_type} model cannot be built: {one_line(error)}.")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    flags = _ATTENTION_FLAGS.items()
-    kernels = ["eager", *(name for name, flag in flags if getattr(model_class, flag, False))]
+    flags = _KERNEL_FLAGS.items()
+    supported = ["eager", *(name for name, flag in flags if getattr(model_class, flag, False))]
     return ConfigError(
         f"--attention_implementation {kernel} cannot be used with {config.model_type}, which "
-        f"offers {', '.join(kernels)}: {one_line(error)}."
+        f"offers {', '.join(supported)}: {one_line(error)}."
     )
 
 
-def _embedding_rows(model: PreTrainedModel) -> int:
+def _num_embedding_rows(model: PreTrainedModel) -> int:
     rows: int = model.get_input_embeddings().weight.shape[0]
     return rows
 
 
-def _log_enlarged(num_rows: int, num_tokens: int) -> None:
+def _log_enlarged_embedding(num_rows: int, num_tokens: int) -> None:
     logger.info(
         "The tokenizer has %d tokens and the embedding %d rows: enlarged to %d.",
         num_tokens,
@@ -238,40 +258,44 @@ def _log_enlarged(num_rows: int, num_tokens: int) -> None:
     )
 
 
-def _resize_vocabulary(model: PreTrainedModel, rows: int, *, seed: int) -> None:
+def _resize_vocabulary(model: PreTrainedModel, num_rows: int, *, seed: int) -> None:
     with keyed_generator(seed, "vocabulary", model.device):
-        model.resize_token_embeddings(rows, mean_resizing=False)
+        model.resize_token_embeddings(num_rows, mean_resizing=False)
 
 
 def _pad_vocabulary(model: PreTrainedModel, multiple: int, *, seed: int) -> None:
-    rows = _embedding_rows(model)
-    padded = -(-rows // multiple) * multiple
-    if padded == rows:
+    """Pad the embedding and the output head with rows of zeros, to a multiple of a number."""
+    num_rows = _num_embedding_rows(model)
+    num_padded_rows = -(-num_rows // multiple) * multiple
+    if num_padded_rows == num_rows:
         return
-    _resize_vocabulary(model, padded, seed=seed)
+    _resize_vocabulary(model, num_padded_rows, seed=seed)
     # The configuration describes the export, which removes the padding.
-    model.config.get_text_config().vocab_size = rows
+    model.config.get_text_config().vocab_size = num_rows
     head = model.get_output_embeddings()
     with torch.no_grad():
-        model.get_input_embeddings().weight[rows:] = 0
+        model.get_input_embeddings().weight[num_rows:] = 0
         for parameter in head.parameters():
-            parameter[rows:] = 0
+            parameter[num_rows:] = 0
 
 
-def biases(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+def find_biases(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     """Return the parameters that `no_bias` keeps at zero."""
     return [p for name, p in model.named_parameters() if name.endswith("bias")]
 
 
-def _hold_biases_at_zero(model: PreTrainedModel) -> None:
-    frozen_biases = biases(model)
+def _freeze_biases_at_zero(model: PreTrainedModel) -> None:
+    """Set all biases to zero, and exclude them from training."""
+    frozen_biases = find_biases(model)
     on_meta = model.device.type == "meta"
-    nonzero = "an unknown number" if on_meta else sum(bool(bias.any()) for bias in frozen_biases)
+    num_nonzero = (
+        "an unknown number" if on_meta else sum(bool(bias.any()) for bias in frozen_biases)
+    )
     for bias in frozen_biases:
         bias.requires_grad_(False)
         bias.zero_()
     logger.info(
         "%d biases are held at zero (--no_bias); %s of them were not zero.",
         len(frozen_biases),
-        nonzero,
+        num_nonzero,
     )

@@ -6,22 +6,26 @@ if they are configured as decoders. Others, such as XLNet, make their masks them
 
 import copy
 import inspect
+import logging
 import sys
 
 import torch
 from transformers import PreTrainedModel
 
-from llm.errors import ConfigError
-from llm.models.attention import distance, evaluating, random_tokens, run_model
+from llm.errors import ConfigError, one_line
+from llm.models.attention import evaluation_mode, max_difference, random_tokens, run_model
 from llm.models.init import materialize
 from llm.models.sizes import find_blocks
 from llm.runtime.float32 import full_float32
 
-_LENGTH = 4  # tokens that two windows share, and tokens after them
-_ROUNDING = 1e-4
+_HALF_LENGTH = 4
+"""Tokens in each half of a window. The first halves of the two windows are equal."""
+_MAX_RELATIVE_ERROR = 1e-4
 """Largest rounding error of logits, relative to the effect of other tokens."""
 _CAUSAL_FIELDS = {"is_decoder": True, "causal": True, "attn_type": "uni"}
-"""Fields that make BERT, XLM and XLNet causal, with the value that does."""
+"""Configuration fields that make BERT, XLM and XLNet causal, and their value in causal models."""
+
+logger = logging.getLogger("llm.models")
 
 
 @torch.no_grad()
@@ -35,19 +39,21 @@ def check_causal(model: PreTrainedModel) -> None:
     Raises:
         ConfigError: The logits of a token depend on later tokens.
     """
-    text = model.config.get_text_config()
-    if getattr(text, "_attn_implementation", None) not in (None, "eager", "sdpa", "flex_attention"):
+    text_config = model.config.get_text_config()
+    kernel = getattr(text_config, "_attn_implementation", None)
+    if kernel not in (None, "eager", "sdpa", "flex_attention"):
         return  # other kernels may refuse float32
-    input_ids = random_tokens(model, 2, 2 * _LENGTH)
-    input_ids[1, :_LENGTH] = input_ids[0, :_LENGTH]
-    with evaluating(model):
-        logits = run_model(model, input_ids, None, None).logits.float()
-    earlier, later = (distance(*half) for half in logits.split(_LENGTH, dim=1))
-    if earlier > _ROUNDING * later:
+    input_ids = random_tokens(model, 2, 2 * _HALF_LENGTH)
+    input_ids[1, :_HALF_LENGTH] = input_ids[0, :_HALF_LENGTH]
+    with evaluation_mode(model):
+        logits = run_model(model, input_ids, positions=None, documents=None).logits.float()
+    first_half, second_half = logits.split(_HALF_LENGTH, dim=1)
+    # Causal models have the same logits for equal first halves.
+    if max_difference(*first_half) > _MAX_RELATIVE_ERROR * max_difference(*second_half):
         remedy = "name another architecture"
-        for field, causal in _CAUSAL_FIELDS.items():
-            if getattr(text, field, causal) != causal:
-                value = str(causal).lower()
+        for field, causal_value in _CAUSAL_FIELDS.items():
+            if getattr(text_config, field, causal_value) != causal_value:
+                value = str(causal_value).lower()
                 remedy = f"pass --config_overrides {field}={value}, or name another architecture"
         raise ConfigError(
             f"In this {model.config.model_type} model, tokens see later tokens, so it would learn "
@@ -55,27 +61,31 @@ def check_causal(model: PreTrainedModel) -> None:
         )
 
 
-def check_outline_causal(model: PreTrainedModel) -> None:
-    """Refuse a model without weights if it would not be causal with them.
+def check_meta_model_causal(meta_model: PreTrainedModel) -> None:
+    """Refuse a model on the meta device with tokens that see later ones.
 
-    Models that only use transformers' causal mask are not checked. Of others, a copy with one block
-    gets initial weights on the host.
+    If the code of the architecture only makes transformers' causal mask, nothing is computed.
+    Otherwise, a copy with one block gets initial weights on the host and is checked. If this copy
+    does not run, the check is skipped, with a line in the log.
 
     Args:
-        model: A causal language model on the meta device; not changed.
+        meta_model: A causal language model on the meta device; not changed.
 
     Raises:
         ConfigError: The logits of a token depend on later tokens.
     """
-    source = inspect.getsource(sys.modules[type(model).__module__])
+    source = inspect.getsource(sys.modules[type(meta_model).__module__])
     if "create_causal_mask" in source and "create_bidirectional_mask" not in source:
         return
-    outline = copy.deepcopy(model)
-    del find_blocks(outline)[1:]
+    one_block_model = copy.deepcopy(meta_model)
+    del find_blocks(one_block_model)[1:]
     try:
-        materialize(outline, seed=0, device=torch.device("cpu"))
-        check_causal(outline)
+        materialize(one_block_model, seed=0, device=torch.device("cpu"))
+        check_causal(one_block_model)
     except ConfigError:
         raise
-    except Exception:  # of the library's model, which does not run with one block
-        return
+    except Exception as error:  # the library's model may not run with one block
+        logger.info(
+            f"Whether tokens see later tokens in this {meta_model.config.model_type} model was not "
+            f"checked, because a copy with one block does not run: {one_line(error)}."
+        )

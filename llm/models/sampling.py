@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llm.errors import DivergedError
-from llm.models.attention import evaluating
+from llm.models.attention import evaluation_mode
 from llm.models.configuration import max_positions
 from llm.models.init import keyed_generator
 from llm.tokenizers.prompts import encode_prompt
@@ -84,7 +84,7 @@ def continue_tokens(
     unused = list(range(len(tokenizer), model.get_input_embeddings().weight.shape[0]))
     # A compiled model would recompile as the text grows.
     eager = torch.compiler.set_stance("force_eager")
-    with evaluating(model), eager, keyed_generator(seed, "sample", model.device):
+    with evaluation_mode(model), eager, keyed_generator(seed, "sample", model.device):
         output = model.generate(
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),

@@ -26,10 +26,10 @@ from llm.data.loader import MicroBatch
 from llm.errors import ConfigError
 from llm.models.attention import (
     additive_mask,
-    distance,
     documents_of_forward,
-    evaluating,
+    evaluation_mode,
     kernel_dtype,
+    max_difference,
     random_tokens,
     run_model,
 )
@@ -246,7 +246,7 @@ def check_context_parallel(model: PreTrainedModel, *, num_ranks: int, block_size
 
     kernel = model.config._attn_implementation
     try:
-        with evaluating(model):
+        with evaluation_mode(model):
             # Before the whole sequence: some rotary embeddings remember the longest they have seen.
             last_shard_logits = logits_of(shards[-1:])
             full_logits = logits_of(sequence.unsqueeze(0))[0, shards]
@@ -254,9 +254,10 @@ def check_context_parallel(model: PreTrainedModel, *, num_ranks: int, block_size
             _simulate_ranks(model, shards)
             parallel_logits = logits_of(shards)
         max_error = max(
-            distance(parallel_logits, full_logits), distance(last_shard_logits, shard_logits[-1:])
+            max_difference(parallel_logits, full_logits),
+            max_difference(last_shard_logits, shard_logits[-1:]),
         )
-        is_divisible = not model._is_stateful and max_error <= _MAX_RELATIVE_ERROR * distance(
+        is_divisible = not model._is_stateful and max_error <= _MAX_RELATIVE_ERROR * max_difference(
             shard_logits, full_logits
         )
     except (TypeError, ValueError, IndexError, RuntimeError):

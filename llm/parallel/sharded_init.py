@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from llm.models.build import biases
+from llm.models.build import find_biases
 from llm.models.init import KeyedDraws, materialize, writes_in_place
 from llm.models.options import ModelOptions
 from llm.models.transforms import Transform
@@ -81,7 +81,7 @@ def fill_model(
         transform.initial(model)
     if options.no_bias:
         with torch.no_grad():
-            for bias in biases(model):
+            for bias in find_biases(model):
                 bias.zero_()
 
 

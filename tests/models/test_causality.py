@@ -5,7 +5,7 @@ import torch
 from transformers import BertConfig, PreTrainedConfig, RobertaConfig, XLMConfig, XLNetConfig
 
 from llm.errors import ConfigError
-from llm.models.causality import check_causal, check_outline_causal
+from llm.models.causality import check_causal, check_meta_model_causal
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 
 BERT = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -30,14 +30,14 @@ def test_an_encoder_is_refused_unless_it_is_made_a_decoder(
         check_causal(tiny_model(encoder))
     check_causal(tiny_model(decoder))
     with pytest.raises(ConfigError, match=sentence):
-        check_outline_causal(tiny_model(encoder, device=torch.device("meta")))
-    check_outline_causal(tiny_model(decoder, device=torch.device("meta")))
+        check_meta_model_causal(tiny_model(encoder, device=torch.device("meta")))
+    check_meta_model_causal(tiny_model(decoder, device=torch.device("meta")))
 
 
 def test_a_model_that_needs_all_blocks_is_checked_with_weights():
     xlm = XLMConfig(n_words=320, emb_dim=32, n_layers=2, n_heads=2)
 
-    check_outline_causal(tiny_model(xlm, device=torch.device("meta")))
+    check_meta_model_causal(tiny_model(xlm, device=torch.device("meta")))
     with pytest.raises(ConfigError, match=r"In this xlm model, .* --config_overrides causal=true"):
         check_causal(tiny_model(xlm))
 
@@ -47,4 +47,4 @@ def test_no_token_of_a_family_sees_a_later_one(family):
     model = tiny_model(tiny_config(family))
     check_causal(model)
     assert model.training
-    check_outline_causal(tiny_model(tiny_config(family), device=torch.device("meta")))
+    check_meta_model_causal(tiny_model(tiny_config(family), device=torch.device("meta")))

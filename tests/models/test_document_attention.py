@@ -22,7 +22,7 @@ def uncompiled(monkeypatch):
     """FlexAttention with a backward pass, which it has on a CPU only if it is not compiled."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(attention, "_compile_once", lambda function: function)
+    monkeypatch.setattr(attention, "_compile_unless_compiling", lambda function: function)
 
 
 def make_model(family: str, **changes):
@@ -147,7 +147,7 @@ def test_a_model_that_no_shared_mask_fits_keeps_its_attention(family, uncompiled
 def test_steps_share_the_compiled_attention_and_mask(monkeypatch):
     """Compiled for a CPU, FlexAttention has no backward pass and wrong results for few tokens."""
     model = make_model("llama").eval()
-    monkeypatch.setattr(attention, "_try_training", lambda model: None)
+    monkeypatch.setattr(attention, "_run_training_passes", lambda model: None)
     monkeypatch.setattr(attention, "keeps_documents_apart", lambda model: True)
     graphs = []
     with torch.no_grad():

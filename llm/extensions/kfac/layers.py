@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from llm.errors import ConfigError
 from llm.extensions.matrix_optim.fused import Fusion
 from llm.extensions.matrix_optim.matrix_owners import gradients_of
-from llm.models.attention import evaluating
+from llm.models.attention import evaluation_mode
 from llm.optim.groups import output_head
 
 
@@ -364,7 +364,7 @@ def _find_shared_inputs(
 
     handles = [add_hook(layer) for layer in layers if not layer.is_stack]
     try:
-        with evaluating(model):
+        with evaluation_mode(model):
             sample_forward(model)
     finally:
         for handle in handles:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from llm.errors import ConfigError, one_line
-from llm.models.attention import evaluating, random_tokens, run_model
+from llm.models.attention import evaluation_mode, random_tokens, run_model
 from llm.models.patches.experts import experts_on_meta
 from llm.models.sizes import find_blocks
 
@@ -147,7 +147,7 @@ def _trace_calls(
 
     hooks = [module.register_forward_hook(record_call) for module in modules]
     try:
-        with evaluating(model), experts_on_meta(model):
+        with evaluation_mode(model), experts_on_meta(model):
             run_model(model, random_tokens(model, *SAMPLE_SHAPE), None, None)
     except Exception as error:
         raise cut_error(model, one_line(error)) from error

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llm.errors import ConfigError, one_line
-from llm.models.attention import evaluating, random_tokens, run_model
+from llm.models.attention import evaluation_mode, random_tokens, run_model
 from llm.models.loss import LanguageModelLoss
 from llm.parallel.pipeline.split import (
     SAMPLE_SHAPE,
@@ -233,7 +233,7 @@ def check_cut(model: PreTrainedModel, num_stages: int) -> None:
     loss = LanguageModelLoss(model, chunked=False)
     input_ids = random_tokens(model, *SAMPLE_SHAPE)
     try:
-        with evaluating(model):
+        with evaluation_mode(model):
             layers = modules.assign_layers(num_stages)
             stages = [_make_stage(loss, modules, stage_layers)[0] for stage_layers in layers]
             stage_inputs: list[Any] = [input_ids]

@@ -16,7 +16,7 @@ from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.errors import ConfigError
 from llm.metrics.hardware import GIB, PEAK_TFLOPS
 from llm.models.build import build_model
-from llm.models.causality import check_outline_causal
+from llm.models.causality import check_meta_model_causal
 from llm.models.configuration import load_config
 from llm.models.patches.recomputation import recompute_activations
 from llm.models.sizes import find_blocks
@@ -139,7 +139,7 @@ class Job:
         self._rank_model = functools.cache(self._make_rank_model)
         self.trace = functools.cache(self._trace_layout)
         self.layers_of_ranks = functools.cache(self._layers_of_ranks)
-        check_outline_causal(self._rank_model(1)[1])
+        check_meta_model_causal(self._rank_model(1)[1])
 
     def with_micro_batch(self, changes: Mapping[str, Any]) -> "Job":
         """Return the run with another micro-batch or recomputation; both share the model."""

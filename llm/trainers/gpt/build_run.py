@@ -17,7 +17,7 @@ from llm.errors import ParallelError
 from llm.metrics.hardware import device_memory
 from llm.models.attention import check_documents_apart, use_document_attention
 from llm.models.build import build_model, set_special_tokens
-from llm.models.causality import check_causal, check_outline_causal
+from llm.models.causality import check_causal, check_meta_model_causal
 from llm.models.compilation import compile_blocks
 from llm.models.init import dummy_weights, without_weights
 from llm.models.loss import make_loss
@@ -75,7 +75,7 @@ def make_model(run: Run) -> PreTrainedModel:
     set_special_tokens(model, run.tokenizer, is_pretrained=is_pretrained)
     has_values = model.device.type != "meta"
     if not has_values:
-        check_outline_causal(model)
+        check_meta_model_causal(model)
     with dummy_weights(model, device):
         _check_use(run, model, has_values)
     return model
