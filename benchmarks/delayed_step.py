@@ -64,7 +64,7 @@ class _Loss(nn.Module):
         loss = inputs.square().sum()
         return loss, loss.detach()[None]
 
-    def no_sums(self, device: torch.device) -> Tensor:
+    def zero_sums(self, device: torch.device) -> Tensor:
         """Return zeros for the sums."""
         return torch.zeros(1, device=device)
 

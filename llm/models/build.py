@@ -83,8 +83,8 @@ def build_model(
             _resize_vocabulary(model, vocab_size, seed=seed)
     for transform in transforms:
         if device.type != "meta":
-            transform.initial(model)
-        transform.modules(model)
+            transform.change_initial_weights(model)
+        transform.change_modules(model)
     if options.pad_vocab_to_multiple_of is not None:
         _pad_vocabulary(model, options.pad_vocab_to_multiple_of, seed=seed)
     if options.no_bias:

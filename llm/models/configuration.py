@@ -15,7 +15,7 @@ from transformers import (
 
 from llm.errors import ConfigError, one_line
 from llm.models.options import ModelOptions, is_hub_kernel, shape_options
-from llm.models.overrides import nearest_names, override
+from llm.models.overrides import nearest_names, override_fields
 from llm.models.sizes import gpt2_fields, shape_changes
 from llm.runtime.offline import offline_remark
 
@@ -36,7 +36,7 @@ _SIZE_NAMES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-_MOST_LAYERS = 1000
+_MAX_LAYERS = 1000
 """The deepest model trained so far (Wang et al. 2022); each layer takes time to build."""
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -57,18 +57,20 @@ def load_config(options: ModelOptions) -> PreTrainedConfig:
     name = options.config_name or options.model_name_or_path
     model_type = options.model_type
     is_shaped = bool(shape_options(options))
-    stated: dict[str, Any] = {}
+    explicit_fields: dict[str, Any] = {}
     if name is not None:
-        config = _named_config(options, name)
-        stated = type(config).get_config_dict(name)[0]
+        config = _load_named_config(options, name)
+        explicit_fields = type(config).get_config_dict(name)[0]
     elif model_type is not None:
         if model_type not in CONFIG_MAPPING:
-            near = nearest_names(model_type, CONFIG_MAPPING.keys())
-            raise ConfigError(f"--model_type {model_type} is not a known architecture; {near}.")
+            suggestion = nearest_names(model_type, CONFIG_MAPPING.keys())
+            raise ConfigError(
+                f"--model_type {model_type} is not a known architecture; {suggestion}."
+            )
         config = CONFIG_MAPPING[model_type]()
     elif is_shaped:
-        stated = {"model_type": "gpt2", **gpt2_fields(options.model_size)}
-        config = GPT2Config.from_dict(stated)
+        explicit_fields = {"model_type": "gpt2", **gpt2_fields(options.model_size)}
+        config = GPT2Config.from_dict(explicit_fields)
     else:
         raise ConfigError(
             "No model is named: set --model_name_or_path, --config_name, --model_type or "
@@ -76,25 +78,36 @@ def load_config(options: ModelOptions) -> PreTrainedConfig:
         )
     # Create a new object: the constructor derives other fields from the changed ones.
     if is_shaped:
-        stated = {**stated, **shape_changes(options, config.to_dict())}
-        config = type(config).from_dict(stated)
+        explicit_fields = {**explicit_fields, **shape_changes(options, config.to_dict())}
+        config = type(config).from_dict(explicit_fields)
     if options.config_overrides:
-        config = override(config, stated=stated, text=options.config_overrides)
+        config = override_fields(config, options.config_overrides, explicit_fields=explicit_fields)
     auto_map = getattr(config, "auto_map", None) or {}
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in auto_map:
         raise ConfigError(
             f"{name or model_type} is a {config.model_type} model, not a causal language model: "
             "name one that predicts the next token, such as gpt2 or llama."
         )
+    if not options.trust_remote_code:
+        _check_attention_kernels(config, name)
+    _check_sizes(config)
+    return config
+
+
+def _check_attention_kernels(config: PreTrainedConfig, name: str | None) -> None:
+    """Refuse a configuration with an attention kernel that transformers loads from the Hub.
+
+    Args:
+        config: The configuration.
+        name: The Hub name, folder or file that it comes from.
+    """
     kernel = next(filter(is_hub_kernel, _attention_kernels(config)), None)
-    if kernel is not None and not options.trust_remote_code:
+    if kernel is not None:
         raise ConfigError(
             f"The config.json of {name} names the attention kernel {kernel}, which is code from "
             "the Hugging Face Hub: add --trust_remote_code to this command if you trust its "
             "authors, or remove the kernel from the file."
         )
-    _check_sizes(config)
-    return config
 
 
 def _attention_kernels(config: PreTrainedConfig) -> Iterator[str]:
@@ -150,17 +163,22 @@ def has_weights(model_name_or_path: str) -> bool:
     if not folder.exists():
         return True
     return any(
-        (folder / file).is_file() or (folder / f"{file}.index.json").is_file()
-        for file in _WEIGHT_FILES
+        (folder / filename).is_file() or (folder / f"{filename}.index.json").is_file()
+        for filename in _WEIGHT_FILES
     )
 
 
-def _named_config(options: ModelOptions, name: str) -> PreTrainedConfig:
+def _load_named_config(options: ModelOptions, name: str) -> PreTrainedConfig:
+    """Load the configuration with a Hub name or in a folder or file.
+
+    Raises:
+        ConfigError: The name cannot be read.
+    """
     option = "--config_name" if options.config_name else "--model_name_or_path"
-    local = Path(name).exists()
+    is_local = Path(name).exists()
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise ConfigError(f"{option} {name} is a folder without a config.json.")
-    if not local:
+    if not is_local:
         logger.info(f"asking the Hugging Face Hub for {name}")
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=options.trust_remote_code)
@@ -170,7 +188,7 @@ def _named_config(options: ModelOptions, name: str) -> PreTrainedConfig:
                 f"{option} {name} has its own Python code: add --trust_remote_code to this "
                 "command if you trust its authors."
             ) from error
-        if local:
+        if is_local:
             raise ConfigError(
                 f"{option} {name} cannot be read as a model's configuration: {one_line(error)}."
             ) from error
@@ -183,10 +201,15 @@ def _named_config(options: ModelOptions, name: str) -> PreTrainedConfig:
 
 def _check_sizes(config: PreTrainedConfig) -> None:
     """Refuse sizes that would fail later in the library, when the model is built or runs."""
-    text = config.get_text_config()
-    values = text.to_dict()  # not attributes, which raise if layers may differ
-    stated = {name: values.get(text.attribute_map.get(name, name)) for name in _SIZE_NAMES}
-    sizes = {name: size for name, size in stated.items() if isinstance(size, int)}
+    text_config = config.get_text_config()
+    # Not from attributes, which raise if layers may differ.
+    values = text_config.to_dict()
+    field_names = {name: text_config.attribute_map.get(name, name) for name in _SIZE_NAMES}
+    sizes = {
+        name: size
+        for name, field_name in field_names.items()
+        if isinstance(size := values.get(field_name), int)
+    }
     remedy = "change config.json or --config_overrides."
     for name, size in sizes.items():
         if size < 1:
@@ -194,17 +217,17 @@ def _check_sizes(config: PreTrainedConfig) -> None:
                 f"The {config.model_type} model cannot have {name}={size}, which must be at least "
                 f"1: {remedy}"
             )
-    if sizes.get("num_hidden_layers", 0) > _MOST_LAYERS:
+    if sizes.get("num_hidden_layers", 0) > _MAX_LAYERS:
         raise ConfigError(
             f"The {config.model_type} model cannot have num_hidden_layers="
-            f"{sizes['num_hidden_layers']}, more than {_MOST_LAYERS}: {remedy}"
+            f"{sizes['num_hidden_layers']}, more than {_MAX_LAYERS}: {remedy}"
         )
-    heads = sizes.get("num_attention_heads", 1)
-    key_heads = sizes.get("num_key_value_heads", heads)
+    num_heads = sizes.get("num_attention_heads", 1)
+    num_key_value_heads = sizes.get("num_key_value_heads", num_heads)
     # Latent attention computes keys and values for every head, regardless of the configuration.
-    if heads % key_heads and "kv_lora_rank" not in values:
+    if num_heads % num_key_value_heads and "kv_lora_rank" not in values:
         raise ConfigError(
-            f"The {config.model_type} model has num_attention_heads={heads} and "
-            f"num_key_value_heads={key_heads}, and the first must be a multiple of the second: "
-            f"{remedy}"
+            f"The {config.model_type} model has num_attention_heads={num_heads} and "
+            f"num_key_value_heads={num_key_value_heads}, and the first must be a multiple of the "
+            f"second: {remedy}"
         )

@@ -28,7 +28,10 @@ from llm.models.weight_casts import copy_once
 from llm.runtime.labels import IGNORED
 
 Softmax = Callable[[Tensor, Tensor, int, bool, float], tuple[Tensor, Tensor | None, Tensor | None]]
-"""Computes on the logits of a chunk, and may overwrite them; as `softmax_in_place`."""
+"""Computes the losses of a chunk and their gradient, and may overwrite the logits.
+
+Arguments and results are the same as in `softmax_in_place`.
+"""
 
 
 def chunked_cross_entropy(
@@ -38,10 +41,10 @@ def chunked_cross_entropy(
     labels: Tensor,
     *,
     vocab_size: int,
-    rows: int,
-    align: int = 1,
-    tied: TiedEmbedding | None = None,
-    buffer: Tensor | None = None,
+    chunk_rows: int,
+    column_multiple: int = 1,
+    tied_embedding: TiedEmbedding | None = None,
+    logits_buffer: Tensor | None = None,
     softmax: Softmax | None = None,
     token_losses: Tensor | None = None,
     z_loss: float = 0.0,
@@ -55,59 +58,64 @@ def chunked_cross_entropy(
         bias: [columns], sharded like the weight, or None.
         labels: [tokens], int64; -100 for no loss.
         vocab_size: Number of columns that are tokens; the others are padding.
-        rows: Tokens of a chunk.
-        align: The columns of the matrix products become a multiple of this number: if needed, the
-            weight is copied into a larger matrix. Gradients have the weight's shape.
-        tied: The input embedding, if it has the same weight; receives the gradient of the weight.
-        buffer: [rows, columns], memory for the logits of a chunk; cannot be combined with `align`.
-        softmax: Computes on the logits of a chunk, such as `softmax_in_place`; by default, and with
-            a sharded head, torch's operations do.
-        token_losses: Fp32 [tokens]; receives the terms of the sum.
+        chunk_rows: Tokens per chunk.
+        column_multiple: The matrix products get a multiple of this number of columns: if needed,
+            the weight is copied into a larger matrix. Gradients have the weight's shape.
+        tied_embedding: The input embedding, if it has the same weight; receives the gradient of the
+            weight.
+        logits_buffer: [chunk_rows, columns], memory for the logits of a chunk; cannot be combined
+            with `column_multiple`.
+        softmax: Computes the losses of a chunk and their gradient from its logits, such as
+            `softmax_in_place`; by default, and with a sharded head, by torch's operations.
+        token_losses: Fp32 [tokens]; receives the cross-entropy of each token.
         z_loss: Coefficient of the z-loss.
 
     Returns:
-        Two fp32 scalars; the second is None without z-loss. The first has the gradient of their
-        sum, and the second has none, so the logits need no second backward pass.
+        Two fp32 scalars; the second is None without z-loss. A backward pass from the first computes
+        the gradient of their sum; the second has no gradient. This saves a second backward pass
+        through the logits.
     """
     shard, full_weight = None, weight
     if isinstance(weight, DTensor):
         mesh = weight.device_mesh
-        first = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
-        shard, tied, buffer = _Shard(mesh.get_group(), first), None, None
+        first_row = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
+        shard, tied_embedding, logits_buffer = _HeadShard(mesh.get_group(), first_row), None, None
         weight, bias = weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
-    matrix = copy_once(full_weight, lambda: _product_matrix(weight, align))
+    product_weight = copy_once(full_weight, lambda: _cast_and_pad_weight(weight, column_multiple))
     if softmax is None or shard is not None:
         softmax = partial(_softmax_losses, shard)
     # Inside the function, gradients are disabled.
     grad_enabled = torch.is_grad_enabled()
     sums: tuple[Tensor, Tensor | None] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        *(hidden, weight, bias, labels, vocab_size, rows, matrix),
-        *(shard, tied, buffer, softmax, grad_enabled, token_losses, z_loss),
+        *(hidden, weight, bias, labels, vocab_size, chunk_rows, product_weight),
+        *(shard, tied_embedding, logits_buffer, softmax, grad_enabled, token_losses, z_loss),
     )
     return sums
 
 
 @dataclass(frozen=True)
-class _Shard:
+class _HeadShard:
     """The output head's rows on this rank.
 
     Attributes:
         group: The ranks that share the rows.
-        first: Index of this rank's first row.
+        first_row: Index of this rank's first row.
     """
 
     group: dist.ProcessGroup
-    first: int
+    first_row: int
 
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Sums over chunks in fp32, because in bf16 each addition would round; None if not wanted.
+    """Gradients of the inputs, summed over chunks; None for inputs that need no gradient.
+
+    They are in fp32, because in bf16 each addition would round.
 
     Attributes:
         hidden: [tokens, width].
-        weight: [columns, width], like the matrix.
-        bias: [columns].
+        weight: [columns, width], with the padding of `product_weight`.
+        bias: [columns], with the same padding.
     """
 
     hidden: Tensor | None
@@ -115,39 +123,52 @@ class _Gradients:
     bias: Tensor | None
 
     @classmethod
-    def begin(cls, hidden: Tensor, matrix: Tensor, wanted: Sequence[bool]) -> "_Gradients":
-        """Return the sums over no chunks, of the gradients that are wanted."""
+    def allocate(
+        cls, hidden: Tensor, product_weight: Tensor, needs_grad: Sequence[bool]
+    ) -> "_Gradients":
+        """Return gradients before the first chunk.
+
+        Args:
+            hidden: [tokens, width].
+            product_weight: [columns, width], the weight in the precision of the products.
+            needs_grad: Whether hidden states, weight and bias need a gradient.
+        """
         fp32 = torch.float32
         return cls(
-            torch.empty_like(hidden, dtype=fp32) if wanted[0] else None,
-            torch.zeros_like(matrix, dtype=fp32) if wanted[1] else None,
-            matrix.new_zeros(len(matrix), dtype=fp32) if wanted[2] else None,
+            torch.empty_like(hidden, dtype=fp32) if needs_grad[0] else None,
+            torch.zeros_like(product_weight, dtype=fp32) if needs_grad[1] else None,
+            product_weight.new_zeros(len(product_weight), dtype=fp32) if needs_grad[2] else None,
         )
 
     def add(
-        self, span: slice, chunk: Tensor, grad_logits: Tensor, labels: Tensor, matrix: Tensor
+        self,
+        token_slice: slice,
+        chunk_hidden: Tensor,
+        grad_logits: Tensor,
+        labels: Tensor,
+        product_weight: Tensor,
     ) -> None:
         """Add the gradients of a chunk.
 
         Args:
-            span: The tokens of the chunk.
-            chunk: [rows, width], their hidden states, in the precision of the products.
-            grad_logits: [rows, columns], the gradient by their logits.
+            token_slice: The tokens of the chunk.
+            chunk_hidden: [rows, width], their hidden states, in the precision of the products.
+            grad_logits: [rows, columns], the gradient of their logits.
             labels: [rows]; tokens without a label have no gradient.
-            matrix: [columns, width], the weight in the precision of the products.
+            product_weight: [columns, width], the weight in the precision of the products.
         """
-        keep = (labels != IGNORED).to(matrix.dtype).unsqueeze(1)
+        label_mask = (labels != IGNORED).to(product_weight.dtype).unsqueeze(1)
         if self.hidden is not None:
-            self.hidden[span] = (grad_logits @ matrix) * keep
+            self.hidden[token_slice] = (grad_logits @ product_weight) * label_mask
         if self.weight is not None:
-            _add_product(self.weight, grad_logits, chunk * keep)
+            _add_product(self.weight, grad_logits, chunk_hidden * label_mask)
         if self.bias is not None:
-            self.bias.add_((grad_logits.float() * keep.float()).sum(dim=0))
+            self.bias.add_((grad_logits.float() * label_mask.float()).sum(dim=0))
 
-    def of_columns(self, columns: int) -> list[Tensor | None]:
+    def trim_padding(self, num_columns: int) -> list[Tensor | None]:
         """Return the gradients of weight and bias without the rows of padding."""
         gradients = self.weight, self.bias
-        return [g if g is None or len(g) == columns else g[:columns] for g in gradients]
+        return [g if g is None or len(g) == num_columns else g[:num_columns] for g in gradients]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -161,115 +182,117 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         vocab_size: int,
-        rows: int,
-        matrix: Tensor,
-        shard: _Shard | None,
-        tied: TiedEmbedding | None,
-        buffer: Tensor | None,
+        chunk_rows: int,
+        product_weight: Tensor,
+        shard: _HeadShard | None,
+        tied_embedding: TiedEmbedding | None,
+        logits_buffer: Tensor | None,
         softmax: Softmax,
         grad_enabled: bool,
         token_losses: Tensor | None,
         z_loss: float,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the sums; takes the arguments of `chunked_cross_entropy`."""
-        wanted = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
-        losses = token_losses
-        if losses is None:
-            losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
-        squares = torch.empty_like(losses) if z_loss else None
-        first = 0 if shard is None else shard.first
-        columns = len(weight)
-        width, dtype = len(matrix), matrix.dtype
+        needs_grad = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
+        if token_losses is None:
+            token_losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
+        squared_log_sums = torch.empty_like(token_losses) if z_loss else None
+        first_row = 0 if shard is None else shard.first_row
+        num_columns = len(weight)
+        num_product_rows, dtype = len(product_weight), product_weight.dtype
         with torch.autocast(hidden.device.type, enabled=False):
-            offsets = None if bias is None else _pad_rows(bias, width, dtype)
-            gradients = _Gradients.begin(hidden, matrix, wanted)
-            for start in range(0, len(labels), rows):
-                span = slice(start, start + rows)
-                chunk = hidden[span].to(dtype)
-                logits = _chunk_logits(chunk, matrix, offsets, buffer)
-                own_columns = min(columns, max(0, vocab_size - first))
-                losses[span], of_chunk, grad_logits = softmax(
-                    logits, labels[span], own_columns, any(wanted), z_loss
+            product_bias = None if bias is None else _pad_rows(bias, num_product_rows, dtype)
+            gradients = _Gradients.allocate(hidden, product_weight, needs_grad)
+            for chunk_start in range(0, len(labels), chunk_rows):
+                token_slice = slice(chunk_start, chunk_start + chunk_rows)
+                chunk_hidden = hidden[token_slice].to(dtype)
+                logits = _chunk_logits(chunk_hidden, product_weight, product_bias, logits_buffer)
+                num_vocab_columns = min(num_columns, max(0, vocab_size - first_row))
+                token_losses[token_slice], chunk_squares, grad_logits = softmax(
+                    logits, labels[token_slice], num_vocab_columns, any(needs_grad), z_loss
                 )
-                if squares is not None and of_chunk is not None:
-                    squares[span] = of_chunk
+                if squared_log_sums is not None and chunk_squares is not None:
+                    squared_log_sums[token_slice] = chunk_squares
                 if grad_logits is not None:
-                    gradients.add(span, chunk, grad_logits, labels[span], matrix)
+                    gradients.add(
+                        token_slice, chunk_hidden, grad_logits, labels[token_slice], product_weight
+                    )
         if shard is not None:
             # Each rank has the losses of labels in its rows, and the gradient through its rows.
-            dist.all_reduce(losses, group=shard.group)
+            dist.all_reduce(token_losses, group=shard.group)
             if gradients.hidden is not None:
                 dist.all_reduce(gradients.hidden, group=shard.group)
-        ctx.save_for_backward(gradients.hidden, *gradients.of_columns(columns))
-        ctx.tied = tied
+        ctx.save_for_backward(gradients.hidden, *gradients.trim_padding(num_columns))
+        ctx.tied = tied_embedding
         ctx.dtype = hidden.dtype
-        if squares is None:
-            return losses.sum(), None
-        z_sum = z_loss * squares.sum()  # equal on all ranks of a sharded head
+        if squared_log_sums is None:
+            return token_losses.sum(), None
+        z_sum = z_loss * squared_log_sums.sum()  # equal on all ranks of a sharded head
         ctx.mark_non_differentiable(z_sum)
-        return losses.sum(), z_sum
+        return token_losses.sum(), z_sum
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale the gradients of the forward pass by the gradient of the loss."""
         scale, _ = grad_outputs
-        hidden, weight, bias = (
-            None if saved is None else saved.mul_(scale) for saved in ctx.saved_tensors
+        hidden_gradient, weight_gradient, bias_gradient = (
+            None if gradient is None else gradient.mul_(scale) for gradient in ctx.saved_tensors
         )
-        if hidden is not None:
-            hidden = hidden.to(ctx.dtype)
+        if hidden_gradient is not None:
+            hidden_gradient = hidden_gradient.to(ctx.dtype)
         # Autograd casts the gradients of weight and bias to their `grad_dtype`, float32 by default.
         if ctx.tied is not None:
             # The lookup's backward pass adds its rows and returns the sum.
-            ctx.tied.head_gradient, weight = weight, None
-        return hidden, weight, bias, *[None] * 11
+            ctx.tied.head_gradient, weight_gradient = weight_gradient, None
+        return hidden_gradient, weight_gradient, bias_gradient, *[None] * 11
 
 
 @torch.no_grad()
-def _product_matrix(weight: Tensor, align: int) -> Tensor:
-    """Return the weight in the products' precision, its rows padded to a multiple of `align`."""
+def _cast_and_pad_weight(weight: Tensor, row_multiple: int) -> Tensor:
+    """Return the weight in the products' precision, padded to a multiple of `row_multiple` rows."""
     device_type = weight.device.type
-    autocasts = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type) if autocasts else weight.dtype
-    return _pad_rows(weight.detach(), -(-len(weight) // align) * align, dtype)
+    is_autocast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if is_autocast else weight.dtype
+    return _pad_rows(weight.detach(), -(-len(weight) // row_multiple) * row_multiple, dtype)
 
 
-def _pad_rows(tensor: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in a dtype, with the first dimension padded with zeros to a size."""
-    if len(tensor) == size:
+def _pad_rows(tensor: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+    """Return the tensor in a dtype, with the first dimension padded with zeros to `num_rows`."""
+    if len(tensor) == num_rows:
         return tensor.to(dtype)
-    padded = tensor.new_zeros((size, *tensor.shape[1:]), dtype=dtype)
+    padded = tensor.new_zeros((num_rows, *tensor.shape[1:]), dtype=dtype)
     padded[: len(tensor)] = tensor
     return padded
 
 
 def _chunk_logits(
-    chunk: Tensor, matrix: Tensor, bias: Tensor | None, buffer: Tensor | None
+    chunk_hidden: Tensor, product_weight: Tensor, bias: Tensor | None, logits_buffer: Tensor | None
 ) -> Tensor:
-    """Return [rows, columns] in the matrix' dtype."""
-    if buffer is None:
-        return F.linear(chunk, matrix, bias)
-    logits = torch.mm(chunk, matrix.t(), out=buffer[: len(chunk)])
+    """Return the logits of a chunk, [rows, columns], in the dtype of `product_weight`."""
+    if logits_buffer is None:
+        return F.linear(chunk_hidden, product_weight, bias)
+    logits = torch.mm(chunk_hidden, product_weight.t(), out=logits_buffer[: len(chunk_hidden)])
     if bias is not None:
         logits += bias
     return logits
 
 
 def _softmax_losses(
-    shard: _Shard | None,
+    shard: _HeadShard | None,
     logits: Tensor,
     labels: Tensor,
-    own_columns: int,
-    with_gradient: bool,
+    num_vocab_columns: int,
+    needs_gradient: bool,
     z_loss: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the losses of a chunk and their gradient by the logits; may overwrite the logits.
+    """Return the losses of a chunk and the gradient of its logits; may overwrite the logits.
 
     Args:
-        shard: The part, if the head is sharded.
+        shard: This rank's rows of the head, if the head is sharded.
         logits: [rows, columns], in the precision of the products.
         labels: [rows], int64; -100 for no loss. The gradient of such rows is the plain softmax.
-        own_columns: Columns of this rank's part of the vocabulary; the others are padding.
-        with_gradient: Whether to compute the gradient.
+        num_vocab_columns: Number of columns that are tokens on this rank; the others are padding.
+        needs_gradient: Whether to compute the gradient.
         z_loss: Coefficient of the z-loss.
 
     Returns:
@@ -277,45 +300,46 @@ def _softmax_losses(
         all ranks' logits, fp32 [rows], 0 without a label, or None without z-loss; and the gradient,
         [rows, columns] in the precision of the logits, or None.
     """
-    logits[:, own_columns:] = -torch.inf  # probability 0
-    targets = labels if shard is None else labels - shard.first
+    logits[:, num_vocab_columns:] = -torch.inf  # probability 0
+    targets = labels if shard is None else labels - shard.first_row
     # The rank with the label's column adds its loss.
-    has_target = (labels != IGNORED) & (targets >= 0) & (targets < own_columns)
+    has_target = (labels != IGNORED) & (targets >= 0) & (targets < num_vocab_columns)
     targets = targets.clamp(0, logits.shape[1] - 1).unsqueeze(1)
-    at_target = logits.gather(1, targets) if z_loss else None  # before it is overwritten
+    target_logits = logits.gather(1, targets) if z_loss else None  # before it is overwritten
     log_probs, log_sums = _log_softmax(logits, shard)
-    log_targets = log_probs.gather(1, targets)
-    losses = torch.where(has_target, -log_targets.squeeze(1), 0.0)
-    squares = None
-    if at_target is not None:
+    target_log_probs = log_probs.gather(1, targets)
+    losses = torch.where(has_target, -target_log_probs.squeeze(1), 0.0)
+    squared_log_sums = None
+    if target_logits is not None:
         if log_sums is None:
-            log_sums = at_target.float() - log_targets
-        squares = torch.where(labels != IGNORED, log_sums.squeeze(1).square(), 0.0)
-    if not with_gradient:
-        return losses, squares, None
+            log_sums = target_logits.float() - target_log_probs
+        squared_log_sums = torch.where(labels != IGNORED, log_sums.squeeze(1).square(), 0.0)
+    if not needs_gradient:
+        return losses, squared_log_sums, None
     probs = log_probs.exp_()
     if log_sums is not None and z_loss:
         # In fp32: half precision cannot represent 1 + 2 z_loss log_sums.
         probs *= 1.0 + 2.0 * z_loss * log_sums
     # Softmax minus one-hot. Rows without a label are zeroed in the products, which are narrower.
     probs.scatter_add_(1, targets, -has_target.float().unsqueeze(1))
-    return losses, squares, probs.to(logits.dtype)
+    return losses, squared_log_sums, probs.to(logits.dtype)
 
 
-def _log_softmax(logits: Tensor, shard: _Shard | None) -> tuple[Tensor, Tensor | None]:
-    """Return the softmax over all ranks' columns, fp32 [rows, columns]; overwrites fp32 logits.
+def _log_softmax(logits: Tensor, shard: _HeadShard | None) -> tuple[Tensor, Tensor | None]:
+    """Compute the log-softmax over the columns of all ranks; overwrites fp32 logits.
 
     Returns:
-        Also the log-sum-exp, [rows, 1], of a sharded head; else None.
+        The log-softmax, fp32 [rows, columns]; and for a sharded head also the log-sum-exp,
+        [rows, 1], else None.
     """
     if shard is not None:
         logits = logits.float()
         # Log-sum-exp: subtract the largest logit of all ranks, or exp would overflow.
-        largest = logits.amax(dim=1, keepdim=True)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
-        total = (logits - largest).exp_().sum(dim=1, keepdim=True)
-        dist.all_reduce(total, group=shard.group)
-        log_sums = largest + total.log()
+        max_logits = logits.amax(dim=1, keepdim=True)
+        dist.all_reduce(max_logits, op=dist.ReduceOp.MAX, group=shard.group)
+        exp_sums = (logits - max_logits).exp_().sum(dim=1, keepdim=True)
+        dist.all_reduce(exp_sums, group=shard.group)
+        log_sums = max_logits + exp_sums.log()
         return logits.sub_(log_sums), log_sums
     if logits.dtype == torch.float32:
         # In place is safe: the kernels read a row before they write it.
@@ -323,16 +347,22 @@ def _log_softmax(logits: Tensor, shard: _Shard | None) -> tuple[Tensor, Tensor |
     return torch.log_softmax(logits, dim=-1, dtype=torch.float32), None
 
 
-def _add_product(total: Tensor, grad_logits: Tensor, chunk: Tensor) -> None:
-    """Add grad_logits.T @ chunk to the fp32 total [columns, width], accumulating in fp32.
+def _add_product(weight_gradient: Tensor, grad_logits: Tensor, chunk_hidden: Tensor) -> None:
+    """Add grad_logits.T @ chunk_hidden to the fp32 gradient [columns, width], in fp32.
 
     The row of a frequent token sums over many tokens, before any loss scale: fp16 would overflow.
     """
-    if total.dtype == grad_logits.dtype:
-        total.addmm_(grad_logits.t(), chunk)
-    elif total.device.type == "cuda":
-        torch.addmm(total, grad_logits.t(), chunk, out_dtype=torch.float32, out=total)
+    if weight_gradient.dtype == grad_logits.dtype:
+        weight_gradient.addmm_(grad_logits.t(), chunk_hidden)
+    elif weight_gradient.device.type == "cuda":
+        torch.addmm(
+            weight_gradient,
+            grad_logits.t(),
+            chunk_hidden,
+            out_dtype=torch.float32,
+            out=weight_gradient,
+        )
     elif grad_logits.dtype == torch.float16:
-        total.addmm_(grad_logits.t().float(), chunk.float())
+        weight_gradient.addmm_(grad_logits.t().float(), chunk_hidden.float())
     else:
-        total += grad_logits.t() @ chunk
+        weight_gradient += grad_logits.t() @ chunk_hidden

@@ -25,9 +25,9 @@ from llm.tokenizers.save_tokenizer import save_tokenizer_with_model
 
 ExportType = Literal["fp32", "bf16", "fp16"]
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SHARD_SIZE = "5GB"
-_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+_WEIGHT_FILE_PATTERN = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
 def export_model(
@@ -63,56 +63,60 @@ def export_model(
     folder.mkdir(parents=True, exist_ok=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=_DTYPES[dtype], trust_remote_code=trust_remote_code
+            copy.deepcopy(config), dtype=_TORCH_DTYPES[dtype], trust_remote_code=trust_remote_code
         )
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for transform in reversed(transforms):
-        state_dict = transform.exported(state_dict, config)
-    cut = {name: _cut_padding(tensor, shapes[name]) for name, tensor in state_dict.items()}
-    cut = {n: t.to(_DTYPES[dtype]) if t.is_floating_point() else t for n, t in cut.items()}
-    model.load_state_dict(cut, assign=True)
+        state_dict = transform.export_weights(state_dict, config)
+    weights = {name: _trim_padding(tensor, shapes[name]) for name, tensor in state_dict.items()}
+    weights = {
+        name: tensor.to(_TORCH_DTYPES[dtype]) if tensor.is_floating_point() else tensor
+        for name, tensor in weights.items()
+    }
+    model.load_state_dict(weights, assign=True)
     model.tie_weights()
     if generation_config is not None:
         model.generation_config = generation_config
     # Inside the folder, so that a rename never crosses a file system.
-    for abandoned in folder.glob(".export-*"):
-        shutil.rmtree(abandoned)
-    staging = Path(tempfile.mkdtemp(prefix=".export-", dir=folder))
+    for stale_folder in folder.glob(".export-*"):
+        shutil.rmtree(stale_folder)
+    staging_folder = Path(tempfile.mkdtemp(prefix=".export-", dir=folder))
     try:
-        model.save_pretrained(staging, max_shard_size=_SHARD_SIZE)
-        save_tokenizer_with_model(tokenizer, staging, trust_remote_code=trust_remote_code)
-        _move_into_place(staging, folder)
+        model.save_pretrained(staging_folder, max_shard_size=_SHARD_SIZE)
+        save_tokenizer_with_model(tokenizer, staging_folder, trust_remote_code=trust_remote_code)
+        _move_into_place(staging_folder, folder)
     except Exception as error:
         # Libraries in Rust raise other errors if a file cannot be written.
-        if (refused := os_error_in(error, folder)) is not None:
-            raise refused from error
+        if (os_error := os_error_in(error, folder)) is not None:
+            raise os_error from error
         raise
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(staging_folder, ignore_errors=True)
 
 
-def _cut_padding(tensor: Tensor, shape: torch.Size) -> Tensor:
+def _trim_padding(tensor: Tensor, shape: torch.Size) -> Tensor:
     """Drop the vocabulary's padding rows, if the tensor has any."""
     if tensor.dim() and tensor.shape[0] > shape[0] and tensor.shape[1:] == shape[1:]:
         return tensor[: shape[0]]
     return tensor
 
 
-def _move_into_place(staging: Path, folder: Path) -> None:
-    staged = [path for path in staging.rglob("*") if path.is_file()]
-    files = sorted(staged, key=lambda file: (".safetensors" in file.name, file))
-    new = {file.name for file in files}
+def _move_into_place(staging_folder: Path, folder: Path) -> None:
+    """Move the files of an export into its folder, the weights last, and delete old weights."""
+    staged_files = [path for path in staging_folder.rglob("*") if path.is_file()]
+    sorted_files = sorted(staged_files, key=lambda path: (".safetensors" in path.name, path))
+    new_names = {path.name for path in sorted_files}
     # from_pretrained could load the shards of an older export instead of the new weights.
-    for file in folder.glob("model*.safetensors*"):
-        if _WEIGHTS.fullmatch(file.name) and file.name not in new:
-            file.unlink()
+    for path in folder.glob("model*.safetensors*"):
+        if _WEIGHT_FILE_PATTERN.fullmatch(path.name) and path.name not in new_names:
+            path.unlink()
     umask = os.umask(0)
     os.umask(umask)
-    for file in files:
+    for path in sorted_files:
         # safetensors creates files that only the owner can read; the umask should decide.
-        file.chmod(0o666 & ~umask)
-        with file.open("rb") as handle:
-            sync(handle)  # sync before the rename, in case of a power cut
-        target = folder / file.relative_to(staging)
-        target.parent.mkdir(exist_ok=True)
-        os.replace(file, target)
+        path.chmod(0o666 & ~umask)
+        with path.open("rb") as opened:
+            sync(opened)  # sync before the rename, in case of a power cut
+        final_path = folder / path.relative_to(staging_folder)
+        final_path.parent.mkdir(exist_ok=True)
+        os.replace(path, final_path)

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from llm.runtime.rng import seed_torch
 
 
-def key(seed: int, name: str) -> int:
+def derive_seed(seed: int, name: str) -> int:
     """Derive a generator seed from the run's seed and a name."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
@@ -42,7 +42,7 @@ def keyed_generator(seed: int, name: str, device: torch.device) -> Iterator[None
     """
     devices = [] if device.type in ("cpu", "meta") else [device]
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-        seed_torch(key(seed, name))
+        seed_torch(derive_seed(seed, name))
         yield
 
 
@@ -61,10 +61,10 @@ def materialize(model: PreTrainedModel, *, seed: int, device: torch.device) -> N
         # As when loading, transformers skips weights that will be tied to another one.
         model.get_parameter(name)._is_hf_initialized = True
     draws = KeyedDraws(model, seed)
-    draws.run(device)
-    unwritten = draws.names - draws.written - set(model.all_tied_weights_keys)
-    if unwritten:
-        _copy_constructed(model, unwritten, seed=seed)
+    draws.initialize(device)
+    unset_names = draws.tensor_names - draws.written_names - set(model.all_tied_weights_keys)
+    if unset_names:
+        _copy_constructed(model, unset_names, seed=seed)
     model.tie_weights()
 
 
@@ -79,54 +79,56 @@ class KeyedDraws(TorchFunctionMode):
         seed: The run's seed.
 
     Attributes:
-        names: All parameters and buffers.
-        written: Names that were written to.
+        tensor_names: Names of all parameters and buffers.
+        written_names: Names of those that were written to.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         super().__init__()
-        tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+        named_tensors = itertools.chain(model.named_parameters(), model.named_buffers())
         # Compared by identity, because tensors on the meta device have no address.
-        self._name_of = {tensor.untyped_storage()._cdata: name for name, tensor in tensors}
+        self._name_by_storage = {
+            tensor.untyped_storage()._cdata: name for name, tensor in named_tensors
+        }
         self._model = model
         self._seed = seed
-        self.names = set(self._name_of.values())
-        self.written: set[str] = set()
+        self.tensor_names = set(self._name_by_storage.values())
+        self.written_names: set[str] = set()
 
-    def run(self, device: torch.device) -> None:
-        """Run the model's own initialization.
+    def initialize(self, device: torch.device) -> None:
+        """Run the model's initialization by transformers.
 
         Args:
             device: Device of the generator.
         """
-        names = {module: name for name, module in self._model.named_modules()}
-        owners = [m for m in self._model.modules() if isinstance(m, PreTrainedModel)]
+        name_by_module = {module: name for name, module in self._model.named_modules()}
+        pretrained_modules = [m for m in self._model.modules() if isinstance(m, PreTrainedModel)]
 
-        def seeded(init_weights: Callable[[nn.Module], None], module: nn.Module) -> None:
-            seed_torch(key(self._seed, names[module]))
+        def init_with_seed(init_weights: Callable[[nn.Module], None], module: nn.Module) -> None:
+            seed_torch(derive_seed(self._seed, name_by_module[module]))
             init_weights(module)
 
-        for owner in owners:
+        for module in pretrained_modules:
             # An attribute of the object hides the class's method.
-            vars(owner)["_init_weights"] = functools.partial(seeded, owner._init_weights)
+            vars(module)["_init_weights"] = functools.partial(init_with_seed, module._init_weights)
         try:
             with keyed_generator(self._seed, "model", device), self:
                 self._model.initialize_weights()
         finally:
-            for owner in owners:
-                del vars(owner)["_init_weights"]
+            for module in pretrained_modules:
+                del vars(module)["_init_weights"]
 
-    def name_of(self, tensor: Any) -> str | None:
+    def tensor_name(self, tensor: Any) -> str | None:
         """Return the name of the parameter or buffer that a tensor is, or is a view of."""
         if not isinstance(tensor, torch.Tensor):
             return None
-        return self._name_of.get(tensor.untyped_storage()._cdata)
+        return self._name_by_storage.get(tensor.untyped_storage()._cdata)
 
     def seed_draw(self, name: str, target: torch.Tensor) -> None:
         """Seed the generator for a write to a parameter, or to a slice of it."""
-        self.written.add(name)
+        self.written_names.add(name)
         # Two slices of a parameter must not get the same numbers.
-        seed_torch(key(self._seed, f"{name}/{target.storage_offset()}"))
+        seed_torch(derive_seed(self._seed, f"{name}/{target.storage_offset()}"))
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -134,7 +136,7 @@ class KeyedDraws(TorchFunctionMode):
         kwargs = kwargs or {}
         # Functions of torch.nn.init arrive here too, with the tensor as a keyword argument.
         target: Any = kwargs.get("tensor", args[0] if args else None)
-        name = self.name_of(target)
+        name = self.tensor_name(target)
         if name is not None and writes_in_place(func):
             self.seed_draw(name, target)
         return func(*args, **kwargs)
@@ -146,31 +148,36 @@ def writes_in_place(func: Any) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-def _copy_constructed(model: PreTrainedModel, names: set[str], *, seed: int) -> None:
-    """Copy values that `_init_weights` does not set from an ordinary model on the host.
+def _copy_constructed(model: PreTrainedModel, tensor_names: set[str], *, seed: int) -> None:
+    """Copy the values that only a model's constructor sets, from a second model on the host.
 
-    The constructor draws from one stream, keyed by the seed alone.
+    Its random numbers depend on the seed alone, not on the parameters' names.
+
+    Args:
+        model: A model with memory; changed in place.
+        tensor_names: Names of the parameters and buffers to copy.
+        seed: The run's seed.
     """
     host = torch.device("cpu")
     with keyed_generator(seed, "constructor", host), host:
-        built = type(model)(copy.deepcopy(model.config))
+        constructed_model = type(model)(copy.deepcopy(model.config))
     with torch.no_grad():
-        for name in names:
-            source = built.get_parameter_or_buffer(name)
-            model.get_parameter_or_buffer(name).copy_(source)
+        for name in tensor_names:
+            constructed_tensor = constructed_model.get_parameter_or_buffer(name)
+            model.get_parameter_or_buffer(name).copy_(constructed_tensor)
 
 
-def without_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy a model to the meta device; the copy keeps sizes and names but takes no memory."""
-    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-    bare: dict[int, Any] = {}
-    for _, tensor in tensors:
-        meta = tensor.detach().to("meta")
+def copy_to_meta(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy on the meta device with the same names and shapes, which takes no memory."""
+    named_tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    copies_by_id: dict[int, Any] = {}
+    for _, tensor in named_tensors:
+        meta_tensor = tensor.detach().to("meta")
         if isinstance(tensor, nn.Parameter):
-            meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
-        bare[id(tensor)] = meta
-    # deepcopy reuses these memo entries, which keeps tied weights tied.
-    return copy.deepcopy(model, bare)
+            meta_tensor = nn.Parameter(meta_tensor, requires_grad=tensor.requires_grad)
+        copies_by_id[id(tensor)] = meta_tensor
+    # deepcopy takes these tensors from its memo, so tied weights stay tied.
+    return copy.deepcopy(model, copies_by_id)
 
 
 @contextmanager
@@ -178,32 +185,32 @@ def dummy_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Give the meta tensors of a model dummy values inside the context; restore them afterwards.
 
     Entry (i, j) of a matrix is number i + j of one row of random numbers, so a matrix needs only
-    the memory of its two sides. A stack of matrices, such as a layer's experts, repeats one
-    contiguous matrix, because kernels for stacks need this; layers share it. All ranks draw the
-    same numbers.
+    the memory of one row and one column. A stack of matrices, such as a layer's experts, repeats
+    one contiguous matrix, because kernels for stacks need this. Stacks with matrices of one shape
+    share it. All ranks draw the same numbers.
 
     Args:
         model: A model, or a module that contains one; tied parameters stay tied.
         device: Where the model computes inside the context.
     """
-    dummy = _DummyValues(device)
-    values: dict[Tensor, Tensor] = {}
-    places: list[tuple[dict[str, Any], str, Tensor]] = []
+    dummy_values = _DummyValues(device)
+    value_by_tensor: dict[Tensor, Tensor] = {}
+    tensor_slots: list[tuple[dict[str, Any], str, Tensor]] = []
     for module in model.modules():
         tensor_dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for tensors in tensor_dicts:
-            for name, tensor in tensors.items():
+        for module_tensors in tensor_dicts:
+            for name, tensor in module_tensors.items():
                 if tensor is not None and tensor.is_meta:
-                    if tensor not in values:
-                        values[tensor] = dummy.of(tensor)
-                    places.append((tensors, name, tensor))
-    for tensors, name, tensor in places:
-        tensors[name] = values[tensor]
+                    if tensor not in value_by_tensor:
+                        value_by_tensor[tensor] = dummy_values.make(tensor)
+                    tensor_slots.append((module_tensors, name, tensor))
+    for module_tensors, name, tensor in tensor_slots:
+        module_tensors[name] = value_by_tensor[tensor]
     try:
         yield
     finally:
-        for tensors, name, tensor in places:
-            tensors[name] = tensor
+        for module_tensors, name, tensor in tensor_slots:
+            module_tensors[name] = tensor
 
 
 class _DummyValues:
@@ -214,33 +221,33 @@ class _DummyValues:
         self._generator = torch.Generator().manual_seed(0)
         self._matrices: dict[torch.Size, Tensor] = {}
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return values for a parameter or buffer."""
+    def make(self, tensor: Tensor) -> Tensor:
+        """Return dummy values for a parameter or buffer on the meta device."""
         if not tensor.is_floating_point():  # an all-true mask, or zero indices
             return tensor.new_full(tensor.shape, tensor.dtype == torch.bool, device=self._device)
         if not isinstance(tensor, nn.Parameter):  # rotary frequencies, for instance
             row = torch.rand(sum(tensor.shape) + 1, generator=self._generator)
-            return self._spread_row(row, tensor)
+            return self._view_row_as(row, tensor)
         if tensor.ndim < 2:
-            values = self._spread_row(1 + 0.1 * self._random_row(tensor.numel()), tensor)
+            values = self._view_row_as(1 + 0.1 * self._random_row(tensor.numel()), tensor)
         elif tensor.ndim == 2:
             row = self._random_row(sum(tensor.shape)) / max(tensor.shape) ** 0.5
-            values = self._spread_row(row, tensor)
+            values = self._view_row_as(row, tensor)
         else:
-            values = self._dummy_matrix(tensor.shape[-2:]).to(tensor.dtype).expand(tensor.shape)
+            values = self._shared_matrix(tensor.shape[-2:]).to(tensor.dtype).expand(tensor.shape)
         return nn.Parameter(values, requires_grad=tensor.requires_grad)
 
     def _random_row(self, length: int) -> Tensor:
         return torch.randn(length, generator=self._generator)
 
-    def _spread_row(self, row: Tensor, tensor: Tensor) -> Tensor:
+    def _view_row_as(self, row: Tensor, tensor: Tensor) -> Tensor:
         # Move to the device first: moving a view would make it contiguous.
         row = row.to(self._device, tensor.dtype)
         return row.as_strided(tensor.shape, (1,) * tensor.ndim)
 
-    def _dummy_matrix(self, shape: torch.Size) -> Tensor:
+    def _shared_matrix(self, shape: torch.Size) -> Tensor:
         if shape not in self._matrices:
             row = self._random_row(sum(shape)) / max(shape) ** 0.5
-            laid_out = row.as_strided(shape, (1, 1)).contiguous()
-            self._matrices[shape] = laid_out.to(self._device)
+            matrix = row.as_strided(shape, (1, 1)).contiguous()
+            self._matrices[shape] = matrix.to(self._device)
         return self._matrices[shape]

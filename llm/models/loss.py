@@ -26,8 +26,8 @@ _CPU_MIN_ROWS = 64
 # writes the head's fp32 gradient, so few large chunks are faster. Logits and gradients in half
 # precision together take the same number of bytes; fp32 probabilities take them once more.
 _MAX_CHUNK_BYTES = 2**30
-_MEMORY_SHARE = 64  # 1 GiB of 64 GiB; smaller devices get smaller chunks
-_CHUNK_BYTES = 512 * 2**20  # if the memory is unknown
+_CHUNKS_PER_DEVICE = 64  # 1 GiB of 64 GiB; smaller devices get smaller chunks
+_DEFAULT_CHUNK_BYTES = 512 * 2**20  # if the memory is unknown
 _TILE = 128
 """Rows and columns of the tiles in an accelerator's matrix products."""
 
@@ -44,14 +44,15 @@ class LanguageModelLoss(nn.Module):
         chunk_bytes: Memory for the fp32 logits of one chunk; by default it depends on the device.
         aligned: Whether matrix products have fast sizes for an accelerator: multiples of 128, in
             chunks of equal length. By default on all devices but a CPU.
-        softmax: Computes on the logits of a chunk; by default torch's operations do.
+        softmax: Computes the losses of a chunk and their gradient from its logits; by default by
+            torch's operations.
         sources: Names of the sources for per-source sums; none without.
         z_loss: Coefficient of the z-loss, part of the objective in training mode.
 
     Attributes:
         chunked: Whether the loss is computed in chunks.
-        names: What the sums for the log are of: `loss`, and further ones. `#NAME` is what the sum
-            NAME is divided by; without one, it is divided by the tokens.
+        names: Names of the sums for the log: `loss`, and further ones. The log divides the sum NAME
+            by the sum `#NAME`, or by the number of tokens if there is none.
     """
 
     def __init__(
@@ -80,8 +81,9 @@ class LanguageModelLoss(nn.Module):
         self._num_sources = len(sources)
         self._z_loss = z_loss
         z_names = ("z_loss",) if z_loss else ()
-        pairs = [(f"loss/{source}", f"#loss/{source}") for source in sources]
-        self.names: tuple[str, ...] = ("loss", *z_names, *(name for pair in pairs for name in pair))
+        name_pairs = [(f"loss/{source}", f"#loss/{source}") for source in sources]
+        source_names = (name for pair in name_pairs for name in pair)
+        self.names: tuple[str, ...] = ("loss", *z_names, *source_names)
 
     def forward(
         self,
@@ -102,58 +104,62 @@ class LanguageModelLoss(nn.Module):
             sources: [batch], int64: number of the source of each sample.
 
         Returns:
-            The objective to differentiate, an fp32 scalar; and the sums for the log by `names`,
-            detached, [len(names)], of the type of `no_sums`. The objective is the sum of the token
-            losses and the z-loss.
+            The objective to differentiate, an fp32 scalar: the sum of the token losses and the
+            z-loss. And the sums for the log by `names`, detached, [len(names)], with the dtype of
+            `zero_sums`.
         """
-        losses = None if sources is None else labels.new_empty(labels.numel(), dtype=torch.float32)
+        token_losses = None
+        if sources is not None:
+            token_losses = labels.new_empty(labels.numel(), dtype=torch.float32)
         # Two paths: a term of the logits also belongs in `_ChunkedCrossEntropy` and the kernel.
         if self.head_loss is not None:
             loss_sum, z_sum = self._chunked_loss(
-                self.head_loss, input_ids, labels, positions, documents, losses
+                self.head_loss, input_ids, labels, positions, documents, token_losses
             )
             objective = loss_sum if z_sum is None else loss_sum + z_sum
-            return objective, self._log_sums(loss_sum, z_sum, losses, labels, sources)
+            return objective, self._metric_sums(loss_sum, z_sum, token_losses, labels, sources)
         logits = run_model(self.model, input_ids, positions, documents).logits
         logits = logits[..., : self.vocab_size].float()
-        kind = "sum" if sources is None else "none"
+        reduction = "sum" if sources is None else "none"
         losses = F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=kind
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=reduction
         )
         loss_sum = losses if sources is None else losses.sum()
         objective, z_sum = loss_sum, None
         if self._z_loss and self.training:
-            squares = logits.logsumexp(dim=-1).square()
-            z_sum = self._z_loss * squares.where(labels != IGNORED, 0.0).sum()
+            squared_log_sums = logits.logsumexp(dim=-1).square()
+            z_sum = self._z_loss * squared_log_sums.where(labels != IGNORED, 0.0).sum()
             objective = objective + z_sum
-        return objective, self._log_sums(loss_sum, z_sum, losses, labels, sources)
+        return objective, self._metric_sums(loss_sum, z_sum, losses, labels, sources)
 
     @torch.no_grad()
-    def _log_sums(
+    def _metric_sums(
         self,
         loss_sum: Tensor,
         z_sum: Tensor | None,
-        losses: Tensor | None,
+        token_losses: Tensor | None,
         labels: Tensor,
         sources: Tensor | None,
     ) -> Tensor:
-        """Return the sums for the log; those that a micro-batch does not have are 0."""
-        by_source = None
-        if losses is not None and sources is not None:
-            by_source = sum_by_source(losses, labels, sources, num_sources=self._num_sources)
-            loss_sum = by_source[:, 0].sum()
+        """Return the sums for the log, [len(names)]; sums without a value are 0."""
+        source_sums = None
+        if token_losses is not None and sources is not None:
+            source_sums = sum_by_source(
+                token_losses, labels, sources, num_sources=self._num_sources
+            )
+            loss_sum = source_sums[:, 0].sum()
         sums = [loss_sum.detach()]
         if self._z_loss:
             sums.append(torch.zeros_like(loss_sum) if z_sum is None else z_sum)
         # Alone, the loss is not copied.
-        in_front = sums[0].unsqueeze(0) if len(sums) == 1 else torch.stack(sums)
+        leading_sums = sums[0].unsqueeze(0) if len(sums) == 1 else torch.stack(sums)
         if not self._num_sources:
-            return in_front
-        if by_source is None:
-            by_source = self.no_sums(labels.device)[len(sums) :]
-        return torch.cat([in_front, by_source.flatten()])
+            return leading_sums
+        if source_sums is None:
+            source_sums = self.zero_sums(labels.device)[len(sums) :]
+        return torch.cat([leading_sums, source_sums.flatten()])
 
-    def no_sums(self, device: torch.device) -> Tensor:
+    def zero_sums(self, device: torch.device) -> Tensor:
         """Return zeros for the sums by `names`: fp32, or fp64 if some are of sources."""
         dtype = sums_dtype(device) if self._num_sources else torch.float32
         return torch.zeros(len(self.names), dtype=dtype, device=device)
@@ -176,14 +182,14 @@ class LanguageModelLoss(nn.Module):
         """
         if self.head_loss is not None:
             hidden = hidden_states(self.model, input_ids, positions, documents).flatten(0, 1)
-            rows = self._chunk_rows(hidden, self.head_loss.columns)
-            best, losses = self.head_loss.predictions(
-                hidden, labels.flatten(), vocab_size=self.vocab_size, rows=rows
+            chunk_rows = self._chunk_rows(hidden, self.head_loss.num_columns)
+            predicted_ids, losses = self.head_loss.predictions(
+                hidden, labels.flatten(), vocab_size=self.vocab_size, chunk_rows=chunk_rows
             )
         else:
             logits = run_model(self.model, input_ids, positions, documents).logits.flatten(0, 1)
-            best, losses = _predict_tokens(logits[:, : self.vocab_size], labels.flatten())
-        return best.view_as(labels), -losses.view_as(labels)
+            predicted_ids, losses = _predict_tokens(logits[:, : self.vocab_size], labels.flatten())
+        return predicted_ids.view_as(labels), -losses.view_as(labels)
 
     def _chunked_loss(
         self,
@@ -192,41 +198,44 @@ class LanguageModelLoss(nn.Module):
         labels: Tensor,
         positions: Tensor | None,
         documents: Tensor | None,
-        losses: Tensor | None,
+        token_losses: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
+        """Return the sums of the cross-entropies and of the z-losses, without full logits."""
         embedding = self.model.get_input_embeddings()
-        tied = embedding if isinstance(embedding, TiedEmbedding) else None
-        if tied is not None:
-            tied.begin()
+        tied_embedding = embedding if isinstance(embedding, TiedEmbedding) else None
+        if tied_embedding is not None:
+            tied_embedding.start_forward()
         hidden = hidden_states(self.model, input_ids, positions, documents).flatten(0, 1)
-        if tied is not None and tied.lookups != 1:
-            tied = None  # exactly one lookup must complete the head's gradient
-        rows = self._chunk_rows(hidden, head_loss.columns)
+        if tied_embedding is not None and tied_embedding.lookups != 1:
+            tied_embedding = None  # exactly one lookup must complete the head's gradient
+        chunk_rows = self._chunk_rows(hidden, head_loss.num_columns)
         sums: tuple[Tensor, Tensor | None] = head_loss(
             hidden,
             labels.flatten(),
             vocab_size=self.vocab_size,
-            rows=rows,
-            align=_TILE if self._is_aligned(hidden.device) else 1,
-            tied=tied,
+            chunk_rows=chunk_rows,
+            column_multiple=_TILE if self._is_aligned(hidden.device) else 1,
+            tied_embedding=tied_embedding,
             softmax=self._softmax,
-            token_losses=losses,
+            token_losses=token_losses,
             z_loss=self._z_loss if self.training else 0.0,
         )
         return sums
 
     def _is_aligned(self, device: torch.device) -> bool:
+        """Return whether matrix products have fast sizes for an accelerator."""
         return device.type != "cpu" if self._aligned is None else self._aligned
 
-    def _chunk_rows(self, hidden: Tensor, columns: int) -> int:
+    def _chunk_rows(self, hidden: Tensor, num_columns: int) -> int:
+        """Return the tokens per chunk, for hidden states [tokens, width]."""
         if self._is_aligned(hidden.device):
-            chunk_bytes = self._chunk_bytes or _CHUNK_BYTES
+            chunk_bytes = self._chunk_bytes or _DEFAULT_CHUNK_BYTES
             # The kernel's gradient replaces the logits: twice as many rows take the same memory.
-            in_place = self._softmax is not None
-            return aligned_rows(len(hidden), columns, chunk_bytes * (2 if in_place else 1))
+            is_in_place = self._softmax is not None
+            return aligned_rows(len(hidden), num_columns, chunk_bytes * (2 if is_in_place else 1))
         if self._chunk_bytes is None:
-            return max(_CPU_MIN_ROWS, _CPU_CHUNK_BYTES // (4 * columns))
-        return max(1, self._chunk_bytes // (4 * columns))
+            return max(_CPU_MIN_ROWS, _CPU_CHUNK_BYTES // (4 * num_columns))
+        return max(1, self._chunk_bytes // (4 * num_columns))
 
 
 class HeadLoss(nn.Module):
@@ -236,7 +245,7 @@ class HeadLoss(nn.Module):
         head: The output head.
 
     Attributes:
-        head: The same.
+        head: The output head.
     """
 
     def __init__(self, head: Any) -> None:
@@ -245,22 +254,35 @@ class HeadLoss(nn.Module):
         self._buffer: Tensor | None = None
 
     @property
-    def columns(self) -> int:
+    def num_columns(self) -> int:
         """Number of columns of the logits, including padding."""
         return int(self.head.weight.shape[0])
 
     def forward(
-        self, hidden: Tensor, labels: Tensor, *, rows: int, align: int, **options: Any
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        *,
+        chunk_rows: int,
+        column_multiple: int,
+        **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Call `chunked_cross_entropy` for the head, with the same arguments and results."""
         weight, bias = self.head.weight, self.head.bias
-        buffer = self._logits_buffer(hidden, rows, weight) if align == 1 else None
+        is_padded = column_multiple > 1
         return chunked_cross_entropy(
-            hidden, weight, bias, labels, rows=rows, align=align, buffer=buffer, **options
+            hidden,
+            weight,
+            bias,
+            labels,
+            chunk_rows=chunk_rows,
+            column_multiple=column_multiple,
+            logits_buffer=None if is_padded else self._logits_buffer(hidden, chunk_rows, weight),
+            **options,
         )
 
     def predictions(
-        self, hidden: Tensor, labels: Tensor, *, vocab_size: int, rows: int
+        self, hidden: Tensor, labels: Tensor, *, vocab_size: int, chunk_rows: int
     ) -> tuple[Tensor, Tensor]:
         """Return the likeliest tokens, int64 [tokens], and the losses of the labels, fp32 [tokens].
 
@@ -268,27 +290,28 @@ class HeadLoss(nn.Module):
             hidden: [tokens, width].
             labels: [tokens], int64; -100 for no loss.
             vocab_size: Columns of the vocabulary; the others are padding.
-            rows: Tokens of a chunk.
+            chunk_rows: Tokens per chunk.
         """
-        chunks = zip(hidden.split(rows), labels.split(rows), strict=True)
-        of_chunks = [
-            _predict_tokens(self.head(h)[:, :vocab_size], targets) for h, targets in chunks
+        chunks = zip(hidden.split(chunk_rows), labels.split(chunk_rows), strict=True)
+        chunk_results = [
+            _predict_tokens(self.head(chunk_hidden)[:, :vocab_size], chunk_labels)
+            for chunk_hidden, chunk_labels in chunks
         ]
-        best, losses = (torch.cat(parts) for parts in zip(*of_chunks, strict=True))
-        return best, losses
+        predicted_ids, losses = (torch.cat(results) for results in zip(*chunk_results, strict=True))
+        return predicted_ids, losses
 
-    def _logits_buffer(self, hidden: Tensor, rows: int, weight: Tensor) -> Tensor | None:
+    def _logits_buffer(self, hidden: Tensor, chunk_rows: int, weight: Tensor) -> Tensor | None:
         """Return memory for the logits of a chunk, [rows, columns]; only on a CPU.
 
-        It is kept from step to step: malloc would return a block of this size to the kernel, which
-        clears it every time, or leave holes between the activations. A GPU's allocator does not
-        have these problems.
+        All steps use the same memory: malloc would return a block of this size to the operating
+        system, which clears it every time, or leave holes between the activations. A GPU's
+        allocator does not have these problems.
         """
-        compiling = torch.compiler.is_compiling()
-        sharded = isinstance(weight, DTensor)
-        if torch.is_autocast_enabled("cpu") or compiling or sharded:
+        is_compiling = torch.compiler.is_compiling()
+        is_sharded = isinstance(weight, DTensor)
+        if torch.is_autocast_enabled("cpu") or is_compiling or is_sharded:
             return None
-        shape = (min(rows, len(hidden)), len(weight))
+        shape = (min(chunk_rows, len(hidden)), len(weight))
         if (
             self._buffer is None
             or self._buffer.shape != shape
@@ -309,59 +332,59 @@ def make_loss(
     model: PreTrainedModel,
     *,
     device: torch.device,
-    memory: int | None,
-    divided_head: bool,
+    device_bytes: int | None,
+    is_head_sharded: bool,
     sources: Sequence[str] = (),
 ) -> LanguageModelLoss:
-    """Make the loss of a model with the softmax and the chunks for a device.
+    """Make the loss of a model, with a softmax and chunks that suit a device.
 
     Args:
         options: How the loss is computed, and its terms.
         model: The model.
         device: The device that it will be on.
-        memory: Bytes of the device; None if unknown.
-        divided_head: Whether ranks hold parts of the output head.
+        device_bytes: Memory of the device in bytes; None if unknown.
+        is_head_sharded: Whether each rank has only some rows of the output head.
         sources: Names of the sources for per-source sums.
     """
     softmax: Softmax | None = None
-    # A divided head uses torch's operations.
-    if options.torch_compile and not divided_head and can_compile(device):
+    # A sharded head uses torch's operations.
+    if options.torch_compile and not is_head_sharded and can_compile(device):
         from llm.models.softmax_kernel import softmax_in_place as softmax
     return LanguageModelLoss(
         model,
-        chunk_bytes=None if device.type == "cpu" else accelerator_chunk_bytes(memory),
+        chunk_bytes=None if device.type == "cpu" else accelerator_chunk_bytes(device_bytes),
         softmax=softmax,
         sources=sources,
         z_loss=options.z_loss,
     )
 
 
-def accelerator_chunk_bytes(memory: int | None) -> int:
+def accelerator_chunk_bytes(device_bytes: int | None) -> int:
     """Return the memory for the fp32 logits of one chunk on an accelerator.
 
     Args:
-        memory: Bytes of the device; None if unknown.
+        device_bytes: Memory of the device in bytes; None if unknown.
     """
-    if memory is None:
-        return _CHUNK_BYTES
-    return min(_MAX_CHUNK_BYTES, memory // _MEMORY_SHARE)
+    if device_bytes is None:
+        return _DEFAULT_CHUNK_BYTES
+    return min(_MAX_CHUNK_BYTES, device_bytes // _CHUNKS_PER_DEVICE)
 
 
-def aligned_rows(tokens: int, columns: int, chunk_bytes: int) -> int:
-    """Return the tokens of a chunk: a multiple of 128 that makes all chunks equally long.
+def aligned_rows(num_tokens: int, num_columns: int, chunk_bytes: int) -> int:
+    """Return the tokens per chunk: a multiple of 128 that makes all chunks equally long.
 
     The last chunk is shorter if the number of chunks times 128 does not divide the tokens.
 
     Args:
-        tokens: Tokens of a micro-batch.
-        columns: Columns of the logits.
+        num_tokens: Tokens of a micro-batch.
+        num_columns: Columns of the logits.
         chunk_bytes: Memory for the fp32 logits of one chunk; exceeded if 128 tokens need more.
     """
-    columns = -(-columns // _TILE) * _TILE
-    max_tiles = max(1, chunk_bytes // (4 * columns * _TILE))
-    tiles = max(1, -(-tokens // _TILE))
-    chunks = -(-tiles // max_tiles)
-    return _TILE * -(-tiles // chunks)
+    num_columns = -(-num_columns // _TILE) * _TILE
+    max_tiles = max(1, chunk_bytes // (4 * num_columns * _TILE))
+    num_tiles = max(1, -(-num_tokens // _TILE))
+    num_chunks = -(-num_tiles // max_tiles)
+    return _TILE * -(-num_tiles // num_chunks)
 
 
 @torch.no_grad()
@@ -369,8 +392,8 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     """Return whether a model's logits are just the output head of its last hidden states.
 
     Some families scale or cap their logits, and their configurations have no common field for it.
-    So the operations that the model runs are compared. It runs without its blocks, which do not
-    matter here: some need real weights, others a precision.
+    This function therefore compares the operations that the model runs with those of its base model
+    and its head. Both run without blocks, because blocks may need real weights or a precision.
 
     Args:
         model: A causal language model, on the meta device or with weights; not changed.
@@ -380,23 +403,23 @@ def has_plain_head(model: PreTrainedModel) -> bool:
         return False
     input_ids = torch.zeros((2, 8), dtype=torch.long, device=model.device)
     blocks = find_blocks(model)
-    modules, blocks._modules = blocks._modules, {}
+    block_modules, blocks._modules = blocks._modules, {}
     try:
-        with _Operations() as model_operations:
+        with _OperationRecorder() as model_operations:
             run_model(model, input_ids, None, None)
-        with _Operations() as head_operations:
+        with _OperationRecorder() as head_operations:
             head(hidden_states(model, input_ids, None, None))
     except Exception:  # without its blocks, a model's code may raise anything
         logger.info(f"The loss of {type(model).__name__} is computed from the full logits.")
         return False
     finally:
-        blocks._modules = modules
+        blocks._modules = block_modules
         torch.clear_autocast_cache()  # PyTorch 2.10 would reuse these casts without a gradient
     is_plain: bool = model_operations.calls == head_operations.calls
     return is_plain
 
 
-class _Operations(TorchDispatchMode):
+class _OperationRecorder(TorchDispatchMode):
     """Records the operations that run inside the context, in order, and the shapes of results."""
 
     def __init__(self) -> None:
@@ -407,7 +430,7 @@ class _Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not func.is_view and func.namespace != "prim":  # such as to ask for the device
+        if not func.is_view and func.namespace != "prim":  # prim: such as a query for the device
             self.calls.append((str(func), getattr(result, "shape", None)))
         return result
 
@@ -436,10 +459,13 @@ def sum_by_source(
         [num_sources, 2], of `sums_dtype`.
     """
     dtype = sums_dtype(labels.device)
-    losses = token_losses.view_as(labels).to(dtype).sum(1)
-    counts = (labels != IGNORED).to(dtype).sum(1)
-    # [batch, num_sources]. On a GPU, a scatter would add in varying order.
+    loss_sums = token_losses.view_as(labels).to(dtype).sum(1)
+    label_counts = (labels != IGNORED).to(dtype).sum(1)
+    # is_from_source: [batch, num_sources]. On a GPU, a scatter would add in varying order.
     is_from_source = sources.unsqueeze(1) == torch.arange(num_sources, device=labels.device)
     # Select instead of multiplying, so that an infinite loss or NaN stays with its source.
-    sums = [torch.where(is_from_source, s.unsqueeze(1), 0.0).sum(0) for s in (losses, counts)]
-    return torch.stack(sums, dim=1)
+    source_sums = [
+        torch.where(is_from_source, sample_sums.unsqueeze(1), 0.0).sum(0)
+        for sample_sums in (loss_sums, label_counts)
+    ]
+    return torch.stack(source_sums, dim=1)

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-_LAYOUT = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
+_EXPERT_ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
 def find_experts(model: nn.Module) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def find_experts(model: nn.Module) -> dict[str, Any]:
     return {
         name: module
         for name, module in model.named_modules()
-        if all(hasattr(module, attribute) for attribute in _LAYOUT)
+        if all(hasattr(module, attribute) for attribute in _EXPERT_ATTRIBUTES)
     }
 
 
@@ -31,14 +31,14 @@ def expert_weights(experts: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def find_routers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that transformers names as a model's routers, with one matrix each.
+    """Return the modules that transformers records as a model's routers, if they have one matrix.
 
-    It names a whole layer of Doge and JetMoE's attention with experts, and Zaya's router has
-    several layers: these are not included.
+    Not included are Doge and JetMoE's attention with experts, where it records a whole layer, and
+    Zaya's routers, which have several layers.
     """
-    classes = tuple(router_classes(model))
-    named = [module for module in model.modules() if isinstance(module, classes)]
-    return [module for module in named if sum(map(_is_matrix, module.parameters())) == 1]
+    router_types = tuple(router_classes(model))
+    candidates = [module for module in model.modules() if isinstance(module, router_types)]
+    return [module for module in candidates if sum(map(_is_matrix, module.parameters())) == 1]
 
 
 def router_weights(model: nn.Module) -> set[nn.Parameter]:
@@ -47,21 +47,24 @@ def router_weights(model: nn.Module) -> set[nn.Parameter]:
 
 
 def router_classes(model: nn.Module) -> dict[type[nn.Module], int]:
-    """Return the classes that transformers names as a model's routers, to record their logits.
+    """Return the classes of a model's routers, as transformers lists them to record their logits.
 
     Returns:
-        For each class, the place of the logits among its outputs.
+        Index of the logits among the outputs of a module, by class.
     """
-    indices = {}
+    logits_index_by_class = {}
     for module in model.modules():
         recorders = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
         for recorder in recorders if isinstance(recorders, list) else [recorders]:
-            kind = getattr(recorder, "target_class", recorder)
-            if isinstance(kind, type):
-                indices[kind] = getattr(recorder, "index", 0)
-    return indices
+            router_class = getattr(recorder, "target_class", recorder)
+            if isinstance(router_class, type):
+                logits_index_by_class[router_class] = getattr(recorder, "index", 0)
+    return logits_index_by_class
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:
-    """Return whether it is a matrix, or a stack of them; a router's biases may be [1, experts]."""
+    """Return whether a parameter is a matrix or a stack of matrices.
+
+    A router's biases may be [1, experts], which is not a matrix here.
+    """
     return parameter.ndim >= 2 and min(parameter.shape) > 1

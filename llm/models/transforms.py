@@ -13,10 +13,10 @@ class Transform:
     The model's configuration does not change: it describes the exported model.
     """
 
-    def initial(self, model: nn.Module) -> None:
+    def change_initial_weights(self, model: nn.Module) -> None:
         """Change freshly drawn weights, or this rank's shards of them, in place."""
 
-    def modules(self, model: nn.Module) -> None:
+    def change_modules(self, model: nn.Module) -> None:
         """Change modules in place; the model may be on the meta device."""
 
     def rate_factor(self, name: str, ndim: int, group: Mapping[str, Any]) -> float:
@@ -24,12 +24,12 @@ class Transform:
 
         Args:
             name: The parameter's name in the whole model.
-            ndim: Its number of dimensions.
-            group: The settings of its group in the optimizer.
+            ndim: Number of dimensions of the parameter.
+            group: The parameter group in the optimizer, with its settings.
         """
         return 1.0
 
-    def exported(
+    def export_weights(
         self, state_dict: Mapping[str, Tensor], config: PreTrainedConfig
     ) -> Mapping[str, Tensor]:
         """Return the weights of an unchanged model that computes the same.

@@ -1,4 +1,4 @@
-"""One cast of the weights for all micro-batches of a step."""
+"""Casts of weights that all micro-batches of a step share."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 
-class _Copies:
-    """The copies made since `cast_weights_once` began, by weight; None outside it."""
+class _CastCache:
+    """The copies of weights inside `cast_weights_once`, by weight; None outside it."""
 
-    by_tensor: dict[Tensor, Tensor] | None = None
+    copy_by_weight: dict[Tensor, Tensor] | None = None
 
 
-_copies = _Copies()
+_cast_cache = _CastCache()
 
 
 @contextlib.contextmanager
@@ -26,20 +26,20 @@ def cast_weights_once(device: torch.device) -> Iterator[None]:
     Args:
         device: The device of the weights.
     """
-    _copies.by_tensor = {}
+    _cast_cache.copy_by_weight = {}
     try:
         # Autocast keeps its copies until the outermost context ends, which is this one; it has no
         # other effect.
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        _copies.by_tensor = None
+        _cast_cache.copy_by_weight = None
 
 
 def copy_once(weight: Tensor, copy: Callable[[], Tensor]) -> Tensor:
-    """Return `copy` of a weight; inside `cast_weights_once` it is called once per weight."""
-    if _copies.by_tensor is None or torch.compiler.is_compiling():
+    """Return `copy()`, a copy of a weight; inside `cast_weights_once`, call it once per weight."""
+    if _cast_cache.copy_by_weight is None or torch.compiler.is_compiling():
         return copy()
-    if weight not in _copies.by_tensor:
-        _copies.by_tensor[weight] = copy()
-    return _copies.by_tensor[weight]
+    if weight not in _cast_cache.copy_by_weight:
+        _cast_cache.copy_by_weight[weight] = copy()
+    return _cast_cache.copy_by_weight[weight]

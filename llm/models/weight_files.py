@@ -1,4 +1,4 @@
-"""A pretrained model's safetensors files, so that each rank can read just its shards."""
+"""A pretrained model's safetensors files, from which each rank can read only its shards."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,12 @@ class WeightFile:
     """A safetensors file.
 
     Attributes:
-        path: Its path.
-        key_of: Maps names of weights in the model to keys in the file.
+        path: Path of the file.
+        key_by_name: Keys in the file by name of the weight in the model.
     """
 
     path: str
-    key_of: dict[str, str]
+    key_by_name: dict[str, str]
 
 
 def find_weight_files(model: PreTrainedModel, weights_from: str) -> list[WeightFile] | None:
@@ -35,49 +35,60 @@ def find_weight_files(model: PreTrainedModel, weights_from: str) -> list[WeightF
         None if transformers must load the whole model: from another format, under other names or
             shapes, or with weights that it converts or that the files lack.
     """
-    convert = any(isinstance(c, WeightConverter) for c in get_model_conversion_mapping(model))
-    if convert or model.is_custom_code() or hasattr(model.config, "quantization_config"):
+    conversions = get_model_conversion_mapping(model)
+    needs_conversion = any(isinstance(conversion, WeightConverter) for conversion in conversions)
+    if needs_conversion or model.is_custom_code() or hasattr(model.config, "quantization_config"):
         return None
     try:
-        paths = _safetensors_of(weights_from)
+        paths = _find_safetensors(weights_from)
     except OSError:
         return None  # transformers names the reason
-    tensors = model.state_dict()
+    model_tensors = model.state_dict()
     tied: dict[str, str] = model.all_tied_weights_keys
     prefix = f"{model.base_model_prefix}."
     files, weight_names = [], set()
     for path in paths:
-        key_of = {}
-        with safe_open(path, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 - it is not a dict
-                name = key if key in tensors else prefix + key
-                if name not in tensors or name in weight_names:
+        key_by_name = {}
+        with safe_open(path, framework="pt") as safetensors_file:
+            for key in safetensors_file.keys():  # noqa: SIM118 - it is not a dict
+                name = key if key in model_tensors else prefix + key
+                if name not in model_tensors or name in weight_names:
                     continue
-                if not _fits_shape(tensors[name].shape, opened.get_slice(key).get_shape(), model):
+                file_shape = safetensors_file.get_slice(key).get_shape()
+                if not _fits_shape(model_tensors[name].shape, file_shape, model):
                     return None
-                key_of[name] = key
+                key_by_name[name] = key
                 weight_names.add(name)
-        files.append(WeightFile(path=path, key_of=key_of))
+        files.append(WeightFile(path=path, key_by_name=key_by_name))
     # For two tied weights, transformers decides which one counts, or that they are not tied.
-    complete = weight_names == tensors.keys() - tied.keys()
-    return files if complete else None
+    is_complete = weight_names == model_tensors.keys() - tied.keys()
+    return files if is_complete else None
 
 
-def _fits_shape(shape: Any, saved: list[int], model: PreTrainedModel) -> bool:
-    rows = model.config.get_text_config().vocab_size
-    padded = shape[0] > rows == saved[0] if shape and saved else False
-    return list(shape) == saved or (padded and list(shape[1:]) == saved[1:])
+def _fits_shape(model_shape: Any, file_shape: list[int], model: PreTrainedModel) -> bool:
+    """Return whether a weight has the model's shape, perhaps without padding of the vocabulary."""
+    if list(model_shape) == file_shape:
+        return True
+    if not model_shape or not file_shape:
+        return False
+    vocab_size = model.config.get_text_config().vocab_size
+    is_padded = model_shape[0] > vocab_size == file_shape[0]
+    return is_padded and list(model_shape[1:]) == file_shape[1:]
 
 
-def _safetensors_of(weights_from: str) -> list[str]:
-    """Return the paths of the files; downloads them if they are on the Hub."""
-    cached: dict[str, Any] = {
+def _find_safetensors(weights_from: str) -> list[str]:
+    """Return the paths of safetensors files, none if there are none; downloads them from the Hub.
+
+    Args:
+        weights_from: A Hub name or a folder.
+    """
+    cached_paths: dict[str, Any] = {
         name: cached_file(weights_from, name, _raise_exceptions_for_missing_entries=False)
         for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     }
-    if cached[SAFE_WEIGHTS_NAME] is not None:
-        return [cached[SAFE_WEIGHTS_NAME]]
-    if cached[SAFE_WEIGHTS_INDEX_NAME] is None:
+    if cached_paths[SAFE_WEIGHTS_NAME] is not None:
+        return [cached_paths[SAFE_WEIGHTS_NAME]]
+    if cached_paths[SAFE_WEIGHTS_INDEX_NAME] is None:
         return []
-    paths, _ = get_checkpoint_shard_files(weights_from, cached[SAFE_WEIGHTS_INDEX_NAME])
+    paths, _ = get_checkpoint_shard_files(weights_from, cached_paths[SAFE_WEIGHTS_INDEX_NAME])
     return sorted(paths)

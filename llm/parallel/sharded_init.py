@@ -70,15 +70,15 @@ def fill_model(
             meta_model: PreTrainedModel = model_class(copy.deepcopy(config))
         return meta_model
 
-    loaded_names = {name for file in files for name in file.key_of}
+    loaded_names = {name for file in files for name in file.key_by_name}
     init_shards(model, make_meta_model, seed=seed, device=device, loaded=loaded_names)
     target_by_name = _named_tensors(model)
     for file in files:
         with safe_open(file.path, framework="pt") as weights_file, torch.no_grad():
-            for name in file.key_of.keys() & target_by_name.keys():
-                _copy_shard(target_by_name[name], weights_file.get_slice(file.key_of[name]))
+            for name in file.key_by_name.keys() & target_by_name.keys():
+                _copy_shard(target_by_name[name], weights_file.get_slice(file.key_by_name[name]))
     for transform in transforms:
-        transform.initial(model)
+        transform.change_initial_weights(model)
     if options.no_bias:
         with torch.no_grad():
             for bias in find_biases(model):
@@ -116,7 +116,7 @@ def init_shards(
         untied_parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         setattr(meta_model.get_submodule(module_name), parameter_name, untied_parameter)
     try:
-        ShardedDraws(meta_model, model, seed=seed, loaded=loaded).run(device)
+        ShardedDraws(meta_model, model, seed=seed, loaded=loaded).initialize(device)
     except _NeedsWholeModelError as error:
         logger.warning(
             f"Each rank initializes the whole {type(model).__name__} and then keeps its shards, "
@@ -182,19 +182,19 @@ class ShardedDraws(KeyedDraws):
         self._device = _META
         self._open_tensor: tuple[str, Tensor] | None = None
 
-    def run(self, device: torch.device) -> None:
+    def initialize(self, device: torch.device) -> None:
         """Initialize the model; raises `_NeedsWholeModelError` if this needs a whole model."""
         self._device = device
         try:
-            super().run(device)
+            super().initialize(device)
         except RuntimeError as error:
             if "meta" not in str(error):
                 raise
             # torch raises this where a tensor on the meta device is read.
             raise _NeedsWholeModelError(str(error)) from error
         self._store_open_tensor()
-        local_names = self.names.intersection(self._targets)
-        unwritten = local_names - self.written - set(self._model.all_tied_weights_keys)
+        local_names = self.tensor_names.intersection(self._targets)
+        unwritten = local_names - self.written_names - set(self._model.all_tied_weights_keys)
         if unwritten:
             raise _NeedsWholeModelError(f"the constructor fills {', '.join(sorted(unwritten))}.")
 
@@ -207,7 +207,7 @@ class ShardedDraws(KeyedDraws):
             kwargs["device"] = self._device
         target_keyword = next((keyword for keyword in ("tensor", "out") if keyword in kwargs), None)
         target: Any = kwargs[target_keyword] if target_keyword else args[0] if args else None
-        name = self.name_of(target)
+        name = self.tensor_name(target)
         is_random, function_name = writes_in_place(func), getattr(func, "__name__", "")
         is_write = is_random or target_keyword == "out" or function_name in _IN_PLACE_OPERATORS
         if name is None or not is_write:
@@ -245,7 +245,9 @@ class ShardedDraws(KeyedDraws):
         target = self._targets[name]
         if not isinstance(target, DTensor) and target.shape == meta_tensor.shape:
             full_tensor: Tensor = target
-        elif name not in self.written or (overwritten and like.numel() == meta_tensor.numel()):
+        elif name not in self.written_names or (
+            overwritten and like.numel() == meta_tensor.numel()
+        ):
             full_tensor = torch.empty(
                 meta_tensor.shape, dtype=meta_tensor.dtype, device=self._device
             )

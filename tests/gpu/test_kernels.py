@@ -47,7 +47,13 @@ def test_the_chunked_loss_and_its_gradients_are_those_in_float64(fused, dtype, b
     ours = [tensor.to(DEVICE, torch.float32).requires_grad_() for tensor in (hidden, weight)]
     with torch.autocast(DEVICE.type, dtype):
         loss, _ = chunked_cross_entropy(
-            *ours, None, labels.to(DEVICE), vocab_size=1000, rows=256, align=128, softmax=softmax
+            *ours,
+            None,
+            labels.to(DEVICE),
+            vocab_size=1000,
+            chunk_rows=256,
+            column_multiple=128,
+            softmax=softmax,
         )
     loss.backward()
 

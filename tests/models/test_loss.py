@@ -257,7 +257,9 @@ def test_an_fp16_head_gradient_does_not_overflow_in_a_large_chunk():
     weight = model.get_output_embeddings().weight
 
     with torch.autocast("cpu", torch.float16):
-        loss, _ = chunked_cross_entropy(hidden, weight, None, labels, vocab_size=320, rows=4096)
+        loss, _ = chunked_cross_entropy(
+            hidden, weight, None, labels, vocab_size=320, chunk_rows=4096
+        )
     (loss / 4096).backward()
 
     # Of 4,096 tokens with the label 7 each adds about -100 to its row.

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from transformers import GPT2Config
 
 from llm.models.loss import LanguageModelLoss
-from llm.models.patches.recomputation import _KEPT, _checkpoint_policy
+from llm.models.patches.recomputation import _SAVED_OPERATIONS, _checkpoint_policy
 from tests.support.models import tiny_config, tiny_model
 
 CHOICES = ("none", "selective", "full")
@@ -95,7 +95,7 @@ def test_a_compiled_step_is_the_same() -> None:
 def test_attention_that_draws_dropout_is_computed_again_to_draw_it_again() -> None:
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
 
-    policy = functools.partial(_checkpoint_policy, _KEPT)
+    policy = functools.partial(_checkpoint_policy, _SAVED_OPERATIONS)
     assert policy(None, attention, None, None, None, 0.0) == CheckpointPolicy.MUST_SAVE
     assert policy(None, attention, None, None, None, 0.1) == CheckpointPolicy.MUST_RECOMPUTE
     assert policy(None, torch.ops.aten.bmm.default) == CheckpointPolicy.PREFER_RECOMPUTE

@@ -86,7 +86,7 @@ def test_half_precision_keeps_a_z_loss_smaller_than_its_rounding() -> None:
         hidden.grad = None
         with torch.autocast("cpu", torch.bfloat16):
             loss, _ = chunked_cross_entropy(
-                hidden, weight, None, labels, vocab_size=4096, rows=512, z_loss=z_loss
+                hidden, weight, None, labels, vocab_size=4096, chunk_rows=512, z_loss=z_loss
             )
         loss.backward()
         assert hidden.grad is not None

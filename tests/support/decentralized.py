@@ -65,7 +65,7 @@ class Loss(nn.Module):
         loss = F.cross_entropy(model.head(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
         return loss, loss.detach()[None]
 
-    def no_sums(self, device):
+    def zero_sums(self, device):
         return torch.zeros(1, device=device)
 
 

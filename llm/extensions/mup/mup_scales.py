@@ -87,21 +87,21 @@ class Scales(Transform):
         return factor / depth_ratio if _BRANCH_OUTPUT.search(name) else factor
 
     @torch.no_grad()
-    def initial(self, model: nn.Module) -> None:
+    def change_initial_weights(self, model: nn.Module) -> None:
         """Multiply the library's initial weights, or this rank's shards of them, in place."""
         for name, parameter in model.named_parameters():
             factor = self.deviation(name, parameter.ndim)
             if factor != 1:
                 parameter.mul_(factor)
 
-    def modules(self, model: nn.Module) -> None:
+    def change_modules(self, model: nn.Module) -> None:
         """Multiply the scale that each attention passes to its kernel."""
         if self.attention != 1:
             for module in model.modules():
                 if "scaling" in vars(module):
                     vars(module)["scaling"] *= self.attention
 
-    def exported(
+    def export_weights(
         self, state_dict: Mapping[str, Tensor], config: PreTrainedConfig
     ) -> Mapping[str, Tensor]:
         """Return weights with the attention factor merged into the queries."""

@@ -24,25 +24,28 @@ def autocast_grouped_products() -> None:
     """
     for device_type in ("cpu", "cuda", "xpu"):
         key = f"Autocast{device_type.upper()}"
-        _LIBRARY.impl("_grouped_mm", functools.partial(_grouped_product, device_type, key), key)
+        kernel = functools.partial(_autocast_grouped_product, device_type, key)
+        _LIBRARY.impl("_grouped_mm", kernel, key)
 
 
-def _grouped_product(
+def _autocast_grouped_product(
     device_type: str, key: str, lhs: Tensor, rhs: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
+    """Compute a grouped product in the dtype of autocast; `key` is autocast's dispatch key."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     with torch._C._ExcludeDispatchKeyGuard(keys):  # dispatch continues below autocast
         dtype = torch.get_autocast_dtype(device_type)
-        lhs, rhs = lhs.to(dtype), _cast_once(rhs, dtype)
+        lhs, rhs = lhs.to(dtype), _cast_weights(rhs, dtype)
         product: Tensor = torch.ops.aten._grouped_mm(lhs, rhs, *args, **kwargs)
     return product
 
 
-def _cast_once(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a cast of expert weights, or of their transposed view; once per step, if allowed.
+def _cast_weights(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return expert weights, or a transposed view of them, in another dtype.
 
-    Each call gets a new view, so that the cast is kept by the parameter. The local tensor of a
-    DTensor is a view, too, but of a tensor without a gradient.
+    Inside `cast_weights_once`, a parameter is cast once. The cast is stored by parameter because
+    each call gets a new view. The local tensor of a DTensor is a view, too,
+    but of a tensor without a gradient.
     """
     base = weights._base
     parameter = weights if base is None or base.requires_grad != weights.requires_grad else base
@@ -51,16 +54,17 @@ def _cast_once(weights: Tensor, dtype: torch.dtype) -> Tensor:
     is_transposed = transposed.shape == weights.shape and transposed.stride() == weights.stride()
     if weights.dtype == dtype or not (is_plain or is_transposed):
         return weights.to(dtype)
-    copy = copy_once(parameter, lambda: parameter.to(dtype))
-    return copy if is_plain else copy.mT
+    cast_parameter = copy_once(parameter, lambda: parameter.to(dtype))
+    return cast_parameter if is_plain else cast_parameter.mT
 
 
 @contextlib.contextmanager
 def experts_on_meta(model: PreTrainedModel) -> Iterator[None]:
     """Let the experts of a model on the meta device run inside the context.
 
-    There, grouped products refuse float32. Batched products copy the weights of each token's
-    experts, which takes no memory without values. A model with values does not change.
+    On that device, grouped products refuse float32, so the experts compute batched products. These
+    copy the weights of each token's experts, but on the meta device this takes no memory. A model
+    on another device does not change.
     """
     has_values = model.device.type != "meta"
     configs: list[Any] = (

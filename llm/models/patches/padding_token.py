@@ -17,6 +17,6 @@ def train_padding_token(model: nn.Module) -> None:
 
 
 def _computes_with_padding(embedding: nn.Embedding) -> bool:
-    """Return whether the forward pass uses the index itself, as for positions that begin at it."""
+    """Return whether the forward pass uses `padding_idx`, for instance as the first position."""
     forward = type(embedding).forward
     return forward is not nn.Embedding.forward and "padding_idx" in inspect.getsource(forward)

@@ -17,7 +17,7 @@ from llm.errors import ConfigError
 from llm.models.mixtures import find_experts
 from llm.models.options import Recomputation
 
-_KEPT = {
+_SAVED_OPERATIONS = {
     "aten::mm",
     "aten::addmm",
     "aten::_grouped_mm",
@@ -27,7 +27,7 @@ _KEPT = {
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_fused_attention_overrideable",
 }
-"""Selective recomputation keeps the results of these operations.
+"""Selective recomputation saves the results of these operations.
 
 bmm is not included: it computes the scores of eager attention, with memory quadratic in the length.
 """
@@ -38,11 +38,11 @@ def recompute_activations(model: PreTrainedModel, mode: Recomputation) -> None:
 
     Args:
         model: Changed in place.
-        mode: none keeps all activations; full keeps the input of a block; selective also the
-            results of its matrix products and its attention.
+        mode: none keeps all activations; full keeps the input of each block; selective also keeps
+            the results of its matrix products and its attention.
 
     Raises:
-        ConfigError: The model does not support it.
+        ConfigError: The model does not support activation checkpointing.
     """
     if mode == "none":
         return
@@ -51,27 +51,31 @@ def recompute_activations(model: PreTrainedModel, mode: Recomputation) -> None:
             f"--activation_checkpointing {mode} is not offered by {model.config.model_type}: "
             "leave it out."
         )
-    # Newer versions of transformers renamed it.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    options: dict[str, Any] = {"use_reentrant": False}
+    # Newer versions of transformers have another name for this method.
+    enable_checkpointing = getattr(
+        model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+    )
+    checkpoint_options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
-        kept = _KEPT
+        saved_operations = _SAVED_OPERATIONS
         if any(experts.has_bias for experts in find_experts(model).values()):
             # transformers adds the biases of experts to the result in place.
-            kept = kept - {"aten::_grouped_mm"}
-        policy = functools.partial(_checkpoint_policy, kept)
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
-    enable(options)
+            saved_operations = saved_operations - {"aten::_grouped_mm"}
+        policy = functools.partial(_checkpoint_policy, saved_operations)
+        checkpoint_options["context_fn"] = functools.partial(
+            create_selective_checkpoint_contexts, policy
+        )
+    enable_checkpointing(checkpoint_options)
 
 
 def _checkpoint_policy(
-    kept: Set[str], _: Any, func: Any, *args: Any, **kwargs: Any
+    saved_operations: Set[str], _: Any, func: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Return whether to keep the result of an operation, if its name is among `kept`."""
-    if isinstance(func, torch._ops.OpOverload) and func._schema.name in kept:
+    """Return the policy of an operation: save its result if its name is in `saved_operations`."""
+    if isinstance(func, torch._ops.OpOverload) and func._schema.name in saved_operations:
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.name == "dropout_p" and value > 0:
-                # If its result were kept, the recomputation would skip its random numbers, and the
+                # If its result were saved, the recomputation would skip its random numbers, and the
                 # next dropout would draw different ones than in the forward pass.
                 return CheckpointPolicy.MUST_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE

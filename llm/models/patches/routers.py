@@ -14,25 +14,25 @@ from llm.models.mixtures import find_routers
 
 
 class _Float32Router(nn.Module):
-    """Runs the forward pass of the next class in float32."""
+    """Runs the forward pass of a router's original class, its next base class, in float32."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the router returns for inputs in float32."""
-        inputs = [_as_float32(value) for value in args]
-        options = {name: _as_float32(value) for name, value in kwargs.items()}
-        hidden: Tensor = [*inputs, *options.values()][0]
+        float32_args = [_cast_to_float32(value) for value in args]
+        float32_kwargs = {name: _cast_to_float32(value) for name, value in kwargs.items()}
+        hidden: Tensor = [*float32_args, *float32_kwargs.values()][0]
         with maybe_autocast(hidden.device.type, enabled=False):
-            return super().forward(*inputs, **options)
+            return super().forward(*float32_args, **float32_kwargs)
 
 
 def route_in_float32(model: nn.Module) -> None:
-    """Let the routers of a model compute in float32; their classes change in place.
+    """Let the routers of a model compute in float32, by a change of their classes.
 
-    The results of a run in float32 stay the same.
+    In a run without mixed precision, the results stay the same.
     """
     for router in find_routers(model):
-        kind: Any = type(router)
-        router.__class__ = _float32_class(kind)
+        router_class: Any = type(router)
+        router.__class__ = _make_float32_class(router_class)
 
 
 def float32_routers(model: nn.Module) -> list[nn.Module]:
@@ -41,9 +41,11 @@ def float32_routers(model: nn.Module) -> list[nn.Module]:
 
 
 @functools.cache
-def _float32_class(kind: Any) -> type[nn.Module]:
-    return type(kind.__name__, (_Float32Router, kind), {"__module__": kind.__module__})
+def _make_float32_class(router_class: Any) -> type[nn.Module]:
+    """Return a subclass of a router's class that computes in float32, with the same name."""
+    bases = (_Float32Router, router_class)
+    return type(router_class.__name__, bases, {"__module__": router_class.__module__})
 
 
-def _as_float32(value: Any) -> Any:
+def _cast_to_float32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value

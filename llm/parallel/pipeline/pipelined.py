@@ -93,7 +93,7 @@ class PipelineStrategy(ShardedStrategy):
         modules = find_pipeline_modules(self.model)
         blocks = find_blocks(self.model)
         self._divide_layers()
-        self._zero_sums = self.loss.no_sums(self.device)
+        self._zero_sums = self.loss.zero_sums(self.device)
         cut = self._cut = cut_model(modules, self.loss, self.num_stages, self.stage_indices)
         self.stages = cut.stages
         for stage in self.stages:

@@ -294,12 +294,12 @@ def _trace_of(
 
 
 def _softmax_kernel(
-    logits: Tensor, labels: Tensor, own_columns: int, with_gradient: bool, z_loss: float
+    logits: Tensor, labels: Tensor, num_vocab_columns: int, needs_gradient: bool, z_loss: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return tensors as the trainer's Triton kernel does, which replaces the logits."""
     losses = logits.new_empty(len(logits), dtype=torch.float32)
     squares = torch.empty_like(losses)
-    return losses, squares if z_loss else None, logits if with_gradient else None
+    return losses, squares if z_loss else None, logits if needs_gradient else None
 
 
 def _run_micro_batch(

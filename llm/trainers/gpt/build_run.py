@@ -19,7 +19,7 @@ from llm.models.attention import check_documents_apart, use_document_attention
 from llm.models.build import build_model, set_special_tokens
 from llm.models.causality import check_causal, check_meta_model_causal
 from llm.models.compilation import compile_blocks
-from llm.models.init import dummy_weights, without_weights
+from llm.models.init import copy_to_meta, dummy_weights
 from llm.models.loss import make_loss
 from llm.models.unused_weights import find_unused_weights
 from llm.models.weight_files import find_weight_files
@@ -119,7 +119,7 @@ def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy
         The strategy; and the model for the log and the model card. With pipeline stages this is a
         copy without weights, because each stage keeps only its layers.
     """
-    model_for_logging = without_weights(model) if run.dims.pipeline > 1 else model
+    model_for_logging = copy_to_meta(model) if run.dims.pipeline > 1 else model
     accelerator = make_accelerator(
         run.config, device=device_of(run.world), timeout=run.config.timeout
     )
@@ -145,8 +145,8 @@ def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy
         run.config,
         model,
         device=strategy.device,
-        memory=device_memory(strategy.device),
-        divided_head=run.dims.tensor > 1,
+        device_bytes=device_memory(strategy.device),
+        is_head_sharded=run.dims.tensor > 1,
         sources=[corpus_source.name for corpus_source in run.corpus.train]
         if run.config.log_source_losses
         else (),

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llm.errors import ConfigError
-from llm.models.init import without_weights
+from llm.models.init import copy_to_meta
 from llm.models.loss import LanguageModelLoss
 from llm.models.sizes import parameter_counts
 from llm.parallel.pipeline.split import assign_layers, find_pipeline_modules
@@ -165,7 +165,7 @@ def test_the_assignment_minimises_the_cost_of_the_slowest_stage(
 
 def test_a_model_without_weights_has_the_same_parameter_counts():
     model = tiny_model(tiny_config("gpt2"), no_bias=True)
-    bare = without_weights(model)
+    bare = copy_to_meta(model)
     assert parameter_counts(bare) == parameter_counts(model)
     assert {p.device.type for p in bare.parameters()} == {"meta"}
     assert bare.lm_head.weight is bare.transformer.wte.weight
