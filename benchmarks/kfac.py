@@ -22,7 +22,7 @@ import torch
 from benchmarks import kfac_report
 from benchmarks.corpus import make_tokens
 from benchmarks.kfac_bases import diagonal_shares
-from benchmarks.kfac_report import Found
+from benchmarks.kfac_report import LossesByMethod
 from benchmarks.kfac_trainings import Trainings
 from benchmarks.report import (
     ReportOptions,
@@ -282,9 +282,9 @@ def best_of(trials: Mapping[Setting, float]) -> Setting:
 
 def train_all(
     options: KFACBenchmarkOptions, trainings: Trainings, chosen: Mapping[str, Setting]
-) -> Found:
+) -> LossesByMethod:
     """Train every method at each horizon with each seed."""
-    keys = [
+    trial_keys = [
         (method, steps, seed)
         for seed in range(options.seeds)
         for steps in options.horizons
@@ -293,13 +293,13 @@ def train_all(
     losses = trainings.run(
         [
             {"method": method, "seed": seed, "steps": steps} | chosen[method].training()
-            for method, steps, seed in keys
+            for method, steps, seed in trial_keys
         ]
     )
-    found: dict[str, dict[int, list[float]]] = {}
-    for (method, steps, _), loss in zip(keys, losses, strict=True):
-        found.setdefault(method, {}).setdefault(steps, []).append(loss)
-    return found
+    losses_by_method: dict[str, dict[int, list[float]]] = {}
+    for (method, steps, _), loss in zip(trial_keys, losses, strict=True):
+        losses_by_method.setdefault(method, {}).setdefault(steps, []).append(loss)
+    return losses_by_method
 
 
 def step_sections(options: KFACBenchmarkOptions, trainings: Trainings) -> list[Section]:
@@ -320,13 +320,13 @@ def step_sections(options: KFACBenchmarkOptions, trainings: Trainings) -> list[S
 
 def convergence_section(options: KFACBenchmarkOptions, trainings: Trainings) -> Section:
     """Choose settings, train every method at all horizons, and time its steps."""
-    tried = try_settings(options, trainings)
-    chosen = {method: best_of(trials) for method, trials in tried.items()}
-    found = train_all(options, trainings, chosen)
-    taken = trainings.steps({"methods": options.methods, "turns": options.turns}, threads=1)
-    costs = kfac_report.costs(taken)
+    trials_by_method = try_settings(options, trainings)
+    chosen = {method: best_of(trials) for method, trials in trials_by_method.items()}
+    losses_by_method = train_all(options, trainings, chosen)
+    step_times = trainings.steps({"methods": options.methods, "turns": options.turns}, threads=1)
+    costs = kfac_report.costs(step_times)
     if options.plot is not None:
-        kfac_report.plot(Path(options.plot), found, costs, ROWS)
+        kfac_report.plot(Path(options.plot), losses_by_method, costs, ROWS)
     tokens = options.batch_size * options.block_size
     rows = [
         [
@@ -336,21 +336,23 @@ def convergence_section(options: KFACBenchmarkOptions, trainings: Trainings) -> 
             "{:g}, {:g}".format(*setting.betas),
             f"{loss:.4f}",
         ]
-        for method, trials in tried.items()
+        for method, trials in trials_by_method.items()
         for setting, loss in sorted(trials.items(), key=lambda item: item[1])
     ]
     lines = [
         f"A Llama of {options.layers} layers, width {options.width}, {tokens:,} tokens a step, "
         f"{options.seeds} seeds.",
         "",
-        *kfac_report.horizon_lines(found, costs, ROWS),
+        *kfac_report.horizon_lines(losses_by_method, costs, ROWS),
         "",
         f"The trials with another seed, of {options.trial_steps:,} steps, AdamW's of "
         f"{max(options.horizons):,}, best first:",
         "",
         *table(["method", "rate", "embeddings' rate over it", "betas", "validation loss"], rows),
     ]
-    return Section(title="Convergence", lines=lines, goals=kfac_report.horizon_goals(found, costs))
+    return Section(
+        title="Convergence", lines=lines, goals=kfac_report.horizon_goals(losses_by_method, costs)
+    )
 
 
 def bases_section(options: KFACBenchmarkOptions) -> Section:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LlamaConfig
 
-from benchmarks.kfac_report import Taken
+from benchmarks.kfac_report import StepTimes
 from llm.models.build import build_model
 from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
@@ -237,7 +237,7 @@ class Training:
         return total / tokens
 
 
-def time_steps(options: dict[str, Any]) -> Taken:
+def time_steps(options: dict[str, Any]) -> StepTimes:
     """Time every method's steps on the same batches, one after the other.
 
     The first steps, in which K-FAC updates more often, run on batches of one sample and do not
@@ -250,24 +250,24 @@ def time_steps(options: dict[str, Any]) -> Taken:
     }
     batches, small_batches = text.batches(seed=0), small.batches(seed=0)
     interval = max(options["inv_update_steps"], options["factor_update_steps"])
-    beginning = 1 << (interval - 1).bit_length()
+    first_steps = 1 << (interval - 1).bit_length()
     # The last two are full batches, so that memory and threads are warm.
-    for step in range(beginning):
-        batch = next(batches if step >= beginning - 2 else small_batches)
+    for step in range(first_steps):
+        batch = next(batches if step >= first_steps - 2 else small_batches)
         for training in trainings.values():
             training.step(*batch, learning_rate=options["learning_rate"])
-    taken: dict[str, list[float]] = {method: [] for method in trainings}
+    step_times: dict[str, list[float]] = {method: [] for method in trainings}
     order = list(trainings)
     for _ in range(-(-options["turns"] // interval) * interval):
         batch = next(batches)
         for method in order:
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             trainings[method].step(*batch, learning_rate=options["learning_rate"])
             torch.get_device_module(options["device"]).synchronize()
-            taken[method].append(1000 * (time.perf_counter() - began))
+            step_times[method].append(1000 * (time.perf_counter() - start_time))
         # Rotated, since the first method of a round finds the caches of the last one.
         order = [*order[1:], order[0]]
-    return taken
+    return step_times
 
 
 def serve() -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kfac_report import Taken
+from benchmarks.kfac_report import StepTimes
 from benchmarks.measure import say
 from llm.errors import LLMError
 
@@ -73,13 +73,13 @@ class Trainings:
                 with self._kept.open("a", encoding="utf-8") as file:
                     file.write(json.dumps([key, loss]) + "\n")
 
-    def steps(self, case: dict[str, Any], *, threads: int | None = None) -> Taken:
+    def steps(self, case: dict[str, Any], *, threads: int | None = None) -> StepTimes:
         """Time the steps of all methods of a case, by default with all threads."""
         # The rate keeps the weights as they are: learning single samples by heart would saturate
         # the softmax, whose denormals slow a CPU down for one method and not for another.
         case = self._common | case | {"learning_rate": 1e-6, "betas": (0.9, 0.95), "seed": 0}
         with _Process(threads=threads) as process:
-            taken: Taken = process.ask("steps", case)
+            taken: StepTimes = process.ask("steps", case)
             return taken
 
 

@@ -98,31 +98,33 @@ class _Program:
 
     def processes(self, name: str, corpus: Path, *, workers: int, shard_bytes: int = 0) -> Case:
         """Return a case on processes; it reports the times of its phases."""
-        words = [*self._words(corpus), "--workers", str(workers)]
-        return self._case(name, [str(shard_bytes), "0", *words])
+        arguments = [*self._input_arguments(corpus), "--workers", str(workers)]
+        return self._make_case(name, [str(shard_bytes), "0", *arguments])
 
     def dask(self, name: str, corpus: Path, *, workers: int, shard_bytes: int = 0) -> Case:
         """Return a case on a cluster of this machine, with the same report."""
-        words = [*self._words(corpus), "--executor", "dask"]
-        return self._case(name, [str(shard_bytes), str(workers), *words])
+        arguments = [*self._input_arguments(corpus), "--executor", "dask"]
+        return self._make_case(name, [str(shard_bytes), str(workers), *arguments])
 
-    def _words(self, corpus: Path) -> list[str]:
+    def _input_arguments(self, corpus: Path) -> list[str]:
         tokenizer = self.options.tokenizer_name
         if os.path.exists(tokenizer):  # the cases run in other folders
             tokenizer = os.path.abspath(tokenizer)
-        words = ["--input", str(corpus), "--tokenizer_name", tokenizer]
-        return [*words, "--output_prefix", "out"]
+        arguments = ["--input", str(corpus), "--tokenizer_name", tokenizer]
+        return [*arguments, "--output_prefix", "out"]
 
-    def _case(self, name: str, words: Sequence[str]) -> Case:
+    def _make_case(self, name: str, arguments: Sequence[str]) -> Case:
         script = self.folder / "prepare.py"
         script.write_text(_SCRIPT)
         warm_up = self.folder / "warm-up.jsonl"
         warm_up.write_text('{"text": "some words to begin with"}\n' * 400)
         root = str(Path(__file__).parent.parent)
-        folder = self.folder / "".join(c if c.isalnum() else "_" for c in name)
+        folder = self.folder / "".join(
+            character if character.isalnum() else "_" for character in name
+        )
         return Case(
             name=name,
-            command=[sys.executable, str(script), *words[:2], str(warm_up), *words[2:]],
+            command=[sys.executable, str(script), *arguments[:2], str(warm_up), *arguments[2:]],
             folder=folder,
             environment={"PYTHONPATH": root},
         )
@@ -131,25 +133,29 @@ class _Program:
 def _join_section(usage: Usage, folder: Path, megabytes: float) -> Section:
     """Measure the cost of joining the shards, compared with encoding them."""
     prefix = folder / "out_text_document"
-    written = sum(Path(f"{prefix}.{kind}").stat().st_size for kind in ("bin", "idx")) / 1e6
-    tokens = Path(f"{prefix}.bin").stat().st_size / 1e6
-    encode, join = (usage.reported[name] for name in ("tokenize_shards", "assemble_output"))
+    output_megabytes = (
+        sum(Path(f"{prefix}.{suffix}").stat().st_size for suffix in ("bin", "idx")) / 1e6
+    )
+    token_megabytes = Path(f"{prefix}.bin").stat().st_size / 1e6
+    encode_seconds, join_seconds = (
+        usage.reported[name] for name in ("tokenize_shards", "assemble_output")
+    )
     gigabytes = megabytes / 1e3
-    share = join / (join + encode)
+    share = join_seconds / (join_seconds + encode_seconds)
     rows = [
         (
             "encode on 1 core",
-            f"{encode:.2f}",
-            f"{encode / gigabytes:.1f}",
+            f"{encode_seconds:.2f}",
+            f"{encode_seconds / gigabytes:.1f}",
             f"{megabytes:,.0f}",
-            f"{tokens:,.0f}",
+            f"{token_megabytes:,.0f}",
         ),
         (
             "join",
-            f"{join:.2f}",
-            f"{join / gigabytes:.2f}",
-            f"{tokens + written:,.0f}",
-            f"{written:,.0f}",
+            f"{join_seconds:.2f}",
+            f"{join_seconds / gigabytes:.2f}",
+            f"{token_megabytes + output_megabytes:,.0f}",
+            f"{output_megabytes:,.0f}",
         ),
     ]
     header = ("Phase", "s", "s per GB of text", "MB read", "MB written")
@@ -163,84 +169,94 @@ def _join_section(usage: Usage, folder: Path, megabytes: float) -> Section:
     return Section(title=f"Join, {megabytes:,.0f} MB of text", lines=lines, goals=[])
 
 
-def _ways_section(program: _Program, corpus: Path) -> tuple[Section, Usage, Path]:
+def _executors_section(program: _Program, corpus: Path) -> tuple[Section, Usage, Path]:
     """Processes and Dask on the same text."""
-    count = program.options.workers
-    ours, one = f"--workers {count}", "--workers 1"
-    dask = f"--executor dask, {count} workers"
+    num_workers = program.options.workers
+    processes, one_process = f"--workers {num_workers}", "--workers 1"
+    dask_name = f"--executor dask, {num_workers} workers"
     cases = [
-        program.processes(one, corpus, workers=1),
-        program.processes(ours, corpus, workers=count),
-        program.dask(dask, corpus, workers=count),
+        program.processes(one_process, corpus, workers=1),
+        program.processes(processes, corpus, workers=num_workers),
+        program.dask(dask_name, corpus, workers=num_workers),
     ]
     results = interleave(cases, program.options.repeats)
 
     def cells(name: str, runs: Sequence[Usage]) -> Sequence[str]:
-        figures = ("tokenize_shards", "tokenize_shards_cpu", "assemble_output")
-        return [spread(runs, figure) for figure in figures]
+        phases = ("tokenize_shards", "tokenize_shards_cpu", "assemble_output")
+        return [spread(runs, phase) for phase in phases]
 
     lines = program_table(("Way", "encode s", "encode CPU s", "join s"), results, cells)
     lines += ["", "Dask's cluster runs before, and its workers have encoded a short text."]
-    same = all(
+    has_equal_files = all(
         (cases[0].folder / f"out_text_document.{kind}").read_bytes()
         == (case.folder / f"out_text_document.{kind}").read_bytes()
         for case in cases[1:]
         for kind in ("bin", "idx")
     )
-    lines += ["", f"The files {'are the same byte for byte' if same else 'DIFFER'}."]
+    lines += [
+        "",
+        f"The files {'are the same byte for byte' if has_equal_files else 'DIFFER'}.",
+    ]
     goals = []
-    if results[ours] and results[dask]:
-        for figure, what in (("tokenize_shards", "time"), ("tokenize_shards_cpu", "CPU time")):
-            ratio = median(results[dask], figure) / median(results[ours], figure)
-            goals.append(at_most(f"{what} of Dask over --workers {count}", ratio, 1.05, "x"))
-    best = min(results[one], key=lambda usage: usage.reported["tokenize_shards"])
-    return Section(title="Processes and Dask", lines=lines, goals=goals), best, cases[0].folder
+    if results[processes] and results[dask_name]:
+        for phase, time_name in (("tokenize_shards", "time"), ("tokenize_shards_cpu", "CPU time")):
+            ratio = median(results[dask_name], phase) / median(results[processes], phase)
+            goals.append(
+                at_most(f"{time_name} of Dask over --workers {num_workers}", ratio, 1.05, "x")
+            )
+    fastest = min(results[one_process], key=lambda usage: usage.reported["tokenize_shards"])
+    return Section(title="Processes and Dask", lines=lines, goals=goals), fastest, cases[0].folder
 
 
 def _shards_section(program: _Program, folder: Path) -> Section:
     """What a shard costs, by ten thousand shards of a line and by one shard of all lines."""
-    count = program.options.shards
+    num_shards = program.options.shards
     line = '{"text": "a short line"}\n'
     corpus = folder / "lines.jsonl"
-    corpus.write_text(line * count)
+    corpus.write_text(line * num_shards)
     cases = [
         program.processes("one shard", corpus, workers=1),
-        program.processes(f"{count:,} shards", corpus, workers=1, shard_bytes=len(line)),
+        program.processes(f"{num_shards:,} shards", corpus, workers=1, shard_bytes=len(line)),
         program.dask("Dask, one shard", corpus, workers=1),
-        program.dask(f"Dask, {count:,} shards", corpus, workers=1, shard_bytes=len(line)),
+        program.dask(f"Dask, {num_shards:,} shards", corpus, workers=1, shard_bytes=len(line)),
     ]
     results = interleave(cases, 1)
     lines = program_table(
         ("Case", "encode s", "encode CPU s", "join s", "join CPU s"),
         results,
         lambda _, runs: [
-            spread(runs, f"{phase}{kind}")
+            spread(runs, f"{phase}{suffix}")
             for phase in ("tokenize_shards", "assemble_output")
-            for kind in ("", "_cpu")
+            for suffix in ("", "_cpu")
         ],
     )
     goals = []
-    for few, many, what in ((cases[0], cases[1], "a process"), (cases[2], cases[3], "Dask")):
-        if results[few.name] and results[many.name]:
+    for one_shard, many_shards, executor in (
+        (cases[0], cases[1], "a process"),
+        (cases[2], cases[3], "Dask"),
+    ):
+        if results[one_shard.name] and results[many_shards.name]:
             phases = ("tokenize_shards", "assemble_output")
-            seconds = sum(median(results[many.name], phase) for phase in phases)
-            seconds -= sum(median(results[few.name], phase) for phase in phases)
+            seconds = sum(median(results[many_shards.name], phase) for phase in phases)
+            seconds -= sum(median(results[one_shard.name], phase) for phase in phases)
             goals.append(
-                at_most(f"a shard's overhead with {what}", 1e3 * seconds / count, 10, " ms")
+                at_most(
+                    f"a shard's overhead with {executor}", 1e3 * seconds / num_shards, 10, " ms"
+                )
             )
-    return Section(title=f"Overhead of {count:,} shards", lines=lines, goals=goals)
+    return Section(title=f"Overhead of {num_shards:,} shards", lines=lines, goals=goals)
 
 
 def _memory_section(program: _Program, corpus: Path, folder: Path) -> Section:
     """The peak memory of a worker for a text, and for four times as much."""
-    large = folder / "large.jsonl"
-    with open(large, "wb") as file:
+    large_corpus = folder / "large.jsonl"
+    with open(large_corpus, "wb") as file:
         for _ in range(4):
             with open(corpus, "rb") as text:
                 shutil.copyfileobj(text, file)
     cases = [
         program.processes("the text", corpus, workers=2, shard_bytes=1 << 23),
-        program.processes("four times the text", large, workers=2, shard_bytes=1 << 23),
+        program.processes("four times the text", large_corpus, workers=2, shard_bytes=1 << 23),
     ]
     results = interleave(cases, 1)
     lines = program_table(
@@ -250,26 +266,28 @@ def _memory_section(program: _Program, corpus: Path, folder: Path) -> Section:
     )
     goals = []
     if all(results.values()):
-        few, many = (median(results[case.name], "worker_megabytes") for case in cases)
-        goals.append(at_most("memory of a worker for four times the text", many / few, 1.1, "x"))
+        small_peak, large_peak = (median(results[case.name], "worker_megabytes") for case in cases)
+        goals.append(
+            at_most("memory of a worker for four times the text", large_peak / small_peak, 1.1, "x")
+        )
     return Section(title="Memory of a worker, shards of 8 MiB", lines=lines, goals=goals)
 
 
 def measure(options: LargeCorpusOptions, folder: Path) -> str:
     """Measure everything; return the report."""
-    whole, corpus = folder / "whole.jsonl", folder / "corpus.jsonl"
-    make_corpus(whole, int(options.megabytes))
-    text = cut(whole, corpus, options.megabytes)
-    whole.unlink()
+    full_corpus, corpus = folder / "whole.jsonl", folder / "corpus.jsonl"
+    make_corpus(full_corpus, int(options.megabytes))
+    cut_corpus = cut(full_corpus, corpus, options.megabytes)
+    full_corpus.unlink()
     program = _Program(options=options, folder=folder)
-    ways, one, made = _ways_section(program, corpus)
+    executors_section, fastest_usage, output_folder = _executors_section(program, corpus)
     sections = [
-        ways,
-        _join_section(one, made, text.megabytes),
+        executors_section,
+        _join_section(fastest_usage, output_folder, cut_corpus.megabytes),
         _shards_section(program, folder),
         _memory_section(program, corpus, folder),
     ]
-    facts = [f"Input: {text}", *machine(["numpy", "gigatoken", "tokenizers", "distributed"])]
+    facts = [f"Input: {cut_corpus}", *machine(["numpy", "gigatoken", "tokenizers", "distributed"])]
     return render("Preparation of a large corpus", facts, sections)
 
 

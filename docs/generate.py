@@ -25,7 +25,7 @@ from llm.trainers.gpt.extensions import GPTConfig
 
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "llm"
-PAGES = {
+PROGRAM_PAGES = {
     "data-tools.md": {
         "tokenizer": TrainTokenizerOptions,
         "prepare": PrepareConfig,
@@ -42,56 +42,56 @@ PAGES = {
 }
 
 
-def to_markdown(cls: type) -> str:
-    """Describe every option, in one Markdown table per group."""
+def option_tables(options_class: type) -> str:
+    """Describe every option of a class, in one Markdown table per group."""
     lines: list[str] = []
     group = ""
-    for field in fields(cls):
+    for field in fields(options_class):
         if field.option.group != group:
             group = field.option.group
             lines += ["", f"## {group}", "", "| Option | Default | Meaning |", "|---|---|---|"]
         names = ", ".join(f"`{name}`" for name in field.names)
         default = "" if field.default in (None, (), "") else f"`{format_default(field.default)}`"
-        text = field.option.help.replace("|", "\\|")
+        description = field.option.help.replace("|", "\\|")
         if field.choices and field.members == (str,):
-            text += " One of " + ", ".join(f"`{choice}`" for choice in field.choices) + "."
+            description += " One of " + ", ".join(f"`{choice}`" for choice in field.choices) + "."
         needs = [need.replace("=", " ") for need in field.option.requires]
-        if needs and not set(needs[0].split()[-1:]) & set(re.findall(r"[\w-]+", text)):
-            text += " Needs " + " or ".join(f"`{need}`" for need in needs) + "."
+        if needs and not set(needs[0].split()[-1:]) & set(re.findall(r"[\w-]+", description)):
+            description += " Needs " + " or ".join(f"`{need}`" for need in needs) + "."
         if field.option.resume in ("state", "fixed"):
-            text += " *Fixed.*"
+            description += " *Fixed.*"
         if field.option.one_shot:
-            text += " *Not recorded.*"
-        lines.append(f"| {names} | {default} | {text} |")
+            description += " *Not recorded.*"
+        lines.append(f"| {names} | {default} | {description} |")
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
 def configuration_page(page: str) -> str:
     """Return the page with the tables of the trainer's options."""
     introduction = page.partition("\n## ")[0].rstrip("\n")
-    return f"{introduction}\n\n{to_markdown(GPTConfig)}"
+    return f"{introduction}\n\n{option_tables(GPTConfig)}"
 
 
 def programs_page(page: str, programs: dict[str, type]) -> str:
     """Return the page with the tables of some programs' options."""
-    for name, program in programs.items():
-        begin, end = f"<!-- options of {name} -->", "<!-- end of options -->"
-        before, _, rest = page.partition(begin)
-        after = rest.partition(end)[2]
-        # Help texts name tokens such as <s>, which are no HTML.
-        tables = to_markdown(program).replace("<", "&lt;")
+    for name, options_class in programs.items():
+        start_marker, end_marker = f"<!-- options of {name} -->", "<!-- end of options -->"
+        text_before, _, rest = page.partition(start_marker)
+        _, _, text_after = rest.partition(end_marker)
+        # Help texts name tokens such as <s>, which are not HTML.
+        tables = option_tables(options_class).replace("<", "&lt;")
         tables = re.sub(r"^## (.*)", r"**\1**", tables, flags=re.MULTILINE)
-        page = f"{before}{begin}\n\n{tables}\n{end}{after}"
+        page = f"{text_before}{start_marker}\n\n{tables}\n{end_marker}{text_after}"
     return page
 
 
-def packages(root: Path = PACKAGE) -> Iterator[Path]:
+def package_folders(root: Path = PACKAGE) -> Iterator[Path]:
     """Yield a folder of the package and all folders in it, in the order of their names."""
     yield root
     yield from sorted(path.parent for path in root.rglob("*/__init__.py"))
 
 
-def summary_of(path: Path) -> str:
+def docstring_summary(path: Path) -> str:
     """Return the first paragraph of a module's docstring in one line."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(docstring.split("\n\n")[0].split())
@@ -100,7 +100,7 @@ def summary_of(path: Path) -> str:
 def api_page(title: str, folders: list[Path]) -> str:
     """Return a page on which mkdocstrings describes the modules of some folders.
 
-    Modules that only declare options are left out: configuration.md and cli.md list those.
+    Modules that only declare options are not included: configuration.md and cli.md list them.
     """
     lines = [f"# {title}", ""]
     for folder in folders:
@@ -110,11 +110,11 @@ def api_page(title: str, folders: list[Path]) -> str:
             if path.name[0] != "_" and path.stem not in ("options", "config")
         ]
         if modules:
-            lines += [summary_of(folder / "__init__.py"), ""] if len(folders) == 1 else []
+            lines += [docstring_summary(folder / "__init__.py"), ""] if len(folders) == 1 else []
             lines += [f"## {folder.relative_to(PACKAGE.parent)}", ""] if len(folders) > 1 else []
         for path in modules:
-            dotted = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-            lines += [f"::: {dotted}", ""]
+            module_name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+            lines += [f"::: {module_name}", ""]
     return "\n".join(lines)
 
 
@@ -123,32 +123,38 @@ def api_pages() -> dict[Path, str]:
     pages = {"errors.md": api_page("llm", [PACKAGE])}
     for init in sorted(PACKAGE.glob("*/__init__.py")):
         folder = init.parent
-        pages[f"{folder.name}.md"] = api_page(f"llm.{folder.name}", list(packages(folder)))
+        pages[f"{folder.name}.md"] = api_page(f"llm.{folder.name}", list(package_folders(folder)))
     return {DOCS / "api" / name: page for name, page in pages.items()}
 
 
 def architecture_page(page: str) -> str:
-    """Return the page with its list of packages."""
+    """Return the page with an up-to-date table of packages."""
     lines = ["", "| Package | Content |", "|---|---|"]
-    for folder in packages():
+    for folder in package_folders():
         name = f"{folder.relative_to(PACKAGE.parent)}/"
-        lines.append(f"| `{name}` | {summary_of(folder / '__init__.py')} |")
-    before, begin, rest = page.partition("<!-- packages -->")
-    after = rest.partition("<!-- end of packages -->")[2]
-    return f"{before}{begin}\n" + "\n".join(lines) + f"\n\n<!-- end of packages -->{after}"
+        lines.append(f"| `{name}` | {docstring_summary(folder / '__init__.py')} |")
+    start_marker, end_marker = "<!-- packages -->", "<!-- end of packages -->"
+    text_before, _, rest = page.partition(start_marker)
+    _, _, text_after = rest.partition(end_marker)
+    table = "\n".join(lines)
+    return f"{text_before}{start_marker}\n{table}\n\n{end_marker}{text_after}"
 
 
 def pages() -> dict[Path, str]:
     """Return every page with generated parts, up to date."""
-    made = {
+    update_by_page = {
         "configuration.md": configuration_page,
         "architecture.md": architecture_page,
-        **{name: partial(programs_page, programs=programs) for name, programs in PAGES.items()},
+        **{
+            name: partial(programs_page, programs=programs)
+            for name, programs in PROGRAM_PAGES.items()
+        },
     }
-    filled = {
-        DOCS / name: make((DOCS / name).read_text(encoding="utf-8")) for name, make in made.items()
+    updated_pages = {
+        DOCS / name: update((DOCS / name).read_text(encoding="utf-8"))
+        for name, update in update_by_page.items()
     }
-    return filled | api_pages()
+    return updated_pages | api_pages()
 
 
 def main() -> None:

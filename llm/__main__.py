@@ -28,22 +28,22 @@ PROGRAMS = {
 @program
 def main(argv: Sequence[str]) -> int:
     """Run the program that the first argument names; return the exit code."""
-    name = argv[0] if argv else "--help"
-    if name in ("-h", "--help"):
+    program_name = argv[0] if argv else "--help"
+    if program_name in ("-h", "--help"):
         sys.stdout.write(_help_text())
         return 0
-    if name == "--version":
+    if program_name == "--version":
         sys.stdout.write(f"llm-trainers {__version__}\n")
         return 0
-    if name not in PROGRAMS:
-        close = difflib.get_close_matches(name, PROGRAMS, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}?" if close else f"{COMMAND} --help lists them."
-        raise ConfigError(f"{COMMAND} has no program named '{name}'; {hint}")
+    if program_name not in PROGRAMS:
+        close_names = difflib.get_close_matches(program_name, PROGRAMS, n=1, cutoff=0.5)
+        hint = f"did you mean {close_names[0]}?" if close_names else f"{COMMAND} --help lists them."
+        raise ConfigError(f"{COMMAND} has no program named '{program_name}'; {hint}")
     # The program reads its arguments itself, as if you had started it directly.
-    sys.argv = [f"{COMMAND} {name}", *argv[1:]]
-    module, _, function = PROGRAMS[name].target.partition(":")
-    code: int = getattr(importlib.import_module(module), function)()
-    return code
+    sys.argv = [f"{COMMAND} {program_name}", *argv[1:]]
+    module_name, _, function_name = PROGRAMS[program_name].target.partition(":")
+    exit_code: int = getattr(importlib.import_module(module_name), function_name)()
+    return exit_code
 
 
 def _help_text() -> str:

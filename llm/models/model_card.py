@@ -1,4 +1,4 @@
-"""The model card of an exported model: metadata for the Hub, and a page for people."""
+"""The model card of an exported model: metadata for the Hub, and a page for readers."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from llm.runtime.files import write_whole
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_NAME_PATTERN = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _LIMITATIONS = (
     "This is a base model: it continues text, and was not trained to follow instructions or to be "
     "safe. It repeats errors and biases of its training text. It was not evaluated beyond the "
@@ -33,7 +33,7 @@ class Card:
             left out of the metadata.
         base_model: Source of pretrained weights, a name on the Hub or a path (left out of the
             metadata); None for random weights.
-        validation: The validation data in words.
+        validation: Description of the validation data.
         results: Results on the validation data by name; infinite ones and NaN are left out.
         task_results: Results of tasks by task and metric, such as {"cloze": {"acc": 0.4}}.
         command: The command that trains the model again.
@@ -57,9 +57,11 @@ class Card:
 
 def write_model_card(folder: Path, card: Card) -> None:
     """Write the model card, README.md, into a folder."""
-    rows = "".join(f"| {name} | {_format_cell(value)} |\n" for name, value in card.rows.items())
+    table_rows = "".join(
+        f"| {name} | {_format_cell(value)} |\n" for name, value in card.rows.items()
+    )
     license_line = "" if card.license else "\nNo license has been chosen for this model.\n"
-    reproduce = (
+    reproduce_section = (
         f"\n## Reproduce\n\nWith {card.software}:\n\n```bash\n{card.command}\n```\n\n"
         f"`config.toml` has\n\n```toml\n{card.options}```\n"
     )
@@ -69,8 +71,8 @@ def write_model_card(folder: Path, card: Card) -> None:
         "A causal language model, pretrained with llm-trainers. Load it with\n"
         "`transformers.AutoModelForCausalLM.from_pretrained` and\n"
         "`transformers.AutoTokenizer.from_pretrained`.\n"
-        f"{license_line}\n## Training\n\n| | |\n| --- | --- |\n{rows}"
-        f"\n## Limitations\n\n{_LIMITATIONS}\n{reproduce if card.options else ''}",
+        f"{license_line}\n## Training\n\n| | |\n| --- | --- |\n{table_rows}"
+        f"\n## Limitations\n\n{_LIMITATIONS}\n{reproduce_section if card.options else ''}",
     )
 
 
@@ -79,51 +81,52 @@ def _card_metadata(card: Card) -> str:
     from huggingface_hub import ModelCardData  # slow to import
 
     results = _eval_results(card)
-    dataset = _on_hub(card.dataset)
-    data = ModelCardData(
+    dataset_name = _hub_name(card.dataset)
+    metadata = ModelCardData(
         language=list(card.languages) or None,
         license=card.license or None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["text-generation", "llm-trainers"],
-        datasets=[dataset] if dataset else None,
-        base_model=_on_hub(card.base_model),
+        datasets=[dataset_name] if dataset_name else None,
+        base_model=_hub_name(card.base_model),
         model_name=card.name if results else None,
         eval_results=results or None,
     )
-    text: str = data.to_yaml()
-    return text.rstrip("\n") + "\n"
+    metadata_yaml: str = metadata.to_yaml()
+    return metadata_yaml.rstrip("\n") + "\n"
 
 
 def _eval_results(card: Card) -> "list[EvalResult]":
     """Return the finite results in the format of the Hub's model index."""
     from huggingface_hub import EvalResult
 
-    dataset = _on_hub(card.dataset) or "text"
-    validation = (dataset, card.validation, "validation", card.results)
-    tasks = ((task, task, None, results) for task, results in card.task_results.items())
+    validation_dataset = _hub_name(card.dataset) or "text"
+    validation_group = (validation_dataset, card.validation, "validation", card.results)
+    task_groups = ((task, task, None, results) for task, results in card.task_results.items())
     return [
         EvalResult(
             task_type="text-generation",
-            dataset_type=kind,
-            dataset_name=name,
-            dataset_split=split,
+            dataset_type=dataset_type,
+            dataset_name=dataset_name,
+            dataset_split=dataset_split,
             metric_type=metric,
             metric_value=value,
         )
-        for kind, name, split, results in (validation, *tasks)
+        for dataset_type, dataset_name, dataset_split, results in (validation_group, *task_groups)
         for metric, value in results.items()
         if math.isfinite(value)
     ]
 
 
-def _on_hub(name: str | None) -> str | None:
+def _hub_name(name: str | None) -> str | None:
     """Return a name if it can be a Hub name and is not a local file or folder."""
-    if name is None or not _HUB_NAME.fullmatch(name) or Path(name).exists():
+    if name is None or not _HUB_NAME_PATTERN.fullmatch(name) or Path(name).exists():
         return None
     return name
 
 
 def _format_cell(value: object) -> str:
+    """Return a value as one line of Markdown that cannot end a table's cell."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return " ".join(text.replace("|", "\\|").split())

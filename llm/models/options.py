@@ -150,16 +150,19 @@ def model_problems(options: ModelOptions) -> list[str]:
             f"--attention_implementation {options.attention_implementation} is code from the "
             "Hugging Face Hub: add --trust_remote_code to this command if you trust its authors."
         )
-    changed = [name for name in SHAPE[1:] if getattr(options, name) is not None]
-    if options.model_size is not None and changed:
+    size_options = [name for name in SHAPE[1:] if getattr(options, name) is not None]
+    if options.model_size is not None and size_options:
         problems.append(
-            f"--model_size {options.model_size} sets --{changed[0]} already; leave one of them out."
+            f"--model_size {options.model_size} sets --{size_options[0]} already; leave one of "
+            "them out."
         )
-    elif changed and not model_name and len(changed) < 3:
-        missing = " and ".join(f"--{name}" for name in SHAPE[1:] if name not in changed)
+    elif size_options and not model_name and len(size_options) < 3:
+        missing_options = " and ".join(
+            f"--{name}" for name in SHAPE[1:] if name not in size_options
+        )
         problems.append(
-            f"--{changed[0]} changes a model that is named by --model_name_or_path, --config_name "
-            f"or --model_type; without one, give {missing} too."
+            f"--{size_options[0]} changes a model that is named by --model_name_or_path, "
+            f"--config_name or --model_type; without one, give {missing_options} too."
         )
     return problems
 

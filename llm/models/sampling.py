@@ -39,19 +39,19 @@ def sample_text(
         DataError: The tokenizer fails on the prompt.
         DivergedError: The model's logits are not finite.
     """
-    start = encode_prompt(tokenizer, prompt)
-    end = tokenizer.eos_token_id
-    if not start:
-        start = [end if end is not None else 0]
-    limit = max_positions(model.config)
-    if limit is not None:
+    prompt_ids = encode_prompt(tokenizer, prompt)
+    eos_token_id = tokenizer.eos_token_id
+    if not prompt_ids:
+        prompt_ids = [eos_token_id if eos_token_id is not None else 0]
+    position_limit = max_positions(model.config)
+    if position_limit is not None:
         # A long prompt is cut on the left, to half of the positions or more.
-        start = start[-max(1, limit // 2, limit - max_new_tokens) :]
-        max_new_tokens = min(max_new_tokens, limit - len(start))
-    new = continue_tokens(
-        model, tokenizer, start, max_new_tokens=max_new_tokens, seed=seed, **generation
+        prompt_ids = prompt_ids[-max(1, position_limit // 2, position_limit - max_new_tokens) :]
+        max_new_tokens = min(max_new_tokens, position_limit - len(prompt_ids))
+    new_ids = continue_tokens(
+        model, tokenizer, prompt_ids, max_new_tokens=max_new_tokens, seed=seed, **generation
     )
-    text: str = tokenizer.decode(start + new, skip_special_tokens=True)
+    text: str = tokenizer.decode(prompt_ids + new_ids, skip_special_tokens=True)
     return text
 
 
@@ -59,7 +59,7 @@ def sample_text(
 def continue_tokens(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    start: list[int],
+    prompt_ids: list[int],
     *,
     max_new_tokens: int,
     seed: int,
@@ -70,40 +70,52 @@ def continue_tokens(
     Args:
         model: A causal language model; its mode is restored.
         tokenizer: The tokenizer that it was trained with.
-        start: At least one token; the model must have positions for these and the new tokens.
+        prompt_ids: At least one token; the model must have positions for the prompt and the new
+            tokens.
         max_new_tokens: Maximum number of tokens to add.
         seed: Keys the draws.
         generation: Further arguments of `generate`.
 
+    Returns:
+        The new tokens.
+
     Raises:
         DivergedError: The model's logits are not finite.
     """
-    end = tokenizer.eos_token_id
-    input_ids = torch.tensor([start], device=model.device)
+    eos_token_id = tokenizer.eos_token_id
+    input_ids = torch.tensor([prompt_ids], device=model.device)
     # Never draw rows of the head that are not tokens, such as padding.
-    unused = list(range(len(tokenizer), model.get_input_embeddings().weight.shape[0]))
+    excluded_ids = list(range(len(tokenizer), model.get_input_embeddings().weight.shape[0]))
     # A compiled model would recompile as the text grows.
-    eager = torch.compiler.set_stance("force_eager")
-    with evaluation_mode(model), eager, keyed_generator(seed, "sample", model.device):
+    eager_mode = torch.compiler.set_stance("force_eager")
+    with evaluation_mode(model), eager_mode, keyed_generator(seed, "sample", model.device):
         output = model.generate(
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),
             max_new_tokens=max_new_tokens,
-            pad_token_id=end if end is not None else 0,
-            eos_token_id=end,
-            suppress_tokens=unused or None,
+            pad_token_id=eos_token_id if eos_token_id is not None else 0,
+            eos_token_id=eos_token_id,
+            suppress_tokens=excluded_ids or None,
             logits_processor=[partial(_check_logits, model)],
             **{"do_sample": True, **generation},
         )
-    new: list[int] = output[0, len(start) :].tolist()
-    return new
+    new_ids: list[int] = output[0, len(prompt_ids) :].tolist()
+    return new_ids
 
 
-def _check_logits(model: PreTrainedModel, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Return the logits if a token can be drawn from them, else raise."""
+def _check_logits(
+    model: PreTrainedModel, token_ids: torch.Tensor, logits: torch.Tensor
+) -> torch.Tensor:
+    """Return the logits, [batch, columns], if a token can be drawn from them.
+
+    Raises:
+        DivergedError: A logit is infinite or NaN.
+    """
     # -inf may exclude a token; NaN and inf are visible in the maximum.
     if bool(logits.amax(dim=-1).isfinite().all()):
         return logits
-    finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
-    what = "logits are not finite, although its weights are" if finite else "weights are not finite"
-    raise DivergedError(f"The model cannot write: its {what}.")
+    has_finite_weights = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    cause = "weights are not finite"
+    if has_finite_weights:
+        cause = "logits are not finite, although its weights are"
+    raise DivergedError(f"The model cannot write: its {cause}.")

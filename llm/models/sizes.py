@@ -48,7 +48,8 @@ SHAPED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 """Names of the number of chosen experts: most configurations, AriaText, Gemma 4."""
 
-_MULTIPLE = 128  # the width of a gated MLP is a multiple of this
+_MLP_WIDTH_MULTIPLE = 128
+"""The width of a gated MLP becomes a multiple of this number."""
 
 
 def shape_changes(options: ModelOptions, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def shape_changes(options: ModelOptions, fields: Mapping[str, Any]) -> dict[str,
 
     Args:
         options: A size by name, numbers, or both; a number overrides the size.
-        fields: The configuration, as its `to_dict` returns it.
+        fields: The configuration's fields, from its `to_dict`.
 
     Returns:
         Values by the architecture's names of these fields.
@@ -69,42 +70,46 @@ def shape_changes(options: ModelOptions, fields: Mapping[str, Any]) -> dict[str,
         ConfigError: The size does not exist, the architecture has another shape, or the numbers do
             not divide each other.
     """
-    kind = str(fields["model_type"])
-    if kind not in SHAPED:
+    model_type = str(fields["model_type"])
+    if model_type not in SHAPED:
         raise ConfigError(
             f"--model_size, --num_layers, --hidden_size and --num_attention_heads are for "
-            f"{', '.join(SHAPED)}, and this model is {kind}; set its fields with "
+            f"{', '.join(SHAPED)}, and this model is {model_type}; set its fields with "
             "--config_overrides."
         )
-    names = ("n_layer", "n_embd", "n_head")
-    if kind != "gpt2":
-        names = ("num_hidden_layers", "hidden_size", "num_attention_heads")
-    old = [int(fields[name]) for name in names]
+    field_names = ("n_layer", "n_embd", "n_head")
+    if model_type != "gpt2":
+        field_names = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    old_shape = [int(fields[name]) for name in field_names]
     overrides = (options.num_layers, options.hidden_size, options.num_attention_heads)
-    base_shape = old if options.model_size is None else find_size(options.model_size)[:3]
-    new = [
+    base_shape = old_shape if options.model_size is None else find_size(options.model_size)[:3]
+    new_shape = [
         override if override is not None else base
         for override, base in zip(overrides, base_shape, strict=True)
     ]
-    if new[1] % new[2]:
+    old_layers, old_width, old_heads = old_shape
+    new_layers, new_width, new_heads = new_shape
+    if new_width % new_heads:
         raise ConfigError(
-            f"--hidden_size {new[1]} cannot be divided by --num_attention_heads {new[2]}; change "
-            "one of them."
+            f"--hidden_size {new_width} cannot be divided by --num_attention_heads {new_heads}; "
+            "change one of them."
         )
-    changes: dict[str, Any] = dict(zip(names, new, strict=True))
-    if kind == "gpt2":
-        inner = fields.get("n_inner")
-        # None means four times the width.
-        return changes | ({} if inner is None else {"n_inner": inner * new[1] // old[1]})
-    ratio = new[1] / old[1]
-    width = math.ceil(fields["intermediate_size"] * ratio / _MULTIPLE) * _MULTIPLE
-    same_width = new[1] == old[1]
-    changes["intermediate_size"] = fields["intermediate_size"] if same_width else width
+    changes: dict[str, Any] = dict(zip(field_names, new_shape, strict=True))
+    if model_type == "gpt2":
+        mlp_width = fields.get("n_inner")
+        if mlp_width is not None:  # None means four times the hidden size
+            changes["n_inner"] = mlp_width * new_width // old_width
+        return changes
+    changes["intermediate_size"] = fields["intermediate_size"]
+    if new_width != old_width:
+        scaled_width = fields["intermediate_size"] * (new_width / old_width)
+        num_multiples = math.ceil(scaled_width / _MLP_WIDTH_MULTIPLE)
+        changes["intermediate_size"] = num_multiples * _MLP_WIDTH_MULTIPLE
     if fields.get("num_key_value_heads") is not None:
-        changes["num_key_value_heads"] = _key_value_heads(fields, old[2], new[2])
-    if fields.get("head_dim") is not None and (new[1], new[2]) != (old[1], old[2]):
-        changes["head_dim"] = new[1] // new[2]
-    if fields.get("layer_types") is not None and new[0] != old[0]:
+        changes["num_key_value_heads"] = _scale_key_value_heads(fields, old_heads, new_heads)
+    if fields.get("head_dim") is not None and (new_width, new_heads) != (old_width, old_heads):
+        changes["head_dim"] = new_width // new_heads
+    if fields.get("layer_types") is not None and new_layers != old_layers:
         changes["layer_types"] = None  # transformers fills in one per layer
     return changes
 
@@ -122,19 +127,19 @@ def find_size(name: str) -> ModelSize:
 
 def gpt2_fields(model_size: str | None) -> dict[str, int]:
     """Return vocabulary and positions of a GPT-2 that is named only by its size."""
-    size = SIZES["124M"] if model_size is None else find_size(model_size)
-    return {"vocab_size": size.vocab_size, "n_positions": size.max_positions}
+    shape = SIZES["124M"] if model_size is None else find_size(model_size)
+    return {"vocab_size": shape.vocab_size, "n_positions": shape.max_positions}
 
 
-def _key_value_heads(fields: Mapping[str, Any], old: int, new: int) -> int:
+def _scale_key_value_heads(fields: Mapping[str, Any], old_heads: int, new_heads: int) -> int:
     """Return the number of key-value heads that keeps their ratio to the query heads."""
-    shared = old // int(fields["num_key_value_heads"])
-    if new % shared:
+    heads_per_group = old_heads // int(fields["num_key_value_heads"])
+    if new_heads % heads_per_group:
         raise ConfigError(
-            f"--num_attention_heads {new} cannot be divided by the {shared} heads that share "
-            "their keys and values in this model; choose a multiple of it."
+            f"--num_attention_heads {new_heads} cannot be divided by the {heads_per_group} heads "
+            "that share their keys and values in this model; choose a multiple of it."
         )
-    return new // shared
+    return new_heads // heads_per_group
 
 
 def find_blocks(model: nn.Module) -> nn.ModuleList:
@@ -146,32 +151,33 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
     Raises:
         ValueError: The model has no list of modules.
     """
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    lists = [m for m in lists if next(m.parameters(), None) is not None]
-    if not lists:
+    module_lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    module_lists = [m for m in module_lists if next(m.parameters(), None) is not None]
+    if not module_lists:
         raise ValueError(f"{type(model).__name__} has no list of layers.")
-    return max(lists, key=lambda m: (sum(p.numel() for p in m.parameters()), len(m)))
+    return max(module_lists, key=lambda m: (sum(p.numel() for p in m.parameters()), len(m)))
 
 
 def parameter_counts(model: PreTrainedModel) -> dict[str, int]:
     """Count parameters by kind; tied parameters count once.
 
     Returns:
-        "total" = "embedding" (tokens, positions, untied output head) + "other", and
-        "total" = "trainable" + "frozen".
+        Counts by kind: "total", "embedding" (tokens, positions, untied output head), "other",
+        "trainable" and "frozen". "embedding" and "other" add up to "total", as do "trainable" and
+        "frozen".
     """
     head = model.get_output_embeddings()
-    owners = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is head]
-    embedding = {parameter for module in owners for parameter in module.parameters()}
-    total = sum(parameter.numel() for parameter in model.parameters())
-    embedded = sum(parameter.numel() for parameter in embedding)
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    embedding_modules = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is head]
+    embedding_parameters = {p for module in embedding_modules for p in module.parameters()}
+    num_total = sum(parameter.numel() for parameter in model.parameters())
+    num_embedding = sum(parameter.numel() for parameter in embedding_parameters)
+    num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return {
-        "total": total,
-        "embedding": embedded,
-        "other": total - embedded,
-        "trainable": trainable,
-        "frozen": total - trainable,
+        "total": num_total,
+        "embedding": num_embedding,
+        "other": num_total - num_embedding,
+        "trainable": num_trainable,
+        "frozen": num_total - num_trainable,
     }
 
 
@@ -180,15 +186,16 @@ def active_parameters(model: PreTrainedModel) -> int:
 
     Tied parameters count once, as in `parameter_counts`.
     """
-    chosen = experts_per_token(model.config.get_text_config())
-    active = parameter_counts(model)["total"]
+    num_chosen = experts_per_token(model.config.get_text_config())
+    num_active = parameter_counts(model)["total"]
     for module in model.modules():
-        experts = getattr(module, "num_experts", None)
-        if chosen and experts:
+        num_experts = getattr(module, "num_experts", None)
+        if num_chosen and num_experts:
             # A layer's experts are stacked in tensors; the router's matrix is not a stack.
             stacks = [p for p in module.parameters(recurse=False) if p.ndim == 3]
-            active -= sum(p.numel() for p in stacks) * (int(experts) - chosen) // int(experts)
-    return active
+            num_unused_experts = int(num_experts) - num_chosen
+            num_active -= sum(p.numel() for p in stacks) * num_unused_experts // int(num_experts)
+    return num_active
 
 
 def flops_per_token(model: PreTrainedModel, *, block_size: int) -> float:
@@ -204,21 +211,23 @@ def flops_per_token(model: PreTrainedModel, *, block_size: int) -> float:
         block_size: Tokens of a sample.
     """
     config = model.config.get_text_config()
-    chosen = experts_per_token(config)
-    weights = 0.0
+    num_chosen = experts_per_token(config)
+    num_used_weights = 0.0
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             continue
         matrices = [p for p in module.parameters(recurse=False) if p.ndim >= 2]
-        experts = getattr(module, "num_experts", None)
-        # A layer's experts are stacked in three-dimensional tensors.
+        num_experts = getattr(module, "num_experts", None)
+        # A stack holds the matrices of a layer's experts, [experts, rows, columns].
         is_stack = any(p.ndim == 3 for p in matrices)
-        used = chosen / int(experts) if experts and chosen and is_stack else 1.0
-        weights += used * sum(p.numel() for p in matrices)
-    heads = int(getattr(config, "num_attention_heads", None) or 0)
-    width = heads * head_width(config) if heads else 0
-    attention = 12.0 * int(config.num_hidden_layers) * width * block_size
-    return 6.0 * weights + attention
+        used_fraction = 1.0
+        if num_experts and num_chosen and is_stack:
+            used_fraction = num_chosen / int(num_experts)
+        num_used_weights += used_fraction * sum(p.numel() for p in matrices)
+    num_heads = int(getattr(config, "num_attention_heads", None) or 0)
+    attention_width = num_heads * head_width(config) if num_heads else 0
+    attention_flops = 12.0 * int(config.num_hidden_layers) * attention_width * block_size
+    return 6.0 * num_used_weights + attention_flops
 
 
 def experts_per_token(config: PreTrainedConfig) -> int | None:

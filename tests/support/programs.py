@@ -8,7 +8,7 @@ from llm.__main__ import PROGRAMS
 from tests.support.package import ROOT
 
 GENERATOR = runpy.run_path(str(ROOT / "docs/generate.py"))
-to_markdown = GENERATOR["to_markdown"]
+option_tables = GENERATOR["option_tables"]
 
 
 def run_program(words: Sequence[str]) -> int:
