@@ -1,5 +1,7 @@
 """Models with tokens that see later ones are refused, with weights and without."""
 
+import logging
+
 import pytest
 import torch
 from transformers import BertConfig, PreTrainedConfig, RobertaConfig, XLMConfig, XLNetConfig
@@ -34,10 +36,12 @@ def test_an_encoder_is_refused_unless_it_is_made_a_decoder(
     check_meta_model_causal(tiny_model(decoder, device=torch.device("meta")))
 
 
-def test_a_model_that_needs_all_blocks_is_checked_with_weights():
+def test_a_model_that_needs_all_blocks_is_checked_with_weights(caplog):
     xlm = XLMConfig(n_words=320, emb_dim=32, n_layers=2, n_heads=2)
 
-    check_meta_model_causal(tiny_model(xlm, device=torch.device("meta")))
+    with caplog.at_level(logging.INFO, logger="llm.models"):
+        check_meta_model_causal(tiny_model(xlm, device=torch.device("meta")))
+    assert "in this xlm model was not checked" in caplog.text
     with pytest.raises(ConfigError, match=r"In this xlm model, .* --config_overrides causal=true"):
         check_causal(tiny_model(xlm))
 
