@@ -50,7 +50,7 @@ if __name__ == "__main__":
     timed("assemble_output")
     llm.data.workers.num_cores = lambda: 64  # as many processes as asked for
     prepare_files.SHARD_BYTES = shard_bytes or prepare_files.SHARD_BYTES
-    prepare_files._MOST_SHARDS = 1 << 20
+    prepare_files._MAX_SHARDS = 1 << 20
     warm_up, words = sys.argv[3], sys.argv[4:]
     if workers:
         # Set as in examples/slurm/prepare_dask.sh; Dask reads them when it is imported.

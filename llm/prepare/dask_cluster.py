@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from llm.errors import ConfigError, DataError, one_line
 from llm.prepare.encoder import Encoder, Encoding, make_encoder
@@ -23,15 +25,50 @@ from llm.prepare.shards import ShardStats, read_shard, write_shard
 from llm.prepare.tokenize_shards import Shard, finish_tasks
 from llm.runtime.files import write_whole
 
-_CONNECT_SECONDS = 30
-_WORKER_SECONDS = 60
+_CONNECT_TIMEOUT_SECONDS = 30
+_WORKER_TIMEOUT_SECONDS = 60
 _TASKS_PER_WORKER = 32  # at least, with enough shards: a task costs Dask some ms
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_INSTALL = "pip install 'llm-trainers[dask]'"
+_INSTALL_COMMAND = "pip install 'llm-trainers[dask]'"
 
-_kept = threading.local()  # the encoder of a worker's thread, and what it was made from
+_thread_cache = threading.local()  # on a worker: `key` and `encoding_and_encoder`
 
 logger = logging.getLogger("llm.data")
+
+
+class _EncoderKey(NamedTuple):
+    """The values that determine an encoder; a worker reuses its encoder while they are the same.
+
+    Attributes:
+        tokenizer_fingerprint: Fingerprint of the tokenizer.
+        end_token: Id that ends each document, or None.
+        begin_token: Id that begins each document, or None.
+        dtype: Dtype of the ids on the disk.
+        allow_special_tokens: Whether names of special tokens in a text become these tokens.
+        on_error: Whether to stop at unusable records, or to skip them.
+        allow_fast: Whether to try the fast encoder.
+    """
+
+    tokenizer_fingerprint: str
+    end_token: int | None
+    begin_token: int | None
+    dtype: np.dtype[Any]
+    allow_special_tokens: bool
+    on_error: str
+    allow_fast: bool
+
+    @classmethod
+    def of(cls, encoding: Encoding, *, allow_fast: bool) -> "_EncoderKey":
+        """Return the key of an encoding's encoder."""
+        return cls(
+            tokenizer_fingerprint=encoding.tokenizer.fingerprint,
+            end_token=encoding.end_token,
+            begin_token=encoding.begin_token,
+            dtype=encoding.dtype,
+            allow_special_tokens=encoding.allow_special_tokens,
+            on_error=encoding.on_error,
+            allow_fast=allow_fast,
+        )
 
 
 class DaskCluster:
@@ -49,56 +86,34 @@ class DaskCluster:
         shards: list[Shard],
         encoding: Encoding,
         *,
-        fast: bool,
-        take: Callable[[tuple[int, ShardStats]], None],
-        report: Callable[[], None],
+        allow_fast: bool,
+        on_result: Callable[[tuple[int, ShardStats]], None],
+        on_progress: Callable[[], None],
     ) -> None:
-        """Write shards; see `tokenize_shards.Cluster`."""
-        import cloudpickle
-        from distributed import KilledWorker
-
+        """Write shards, as `tokenize_shards.Cluster.encode` describes."""
         # Results of equal calls are not reused: an earlier client's files may be gone.
         executor = self._client.get_executor(pure=False)
-        # A file, because a worker that encodes holds Python's lock and cannot send it to others.
-        pickled = cloudpickle.dumps(encoding)
-        file = shards[0][1].with_name(_encoding_name(pickled))
-        write_whole(file, pickled)
-        key = (
-            encoding.tokenizer.fingerprint,
-            encoding.end_token,
-            encoding.begin_token,
-            encoding.dtype,
-            encoding.allow_special_tokens,
-            encoding.on_error,
-            fast,
-        )
-        folder = os.getcwd()  # as paths of the sources may be relative
-        numbered = list(enumerate(shards))
-        workers = max(1, len(self._client.nthreads()))
-        size = max(1, len(numbered) // (workers * _TASKS_PER_WORKER))
+        encoding_path = _publish_encoding(encoding, shards)
+        key = _EncoderKey.of(encoding, allow_fast=allow_fast)
+        tasks = self._group_shards(shards)
+        working_dir = os.getcwd()  # as paths of the sources may be relative
         futures = [
-            executor.submit(_encode_shards, numbered[first : first + size], key, file, folder)
-            for first in range(0, len(numbered), size)
+            executor.submit(_encode_shards, task, key, encoding_path, working_dir) for task in tasks
         ]
-
-        def take_all(results: list[tuple[int, ShardStats]]) -> None:
-            for result in results:
-                take(result)
-
         try:
-            finish_tasks(futures, report=report, take=take_all)
-        except CancelledError as error:
-            raise DataError(
-                "The Dask scheduler has stopped, perhaps because its job ended; start it again and "
-                "repeat the command, which keeps the finished shards."
-            ) from error
-        except KilledWorker as error:
-            raise DataError(
-                f"Dask gave up a shard, because its workers died ({one_line(error)}); give them "
-                "more memory."
-            ) from error
+            _collect_results(futures, on_result=on_result, on_progress=on_progress)
         finally:
             executor.shutdown(wait=False)
+
+    def _group_shards(self, shards: list[Shard]) -> list[list[tuple[int, Shard]]]:
+        """Return the shards with their indices, in a group for each task."""
+        indexed_shards = list(enumerate(shards))
+        num_workers = max(1, len(self._client.nthreads()))
+        shards_per_task = max(1, len(shards) // (num_workers * _TASKS_PER_WORKER))
+        return [
+            indexed_shards[first : first + shards_per_task]
+            for first in range(0, len(shards), shards_per_task)
+        ]
 
     def sync(self) -> None:
         """Return when all that the workers have written is on the disk."""
@@ -120,7 +135,7 @@ def connect(scheduler_file: str | None) -> Iterator[DaskCluster]:
     try:
         from distributed import Client
     except ImportError as error:
-        raise ConfigError(f"--executor dask needs Dask: {_INSTALL}") from error
+        raise ConfigError(f"--executor dask needs Dask: {_INSTALL_COMMAND}") from error
     address = os.environ.get("DASK_SCHEDULER_ADDRESS")
     if scheduler_file is None and not address:
         raise ConfigError(
@@ -133,56 +148,108 @@ def connect(scheduler_file: str | None) -> Iterator[DaskCluster]:
     for name in ("asyncio", *logging.root.manager.loggerDict):  # each sets its level
         if name.partition(".")[0] in ("asyncio", "distributed", "tornado"):
             logging.getLogger(name).disabled = True
-    place = f"--scheduler_file {scheduler_file}" if scheduler_file else f"{address}"
-    how = {"scheduler_file": scheduler_file} if scheduler_file else {"address": address}
+    scheduler = f"--scheduler_file {scheduler_file}" if scheduler_file else f"{address}"
+    connection = {"scheduler_file": scheduler_file} if scheduler_file else {"address": address}
     try:
-        client = Client(**how, timeout=_CONNECT_SECONDS, set_as_default=False)
+        client = Client(**connection, timeout=_CONNECT_TIMEOUT_SECONDS, set_as_default=False)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"The Dask scheduler at {place} does not answer ({one_line(error)}); check that it "
+            f"The Dask scheduler at {scheduler} does not answer ({one_line(error)}); check that it "
             "runs, and that this node can connect to it."
         ) from error
     try:
-        client.wait_for_workers(1, timeout=_WORKER_SECONDS)
-        logger.info(f"Dask: {len(client.nthreads())} workers at {place}")
+        client.wait_for_workers(1, timeout=_WORKER_TIMEOUT_SECONDS)
+        logger.info(f"Dask: {len(client.nthreads())} workers at {scheduler}")
         yield DaskCluster(client)
     except TimeoutError as error:
         raise ConfigError(
-            f"The Dask scheduler at {place} has no worker after {_WORKER_SECONDS} s; start "
-            "workers, and repeat the command."
+            f"The Dask scheduler at {scheduler} has no worker after {_WORKER_TIMEOUT_SECONDS} s; "
+            "start workers, and repeat the command."
         ) from error
     finally:
         client.close(timeout=5)
 
 
+def _publish_encoding(encoding: Encoding, shards: list[Shard]) -> Path:
+    """Pickle the encoding for the workers into the folder of the shards; return the path.
+
+    It is a file, because a worker that encodes holds the global interpreter lock (GIL) and could
+    not send the encoding to other workers.
+    """
+    import cloudpickle
+
+    pickled = cloudpickle.dumps(encoding)
+    _, stem = shards[0]
+    path = stem.with_name(_encoding_name(pickled))
+    write_whole(path, pickled)
+    return path
+
+
+def _collect_results(
+    futures: list[Any],
+    *,
+    on_result: Callable[[tuple[int, ShardStats]], None],
+    on_progress: Callable[[], None],
+) -> None:
+    """Wait for all tasks, and pass the result of each shard on.
+
+    Raises:
+        DataError: The scheduler or the workers have died.
+        Exception: The first exception of a task.
+    """
+    from distributed import KilledWorker
+
+    def on_task_result(results: list[tuple[int, ShardStats]]) -> None:
+        for result in results:
+            on_result(result)
+
+    try:
+        finish_tasks(futures, on_progress=on_progress, on_result=on_task_result)
+    except CancelledError as error:
+        raise DataError(
+            "The Dask scheduler has stopped, perhaps because its job ended; start it again and "
+            "repeat the command, which keeps the finished shards."
+        ) from error
+    except KilledWorker as error:
+        raise DataError(
+            f"Dask gave up a shard, because its workers died ({one_line(error)}); give them "
+            "more memory."
+        ) from error
+
+
 def _encode_shards(
-    shards: list[tuple[int, Shard]], key: tuple[Any, ...], file: Path, folder: str
+    shards: list[tuple[int, Shard]], key: _EncoderKey, encoding_path: Path, working_dir: str
 ) -> list[tuple[int, ShardStats]]:
-    """Write some shards, unless a lost worker has written them; called on a worker."""
-    if os.getcwd() != folder:
-        os.chdir(folder)
+    """Write a task's shards, except those that a lost worker has written; called on a worker.
+
+    Returns:
+        The index and the contents of each shard.
+    """
+    if os.getcwd() != working_dir:
+        os.chdir(working_dir)
     results = []
-    for number, (source, stem) in shards:
+    for index, (source, stem) in shards:
         stats = read_shard(stem, verify=True)
         if stats is None:
-            encoding, encoder = _worker_encoder(key, file)
-            stats = write_shard(source, stem, encoding, encoder, report=lambda _: None)
-        results.append((number, stats))
+            encoding, encoder = _worker_encoder(key, encoding_path)
+            stats = write_shard(source, stem, encoding, encoder, on_progress=lambda _: None)
+        results.append((index, stats))
     return results
 
 
-def _worker_encoder(key: tuple[Any, ...], file: Path) -> tuple[Encoding, Encoder]:
-    # Both take a second, so a worker keeps them for the next command, too.
-    if getattr(_kept, "key", None) != key:
+def _worker_encoder(key: _EncoderKey, encoding_path: Path) -> tuple[Encoding, Encoder]:
+    """Return the encoding and the encoder, cached in the worker's thread: they take a second."""
+    if getattr(_thread_cache, "key", None) != key:
         _keep_freed_memory()
-        encoding = _load_encoding(file)
-        _kept.made = encoding, make_encoder(encoding, threads=1, fast=key[-1])
-        _kept.key = key
-    encoding_and_encoder: tuple[Encoding, Encoder] = _kept.made
+        encoding = _load_encoding(encoding_path)
+        encoder = make_encoder(encoding, threads=1, allow_fast=key.allow_fast)
+        _thread_cache.encoding_and_encoder = encoding, encoder
+        _thread_cache.key = key
+    encoding_and_encoder: tuple[Encoding, Encoder] = _thread_cache.encoding_and_encoder
     return encoding_and_encoder
 
 
-def _load_encoding(file: Path) -> Encoding:
+def _load_encoding(encoding_path: Path) -> Encoding:
     """Unpickle the encoding that the client has written; its digest is in the name of the file.
 
     The client sends the name through Dask, and others may write in the folder of the file.
@@ -192,16 +259,16 @@ def _load_encoding(file: Path) -> Encoding:
         DataError: This worker does not see the file, or its content is not the client's.
     """
     try:
-        pickled = file.read_bytes()
+        pickled = encoding_path.read_bytes()
     except FileNotFoundError as error:
         raise DataError(
-            f"The Dask worker on {socket.gethostname()} does not find {file.absolute()}; start "
-            "the workers where they see the texts and the output under the same paths."
+            f"The Dask worker on {socket.gethostname()} does not find {encoding_path.absolute()}; "
+            "start the workers where they see the texts and the output under the same paths."
         ) from error
-    if file.name != _encoding_name(pickled):
+    if encoding_path.name != _encoding_name(pickled):
         raise DataError(
-            f"{file.absolute()} has changed since this command wrote it; check who can write in "
-            "its folder, and repeat the command."
+            f"{encoding_path.absolute()} has changed since this command wrote it; check who can "
+            "write in its folder, and repeat the command."
         )
     encoding: Encoding = pickle.loads(pickled)
     return encoding

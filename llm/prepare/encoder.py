@@ -25,8 +25,8 @@ from llm.errors import ConfigError, DataError, one_line
 from llm.prepare.text_tokenizer import TextTokenizer
 
 _SAMPLE_CHARACTERS = 1024  # compared in each batch; the reference does 2 MB/s
-_FEW_TEXTS = 1000
-_LONG_TEXT = 2048  # characters; for longer texts, one call per text costs little
+_SMALL_BATCH_TEXTS = 1000
+_LONG_TEXT_CHARACTERS = 2048  # characters; for longer texts, one call per text costs little
 _PROBES = (
     "",
     " ",
@@ -45,7 +45,7 @@ _PROBES = (
     "  leading and trailing  ",
 )
 
-_thread_owner = 0  # id of the first process that used threads of the libraries
+_thread_process_id = 0  # id of the first process that used threads of the libraries
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,8 +55,8 @@ Counts = NDArray[np.int64]
 logger = logging.getLogger("llm.data")
 
 
-class OtherIds(Exception):
-    """The fast encoder gave other ids than the tokenizer itself."""
+class WrongIdsError(Exception):
+    """The fast encoder gives other ids than the tokenizer itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +91,9 @@ class Encoding:
 
 
 def _translate_errors(
-    function: Callable[P, T], error_of: Callable[[str], Exception]
+    function: Callable[P, T], make_error: Callable[[str], Exception]
 ) -> Callable[P, T]:
-    """Turn errors of a library into others; panics of Rust are not an `Exception`."""
+    """Turn errors of a library, also panics of Rust, into the error that `make_error` returns."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -105,7 +105,7 @@ def _translate_errors(
         except BaseException as error:
             reason = one_line(error)[:120]
         # With Dask, an error is pickled together with its cause, and a panic cannot be pickled.
-        raise error_of(reason)
+        raise make_error(reason)
 
     return call
 
@@ -176,16 +176,18 @@ class ReferenceEncoder:
             DataError: The tokenizer fails on a text.
         """
         try:
-            lists = _translate_errors(self._encode_batch, DataError)(texts)
+            ids_by_text = _translate_errors(self._encode_batch, DataError)(texts)
         except DataError:
             for text in texts:  # which one is it?
-                explain = partial(self._explain_refusal, text)
-                _translate_errors(self._encode_batch, explain)([text])
+                make_error = partial(self._refusal_error, text)
+                _translate_errors(self._encode_batch, make_error)([text])
             raise
-        counts = np.fromiter(map(len, lists), np.int64, len(lists))
-        flat = itertools.chain.from_iterable(lists)
-        ids = np.fromiter(flat, self._dtype, int(counts.sum()))
-        return _with_ends(ids, counts, self._begin, self._end) if ends else (ids, counts)
+        counts = np.fromiter(map(len, ids_by_text), np.int64, len(ids_by_text))
+        flat_ids = itertools.chain.from_iterable(ids_by_text)
+        ids = np.fromiter(flat_ids, self._dtype, int(counts.sum()))
+        return (
+            _insert_boundary_tokens(ids, counts, self._begin, self._end) if ends else (ids, counts)
+        )
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if self._backend is None:
@@ -198,7 +200,7 @@ class ReferenceEncoder:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def _explain_refusal(self, text: str, reason: str) -> DataError:
+    def _refusal_error(self, text: str, reason: str) -> DataError:
         return DataError(
             f"The tokenizer {self._name} cannot encode the text that begins with {text[:60]!r}: "
             f"{reason}. Remove this text, or use another tokenizer."
@@ -215,7 +217,7 @@ class FastEncoder:
 
     Raises:
         ImportError: gigatoken is not installed.
-        OtherIds: gigatoken cannot read this tokenizer, or gives other ids.
+        WrongIdsError: gigatoken cannot read this tokenizer, or gives other ids.
     """
 
     def __init__(self, encoding: Encoding, reference: ReferenceEncoder, *, threads: int) -> None:
@@ -235,9 +237,9 @@ class FastEncoder:
         self._threads = threads
         from_json = _translate_errors(
             gigatoken.Tokenizer.from_json,
-            lambda reason: OtherIds(f"gigatoken cannot read this tokenizer ({reason})"),
+            lambda reason: WrongIdsError(f"gigatoken cannot read this tokenizer ({reason})"),
         )
-        self._fast: Any = from_json(orjson.dumps(description)).backend
+        self._fast_backend: Any = from_json(orjson.dumps(description)).backend
         names = [token["content"] for token in added]
         for text in (*_PROBES, " ".join(names), *(f"a{name} b{name}" for name in names[:16])):
             self._compare_ids(text, self._encode_texts([text], ends=True)[0], ends=True)
@@ -246,65 +248,69 @@ class FastEncoder:
         """Encode a batch, as `ReferenceEncoder.encode` does, and compare a sample of it.
 
         Raises:
-            OtherIds: gigatoken fails on this text, or gives other ids than the tokenizer.
+            WrongIdsError: gigatoken fails on this text, or gives other ids than the tokenizer.
         """
         ids, counts = self._encode_texts(texts, ends=ends)
         if texts:
             # Compare one text, or a piece of it, chosen by hashing the size of the batch.
-            number = int(ids.size) * 7919 % len(texts)
-            text = texts[number]
+            text_index = int(ids.size) * 7919 % len(texts)
+            text = texts[text_index]
             if len(text) > _SAMPLE_CHARACTERS:
                 start = int(ids.size) * 104729 % (len(text) - _SAMPLE_CHARACTERS)
                 text = text[start : start + _SAMPLE_CHARACTERS]
                 sample = self._encode_texts([text], ends=ends)[0]
             else:
-                stop = int(counts[: number + 1].sum())
-                sample = ids[stop - int(counts[number]) : stop]
+                end = int(counts[: text_index + 1].sum())
+                sample = ids[end - int(counts[text_index]) : end]
             self._compare_ids(text, sample, ends=ends)
         return ids, counts
 
-    @partial(_translate_errors, error_of=lambda reason: OtherIds(f"gigatoken failed ({reason})"))
+    @partial(
+        _translate_errors, make_error=lambda reason: WrongIdsError(f"gigatoken failed ({reason})")
+    )
     def _encode_texts(self, texts: Sequence[str], *, ends: bool) -> tuple[Ids, Counts]:
         begin, end = (token if ends else token[:0] for token in (self._begin, self._end))
-        few = len(texts) <= _FEW_TEXTS or sum(map(len, texts)) >= _LONG_TEXT * len(texts)
+        is_small_batch = len(texts) <= _SMALL_BATCH_TEXTS or sum(
+            map(len, texts)
+        ) >= _LONG_TEXT_CHARACTERS * len(texts)
         # Encoding one text at a time needs no threads, and saves half a second for importing
         # awkward.
-        if len(texts) == 1 or (few and self._threads == 1):
-            arrays = [self._fast.encode(text) for text in texts]
+        if len(texts) == 1 or (is_small_batch and self._threads == 1):
+            arrays = [self._fast_backend.encode(text) for text in texts]
             counts = np.fromiter((array.size for array in arrays), np.int64, len(arrays))
             # The only copy also narrows the dtype: at this speed, a second copy would be
             # noticeable.
             arrays = [ids for array in arrays if array.size for ids in (begin, array, end)]
             ids = np.concatenate([end[:0], *arrays], dtype=self._dtype, casting="unsafe")
             return ids, counts + (counts > 0) * (begin.size + end.size)
-        parallel = self._threads > 1 and _may_use_threads()
-        batch = self._fast.encode_batch(list(texts), parallel=parallel)
+        is_parallel = self._threads > 1 and _may_use_threads()
+        batch = self._fast_backend.encode_batch(list(texts), parallel=is_parallel)
         offsets = np.asarray(batch.layout.offsets.data).astype(np.int64)
         ids = np.asarray(batch.layout.content.data)[offsets[0] : offsets[-1]]
-        return _with_ends(ids.astype(self._dtype), np.diff(offsets), begin, end)
+        return _insert_boundary_tokens(ids.astype(self._dtype), np.diff(offsets), begin, end)
 
     def _compare_ids(self, text: str, ids: Ids, *, ends: bool) -> None:
         if not np.array_equal(ids, self._reference.encode([text], ends=ends)[0]):
-            raise OtherIds(f"gigatoken gives other ids than the tokenizer for {text[:40]!r}")
+            raise WrongIdsError(f"gigatoken gives other ids than the tokenizer for {text[:40]!r}")
 
 
 Encoder = ReferenceEncoder | FastEncoder
 
 
-def make_encoder(encoding: Encoding, *, threads: int = 1, fast: bool = True) -> Encoder:
+def make_encoder(encoding: Encoding, *, threads: int = 1, allow_fast: bool = True) -> Encoder:
     """Return the fastest encoder that gives a tokenizer's ids.
 
     Args:
         encoding: How texts become ids.
         threads: Threads that it may use.
-        fast: Whether to try gigatoken.
+        allow_fast: Whether to try gigatoken.
     """
     reference = ReferenceEncoder(encoding, threads=threads)
-    if not fast or encoding.tokenizer.backend is None:
+    if not allow_fast or encoding.tokenizer.backend is None:
         return reference
     try:
         return FastEncoder(encoding, reference, threads=threads)
-    except (ImportError, OtherIds) as error:
+    except (ImportError, WrongIdsError) as error:
         logger.info(f"{error}; encoding with the tokenizers library, which is slower")
         return reference
 
@@ -314,19 +320,20 @@ def _may_use_threads() -> bool:
 
     Using threads after a fork deadlocks: the copy of the thread pool has no threads.
     """
-    global _thread_owner
-    _thread_owner = _thread_owner or os.getpid()
-    return _thread_owner == os.getpid()
+    global _thread_process_id
+    _thread_process_id = _thread_process_id or os.getpid()
+    return _thread_process_id == os.getpid()
 
 
-def _with_ends(ids: Ids, counts: Counts, begin: Ids, end: Ids) -> tuple[Ids, Counts]:
+def _insert_boundary_tokens(ids: Ids, counts: Counts, begin: Ids, end: Ids) -> tuple[Ids, Counts]:
     """Insert the begin token and the end token, if there are any, around texts that have ids."""
-    tokens = np.concatenate([begin, end])
-    if not tokens.size:
+    boundary_tokens = np.concatenate([begin, end])
+    if not boundary_tokens.size:
         return ids, counts
-    filled = counts > 0
-    stops = np.cumsum(counts)[filled]
-    # The end token of a text comes before the begin token of the next, at the same place.
-    places = np.stack([stops - counts[filled]] * begin.size + [stops] * end.size, axis=1)
-    ids = np.insert(ids, places.ravel(), np.tile(tokens, stops.size))
-    return ids, counts + filled * tokens.size
+    has_ids = counts > 0
+    text_ends = np.cumsum(counts)[has_ids]
+    # The end token of a text comes before the begin token of the next, at the same position.
+    text_starts = text_ends - counts[has_ids]
+    positions = np.stack([text_starts] * begin.size + [text_ends] * end.size, axis=1)
+    ids = np.insert(ids, positions.ravel(), np.tile(boundary_tokens, text_ends.size))
+    return ids, counts + has_ids * boundary_tokens.size

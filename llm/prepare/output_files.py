@@ -18,7 +18,7 @@ from llm.data.formats.sidecar import Sidecar, read_sidecar, write_sidecar
 from llm.data.order import permute
 from llm.errors import DataError
 from llm.prepare.encoder import Encoding
-from llm.prepare.shards import ShardStats, each_row_bytes, read_array
+from llm.prepare.shards import ShardStats, iterate_text_bytes, read_array
 from llm.prepare.verification import checksums, verify
 from llm.runtime.files import sync, sync_folder
 
@@ -142,7 +142,7 @@ def assemble_output(
     write_sidecar(joined, replace(sidecar, checksums=_pair_checksums(joined)))
     if output.row_bytes:
         with open(add_suffix(joined, ".bytes"), "wb") as file:
-            for block in each_row_bytes(stems, _BLOCK):
+            for block in iterate_text_bytes(stems, _BLOCK):
                 file.write(np.ascontiguousarray(block).data)
             sync(file)
 
@@ -303,7 +303,7 @@ def _assemble_flat(stems: list[Path], output: Output, common: dict[str, Any]) ->
     joined = TokenFile(folder / "out")
     count = joined.num_documents
     num_validation = output.num_validation(count)
-    sizes = np.concatenate([np.zeros(1, np.int64), *each_row_bytes(stems, _BLOCK)])
+    sizes = np.concatenate([np.zeros(1, np.int64), *iterate_text_bytes(stems, _BLOCK)])
     text_bytes = np.cumsum(sizes)
     for name, first, stop in (("val", 0, num_validation), ("train", num_validation, count)):
         if first == stop:

@@ -37,10 +37,10 @@ from llm.prepare.shards import ShardStats, read_shard
 from llm.prepare.shares import (
     Share,
     acquire_join,
-    is_marked,
-    mark_begun,
-    mark_done,
-    ranks_done,
+    is_finished,
+    mark_finished,
+    mark_started,
+    num_ranks_finished,
     share_provenance,
     wait_for_starts,
 )
@@ -51,15 +51,15 @@ from llm.runtime.claims import Claim
 from llm.runtime.files import try_lock, write_whole
 from llm.runtime.logging import counted
 
-_OWN_NAMES = re.compile(
+_SHARD_FOLDER_NAMES = re.compile(
     r"\.?\d{6,}[.-]|out\.|\.out\.|\.?plan\.|\.?encoding-|reference-encoder$|(rank|begun)-\d+-of-\d+$"
     r"|join-\d+$"
 )
 _NAMES_BEFORE_PLAN = re.compile(r"\.plan\.")
-_ALL = Share()
-_MOST_SHARDS = 4096
+_WHOLE_SHARE = Share()
+_MAX_SHARDS = 4096
 """Shards of a larger text are larger: each may become a part, and opening takes a ms for each."""
-_MOST_PARTS = 10_000  # a process has two files open for each
+_MAX_PARTS = 10_000  # a process has two files open for each
 
 logger = logging.getLogger("llm.data")
 
@@ -70,7 +70,7 @@ def prepare_files(
     encoding: Encoding,
     workers: int | Cluster,
     log_seconds: float = 10.0,
-    share: Share = _ALL,
+    share: Share = _WHOLE_SHARE,
 ) -> None:
     """Make the token files of several outputs, resuming a stopped run.
 
@@ -85,43 +85,56 @@ def prepare_files(
         DataError: A text is broken or empty or changes while it is read, or an output exists or
             cannot be written.
     """
-    todo = []
-    num_chunks = 0
+    pending: list[tuple[_OutputWriter, Sequence[int]]] = []
+    num_shards = 0
     for texts, output in jobs:
-        shard_bytes = SHARD_BYTES
-        while sum(text.num_bytes or 0 for text in texts) > shard_bytes * _MOST_SHARDS:
-            shard_bytes *= 2
-        sources = [chunk for text in texts for chunk in text.split(shard_bytes)]
-        if output.parts and len(sources) > _MOST_PARTS:
-            raise DataError(
-                f"--parts would leave {len(sources):,} parts, and a run can open "
-                f"{_MOST_PARTS:,}; join small files of text, or leave --parts out."
-            )
+        shard_bytes = _choose_shard_bytes(texts)
+        sources = _split_texts(texts, output, shard_bytes)
         provenance = _file_provenance(sources, output, encoding, shard_bytes)
         if not output.overwrite and _is_done(output, provenance_digest(provenance)):
             _remove_leftovers(output, provenance)
             logger.info(f"{output.names[0]}.bin already exists, made with the same options")
         else:
             stale_validation_files(output)  # refused now, rather than after the work
-            work = _Work(sources, output, encoding, workers, log_seconds, provenance)
-            todo.append((work, share.numbers(len(sources), first=num_chunks)))
-        num_chunks += len(sources)
-    # Each rank begins with another output: otherwise the slowest would be last everywhere, and join
-    # the shards of all outputs.
-    begin = len(todo) * share.rank // share.world_size
-    for work, numbers in todo[begin:] + todo[:begin]:
+            writer = _OutputWriter(sources, output, encoding, workers, log_seconds, provenance)
+            shard_indices = share.shard_indices(len(sources), num_preceding=num_shards)
+            pending.append((writer, shard_indices))
+        num_shards += len(sources)
+    # Each rank starts with a different output: otherwise the slowest rank would be last everywhere,
+    # and join the shards of all outputs.
+    first_output = len(pending) * share.rank // share.world_size
+    for writer, shard_indices in pending[first_output:] + pending[:first_output]:
         try:
             if share.world_size == 1:
-                work.do_all()
+                writer.write_all()
             else:
-                work.do_share(share, numbers)
+                writer.write_share(share, shard_indices)
         except OSError as error:
-            raise _write_error(error, work.output) from error
-    if todo:
-        wait_for_starts([work.output.folder for work, _ in todo], share)
+            raise _write_failure(error, writer.output) from error
+    if pending:
+        wait_for_starts([writer.output.folder for writer, _ in pending], share)
 
 
-def _write_error(error: OSError, output: Output) -> DataError:
+def _choose_shard_bytes(texts: list[Source]) -> int:
+    """Return the bytes of text in a shard, so that an output has at most `_MAX_SHARDS` shards."""
+    shard_bytes = SHARD_BYTES
+    while sum(text.num_bytes or 0 for text in texts) > shard_bytes * _MAX_SHARDS:
+        shard_bytes *= 2
+    return shard_bytes
+
+
+def _split_texts(texts: list[Source], output: Output, shard_bytes: int) -> list[Source]:
+    """Split texts into one source for each shard; refuse more parts than a run can open."""
+    sources = [chunk for text in texts for chunk in text.split(shard_bytes)]
+    if output.parts and len(sources) > _MAX_PARTS:
+        raise DataError(
+            f"--parts would leave {len(sources):,} parts, and a run can open "
+            f"{_MAX_PARTS:,}; join small files of text, or leave --parts out."
+        )
+    return sources
+
+
+def _write_failure(error: OSError, output: Output) -> DataError:
     """Return the error for a file of an output that cannot be written."""
     return DataError(
         f"{error.filename or output.prefix} cannot be written ({one_line(error)}); "
@@ -129,8 +142,8 @@ def _write_error(error: OSError, output: Output) -> DataError:
     )
 
 
-class _Work:
-    """One output: its shards, and the files that are made of them."""
+class _OutputWriter:
+    """Writes the shards of one output, and joins them to its files."""
 
     def __init__(
         self,
@@ -149,52 +162,52 @@ class _Work:
         self._log_seconds = log_seconds
         self._provenance = provenance
         self._digest = provenance_digest(provenance)
-        self._began = time.monotonic()
+        self._start_time = time.monotonic()
 
-    def do_all(self) -> None:
+    def write_all(self) -> None:
         """Write all shards, and join them."""
         self._folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock_output(self.output):
-            done = _begin_folder(self.output, self._provenance, len(self._sources))
+            num_done = _prepare_folder(self.output, self._provenance, len(self._sources))
             try:
-                self._join_shards(is_resumed=done > 0)
+                self._join_shards(is_resumed=num_done > 0)
             except BaseException:
-                if not self._log_finished():
+                if not self._log_finished_shards():
                     shutil.rmtree(self._folder, ignore_errors=True)
                 raise
 
-    def do_share(self, share: Share, numbers: Sequence[int]) -> None:
+    def write_share(self, share: Share, shard_indices: Sequence[int]) -> None:
         """Write the shards of a rank; the last of the ranks joins all.
 
         Args:
             share: The rank.
-            numbers: Its shards.
+            shard_indices: Indices of its shards.
         """
         folder = self._folder
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock_output(self.output, shared=True):
-            _check_own_names(self.output)
+        with _lock_output(self.output, is_shared=True):
+            _check_folder_names(self.output)
             share_provenance(folder, self._provenance)
-            mark_begun(folder, share)
-            if not is_marked(folder, share):
+            mark_started(folder, share)
+            if not is_finished(folder, share):
                 if _is_done(self.output, self._digest):  # since this rank looked
                     shutil.rmtree(folder)
                     return
                 try:
-                    if not self._finished_parts():
-                        self._write_shards(numbers)
-                        check_unchanged([self._sources[number] for number in numbers])
+                    if not self._parts_to_join():
+                        self._write_shards(shard_indices)
+                        check_unchanged([self._sources[index] for index in shard_indices])
                 except BaseException:
-                    self._log_finished()
+                    self._log_finished_shards()
                     raise
-                mark_done(folder, share)
-            done = ranks_done(folder, share)
+                mark_finished(folder, share)
+            num_finished = num_ranks_finished(folder, share)
             logger.info(
-                f"{share} has written its {counted(len(numbers), 'shard')}; {done} of "
-                f"{share.world_size} ranks have, and the last one "
+                f"{share} has written its {counted(len(shard_indices), 'shard')}; {num_finished} "
+                f"of {share.world_size} ranks have, and the last one "
                 f"{'names the parts' if self.output.parts else 'joins all shards'}"
             )
-            if done == share.world_size:
+            if num_finished == share.world_size:
                 self._join_once(share)
 
     def _join_once(self, share: Share) -> None:
@@ -209,7 +222,7 @@ class _Work:
                 add_suffix(self._folder, ".lock").unlink(missing_ok=True)
                 return
         except BaseException:
-            self._log_finished()
+            self._log_finished_shards()
             raise
         finally:
             claim.release()
@@ -220,7 +233,7 @@ class _Work:
             )
         logger.info("another rank has joined the shards")
 
-    def _finished_parts(self) -> list[Path]:
+    def _parts_to_join(self) -> list[Path]:
         """Return the parts of an earlier preparation if they are to be joined now."""
         if self.output.parts or self.output.nanogpt or self.output.overwrite:
             return []
@@ -230,39 +243,39 @@ class _Work:
         return find_parts(self.output.prefix)
 
     def _write_shards(
-        self, numbers: Sequence[int] | None = None
+        self, shard_indices: Sequence[int] | None = None
     ) -> tuple[list[Path], list[ShardStats]]:
         return tokenize_shards(
             self._sources,
             self._folder,
             encoding=self._encoding,
             workers=self._workers,
-            report=progress_log(self._log_seconds),
-            numbers=numbers,
+            on_progress=make_progress_logger(self._log_seconds),
+            shard_indices=shard_indices,
         )
 
-    def _shards_of_ranks(self) -> tuple[list[Path], list[ShardStats]]:
+    def _complete_shards(self) -> tuple[list[Path], list[ShardStats]]:
         """Return the shards that the ranks have written and synced; write those that are missing.
 
         Shards are missing if another rank has found wrong ids, for example.
         """
         while True:
-            stems = [self._folder / f"{number:06d}" for number in range(len(self._sources))]
-            stats = [read_shard(stem, verify=False) for stem in stems]
-            finished = [shard for shard in stats if shard is not None]
-            if len(finished) == len(stems):
-                return stems, finished
-            self._write_shards([number for number, shard in enumerate(stats) if shard is None])
+            stems = [self._folder / f"{index:06d}" for index in range(len(self._sources))]
+            shards = [read_shard(stem, verify=False) for stem in stems]
+            stats = [shard for shard in shards if shard is not None]
+            if len(stats) == len(stems):
+                return stems, stats
+            self._write_shards([index for index, shard in enumerate(shards) if shard is None])
 
     def _join_shards(self, *, is_resumed: bool = False, claim: Claim | None = None) -> None:
         """Write the shards that are missing, and make the output of all."""
         stems: list[Path] = []
         stats: list[ShardStats] = []
-        if parts := self._finished_parts():
+        if parts := self._parts_to_join():
             logger.info(f"joining {counted(len(parts), 'part')} of an earlier preparation")
             join_parts(parts, self.output)
         else:
-            stems, stats = self._write_shards() if claim is None else self._shards_of_ranks()
+            stems, stats = self._write_shards() if claim is None else self._complete_shards()
             self._assemble_shards(stems, stats)
         if claim is not None and not claim.is_held():
             raise DataError(
@@ -279,7 +292,7 @@ class _Work:
             publish(self.output)
         _remove_shards(self._folder)
         if stats:
-            _log_summary(stats, seconds=time.monotonic() - self._began, resumed=is_resumed)
+            _log_summary(stats, seconds=time.monotonic() - self._start_time, is_resumed=is_resumed)
         for prefix in self.output.names:
             logger.info(f"wrote {prefix}.bin{' in parts' * self.output.parts}")
 
@@ -300,7 +313,7 @@ class _Work:
             digest=self._digest,
         )
 
-    def _log_finished(self) -> int:
+    def _log_finished_shards(self) -> int:
         """Log how many shards are kept; return their number."""
         num_finished = len(list(self._folder.glob("[0-9]*.json")))
         if num_finished:
@@ -315,8 +328,8 @@ def _check_shards(
     sources: list[Source], stats: list[ShardStats], output: Output, encoding: Encoding
 ) -> None:
     """Refuse shards without tokens, or a split that moves all of them to nanoGPT's `val.bin`."""
-    documents = sum(shard.documents for shard in stats)
-    if not documents:
+    num_documents = sum(shard.documents for shard in stats)
+    if not num_documents:
         names = list(dict.fromkeys(source.name for source in sources))
         subject = (
             f"{names[0]} and {len(names) - 1:,} more hold" if names[1:] else f"{names[0]} holds"
@@ -327,12 +340,12 @@ def _check_shards(
                 f"{subject} text, but the tokenizer {encoding.tokenizer.name} makes no token of "
                 f"it; check its vocabulary, which has {encoding.tokenizer.size:,} tokens."
             )
-        empty = sum(shard.empty for shard in stats)
-        reason = f": {empty:,} documents are empty" if empty else ""
+        num_empty = sum(shard.empty for shard in stats)
+        reason = f": {num_empty:,} documents are empty" if num_empty else ""
         raise DataError(f"{subject} no text{reason}.")
-    if output.nanogpt and output.num_validation(documents) == documents:
+    if output.nanogpt and output.num_validation(num_documents) == num_documents:
         raise DataError(
-            f"--validation_split_percentage {output.validation_percentage:g} of {documents:,} "
+            f"--validation_split_percentage {output.validation_percentage:g} of {num_documents:,} "
             "documents leaves none for training; change it, or pass 0."
         )
 
@@ -359,7 +372,7 @@ def _is_done(output: Output, digest: str) -> bool:
 
     Parts that are to be joined are not done.
     """
-    num_complete, faults, to_join = 0, [], False
+    num_complete, faults, has_parts_to_join = 0, [], False
     for prefix in output.names:
         try:
             sidecar = read_sidecar(prefix)
@@ -367,7 +380,7 @@ def _is_done(output: Output, digest: str) -> bool:
             sidecar = None
         if sidecar is not None and sidecar.plan == digest:
             num_complete += 1
-            to_join = bool(sidecar.part_tokens) and not output.parts
+            has_parts_to_join = bool(sidecar.part_tokens) and not output.parts
             faults += find_damage(prefix, nanogpt=output.nanogpt, row_bytes=output.row_bytes)
             continue
         faults.append(f"{prefix}.bin is missing.")
@@ -378,69 +391,78 @@ def _is_done(output: Output, digest: str) -> bool:
             )
     if num_complete and faults:
         logger.warning(f"{' '.join(faults)} The same options made it, so it is made again.")
-    return not faults and not to_join
+    return not faults and not has_parts_to_join
 
 
 @contextmanager
-def _lock_output(output: Output, *, shared: bool = False) -> Iterator[None]:
-    """Make the folder of the shards, and hold its lock, which ranks share."""
+def _lock_output(output: Output, *, is_shared: bool = False) -> Iterator[None]:
+    """Make the folder of the shards, and hold its lock until the context ends.
+
+    Args:
+        output: The output.
+        is_shared: Whether other ranks may hold the lock, too.
+
+    Raises:
+        DataError: Another program holds the lock.
+    """
     folder = output.folder
     # Next to the folder: any file system can then remove the folder while it is locked.
-    lock = add_suffix(folder, ".lock")
+    lock_path = add_suffix(folder, ".lock")
     while True:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            locked = try_lock(descriptor, seconds=output.lock_seconds, shared=shared)
+            is_locked = try_lock(descriptor, seconds=output.lock_seconds, shared=is_shared)
         except BlockingIOError as error:
             os.close(descriptor)
             raise DataError(
                 f"Another program is writing to {folder}; wait for it, or choose another "
                 f"{output.option}."
             ) from error
-        if not locked and not shared:
+        if not is_locked and not is_shared:
             logger.warning(
-                f"{lock} cannot be locked on this file system: start no second program that writes "
-                f"{output.prefix}"
+                f"{lock_path} cannot be locked on this file system: start no second program that "
+                f"writes {output.prefix}"
             )
         # Another process may have removed the file between open and lock; a lock on a removed
         # file keeps nobody out.
-        if lock.exists() and os.path.samestat(os.fstat(descriptor), os.stat(lock)):
+        if lock_path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(lock_path)):
             break
         os.close(descriptor)
     try:
         folder.mkdir(exist_ok=True)
         yield
     finally:
-        if not shared:
-            lock.unlink(missing_ok=True)  # before it is released, so that nobody else holds it
+        if not is_shared:
+            # Removed before it is released, so that no other program holds it.
+            lock_path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
-def _check_own_names(output: Output) -> None:
+def _check_folder_names(output: Output) -> None:
     """Refuse a folder of shards with other files, which would be removed with it."""
     paths = list(output.folder.iterdir())
     # After the listing: other ranks write the plan before any shard.
     has_plan = (output.folder / "plan.json").exists()
     for path in paths:
-        if not (_OWN_NAMES if has_plan else _NAMES_BEFORE_PLAN).match(path.name):
+        if not (_SHARD_FOLDER_NAMES if has_plan else _NAMES_BEFORE_PLAN).match(path.name):
             raise DataError(
                 f"{path} is in a folder for unfinished work but does not belong to it; move it "
                 f"away, or choose another {output.option}."
             )
 
 
-def _begin_folder(output: Output, provenance: Provenance, num_shards: int) -> int:
-    """Prepare the folder for a provenance; return how many shards are done."""
+def _prepare_folder(output: Output, provenance: Provenance, num_shards: int) -> int:
+    """Prepare the folder for shards of this provenance; return how many of them are done."""
     folder = output.folder
-    _check_own_names(output)
-    earlier = _read_provenance(folder)
-    if earlier == provenance:
-        for path in folder.glob(".[0-9]*"):  # which a kill has left
+    _check_folder_names(output)
+    recorded = _read_provenance(folder)
+    if recorded == provenance:
+        for path in folder.glob(".[0-9]*"):  # temporary files of a killed process
             path.unlink()
-        done = len(list(folder.glob("[0-9]*.json")))
-        logger.info(f"resuming in {folder}: {done:,} of {num_shards:,} shards are done")
-        return done
-    if earlier is not None:
+        num_done = len(list(folder.glob("[0-9]*.json")))
+        logger.info(f"resuming in {folder}: {num_done:,} of {num_shards:,} shards are done")
+        return num_done
+    if recorded is not None:
         logger.info(
             f"{folder} belongs to another command, or its input has changed: starting again"
         )
@@ -475,28 +497,28 @@ def _remove_shards(folder: Path) -> None:
 
 
 def _remove_leftovers(output: Output, provenance: Provenance) -> None:
-    """Remove the shards of a finished output, which a start has left that was killed at its end."""
+    """Remove the shards of a finished output, if a process was killed before it removed them."""
     leftovers = (output.folder, _removed_folder(output.folder), add_suffix(output.folder, ".lock"))
     if not any(path.exists() for path in leftovers):
         return
     # Another rank may still be at work, or nobody can write there.
     with suppress(DataError, OSError), _lock_output(replace(output, lock_seconds=0.0)):
         if _read_provenance(output.folder) in (provenance, None):
-            _check_own_names(output)
+            _check_folder_names(output)
             _remove_shards(output.folder)
 
 
-def progress_log(log_seconds: float) -> Callable[[Totals], None]:
+def make_progress_logger(log_seconds: float) -> Callable[[Totals], None]:
     """Return a function that logs the progress, with at least this many seconds between lines."""
-    began = last_report = time.monotonic()
+    start_time = last_log = time.monotonic()
 
-    def report(totals: Totals) -> None:
-        nonlocal last_report
-        reported_at = time.monotonic()
-        if reported_at - last_report < log_seconds:
+    def log_progress(totals: Totals) -> None:
+        nonlocal last_log
+        current_time = time.monotonic()
+        if current_time - last_log < log_seconds:
             return
-        last_report = reported_at
-        seconds = reported_at - began
+        last_log = current_time
+        seconds = current_time - start_time
         line = (
             f"{totals.texts:,} documents | {totals.text_bytes / 1e6:,.1f} MB | "
             f"{totals.texts / seconds:,.0f} documents/s | "
@@ -513,14 +535,14 @@ def progress_log(log_seconds: float) -> Callable[[Totals], None]:
             line += f" | {totals.shards_done:,} of {totals.num_shards:,} shards done"
         logger.info(line)
 
-    return report
+    return log_progress
 
 
-def _log_summary(stats: list[ShardStats], *, seconds: float, resumed: bool) -> None:
+def _log_summary(stats: list[ShardStats], *, seconds: float, is_resumed: bool) -> None:
     """Log the contents of the shards, and the speed unless an earlier run made some of them."""
     tokens = sum(shard.tokens for shard in stats)
     text_bytes = sum(shard.text_bytes for shard in stats)
-    speed = "since it resumed" if resumed else f"{text_bytes / 1e6 / seconds:,.1f} MB/s"
+    speed = "since it resumed" if is_resumed else f"{text_bytes / 1e6 / seconds:,.1f} MB/s"
     logger.info(
         f"{counted(sum(shard.documents for shard in stats), 'document')}, {tokens:,} tokens, "
         f"{text_bytes:,} bytes of text ({text_bytes / tokens:.3f} per token); "

@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 
 from llm.data.formats.megatron import ROW_BYTES, write_index
 from llm.errors import DataError
-from llm.prepare.encoder import Encoder, Encoding, OtherIds, ReferenceEncoder
+from llm.prepare.encoder import Encoder, Encoding, ReferenceEncoder, WrongIdsError
 from llm.prepare.text.blocks import BadRecordPolicy
 from llm.prepare.text.sources import Source
 from llm.prepare.verification import ChunkHash, checksums
 
-_FILES = (".bin", ".idx", ".bytes")
-_NO_FAST_ENCODER = "reference-encoder"  # an empty file: the fast encoder gave other ids
-_MOST_TOKENS = 2**31 - 1  # per text, a limit of the index format
+_SUFFIXES = (".bin", ".idx", ".bytes")
+_REFERENCE_MARKER = "reference-encoder"  # an empty file: the fast encoder gave other ids
+_MAX_TOKENS = 2**31 - 1  # per text, a limit of the index format
 
 
 @dataclass(kw_only=True)
@@ -72,7 +72,7 @@ def write_shard(
     encoding: Encoding,
     encoder: Encoder,
     *,
-    report: Callable[[ShardStats], None],
+    on_progress: Callable[[ShardStats], None],
 ) -> ShardStats:
     """Encode a source and write it to the disk; an error leaves no shard.
 
@@ -81,43 +81,43 @@ def write_shard(
         stem: The path of the files without their suffix.
         encoding: How texts become ids.
         encoder: An encoder for this encoding.
-        report: Called after every batch with the contents of the shard so far.
+        on_progress: Called after every batch with the contents of the shard so far.
 
     Returns:
         The content of the shard.
 
     Raises:
         DataError: The source cannot be read, or a text is too long.
-        OtherIds: The encoder cannot be trusted, here or for another worker.
+        WrongIdsError: The encoder cannot be trusted, here or for another worker.
         OSError: The file system refused a write.
     """
-    faults = BadRecordPolicy(encoding.on_error)
+    bad_records = BadRecordPolicy(encoding.on_error)
     temporary = working_stem(stem)
-    fast = not isinstance(encoder, ReferenceEncoder)
+    is_fast = not isinstance(encoder, ReferenceEncoder)
     try:
         writer = _ShardWriter(source, temporary, encoding.dtype)
         try:
-            for texts in source.batches(faults):
+            for texts in source.batches(bad_records):
                 # The pieces of one document share one begin token and one end token.
-                ids, lengths = encoder.encode(texts, ends=not source.one_document)
+                ids, counts = encoder.encode(texts, ends=not source.one_document)
                 if source.one_document and not writer.stats.texts and ids.size:
                     ids = np.concatenate([encoding.begin, ids])
-                    lengths[np.flatnonzero(lengths)[0]] += encoding.begin.size
-                writer.add(texts, ids, lengths)
-                report(writer.stats)
+                    counts[np.flatnonzero(counts)[0]] += encoding.begin.size
+                writer.add_texts(texts, ids, counts)
+                on_progress(writer.stats)
             if source.one_document:
                 writer.end_document(encoding.end)
             writer.write_index()
         finally:
             writer.close()
         writer.add_checksums()
-        stats = dataclasses.replace(writer.stats, skipped=faults.skipped, fast=fast)
-        if fast and needs_reference(stem.parent):
-            raise OtherIds("another worker found wrong ids")
+        stats = dataclasses.replace(writer.stats, skipped=bad_records.skipped, fast=is_fast)
+        if is_fast and needs_reference(stem.parent):
+            raise WrongIdsError("another worker found wrong ids")
         # Not synced, for speed: a restart compares every byte with the checksums.
-        counts = json.dumps(dataclasses.asdict(stats))
-        temporary.with_suffix(".json").write_text(counts, encoding="utf-8")
-        for suffix in (*_FILES, ".json"):
+        record = json.dumps(dataclasses.asdict(stats))
+        temporary.with_suffix(".json").write_text(record, encoding="utf-8")
+        for suffix in (*_SUFFIXES, ".json"):
             temporary.with_suffix(suffix).replace(stem.with_suffix(suffix))
         return stats
     except BaseException:
@@ -132,12 +132,12 @@ def working_stem(stem: Path) -> Path:
 
 def needs_reference(folder: Path) -> bool:
     """Return whether the fast encoder gave other ids than the reference in a folder of shards."""
-    return (folder / _NO_FAST_ENCODER).exists()
+    return (folder / _REFERENCE_MARKER).exists()
 
 
 def require_reference(folder: Path) -> None:
     """Make the shards of the fast encoder in a folder invalid, for all processes."""
-    (folder / _NO_FAST_ENCODER).touch()
+    (folder / _REFERENCE_MARKER).touch()
 
 
 class _ShardWriter:
@@ -147,45 +147,45 @@ class _ShardWriter:
         self.stats = ShardStats(one_document=source.one_document)
         self._name = source.name
         self._stem, self._dtype = stem, dtype
-        self._files = {suffix: open(stem.with_suffix(suffix), "wb") for suffix in _FILES}  # noqa: SIM115
+        self._files = {suffix: open(stem.with_suffix(suffix), "wb") for suffix in _SUFFIXES}  # noqa: SIM115
         self._hashes = {suffix: ChunkHash() for suffix in (".bin", ".bytes")}
         self._lengths: list[NDArray[np.int32]] = []
 
-    def add(self, texts: list[str], ids: NDArray[Any], counts: NDArray[np.int64]) -> None:
-        if counts.size and counts.max() > _MOST_TOKENS:
+    def add_texts(self, texts: list[str], ids: NDArray[Any], counts: NDArray[np.int64]) -> None:
+        if counts.size and counts.max() > _MAX_TOKENS:
             raise DataError(
                 f"{self._name} holds a text of {counts.max():,} tokens, and a token file "
-                f"can take {_MOST_TOKENS:,} at most; cut it into several documents."
+                f"can take {_MAX_TOKENS:,} at most; cut it into several documents."
             )
-        filled = counts > 0
+        has_ids = counts > 0
         utf8_bytes = (len(text) if text.isascii() else len(text.encode()) for text in texts)
-        sizes = np.fromiter(utf8_bytes, np.uint32, len(texts))[filled]
+        text_bytes = np.fromiter(utf8_bytes, np.uint32, len(texts))[has_ids]
         self._write_array(".bin", ids)
-        self._write_array(".bytes", sizes.astype("<u4"))
-        if sizes.size:
-            self._lengths.append(counts[filled].astype("<i4"))
-        self.stats.empty += len(texts) - sizes.size
-        self.stats.texts += sizes.size
-        self.stats.text_bytes += int(sizes.sum(dtype=np.int64))
+        self._write_array(".bytes", text_bytes.astype("<u4"))
+        if text_bytes.size:
+            self._lengths.append(counts[has_ids].astype("<i4"))
+        self.stats.empty += len(texts) - text_bytes.size
+        self.stats.texts += text_bytes.size
+        self.stats.text_bytes += int(text_bytes.sum(dtype=np.int64))
         self._count_ids(ids)
 
-    def end_document(self, end: NDArray[Any]) -> None:
+    def end_document(self, end_ids: NDArray[Any]) -> None:
         if self.stats.texts:
-            self._write_array(".bin", end)
-            self._lengths[-1][-1] += end.size
-            self._count_ids(end)
+            self._write_array(".bin", end_ids)
+            self._lengths[-1][-1] += end_ids.size
+            self._count_ids(end_ids)
 
     def write_index(self) -> None:
         """Write the index, since all texts have been added."""
         texts, documents = self.stats.texts, self.stats.documents
-        table = [0, texts] if self.stats.one_document and texts else np.arange(texts + 1)
+        document_table = [0, texts] if self.stats.one_document and texts else np.arange(texts + 1)
         write_index(
             self._files[".idx"],
             self._dtype,
             num_sequences=texts,
             num_documents=documents,
             lengths=lambda: iter(self._lengths),
-            documents=[np.asarray(table)],
+            documents=[np.asarray(document_table)],
         )
 
     def _count_ids(self, ids: NDArray[Any]) -> None:
@@ -198,7 +198,7 @@ class _ShardWriter:
 
     def add_checksums(self) -> None:
         digests = {suffix: chunks.digests() for suffix, chunks in self._hashes.items()}
-        paths = {suffix: self._stem.with_suffix(suffix) for suffix in _FILES}
+        paths = {suffix: self._stem.with_suffix(suffix) for suffix in _SUFFIXES}
         self.stats.checksums = {**digests, ".idx": checksums(paths[".idx"])}
         self.stats.sizes = {suffix: path.stat().st_size for suffix, path in paths.items()}
 
@@ -218,7 +218,7 @@ def read_shard(stem: Path, *, verify: bool) -> ShardStats | None:
     """
     try:
         stats = ShardStats(**json.loads(stem.with_suffix(".json").read_text(encoding="utf-8")))
-        for suffix in _FILES:
+        for suffix in _SUFFIXES:
             path = stem.with_suffix(suffix)
             if path.stat().st_size != stats.sizes[suffix]:
                 return None
@@ -239,13 +239,13 @@ def read_array(stem: Path, suffix: str, dtype: str | np.dtype[Any]) -> NDArray[A
 
 def remove_shard(stem: Path) -> None:
     """Remove the files of a shard, if there are any."""
-    for suffix in (".json", *_FILES):
+    for suffix in (".json", *_SUFFIXES):
         stem.with_suffix(suffix).unlink(missing_ok=True)
 
 
-def each_row_bytes(stems: list[Path], size: int) -> Iterator[NDArray[Any]]:
-    """Yield the UTF-8 bytes of each text of shards, in blocks of at most `size` texts."""
+def iterate_text_bytes(stems: list[Path], block_size: int) -> Iterator[NDArray[Any]]:
+    """Yield the UTF-8 bytes of each text of shards, in blocks of at most `block_size` texts."""
     for stem in stems:
         array = read_array(stem, ".bytes", ROW_BYTES)
-        for first in range(0, array.size, size):
-            yield array[first : first + size]
+        for first in range(0, array.size, block_size):
+            yield array[first : first + block_size]

@@ -27,10 +27,10 @@ from llm.runtime.claims import Claim
 from llm.runtime.world import world_from_environment
 
 _POLL_SECONDS = 0.5
-_NOTICE_SECONDS = 20.0  # of waiting for a rank that has not started
-_ABSENT_SECONDS = 300.0  # until such a rank counts as missing
-_MOST_NAMED = 5  # ranks in a message
-_NAMES = {
+_NOTICE_SECONDS = 20.0  # until the log names the ranks that have not started
+_ABSENT_SECONDS = 300.0  # until such a rank is an error
+_MAX_NAMED_RANKS = 5  # ranks in a message
+_OPTION_BY_PROVENANCE_KEY = {
     "sources": "input",
     "tokenizer_fingerprint": "tokenizer",
     "end_token": "--append_eos",
@@ -49,23 +49,24 @@ class Share:
     """The part of the shards that a rank writes: every `world_size`-th one.
 
     Attributes:
-        rank: The number of this process, counted from 0.
+        rank: Index of this process.
         world_size: The number of processes.
-        is_launched: Whether srun, mpiexec or torchrun started all of them together.
+        is_launched: Whether srun, mpiexec or torchrun has started all processes together.
     """
 
     rank: int = 0
     world_size: int = 1
     is_launched: bool = field(default=False, compare=False)
 
-    def numbers(self, num_shards: int, *, first: int = 0) -> Sequence[int]:
-        """Return which shards of an output this rank writes.
+    def shard_indices(self, num_shards: int, *, num_preceding: int = 0) -> Sequence[int]:
+        """Return the indices of the shards of an output that this rank writes.
 
         Args:
-            num_shards: Shards of the output.
-            first: Shards of all outputs before it, so that small outputs have different ranks.
+            num_shards: Number of shards of the output.
+            num_preceding: Number of shards of all preceding outputs, so that different ranks write
+                small outputs.
         """
-        return range((self.rank - first) % self.world_size, num_shards, self.world_size)
+        return range((self.rank - num_preceding) % self.world_size, num_shards, self.world_size)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world_size}"
@@ -75,10 +76,9 @@ def find_share(rank: int | None, world_size: int | None, environ: Mapping[str, s
     """Return the share of this process.
 
     Args:
-        rank: The user's choice; None looks at the variables of srun, mpiexec, torchrun, and
-            job arrays.
-        world_size: The user's choice. A PBS job array, which does not tell its size, needs it
-            without `rank`.
+        rank: The option; None reads the variables of srun, mpiexec, torchrun, and job arrays.
+        world_size: The option. In a PBS job array, which does not tell its size, it is needed
+            even without `rank`.
         environ: The variables of an array.
 
     Raises:
@@ -86,16 +86,16 @@ def find_share(rank: int | None, world_size: int | None, environ: Mapping[str, s
             option is missing.
         ParallelError: The variables of a launcher do not tell it.
     """
-    index = environ.get("PBS_ARRAY_INDEX")
+    array_index = environ.get("PBS_ARRAY_INDEX")
     if rank is None and world_size is not None:
-        if index is None or not re.fullmatch(r"[0-9]{1,9}", index):
+        if array_index is None or not re.fullmatch(r"[0-9]{1,9}", array_index):
             raise ConfigError("--world_size needs --rank outside of a PBS job array; give both.")
-        if int(index) >= world_size:
+        if int(array_index) >= world_size:
             raise ConfigError(
-                f"PBS_ARRAY_INDEX is {index}, and --world_size {world_size} has ranks from 0 to "
-                f"{world_size - 1}; submit -J 0-{world_size - 1}, or give --rank too."
+                f"PBS_ARRAY_INDEX is {array_index}, and --world_size {world_size} has ranks from 0 "
+                f"to {world_size - 1}; submit -J 0-{world_size - 1}, or give --rank too."
             )
-        rank = int(index)
+        rank = int(array_index)
     if rank is not None and world_size is not None:
         if rank >= world_size:
             raise ConfigError(
@@ -103,40 +103,40 @@ def find_share(rank: int | None, world_size: int | None, environ: Mapping[str, s
                 f"to {world_size - 1}."
             )
         return Share(rank=rank, world_size=world_size)
-    if index is not None:
+    if array_index is not None:
         raise ConfigError(
-            f"This is task {index} of a PBS job array, and PBS does not tell how many there are; "
-            "give their number as --world_size, or --rank 0 --world_size 1 for a task that "
+            f"This is task {array_index} of a PBS job array, and PBS does not tell how many there "
+            "are; give their number as --world_size, or --rank 0 --world_size 1 for a task that "
             "prepares a text alone."
         )
     world = world_from_environment()
-    array = _array_share(environ)
+    array_share = _slurm_array_share(environ)
     if world.world_size == 1:
-        return array
-    if array.world_size > 1:
+        return array_share
+    if array_share.world_size > 1:
         raise ConfigError(
-            f"This is rank {world.rank} of {world.world_size} in task {array.rank} of "
-            f"{array.world_size} of a job array; start one process for each task, or give --rank "
-            "and --world_size."
+            f"This is rank {world.rank} of {world.world_size} in task {array_share.rank} of "
+            f"{array_share.world_size} of a job array; start one process for each task, or give "
+            "--rank and --world_size."
         )
     return Share(rank=world.rank, world_size=world.world_size, is_launched=True)
 
 
-def _array_share(environ: Mapping[str, str]) -> Share:
+def _slurm_array_share(environ: Mapping[str, str]) -> Share:
     """Return the share of a task of a Slurm job array."""
     prefix = "SLURM_ARRAY_TASK_"
-    names = ("ID", "COUNT", "MIN", "MAX", "STEP")
-    values = [environ.get(prefix + name, "1" if name == "STEP" else "") for name in names]
+    suffixes = ("ID", "COUNT", "MIN", "MAX", "STEP")
+    values = [environ.get(prefix + name, "1" if name == "STEP" else "") for name in suffixes]
     if not all(re.fullmatch(r"[0-9]{1,9}", value) for value in values):
         return Share()
-    task, count, first_task, last_task, step = map(int, values)
-    if last_task - first_task != (count - 1) * step:
+    task, num_tasks, first_task, last_task, step = map(int, values)
+    if last_task - first_task != (num_tasks - 1) * step:
         raise ConfigError(
-            f"The job array has {count} tasks with numbers from {first_task} to {last_task}, which "
-            f"do not tell the rank of task {task}; submit --array=0-{count - 1}, or give --rank "
-            "and --world_size."
+            f"The job array has {num_tasks} tasks with numbers from {first_task} to {last_task}, "
+            f"which do not tell the rank of task {task}; submit --array=0-{num_tasks - 1}, or give "
+            "--rank and --world_size."
         )
-    return Share(rank=(task - first_task) // step, world_size=count)
+    return Share(rank=(task - first_task) // step, world_size=num_tasks)
 
 
 def share_provenance(folder: Path, provenance: Provenance) -> None:
@@ -147,36 +147,36 @@ def share_provenance(folder: Path, provenance: Provenance) -> None:
     """
     plan_path = folder / "plan.json"
     if not plan_path.exists():
-        temporary = folder / f".plan.{uuid4().hex}"
-        temporary.write_text(json.dumps(provenance), encoding="utf-8")
+        temporary_path = folder / f".plan.{uuid4().hex}"
+        temporary_path.write_text(json.dumps(provenance), encoding="utf-8")
         try:
-            os.link(temporary, plan_path)  # fails if another rank has been faster
-            temporary.unlink()
+            os.link(temporary_path, plan_path)  # fails if another rank has been faster
+            temporary_path.unlink()
         except FileExistsError:
-            temporary.unlink()
+            temporary_path.unlink()
         except OSError:  # a file system without links
-            temporary.replace(plan_path)
+            temporary_path.replace(plan_path)
     try:
-        earlier = json.loads(plan_path.read_text(encoding="utf-8"))
+        recorded = json.loads(plan_path.read_text(encoding="utf-8"))
     except ValueError:
-        earlier = {}
-    if earlier == provenance:
+        recorded = {}
+    if recorded == provenance:
         return
-    if earlier.get("format") != provenance["format"]:
+    if recorded.get("format") != provenance["format"]:
         raise DataError(
             f"{folder} holds shards of another version of this program; finish them with it, or "
             "remove the folder."
         )
-    different = [key for key, value in provenance.items() if earlier.get(key) != value]
-    changed = [_NAMES.get(key, f"--{key}") for key in different]
+    changed_keys = [key for key, value in provenance.items() if recorded.get(key) != value]
+    options = [_OPTION_BY_PROVENANCE_KEY.get(key, f"--{key}") for key in changed_keys]
     raise DataError(
-        f"{folder} was begun with another {' and '.join(changed)}; give all ranks the same command "
+        f"{folder} was begun with another {' and '.join(options)}; give all ranks the same command "
         "and the same files, or remove the folder if no rank is at work."
     )
 
 
-def mark_begun(folder: Path, share: Share) -> None:
-    """Note that a rank has started."""
+def mark_started(folder: Path, share: Share) -> None:
+    """Record that a rank has started."""
     _start_marker(folder, share.rank, share).touch()
 
 
@@ -184,27 +184,27 @@ def wait_for_starts(folders: Sequence[Path], share: Share) -> None:
     """Wait until every rank has started, if a launcher starts them together.
 
     Args:
-        folders: The folders of all outputs, since each rank begins with another one.
+        folders: The folders of all outputs, since each rank starts with a different one.
         share: The rank.
 
     Raises:
-        DataError: Some have not, after a long wait.
+        DataError: A rank has not started after a long wait.
     """
-    began = time.monotonic()
+    start_time = time.monotonic()
     is_logged = False
     while share.is_launched and (absent := _absent_ranks(folders, share)):
-        waited = time.monotonic() - began
-        names = f"rank {', '.join(map(str, absent[:_MOST_NAMED]))}"
-        if len(absent) > _MOST_NAMED:
-            names += f" and {len(absent) - _MOST_NAMED:,} others"
-        how_alone = (
+        wait_seconds = time.monotonic() - start_time
+        names = f"rank {', '.join(map(str, absent[:_MAX_NAMED_RANKS]))}"
+        if len(absent) > _MAX_NAMED_RANKS:
+            names += f" and {len(absent) - _MAX_NAMED_RANKS:,} others"
+        remedy = (
             "If no other process was started, as in the shell of `srun -n "
             f"{share.world_size} --pty bash`, add --rank 0 --world_size 1 to prepare the text alone"
         )
-        if waited > _ABSENT_SECONDS:
-            raise DataError(f"{share} has done its part, but {names} did not start. {how_alone}.")
-        if waited > _NOTICE_SECONDS and not is_logged:
-            logger.warning(f"{share} waits for {names} to start. {how_alone}.")
+        if wait_seconds > _ABSENT_SECONDS:
+            raise DataError(f"{share} has done its part, but {names} did not start. {remedy}.")
+        if wait_seconds > _NOTICE_SECONDS and not is_logged:
+            logger.warning(f"{share} waits for {names} to start. {remedy}.")
             is_logged = True
         time.sleep(_POLL_SECONDS)
 
@@ -220,23 +220,23 @@ def _absent_ranks(folders: Sequence[Path], share: Share) -> list[int]:
     ]
 
 
-def mark_done(folder: Path, share: Share) -> None:
-    """Note that a rank has written its shards, once they are on the disk."""
+def mark_finished(folder: Path, share: Share) -> None:
+    """Record that a rank has written its shards, once they are on the disk."""
     os.sync()  # a crash of this node can lose nothing of the shards now
-    _marker_path(folder, share.rank, share).touch()
+    _finish_marker(folder, share.rank, share).touch()
 
 
-def is_marked(folder: Path, share: Share) -> bool:
+def is_finished(folder: Path, share: Share) -> bool:
     """Return whether a rank has written its shards, now or in an earlier job."""
-    return _marker_path(folder, share.rank, share).exists()
+    return _finish_marker(folder, share.rank, share).exists()
 
 
-def ranks_done(folder: Path, share: Share) -> int:
+def num_ranks_finished(folder: Path, share: Share) -> int:
     """Return how many of the ranks have written their shards."""
-    return sum(_marker_path(folder, rank, share).exists() for rank in range(share.world_size))
+    return sum(_finish_marker(folder, rank, share).exists() for rank in range(share.world_size))
 
 
-def _marker_path(folder: Path, rank: int, share: Share) -> Path:
+def _finish_marker(folder: Path, rank: int, share: Share) -> Path:
     return folder / f"rank-{rank}-of-{share.world_size}"
 
 
@@ -254,12 +254,12 @@ def acquire_join(claim: Claim, folder: Path) -> bool:
     Returns:
         Whether this rank may join them.
     """
-    is_first_look = True
+    is_logged = False
     while (folder / "plan.json").exists():
         if claim.try_acquire():
             return True
-        if is_first_look:
+        if not is_logged:
             logger.info("another rank joins the shards; waiting until it is done or has died")
-        is_first_look = False
+            is_logged = True
         time.sleep(_POLL_SECONDS)
     return False

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from llm.errors import DataError
-from llm.prepare.encoder import Encoder, Encoding, OtherIds, make_encoder
+from llm.prepare.encoder import Encoder, Encoding, WrongIdsError, make_encoder
 from llm.prepare.shards import (
     ShardStats,
     needs_reference,
@@ -27,7 +27,7 @@ from llm.prepare.shards import (
 )
 from llm.prepare.text.sources import Source
 
-_REPORT_SECONDS = 1.0
+_PROGRESS_SECONDS = 1.0
 
 _work: Callable[[int], object]  # a worker inherits it from the process that forked it
 
@@ -45,22 +45,22 @@ class Cluster(Protocol):
         shards: list[Shard],
         encoding: Encoding,
         *,
-        fast: bool,
-        take: Callable[[tuple[int, ShardStats]], None],
-        report: Callable[[], None],
+        allow_fast: bool,
+        on_result: Callable[[tuple[int, ShardStats]], None],
+        on_progress: Callable[[], None],
     ) -> None:
         """Write shards.
 
         Args:
             shards: The shards.
             encoding: How texts become ids.
-            fast: Whether to try the fast encoder.
-            take: Called with the number of each finished shard, and what it holds.
-            report: Called about once a second.
+            allow_fast: Whether to try the fast encoder.
+            on_result: Called with the index of each finished shard in `shards`, and its contents.
+            on_progress: Called about once a second.
 
         Raises:
             DataError: The cluster has failed.
-            Exception: The first that a worker raised.
+            Exception: The first exception of a worker.
         """
 
     def sync(self) -> None:
@@ -96,8 +96,8 @@ def tokenize_shards(
     *,
     encoding: Encoding,
     workers: int | Cluster,
-    report: Callable[[Totals], None] = lambda _: None,
-    numbers: Sequence[int] | None = None,
+    on_progress: Callable[[Totals], None] = lambda _: None,
+    shard_indices: Sequence[int] | None = None,
 ) -> tuple[list[Path], list[ShardStats]]:
     """Encode each source as a shard, unless the folder has it already.
 
@@ -109,8 +109,8 @@ def tokenize_shards(
         encoding: How texts become ids.
         workers: Cores to use, as processes; with few sources, also as threads of each process. Or
             a cluster.
-        report: Called with the progress, once a second or more often.
-        numbers: Numbers of the sources, counted from 0; None for all.
+        on_progress: Called with the progress, once a second or more often.
+        shard_indices: Indices of the sources to encode; None for all.
 
     Returns:
         The paths of these shards without their suffix, and their contents.
@@ -119,17 +119,19 @@ def tokenize_shards(
         DataError: A source cannot be read, or a worker was killed.
         OSError: The file system refused a write.
     """
-    numbers = range(len(sources)) if numbers is None else numbers
-    stems = [folder / f"{number:06d}" for number in numbers]
-    shards = [(sources[number], stem) for number, stem in zip(numbers, stems, strict=True)]
+    indices = range(len(sources)) if shard_indices is None else shard_indices
+    stems = [folder / f"{index:06d}" for index in indices]
+    shards = [(sources[index], stem) for index, stem in zip(indices, stems, strict=True)]
     try:
-        _encode_shards(shards, encoding, workers, report, fast=not needs_reference(folder))
-    except OtherIds as error:
+        _encode_shards(
+            shards, encoding, workers, on_progress, allow_fast=not needs_reference(folder)
+        )
+    except WrongIdsError as error:
         logger.warning(
             f"{error}; encoding everything again with the tokenizers library, which is slower"
         )
         require_reference(folder)
-        _encode_shards(shards, encoding, workers, report, fast=False)
+        _encode_shards(shards, encoding, workers, on_progress, allow_fast=False)
     stats: list[ShardStats] = []
     for stem in stems:
         shard = read_shard(stem, verify=False)
@@ -146,28 +148,28 @@ class _Progress:
     """Progress of the missing shards, counted by several processes."""
 
     def __init__(
-        self, sources: list[Source], num_shards: int, report: Callable[[Totals], None]
+        self, sources: list[Source], num_shards: int, on_progress: Callable[[Totals], None]
     ) -> None:
         sizes = [source.num_bytes for source in sources]
         self._num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
-        self._num_shards, self._sources, self._report = num_shards, sources, report
+        self._num_shards, self._sources, self._on_progress = num_shards, sources, on_progress
         # For each missing shard: texts, tokens, bytes of text, bytes read and whether it is done.
         # Forked processes share an anonymous map.
         self._counts = np.frombuffer(mmap.mmap(-1, len(sources) * 5 * 8), np.int64).reshape(-1, 5)
 
-    def note(self, number: int, stats: ShardStats) -> None:
-        """Note what a shard in work holds so far."""
-        consumed = self._sources[number].consumed
-        self._counts[number, :4] = stats.texts, stats.tokens, stats.text_bytes, consumed
+    def update_shard(self, index: int, stats: ShardStats) -> None:
+        """Record the contents of an unfinished shard so far."""
+        consumed = self._sources[index].consumed
+        self._counts[index, :4] = stats.texts, stats.tokens, stats.text_bytes, consumed
 
-    def note_done(self, number: int) -> None:
-        """Note that a shard is done."""
-        self._counts[number, 3:] = self._sources[number].num_bytes or 0, 1
+    def finish_shard(self, index: int) -> None:
+        """Record that a shard is done."""
+        self._counts[index, 3:] = self._sources[index].num_bytes or 0, 1
 
     def report(self) -> None:
         """Report the sums over all shards."""
         texts, tokens, text_bytes, consumed, done = self._counts.sum(axis=0).tolist()
-        self._report(
+        self._on_progress(
             Totals(
                 texts=texts,
                 tokens=tokens,
@@ -184,62 +186,72 @@ def _encode_shards(
     shards: list[Shard],
     encoding: Encoding,
     workers: int | Cluster,
-    report: Callable[[Totals], None],
+    on_progress: Callable[[Totals], None],
     *,
-    fast: bool,
+    allow_fast: bool,
 ) -> None:
     """Write the missing shards, in forked processes if there are several workers, or on a cluster.
 
     Raises:
-        OtherIds: The fast encoder is wrong, also if another rank has found it.
+        WrongIdsError: The fast encoder is wrong, also if another rank has found it.
     """
     missing = [shard for shard in shards if read_shard(shard[1], verify=True) is None]
     if not missing:
         return
     sources = [source for source, _ in missing]
-    progress = _Progress(sources, len(shards), report)
-    cores = workers if isinstance(workers, int) else 1
-    processes = min(cores, len(missing)) if cores > 1 else 0
-    threads = cores // max(1, processes)
+    progress = _Progress(sources, len(shards), on_progress)
+    num_cores = workers if isinstance(workers, int) else 1
+    num_processes = min(num_cores, len(missing)) if num_cores > 1 else 0
+    num_threads = num_cores // max(1, num_processes)
     # Made before the fork, so that all processes use one copy in memory.
-    encoder = make_encoder(encoding, threads=threads, fast=fast)
+    encoder = make_encoder(encoding, threads=num_threads, allow_fast=allow_fast)
     if any(source.one_document for source in sources):
-        _warn_of_lines(encoder)
+        _warn_of_separate_lines(encoder)
 
-    def work(number: int) -> None:
-        source, stem = missing[number]
+    def encode_shard(index: int) -> None:
+        source, stem = missing[index]
 
-        def note(stats: ShardStats) -> None:
-            progress.note(number, stats)
-            if not processes:
+        def on_batch(stats: ShardStats) -> None:
+            progress.update_shard(index, stats)
+            if not num_processes:
                 progress.report()
 
-        write_shard(source, stem, encoding, encoder, report=note)
-        progress.note_done(number)
+        write_shard(source, stem, encoding, encoder, on_progress=on_batch)
+        progress.finish_shard(index)
 
-    def take(result: tuple[int, ShardStats]) -> None:
-        number, stats = result
-        progress.note(number, stats)
-        progress.note_done(number)
+    def on_result(result: tuple[int, ShardStats]) -> None:
+        index, stats = result
+        progress.update_shard(index, stats)
+        progress.finish_shard(index)
 
-    numbers = range(len(missing))
+    indices = range(len(missing))
     if not isinstance(workers, int):
-        workers.encode(missing, encoding, fast=fast, take=take, report=progress.report)
-    elif processes:
-        run_in_processes(work, numbers, processes=processes, report=progress.report)
+        workers.encode(
+            missing,
+            encoding,
+            allow_fast=allow_fast,
+            on_result=on_result,
+            on_progress=progress.report,
+        )
+    elif num_processes:
+        run_in_processes(
+            encode_shard, indices, processes=num_processes, on_progress=progress.report
+        )
     else:
-        for number in numbers:
-            work(number)
+        for index in indices:
+            encode_shard(index)
             progress.report()
-    if fast and needs_reference(missing[0][1].parent):
-        raise OtherIds("another rank found wrong ids")
+    if allow_fast and needs_reference(missing[0][1].parent):
+        raise WrongIdsError("another rank found wrong ids")
 
 
-def _warn_of_lines(encoder: Encoder) -> None:
+def _warn_of_separate_lines(encoder: Encoder) -> None:
     """Log a warning if a tokenizer, like SentencePiece, encodes separate lines differently."""
     # One text per call, which starts no threads: this process may fork later.
-    joined, first, second = (encoder.encode([text], ends=False)[0] for text in ("a\nb", "a\n", "b"))
-    if not np.array_equal(joined, np.concatenate([first, second])):
+    joined, first_line, second_line = (
+        encoder.encode([text], ends=False)[0] for text in ("a\nb", "a\n", "b")
+    )
+    if not np.array_equal(joined, np.concatenate([first_line, second_line])):
         logger.warning(
             "text files are encoded line by line, and this tokenizer treats each line as the start "
             "of a text, usually by adding a space in front; to encode whole documents, give them "
@@ -250,25 +262,25 @@ def _warn_of_lines(encoder: Encoder) -> None:
 def finish_tasks(
     futures: Iterable[Future[Any]],
     *,
-    report: Callable[[], None],
-    take: Callable[[Any], None] = lambda _: None,
+    on_progress: Callable[[], None],
+    on_result: Callable[[Any], None] = lambda _: None,
 ) -> None:
     """Wait for all tasks of an executor.
 
     Args:
         futures: The tasks.
-        report: Called about once a second, and at the end.
-        take: Called with each result.
+        on_progress: Called about once a second, and at the end.
+        on_result: Called with each result.
 
     Raises:
-        Exception: The first of a task.
+        Exception: The first exception of a task.
     """
     pending = set(futures)
     while pending:
-        done, pending = wait(pending, _REPORT_SECONDS, FIRST_EXCEPTION)
+        done, pending = wait(pending, _PROGRESS_SECONDS, FIRST_EXCEPTION)
         for future in done:
-            take(future.result())
-        report()
+            on_result(future.result())
+        on_progress()
 
 
 def run_in_processes(
@@ -276,7 +288,7 @@ def run_in_processes(
     tasks: Iterable[int],
     *,
     processes: int,
-    report: Callable[[], None],
+    on_progress: Callable[[], None],
 ) -> None:
     """Call a function once for each task, on forked processes.
 
@@ -288,7 +300,7 @@ def run_in_processes(
         work: Called with each task.
         tasks: Task numbers, begun in this order.
         processes: Number of processes; none of them outlives this one.
-        report: Called here about once a second, and at the end.
+        on_progress: Called here about once a second, and at the end.
 
     Raises:
         DataError: A process was killed.
@@ -301,7 +313,7 @@ def run_in_processes(
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        finish_tasks([pool.submit(_call_work, task) for task in tasks], report=report)
+        finish_tasks([pool.submit(_call_work, task) for task in tasks], on_progress=on_progress)
     except BrokenProcessPool as error:
         raise DataError(
             "A worker was killed, perhaps because the memory ran out; start again with fewer "

@@ -52,12 +52,14 @@ if TYPE_CHECKING:
 
     from llm.models.model_card import Card
 
-_UNFINISHED = ".unfinished"
+_UNFINISHED_MARKER = ".unfinished"
 """Marks the folder of an export until it is complete."""
-_EXPORTED = rf"{MODEL_FILES}|{re.escape(MEAN_FILE)}|{re.escape(_UNFINISHED)}|\.export-.*|\..*\.tmp"
+_EXPORT_NAMES = (
+    rf"{MODEL_FILES}|{re.escape(MEAN_FILE)}|{re.escape(_UNFINISHED_MARKER)}|\.export-.*|\..*\.tmp"
+)
 """Pattern of the file names in the folder of an export."""
 
-_COLUMNS = "{:>10}  {:>15}  {:>9}  {:<16}  {:>5}  {}"
+_ROW_FORMAT = "{:>10}  {:>15}  {:>9}  {:<16}  {:>5}  {}"
 
 
 @option_group("Checkpoints")
@@ -103,13 +105,13 @@ class CoreCheckpointsOptions:
     )
 
 
-_SAVED = [
+_SAVED_WEIGHTS = [
     extension.saved_weights for extension in EXTENSIONS if extension.saved_weights is not None
 ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointsOptions(CoreCheckpointsOptions, *(each.options for each in _SAVED)):  # type: ignore[misc]
+class CheckpointsOptions(CoreCheckpointsOptions, *(weights.options for weights in _SAVED_WEIGHTS)):  # type: ignore[misc]
     """The options of this program, including extensions' options."""
 
 
@@ -132,39 +134,41 @@ class Entry:
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
     ignore_ranks()
-    averages = [*argv[:1]] == ["average"]
+    is_average = [*argv[:1]] == ["average"]
     options = parse(
         CheckpointsOptions,
-        argv[1:] if averages else argv,
+        argv[1:] if is_average else argv,
         prog="llm-trainers checkpoints [average]",
         description="Show a run's checkpoints, verify them, export a model from one, or "
         "average the weights of several.",
         positional="run",
     )
-    _check_options(options, averages=averages)
-    run, folder = _locate_folders(Path(options.run))
+    _check_options(options, is_average=is_average)
+    run, checkpoints_folder = _locate_folders(Path(options.run))
+    code = 0
     if options.output is not None:
         with forbid_downloads():
-            lines, code = [_average_checkpoints(run, folder, options, options.output)], 0
+            lines = [_average_checkpoints(run, checkpoints_folder, options, options.output)]
     elif options.export:
         with forbid_downloads():
-            lines, code = [_export_checkpoint(run, folder, options)], 0
+            lines = [_export_checkpoint(run, checkpoints_folder, options)]
     else:
-        lines, code = _list_checkpoints(folder, verify=options.verify)
+        lines, code = _list_checkpoints(checkpoints_folder, verify=options.verify)
     sys.stdout.write("\n".join(lines) + "\n")
     return code
 
 
-def _check_options(options: CheckpointsOptions, *, averages: bool) -> None:
+def _check_options(options: CheckpointsOptions, *, is_average: bool) -> None:
     """Refuse options that cannot work together."""
     if problems := missing_requirements(options):
         raise ConfigError(" ".join(problems))
-    if averages != (options.output is not None):
+    if is_average != (options.output is not None):
+        problem = "--output is missing" if is_average else "the word average is missing"
         raise ConfigError(
             "The mean of checkpoints is written by llm-trainers checkpoints average RUN --last 5 "
-            f"--output DIR; {'--output is missing' if averages else 'the word average is missing'}."
+            f"--output DIR; {problem}."
         )
-    if averages and (options.verify or options.export):
+    if is_average and (options.verify or options.export):
         raise ConfigError(
             "average verifies the checkpoints that it reads; leave out --verify and --export."
         )
@@ -195,48 +199,49 @@ def _locate_folders(path: Path) -> tuple[Path, Path]:
 
 def _list_checkpoints(folder: Path, *, verify: bool) -> tuple[list[str], int]:
     """Return the lines of the list, and the exit code."""
-    listed = [_look_at(path, verify=verify) for path in checkpoint_folders(folder)]
+    all_entries = [_read_entry(path, verify=verify) for path in checkpoint_folders(folder)]
     # A running training may have removed some in the meantime.
-    entries = [entry for entry in listed if os.path.lexists(entry.path)]
+    entries = [entry for entry in all_entries if os.path.lexists(entry.path)]
     unfinished = leftovers(folder)
     if not entries and not unfinished:
         return [f"{folder} holds no checkpoint."], 0
-    valid = [entry for entry in entries if entry.problem is None]
-    latest = valid[-1].path if valid else None
-    best, remark = follow_best(folder)
-    lines = [_COLUMNS.format("step", "validation loss", "size", "saved", "ranks", "state")]
+    valid_entries = [entry for entry in entries if entry.problem is None]
+    latest = valid_entries[-1].path if valid_entries else None
+    best, best_remark = follow_best(folder)
+    lines = [_ROW_FORMAT.format("step", "validation loss", "size", "saved", "ranks", "state")]
     for entry in entries:
-        marks = [name for name, path in (("latest", latest), (BEST, best)) if path == entry.path]
-        lines.append(_format_row(entry, marks))
+        labels = [name for name, path in (("latest", latest), (BEST, best)) if path == entry.path]
+        lines.append(_format_row(entry, labels))
     for path in unfinished:
         lines.append(
             f"{path.name}, {_format_bytes(_folder_bytes(path))}: from a save or removal that is "
             "running or was interrupted; the next save or start removes it."
         )
-    lines += _lineage_lines(valid)
+    lines += _lineage_lines(valid_entries)
     lines.append(f"latest, where training resumes: {latest.name if latest else 'none'}")
-    lines.append(f"best, with the lowest validation loss: {remark}")
-    damaged = len(entries) - len(valid)
+    lines.append(f"best, with the lowest validation loss: {best_remark}")
+    num_damaged = len(entries) - len(valid_entries)
     if verify:
-        verdict = f"{damaged} of {len(entries)} damaged" if damaged else "no damage"
+        verdict = f"{num_damaged} of {len(entries)} damaged" if num_damaged else "no damage"
         lines.append(f"Every byte was read: {verdict}.")
-        return lines, 1 if damaged else 0
+        return lines, 1 if num_damaged else 0
     lines.append("Only names and sizes were compared; --verify reads every byte.")
     return lines, 0
 
 
-def _lineage_lines(valid: list[Entry]) -> list[str]:
-    """Return the line that names the parent of a branch."""
-    checkpoint = valid[-1].checkpoint if valid else None
+def _lineage_lines(valid_entries: list[Entry]) -> list[str]:
+    """Return the line that names the parent of a branch; empty for another run."""
+    checkpoint = valid_entries[-1].checkpoint if valid_entries else None
     branch = checkpoint.metadata.get("branch") if checkpoint else None
     if branch is None:
         return []
-    start = branch["cooldown_from"]
-    cooldown = "" if start is None else f", with a cooldown after step {start}"
+    cooldown_step = branch["cooldown_from"]
+    cooldown = "" if cooldown_step is None else f", with a cooldown after step {cooldown_step}"
     return [f"a branch of {branch['parent']}{cooldown}"]
 
 
-def _look_at(path: Path, *, verify: bool) -> Entry:
+def _read_entry(path: Path, *, verify: bool) -> Entry:
+    """Return the row of a checkpoint's folder; `verify` reads every byte of its files."""
     try:
         checkpoint = read_manifest(path)
     except CheckpointError as error:
@@ -249,71 +254,72 @@ def _look_at(path: Path, *, verify: bool) -> Entry:
     return Entry(path=path, checkpoint=checkpoint, problem=checkpoint.problem(verify=files))
 
 
-def _format_row(entry: Entry, marks: list[str]) -> str:
+def _format_row(entry: Entry, labels: list[str]) -> str:
+    """Return the line of a checkpoint; labels are `latest` and `best`."""
     checkpoint = entry.checkpoint
     loss = None if checkpoint is None else checkpoint.metadata.get("eval_loss")
     state = "valid" if entry.problem is None else f"not valid: {entry.problem}"
     if entry.path.name.endswith(REPLACED):
         state += " (replaced by a later save of this step)"
-    return _COLUMNS.format(
+    return _ROW_FORMAT.format(
         str(step_of(entry.path)),
         "-" if loss is None else f"{loss:.4f}",
         _format_bytes(_folder_bytes(entry.path)),
         "-" if checkpoint is None else checkpoint.saved_time[:16].replace("T", " "),
         "-" if checkpoint is None else checkpoint.world_size,
-        ", ".join([state, *marks]),
+        ", ".join([state, *labels]),
     )
 
 
 def _folder_bytes(folder: Path) -> int:
-    total = 0
+    num_bytes = 0
     with contextlib.suppress(FileNotFoundError):  # a running training may remove it
         for path in folder.rglob("*"):
-            total += 0 if path.is_dir() else path.lstat().st_size
-    return total
+            num_bytes += 0 if path.is_dir() else path.lstat().st_size
+    return num_bytes
 
 
-def _format_bytes(number: float) -> str:
+def _format_bytes(num_bytes: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} TB"
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
 
 
-def _export_checkpoint(run: Path, folder: Path, options: CheckpointsOptions) -> str:
+def _export_checkpoint(run: Path, checkpoints_folder: Path, options: CheckpointsOptions) -> str:
     """Verify every file that the export needs, then write a Hugging Face folder."""
-    step, target = options.export[0], Path(options.export[1])
-    _check_folder(target, f"--export {step}")
+    step, export_folder = options.export[0], Path(options.export[1])
+    _check_target(export_folder, f"--export {step}")
     config = _export_config(run, options)
     saved_weights = next(
-        (candidate for candidate in _SAVED if getattr(options, candidate.part)), None
+        (candidate for candidate in _SAVED_WEIGHTS if getattr(options, candidate.part)), None
     )
     _prepare_libraries()
 
-    def read() -> tuple[Checkpoint, "PreTrainedModel", "PreTrainedTokenizerBase"]:
-        chosen = choose_checkpoint(folder, step, option="--export")
-        if saved_weights is not None and saved_weights.part not in parts_of(chosen):
-            raise CheckpointError(f"{chosen.path} has no {saved_weights.description}.")
-        return chosen, *load_trained(
-            config, chosen, part=saved_weights.part if saved_weights else None
+    def read_checkpoint() -> tuple[Checkpoint, "PreTrainedModel", "PreTrainedTokenizerBase"]:
+        checkpoint = choose_checkpoint(checkpoints_folder, step, option="--export")
+        if saved_weights is not None and saved_weights.part not in parts_of(checkpoint):
+            raise CheckpointError(f"{checkpoint.path} has no {saved_weights.description}.")
+        return checkpoint, *load_trained(
+            config, checkpoint, part=saved_weights.part if saved_weights else None
         )
 
-    chosen, model, tokenizer = read_while_training(folder, read)
-    card_rows: dict[str, object] = {"steps": chosen.step}
-    loss = None if saved_weights else chosen.metadata.get("eval_loss")
+    checkpoint, model, tokenizer = read_while_training(checkpoints_folder, read_checkpoint)
+    card_rows: dict[str, object] = {"steps": checkpoint.step}
+    loss = None if saved_weights else checkpoint.metadata.get("eval_loss")
     if saved_weights is not None:
         card_rows["weights"] = saved_weights.card
     elif loss is not None:
         card_rows["eval loss"] = loss
     card = _make_card(
-        run, config, chosen, card_rows, results={} if loss is None else {"loss": loss}
+        run, config, checkpoint, card_rows, results={} if loss is None else {"loss": loss}
     )
-    with _fill_folder(target, f"--export {step}"):
-        _write_export(target, config, model, tokenizer, model.state_dict(), card)
+    with _unfinished_export(export_folder, f"--export {step}"):
+        _write_export(export_folder, config, model, tokenizer, model.state_dict(), card)
     return (
-        f"{chosen.path} is exported: "
-        f"AutoModelForCausalLM.from_pretrained({str(target)!r}) loads it."
+        f"{checkpoint.path} is exported: "
+        f"AutoModelForCausalLM.from_pretrained({str(export_folder)!r}) loads it."
     )
 
 
@@ -323,43 +329,47 @@ def _export_config(run: Path, options: CheckpointsOptions) -> CoreConfig:
     return dataclasses.replace(config, export_dtype=options.export_dtype or config.export_dtype)
 
 
-def _average_checkpoints(run: Path, folder: Path, options: CheckpointsOptions, output: str) -> str:
+def _average_checkpoints(
+    run: Path, checkpoints_folder: Path, options: CheckpointsOptions, output: str
+) -> str:
     """Write the mean of the newest checkpoints as a Hugging Face folder."""
-    target, number = Path(output), options.last
-    _check_folder(target, "--output")
+    export_folder, num_checkpoints = Path(output), options.last
+    _check_target(export_folder, "--output")
     config = _export_config(run, options)
-    chosen, model, tokenizer, state = read_while_training(
-        folder, lambda: _read_mean(config, folder, number)
+    checkpoints, model, tokenizer, state = read_while_training(
+        checkpoints_folder, lambda: _read_mean(config, checkpoints_folder, num_checkpoints)
     )
-    steps = ", ".join(str(checkpoint.step) for checkpoint in chosen)
-    card = _make_card(run, config, chosen[-1], {"mean of steps": steps}, results={})
-    record = {"run": str(run.resolve()), "steps": [checkpoint.step for checkpoint in chosen]}
-    with _fill_folder(target, "--output"):
-        _write_export(target, config, model, tokenizer, state, card)
-        write_whole(target / MEAN_FILE, json.dumps(record) + "\n")
+    steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints)
+    card = _make_card(run, config, checkpoints[-1], {"mean of steps": steps}, results={})
+    record = {"run": str(run.resolve()), "steps": [checkpoint.step for checkpoint in checkpoints]}
+    with _unfinished_export(export_folder, "--output"):
+        _write_export(export_folder, config, model, tokenizer, state, card)
+        write_whole(export_folder / MEAN_FILE, json.dumps(record) + "\n")
     return (
         f"The mean of the weights after steps {steps} is exported: "
-        f"AutoModelForCausalLM.from_pretrained({str(target)!r}) loads it."
+        f"AutoModelForCausalLM.from_pretrained({str(export_folder)!r}) loads it."
     )
 
 
 def _read_mean(
-    config: CoreConfig, folder: Path, number: int
+    config: CoreConfig, checkpoints_folder: Path, num_checkpoints: int
 ) -> tuple[list[Checkpoint], "PreTrainedModel", "PreTrainedTokenizerBase", dict[str, Any]]:
     """Return the newest checkpoints, their model and tokenizer, and the mean of their weights."""
-    newest = list_checkpoints(folder)[-number:]
-    if len(newest) < number:
+    newest = list_checkpoints(checkpoints_folder)[-num_checkpoints:]
+    if len(newest) < num_checkpoints:
         available = counted(len(newest), "valid checkpoint") if newest else "no valid checkpoint"
         remedy = "; choose a smaller number" if newest else ""
-        raise ConfigError(f"--last {number}: {folder} holds {available}{remedy}.")
-    chosen = [read_valid(checkpoint.path) for checkpoint in newest]
+        raise ConfigError(
+            f"--last {num_checkpoints}: {checkpoints_folder} holds {available}{remedy}."
+        )
+    checkpoints = [read_valid(checkpoint.path) for checkpoint in newest]
     _prepare_libraries()
     from llm.tools.mean_state import mean_state
 
-    _check_same_model(config, chosen)
+    _check_same_model(config, checkpoints)
     # Not initialized: a second copy of the weights would double the memory.
-    model, tokenizer = build_untrained(config, chosen[-1], device="meta")
-    return chosen, model, tokenizer, mean_state(chosen, model)
+    model, tokenizer = build_untrained(config, checkpoints[-1], device="meta")
+    return checkpoints, model, tokenizer, mean_state(checkpoints, model)
 
 
 def _check_same_model(config: CoreConfig, checkpoints: Sequence[Checkpoint]) -> None:
@@ -377,18 +387,18 @@ def _check_same_model(config: CoreConfig, checkpoints: Sequence[Checkpoint]) -> 
 
     newest = checkpoints[-1]
     options = with_copies(config, newest)
-    current = load_config(options)
+    model_config = load_config(options)
     for checkpoint in checkpoints:
-        changed = config_changes(options, checkpoint, current)
-        if changed:
+        changes = config_changes(options, checkpoint, model_config)
+        if changes:
             raise CheckpointError(
-                f"{newest.path} and {checkpoint.path} have different models: {'; '.join(changed)}. "
+                f"{newest.path} and {checkpoint.path} have different models: {'; '.join(changes)}. "
                 "Average checkpoints of one model, with a smaller --last."
             )
 
 
-def _check_folder(target: Path, option: str) -> None:
-    """Refuse a folder with files, unless they are of an unfinished export, or within a run."""
+def _check_target(target: Path, option: str) -> None:
+    """Refuse the folder of an export if it is within a run, or has files of another origin."""
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{option} {target} is a file; name a new folder.")
     if target.exists() and not (_is_empty(target) or _is_unfinished(target)):
@@ -407,37 +417,37 @@ def _is_empty(folder: Path) -> bool:
 def _is_unfinished(folder: Path) -> bool:
     """Return whether all files in a folder are of an export that has failed or was killed."""
     names = [path.name for path in folder.iterdir()]
-    return _UNFINISHED in names and all(re.fullmatch(_EXPORTED, name) for name in names)
+    return _UNFINISHED_MARKER in names and all(re.fullmatch(_EXPORT_NAMES, name) for name in names)
 
 
 @contextlib.contextmanager
-def _fill_folder(target: Path, option: str) -> Iterator[None]:
-    """Mark a folder until the context has written an export to it, so that it can be repeated.
+def _unfinished_export(target: Path, option: str) -> Iterator[None]:
+    """Mark a folder as unfinished while the context writes an export to it.
 
-    Leftovers of an unfinished export are removed first, and again if this one fails.
+    The files of an unfinished export are removed first, and again if this one fails.
 
     Raises:
         ConfigError: The folder has other files, or another process is writing to it.
         CheckpointError: It cannot be written to.
     """
-    mark = target / _UNFINISHED
-    _check_folder(target, option)  # again: another export may have finished in the meantime
+    marker = target / _UNFINISHED_MARKER
+    _check_target(target, option)  # again: another export may have finished in the meantime
     try:
         target.mkdir(parents=True, exist_ok=True)
-        with mark.open("a") as file:
+        with marker.open("a") as file:
             if not try_lock(file.fileno()):
                 logging.getLogger("llm").warning(
                     f"{target} is on a file system without locks: start no second program that "
                     "writes it."
                 )
-            _clear_folder(target, but=mark)
+            _clear_folder(target, except_path=marker)
             try:
                 yield
             except BaseException:
                 with contextlib.suppress(OSError):
                     _clear_folder(target)
                 raise
-            mark.unlink()
+            marker.unlink()
     except BlockingIOError as error:
         raise ConfigError(
             f"{option} {target} is being written by another process; wait for it, or name another "
@@ -449,9 +459,9 @@ def _fill_folder(target: Path, option: str) -> Iterator[None]:
         ) from error
 
 
-def _clear_folder(folder: Path, *, but: Path | None = None) -> None:
+def _clear_folder(folder: Path, *, except_path: Path | None = None) -> None:
     for path in folder.iterdir():
-        if path != but:
+        if path != except_path:
             delete(path)
 
 

@@ -27,10 +27,10 @@ from llm.runtime.world import ignore_ranks
 from llm.trainers.gpt.extensions import EXTENSIONS, GPTConfig
 from llm.trainers.gpt.load_trained_model import tokenizer_of
 
-# Files at the top of a model's repository. Weights are read as safetensors if possible.
-_SETTINGS = (".jinja", ".json", ".model", ".py", ".tiktoken", ".txt")
-_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
-_OLD_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+# Files at the top level of a model's repository. Weights are read as safetensors if possible.
+_MODEL_FILE_SUFFIXES = (".jinja", ".json", ".model", ".py", ".tiktoken", ".txt")
+_SAFETENSORS_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+_PICKLED_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 logger = logging.getLogger("llm")
 
@@ -68,11 +68,11 @@ class CoreFetchOptions:
     )
 
 
-_ADDED = [extension.fetch for extension in EXTENSIONS if extension.fetch is not None]
+_FETCHES = [extension.fetch for extension in EXTENSIONS if extension.fetch is not None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FetchOptions(CoreFetchOptions, *(added.options for added in _ADDED)):  # type: ignore[misc]
+class FetchOptions(CoreFetchOptions, *(extension.options for extension in _FETCHES)):  # type: ignore[misc]
     """The options of this program, including extensions' options."""
 
 
@@ -100,11 +100,11 @@ def main(argv: Sequence[str]) -> int:
     set_up_logging(rank=0)
     quiet_libraries()
     config = GPTConfig(**option_values)
-    local = fetch(config, folder)
+    local_config = fetch(config, folder)
     # Write defaults too: they override the options of a preset or of a branch's parent.
-    values = {name: getattr(local, name) for name in option_values}
+    values = {name: getattr(local_config, name) for name in option_values}
     write_whole(folder / "run.toml", values_as_toml(values))
-    check(local)
+    check_downloads(local_config)
     logger.info(f"train without a network: {shell_line(['--config', folder / 'run.toml'])}")
     return 0
 
@@ -127,14 +127,14 @@ def fetch(config: GPTConfig, folder: Path) -> GPTConfig:
     from llm.models.configuration import find_weights
 
     changes: dict[str, Any] = {}
-    weights_from = find_weights(config)
-    for name_of in ("model_name_or_path", "config_name", "tokenizer_name"):
-        name = getattr(config, name_of)
+    weights_name = find_weights(config)
+    for option_name in ("model_name_or_path", "config_name", "tokenizer_name"):
+        name = getattr(config, option_name)
         if _is_on_hub(name):
             target = folder / "models" / name
-            with _explain_errors(name_of, name):
-                _fetch_model(name, target, with_weights=name == weights_from)
-            changes[name_of] = str(target)
+            with _explain_hub_errors(option_name, name):
+                _fetch_model(name, target, with_weights=name == weights_name)
+            changes[option_name] = str(target)
     if _is_on_hub(config.dataset_name):
         changes["dataset_name"] = _fetch_dataset(
             "dataset_name", config.dataset_name, config.dataset_config_name, folder
@@ -142,22 +142,28 @@ def fetch(config: GPTConfig, folder: Path) -> GPTConfig:
     metrics = tuple(_fetch_metric(name, folder) for name in config.eval_metrics)
     if metrics != config.eval_metrics:
         changes["eval_metrics"] = metrics
-    for added in _ADDED:
-        local = added.download(config, folder, partial(_fetch_dataset, folder=folder))
-        changes |= {name: path for name, path in local.items() if path != getattr(config, name)}
+    for extension_fetch in _FETCHES:
+        local_paths = extension_fetch.download(
+            config, folder, partial(_fetch_dataset, folder=folder)
+        )
+        changes |= {
+            name: path for name, path in local_paths.items() if path != getattr(config, name)
+        }
     if not changes:
-        names = (field.name for added in _ADDED for field in fields(added.options))
-        further = "".join(f"--{name}, " for name in names)
+        names = (
+            field.name for extension_fetch in _FETCHES for field in fields(extension_fetch.options)
+        )
+        extension_options = "".join(f"--{name}, " for name in names)
         raise ConfigError(
             "There is nothing to fetch: the options name nothing on the Hub. Give "
-            f"--model_name_or_path, --dataset_name, {further}or --eval_metrics, or a --config with "
-            "one of them."
+            f"--model_name_or_path, --dataset_name, {extension_options}or --eval_metrics, or a "
+            "--config with one of them."
         )
     return dataclasses.replace(config, **changes)
 
 
-def check(config: GPTConfig) -> None:
-    """Load the downloads, except weights and text, so that gaps show before the run.
+def check_downloads(config: GPTConfig) -> None:
+    """Load the downloads, except weights and text, so that missing parts show before the run.
 
     Raises:
         ConfigError: A part is missing, or a metric needs a Python package.
@@ -195,8 +201,13 @@ def _is_on_hub(name: str | None) -> TypeGuard[str]:
 
 
 @contextlib.contextmanager
-def _explain_errors(option_name: str, name: str) -> Iterator[None]:
-    """Turn errors of the Hub's client into one sentence."""
+def _explain_hub_errors(option_name: str, name: str) -> Iterator[None]:
+    """Raise errors of the Hub's client as a ConfigError of one sentence.
+
+    Args:
+        option_name: The option that names the repository.
+        name: Its value.
+    """
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -233,28 +244,39 @@ def _explain_errors(option_name: str, name: str) -> Iterator[None]:
 def _download_files(
     name: str, target: Path, *, files: Sequence[str], kind: str, revision: str | None = None
 ) -> None:
-    """Download files of a repository; existing files are only compared."""
+    """Download files of a repository; unchanged files are not downloaded again.
+
+    Args:
+        name: The repository.
+        target: The folder to write to.
+        files: Paths in the repository.
+        kind: `model`, `dataset` or `space`.
+        revision: Branch, tag or commit; by default the main branch.
+    """
     import huggingface_hub
 
     huggingface_hub.snapshot_download(
         name, repo_type=kind, revision=revision, local_dir=target, allow_patterns=list(files)
     )
-    size = sum(path.stat().st_size for path in map(target.joinpath, files) if path.is_file())
-    logger.info(f"{name}: {len(files)} files, {size / 1e6:,.1f} MB in {target}")
+    num_bytes = sum(path.stat().st_size for path in map(target.joinpath, files) if path.is_file())
+    logger.info(f"{name}: {len(files)} files, {num_bytes / 1e6:,.1f} MB in {target}")
 
 
 def _fetch_model(name: str, target: Path, *, with_weights: bool) -> None:
-    """Download configuration and tokenizer, and weights on request."""
+    """Download the configuration and the tokenizer of a model, and its weights if asked for."""
     import huggingface_hub
 
-    every = [f for f in huggingface_hub.HfApi().list_repo_files(name) if "/" not in f]
-    weights = _matching_files(every, _WEIGHTS) or _matching_files(every, _OLD_WEIGHTS)
-    settings = {f for f in every if f.endswith(_SETTINGS)}
-    settings -= {*_matching_files(every, _WEIGHTS), *_matching_files(every, _OLD_WEIGHTS)}
-    files = sorted(settings | set(weights if with_weights else []))
+    repository_files = huggingface_hub.HfApi().list_repo_files(name)
+    top_level_files = [file for file in repository_files if "/" not in file]
+    safetensors_files = _matching_files(top_level_files, _SAFETENSORS_WEIGHTS)
+    pickled_files = _matching_files(top_level_files, _PICKLED_WEIGHTS)
+    files = {file for file in top_level_files if file.endswith(_MODEL_FILE_SUFFIXES)}
+    files -= {*safetensors_files, *pickled_files}  # indices of weights are JSON files, too
+    if with_weights:
+        files |= set(safetensors_files or pickled_files)
     if not files:
         raise ConfigError(f"{name} has no model or tokenizer files at its top level.")
-    _download_files(name, target, files=files, kind="model")
+    _download_files(name, target, files=sorted(files), kind="model")
 
 
 def _matching_files(files: Sequence[str], patterns: Sequence[str]) -> list[str]:
@@ -267,7 +289,7 @@ def _fetch_dataset(option_name: str, name: str, config_name: str | None, folder:
 
     repository = find_hub_files(name, config_name)
     target = folder / "datasets" / name
-    with _explain_errors(option_name, name):
+    with _explain_hub_errors(option_name, name):
         # The card defines the configurations. Without configurations, it is left out.
         _download_files(
             repository.name,
@@ -280,7 +302,11 @@ def _fetch_dataset(option_name: str, name: str, config_name: str | None, folder:
 
 
 def _fetch_metric(name: str, folder: Path) -> str:
-    """Download the code of a metric; return its folder, or its name if it is available locally."""
+    """Download the code of a metric.
+
+    Returns:
+        The folder of the code, or the name of the metric if it is available without a download.
+    """
     import evaluate
     import huggingface_hub
     from huggingface_hub.errors import RevisionNotFoundError
@@ -289,13 +315,13 @@ def _fetch_metric(name: str, folder: Path) -> str:
         return name
     repository = name if "/" in name else f"evaluate-metric/{name}"
     target = folder / "metrics" / name
-    with _explain_errors("eval_metrics", name):
-        hub, revision = huggingface_hub.HfApi(), f"v{evaluate.__version__}"
+    with _explain_hub_errors("eval_metrics", name):
+        api, revision = huggingface_hub.HfApi(), f"v{evaluate.__version__}"
         try:
-            files = hub.list_repo_files(repository, repo_type="space", revision=revision)
+            files = api.list_repo_files(repository, repo_type="space", revision=revision)
         except RevisionNotFoundError:  # a metric that is not part of the library's release
             revision = "main"
-            files = hub.list_repo_files(repository, repo_type="space", revision=revision)
-        code = [file for file in files if file.endswith(".py")]
-        _download_files(repository, target, files=code, kind="space", revision=revision)
+            files = api.list_repo_files(repository, repo_type="space", revision=revision)
+        code_files = [file for file in files if file.endswith(".py")]
+        _download_files(repository, target, files=code_files, kind="space", revision=revision)
     return str(target)

@@ -48,7 +48,7 @@ def planned(name: str) -> int:
         torch_compile=False,  # as the case runs
     )
     job = Job(options)
-    return estimate(job, job.layout).memory.total - CONTEXT
+    return estimate(job, job.dims).memory.total - CONTEXT
 
 
 @every_case

@@ -34,7 +34,7 @@ def planned(model: Path, **options: Any) -> int:
             **options,
         )
     )
-    return estimate(job, job.layout).memory.total - CONTEXT
+    return estimate(job, job.dims).memory.total - CONTEXT
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from llm.errors import ConfigError, DataError
 from llm.prepare.encoder import (
     Encoding,
     FastEncoder,
-    OtherIds,
     ReferenceEncoder,
+    WrongIdsError,
     make_encoder,
 )
 from llm.prepare.text_tokenizer import TextTokenizer, from_transformers
@@ -37,7 +37,7 @@ def tiny() -> TextTokenizer:
 
 
 def make(tokenizer=None, **changes):
-    how = {name: changes.pop(name) for name in ("threads", "fast") if name in changes}
+    how = {name: changes.pop(name) for name in ("threads", "allow_fast") if name in changes}
     settings = {"dtype": np.dtype("<u2"), "end_token": 0, **changes}
     return make_encoder(Encoding(tokenizer=tokenizer or tiny(), **settings), **how)
 
@@ -59,7 +59,7 @@ def check(found, lists):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("end", [(0,), ()])
 def test_ids_are_those_of_the_tokenizers_library_plus_an_end_token(fast, threads, end):
-    made = make(fast=fast, threads=threads, end_token=end[0] if end else None)
+    made = make(allow_fast=fast, threads=threads, end_token=end[0] if end else None)
 
     assert isinstance(made, FastEncoder if fast else ReferenceEncoder)
     for texts in ([], [""], TEXTS[:1], TEXTS, [*TEXTS, *["the fox"] * 1000]):
@@ -71,7 +71,7 @@ def test_ids_are_those_of_the_tokenizers_library_plus_an_end_token(fast, threads
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("end", [(0,), ()])
 def test_a_begin_token_precedes_each_text(fast, threads, end):
-    made = make(fast=fast, threads=threads, begin_token=7, end_token=end[0] if end else None)
+    made = make(allow_fast=fast, threads=threads, begin_token=7, end_token=end[0] if end else None)
 
     for texts in ([], [""], TEXTS[:1], TEXTS, [*TEXTS, *["the fox"] * 1000]):
         lists = [[7, *ids] if ids else [] for ids in expected(texts, end=end)]
@@ -83,7 +83,7 @@ def test_a_begin_token_precedes_each_text(fast, threads, end):
 def test_a_forked_process_encodes_after_its_parent_used_threads(fast):
     """Those of the first do not survive the fork; to wait for them is to wait for ever."""
     texts = TEXTS * (3000 if fast else 300)  # of less, the fast library makes one thread's work
-    made = make(fast=fast, threads=2)
+    made = make(allow_fast=fast, threads=2)
     first = made.encode(texts)[0]
 
     def encode_again():
@@ -104,7 +104,7 @@ ENCODERS = {}
 @given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=60), max_size=4))
 def test_any_text_has_the_same_ids_by_either_encoder(texts):
     if not ENCODERS:
-        ENCODERS.update(fast=make(fast=True), reference=make(fast=False))
+        ENCODERS.update(fast=make(allow_fast=True), reference=make(allow_fast=False))
     fast, reference = ENCODERS["fast"].encode(texts), ENCODERS["reference"].encode(texts)
 
     assert fast[0].tolist() == reference[0].tolist()
@@ -117,7 +117,7 @@ def special(kind, allow):
         settings = {"end_token": tokenizer.eos_token_id}
     else:
         tokenizer = tiny_tokenizer()
-        settings = {"fast": kind == "fast"}
+        settings = {"allow_fast": kind == "fast"}
     made = make(from_transformers(tokenizer, kind), allow_special_tokens=allow, **settings)
     return tokenizer, made
 
@@ -249,7 +249,7 @@ def test_a_library_with_wrong_ids_later_on_is_detected(monkeypatch, encode, note
         for number in range(10):
             made.encode([*TEXTS[:number], "the fox " * 20])
 
-    with pytest.raises(OtherIds, match=note):
+    with pytest.raises(WrongIdsError, match=note):
         encode_some_batches()
 
 
@@ -303,7 +303,7 @@ def test_a_text_on_which_the_tokenizer_panics_is_refused(texts, capfd):
     refused = r"The tokenizer tiny cannot encode the text that begins with 'xxx.*: Onig.*retry"
 
     with pytest.raises(DataError, match=refused) as raised:
-        make(tokenizer, fast=False).encode(texts)
+        make(tokenizer, allow_fast=False).encode(texts)
     # With Dask, errors are pickled together with these, and a panic cannot be pickled.
     errors = [raised.value, raised.value.__cause__, raised.value.__context__]
     assert {type(error) for error in errors} == {DataError, type(None)}

@@ -137,7 +137,7 @@ def test_a_cluster_that_cannot_be_used_is_one_sentence(
     tmp_path, monkeypatch, capsys, words, variables, fault
 ):
     write(tmp_path / "a.jsonl", json_lines(TEXTS))
-    monkeypatch.setattr("llm.prepare.dask_cluster._CONNECT_SECONDS", 1)
+    monkeypatch.setattr("llm.prepare.dask_cluster._CONNECT_TIMEOUT_SECONDS", 1)
     monkeypatch.delenv("DASK_SCHEDULER_ADDRESS", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

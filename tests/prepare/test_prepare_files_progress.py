@@ -14,7 +14,7 @@ def all_levels(caplog):
 
 def logged(monkeypatch, caplog, totals, seconds):
     monkeypatch.setattr(prepare_files.time, "monotonic", lambda: 100.0)
-    report = prepare_files.progress_log(10.0)
+    report = prepare_files.make_progress_logger(10.0)
     monkeypatch.setattr(prepare_files.time, "monotonic", lambda: 100.0 + seconds)
     report(totals)
     return caplog.messages

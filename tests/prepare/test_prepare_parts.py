@@ -137,11 +137,11 @@ def test_a_larger_text_has_larger_shards_and_too_many_parts_are_refused(tmp_path
             return [ListSource([f"{number}"]) for number in range(4)]
 
     monkeypatch.setattr(prepare_files, "SHARD_BYTES", 10)
-    monkeypatch.setattr(prepare_files, "_MOST_SHARDS", 30)
+    monkeypatch.setattr(prepare_files, "_MAX_SHARDS", 30)
     prepare(tmp_path / "wiki", [Splitting([])])
     assert sizes == [40]
 
-    monkeypatch.setattr(prepare_files, "_MOST_PARTS", 3)
+    monkeypatch.setattr(prepare_files, "_MAX_PARTS", 3)
     with pytest.raises(DataError, match="--parts would leave 4 parts, and a run can open 3; join"):
         prepare(tmp_path / "web", [Splitting([])], parts=True)
 

@@ -77,8 +77,13 @@ def test_any_number_of_ranks_makes_the_same_files(tmp_path, world_size, workers)
 def test_small_outputs_have_different_ranks(tmp_path):
     share = Share(rank=1, world_size=3)
 
-    assert list(share.numbers(7)) == [1, 4]
-    assert [list(share.numbers(1, first=first)) for first in range(4)] == [[], [0], [], []]
+    assert list(share.shard_indices(7)) == [1, 4]
+    assert [list(share.shard_indices(1, num_preceding=first)) for first in range(4)] == [
+        [],
+        [0],
+        [],
+        [],
+    ]
 
 
 def test_each_rank_begins_with_another_output(tmp_path):
@@ -289,7 +294,7 @@ def test_a_rank_refuses_an_output_of_another_text_and_unknown_files(tmp_path):
 def test_ranks_and_one_process_do_not_work_at_once(tmp_path):
     output = Output(prefix=tmp_path / "wiki")
     with (
-        prepare_files._lock_output(output, shared=True),
+        prepare_files._lock_output(output, is_shared=True),
         pytest.raises(DataError, match="Another program is writing to"),
     ):
         prepare(tmp_path / "wiki", sources())

@@ -29,7 +29,7 @@ class FaultySource(ListSource):
 def write(source, stem, **changes):
     settings = {"tokenizer": byte_tokenizer(), "end_token": 0, "dtype": UINT16, **changes}
     encoding = Encoding(**settings)
-    write_shard(source, stem, encoding, make_encoder(encoding), report=lambda _: None)
+    write_shard(source, stem, encoding, make_encoder(encoding), on_progress=lambda _: None)
     return read_shard(stem, verify=True)
 
 
@@ -111,7 +111,7 @@ def test_a_shard_with_metadata_of_another_version_is_not_used(tmp_path):
 
 
 def test_a_text_longer_than_the_index_can_store_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "_MOST_TOKENS", 3)
+    monkeypatch.setattr(shards, "_MAX_TOKENS", 3)
 
     with pytest.raises(DataError, match=r"list holds a text of 5 tokens, .* can take 3 at most"):
         write(ListSource(["ab", "abcd"]), tmp_path / "0")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llm.errors import DataError
-from llm.prepare.encoder import Encoding, OtherIds, make_encoder
+from llm.prepare.encoder import Encoding, WrongIdsError, make_encoder
 from llm.prepare.shards import read_array
 from llm.prepare.tokenize_shards import tokenize_shards
 from tests.support.texts import FailingSource, ListSource, byte_tokenizer, ids
@@ -34,7 +34,7 @@ class WrongLater:
 
     def encode(self, texts, **how):
         if self._text in texts:
-            raise OtherIds("the fast one gives other ids for 'c'")
+            raise WrongIdsError("the fast one gives other ids for 'c'")
         ids, counts = self._real.encode(texts, **how)
         return np.where(ids == 0, 0, 7).astype(UINT16), counts  # wrong, and not yet noticed
 
@@ -43,10 +43,10 @@ class WrongLater:
 def wrong_encoder(monkeypatch):
     made = []
 
-    def make(*args, fast=True, **options):
-        made.append(fast)
+    def make(*args, allow_fast=True, **options):
+        made.append(allow_fast)
         reference = make_encoder(*args, **options)
-        return WrongLater(reference, "c") if fast else reference
+        return WrongLater(reference, "c") if allow_fast else reference
 
     monkeypatch.setattr("llm.prepare.tokenize_shards.make_encoder", make)
     return made
@@ -84,7 +84,7 @@ def test_progress_adds_up_over_all_shards(tmp_path, workers):
     told = []
     tokens_of(sources[:1], tmp_path / "parts")
 
-    tokens_of(sources, tmp_path / "parts", workers=workers, report=told.append)
+    tokens_of(sources, tmp_path / "parts", workers=workers, on_progress=told.append)
 
     last = told[-1]
     assert (last.texts, last.tokens, last.text_bytes) == (1, 3, 2)  # what an earlier try did is not
@@ -99,6 +99,6 @@ def test_a_source_of_unknown_size_makes_the_total_size_unknown(tmp_path):
     known.num_bytes = 100
     told = []
 
-    tokens_of([known, ListSource(["b"])], tmp_path / "parts", report=told.append)
+    tokens_of([known, ListSource(["b"])], tmp_path / "parts", on_progress=told.append)
 
     assert {totals.num_bytes for totals in told} == {None}

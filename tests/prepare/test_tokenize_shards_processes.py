@@ -39,7 +39,7 @@ def test_the_number_of_cores_respects_the_cpu_affinity():
 
 
 def run(tasks, work, processes, report=lambda: None):
-    run_in_processes(work, tasks, processes=processes, report=report)
+    run_in_processes(work, tasks, processes=processes, on_progress=report)
 
 
 def leave_pid(folder):
@@ -75,7 +75,7 @@ def test_a_free_worker_takes_the_next_task(tmp_path):
 
 
 def test_the_parent_process_checks_progress_during_the_work_and_at_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenize_shards, "_REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(tokenize_shards, "_PROGRESS_SECONDS", 0.05)
     seen = []
 
     def work(task):

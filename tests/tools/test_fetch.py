@@ -213,7 +213,7 @@ def test_a_data_set_that_a_run_cannot_read_is_refused(tmp_path):
     (tmp_path / "data-00000-of-00001.arrow").write_bytes(b"x")
 
     with pytest.raises(DataError, match="is a folder without any file of a known kind"):
-        llm.tools.fetch.check(GPTConfig(dataset_name=str(tmp_path)))
+        llm.tools.fetch.check_downloads(GPTConfig(dataset_name=str(tmp_path)))
 
 
 def test_names_that_cannot_be_fetched_are_refused_in_one_sentence(hub, tmp_path):

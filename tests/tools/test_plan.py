@@ -20,10 +20,10 @@ from llm.parallel.dims import ParallelDims
 from llm.parallel.pipeline.split import find_pipeline_modules
 from llm.parallel.pipeline.stage import cut_model
 from llm.tools.plan import trace as plan_trace
-from llm.tools.plan.batch_size import largest_batch
+from llm.tools.plan.batch_size import fit_batch_size
 from llm.tools.plan.estimate import Estimate, checkpoint_bytes, estimate, search, transfers
 from llm.tools.plan.job import DEVICES, Job
-from llm.tools.plan.memory import StagePlan, in_flight
+from llm.tools.plan.memory import StagePlan, max_in_flight
 from llm.tools.plan.options import PlanOptions
 from llm.tools.plan.plan import main
 from llm.tools.plan.rank_model import (
@@ -53,7 +53,7 @@ def job_of(**options: Any) -> Job:
 
 def plan_of(**options: Any) -> Estimate:
     job = job_of(**options)
-    return estimate(job, job.layout)
+    return estimate(job, job.dims)
 
 
 # Layers and width of table 1 of Narayanan et al. 2021, and the batch that it was trained with.
@@ -95,7 +95,7 @@ def test_a_moving_average_takes_four_bytes_for_each_trained_weight():
 
 def test_moments_in_bf16_take_half_the_memory_but_for_vectors():
     whole, half = (plan_of(moment_dtype=dtype) for dtype in ("fp32", "bf16"))
-    parameters = list(job_of().outline().parameters())
+    parameters = list(job_of().make_meta_model().parameters())
     vectors = num_elements(p for p in parameters if p.ndim < 2)
     assert whole.memory.optimizer == pytest.approx(8 * num_elements(parameters), rel=0.01)
     expected = 4 * num_elements(parameters) + 4 * vectors
@@ -153,12 +153,12 @@ def test_the_largest_batch_that_fits_is_found(changes, expected):
     plan = plan_of(per_device_train_batch_size=9, global_batch_size=batch)
     options = {**SMALL, "memory_gib": plan.memory.total / 2**30, **changes}
     options["per_device_train_batch_size"] = "auto"
-    assert largest_batch(PlanOptions(**options)).per_device_train_batch_size == expected
+    assert fit_batch_size(PlanOptions(**options)).per_device_train_batch_size == expected
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_ranks_shard_has_the_size_that_fully_shard_gives_on_64_ranks(family):
-    model = job_of(model_type=family).outline()
+    model = job_of(model_type=family).make_meta_model()
     param_counts = count_parameters(model)
     counted = sum(
         shard_sizes(block, 64)[0] for block in (*param_counts.blocks, param_counts.other_weights)
@@ -177,7 +177,7 @@ def test_a_ranks_shard_has_the_size_that_fully_shard_gives_on_64_ranks(family):
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama", "qwen3"])
 def test_a_tensor_parallel_rank_holds_its_shard_of_every_block_matrix(family):
     job = job_of(model_type=family)
-    whole, part = job.outline(), job.outline()
+    whole, part = job.make_meta_model(), job.make_meta_model()
     split_model(part, 4)
 
     parameters = (find_blocks(model)[0].parameters() for model in (whole, part))
@@ -265,7 +265,7 @@ DEPTHS = {
 )
 def test_a_pipeline_is_cut_as_the_trainer_cuts_it(size):
     job = Job(PlanOptions(model_size=size, nodes=1, gpus_per_node=1))
-    model = job.outline()
+    model = job.make_meta_model()
     pieces, loss = find_pipeline_modules(model), LanguageModelLoss(model, chunked=False)
 
     assert job.layers_of_ranks(1) == [[*range(DEPTHS[size])]]
@@ -306,12 +306,17 @@ def test_a_stage_between_the_first_two_and_the_last_may_be_the_fullest():
 
 
 def test_micro_batches_in_flight_are_those_of_the_schedules():
-    sizes = {"stages": 4, "micro_batches": 8}
+    sizes = {"num_stages": 4, "micro_batches": 8}
 
-    assert in_flight("gpipe", stage=0, virtual=1, **sizes) == 8
-    assert [in_flight("1f1b", stage=s, virtual=1, **sizes) for s in range(4)] == [4, 3, 2, 1]
+    assert max_in_flight("gpipe", stage=0, virtual_stages=1, **sizes) == 8
+    assert [max_in_flight("1f1b", stage=s, virtual_stages=1, **sizes) for s in range(4)] == [
+        4,
+        3,
+        2,
+        1,
+    ]
     # Six warm-up parts, four more for the second half of the layers, one at work: 11 halves.
-    assert in_flight("interleaved-1f1b", stage=0, virtual=2, **sizes) == 5.5
+    assert max_in_flight("interleaved-1f1b", stage=0, virtual_stages=2, **sizes) == 5.5
 
 
 def test_a_ring_crosses_each_node_boundary_once():
@@ -380,12 +385,12 @@ def test_casts_of_weights_stay_for_all_micro_batches_of_a_step(whole_logits):
     totals = []
     for accumulation in (1, 2):
         job = job_of(mixed_precision="bf16", gradient_accumulation_steps=accumulation)
-        moments = {memory.moment: memory for memory in StagePlan(job, job.layout, 0).moments()}
+        moments = {memory.moment: memory for memory in StagePlan(job, job.dims, 0).moments()}
         totals.append(moments["backward of its first layer"].activations)
     trace, counts = job.trace(1, 1), job.param_counts(1)
 
     casts = 3 * trace.block_casts + 2 * num_elements(counts.head)
-    assert totals[1] - totals[0] == casts + trace.block_casts - trace.casts_left
+    assert totals[1] - totals[0] == casts + trace.block_casts - trace.backward_casts
 
 
 def test_a_later_pipeline_stage_holds_fewer_activations_and_no_embedding(whole_logits):
@@ -436,7 +441,7 @@ def test_a_run_that_does_not_fit_is_given_the_cheapest_remedy(memory_gib, remedy
 
     found = find_remedy(job, None)
 
-    assert not estimate(job, job.layout).fits
+    assert not estimate(job, job.dims).fits
     assert found == remedy
     assert found is None or plan_of(**{**changes, **found}).fits
 
@@ -451,7 +456,7 @@ def test_a_model_without_recomputation_is_given_another_remedy(monkeypatch):
 def test_the_budget_is_that_of_the_run_in_tokens_or_by_the_models_size():
     def budget(**options: Any) -> float | None:
         job = job_of(gpus_per_node=2, **options)
-        return job.budget(job.layout)
+        return job.token_budget(job.dims)
 
     parameters = job_of().param_counts(1).parameters
     assert budget() is None
@@ -468,9 +473,9 @@ def test_a_batch_that_grows_is_planned_at_its_largest():
     job = job_of(**growing)
 
     # 1,000 tokens are 15.6 samples, which 8 steps of 2 reach; two steps of 16 follow.
-    assert job.budget(job.layout) == (8 * 2 + 2 * 16) * 64
+    assert job.token_budget(job.dims) == (8 * 2 + 2 * 16) * 64
     plain = plan_of(**{**growing, "global_batch_size": 16})
-    assert estimate(job, job.layout) == plain
+    assert estimate(job, job.dims) == plain
 
 
 def test_kfac_has_separate_memory():

@@ -46,7 +46,7 @@ def test_a_compiled_block_keeps_what_was_measured_on_a_gpu():
         batch = {"block_size": 1024, "per_device_train_batch_size": 8, "gpus_per_node": 1}
         device = {"device": "h200-141gb", "config_overrides": None}
         job = job_of(**sizes, **batch, **device, **options)
-        return estimate(job, job.layout).memory.total
+        return estimate(job, job.dims).memory.total
 
     recomputed = total(activation_checkpointing="full")
     planned = {name: total(**options) - recomputed for name, options in changes.items()}
@@ -91,5 +91,5 @@ def test_recorded_steps_of_kfac_are_planned_uncompiled():
 
 
 def test_a_deterministic_run_on_a_gpu_is_planned_uncompiled():
-    assert job_of(device="h100-80gb").compiled
-    assert not job_of(device="h100-80gb", deterministic=True).compiled
+    assert job_of(device="h100-80gb").is_compiled
+    assert not job_of(device="h100-80gb", deterministic=True).is_compiled

@@ -23,7 +23,7 @@ EXPERTS = {"data_parallel_shard_size": 4, "expert_parallel_size": 4}
 
 def plan_of(**options) -> Estimate:
     job = Job(PlanOptions(**options))
-    return estimate(job, job.layout)
+    return estimate(job, job.dims)
 
 
 def test_divided_experts_send_tokens_and_not_their_weights():
@@ -76,7 +76,7 @@ def test_the_plan_says_whether_tokens_or_weights_take_less_time(capsys):
 
 def test_the_search_divides_experts_where_the_trainer_does():
     job = Job(PlanOptions(**MIXTURE, gradient_accumulation_steps=2))
-    layouts = {candidate.layout for candidate in search(job)}
+    layouts = {candidate.dims for candidate in search(job)}
     assert ParallelDims(shard=4, expert=4) in layouts
     assert ParallelDims(replicate=2, shard=2, expert=2) in layouts
     assert ParallelDims(pipeline=2, shard=2, expert=2) in layouts

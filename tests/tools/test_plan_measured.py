@@ -71,10 +71,10 @@ def make_strategy(options: PlanOptions, accelerator: Any) -> AcceleratedStrategy
         vocab_size=1,
         tensor_parallel_size=options.tensor_parallel_size,
     )
-    layout = choose_dims(options, config, options.nodes * options.gpus_per_node)
+    dims = choose_dims(options, config, options.nodes * options.gpus_per_node)
     strategy: Any = AcceleratedStrategy(accelerator)
-    if not layout.is_replicated:
-        strategy = ShardedStrategy(options, accelerator, layout)
+    if not dims.is_replicated:
+        strategy = ShardedStrategy(options, accelerator, dims)
     factory = choose_factory(options, make_extensions(options), seed=1)
     factory.inspect_model(model)
     loss = LanguageModelLoss(model)
@@ -95,7 +95,7 @@ def highest(recorded: Any) -> int:
 def planned(words: str) -> int:
     options = options_of(words)
     job = Job(options)
-    return estimate(job, job.layout).memory.total
+    return estimate(job, job.dims).memory.total
 
 
 SLOW = pytest.mark.slow

@@ -9,9 +9,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from llm.errors import DataError
 from llm.prepare.text.sources import Source
 
-_LONGEST_LINE = 1000
-"""Letters of at most 4 bytes each; SentencePiece ignores lines of more than 4192 bytes."""
-_NUM_SAMPLES, _SAMPLE_LETTERS = 200, 5000
+_MAX_CHARACTERS = 1000
+"""Length of a line. SentencePiece ignores lines above 4192 bytes; a character has up to 4 bytes."""
+_NUM_SAMPLES, _SAMPLE_CHARACTERS = 200, 5000
 _LOG_SECONDS = 30.0
 
 logger = logging.getLogger("llm.data")
@@ -23,13 +23,13 @@ class TrainingTexts:
 
     Attributes:
         sources: Where the texts come from.
-        lines: Whether to yield lines, cut to SentencePiece's limit, instead of documents, cut in
-            words of more than 1000 letters.
-        max_sentences: Number of texts to draw evenly from all; None takes all.
+        lines: Whether to yield lines of at most 1000 characters, for SentencePiece; otherwise
+            documents, which are cut within words of more than 1000 characters.
+        max_sentences: Number of texts to draw, each with equal probability; None takes all.
         seed: Seed of the draw.
         num_documents: Documents read so far.
-        num_bytes: Their bytes in UTF-8.
-        sample: Pieces of some of them, drawn evenly.
+        num_bytes: Bytes of these documents in UTF-8.
+        sample: Pieces of the documents, each drawn with equal probability.
         error: The exception while a text was read.
     """
 
@@ -51,88 +51,98 @@ class TrainingTexts:
         """
         try:
             texts: Iterable[str] = self._read_texts()
-            texts = _short_lines(texts) if self.lines else texts
+            texts = _split_lines(texts) if self.lines else texts
             if self.max_sentences is not None:
-                texts = _draw_sample(texts, self.max_sentences, self.seed)
+                texts = _draw_texts(texts, self.max_sentences, self.seed)
             yield from texts if self.lines else _cut_long_words(texts)
         except (Exception, KeyboardInterrupt) as error:
             self.error = error
             raise
 
     def _read_texts(self) -> Iterator[str]:
+        """Yield the texts of all sources; count and sample them, and log the progress."""
         generator = random.Random(self.seed)
-        number = 0
-        logged = time.monotonic()
+        num_pieces = 0
+        last_log = time.monotonic()
         for source in self.sources:
-            number_before_source = number
+            num_pieces_before = num_pieces
             # Lines of one document stay together, unless some of them are drawn.
-            joined = source.one_document and self.max_sentences is None
+            joins_batch = source.one_document and self.max_sentences is None
             for batch in source.batches():
-                for text in filter(None, ["".join(batch)] if joined else batch):
+                for text in filter(None, ["".join(batch)] if joins_batch else batch):
                     self.num_documents += not source.one_document
                     self.num_bytes += len(text.encode())
-                    for begin in range(0, len(text), _SAMPLE_LETTERS):
-                        number += 1
-                        piece = text[begin : begin + _SAMPLE_LETTERS]
-                        _offer_text(
-                            self.sample, piece, number, size=_NUM_SAMPLES, generator=generator
+                    for start in range(0, len(text), _SAMPLE_CHARACTERS):
+                        num_pieces += 1
+                        piece = text[start : start + _SAMPLE_CHARACTERS]
+                        _update_reservoir(
+                            self.sample, piece, num_pieces, size=_NUM_SAMPLES, generator=generator
                         )
                     yield text
-                if time.monotonic() - logged > _LOG_SECONDS:
-                    logged = time.monotonic()
+                if time.monotonic() - last_log > _LOG_SECONDS:
+                    last_log = time.monotonic()
                     logger.info(f"read {self.num_bytes / 1e6:,.0f} MB of text")
-            self.num_documents += source.one_document and number > number_before_source
-        if not number:
+            self.num_documents += source.one_document and num_pieces > num_pieces_before
+        if not num_pieces:
             names = ", ".join(source.name for source in self.sources)
             raise DataError(f"No text was found in {names}; give an --input with text.")
 
 
-def _draw_sample(texts: Iterable[str], size: int, seed: int) -> list[str]:
-    """Return `size` texts, drawn evenly; all if there are fewer."""
-    drawn: list[str] = []
+def _draw_texts(texts: Iterable[str], size: int, seed: int) -> list[str]:
+    """Return `size` texts, each drawn with equal probability; all texts if there are fewer."""
+    reservoir: list[str] = []
     generator = random.Random(seed)
-    for number, text in enumerate(texts, 1):
-        _offer_text(drawn, text, number, size=size, generator=generator)
-    return drawn
+    for num_texts, text in enumerate(texts, 1):
+        _update_reservoir(reservoir, text, num_texts, size=size, generator=generator)
+    return reservoir
 
 
-def _offer_text(
-    drawn: list[str], text: str, number: int, *, size: int, generator: random.Random
+def _update_reservoir(
+    reservoir: list[str], text: str, num_texts: int, *, size: int, generator: random.Random
 ) -> None:
-    """Offer the `number`-th text to a list of `size` texts drawn evenly so far (reservoir)."""
-    if len(drawn) < size:
-        drawn.append(text)
-    elif (place := generator.randrange(number)) < size:
-        drawn[place] = text
+    """Add a text to a sample of equal probabilities (algorithm R of Vitter, 1985).
+
+    Args:
+        reservoir: The sample of the texts so far, changed in place.
+        text: The next text.
+        num_texts: Number of texts so far, with this one.
+        size: Maximum number of texts in the sample.
+        generator: Draws the position.
+    """
+    if len(reservoir) < size:
+        reservoir.append(text)
+    elif (index := generator.randrange(num_texts)) < size:
+        reservoir[index] = text
 
 
-def _short_lines(texts: Iterable[str]) -> Iterator[str]:
-    """Yield lines of at most 1000 letters; longer ones are cut, at spaces if possible."""
+def _split_lines(texts: Iterable[str]) -> Iterator[str]:
+    """Yield lines of at most 1000 characters; longer lines are cut, at spaces if possible."""
     for text in texts:
         for line in text.split("\n"):
             line = line.rstrip("\r")
-            begin = 0
-            while len(line) - begin > _LONGEST_LINE:
-                end = line.rfind(" ", begin + 1, begin + _LONGEST_LINE)
-                end = end if end > 0 else begin + _LONGEST_LINE
-                yield line[begin:end]
-                begin = end
-            if begin < len(line):
-                yield line[begin:]
+            start = 0
+            while len(line) - start > _MAX_CHARACTERS:
+                end = line.rfind(" ", start + 1, start + _MAX_CHARACTERS)
+                end = end if end > 0 else start + _MAX_CHARACTERS
+                yield line[start:end]
+                start = end
+            if start < len(line):
+                yield line[start:]
 
 
 def _cut_long_words(texts: Iterable[str]) -> Iterator[str]:
-    """Yield texts without words of 2000 letters or more, such as pictures in base64.
+    """Yield texts whose words are shorter than 2000 characters, unlike an image in base64.
 
     The time of a trainer grows with the square of the length of a word: 3 MB take hours. A text is
-    cut at the end of each block of 1000 letters that has no space, or nothing else.
+    cut after each block of 1000 characters that contains no space or line break, or only blanks.
     """
     for text in texts:
-        begin = 0
-        for start in range(0, len(text), _LONGEST_LINE):
-            block = text[start : start + _LONGEST_LINE]
+        piece_start = 0
+        for block_start in range(0, len(text), _MAX_CHARACTERS):
+            block_end = block_start + _MAX_CHARACTERS
+            block = text[block_start:block_end]
             if (" " not in block and "\n" not in block) or block.isspace():
-                yield text[begin : start + _LONGEST_LINE]
-                begin = start + _LONGEST_LINE
-        if begin < len(text):
-            yield text[begin:]
+                yield text[piece_start:block_end]
+                piece_start = block_end
+        if piece_start < len(text):
+            yield text[piece_start:]

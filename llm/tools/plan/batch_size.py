@@ -11,25 +11,25 @@ from llm.tools.plan.job import Job
 from llm.tools.plan.options import PlanOptions
 
 
-def largest_batch(options: PlanOptions) -> PlanOptions:
+def fit_batch_size(options: PlanOptions) -> PlanOptions:
     """Return the options with the largest micro-batch that fits; 1 if none does.
 
     Raises:
         ConfigError: The run cannot be planned with a micro-batch of one sample.
     """
-    layout = parallel_dims(options, options.nodes * options.gpus_per_node)
-    sizes = micro_batch_sizes(options, world_size=layout.data_ranks)
+    dims = parallel_dims(options, options.nodes * options.gpus_per_node)
+    sizes = micro_batch_sizes(options, world_size=dims.data_ranks)
 
-    def sized(size: int) -> PlanOptions:
+    def with_batch_size(size: int) -> PlanOptions:
         return dataclasses.replace(options, per_device_train_batch_size=size)
 
     def is_too_large(size: int) -> bool:
         try:
-            job = Job(sized(size))
-            return not estimate(job, job.layout).fits
+            job = Job(with_batch_size(size))
+            return not estimate(job, job.dims).fits
         except ConfigError:  # fewer micro-batches than the pipeline needs
             return True
 
     # The next larger size does not fit, and neither does any above it.
-    fitting = bisect.bisect_left(sizes, True, key=is_too_large)
-    return sized(sizes[max(0, fitting - 1)])
+    num_fitting = bisect.bisect_left(sizes, True, key=is_too_large)
+    return with_batch_size(sizes[max(0, num_fitting - 1)])

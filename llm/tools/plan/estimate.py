@@ -41,82 +41,100 @@ class Transfer:
         return max(in_node, self.between_nodes / (job.device.network_link * 1e9))
 
 
-def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
+def transfers(job: Job, dims: ParallelDims) -> list[Transfer]:
     """Return the transfers of the rank that sends the most bytes in one step.
 
     Collectives are counted as rings: each of n ranks sends (n - 1) / n of the whole for a gather or
     a reduce-scatter, and twice as much for an all-reduce. If a node holds several ranks of a ring,
     the ring leaves the node once, and its bytes are divided among these ranks.
     """
-    options, per_node = job.options, job.options.gpus_per_node
-    param_counts, trace = job.param_counts(layout.tensor), job.trace(layout.tensor, layout.context)
-    micro_batches = job.batches(layout).accumulation
-    layers = max(map(len, job.layers_of_ranks(layout.pipeline)))
-    block, other_weights = (
-        num_elements(param_counts.blocks[0]),
-        num_elements(param_counts.other_weights),
-    )
-    experts = expert_costs(job, layout)
-    gathered = block - experts.elements
-    t, c, r, n = layout.tensor, layout.context, layout.replicate, layout.shard * layout.context
-    width = FP32 if options.mixed_precision == "no" else 2
-    sent_width = 2 if options.mixed_precision in ("bf16", "fp8") else FP32  # not in fp16
-    tokens = device_batch_size(options) * job.length // c
-    hidden = tokens * trace.width * width
-    passes = 2 + (options.activation_checkpointing == "full")
+    options, ranks_per_node = job.options, job.options.gpus_per_node
+    param_counts, trace = job.param_counts(dims.tensor), job.trace(dims.tensor, dims.context)
+    micro_batches = job.batches(dims).accumulation
+    num_layers = max(map(len, job.layers_of_ranks(dims.pipeline)))
+    block_elements = num_elements(param_counts.blocks[0])
+    other_elements = num_elements(param_counts.other_weights)
+    experts = expert_costs(job, dims)
+    gathered_elements = block_elements - experts.elements
+    tensor, context, replicate = dims.tensor, dims.context, dims.replicate
+    shards = dims.shard * context
+    activation_width = FP32 if options.mixed_precision == "no" else 2
+    transfer_width = 2 if options.mixed_precision in ("bf16", "fp8") else FP32  # not in fp16
+    tokens = device_batch_size(options) * job.length // context
+    hidden_bytes = tokens * trace.width * activation_width
+    num_passes = 2 + (options.activation_checkpointing == "full")
     transfers_of_rank = []
-    if t > 1:
-        a_layer: float = 2 * (passes - 1) * hidden
+    if tensor > 1:
+        layer_bytes: float = 2 * (num_passes - 1) * hidden_bytes
         if options.sequence_parallel:
-            a_layer += 2 * hidden  # a gather and a reduce-scatter send as much as an all-reduce
+            layer_bytes += (
+                2 * hidden_bytes
+            )  # a gather and a reduce-scatter send as much as an all-reduce
         else:
             # The gradient of each matrix's input, in the precision of the residual stream.
-            a_layer += job.column_matrices * tokens * trace.width * FP32
-        size = layers * micro_batches * a_layer * 2 * (t - 1) / t
+            layer_bytes += job.column_matrices * tokens * trace.width * FP32
+        size = num_layers * micro_batches * layer_bytes * 2 * (tensor - 1) / tensor
         transfers_of_rank.append(
-            _ring_transfer("tensor", "sums of hidden states", size, t, per_node)
+            _ring_transfer("tensor", "sums of hidden states", size, tensor, ranks_per_node)
         )
-    if c > 1:
-        size = passes * layers * micro_batches * (c - 1) * tokens * trace.key_width * width
+    if context > 1:
+        key_bytes = tokens * trace.key_width * activation_width
+        size = num_passes * num_layers * micro_batches * (context - 1) * key_bytes
         transfers_of_rank.append(
-            _ring_transfer("context", "keys and values", size, c, per_node // t)
+            _ring_transfer("context", "keys and values", size, context, ranks_per_node // tensor)
         )
-    if n > 1:
-        gathers = 2 * layers * gathered * (FP8 if options.fp8_all_gather else sent_width)
-        sums = FP32 * (layers * gathered + other_weights)
+    if shards > 1:
+        gather_width = FP8 if options.fp8_all_gather else transfer_width
+        gather_bytes = 2 * num_layers * gathered_elements * gather_width
+        reduce_bytes = FP32 * (num_layers * gathered_elements + other_elements)
         # The weights outside the blocks stay gathered for all micro-batches of a step.
-        once = FP32 * other_weights
-        if layout.pipeline == 1 and t == 1 and not param_counts.shares_ends:
-            once -= (FP32 - sent_width) * num_elements(param_counts.head)
-        reductions = 1 if options.unsharded_gradients else micro_batches
-        size = (micro_batches * gathers + reductions * sums + once) * (n - 1) / n
+        other_gather_bytes = FP32 * other_elements
+        if dims.pipeline == 1 and tensor == 1 and not param_counts.shares_embedding:
+            other_gather_bytes -= (FP32 - transfer_width) * num_elements(param_counts.head)
+        num_reductions = 1 if options.unsharded_gradients else micro_batches
+        message_bytes = micro_batches * gather_bytes + num_reductions * reduce_bytes
+        size = (message_bytes + other_gather_bytes) * (shards - 1) / shards
         transfers_of_rank.append(
-            _ring_transfer("shard", "weights and gradients", size, n, per_node // t)
+            _ring_transfer("shard", "weights and gradients", size, shards, ranks_per_node // tensor)
         )
     if experts.message_bytes:
-        size = layers * micro_batches * experts.message_bytes
-        transfers_of_rank.append(_exchange_transfer(size, n, per_node))
-    matrices = job.optimizer.traffic
-    if matrices is not None and n * t > 1:
+        size = num_layers * micro_batches * experts.message_bytes
+        transfers_of_rank.append(_exchange_transfer(size, shards, ranks_per_node))
+    traffic = job.optimizer.traffic
+    if traffic is not None and shards * tensor > 1:
         # Each rank sends its shards of gradients, and later its updates.
-        stacks = num_elements(p for p in param_counts.blocks[0] if p in param_counts.experts)
-        elements = layers * (block if matrices.with_experts else block - stacks)
-        elements += other_weights if matrices.with_ends else 0
-        size = matrices.bytes_per_element * elements / n * (n * t - 1) / (n * t)
-        axis = "shard" if n > 1 else "tensor"
+        expert_elements = num_elements(
+            p for p in param_counts.blocks[0] if p in param_counts.experts
+        )
+        sent_elements = num_layers * (
+            block_elements if traffic.with_experts else block_elements - expert_elements
+        )
+        sent_elements += other_elements if traffic.with_ends else 0
+        num_ranks = shards * tensor
+        size = traffic.bytes_per_element * sent_elements / shards * (num_ranks - 1) / num_ranks
+        axis = "shard" if shards > 1 else "tensor"
         ring = _ring_transfer(
-            axis, "whole matrices to their owners and back", size, n * t, per_node
+            axis, "whole matrices to their owners and back", size, num_ranks, ranks_per_node
         )
         transfers_of_rank.append(dataclasses.replace(ring, overlapped=False))
-    if r > 1:
-        sum_width = HALF if options.all_reduce_dtype == "bf16" else FP32
-        size = 2 * (r - 1) / r * sum_width * (layers * block + other_weights) / n
+    if replicate > 1:
+        reduce_width = HALF if options.all_reduce_dtype == "bf16" else FP32
+        gradient_elements = num_layers * block_elements + other_elements
+        size = 2 * (replicate - 1) / replicate * reduce_width * gradient_elements / shards
         transfers_of_rank.append(
-            _ring_transfer("replicate", "gradients", size, r, per_node // (t * n))
+            _ring_transfer(
+                "replicate", "gradients", size, replicate, ranks_per_node // (tensor * shards)
+            )
         )
-    if layout.pipeline > 1:
-        size = 2 * micro_batches * options.virtual_stages * hidden * (sent_width / width)
-        fits_in_node = t * n * r * 2 <= per_node
+    if dims.pipeline > 1:
+        size = (
+            2
+            * micro_batches
+            * options.virtual_stages
+            * hidden_bytes
+            * (transfer_width / activation_width)
+        )
+        fits_in_node = tensor * shards * replicate * 2 <= ranks_per_node
         transfers_of_rank.append(
             Transfer(
                 axis="pipeline",
@@ -129,37 +147,40 @@ def transfers(job: Job, layout: ParallelDims) -> list[Transfer]:
     return transfers_of_rank
 
 
-def _ring_transfer(axis: str, what: str, size: float, ranks: int, on_node: int) -> Transfer:
-    """Count a collective: each rank sends `size` bytes, and a node holds `on_node` ranks."""
-    on_node = max(1, min(ranks, on_node))
-    between = 0.0 if on_node == ranks else size / on_node
+def _ring_transfer(
+    axis: str, what: str, num_bytes: float, num_ranks: int, ranks_per_node: int
+) -> Transfer:
+    """Count a collective: each rank sends `num_bytes`, and a node holds `ranks_per_node`."""
+    ranks_on_node = max(1, min(num_ranks, ranks_per_node))
+    fits_on_node = ranks_on_node == num_ranks
+    between_nodes = 0.0 if fits_on_node else num_bytes / ranks_on_node
     return Transfer(
         axis=axis,
         what=what,
-        in_node=size if on_node == ranks else size - between,
-        between_nodes=between,
+        in_node=num_bytes if fits_on_node else num_bytes - between_nodes,
+        between_nodes=between_nodes,
         overlapped=axis in ("shard", "replicate"),
     )
 
 
-def _exchange_transfer(size: float, ranks: int, on_node: int) -> Transfer:
-    """Count an all-to-all: each rank sends an equal part of `size` bytes to each, itself too."""
-    on_node = max(1, min(ranks, on_node))
+def _exchange_transfer(num_bytes: float, num_ranks: int, ranks_per_node: int) -> Transfer:
+    """Count an all-to-all: each rank sends equal parts of `num_bytes` to all ranks and itself."""
+    ranks_on_node = max(1, min(num_ranks, ranks_per_node))
     return Transfer(
         axis="expert",
         what="tokens to their experts and back",
-        in_node=size * (on_node - 1) / ranks,
-        between_nodes=size * (ranks - on_node) / ranks,
+        in_node=num_bytes * (ranks_on_node - 1) / num_ranks,
+        between_nodes=num_bytes * (num_ranks - ranks_on_node) / num_ranks,
         overlapped=False,
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Estimate of one layout. The names are also the keys in the JSON.
+    """Estimate of one layout. The names are the keys in the JSON, which calls `dims` `layout`.
 
     Attributes:
-        layout: The layout.
+        dims: The layout.
         micro_batches: Micro-batches per step and rank.
         tokens_per_step: Tokens per step over all ranks.
         memory: Memory of the fullest rank.
@@ -172,7 +193,7 @@ class Estimate:
         tokens_per_second: Tokens over all ranks at the expected efficiency.
     """
 
-    layout: ParallelDims
+    dims: ParallelDims
     micro_batches: int
     tokens_per_step: int
     memory: Memory
@@ -185,50 +206,52 @@ class Estimate:
     tokens_per_second: float
 
 
-def estimate(job: Job, layout: ParallelDims) -> Estimate:
+def estimate(job: Job, dims: ParallelDims) -> Estimate:
     """Estimate a layout.
 
     Raises:
         ConfigError: The layout does not divide layers, heads, samples or batch.
     """
-    batches = job.batches(layout)  # called first because it refuses batches that cannot be traced
-    memory, trace = peak_memory(job, layout), job.trace(layout.tensor, layout.context)
-    transfers_of_rank = transfers(job, layout)
+    batches = job.batches(dims)  # called first because it refuses batches that cannot be traced
+    memory, trace = peak_memory(job, dims), job.trace(dims.tensor, dims.context)
+    transfers_of_rank = transfers(job, dims)
     bubble = bubble_fraction(
-        ranks=layout.pipeline,
+        ranks=dims.pipeline,
         virtual_stages=job.options.virtual_stages,
         micro_batches=batches.accumulation,
     )
-    flops = [len(layers) * trace.block_flops for layers in job.layers_of_ranks(layout.pipeline)]
-    flops[-1] += trace.loss_flops
-    layers = max(map(len, job.layers_of_ranks(layout.pipeline)))
-    excess_flops = layers * expert_costs(job, layout).flops
+    stage_flops = [len(layers) * trace.block_flops for layers in job.layers_of_ranks(dims.pipeline)]
+    stage_flops[-1] += trace.loss_flops
+    num_layers = max(map(len, job.layers_of_ranks(dims.pipeline)))
+    excess_flops = num_layers * expert_costs(job, dims).flops
     tokens = batches.global_batch_size * job.length
 
-    device, fp32 = job.device, job.options.mixed_precision == "no"
-    peak = (device.fp32_tflops if fp32 else device.tflops) * 1e12
-    inline = sum(t.seconds(job) for t in transfers_of_rank if not t.overlapped)
-    hidden = sum(t.seconds(job) for t in transfers_of_rank if t.overlapped)
+    device, is_fp32 = job.device, job.options.mixed_precision == "no"
+    peak_flops = (device.fp32_tflops if is_fp32 else device.tflops) * 1e12
+    exposed_seconds = sum(t.seconds(job) for t in transfers_of_rank if not t.overlapped)
+    overlapped_seconds = sum(t.seconds(job) for t in transfers_of_rank if t.overlapped)
     # The optimizer reads and writes weights and moments and reads gradients.
-    stepping = 2 * memory.weights + 2 * memory.optimizer + FP32 * memory.parameters
+    optimizer_bytes = 2 * memory.weights + 2 * memory.optimizer + FP32 * memory.parameters
 
-    def seconds(efficiency: float) -> float:
+    def seconds_at(efficiency: float) -> float:
         """Return the time of a step; overlapped traffic adds only its excess."""
-        slowest = max(flops) + excess_flops
-        working = slowest * batches.accumulation / (peak * efficiency) + inline
-        return max(working / (1 - bubble), hidden) + stepping / (device.bandwidth * 1e9)
+        slowest_flops = max(stage_flops) + excess_flops
+        compute_seconds = slowest_flops * batches.accumulation / (peak_flops * efficiency)
+        busy_seconds = compute_seconds + exposed_seconds
+        optimizer_seconds = optimizer_bytes / (device.bandwidth * 1e9)
+        return max(busy_seconds / (1 - bubble), overlapped_seconds) + optimizer_seconds
 
-    step_seconds = seconds(job.options.efficiency)
+    step_seconds = seconds_at(job.options.efficiency)
     return Estimate(
-        layout=layout,
+        dims=dims,
         micro_batches=batches.accumulation,
         tokens_per_step=tokens,
         memory=memory,
-        fits=memory.total <= job.usable,
-        flops_per_step=sum(flops) * batches.accumulation * (layout.world_size // layout.pipeline),
+        fits=memory.total <= job.usable_bytes,
+        flops_per_step=sum(stage_flops) * batches.accumulation * (dims.world_size // dims.pipeline),
         bubble=bubble,
         transfers=transfers_of_rank,
-        floor_seconds=seconds(1.0),
+        floor_seconds=seconds_at(1.0),
         step_seconds=step_seconds,
         tokens_per_second=tokens / step_seconds,
     )
@@ -246,54 +269,58 @@ def search(job: Job) -> list[Estimate]:
     estimates = []
     for tensor, context in itertools.product(_divisors_of(job.options.gpus_per_node), (1, 2, 4, 8)):
         # Nobody has tried what an extension adds to the optimizer with divided layers.
-        refused = tensor > 1 and job.options.besides_optimizer is not None
-        if tensor * context > job.options.gpus_per_node or refused:
+        is_refused = tensor > 1 and job.options.besides_optimizer is not None
+        if tensor * context > job.options.gpus_per_node or is_refused:
             continue
         with contextlib.suppress(ConfigError):
             job.trace(tensor, context)  # refuses sizes that are wrong for all these layouts
-            pipelines = not (context > 1 or job.options.sequence_parallel)
-            for layout in _possible_layouts(
-                job.layout.world_size, tensor, context, pipelines=pipelines
+            allows_pipelines = not (context > 1 or job.options.sequence_parallel)
+            for dims in _possible_layouts(
+                job.dims.world_size, tensor, context, allows_pipelines=allows_pipelines
             ):
                 with contextlib.suppress(ConfigError):
-                    estimates.append(estimate(job, layout))
-                    if can_divide_experts(job, layout):
-                        divided = dataclasses.replace(layout, expert=layout.shard)
-                        estimates.append(estimate(job, divided))
+                    estimates.append(estimate(job, dims))
+                    if can_divide_experts(job, dims):
+                        expert_dims = dataclasses.replace(dims, expert=dims.shard)
+                        estimates.append(estimate(job, expert_dims))
     return sorted(
         estimates, key=lambda e: (not e.fits, -e.tokens_per_second if e.fits else e.memory.total)
     )
 
 
-def can_divide_experts(job: Job, layout: ParallelDims) -> bool:
+def can_divide_experts(job: Job, dims: ParallelDims) -> bool:
     """Return whether the trainer accepts expert parallelism on the shards of a layout."""
     counts = job.param_counts(1).num_experts
-    if layout.shard == 1 or not counts or any(count % layout.shard for count in counts):
+    if dims.shard == 1 or not counts or any(count % dims.shard for count in counts):
         return False
     sizes: dict[str, Any] = {
-        "data_parallel_shard_size": layout.shard,
-        "expert_parallel_size": layout.shard,
-        "tensor_parallel_size": layout.tensor,
-        "context_parallel_size": layout.context,
-        "pipeline_parallel_size": layout.pipeline,
+        "data_parallel_shard_size": dims.shard,
+        "expert_parallel_size": dims.shard,
+        "tensor_parallel_size": dims.tensor,
+        "context_parallel_size": dims.context,
+        "pipeline_parallel_size": dims.pipeline,
     }
     return not check_planned(dataclasses.replace(job.options, **sizes))
 
 
-def compare_experts(job: Job, layout: ParallelDims) -> tuple[Estimate, Estimate] | None:
-    """Estimate a layout with and without expert parallelism; None if the trainer refuses it."""
-    if not can_divide_experts(job, layout):
+def compare_experts(job: Job, dims: ParallelDims) -> tuple[Estimate, Estimate] | None:
+    """Estimate a layout with expert parallelism on its shards, and without it.
+
+    Returns:
+        Both estimates, or None if the trainer refuses expert parallelism.
+    """
+    if not can_divide_experts(job, dims):
         return None
-    with_tokens, with_weights = (
-        estimate(job, dataclasses.replace(layout, expert=size)) for size in (layout.shard, 1)
-    )
-    return with_tokens, with_weights
+    divided = estimate(job, dataclasses.replace(dims, expert=dims.shard))
+    gathered = estimate(job, dataclasses.replace(dims, expert=1))
+    return divided, gathered
 
 
 def _possible_layouts(
-    world_size: int, tensor: int, context: int, *, pipelines: bool
+    world_size: int, tensor: int, context: int, *, allows_pipelines: bool
 ) -> Iterator[ParallelDims]:
-    for pipeline in _divisors_of(world_size) if pipelines else [1]:
+    """Yield the layouts of all ranks with these sizes of tensor and context parallelism."""
+    for pipeline in _divisors_of(world_size) if allows_pipelines else [1]:
         ranks, remainder = divmod(world_size, tensor * context * pipeline)
         if remainder:
             continue
@@ -308,4 +335,4 @@ def _possible_layouts(
 
 
 def _divisors_of(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -6,7 +6,7 @@ from llm.parallel.dims import ParallelDims
 from llm.tools.plan.job import Job
 from llm.tools.plan.rank_model import FP32, num_elements
 
-LOAD = 1.5
+FULLEST_LOAD = 1.5
 """Tokens of the fullest rank, relative to the mean; 1 is perfect balance."""
 
 _HALF = 2
@@ -18,7 +18,7 @@ class ExpertCosts:
 
     Attributes:
         elements: Elements of the layer's experts, which are not gathered.
-        local: Elements of a rank's experts.
+        local_elements: Elements of a rank's experts.
         activations: Bytes that the fullest rank keeps in addition, for the tokens above the mean.
         casts: Bytes of a rank's experts in half precision.
         flops: FLOPs of the fullest rank in addition.
@@ -26,37 +26,38 @@ class ExpertCosts:
     """
 
     elements: int = 0
-    local: int = 0
+    local_elements: int = 0
     activations: float = 0.0
     casts: int = 0
     flops: float = 0.0
     message_bytes: float = 0.0
 
 
-def expert_costs(job: Job, layout: ParallelDims) -> ExpertCosts:
-    """Return the costs in the first layer, which stands for all.
+def expert_costs(job: Job, dims: ParallelDims) -> ExpertCosts:
+    """Return the costs of expert parallelism in the first layer, which stands for all layers.
 
     A row is a token at one of its experts. An all-to-all brings rows to the experts and another one
-    brings them back, in the forward pass, in the backward pass, and in a recomputation. Kept for
-    the backward pass are a row's inputs and outputs of each product.
+    brings them back, in the forward pass, in the backward pass, and in a recomputation. The
+    backward pass needs the inputs and outputs of each product for a row.
     """
-    if layout.expert == 1:
+    if dims.expert == 1:
         return ExpertCosts()
-    options, trace = job.options, job.trace(layout.tensor, layout.context)
-    param_counts = job.param_counts(layout.tensor)
+    options, trace = job.options, job.trace(dims.tensor, dims.context)
+    param_counts = job.param_counts(dims.tensor)
     experts = [p for p in param_counts.blocks[0] if p in param_counts.experts]
     stacks = [p for p in experts if p.ndim == 3]
-    half = options.mixed_precision != "no"
-    width = _HALF if half else FP32
-    recomputes = options.activation_checkpointing != "none"
-    products = 4 if options.activation_checkpointing == "full" else 3
-    excess_rows = (LOAD - 1) * trace.expert_rows
-    local = num_elements(experts) // layout.expert
+    is_half = options.mixed_precision != "no"
+    element_bytes = _HALF if is_half else FP32
+    is_recomputed = options.activation_checkpointing != "none"
+    num_products = 4 if options.activation_checkpointing == "full" else 3
+    num_messages = 4 + 2 * is_recomputed
+    excess_rows = (FULLEST_LOAD - 1) * trace.expert_rows
+    local_elements = num_elements(experts) // dims.expert
     return ExpertCosts(
         elements=num_elements(experts),
-        local=local,
-        activations=excess_rows * width * sum(p.shape[1] + p.shape[2] for p in stacks),
-        casts=_HALF * local * half,
-        flops=excess_rows * 2 * products * sum(p.numel() / len(p) for p in stacks),
-        message_bytes=(4 + 2 * recomputes) * LOAD * trace.expert_rows * trace.width * width,
+        local_elements=local_elements,
+        activations=excess_rows * element_bytes * sum(p.shape[1] + p.shape[2] for p in stacks),
+        casts=_HALF * local_elements * is_half,
+        flops=excess_rows * 2 * num_products * sum(p.numel() / len(p) for p in stacks),
+        message_bytes=num_messages * FULLEST_LOAD * trace.expert_rows * trace.width * element_bytes,
     )

@@ -36,7 +36,7 @@ from llm.tools.plan.trace import Trace, trace
 from llm.trainers.gpt.inputs import choose_block_size, choose_dims
 from llm.trainers.gpt.seams import make_extensions, transforms_of
 
-USABLE = 0.95
+USABLE_FRACTION = 0.95
 """Usable fraction of a GPU's memory; fragmentation takes the rest."""
 
 
@@ -105,13 +105,13 @@ class Job:
     Attributes:
         options: The same.
         length: Tokens of a sample.
-        layout: The layout that the options describe.
+        dims: The layout that the options describe.
         device: The device of each rank.
-        usable: Bytes of its memory available to tensors.
+        usable_bytes: Bytes of its memory available to tensors.
         optimizer: Memory of the optimizer.
-        compiled: Whether the steps that need the most memory are compiled.
+        is_compiled: Whether the steps that need the most memory are compiled.
         trace: Trace of one micro-batch, by sizes of tensor and context parallelism.
-        layers_of_ranks: Numbers of the layers on each rank, by size of pipeline parallelism.
+        layers_of_ranks: Indices of the layers on each rank, by size of pipeline parallelism.
 
     Raises:
         ConfigError: The model cannot be loaded, does not have this shape, or does not fit this
@@ -119,36 +119,41 @@ class Job:
     """
 
     def __init__(self, options: PlanOptions) -> None:
-        on_cuda = options.device not in ("cpu", "pvc")
+        is_cuda = options.device not in ("cpu", "pvc")
         if options.mixed_precision is None:  # as the trainer chooses on the device
-            options = dataclasses.replace(options, mixed_precision="bf16" if on_cuda else "no")
+            options = dataclasses.replace(options, mixed_precision="bf16" if is_cuda else "no")
         if options.torch_compile is None:
-            compiles = on_cuda and not options.deterministic
+            compiles = is_cuda and not options.deterministic
             options = dataclasses.replace(options, torch_compile=compiles)
         self.options = options
         self._config = load_config(options)
         self.length = choose_block_size(options, self._config)
-        self.layout = choose_dims(options, self._config, options.nodes * options.gpus_per_node)
+        self.dims = choose_dims(options, self._config, options.nodes * options.gpus_per_node)
         self.device = _make_device(options)
-        self._memory = int(self.device.gib * GIB)
-        self.usable = self._memory if options.device == "cpu" else int(USABLE * self._memory)
+        self._memory_bytes = int(self.device.gib * GIB)
+        self.usable_bytes = (
+            self._memory_bytes
+            if options.device == "cpu"
+            else int(USABLE_FRACTION * self._memory_bytes)
+        )
         self.optimizer = optimizer_memory(options, self.model)
         # Steps that record something of each layer run uncompiled.
-        records = any(state.recording for state in self.optimizer.extra.values())
-        self.compiled = bool(options.torch_compile) and not records
+        has_recording_steps = any(state.recording for state in self.optimizer.extra.values())
+        self.is_compiled = bool(options.torch_compile) and not has_recording_steps
         self._rank_model = functools.cache(self._make_rank_model)
-        self.trace = functools.cache(self._trace_layout)
+        self.trace = functools.cache(self._trace_micro_batch)
         self.layers_of_ranks = functools.cache(self._layers_of_ranks)
-        check_meta_model_causal(self._rank_model(1)[1])
+        _, block_model = self._rank_model(1)
+        check_meta_model_causal(block_model)
 
     def with_micro_batch(self, changes: Mapping[str, Any]) -> "Job":
         """Return the run with another micro-batch or recomputation; both share the model."""
         job = copy.copy(self)
         job.options = dataclasses.replace(self.options, **changes)
-        job.trace = functools.cache(job._trace_layout)
+        job.trace = functools.cache(job._trace_micro_batch)
         return job
 
-    def outline(self) -> PreTrainedModel:
+    def make_meta_model(self) -> PreTrainedModel:
         """Create the model on the meta device as the trainer does, without recomputation."""
         options = dataclasses.replace(self.options, activation_checkpointing="none")
         if "flash" in (options.attention_implementation or ""):
@@ -167,7 +172,7 @@ class Job:
                 transforms=transforms_of(make_extensions(options), self._config),
             )
 
-    def batches(self, layout: ParallelDims) -> BatchPlan:
+    def batches(self, dims: ParallelDims) -> BatchPlan:
         """Return the batches of the run; if the batch grows, the largest one.
 
         Raises:
@@ -175,44 +180,46 @@ class Job:
                 micro-batches.
         """
         options = self.options
-        plan = self._plan_batches(layout)
-        largest = max(phase.global_batch_size for phase in plan.phases)
-        batches = dataclasses.replace(plan, global_batch_size=largest, later_phases=())
+        plan = self._plan_batches(dims)
+        largest_batch = max(phase.global_batch_size for phase in plan.phases)
+        batches = dataclasses.replace(plan, global_batch_size=largest_batch, later_phases=())
         check_micro_batches(
-            options.pipeline_schedule, ranks=layout.pipeline, micro_batches=batches.accumulation
+            options.pipeline_schedule, ranks=dims.pipeline, micro_batches=batches.accumulation
         )
         return batches
 
-    def _plan_batches(self, layout: ParallelDims) -> BatchPlan:
+    def _plan_batches(self, dims: ParallelDims) -> BatchPlan:
         return plan_batches(
             self.options,
             num_windows=1,
-            world_size=layout.data_ranks,
+            world_size=dims.data_ranks,
             block_size=self.length,
             num_parameters=self.param_counts(1).parameters,
         )
 
-    def budget(self, layout: ParallelDims) -> float | None:
-        """Return the tokens of the whole run; None if the options do not set them."""
+    def token_budget(self, dims: ParallelDims) -> float | None:
+        """Return the number of tokens of the whole run; None if the options do not set them."""
         options = self.options
         if options.num_tokens is None and options.max_duration.unit != "epochs":
-            return float(self._plan_batches(layout).total_samples * self.length)
+            return float(self._plan_batches(dims).total_samples * self.length)
         return options.num_tokens
 
     def param_counts(self, tensor: int) -> ParamCounts:
         """Return the parameters on one rank of this size of tensor parallelism."""
-        return self._rank_model(tensor)[0]
+        param_counts, _ = self._rank_model(tensor)
+        return param_counts
 
     def _make_rank_model(self, tensor: int) -> tuple[ParamCounts, PreTrainedModel]:
         """Return the parameter counts, and the model with one block, for a trace."""
-        model = self.outline()
+        model = self.make_meta_model()
         sequence_parallel = self.options.sequence_parallel and tensor > 1
         split_model(model, tensor, sequence_parallel=sequence_parallel)
         param_counts = count_parameters(model)
         del find_blocks(model)[1:]
         return param_counts, model
 
-    def _trace_layout(self, tensor: int, context: int) -> Trace:
+    def _trace_micro_batch(self, tensor: int, context: int) -> Trace:
+        """Trace a micro-batch on one rank, by the sizes of tensor and context parallelism."""
         if self.length % context:
             raise ConfigError(
                 f"--context_parallel_size {context} does not divide the {self.length} tokens of a "
@@ -224,26 +231,27 @@ class Job:
                 f"--context_parallel_size {context} for samples of {self.length} tokens; leave it "
                 "out."
             )
-        model = copy.deepcopy(self._rank_model(tensor)[1])
+        _, block_model = self._rank_model(tensor)
+        model = copy.deepcopy(block_model)
         recompute_activations(model, self.options.activation_checkpointing)
         return trace(
             model,
             self.options,
-            memory=self._memory,
+            memory_bytes=self._memory_bytes,
             length=self.length,
             tensor=tensor,
             context=context,
-            compiled=self.compiled,
+            is_compiled=self.is_compiled,
         )
 
     @functools.cached_property
     def model(self) -> PreTrainedModel:
         """The model on the meta device, undivided; not to be changed."""
-        return self.outline()
+        return self.make_meta_model()
 
     @functools.cached_property
     def column_matrices(self) -> float:
-        """Matrices of a layer that tensor parallelism divides by columns, on average."""
+        """Mean number of matrices of a layer that tensor parallelism divides by columns."""
         return count_columns(self.model) / len(self.param_counts(1).blocks)
 
     @functools.cached_property
@@ -267,14 +275,14 @@ class Job:
 
 def _make_device(options: PlanOptions) -> Device:
     """Return the device from the table, with figures replaced by the options."""
-    peak = options.device_peak_tflops
-    in_node, between = options.links or (None, None)
+    peak_tflops = options.device_peak_tflops
+    node_link, network_link = options.links or (None, None)
     overrides = {
         "gib": options.memory_gib,
-        "tflops": peak,
-        "fp32_tflops": peak,
-        "node_link": in_node,
-        "network_link": between,
+        "tflops": peak_tflops,
+        "fp32_tflops": peak_tflops,
+        "node_link": node_link,
+        "network_link": network_link,
     }
-    changed = {name: value for name, value in overrides.items() if value is not None}
-    return dataclasses.replace(DEVICES[options.device], **changed)
+    figures = {name: value for name, value in overrides.items() if value is not None}
+    return dataclasses.replace(DEVICES[options.device], **figures)

@@ -49,26 +49,28 @@ def _plan_lines(options: PlanOptions) -> tuple[list[str], bool]:
     limit_spin_wait()
     quiet_libraries()
     from llm.tools.plan import render
-    from llm.tools.plan.batch_size import largest_batch
+    from llm.tools.plan.batch_size import fit_batch_size
     from llm.tools.plan.estimate import estimate, search
     from llm.tools.plan.job import Job
     from llm.tools.plan.remedy import find_remedy
 
     if options.plot is not None:
-        render.check_plot(options.plot)
+        render.check_plot_path(options.plot)
     if options.per_device_train_batch_size == "auto":
-        options = largest_batch(options)
+        options = fit_batch_size(options)
     job = Job(options)
-    ranked = search(job) if options.search else None
-    if ranked == []:
+    ranking = search(job) if options.search else None
+    if ranking == []:
         raise ConfigError("No layout can divide this batch and these layers over these devices.")
-    plan = ranked[0] if ranked else estimate(job, job.layout)
-    remedy = None if plan.fits else find_remedy(job, ranked)
+    plan = ranking[0] if ranking else estimate(job, job.dims)
+    remedy = None if plan.fits else find_remedy(job, ranking)
     if options.plot is not None:
-        render.draw((ranked or [plan])[: options.top], limit=job.usable, path=options.plot)
+        render.plot_memory(
+            (ranking or [plan])[: options.top], usable_bytes=job.usable_bytes, path=options.plot
+        )
     if options.json:
-        return [json.dumps(render.to_json(job, plan, remedy, ranked), indent=1)], plan.fits
-    lines = render.text(job, plan, remedy)
-    if ranked is not None:
-        lines = [*render.table(job, ranked), "", "the first of them:", *lines]
+        return [json.dumps(render.plan_json(job, plan, remedy, ranking), indent=1)], plan.fits
+    lines = render.plan_lines(job, plan, remedy)
+    if ranking is not None:
+        lines = [*render.table_lines(job, ranking), "", "the first of them:", *lines]
     return lines, plan.fits

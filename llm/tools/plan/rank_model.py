@@ -60,14 +60,16 @@ def count_columns(model: PreTrainedModel) -> int:
 
 
 def _split_residual_stream(model: PreTrainedModel, tensor: int) -> None:
-    """Give norms and residual additions a rank's tokens; copies stand for the messages."""
+    """Let norms and residual additions see a rank's tokens only; copies stand for messages."""
     plan, styles = sequence_plan(model), tensor_plan(model).styles
-    shards: list[Tensor] = []  # recomputation frees the shard, but not the outputs of later blocks
+    hidden_shards: list[
+        Tensor
+    ] = []  # recomputation frees the shard, but not the outputs of later blocks
 
     def shard(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        shards.append(_own_tokens(args[0], tensor))
-        shards[-1].register_hook(lambda _: shards.clear())
-        return shards[-1], *args[1:]
+        hidden_shards.append(_rank_tokens(args[0], tensor))
+        hidden_shards[-1].register_hook(lambda _: hidden_shards.clear())
+        return hidden_shards[-1], *args[1:]
 
     def gather(_module: nn.Module, _args: Any, local: Tensor) -> Tensor:
         if torch.is_autocast_enabled(local.device.type):
@@ -78,7 +80,7 @@ def _split_residual_stream(model: PreTrainedModel, tensor: int) -> None:
         return torch.cat([local] * tensor, dim=1)
 
     def scatter(_module: nn.Module, _args: Any, product: Tensor) -> Tensor:
-        return _own_tokens(product, tensor)
+        return _rank_tokens(product, tensor)
 
     model.get_submodule(plan.start).register_forward_pre_hook(shard)
     for name in plan.norms:
@@ -88,18 +90,18 @@ def _split_residual_stream(model: PreTrainedModel, tensor: int) -> None:
         model.get_submodule(name).register_forward_hook(scatter)
 
 
-def _own_tokens(hidden: Tensor, tensor: int) -> Tensor:
+def _rank_tokens(hidden: Tensor, tensor: int) -> Tensor:
     return hidden.narrow(1, 0, hidden.shape[1] // tensor).clone()
 
 
 def _split_module(module: Any, style: str, tensor: int) -> None:
+    """Narrow the weight and the bias of a module to a rank's part, by the style of its division."""
     if style == "embedding_rowwise":
         module.weight = _narrow_parameter(module.weight, 0, tensor)
     elif style in (*_COLUMNS, *_ROWS):
         is_conv1d = type(module).__name__ == "Conv1D"  # [inputs, outputs]
-        module.weight = _narrow_parameter(
-            module.weight, int((style in _COLUMNS) == is_conv1d), tensor
-        )
+        dim = int((style in _COLUMNS) == is_conv1d)
+        module.weight = _narrow_parameter(module.weight, dim, tensor)
         if style in _COLUMNS and isinstance(module.bias, nn.Parameter):
             module.bias = _narrow_parameter(module.bias, 0, tensor)
         if style in _COLUMNS and is_conv1d:
@@ -119,8 +121,8 @@ class ParamCounts:
     Attributes:
         blocks: Parameters of each block.
         other_weights: Parameters outside of blocks; tied parameters count once.
-        embedding: Parameters of the input embedding; `others` includes them.
-        head: Parameters of the output head; `others` includes them.
+        embedding: Parameters of the input embedding; `other_weights` includes them.
+        head: Parameters of the output head; `other_weights` includes them.
         experts: Parameters of experts that ranks can divide; `blocks` includes them.
         num_experts: Experts of a layer, for each number that occurs.
         is_tied: Whether all parameters of the output head belong to the embedding.
@@ -142,7 +144,7 @@ class ParamCounts:
         return num_elements(itertools.chain(self.other_weights, *self.blocks))
 
     @property
-    def shares_ends(self) -> bool:
+    def shares_embedding(self) -> bool:
         """Whether the output head and the input embedding share a parameter."""
         return not self.embedding.isdisjoint(self.head)
 
@@ -168,23 +170,23 @@ def count_parameters(model: PreTrainedModel) -> ParamCounts:
 
 
 def num_elements(parameters: Iterable[nn.Parameter]) -> int:
-    """Return the elements of some parameters."""
+    """Return the number of elements of some parameters."""
     return sum(p.numel() for p in parameters)
 
 
 def shard_sizes(parameters: Iterable[nn.Parameter], ranks: int) -> tuple[int, int]:
-    """Return the elements on rank 0 if ranks divide rows like `fully_shard`.
+    """Return the number of elements on rank 0 if ranks divide rows like `fully_shard`.
 
     Returns:
-        Elements of all parameters, and of the trained ones.
+        Number of elements of all parameters, and of the trained parameters.
     """
-    local = trained = 0
+    local_elements = trained_elements = 0
     for parameter in parameters:
         rows, *columns = parameter.shape or (1,)
         size = math.ceil(rows / ranks) * math.prod(columns)
-        local += size
-        trained += size * parameter.requires_grad
-    return local, trained
+        local_elements += size
+        trained_elements += size * parameter.requires_grad
+    return local_elements, trained_elements
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,18 +216,18 @@ def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerM
         run_optimizer = factory.make(model, None)
     extension_bytes = sum(extension.bytes_per_parameter() for extension in extensions)
     return OptimizerMemory(
-        per_element=_per_element(run_optimizer.optimizer, model) + extension_bytes,
+        per_element=_state_bytes_per_element(run_optimizer.optimizer, model) + extension_bytes,
         extra=run_optimizer.memory(),
         traffic=run_optimizer.traffic(),
     )
 
 
-def _per_element(optimizer: torch.optim.Optimizer, model: nn.Module) -> float:
+def _state_bytes_per_element(optimizer: torch.optim.Optimizer, model: nn.Module) -> float:
     """Return the bytes of optimizer state for each trained element."""
-    trained = num_elements(p for p in model.parameters() if p.requires_grad)
+    trained_elements = num_elements(p for p in model.parameters() if p.requires_grad)
     leaves = tree_leaves(list(optimizer.state.values()))
     tensors = {leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    return sum(tensor.nbytes for tensor in tensors) / trained
+    return sum(tensor.nbytes for tensor in tensors) / trained_elements
 
 
 @contextlib.contextmanager

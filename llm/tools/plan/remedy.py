@@ -9,7 +9,7 @@ from llm.tools.plan.estimate import Estimate, estimate, search
 from llm.tools.plan.job import Job
 from llm.tools.plan.options import PlanOptions
 
-_SIZES = {
+_AXIS_BY_OPTION = {
     "data_parallel_shard_size": "shard",
     "expert_parallel_size": "expert",
     "tensor_parallel_size": "tensor",
@@ -19,7 +19,7 @@ _SIZES = {
 """Options of the layout and their axes, in order of preference."""
 
 
-def find_remedy(job: Job, ranked: list[Estimate] | None) -> dict[str, Any] | None:
+def find_remedy(job: Job, ranking: list[Estimate] | None) -> dict[str, Any] | None:
     """Return the options to change so that a run fits; None if nothing helps.
 
     It tries a smaller micro-batch with the same global batch first, then recomputation, then
@@ -27,75 +27,96 @@ def find_remedy(job: Job, ranked: list[Estimate] | None) -> dict[str, Any] | Non
 
     Args:
         job: A run that does not fit.
-        ranked: The result of `search` for it, or None.
+        ranking: The result of `search` for it, or None.
     """
-    options, smallest = job.options, _micro_batch(job.options, 1)
-    full = {"activation_checkpointing": "full"}
+    options, recomputation = job.options, {"activation_checkpointing": "full"}
     if options.activation_checkpointing == "full" or not job.model.supports_gradient_checkpointing:
-        full = {}
-    for changes in ({}, full) if full else ({},):
-        resized = _largest_micro_batch(job, changes)
-        if resized is not None:
-            return {**resized, **changes}
+        recomputation = {}
+    for changes in ({}, recomputation) if recomputation else ({},):
+        micro_batch = _largest_micro_batch(job, changes)
+        if micro_batch is not None:
+            return {**micro_batch, **changes}
+    return _cheapest_layout(job, ranking, recomputation)
+
+
+def _cheapest_layout(
+    job: Job, ranking: list[Estimate] | None, recomputation: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Return the options of the cheapest layout that fits; None if no layout does.
+
+    Args:
+        job: A run that does not fit in its layout, whatever its micro-batch.
+        ranking: The result of `search` for it, or None.
+        recomputation: The options that turn on recomputation; empty if that is not possible.
+    """
+    least_activations = {**_micro_batch_options(job.options, 1), **recomputation}
     # If a layout does not fit with the fewest activations, it never fits.
-    frugal = job.with_micro_batch({**smallest, **full})
-    if not any(candidate.fits for candidate in search(frugal)):
+    smallest_job = job.with_micro_batch(least_activations)
+    if not any(candidate.fits for candidate in search(smallest_job)):
         return None
-    best: tuple[tuple[float, ...], dict[str, Any]] | None = None
-    settings = [{}, full, {**smallest, **full}]
-    for number, changes in enumerate(settings):
-        if changes in settings[:number]:
+    best_cost: tuple[float, ...] | None = None
+    best_changes: dict[str, Any] | None = None
+    alternatives = [{}, recomputation, least_activations]
+    for index, changes in enumerate(alternatives):
+        if changes in alternatives[:index]:
             continue
-        candidates = ranked if ranked and not changes else search(job.with_micro_batch(changes))
+        candidates = ranking if ranking and not changes else search(job.with_micro_batch(changes))
         for candidate in (candidate for candidate in candidates if candidate.fits):
-            cost = _cost_of(candidate, job.layout, number)
-            if best is None or cost < best[0]:
-                best = cost, {**changes, **_layout_options(candidate.layout, options)}
-        if best is not None and not any(best[0][:3]):
+            cost = _layout_cost(candidate, job.dims, alternative=index)
+            if best_cost is None or cost < best_cost:
+                best_cost = cost
+                best_changes = {**changes, **_layout_options(candidate.dims, job.options)}
+        if best_cost is not None and not any(best_cost[:3]):
             break  # sharding is enough
-    return None if best is None else best[1]
+    return best_changes
 
 
 def _largest_micro_batch(job: Job, changes: dict[str, Any]) -> dict[str, Any] | None:
     """Return the options of the largest micro-batch that fits in this layout, or None."""
     current_size = device_batch_size(job.options)
-    sizes = [size for size in range(1, current_size + bool(changes)) if current_size % size == 0]
+    max_size = current_size if changes else current_size - 1
+    sizes = [size for size in range(1, max_size + 1) if current_size % size == 0]
 
     def is_too_large(size: int) -> bool:
-        resized = job.with_micro_batch({**_micro_batch(job.options, size), **changes})
-        return not estimate(resized, job.layout).fits
+        resized_job = job.with_micro_batch({**_micro_batch_options(job.options, size), **changes})
+        return not estimate(resized_job, job.dims).fits
 
     if not sizes or is_too_large(sizes[0]):
         return None
-    fitting = bisect.bisect_left(sizes, True, key=is_too_large)
-    return _micro_batch(job.options, sizes[fitting - 1])
+    num_fitting = bisect.bisect_left(sizes, True, key=is_too_large)
+    return _micro_batch_options(job.options, sizes[num_fitting - 1])
 
 
-def _micro_batch(options: PlanOptions, size: int) -> dict[str, Any]:
+def _micro_batch_options(options: PlanOptions, size: int) -> dict[str, Any]:
     """Return the options of a smaller micro-batch in the same global batch."""
     current_size = device_batch_size(options)
     if size == current_size:
         return {}
     changes = {"per_device_train_batch_size": size}
     if options.global_batch_size is None:
-        steps = options.gradient_accumulation_steps * current_size // size
-        changes["gradient_accumulation_steps"] = steps
+        num_micro_batches = options.gradient_accumulation_steps * current_size // size
+        changes["gradient_accumulation_steps"] = num_micro_batches
     return changes
 
 
-def _cost_of(candidate: Estimate, layout: ParallelDims, setting: int) -> tuple[float, ...]:
-    """Return a sort key for the cost of a layout: first its context parallelism, last its time."""
+def _layout_cost(candidate: Estimate, dims: ParallelDims, *, alternative: int) -> tuple[float, ...]:
+    """Return a sort key for the cost of a layout; layouts are compared by its first difference.
+
+    Its entries are the distances of the context, pipeline, tensor and expert size from the present
+    ones, the index of the alternative, the distance of the shard size, and the negative speed.
+    """
 
     def distance(axis: str) -> int:
-        """Count roughly how often a size is doubled or halved."""
-        size: int = getattr(candidate.layout, axis)
-        current_size: int = getattr(layout, axis)
+        """Return roughly how often a size is doubled or halved."""
+        size: int = getattr(candidate.dims, axis)
+        current_size: int = getattr(dims, axis)
         return abs(size.bit_length() - current_size.bit_length()) + (size != current_size)
 
-    shard, *other_distances = map(distance, _SIZES.values())
-    return *reversed(other_distances), setting, shard, -candidate.tokens_per_second
+    shard_distance, *other_distances = map(distance, _AXIS_BY_OPTION.values())
+    return *reversed(other_distances), alternative, shard_distance, -candidate.tokens_per_second
 
 
-def _layout_options(layout: ParallelDims, options: PlanOptions) -> dict[str, int]:
-    sizes = {name: getattr(layout, axis) for name, axis in _SIZES.items()}
+def _layout_options(dims: ParallelDims, options: PlanOptions) -> dict[str, int]:
+    """Return the options that turn the layout of `options` into `dims`."""
+    sizes = {name: getattr(dims, axis) for name, axis in _AXIS_BY_OPTION.items()}
     return {name: size for name, size in sizes.items() if size != getattr(options, name)}

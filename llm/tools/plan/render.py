@@ -14,10 +14,10 @@ from llm.tools.plan.estimate import Estimate, checkpoint_bytes, compare_experts
 from llm.tools.plan.job import Job
 
 _COLORS = ("#4477aa", "#66ccee", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#bbbbbb")
-_DAY = 86400.0
+_DAY_SECONDS = 86400.0
 
 
-def text(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> list[str]:
+def plan_lines(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> list[str]:
     """Return the lines that describe a layout.
 
     Args:
@@ -25,13 +25,13 @@ def text(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> list[str
         plan: Estimate of the layout.
         remedy: Options that make it fit; None if it already fits, or nothing helps.
     """
-    options, layout = job.options, plan.layout
+    options, dims = job.options, plan.dims
     samples = plan.tokens_per_step // job.length
     return [
         f"{_model_name(job)}, {job.param_counts(1).parameters:,} parameters, on "
         f"{counted(options.nodes, 'node')} of {options.gpus_per_node} {options.device}: "
-        f"{counted(layout.world_size, 'rank')}",
-        f"layout: {layout.describe()}",
+        f"{counted(dims.world_size, 'rank')}",
+        f"layout: {dims.describe()}",
         f"batch: {counted(samples, 'sample')} of {job.length:,} tokens ({plan.tokens_per_step:,} "
         f"tokens per step) in {counted(plan.micro_batches, 'micro-batch')} of "
         f"{device_batch_size(options)} on each rank",
@@ -46,7 +46,7 @@ def text(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> list[str
     ]
 
 
-def table(job: Job, estimates: list[Estimate]) -> list[str]:
+def table_lines(job: Job, estimates: list[Estimate]) -> list[str]:
     """Return the lines of a table of layouts."""
     has_experts = bool(job.param_counts(1).num_experts)
     lines = [
@@ -55,43 +55,50 @@ def table(job: Job, estimates: list[Estimate]) -> list[str]:
         f"{'micro-b.':>8} {'memory':>10} {'bubble':>7} {'step':>9} {'tokens/s':>12}  fits"
     ]
     for plan in estimates[: job.options.top]:
-        lay = plan.layout
+        dims = plan.dims
         lines.append(
-            f"{lay.tensor:>6} {lay.context:>7} {lay.pipeline:>8} {lay.shard:>6} "
-            f"{lay.replicate:>9} {f'{lay.expert:>7} ' if has_experts else ''}"
+            f"{dims.tensor:>6} {dims.context:>7} {dims.pipeline:>8} {dims.shard:>6} "
+            f"{dims.replicate:>9} {f'{dims.expert:>7} ' if has_experts else ''}"
             f"{plan.micro_batches:>8} {_format_gib(plan.memory.total):>10} "
             f"{plan.bubble:>7.1%} {plan.step_seconds:>7.2f} s {plan.tokens_per_second:>12,.0f}  "
             f"{'yes' if plan.fits else 'no'}"
         )
-    fitting = sum(plan.fits for plan in estimates)
+    num_fitting = sum(plan.fits for plan in estimates)
     return [
         *lines,
-        f"{fitting} of {len(estimates)} layouts fit into {_format_gib(job.usable)} of "
+        f"{num_fitting} of {len(estimates)} layouts fit into {_format_gib(job.usable_bytes)} of "
         f"{job.options.device}; tokens per second at {job.options.efficiency:.0%} of its peak.",
     ]
 
 
-def to_json(
+def plan_json(
     job: Job, plan: Estimate, remedy: Mapping[str, Any] | None, estimates: list[Estimate] | None
 ) -> dict[str, Any]:
-    """Return all numbers in bytes, seconds and FLOPs; for the arguments see `text` and `table`."""
-    options, days, checkpoint = job.options, _days_of_run(job, plan), checkpoint_bytes(job)
+    """Return the numbers of a plan by their keys in the JSON, in bytes, seconds and FLOPs.
+
+    Args:
+        job: The run.
+        plan: Estimate of its layout.
+        remedy: Options that make it fit; None if it already fits, or nothing helps.
+        estimates: Estimates of all layouts; None without a search.
+    """
+    options, days, num_bytes = job.options, _days_of_run(job, plan), checkpoint_bytes(job)
     values = {
         "model": _model_name(job),
         "parameters": job.param_counts(1).parameters,
         "device": options.device,
         "nodes": options.nodes,
         "gpus_per_node": options.gpus_per_node,
-        "usable_memory": job.usable,
+        "usable_memory": job.usable_bytes,
         "micro_batch_size": device_batch_size(options),
         **_estimate_json(plan),
         "fits_with": remedy,
         "efficiency": options.efficiency,
-        "budget_tokens": job.budget(plan.layout),
+        "budget_tokens": job.token_budget(plan.dims),
         "days": days,
         "node_hours": None if days is None else days * 24 * options.nodes,
-        "checkpoint_bytes": checkpoint,
-        "checkpoint_seconds": checkpoint / (options.disk_gbps * 1e9),
+        "checkpoint_bytes": num_bytes,
+        "checkpoint_seconds": num_bytes / (options.disk_gbps * 1e9),
     }
     if estimates is not None:
         values["search"] = [_estimate_json(candidate) for candidate in estimates]
@@ -99,10 +106,12 @@ def to_json(
 
 
 def _estimate_json(plan: Estimate) -> dict[str, Any]:
+    """Return the fields of an estimate by their keys in the JSON."""
     values = dataclasses.asdict(plan)
+    values = {"layout": values.pop("dims"), **values}
     memory = plan.memory
-    place = {"moment": memory.moment, "stage": memory.stage, "parameters": memory.parameters}
-    values["memory"] = {**place, **memory.kinds, "total": memory.total}
+    peak = {"moment": memory.moment, "stage": memory.stage, "parameters": memory.parameters}
+    values["memory"] = {**peak, **memory.kinds, "total": memory.total}
     return values
 
 
@@ -114,13 +123,13 @@ def _model_name(job: Job) -> str:
 
 def _days_of_run(job: Job, plan: Estimate) -> float | None:
     """Return the days of the whole run; None if its tokens are unknown."""
-    budget = job.budget(plan.layout)
-    return None if budget is None else budget / plan.tokens_per_second / _DAY
+    budget = job.token_budget(plan.dims)
+    return None if budget is None else budget / plan.tokens_per_second / _DAY_SECONDS
 
 
 def _memory_lines(job: Job, plan: Estimate) -> list[str]:
     memory = plan.memory
-    stage = f"stage {memory.stage}, " if plan.layout.pipeline > 1 else ""
+    stage = f"stage {memory.stage}, " if plan.dims.pipeline > 1 else ""
     return [
         f"memory of the fullest rank ({stage}{memory.parameters:,} parameters), "
         f"at its peak, in the {memory.moment}:",
@@ -129,12 +138,12 @@ def _memory_lines(job: Job, plan: Estimate) -> list[str]:
             for kind, size in memory.kinds.items()
             if size
         ),
-        f"  {'total':<12}{_format_gib(memory.total):>11} of {_format_gib(job.usable)}",
+        f"  {'total':<12}{_format_gib(memory.total):>11} of {_format_gib(job.usable_bytes)}",
     ]
 
 
 def _verdict_line(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> str:
-    free_bytes = job.usable - plan.memory.total
+    free_bytes = job.usable_bytes - plan.memory.total
     if plan.fits:
         return f"It fits: {_format_gib(free_bytes)} are left."
     if remedy is None:
@@ -162,43 +171,42 @@ def _traffic_lines(plan: Estimate) -> list[str]:
 
 
 def _expert_lines(job: Job, plan: Estimate) -> list[str]:
-    """Compare tokens that travel to experts with weights that are gathered."""
-    comparison = compare_experts(job, plan.layout)
+    """Return the line that compares expert parallelism with gathered experts, if it is possible."""
+    comparison = compare_experts(job, plan.dims)
     if comparison is None:
         return []
-    with_tokens, with_weights = (
-        f"{side.step_seconds:.3g} s and {_format_gib(side.memory.total)}" for side in comparison
+    divided_costs, gathered_costs = (
+        f"{candidate.step_seconds:.3g} s and {_format_gib(candidate.memory.total)}"
+        for candidate in comparison
     )
-    gain = comparison[1].step_seconds / comparison[0].step_seconds
-    verdict = f"it is {gain:.2f} times as fast"
-    if gain < 1:
-        verdict = f"without it, a step is {1 / gain:.2f} times as fast"
+    divided, gathered = comparison
+    speedup = gathered.step_seconds / divided.step_seconds
+    verdict = f"it is {speedup:.2f} times as fast"
+    if speedup < 1:
+        verdict = f"without it, a step is {1 / speedup:.2f} times as fast"
     return [
-        f"experts: with --expert_parallel_size {plan.layout.shard} a step takes {with_tokens}, "
-        f"without it {with_weights}; {verdict}"
+        f"experts: with --expert_parallel_size {plan.dims.shard} a step takes {divided_costs}, "
+        f"without it {gathered_costs}; {verdict}"
     ]
 
 
 def _time_lines(job: Job, plan: Estimate) -> list[str]:
-    per_second, budget, days = (
-        plan.tokens_per_second,
-        job.budget(plan.layout),
-        _days_of_run(job, plan),
-    )
-    disk, checkpoint = job.options.disk_gbps, checkpoint_bytes(job)
+    tokens_per_second = plan.tokens_per_second
+    budget, days = job.token_budget(plan.dims), _days_of_run(job, plan)
+    disk_gbps, num_bytes = job.options.disk_gbps, checkpoint_bytes(job)
     node_hours = 0.0 if days is None else days * 24 * job.options.nodes
     digits = 0 if node_hours >= 10 else 2
     return [
         f"{plan.flops_per_step:.4g} FLOPs per step; the pipeline's bubble is {plan.bubble:.1%} of "
         "it",
         f"a step takes {plan.floor_seconds:.3g} s at least, and {plan.step_seconds:.3g} s at "
-        f"{job.options.efficiency:.0%} of the device's peak: {per_second:,.0f} tokens/s, "
-        f"{per_second * _DAY / 1e9:,.2f} billion a day",
+        f"{job.options.efficiency:.0%} of the device's peak: {tokens_per_second:,.0f} tokens/s, "
+        f"{tokens_per_second * _DAY_SECONDS / 1e9:,.2f} billion a day",
         "days: give --num_tokens or a length, such as --max_duration"
         if days is None
         else f"{budget:,.0f} tokens take {_format_days(days)}, {node_hours:,.{digits}f} node-hours",
-        f"a checkpoint has {_format_gb(checkpoint)} and takes "
-        f"{checkpoint / (disk * 1e9):,.1f} s at {disk:g} GB/s",
+        f"a checkpoint has {_format_gb(num_bytes)} and takes "
+        f"{num_bytes / (disk_gbps * 1e9):,.1f} s at {disk_gbps:g} GB/s",
     ]
 
 
@@ -214,7 +222,7 @@ def _format_gb(size: float) -> str:
     return f"{size / 1e9:,.2f} GB" if size else "-"
 
 
-def check_plot(path: str) -> None:
+def check_plot_path(path: str) -> None:
     """Refuse a plot that cannot be drawn.
 
     Raises:
@@ -230,12 +238,12 @@ def check_plot(path: str) -> None:
         ) from error
 
 
-def draw(estimates: Sequence[Estimate], *, limit: int, path: str) -> None:
+def plot_memory(estimates: Sequence[Estimate], *, usable_bytes: int, path: str) -> None:
     """Plot each layout's memory by kind as a bar, and the device's memory as a line.
 
     Args:
         estimates: Layouts.
-        limit: Bytes of the device available to tensors.
+        usable_bytes: Bytes of the device available to tensors.
         path: File to write.
 
     Raises:
@@ -247,14 +255,14 @@ def draw(estimates: Sequence[Estimate], *, limit: int, path: str) -> None:
     figure = Figure(figsize=(8, 1.5 + 0.45 * len(estimates)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    names = [candidate.layout.describe() for candidate in estimates]
-    ends = [0.0] * len(estimates)
+    names = [candidate.dims.describe() for candidate in estimates]
+    bar_ends = [0.0] * len(estimates)
     for kind, color in zip(estimates[0].memory.kinds, itertools.cycle(_COLORS), strict=False):
         sizes = [candidate.memory.kinds[kind] / GIB for candidate in estimates]
         if any(sizes):
-            axes.barh(names, sizes, left=ends, color=color, label=kind)
-            ends = [end + size for end, size in zip(ends, sizes, strict=True)]
-    axes.axvline(limit / GIB, color="black", linestyle="--", label="device")
+            axes.barh(names, sizes, left=bar_ends, color=color, label=kind)
+            bar_ends = [end + size for end, size in zip(bar_ends, sizes, strict=True)]
+    axes.axvline(usable_bytes / GIB, color="black", linestyle="--", label="device")
     axes.invert_yaxis()
     axes.set_xlabel("GiB of the fullest rank")
     axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)

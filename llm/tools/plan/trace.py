@@ -53,13 +53,13 @@ class MemoryMeter(TorchDispatchMode):
 
     def __init__(self, existing: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known = {tensor.untyped_storage()._cdata for tensor in existing}
+        self._existing = {tensor.untyped_storage()._cdata for tensor in existing}
         self._sizes: dict[int, int] = {}
         self._casts: set[int] = set()
-        self._kept: dict[int, int] = {}
-        self._copies: dict[int, Any] = {}
-        self._before: set[int] = set()
-        self._identities: dict[int, object] = {}
+        self._compiled_sizes: dict[int, int] = {}
+        self._view_by_copy: dict[int, Any] = {}
+        self._marked: set[int] = set()
+        self._identity_by_source: dict[int, object] = {}
         self._live = self._peak = 0
 
     def __torch_dispatch__(
@@ -69,43 +69,45 @@ class MemoryMeter(TorchDispatchMode):
         if func is torch.ops.aten._grouped_mm.default:
             # For tensors without data, PyTorch has this product in bf16 only.
             lhs, rhs, *arguments = args
-            halves = lhs.to(torch.bfloat16), rhs.to(torch.bfloat16)
-            result = func(*halves, *arguments, **(kwargs or {})).to(lhs.dtype)
+            half_operands = lhs.to(torch.bfloat16), rhs.to(torch.bfloat16)
+            result = func(*half_operands, *arguments, **(kwargs or {})).to(lhs.dtype)
         else:
             result = func(*args, **(kwargs or {}))
-        copies = func is torch.ops.aten._to_copy.default
-        is_cast = copies and args[0].untyped_storage()._cdata in self._known
+        is_copy = func is torch.ops.aten._to_copy.default
+        is_cast = is_copy and args[0].untyped_storage()._cdata in self._existing
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
                 self._count_tensor(value, is_cast=is_cast)
-        if copies:
-            self._note_copy(args[0], result)
-        for value, size in _kept_by_compiled_code(func, args, result):
+        if is_copy:
+            self._record_copy(args[0], result)
+        for value, size in _tensors_for_compiled_code(func, args, result):
             key = value.untyped_storage()._cdata
-            if key in self._sizes and key not in self._before:
-                self._kept[key] = max(size, self._kept.get(key, 0))
+            if key in self._sizes and key not in self._marked:
+                self._compiled_sizes[key] = max(size, self._compiled_sizes.get(key, 0))
         return result
 
-    def keep(self, tensor: Tensor) -> None:
+    def count_for_compiled_code(self, tensor: Tensor) -> None:
         """Count a tensor among those that compiled code keeps."""
         storage = tensor.untyped_storage()
-        self._kept[storage._cdata] = storage.nbytes()
+        self._compiled_sizes[storage._cdata] = storage.nbytes()
 
     def mark(self) -> Level:
         """Return the level; the next peak counts from here."""
         casts = sum(self._sizes[key] for key in self._casts)
         # Autocast copies a tensor for each product; compiled code makes one copy for all.
-        merged = {self._copies.get(key, key): size for key, size in self._kept.items()}
+        merged = {
+            self._view_by_copy.get(key, key): size for key, size in self._compiled_sizes.items()
+        }
         compiled = sum(merged.values())
         level = Level(live=self._live, peak=self._peak, casts=casts, compiled=compiled)
-        self._peak, self._before = self._live, set(self._sizes)
-        self._kept.clear()
+        self._peak, self._marked = self._live, set(self._sizes)
+        self._compiled_sizes.clear()
         return level
 
     def _count_tensor(self, tensor: Tensor, *, is_cast: bool) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._known or key in self._sizes:
+        if key in self._existing or key in self._sizes:
             return
         self._sizes[key] = storage.nbytes()
         if is_cast:
@@ -114,30 +116,30 @@ class MemoryMeter(TorchDispatchMode):
         self._peak = max(self._peak, self._live)
         weakref.finalize(storage, self._forget_storage, key)
 
-    def _note_copy(self, tensor: Tensor, copy: Tensor) -> None:
+    def _record_copy(self, tensor: Tensor, copy: Tensor) -> None:
         source = tensor.untyped_storage()._cdata
         if source in self._sizes:
             # The source may be freed before its copy, and a later storage may then get its key.
-            identity = self._identities.setdefault(source, object())
+            identity = self._identity_by_source.setdefault(source, object())
             view = identity, copy.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
-            self._copies[copy.untyped_storage()._cdata] = view
+            self._view_by_copy[copy.untyped_storage()._cdata] = view
 
     def _forget_storage(self, key: int) -> None:
         self._live -= self._sizes.pop(key)
-        for keys in (self._casts, self._before):
+        for keys in (self._casts, self._marked):
             keys.discard(key)
-        for of_key in (self._kept, self._copies, self._identities):
-            of_key.pop(key, None)
+        for value_by_key in (self._compiled_sizes, self._view_by_copy, self._identity_by_source):
+            value_by_key.pop(key, None)
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 """Operations that the compiler leaves to libraries."""
 
 
-def _kept_by_compiled_code(
+def _tensors_for_compiled_code(
     func: Any, args: tuple[Any, ...], result: Any
 ) -> list[tuple[Tensor, int]]:
-    """Return the tensors of an operation that compiled code would not recompute, and their bytes.
+    """Return the tensors of an operation that compiled code would keep, and their bytes.
 
     These are the operands and results of matrix products and attention, which are not fused with
     other operations, and the masks of dropout. Instead of the sum of two tensors it keeps the
@@ -154,7 +156,9 @@ def _kept_by_compiled_code(
         # A term that is broadcast, such as a bias, cannot replace the sum.
         terms = (term for term in args[:2] if term.numel() == result.numel())
         return [(result, min(term.nbytes for term in (result, *terms)))]
-    return [(v, v.untyped_storage().nbytes()) for v in values if isinstance(v, Tensor)]
+    return [
+        (value, value.untyped_storage().nbytes()) for value in values if isinstance(value, Tensor)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,13 +170,13 @@ class Trace:
         block: Bytes that a block keeps until its backward pass, including its output.
         block_casts: The part of `block` for half-precision copies of weights, which autocast caches
             until the forward pass ends.
-        casts_left: The part of `block_casts` that the backward pass still needs.
+        backward_casts: The part of `block_casts` that the backward pass still needs.
         block_forward_extra: Temporary bytes of a block's forward pass.
         loss_extra: Peak of final norm and loss, forward and backward, above the level after the
             last block.
-        loss_left: The part of `loss_extra` that remains when the last block's backward pass begins,
-            without the gradients of weights.
-        loss_kept: The part of `loss_left` that stays for the next step, on a CPU.
+        backward_loss: The part of `loss_extra` that remains when the last block's backward pass
+            begins, without the gradients of weights.
+        retained_loss: The part of `backward_loss` that stays for the next step, on a CPU.
         block_backward_extra: Peak of a block's backward pass above its beginning, with the
             gradients of its weights.
         block_flops: Forward and backward of a block, including recomputation.
@@ -187,11 +191,11 @@ class Trace:
     inputs: int
     block: int
     block_casts: int
-    casts_left: int
+    backward_casts: int
     block_forward_extra: int
     loss_extra: int
-    loss_left: int
-    loss_kept: int
+    backward_loss: int
+    retained_loss: int
     block_backward_extra: int
     block_flops: float
     loss_flops: float
@@ -205,22 +209,22 @@ def trace(
     model: PreTrainedModel,
     options: PlanOptions,
     *,
-    memory: int,
+    memory_bytes: int,
     length: int,
     tensor: int,
     context: int,
-    compiled: bool,
+    is_compiled: bool,
 ) -> Trace:
     """Run one block of a model, with its loss, on fake tensors.
 
     Args:
         model: Model of one block on the meta device, in the shapes of one rank; changed in place.
         options: The run and its devices.
-        memory: Bytes of a device.
+        memory_bytes: Memory of a device.
         length: Tokens of a sample.
         tensor: Size of tensor parallelism; the shapes are already divided by it.
         context: Size of context parallelism.
-        compiled: Whether blocks are compiled. Temporary tensors of a block count as if it
+        is_compiled: Whether blocks are compiled. Temporary tensors of a block count as if it
             were not, which is more than its fused kernels need.
 
     Raises:
@@ -228,12 +232,12 @@ def trace(
     """
     # As in the trainer.
     has_kernel = options.torch_compile and options.device not in ("cpu", "pvc") and tensor == 1
-    on_host = options.device == "cpu"  # dropout and attention keep more on a CPU
-    if not on_host:
+    is_cpu = options.device == "cpu"  # dropout and attention keep more on a CPU
+    if not is_cpu:
         _use_accelerator_kernels(model)
     # Activations of fp8 count as bf16's.
     dtype = torch.float16 if options.mixed_precision == "fp16" else torch.bfloat16
-    with FakeTensorMode(), _gathered_keys(model, context):
+    with FakeTensorMode(), _gather_keys(model, context):
         model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
         model.tie_weights()
         ids = torch.zeros(device_batch_size(options), length // context, dtype=torch.long)
@@ -242,8 +246,8 @@ def trace(
         loss = LanguageModelLoss(
             model,
             chunked=True,
-            chunk_bytes=None if on_host else accelerator_chunk_bytes(memory),
-            aligned=not on_host,
+            chunk_bytes=None if is_cpu else accelerator_chunk_bytes(memory_bytes),
+            aligned=not is_cpu,
             softmax=_softmax_kernel if has_kernel else None,
         )
         marks = _Marks(find_blocks(model)[0], meter)
@@ -257,33 +261,33 @@ def trace(
                 f"The {model.config.model_type} model cannot be planned, because its passes do not "
                 f"run without data: {one_line(error)}."
             ) from error
-    return _trace_of(marks, model, tensor=tensor, compiled=compiled, on_host=on_host)
+    return _make_trace(marks, model, tensor=tensor, is_compiled=is_compiled, is_cpu=is_cpu)
 
 
-def _trace_of(
-    marks: "_Marks", model: PreTrainedModel, *, tensor: int, compiled: bool, on_host: bool
+def _make_trace(
+    marks: "_Marks", model: PreTrainedModel, *, tensor: int, is_compiled: bool, is_cpu: bool
 ) -> Trace:
     """Return the trace from the marks of a forward and a backward pass."""
-    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    head = sum(p.nbytes for p in model.get_output_embeddings().parameters())
+    gradient_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    head_bytes = sum(p.nbytes for p in model.get_output_embeddings().parameters())
     config = model.config.get_text_config()
-    level, flops = marks.levels, marks.flops
-    block_start, block_end = level["block"], level["block done"]
+    levels, flops = marks.levels, marks.flops
+    block_start, block_end = levels["block"], levels["block done"]
     forward_flops = flops["block done"] - flops["block"]
     block, casts = block_end.live - block_start.live, block_end.casts - block_start.casts
-    casts_left = level["backward"].casts
-    if compiled:  # it makes its copies of weights itself, and keeps what its backward pass needs
-        block, casts = block_end.compiled - casts + casts_left, casts_left
+    backward_casts = levels["backward"].casts
+    if is_compiled:  # it makes its copies of weights itself, and keeps what its backward pass needs
+        block, casts = block_end.compiled - casts + backward_casts, backward_casts
     return Trace(
         inputs=block_start.live,
         block=block,
         block_casts=casts,
-        casts_left=casts_left,
+        backward_casts=backward_casts,
         block_forward_extra=block_end.peak - block_end.live,
-        loss_extra=max(level["loss"].peak, level["backward"].peak) - block_end.live,
-        loss_left=max(0, level["backward"].live - block_end.live - head),
-        loss_kept=max(0, level["end"].live - gradients) if on_host else 0,
-        block_backward_extra=level["backward done"].peak - level["backward"].live,
+        loss_extra=max(levels["loss"].peak, levels["backward"].peak) - block_end.live,
+        backward_loss=max(0, levels["backward"].live - block_end.live - head_bytes),
+        retained_loss=max(0, levels["end"].live - gradient_bytes) if is_cpu else 0,
+        block_backward_extra=levels["backward done"].peak - levels["backward"].live,
         block_flops=forward_flops + flops["backward done"] - flops["backward"],
         loss_flops=flops["backward"] - flops["block done"],
         hidden=marks.hidden,
@@ -296,7 +300,7 @@ def _trace_of(
 def _softmax_kernel(
     logits: Tensor, labels: Tensor, num_vocab_columns: int, needs_gradient: bool, z_loss: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return tensors as the trainer's Triton kernel does, which replaces the logits."""
+    """Return tensors in the shapes of the trainer's Triton kernel, which overwrites the logits."""
     losses = logits.new_empty(len(logits), dtype=torch.float32)
     squares = torch.empty_like(losses)
     return losses, squares if z_loss else None, logits if needs_gradient else None
@@ -306,7 +310,7 @@ def _run_micro_batch(
     loss: LanguageModelLoss, ids: Tensor, labels: Tensor, autocast: torch.autocast, marks: "_Marks"
 ) -> None:
     """Run the forward and backward pass, and mark the levels after the loss and at the end."""
-    with marks.counting():
+    with marks.count_operations():
         with autocast:
             objective, _ = loss(ids, labels)
         marks.mark("loss")
@@ -342,7 +346,7 @@ class _Marks:
         block.register_forward_hook(self._on_block_end)
 
     @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
+    def count_operations(self) -> Iterator[None]:
         # Python would collect the graph's cycles at unpredictable times and change the numbers.
         was_enabled = gc.isenabled()
         gc.disable()
@@ -374,7 +378,7 @@ class _Marks:
         if "block done" not in self.levels:
             output = output[0] if isinstance(output, tuple) else output
             output.register_hook(lambda _: self.mark("backward"))
-            self._meter.keep(output)
+            self._meter.count_for_compiled_code(output)
             self.mark("block done")
 
 
@@ -421,8 +425,8 @@ def _use_accelerator_kernels(model: PreTrainedModel) -> None:
 
 
 @contextlib.contextmanager
-def _gathered_keys(model: PreTrainedModel, context: int) -> Iterator[None]:
-    """Let attention read keys and values of the whole sample, as if they were gathered."""
+def _gather_keys(model: PreTrainedModel, context: int) -> Iterator[None]:
+    """Repeat keys and values `context` times for attention, as if ranks had gathered them."""
     if context == 1:
         yield
         return
