@@ -22,9 +22,9 @@ from llm.prepare.shards import ShardStats, iterate_text_bytes, read_array
 from llm.prepare.verification import checksums, verify
 from llm.runtime.files import sync, sync_folder
 
-_BLOCK = 1 << 20  # index entries computed at once
-_SHUFFLED_DOCUMENTS = 1 << 12  # documents gathered at once
-_COPY = 1 << 26
+_BLOCK_ENTRIES = 1 << 20  # index entries computed at once
+_DOCUMENTS_PER_GATHER = 1 << 12  # documents gathered at once
+_COPY_BYTES = 1 << 26
 
 logger = logging.getLogger("llm.data")
 
@@ -114,10 +114,10 @@ def assemble_output(
     """
     joined = output.folder / "out"
     if output.shuffle_seed is not None:
-        assemble_shuffled(stems, joined, dtype=encoding.dtype, seed=output.shuffle_seed)
+        join_shuffled(stems, joined, dtype=encoding.dtype, seed=output.shuffle_seed)
     elif not output.parts:
-        assemble(stems, joined, dtype=encoding.dtype)
-    common = _common_entries(stats, encoding=encoding, sources=sources, digest=digest)
+        join_shards(stems, joined, dtype=encoding.dtype)
+    common = _common_sidecar_entries(stats, encoding=encoding, sources=sources, digest=digest)
     if output.nanogpt:
         _assemble_flat(stems, output, common)
         return
@@ -142,12 +142,12 @@ def assemble_output(
     write_sidecar(joined, replace(sidecar, checksums=_pair_checksums(joined)))
     if output.row_bytes:
         with open(add_suffix(joined, ".bytes"), "wb") as file:
-            for block in iterate_text_bytes(stems, _BLOCK):
+            for block in iterate_text_bytes(stems, _BLOCK_ENTRIES):
                 file.write(np.ascontiguousarray(block).data)
             sync(file)
 
 
-def _common_entries(
+def _common_sidecar_entries(
     stats: list[ShardStats], *, encoding: Encoding, sources: list[str], digest: str
 ) -> dict[str, Any]:
     """Return the entries that the sidecar of every form of output has."""
@@ -184,11 +184,11 @@ def join_parts(parts: Sequence[Path], output: Output) -> None:
     joined = output.folder / "out"
     sidecar = read_sidecar(output.prefix)
     assert sidecar is not None
-    assemble(parts, joined, dtype=np.dtype(sidecar.dtype))
+    join_shards(parts, joined, dtype=np.dtype(sidecar.dtype))
     write_sidecar(joined, replace(sidecar, checksums=_pair_checksums(joined), part_tokens=[]))
 
 
-def assemble(stems: Sequence[Path], prefix: Path, *, dtype: np.dtype[Any]) -> None:
+def join_shards(stems: Sequence[Path], prefix: Path, *, dtype: np.dtype[Any]) -> None:
     """Join token files to `PREFIX.bin` and `PREFIX.idx`, synced; memory does not grow with them.
 
     Args:
@@ -204,11 +204,11 @@ def assemble(stems: Sequence[Path], prefix: Path, *, dtype: np.dtype[Any]) -> No
 
     def document_table() -> Iterator[NDArray[Any]]:
         yield np.zeros(1, "<i8")
-        sequences = 0
+        first_sequence = 0
         for file in _open_shards(stems):
-            for first in range(1, file.num_documents + 1, _BLOCK):
-                yield sequences + file.documents[first : first + _BLOCK]
-            sequences += file.num_sequences
+            for first in range(1, file.num_documents + 1, _BLOCK_ENTRIES):
+                yield first_sequence + file.documents[first : first + _BLOCK_ENTRIES]
+            first_sequence += file.num_sequences
 
     with open(add_suffix(prefix, ".idx"), "wb") as idx:
         write_index(
@@ -216,7 +216,7 @@ def assemble(stems: Sequence[Path], prefix: Path, *, dtype: np.dtype[Any]) -> No
             dtype,
             num_sequences=num_sequences,
             num_documents=num_documents,
-            lengths=lambda: _each_length(stems),
+            lengths=lambda: _iterate_lengths(stems),
             documents=document_table(),
         )
         sync(idx)
@@ -227,17 +227,15 @@ def _open_shards(stems: Iterable[Path]) -> Iterator[TokenFile]:
         yield TokenFile(stem, check_tables=False)
 
 
-def _each_length(stems: Iterable[Path]) -> Iterator[NDArray[Any]]:
+def _iterate_lengths(stems: Iterable[Path]) -> Iterator[NDArray[Any]]:
     """Yield the tokens of each text, in blocks."""
     for file in _open_shards(stems):
-        for first in range(0, file.num_sequences, _BLOCK):
-            yield file.lengths[first : first + _BLOCK]
+        for first in range(0, file.num_sequences, _BLOCK_ENTRIES):
+            yield file.lengths[first : first + _BLOCK_ENTRIES]
 
 
-def assemble_shuffled(
-    stems: Sequence[Path], prefix: Path, *, dtype: np.dtype[Any], seed: int
-) -> None:
-    """Join shards of one document per text, as `assemble` does, in an order keyed by the seed.
+def join_shuffled(stems: Sequence[Path], prefix: Path, *, dtype: np.dtype[Any], seed: int) -> None:
+    """Join shards of one document per text, as `join_shards` does, in an order keyed by the seed.
 
     Memory grows by 12 bytes per document, and the disk temporarily holds all ids twice.
     """
@@ -246,30 +244,30 @@ def assemble_shuffled(
     _join_ids(stems, joined)
     ids = read_array(joined, ".joined", dtype)
     lengths = np.concatenate(
-        [np.empty(0, "<i4"), *(np.array(f.lengths) for f in _open_shards(stems))]
+        [np.empty(0, "<i4"), *(np.array(file.lengths) for file in _open_shards(stems))]
     )
-    count = lengths.size
+    num_documents = lengths.size
     starts = np.cumsum(lengths, dtype=np.int64) - lengths  # int64: a sum of int32 may overflow
 
-    def order() -> Iterator[NDArray[np.int64]]:
-        for first in range(0, count, _SHUFFLED_DOCUMENTS):
-            index = np.arange(first, min(first + _SHUFFLED_DOCUMENTS, count))
-            yield permute(index, size=count, key=seed)
+    def shuffled_documents() -> Iterator[NDArray[np.int64]]:
+        for first in range(0, num_documents, _DOCUMENTS_PER_GATHER):
+            positions = np.arange(first, min(first + _DOCUMENTS_PER_GATHER, num_documents))
+            yield permute(positions, size=num_documents, key=seed)
 
     with open(add_suffix(prefix, ".bin"), "wb") as target:
-        for documents in order():
+        for documents in shuffled_documents():
             ends = starts[documents] + lengths[documents]
-            texts = [ids[i:j] for i, j in zip(starts[documents], ends, strict=True)]
+            texts = [ids[start:end] for start, end in zip(starts[documents], ends, strict=True)]
             target.write(np.concatenate(texts).tobytes())
         sync(target)
     with open(add_suffix(prefix, ".idx"), "wb") as idx:
         write_index(
             idx,
             dtype,
-            num_sequences=count,
-            num_documents=count,
-            lengths=lambda: (lengths[documents] for documents in order()),
-            documents=[np.arange(count + 1)],
+            num_sequences=num_documents,
+            num_documents=num_documents,
+            lengths=lambda: (lengths[documents] for documents in shuffled_documents()),
+            documents=[np.arange(num_documents + 1)],
         )
         sync(idx)
     joined.unlink()
@@ -288,7 +286,7 @@ def _append_file(source: BinaryIO, target: BinaryIO) -> None:
     """Copy a file to the end of another one, inside the kernel if possible."""
     target.flush()  # copy_file_range writes behind the buffer's back
     try:
-        while os.copy_file_range(source.fileno(), target.fileno(), _COPY):
+        while os.copy_file_range(source.fileno(), target.fileno(), _COPY_BYTES):
             pass
     except (OSError, AttributeError):  # this system or this file system does not support it
         pass
@@ -301,28 +299,33 @@ def _assemble_flat(stems: list[Path], output: Output, common: dict[str, Any]) ->
     """Split the ids at a document boundary into nanoGPT's `train.bin` and `val.bin`."""
     folder = output.folder
     joined = TokenFile(folder / "out")
-    count = joined.num_documents
-    num_validation = output.num_validation(count)
-    sizes = np.concatenate([np.zeros(1, np.int64), *iterate_text_bytes(stems, _BLOCK)])
-    text_bytes = np.cumsum(sizes)
-    for name, first, stop in (("val", 0, num_validation), ("train", num_validation, count)):
-        if first == stop:
+    num_documents = joined.num_documents
+    num_validation = output.num_validation(num_documents)
+    bytes_by_text = np.concatenate(
+        [np.zeros(1, np.int64), *iterate_text_bytes(stems, _BLOCK_ENTRIES)]
+    )
+    byte_offsets = np.cumsum(bytes_by_text)
+    for split, first, end in (
+        ("val", 0, num_validation),
+        ("train", num_validation, num_documents),
+    ):
+        if first == end:
             continue
-        tokens = joined.tokens[joined.document_start(first) : joined.document_start(stop)]
-        path = folder / f"out.{name}.bin"
+        tokens = joined.tokens[joined.document_start(first) : joined.document_start(end)]
+        path = folder / f"out.{split}.bin"
         with open(path, "wb") as file:
             tokens.tofile(file)
             sync(file)
-        rows = joined.documents[[first, stop]]
+        first_text, end_text = joined.documents[[first, end]]
         sidecar = Sidecar(
-            documents=stop - first,
+            documents=end - first,
             tokens=int(tokens.size),
-            text_bytes=int(text_bytes[rows[1]] - text_bytes[rows[0]]),
+            text_bytes=int(byte_offsets[end_text] - byte_offsets[first_text]),
             largest_token=int(tokens.max(initial=0)),
             checksums={"bin": checksums(path)},
             **common,
         )
-        write_sidecar(folder / f"out.{name}", sidecar)
+        write_sidecar(folder / f"out.{split}", sidecar)
 
 
 def check_replaceable(output: Output, inputs: Iterable[Path]) -> None:
@@ -339,18 +342,18 @@ def check_replaceable(output: Output, inputs: Iterable[Path]) -> None:
     remedy = f"move it away, or choose another {output.option}."
     if output.nanogpt and output.prefix.exists() and not output.prefix.is_dir():
         raise DataError(f"{output.prefix} is a file, and --format nanogpt needs a folder; {remedy}")
-    written: dict[tuple[int, int], Path] = {}
+    output_by_inode: dict[tuple[int, int], Path] = {}
     for path in [path for prefix in output.names for path in output.existing(prefix)]:
         if path.is_dir():
             raise DataError(f"{path} is a folder, and a file is to be written there; {remedy}")
-        written[path.stat().st_dev, path.stat().st_ino] = path
+        output_by_inode[path.stat().st_dev, path.stat().st_ino] = path
     folder = output.folder.resolve()
     for path in inputs:
-        place = written.get((path.stat().st_dev, path.stat().st_ino))
-        if place is not None or path.resolve().is_relative_to(folder):
+        replaced_file = output_by_inode.get((path.stat().st_dev, path.stat().st_ino))
+        if replaced_file is not None or path.resolve().is_relative_to(folder):
             raise DataError(
-                f"{place or output.folder} would be replaced, and the input {path} with it; choose "
-                f"another {output.option}."
+                f"{replaced_file or output.folder} would be replaced, and the input {path} with "
+                f"it; choose another {output.option}."
             )
     for prefix in output.names:
         try:
@@ -406,18 +409,18 @@ def publish(output: Output) -> None:
     for path in stale_validation_files(output):
         logger.info(f"removing {path}: its documents are in train.bin now")
         path.unlink()
-    parts = [] if output.nanogpt else part_files(output.prefix)
+    obsolete_parts = [] if output.nanogpt else part_files(output.prefix)
     for prefix in output.names:
-        temporary = output.folder / (f"out.{prefix.name}" if output.nanogpt else "out")
+        temporary_prefix = output.folder / (f"out.{prefix.name}" if output.nanogpt else "out")
         # Remove the old .bin first, so that a mixture of old and new files never looks complete.
         for suffix in reversed(output.suffixes):
             add_suffix(prefix, suffix).unlink(missing_ok=True)
         if output.row_bytes:
-            add_suffix(temporary, ".bytes").replace(add_suffix(prefix, ".bytes"))
+            add_suffix(temporary_prefix, ".bytes").replace(add_suffix(prefix, ".bytes"))
         for suffix in output.suffixes:
-            add_suffix(temporary, suffix).replace(add_suffix(prefix, suffix))
+            add_suffix(temporary_prefix, suffix).replace(add_suffix(prefix, suffix))
         sync_folder(prefix.parent)  # the renames survive a power cut
-    for path in parts:  # which are joined now, or belong to another text
+    for path in obsolete_parts:  # which are joined now, or belong to another text
         path.unlink()
 
 
@@ -439,9 +442,9 @@ def publish_parts(stems: Sequence[Path], stats: Sequence[ShardStats], output: Ou
         path.unlink()
     add_suffix(output.folder / "out", ".json").replace(add_suffix(output.prefix, ".json"))
     part_stems = [stem for stem, shard in zip(stems, stats, strict=True) if shard.tokens]
-    for number, stem in enumerate(part_stems):
+    for part_index, stem in enumerate(part_stems):
         for suffix in (".bin", ".idx"):
-            path = add_suffix(part_prefix(output.prefix, number, len(part_stems)), suffix)
+            path = add_suffix(part_prefix(output.prefix, part_index, len(part_stems)), suffix)
             try:
                 os.link(stem.with_suffix(suffix), path)
             except OSError:  # a file system without links

@@ -108,13 +108,13 @@ def _plan_outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]
     from llm.prepare.output_files import Output
     from llm.prepare.text.sources import text_sources
 
-    def output(prefix: Path) -> Output:
-        nanogpt = config.format == "nanogpt"
+    def make_output(prefix: Path) -> Output:
+        is_nanogpt = config.format == "nanogpt"
         return Output(
             prefix=prefix,
-            nanogpt=nanogpt,
+            nanogpt=is_nanogpt,
             parts=config.parts,
-            validation_percentage=config.validation_split_percentage if nanogpt else 0.0,
+            validation_percentage=config.validation_split_percentage if is_nanogpt else 0.0,
             shuffle_seed=config.seed if config.shuffle == "documents" else None,
             overwrite=config.overwrite,
         )
@@ -123,30 +123,32 @@ def _plan_outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]
     prefix = Path(config.output_prefix)
     key = "text" if config.text_column is None else config.text_column
     if config.dataset_name is not None:
-        files = _dataset_sources(config, config.dataset_name, text_column=key)
+        sources = _dataset_sources(config, config.dataset_name, text_column=key)
     else:
-        files = text_sources(config.input, text_column=key, text_unit=config.text_unit)
-    if config.shuffle == "documents" and any(file.one_document for file in files):
+        sources = text_sources(config.input, text_column=key, text_unit=config.text_unit)
+    if config.shuffle == "documents" and any(source.one_document for source in sources):
         raise ConfigError(
             "--shuffle documents needs documents smaller than a txt file; choose --text_unit line "
             "or paragraph."
         )
     if config.format == "nanogpt":
-        return [(files, output(prefix))]
+        return [(sources, make_output(prefix))]
     if not config.output_per_input:
-        return [(files, output(add_suffix(prefix, f"_{key}_document")))]
+        return [(sources, make_output(add_suffix(prefix, f"_{key}_document")))]
     outputs: list[tuple[list[Source], Output]] = []
-    names_by_prefix: dict[Path, str] = {}
-    for file in files:
-        file_output = output(add_suffix(prefix, f"_{bare_name(Path(file.name))}_{key}_document"))
-        if file_output.prefix in names_by_prefix:
+    source_name_by_prefix: dict[Path, str] = {}
+    for source in sources:
+        source_output = make_output(
+            add_suffix(prefix, f"_{bare_name(Path(source.name))}_{key}_document")
+        )
+        if source_output.prefix in source_name_by_prefix:
             raise ConfigError(
-                f"--output_per_input would write {names_by_prefix[file_output.prefix]} and "
-                f"{file.name} to the same {file_output.prefix}.bin; rename one, or prepare them "
-                "one by one."
+                f"--output_per_input would write {source_name_by_prefix[source_output.prefix]} and "
+                f"{source.name} to the same {source_output.prefix}.bin; rename one, or prepare "
+                "them one by one."
             )
-        names_by_prefix[file_output.prefix] = file.name
-        outputs.append(([file], file_output))
+        source_name_by_prefix[source_output.prefix] = source.name
+        outputs.append(([source], source_output))
     return outputs
 
 

@@ -21,7 +21,7 @@ from llm.prepare.text.sources import Source
 from llm.prepare.text_tokenizer import TextTokenizer
 from llm.runtime.logging import quiet_libraries
 
-_END_SECONDS = 5.0  # to log which shards are kept, and to end
+_SHUTDOWN_SECONDS = 5.0  # to log which shards are kept, and to end
 
 logger = logging.getLogger("llm.data")
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     # numpy would start a thread on each core for linear algebra, which is not needed here.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-    job = TextJob.from_json(_read_line(0))
+    job = TextJob.from_json(_read_line(descriptor=0))
     threading.Thread(target=_end_with_run, daemon=True).start()
     make_token_files(job)
     return 0
@@ -51,19 +51,19 @@ def main(argv: Sequence[str]) -> int:
 
 def _read_line(descriptor: int) -> bytes:
     """Read a line without a buffer: a fork could copy its lock while a thread holds it."""
-    parts = [b""]
-    while not parts[-1].endswith(b"\n"):
-        parts.append(os.read(descriptor, 1 << 20))
-        if not parts[-1]:
+    pieces = [b""]
+    while not pieces[-1].endswith(b"\n"):
+        pieces.append(os.read(descriptor, 1 << 20))
+        if not pieces[-1]:
             raise EOFError("the run has ended")
-    return b"".join(parts)
+    return b"".join(pieces)
 
 
 def _end_with_run() -> None:
     """Wait until the run closes the pipe, which also happens when it dies; then end."""
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(_END_SECONDS)
+    time.sleep(_SHUTDOWN_SECONDS)
     os._exit(1)  # the workers end with this process
 
 
@@ -91,9 +91,9 @@ def make_token_files(job: TextJob) -> None:
     if is_absent:
         (prefix.parent / "absent").touch()
         return
-    sizes = [source.num_bytes for source in sources if source.num_bytes is not None]
-    size = f" ({sum(sizes) / 1e6:,.1f} MB)" if sizes else ""
-    logger.info(f"tokenizing {job.text.name}{size}")
+    num_bytes = [source.num_bytes for source in sources if source.num_bytes is not None]
+    size_note = f" ({sum(num_bytes) / 1e6:,.1f} MB)" if num_bytes else ""
+    logger.info(f"tokenizing {job.text.name}{size_note}")
     prepare_files(
         [
             (
@@ -102,13 +102,14 @@ def make_token_files(job: TextJob) -> None:
                     prefix=prefix,
                     overwrite=True,
                     row_bytes=True,
-                    lock_seconds=2 * _END_SECONDS,  # by then, the process of a killed run has ended
+                    lock_seconds=2
+                    * _SHUTDOWN_SECONDS,  # by then, the process of a killed run has ended
                     option="--data_cache_dir",
                 ),
             )
         ],
         encoding=Encoding(
-            tokenizer=_load_copy(job.tokenizer, job.text.trust_remote_code),
+            tokenizer=_load_tokenizer_copy(job.tokenizer, job.text.trust_remote_code),
             end_token=job.end_token,
             begin_token=job.begin_token,
             dtype=np.dtype(job.dtype),
@@ -118,6 +119,7 @@ def make_token_files(job: TextJob) -> None:
 
 
 def _open_sources(job: TextJob) -> list[Source]:
+    """Return the sources of a job's text: a split of a data set, or files."""
     text = job.text
     if text.split is not None:
         from llm.prepare.text.hub import dataset_sources
@@ -140,7 +142,12 @@ def _open_sources(job: TextJob) -> list[Source]:
     )
 
 
-def _load_copy(copy: TokenizerCopy, trust_remote_code: bool) -> TextTokenizer:
+def _load_tokenizer_copy(copy: TokenizerCopy, trust_remote_code: bool) -> TextTokenizer:
+    """Load the copy of the run's tokenizer: its backend as JSON, or the folder where it is saved.
+
+    Raises:
+        ConfigError: The saved tokenizer cannot be loaded, or gives other ids.
+    """
     if copy.backend is not None:
         from tokenizers import Tokenizer
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_UNCHANGED_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of transformers that take a tokenizer.json unchanged."""
-_PLAIN_KEYS = {
+_IGNORED_CONFIG_KEYS = {
     "tokenizer_class",
     "backend",
     "model_max_length",
@@ -40,7 +40,7 @@ _PLAIN_KEYS = {
     "pad_token",
 }
 """Keys of a tokenizer_config.json that do not affect ids."""
-_OTHER_FILES = ("config.json", "special_tokens_map.json", "added_tokens.json")
+_TRANSFORMERS_FILES = ("config.json", "special_tokens_map.json", "added_tokens.json")
 """Files that can make transformers choose another class or add tokens."""
 _END_OF_TEXT = "<|endoftext|>"
 
@@ -76,7 +76,7 @@ def load_text_tokenizer(
     """Load a tokenizer for text, with the options and errors of `load_tokenizer`.
 
     Args:
-        options: Which one.
+        options: The options that name the tokenizer.
         trust_remote_code: Run the Python code that comes with a tokenizer.
 
     Returns:
@@ -88,9 +88,9 @@ def load_text_tokenizer(
     files = locate_tokenizer(options)
     name = options.tokenizer_name or f"{options.vocab_file}, {options.merges_file}"
     if not options.use_slow_tokenizer:
-        direct = _without_transformers(files, name)
-        if direct is not None:
-            return direct
+        text_tokenizer = _load_without_transformers(files, name)
+        if text_tokenizer is not None:
+            return text_tokenizer
     tokenizer = load_tokenizer(options, trust_remote_code=trust_remote_code)
     return from_transformers(tokenizer, name)
 
@@ -116,31 +116,31 @@ def from_transformers(tokenizer: "PreTrainedTokenizerBase", name: str) -> TextTo
     )
 
 
-def _without_transformers(files: TokenizerFiles, name: str) -> TextTokenizer | None:
+def _load_without_transformers(files: TokenizerFiles, name: str) -> TextTokenizer | None:
     """Load a tokenizer; return None if transformers is needed, or can explain the error."""
     try:
-        loaded = _read_backend(files)
+        backend_and_tokens = _read_backend(files)
     except ConfigError:
         raise
     except Exception:  # a broken file; load_tokenizer explains the error
         return None
-    if loaded is None:
+    if backend_and_tokens is None:
         return None
-    backend, bos, eos = loaded
+    backend, bos_token, eos_token = backend_and_tokens
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
-    ends = {
-        "bos_token_id": None if bos is None else backend.token_to_id(bos),
-        "eos_token_id": None if eos is None else backend.token_to_id(eos),
+    boundary_tokens = {
+        "bos_token_id": None if bos_token is None else backend.token_to_id(bos_token),
+        "eos_token_id": None if eos_token is None else backend.token_to_id(eos_token),
     }
     return TextTokenizer(
         name=name,
         backend=backend,
         encode_slow=None,
         size=count_ids(backend, 0),
-        fingerprint=backend_fingerprint(backend, **ends),
-        **ends,
+        fingerprint=backend_fingerprint(backend, **boundary_tokens),
+        **boundary_tokens,
     )
 
 
@@ -149,30 +149,33 @@ def _read_backend(files: TokenizerFiles) -> "tuple[Tokenizer, str | None, str | 
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     if files.kind == "pair":  # as transformers' GPT2Tokenizer
-        names = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
-        backend = Tokenizer(models.BPE.from_file(files.name, files.merges_file, **names))
+        affixes = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
+        backend = Tokenizer(models.BPE.from_file(files.name, files.merges_file, **affixes))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
         backend.add_tokens([AddedToken(_END_OF_TEXT, special=True)])
         return backend, _END_OF_TEXT, _END_OF_TEXT
     if files.kind == "model":
         model = convert_sentencepiece(Path(files.name))
-        special = model.special_tokens
-        return model.backend, special.get("bos_token"), special.get("eos_token")
+        special_tokens = model.special_tokens
+        return model.backend, special_tokens.get("bos_token"), special_tokens.get("eos_token")
     file = Path(files.name)
     config: dict[str, str] = {}
     if files.kind == "named":
         folder, file = file, file / "tokenizer.json"
-        if any((folder / file_name).exists() for file_name in _OTHER_FILES):
+        if any((folder / file_name).exists() for file_name in _TRANSFORMERS_FILES):
             return None
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        if config.get("tokenizer_class") not in _PLAIN_CLASSES or not config.keys() <= _PLAIN_KEYS:
+        if (
+            config.get("tokenizer_class") not in _UNCHANGED_CLASSES
+            or not config.keys() <= _IGNORED_CONFIG_KEYS
+        ):
             return None
     backend = Tokenizer.from_file(str(file))
-    added = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
-    special_tokens = [token for key, token in config.items() if key.endswith("_token")]
-    padding = [backend.padding["pad_token"]] if backend.padding else []
-    if not {*special_tokens, *padding} <= added.keys():  # transformers would add them
+    id_by_token = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
+    named_tokens = [token for key, token in config.items() if key.endswith("_token")]
+    padding_tokens = [backend.padding["pad_token"]] if backend.padding else []
+    if not {*named_tokens, *padding_tokens} <= id_by_token.keys():  # transformers would add them
         return None
-    eos = find_end_of_text(added) if files.kind == "file" else config.get("eos_token")
-    return backend, config.get("bos_token"), eos
+    eos_token = find_end_of_text(id_by_token) if files.kind == "file" else config.get("eos_token")
+    return backend, config.get("bos_token"), eos_token

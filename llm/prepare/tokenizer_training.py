@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
-_DEFAULTS = {
+_SENTENCEPIECE_DEFAULTS = {
     "byte_fallback": False,
     "split_digits": False,
     "character_coverage": 0.9995,
@@ -52,7 +52,7 @@ def train_huggingface(
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    flags: dict[str, Any] = {
+    trainer_options: dict[str, Any] = {
         "vocab_size": vocab_size,
         "special_tokens": [END_OF_TEXT],
         "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(),
@@ -62,14 +62,14 @@ def train_huggingface(
     if model_type == "bpe":
         tokenizer = Tokenizer(models.BPE())
         # A pair that occurs only once does not become a token.
-        trainer = trainers.BpeTrainer(min_frequency=2, **flags)
+        trainer = trainers.BpeTrainer(min_frequency=2, **trainer_options)
     else:
         logger.warning(
             "The tokenizers library trains a slightly different unigram model each time; "
             "--library sentencepiece trains the same one."
         )
         tokenizer = Tokenizer(models.Unigram())
-        trainer = trainers.UnigramTrainer(**flags)
+        trainer = trainers.UnigramTrainer(**trainer_options)
     tokenizer.pre_tokenizer = byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if split_digits:
         digits = pre_tokenizers.Digits(individual_digits=True)
@@ -109,42 +109,42 @@ def train_sentencepiece(
             "Letters outside of the vocabulary become <unk>, and so do line breaks where "
             "--normalization is identity; --byte_fallback keeps them."
         )
-    model = io.BytesIO()
+    model_file = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines),
-            model_writer=model,
+            model_writer=model_file,
             vocab_size=vocab_size,
             normalization_rule_name=normalization,
             remove_extra_whitespaces=normalization != "identity",
             minloglevel=2,
-            **_DEFAULTS | flags,
+            **_SENTENCEPIECE_DEFAULTS | flags,
         )
     except Exception as error:
-        raise _explain_message(str(error), vocab_size) from error
-    proto = parse_model_proto(model.getvalue())
+        raise _training_error(str(error), vocab_size) from error
+    proto = parse_model_proto(model_file.getvalue())
     # Otherwise the file of the same bpe model would differ with the number of threads.
     proto.trainer_spec.ClearField("num_threads")
     data: bytes = proto.SerializeToString(deterministic=True)
     return data
 
 
-def _explain_message(message: str, vocab_size: int) -> ConfigError:
-    """Return SentencePiece's complaint about options, with the option and what to do."""
-    if high := re.search(r"size too high \(\d+\).*<= (\d+)", message):
+def _training_error(message: str, vocab_size: int) -> ConfigError:
+    """Return the error for a message of SentencePiece: the option, and what to do."""
+    if too_high := re.search(r"size too high \(\d+\).*<= (\d+)", message):
         return ConfigError(
-            f"--vocab_size {vocab_size} is more than this text can fill: set it to {high[1]} or "
-            "less, or give more text."
+            f"--vocab_size {vocab_size} is more than this text can fill: set it to {too_high[1]} "
+            "or less, or give more text."
         )
-    if low := re.search(r"required_chars\. \d+ vs (\d+)", message):
+    if too_low := re.search(r"required_chars\. \d+ vs (\d+)", message):
         return ConfigError(
             f"--vocab_size {vocab_size} is too small: the letters of this text and the special "
-            f"tokens are {low[1]}; set it above that, or lower --character_coverage."
+            f"tokens are {too_low[1]}; set it above that, or lower --character_coverage."
         )
-    if id := re.search(r"insert_id\(trainer_spec_\.(\w+)\(", message):
+    if invalid_id := re.search(r"insert_id\(trainer_spec_\.(\w+)\(", message):
         return ConfigError(
-            f"--{id[1]} is the id of another special token, or beyond --vocab_size {vocab_size}: "
-            "give each its own id, or -1 for none."
+            f"--{invalid_id[1]} is the id of another special token, or beyond --vocab_size "
+            f"{vocab_size}: give each its own id, or -1 for none."
         )
     reason = (message.partition("] ")[2] or message).strip().rstrip(".")
     return ConfigError(f"SentencePiece cannot train with these options: {reason}.")

@@ -37,19 +37,26 @@ from llm.runtime.world import ignore_ranks
 from llm.tokenizers.options import TokenizerOptions
 from llm.tokenizers.sentencepiece_model import convert_sentencepiece
 
-_INPUT, _TOKENIZER, _OUTPUT = "Text", "Tokenizer", "Output and running"
-_COMMON = ("model_type", "vocab_size", "split_digits", "normalization")
-_SENTENCEPIECE = ("byte_fallback", "character_coverage", "pad_id", "unk_id", "bos_id", "eos_id")
-_THREADS = 16
+_INPUT_GROUP, _TOKENIZER_GROUP, _OUTPUT_GROUP = "Text", "Tokenizer", "Output and running"
+_COMMON_OPTIONS = ("model_type", "vocab_size", "split_digits", "normalization")
+_SENTENCEPIECE_OPTIONS = (
+    "byte_fallback",
+    "character_coverage",
+    "pad_id",
+    "unk_id",
+    "bos_id",
+    "eos_id",
+)
+_DEFAULT_THREADS = 16
 """The same on any machine, so a unigram model does not depend on the number of cores."""
-_MOST_TOKENS = 10_000_000
+_MAX_VOCAB_SIZE = 10_000_000
 """Forty times the largest vocabularies in use; at 10^9 the libraries abort the process."""
-_FILES = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
+_TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
 
 logger = logging.getLogger("llm.data")
 
 
-@option_group(_TOKENIZER)
+@option_group(_TOKENIZER_GROUP)
 class TrainTokenizerOptions:
     """Options of `llm-trainers tokenizer`."""
 
@@ -57,20 +64,20 @@ class TrainTokenizerOptions:
         (),
         "Files, patterns or folders of text: .jsonl, .json, .csv, .parquet or .txt; may be "
         "compressed as .gz, .xz, .zst or .bz2.",
-        group=_INPUT,
+        group=_INPUT_GROUP,
         path=True,
     )
     text_column: str | None = option(
         None,
         "Field or column with the text; by default text, else the only field of strings.",
-        group=_INPUT,
+        group=_INPUT_GROUP,
         aliases=("json_key",),
     )
     max_sentences: int | None = option(
         None,
         "Train on this many documents (lines for sentencepiece), drawn evenly from the input. "
         "Bounds the memory.",
-        group=_INPUT,
+        group=_INPUT_GROUP,
         aliases=("input_sentence_size",),
         at_least=1,
     )
@@ -83,7 +90,7 @@ class TrainTokenizerOptions:
         "bpe", "Segmentation: bpe merges pairs, unigram chooses the likeliest pieces."
     )
     vocab_size: int = option(
-        32768, "Number of tokens, including special tokens.", at_least=1, at_most=_MOST_TOKENS
+        32768, "Number of tokens, including special tokens.", at_least=1, at_most=_MAX_VOCAB_SIZE
     )
     split_digits: bool = option(False, "Make every digit a separate token.")
     normalization: Literal["identity", "nfc", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"] = (
@@ -111,17 +118,17 @@ class TrainTokenizerOptions:
     eos_id: int | None = option(
         None, "Id of </s>, by default 2; -1 leaves it out (sentencepiece).", at_least=-1
     )
-    output_dir: str | None = option(None, "Folder to write.", group=_OUTPUT, path=True)
-    overwrite: bool = option(False, "Replace an existing tokenizer.", group=_OUTPUT)
+    output_dir: str | None = option(None, "Folder to write.", group=_OUTPUT_GROUP, path=True)
+    overwrite: bool = option(False, "Replace an existing tokenizer.", group=_OUTPUT_GROUP)
     num_workers: int = option(
-        _THREADS,
+        _DEFAULT_THREADS,
         "Threads of the library; on machines with more than 16 cores, at most the number of cores. "
         "The last digits of a unigram model depend on the number of threads, not on the machine.",
-        group=_OUTPUT,
+        group=_OUTPUT_GROUP,
         aliases=("workers", "num_threads"),
         at_least=1,
     )
-    seed: int = option(1234, "Seed for drawing max_sentences.", group=_OUTPUT, at_least=0)
+    seed: int = option(1234, "Seed for drawing max_sentences.", group=_OUTPUT_GROUP, at_least=0)
 
 
 @program
@@ -147,8 +154,10 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
         DataError: Text cannot be read.
     """
     check_options(options)
-    started = time.monotonic()
-    num_threads = bounded_workers(options.num_workers, max_workers=max(_THREADS, num_cores()))
+    start_time = time.monotonic()
+    num_threads = bounded_workers(
+        options.num_workers, max_workers=max(_DEFAULT_THREADS, num_cores())
+    )
     output = Path(str(options.output_dir))
     sources = text_sources(options.input, text_column=options.text_column)
     for path in (path for source in sources for path in source.files):
@@ -163,31 +172,33 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
         max_sentences=options.max_sentences,
         seed=options.seed,
     )
-    unfinished = output.parent / f".{output.name}.{socket.gethostname()}.{os.getpid()}.unfinished"
+    temporary_folder = (
+        output.parent / f".{output.name}.{socket.gethostname()}.{os.getpid()}.unfinished"
+    )
     try:
         _remove_leftovers(output)
-        unfinished.mkdir(parents=True)
+        temporary_folder.mkdir(parents=True)
         try:
-            _train_tokenizer(options, texts, num_threads, unfinished)
+            _write_tokenizer(options, texts, num_threads, temporary_folder)
         except Exception:
             if texts.error is not None:  # the libraries replace it by another error
                 raise texts.error from None
             raise
-        report = _describe_result(unfinished, texts)
+        summary = _describe_result(temporary_folder, texts)
         check_output(output, overwrite=options.overwrite)  # again, because training may take hours
-        replaced = unfinished.with_suffix(".replaced")
+        replaced_folder = temporary_folder.with_suffix(".replaced")
         if output.exists():
-            output.rename(replaced)
-        unfinished.rename(output)
-        if replaced.is_dir():
-            shutil.rmtree(replaced)
+            output.rename(replaced_folder)
+        temporary_folder.rename(output)
+        if replaced_folder.is_dir():
+            shutil.rmtree(replaced_folder)
     except OSError as error:
         raise ConfigError(
             f"--output_dir {output} cannot be written: {error.strerror or error}."
         ) from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    logger.info(f"{report}, {time.monotonic() - started:.1f} s | {output}")
+        shutil.rmtree(temporary_folder, ignore_errors=True)
+    logger.info(f"{summary}, {time.monotonic() - start_time:.1f} s | {output}")
 
 
 def _remove_leftovers(output: Path) -> None:
@@ -216,15 +227,18 @@ def check_options(options: TrainTokenizerOptions) -> None:
     if options.output_dir is None:
         raise ConfigError("No output is named: give the folder to write with --output_dir.")
     check_output(Path(options.output_dir), overwrite=options.overwrite)
-    lacking = {"huggingface": ("nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"), "sentencepiece": ("nfc",)}
-    if options.normalization in lacking[options.library]:
+    missing_normalizations = {
+        "huggingface": ("nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"),
+        "sentencepiece": ("nfc",),
+    }
+    if options.normalization in missing_normalizations[options.library]:
         raise ConfigError(
             f"--library {options.library} has no --normalization {options.normalization}; "
             "see --help for those that it has."
         )
     if options.library == "sentencepiece":
         return
-    if conflicting := list(_non_default_options(options, _SENTENCEPIECE)):
+    if conflicting := list(_non_default_options(options, _SENTENCEPIECE_OPTIONS)):
         raise ConfigError(f"--{conflicting[0]} is for --library sentencepiece alone; leave it out.")
     if options.vocab_size <= NUM_BYTES:
         raise ConfigError(
@@ -244,7 +258,7 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     if not overwrite:
         raise ConfigError(f"--output_dir {output} exists already; pass --overwrite to replace it.")
     names = {path.name for path in output.iterdir()} if output.is_dir() else {output.name}
-    if other_files := sorted(names - _FILES if output.is_dir() else names):
+    if other_files := sorted(names - _TOKENIZER_FILES if output.is_dir() else names):
         raise ConfigError(
             f"--output_dir {output} holds more than a tokenizer from here ({other_files[0]}), so "
             "--overwrite does not replace it; name another folder."
@@ -252,43 +266,46 @@ def check_output(output: Path, *, overwrite: bool) -> None:
 
 
 def _non_default_options(options: TrainTokenizerOptions, names: Sequence[str]) -> dict[str, Any]:
-    """Return the options that are set, by name."""
+    """Return the values of the named options that are set, by name."""
     values = {name: getattr(options, name) for name in names}
-    return {name: v for name, v in values.items() if v is not None and v is not False}
+    return {
+        name: value for name, value in values.items() if value is not None and value is not False
+    }
 
 
-def _train_tokenizer(
+def _write_tokenizer(
     options: TrainTokenizerOptions, texts: TrainingTexts, num_threads: int, folder: Path
 ) -> None:
-    flags = {
-        **_non_default_options(options, (*_COMMON, *_SENTENCEPIECE)),
+    """Train the tokenizer, and write its files to the folder."""
+    trainer_options = {
+        **_non_default_options(options, (*_COMMON_OPTIONS, *_SENTENCEPIECE_OPTIONS)),
         "num_threads": num_threads,
     }
     if options.library == "huggingface":
-        backend = train_huggingface(texts, **flags)
+        backend = train_huggingface(texts, **trainer_options)
         special_tokens = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     else:
         file = folder / "tokenizer.model"
-        file.write_bytes(train_sentencepiece(texts, **flags))
+        file.write_bytes(train_sentencepiece(texts, **trainer_options))
         model = convert_sentencepiece(file, samples=texts.sample, subject="The trained model")
         backend, special_tokens = model.backend, model.special_tokens
     # Tokenizer.save does not say why a file cannot be written.
     (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
     # This name of the class is known to all versions of transformers.
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens}
-    text = json.dumps({**config, "clean_up_tokenization_spaces": False}, indent=2)
-    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+    config_text = json.dumps({**config, "clean_up_tokenization_spaces": False}, indent=2)
+    (folder / "tokenizer_config.json").write_text(config_text + "\n", encoding="utf-8")
 
 
 def _describe_result(folder: Path, texts: TrainingTexts) -> str:
     """Describe text and tokenizer in a line; the tokenizer is loaded as its users load it."""
     tokenizer = load_text_tokenizer(TokenizerOptions(tokenizer_name=str(folder)))
     assert tokenizer.backend is not None
-    encoded = tokenizer.backend.encode_batch(texts.sample, add_special_tokens=False)
-    num_tokens = sum(len(encoding.ids) for encoding in encoded)
+    encodings = tokenizer.backend.encode_batch(texts.sample, add_special_tokens=False)
+    num_tokens = sum(len(encoding.ids) for encoding in encodings)
     num_bytes = sum(len(text.encode()) for text in texts.sample)
-    documents = "document" if texts.num_documents == 1 else "documents"
+    noun = "document" if texts.num_documents == 1 else "documents"
     return (
-        f"{texts.num_documents:,} {documents}, {texts.num_bytes / 1e6:,.1f} MB of text | "
+        f"{texts.num_documents:,} {noun}, {texts.num_bytes / 1e6:,.1f} MB of text | "
         f"{tokenizer.size:,} tokens, {num_bytes / num_tokens:.2f} bytes each on a sample"
     )

@@ -15,7 +15,7 @@ CHUNK_BYTES = 64 << 20
 """Bytes per checksum; a changed byte is located to this accuracy."""
 
 _READ_BYTES = 1 << 20
-_NUM_TOKENS = 1 << 20  # tokens that are checked at once
+_TOKENS_PER_READ = 1 << 20
 
 
 class ChunkHash:
@@ -27,21 +27,21 @@ class ChunkHash:
 
     def _start_chunk(self) -> None:
         self._hash = xxhash.xxh3_128()
-        self._left = CHUNK_BYTES
+        self._num_bytes_left = CHUNK_BYTES
 
     def update(self, data: memoryview) -> None:
         """Add bytes [num_bytes]."""
         while len(data):
-            piece, data = data[: self._left], data[self._left :]
+            piece, data = data[: self._num_bytes_left], data[self._num_bytes_left :]
             self._hash.update(piece)
-            self._left -= len(piece)
-            if not self._left:
+            self._num_bytes_left -= len(piece)
+            if not self._num_bytes_left:
                 self._digests.append(self._hash.hexdigest())
                 self._start_chunk()
 
     def digests(self) -> list[str]:
         """Return the hex digests of the chunks; the last chunk may be shorter."""
-        if self._left == CHUNK_BYTES:
+        if self._num_bytes_left == CHUNK_BYTES:
             return self._digests
         return [*self._digests, self._hash.hexdigest()]
 
@@ -57,8 +57,8 @@ def checksums(path: Path) -> list[str]:
     chunks = ChunkHash()
     try:
         with open(path, "rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                chunks.update(buffer[:count])
+            while num_bytes := file.readinto(buffer):
+                chunks.update(buffer[:num_bytes])
         return chunks.digests()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
@@ -86,7 +86,7 @@ def verify(path: Path) -> list[str]:
     except DataError as error:
         faults.append(str(error))
     if sidecar is not None:
-        faults += _changed_bytes(prefix, sidecar)
+        faults += _find_changed_bytes(prefix, sidecar)
     try:
         token_file = open_token_file(path)
         if sidecar is not None:
@@ -106,17 +106,18 @@ def verify(path: Path) -> list[str]:
     return faults
 
 
-def _changed_bytes(prefix: Path, sidecar: Sidecar) -> list[str]:
+def _find_changed_bytes(prefix: Path, sidecar: Sidecar) -> list[str]:
+    """Compare the files with the checksums of their sidecar; return a sentence for each fault."""
     faults: list[str] = []
-    files = {kind: add_suffix(prefix, f".{kind}") for kind in ("bin", "idx")}
-    if count := len(sidecar.part_tokens):
-        files = {
-            f"{number:05d}.{kind}": add_suffix(part_prefix(prefix, number, count), f".{kind}")
-            for number in range(count)
+    path_by_key = {kind: add_suffix(prefix, f".{kind}") for kind in ("bin", "idx")}
+    if num_parts := len(sidecar.part_tokens):
+        path_by_key = {
+            f"{number:05d}.{kind}": add_suffix(part_prefix(prefix, number, num_parts), f".{kind}")
+            for number in range(num_parts)
             for kind in ("bin", "idx")
         }
-    for kind, path in files.items():
-        expected = sidecar.checksums.get(kind)
+    for key, path in path_by_key.items():
+        expected = sidecar.checksums.get(key)
         if expected is None:
             if path.exists():
                 faults.append(f"{prefix}.json has no checksums of {path}.")
@@ -127,11 +128,11 @@ def _changed_bytes(prefix: Path, sidecar: Sidecar) -> list[str]:
             faults.append(str(error))
             continue
         size = path.stat().st_size
-        for number, digest in enumerate(actual):
-            if expected[number : number + 1] != [digest]:
-                start, stop = number * CHUNK_BYTES, min((number + 1) * CHUNK_BYTES, size)
+        for chunk, digest in enumerate(actual):
+            if expected[chunk : chunk + 1] != [digest]:
+                start, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, size)
                 faults.append(
-                    f"{path}: somewhere in the bytes {start:,} to {stop - 1:,} it has changed "
+                    f"{path}: somewhere in the bytes {start:,} to {end - 1:,} it has changed "
                     "since it was written."
                 )
         if len(actual) < len(expected):
@@ -170,9 +171,9 @@ def _id_range(token_file: AnyTokenFile) -> tuple[int, int]:
     """Return the smallest and the largest id of all tokens; (0, -1) without tokens."""
     tokens = token_file.tokens
     smallest, largest = 0, -1
-    for start in range(0, tokens.size, _NUM_TOKENS):
-        chunk = np.asarray(tokens[start : start + _NUM_TOKENS])
-        low, high = int(chunk.min()), int(chunk.max())
-        smallest = min(smallest, low) if start else low
-        largest = max(largest, high) if start else high
+    for start in range(0, tokens.size, _TOKENS_PER_READ):
+        chunk = np.asarray(tokens[start : start + _TOKENS_PER_READ])
+        chunk_min, chunk_max = int(chunk.min()), int(chunk.max())
+        smallest = min(smallest, chunk_min) if start else chunk_min
+        largest = max(largest, chunk_max) if start else chunk_max
     return smallest, largest

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     Model = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
-_SMALLEST_TEMPERATURE, _LARGEST_TEMPERATURE = 1e-6, 1e6
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
 """Outside these bounds, logits divided by the temperature may not be finite."""
 
 
@@ -74,7 +74,7 @@ class GenerateOptions:
         "Values below 1 make likely tokens likelier, values above 1 make all tokens more alike; 0 "
         "always takes the likeliest. By default from the model's generation_config.json, else 1.",
         at_least=0,
-        at_most=_LARGEST_TEMPERATURE,
+        at_most=_MAX_TEMPERATURE,
     )
     top_k: int | None = option(
         None,
@@ -108,10 +108,10 @@ def main(argv: Sequence[str]) -> int:
         description="Generate text with a trained model.",
         positional="run",
     )
-    if 0 < (options.temperature or 0) < _SMALLEST_TEMPERATURE:
+    if 0 < (options.temperature or 0) < _MIN_TEMPERATURE:
         raise ConfigError(
             f"--temperature {options.temperature} is too small to divide by; give 0 to always take "
-            f"the likeliest token, or at least {_SMALLEST_TEMPERATURE:g}."
+            f"the likeliest token, or at least {_MIN_TEMPERATURE:g}."
         )
     try:
         with forbid_downloads():
@@ -131,54 +131,54 @@ def _generate_texts(options: GenerateOptions) -> None:
     seed = draw_seed() if options.seed is None else options.seed
     if options.seed is None and options.temperature != 0:
         _print_note(f"--seed {seed}")
-    for number in range(options.num_samples):
+    for index in range(options.num_samples):
         if options.num_samples > 1:
-            title = f"--- text {number + 1} of {options.num_samples}, --seed {seed + number}"
+            title = f"--- text {index + 1} of {options.num_samples}, --seed {seed + index}"
             sys.stdout.write(f"{title}\n")
         sample_text(
             model,
             tokenizer,
             prompt=prompt,
             max_new_tokens=max_new_tokens,
-            seed=seed + number,
+            seed=seed + index,
             streamer=make_printer(tokenizer),
             **_sampling_arguments(options),
         )
 
 
 def _describe_divergence(options: GenerateOptions) -> str:
-    """Describe since when the run's loss is not finite, and suggest an earlier checkpoint."""
+    """Name the step since which the run's loss is not finite, and suggest an earlier checkpoint."""
     run = Path(options.run)
     if (run / MANIFEST).is_file():
         run = run.resolve().parent.parent
-    finite, since = _end_of_finite_losses(run / "metrics.jsonl")
-    if since is None:
+    last_finite_step, first_bad_step = _end_of_finite_losses(run / "metrics.jsonl")
+    if first_bad_step is None:
         return "Its training has diverged; use another model."
     # The update after the last finite loss may have made the weights infinite or NaN.
-    earlier = [
+    earlier_checkpoints = [
         checkpoint.path
         for checkpoint in list_checkpoints(run / "checkpoints")
-        if checkpoint.step < finite
+        if checkpoint.step < last_finite_step
     ]
     remedy = (
-        f"use an earlier checkpoint, such as {earlier[-1]}."
-        if earlier
+        f"use an earlier checkpoint, such as {earlier_checkpoints[-1]}."
+        if earlier_checkpoints
         else "no earlier checkpoint exists, so train again with a lower --learning_rate."
     )
-    return f"No loss of {run} has been finite since step {since}; {remedy}"
+    return f"No loss of {run} has been finite since step {first_bad_step}; {remedy}"
 
 
 def _end_of_finite_losses(metrics: Path) -> tuple[int, int | None]:
     """Return the step of the last finite training loss, and the first later step without one."""
-    finite, since = 0, None
+    last_finite_step, first_bad_step = 0, None
     for row in filter(None, read_json_lines(metrics)):
         if type(row.get("step")) is not int:
             continue
         if row.get("loss") is not None:
-            finite, since = row["step"], None
-        if since is None and None in (row.get("loss", 0.0), row.get("eval_loss", 0.0)):
-            since = row["step"]
-    return finite, since
+            last_finite_step, first_bad_step = row["step"], None
+        if first_bad_step is None and None in (row.get("loss", 0.0), row.get("eval_loss", 0.0)):
+            first_bad_step = row["step"]
+    return last_finite_step, first_bad_step
 
 
 def _read_prompt() -> str:
@@ -226,15 +226,15 @@ def _open_checkpoint(run: Path, name: str, options: GenerateOptions) -> "Model":
     config = read_config(run, trust_remote_code=options.trust_remote_code)
     quiet_libraries()
 
-    def read() -> "Model":
+    def read_model() -> "Model":
         if (Path(name) / MANIFEST).is_file():
-            chosen = read_valid(Path(name))
+            checkpoint = read_valid(Path(name))
         else:
-            chosen = choose_checkpoint(run / "checkpoints", name, option="--checkpoint")
-        _print_note(f"The model after step {chosen.step:,}, from {chosen.path}.")
-        return load_trained(config, chosen)
+            checkpoint = choose_checkpoint(run / "checkpoints", name, option="--checkpoint")
+        _print_note(f"The model after step {checkpoint.step:,}, from {checkpoint.path}.")
+        return load_trained(config, checkpoint)
 
-    return read_while_training(run / "checkpoints", read)
+    return read_while_training(run / "checkpoints", read_model)
 
 
 def _open_export(folder: Path, *, trust_remote_code: bool) -> "Model":
@@ -264,32 +264,36 @@ def _open_export(folder: Path, *, trust_remote_code: bool) -> "Model":
 
 
 def _limit_new_tokens(
-    wanted: int, prompt: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
+    max_new_tokens: int, prompt: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
 ) -> int:
     """Return the number of tokens to generate, limited by the model's positions."""
     from llm.models.configuration import max_positions
     from llm.tokenizers.prompts import encode_prompt
 
-    limit = max_positions(model.config)
-    used = max(1, len(encode_prompt(tokenizer, prompt))) if prompt else 1
-    if limit is None or used + wanted <= limit:
-        return wanted
-    room = max(1, limit - used)
+    num_positions = max_positions(model.config)
+    prompt_positions = max(1, len(encode_prompt(tokenizer, prompt))) if prompt else 1
+    if num_positions is None or prompt_positions + max_new_tokens <= num_positions:
+        return max_new_tokens
+    num_tokens = max(1, num_positions - prompt_positions)
     _print_note(
-        f"The model has {limit:,} positions, and the prompt takes {used:,}: "
-        f"at most {room:,} tokens are written instead of {wanted:,}"
-        + (", and the beginning of the prompt is left out." if used >= limit else ".")
+        f"The model has {num_positions:,} positions, and the prompt takes {prompt_positions:,}: "
+        f"at most {num_tokens:,} tokens are written instead of {max_new_tokens:,}"
+        + (
+            ", and the beginning of the prompt is left out."
+            if prompt_positions >= num_positions
+            else "."
+        )
     )
-    return room
+    return num_tokens
 
 
 def _sampling_arguments(options: GenerateOptions) -> dict[str, Any]:
-    """Return arguments of `generate`; options that are not set use the model's defaults."""
-    alone = {"num_beams": 1}  # several beams have no text to print before they end
+    """Return the arguments of the model's `generate`; without an option, the model's default."""
+    common = {"num_beams": 1}  # several beams have no text to print before they end
     if options.temperature == 0:
-        return {**alone, "do_sample": False}
+        return {**common, "do_sample": False}
     values = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
-    return {**alone, **{name: value for name, value in values.items() if value is not None}}
+    return {**common, **{name: value for name, value in values.items() if value is not None}}
 
 
 def make_printer(tokenizer: "PreTrainedTokenizerBase") -> Any:
@@ -303,7 +307,7 @@ def make_printer(tokenizer: "PreTrainedTokenizerBase") -> Any:
     class Printer(BaseStreamer):  # type: ignore[misc]
         def __init__(self) -> None:
             self._ids: list[int] = []
-            self._written = 0
+            self._num_written = 0
 
         def put(self, value: Any) -> None:
             is_prompt = not self._ids
@@ -320,9 +324,9 @@ def make_printer(tokenizer: "PreTrainedTokenizerBase") -> Any:
             sys.stdout.flush()
 
         def _write_text(self, text: str) -> None:
-            sys.stdout.write(text_for(sys.stdout, text[self._written :]))
+            sys.stdout.write(text_for(sys.stdout, text[self._num_written :]))
             sys.stdout.flush()
-            self._written = len(text)
+            self._num_written = len(text)
 
     return Printer()
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from llm.data.formats.parts import TokenFileParts
     from llm.data.formats.sidecar import Sidecar
 
-_MEASURED = 1_000_000  # documents used for the statistics of lengths
-_SAMPLED = 1_000  # documents checked for their last token
+_MAX_LENGTH_DOCUMENTS = 1_000_000  # for the statistics of lengths
+_MAX_END_DOCUMENTS = 1_000  # for the last tokens of documents
 
 
 @option_group("Contents")
@@ -129,16 +129,16 @@ def _check_options(options: InspectOptions) -> None:
         raise ConfigError("--verify is for token files and --step for a run; give one of them.")
 
 
-def _describe_step(options: InspectOptions, number: int) -> list[str]:
+def _describe_step(options: InspectOptions, step_number: int) -> list[str]:
     """Describe the documents that a step of a run was trained on."""
     from llm.runtime.logging import quiet_libraries
     from llm.trainers.gpt.step_samples import find_step_samples, passages
 
     quiet_libraries()
     run = Path(options.path)
-    step = find_step_samples(
+    step_samples = find_step_samples(
         run,
-        number,
+        step_number,
         rank=options.rank,
         data_ranks=options.data_ranks,
         trust_remote_code=options.trust_remote_code,
@@ -148,28 +148,33 @@ def _describe_step(options: InspectOptions, number: int) -> list[str]:
     )
     lines = [
         _format_row("run", str(run)),
-        _format_row("step", f"{number:,} of {step.total_steps:,}"),
-        _format_row("samples", f"{step.samples.size:,}"),
-        _format_row("data ranks", f"{step.data_ranks:,}{sample_note}"),
+        _format_row("step", f"{step_number:,} of {step_samples.total_steps:,}"),
+        _format_row("samples", f"{step_samples.samples.size:,}"),
+        _format_row("data ranks", f"{step_samples.data_ranks:,}{sample_note}"),
     ]
-    flat = set()
-    rows = zip(step.samples.tolist(), step.sources.tolist(), step.starts.tolist(), strict=True)
+    flat_sources = set()
+    rows = zip(
+        step_samples.samples.tolist(),
+        step_samples.sources.tolist(),
+        step_samples.starts.tolist(),
+        strict=True,
+    )
     for sample, source, start in rows:
-        name, stream = step.corpus[source].name, step.corpus[source].stream
+        name, stream = step_samples.corpus[source].name, step_samples.corpus[source].stream
         lines += ["", f"sample {sample:,}, source {name}"]
         if not stream.file.num_documents:
-            flat.add(name)
-        for passage in passages(stream, start, step.num_tokens):
+            flat_sources.add(name)
+        for passage in passages(stream, start, step_samples.num_tokens):
             unit = "the file" if passage.document is None else f"document {passage.document:,}"
-            stop = passage.offset + passage.tokens.size
+            end = passage.offset + passage.tokens.size
             ids = passage.tokens[: options.tokens].tolist()
-            more = " ..." if passage.tokens.size > len(ids) else ""
+            ellipsis = " ..." if passage.tokens.size > len(ids) else ""
             lines += [
-                f"{unit}, tokens {passage.offset:,} to {stop - 1:,} of {passage.length:,}",
-                _quote_text(step.tokenizer, ids) + more,
+                f"{unit}, tokens {passage.offset:,} to {end - 1:,} of {passage.length:,}",
+                _quote_text(step_samples.tokenizer, ids) + ellipsis,
             ]
-    if flat:
-        names = ", ".join(sorted(flat))
+    if flat_sources:
+        names = ", ".join(sorted(flat_sources))
         lines += ["", f"Flat token files do not say where documents begin: {names}."]
     return lines
 
@@ -269,8 +274,8 @@ def _describe_file(file: "AnyTokenFile") -> list[str]:
 
 def _describe_sidecar(sidecar: "Sidecar") -> list[str]:
     tokenizer = f"{sidecar.tokenizer} (fingerprint {sidecar.tokenizer_fingerprint})"
-    ends = "appended to each document" if sidecar.append_eos else "not appended"
-    eos = "none" if sidecar.eos_token_id is None else f"{sidecar.eos_token_id}, {ends}"
+    end_note = "appended to each document" if sidecar.append_eos else "not appended"
+    eos = "none" if sidecar.eos_token_id is None else f"{sidecar.eos_token_id}, {end_note}"
     text = f"{sidecar.text_bytes:,} bytes"
     if sidecar.tokens:
         text += f", {sidecar.text_bytes / sidecar.tokens:.3f} bytes per token"
@@ -295,27 +300,30 @@ def _describe_documents(
 ) -> list[str]:
     import numpy as np
 
-    measured = min(file.num_documents, _MEASURED)
-    starts = file.document_starts(0, measured + 1)
+    num_measured = min(file.num_documents, _MAX_LENGTH_DOCUMENTS)
+    starts = file.document_starts(0, num_measured + 1)
     lengths = np.diff(starts)
-    length = (
+    length_summary = (
         f"min {lengths.min():,}, median {np.median(lengths):,.0f}, mean {lengths.mean():,.1f}, "
         f"max {lengths.max():,} tokens"
     )
-    if measured < file.num_documents:
-        length += f" (of the first {measured:,})"
-    ends = starts[1 : _SAMPLED + 1][lengths[:_SAMPLED] > 0]
-    if ends.size == 0:
-        return [_format_row("document length", length)]
-    last_tokens = np.unique(file.tokens.take(ends - 1))
+    if num_measured < file.num_documents:
+        length_summary += f" (of the first {num_measured:,})"
+    end_offsets = starts[1 : _MAX_END_DOCUMENTS + 1][lengths[:_MAX_END_DOCUMENTS] > 0]
+    if end_offsets.size == 0:
+        return [_format_row("document length", length_summary)]
+    last_tokens = np.unique(file.tokens.take(end_offsets - 1))
     if last_tokens.size == 1:
         text = _quote_text(tokenizer, last_tokens.tolist())
-        end = f"all with the token {last_tokens[0]} {text}".rstrip()
+        end_summary = f"all with the token {last_tokens[0]} {text}".rstrip()
     else:
-        end = f"with {last_tokens.size:,} different tokens"
-    if ends.size < file.num_documents:
-        end += f" (of the first {ends.size:,})"
-    return [_format_row("document length", length), _format_row("documents end", end)]
+        end_summary = f"with {last_tokens.size:,} different tokens"
+    if end_offsets.size < file.num_documents:
+        end_summary += f" (of the first {end_offsets.size:,})"
+    return [
+        _format_row("document length", length_summary),
+        _format_row("documents end", end_summary),
+    ]
 
 
 def _describe_contents(
@@ -328,26 +336,26 @@ def _describe_contents(
 
     from llm.data.formats.flat import FlatTokenFile
 
-    ranges: list[tuple[str, int, int]] = []
+    ranges: list[tuple[str, int, int]] = []  # name, first token, end
     if not isinstance(file, FlatTokenFile):
         ranges = [
-            (f"document {number:,}", file.document_start(number), file.document_start(number + 1))
-            for number in range(min(options.documents, file.num_documents))
+            (f"document {index:,}", file.document_start(index), file.document_start(index + 1))
+            for index in range(min(options.documents, file.num_documents))
         ]
     if options.documents and not file.num_documents:
         ranges = [("all documents", 0, file.num_tokens)]
     lines: list[str] = []
-    for name, start, stop in ranges:
-        ids = np.asarray(file.tokens[start : min(stop, start + options.tokens)]).tolist()
-        more = " ..." if stop - start > len(ids) else ""
-        lines += ["", f"{name}, {stop - start:,} tokens", " ".join(map(str, ids)) + more]
+    for name, start, end in ranges:
+        ids = np.asarray(file.tokens[start : min(end, start + options.tokens)]).tolist()
+        ellipsis = " ..." if end - start > len(ids) else ""
+        lines += ["", f"{name}, {end - start:,} tokens", " ".join(map(str, ids)) + ellipsis]
         if tokenizer is not None:
-            lines.append(_quote_text(tokenizer, ids) + more)
+            lines.append(_quote_text(tokenizer, ids) + ellipsis)
     return lines
 
 
 def _quote_text(tokenizer: "PreTrainedTokenizerBase | None", ids: list[int]) -> str:
-    """Return the text of ids; escapes characters that would change the terminal."""
+    """Return the text of ids, with escapes for characters that control a terminal."""
     if tokenizer is None:
         return ""
     if ids and not 0 <= min(ids) <= max(ids) < len(tokenizer):

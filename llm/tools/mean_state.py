@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from llm.checkpoint.format import MODEL_TENSORS, Checkpoint, model_tensors
 from llm.errors import CheckpointError, one_line
 
-_BLOCK = 1 << 18
+_BLOCK_ELEMENTS = 1 << 18
 """Elements that are averaged at once."""
 
 
@@ -31,31 +31,33 @@ def mean_state(checkpoints: Sequence[Checkpoint], model: nn.Module) -> dict[str,
     Raises:
         CheckpointError: A checkpoint belongs to another model.
     """
-    saved = [_SavedModel(checkpoint) for checkpoint in checkpoints]
+    checkpoint_models = [_CheckpointModel(checkpoint) for checkpoint in checkpoints]
     tensors = model_tensors(model)
-    for checkpoint_model in saved:
-        checkpoint_model.check(tensors)
-    means = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in tensors.items()}
+    for checkpoint_model in checkpoint_models:
+        checkpoint_model.check_tensors(tensors)
+    means = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()
+    }
     # One buffer for all blocks: the allocator would keep the memory of every freed one.
-    widest = max(math.prod(mean.shape[1:]) for mean in means.values())
-    buffer = torch.empty(max(_BLOCK, widest), dtype=torch.float64)
+    max_row_elements = max(math.prod(mean.shape[1:]) for mean in means.values())
+    buffer = torch.empty(max(_BLOCK_ELEMENTS, max_row_elements), dtype=torch.float64)
     for name, mean in means.items():
         rows = mean.view(-1) if mean.ndim == 0 else mean
-        step = max(1, _BLOCK // max(1, math.prod(rows.shape[1:])))
-        for first in range(0, len(rows), step):
-            block = rows[first : first + step]
+        rows_per_block = max(1, _BLOCK_ELEMENTS // max(1, math.prod(rows.shape[1:])))
+        for first in range(0, len(rows), rows_per_block):
+            block = rows[first : first + rows_per_block]
             total = buffer[: block.numel()].view(block.shape).zero_()
-            for checkpoint_model in saved:
-                for place, part in checkpoint_model.parts(name, first, first + len(block)):
-                    total[place].add_(part)
-            block.copy_(total.div_(len(saved)))
+            for checkpoint_model in checkpoint_models:
+                for position, part in checkpoint_model.read_parts(name, first, first + len(block)):
+                    total[position].add_(part)
+            block.copy_(total.div_(len(checkpoint_models)))
     named_tensors = [*model.named_parameters(), *model.named_buffers()]
-    first_name = {id(tensor): name for name, tensor in named_tensors}
+    name_by_tensor_id = {id(tensor): name for name, tensor in named_tensors}
     state = model.state_dict(keep_vars=True)
-    return {name: means[first_name[id(tensor)]] for name, tensor in state.items()}
+    return {name: means[name_by_tensor_id[id(tensor)]] for name, tensor in state.items()}
 
 
-class _SavedModel:
+class _CheckpointModel:
     """The tensors of the model in a checkpoint, and the shards and files that hold them."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -74,28 +76,33 @@ class _SavedModel:
             offset = torch.Size(index.offset or ())
             self._shards[index.fqn].append((offset, file.shape, file.relative_path))
 
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
+    def check_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise a CheckpointError unless the names and shapes of its tensors match."""
         for name, tensor in tensors.items():
-            saved = self._tensors.get(MODEL_TENSORS + name)
-            if getattr(saved, "size", None) != tensor.shape:
+            metadata = self._tensors.get(MODEL_TENSORS + name)
+            if getattr(metadata, "size", None) != tensor.shape:
                 raise CheckpointError(
                     f"{self._path} does not fit this model, which has another {name}."
                 )
 
-    def parts(self, name: str, first: int, stop: int) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-        """Yield each shard's part of some rows, and its place among them."""
-        path = MODEL_TENSORS + name
-        for offset, shape, file_path in self._shards[path]:
+    def read_parts(
+        self, name: str, first: int, end: int
+    ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+        """Yield each shard's part of the rows `first` to `end`, and its position in them."""
+        tensor_name = MODEL_TENSORS + name
+        for offset, shape, file_path in self._shards[tensor_name]:
             # Opened again for each part, because the pages of a mapped file count as memory until
             # it is closed.
             with safe_open(file_path, framework="pt") as file:
                 if not shape:
-                    yield (slice(None),), file.get_tensor(path)
+                    yield (slice(None),), file.get_tensor(tensor_name)
                     continue
-                low, high = max(first, offset[0]), min(stop, offset[0] + shape[0])
-                if low < high:
-                    rows = slice(low - first, high - first)
+                first_row, end_row = max(first, offset[0]), min(end, offset[0] + shape[0])
+                if first_row < end_row:
+                    rows = slice(first_row - first, end_row - first)
                     columns = zip(offset[1:], shape[1:], strict=True)
-                    place = (rows, *(slice(at, at + size) for at, size in columns))
-                    yield place, file.get_slice(path)[low - offset[0] : high - offset[0]]
+                    position = (rows, *(slice(start, start + size) for start, size in columns))
+                    yield (
+                        position,
+                        file.get_slice(tensor_name)[first_row - offset[0] : end_row - offset[0]],
+                    )

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
-_GRACE_SECONDS = 5.0
+_EXTRA_WAIT_SECONDS = 5.0
 _POLL_SECONDS = 0.05
-_REPEATS = 3
-_SLOW_GBIT = 1.0  # per second; networks of clusters are a hundred times as fast
+_NUM_REPEATS = 3
+_MIN_GBIT_PER_SECOND = 1.0  # networks of clusters are a hundred times as fast
 STAGES = ("start", "connecting", "all-reduce", "broadcast", "done")
 """Progress of a rank in the collectives, in order."""
 
@@ -77,9 +77,9 @@ def check(options: PreflightOptions, world: World) -> int:
     try:
         description = describe(world)
     except RuntimeError as error:  # an error of the driver; rank 0 reports this rank as silent
-        first = str(error).partition("\n")[0]
+        first_line = str(error).partition("\n")[0]
         host = socket.gethostname()
-        return _print_error(f"rank {world.rank} on {host} has no working device: {first}")
+        return _print_error(f"rank {world.rank} on {host} has no working device: {first_line}")
     if world.world_size == 1:
         sys.stdout.write(f"{_format_rank(0, description, None)}\npreflight: one process, alone.\n")
         return 0
@@ -87,10 +87,10 @@ def check(options: PreflightOptions, world: World) -> int:
         return _check_together(options, world, description)
     except RuntimeError as error:  # an error of the store: rank 0 cannot be reached, or has ended
         address = f"{os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}"
-        first = str(error).partition("\n")[0]
+        first_line = str(error).partition("\n")[0]
         return _print_error(
             f"rank {world.rank} on {description['host']} does not reach rank 0 at {address}: "
-            f"{first}"
+            f"{first_line}"
         )
 
 
@@ -99,7 +99,7 @@ def describe(world: World) -> dict[str, Any]:
     import torch
 
     device = device_of(world)
-    kind, number = platform.machine(), None
+    kind, device_id = platform.machine(), None
     versions = {
         "llm": __version__,
         "python": platform.python_version(),
@@ -107,7 +107,7 @@ def describe(world: World) -> dict[str, Any]:
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        kind, number = properties.name, str(properties.uuid)
+        kind, device_id = properties.name, str(properties.uuid)
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     elif device.type == "xpu":
         kind = torch.xpu.get_device_properties(device).name
@@ -115,7 +115,7 @@ def describe(world: World) -> dict[str, Any]:
         "host": socket.gethostname(),
         "device": str(device),
         "kind": kind,
-        "id": number,
+        "id": device_id,
         "versions": versions,
     }
 
@@ -124,19 +124,19 @@ class Board:
     """Values that each rank publishes in a store, readable by every rank."""
 
     def __init__(self, store: "Store", *, rank: int, world_size: int) -> None:
-        self._connect_store = store
+        self._store = store
         self._rank = rank
         self._ranks = range(world_size)
 
     def set(self, name: str, value: Any) -> None:
         """Publish a value of this rank."""
-        self._connect_store.set(f"{name}/{self._rank}", json.dumps(value))
+        self._store.set(f"{name}/{self._rank}", json.dumps(value))
 
     def get_all(self, name: str) -> dict[int, Any]:
         """Return the values that ranks have published, by rank."""
         keys = [f"{name}/{rank}" for rank in self._ranks]
-        if self._connect_store.check(keys):
-            return dict(enumerate(map(json.loads, self._connect_store.multi_get(keys))))
+        if self._store.check(keys):
+            return dict(enumerate(map(json.loads, self._store.multi_get(keys))))
         # Reading a missing key blocks.
         values = {rank: self.get(name, rank) for rank in self._ranks}
         return {rank: value for rank, value in values.items() if value is not None}
@@ -144,15 +144,13 @@ class Board:
     def get(self, name: str, rank: int) -> Any:
         """Return the value of one rank; None if it has not published one."""
         key = f"{name}/{rank}"
-        return (
-            json.loads(self._connect_store.get(key)) if self._connect_store.check([key]) else None
-        )
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def wait(self, name: str, deadline: float, *, unless: str | None = None) -> bool:
-        """Wait for all ranks' values; false after the deadline, or once `unless` is posted."""
+        """Wait for all ranks' values; False after the deadline, or once `unless` is posted."""
         keys = [f"{name}/{rank}" for rank in self._ranks]
         while time.monotonic() < deadline:
-            if self._connect_store.check(keys):
+            if self._store.check(keys):
                 return True
             if unless is not None and self.get_global(unless) is not None:
                 return False
@@ -161,98 +159,99 @@ class Board:
 
     def set_global(self, key: str, text: str) -> None:
         """Write a text for all ranks, unless one has been written already."""
-        self._connect_store.compare_set(key, "", text or "-")
+        self._store.compare_set(key, "", text or "-")
 
     def get_global(self, key: str, deadline: float = -math.inf) -> str | None:
         """Return the posted text; None if there is none before the deadline."""
-        while not self._connect_store.check([key]):
+        while not self._store.check([key]):
             if time.monotonic() > deadline:
                 return None
             time.sleep(_POLL_SECONDS)
-        text = self._connect_store.get(key).decode()
+        text = self._store.get(key).decode()
         return "" if text == "-" else text
 
 
 def _check_together(options: PreflightOptions, world: World, description: dict[str, Any]) -> int:
+    """Run the checks of several ranks through a store; return the exit code of this rank."""
     # torchrun serves a store already.
-    serve = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = _connect_store(options.timeout, serve=serve)
+    is_server = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = _connect_store(options.timeout, is_server=is_server)
     board = Board(store, rank=world.rank, world_size=world.world_size)
-    host_of_rank_0 = os.environ["MASTER_ADDR"]
-    board.set("here", description)
+    main_host = os.environ["MASTER_ADDR"]
+    board.set("description", description)
     deadline = time.monotonic() + options.timeout
     if world.is_main:
-        board.wait("here", deadline)
-        descriptions = board.get_all("here")  # late answers count too
-        complete = len(descriptions) == world.world_size
+        board.wait("description", deadline)
+        descriptions = board.get_all("description")  # late answers count too
+        is_complete = len(descriptions) == world.world_size
         problem = (
-            differences(descriptions)
-            if complete
+            describe_differences(descriptions)
+            if is_complete
             else describe_missing(descriptions, world, options.timeout)
         )
-        board.set_global("verdict/here", problem)
-    failure = board.get_global("verdict/here", deadline + _GRACE_SECONDS)
+        board.set_global("verdict/description", problem)
+    failure = board.get_global("verdict/description", deadline + _EXTRA_WAIT_SECONDS)
     if failure == "":
         failure = _communicate_in_time(options, world, board)
     if failure is None:
-        return _print_error(f"rank 0 at {host_of_rank_0} does not answer rank {world.rank}")
+        return _print_error(f"rank 0 at {main_host} does not answer rank {world.rank}")
     if world.is_main:
         times = board.get_all("times")
-        for rank, description_of_rank in board.get_all("here").items():
+        for rank, description_of_rank in board.get_all("description").items():
             sys.stdout.write(_format_rank(rank, description_of_rank, times.get(rank)) + "\n")
         code = _print_error(failure) if failure else _print_ok(options, board, world)
         # A launcher kills all ranks once one ends with an error, so the others wait until rank 0
         # has printed. Rank 0 ends last because it serves the store.
-        board.set_global("spoken", "")
-        board.set("left", True)
-        board.wait("left", time.monotonic() + _GRACE_SECONDS)
+        board.set_global("printed", "")
+        board.set("finished", True)
+        board.wait("finished", time.monotonic() + _EXTRA_WAIT_SECONDS)
         return code
-    board.get_global("spoken", time.monotonic() + _GRACE_SECONDS)
-    board.set("left", True)
+    board.get_global("printed", time.monotonic() + _EXTRA_WAIT_SECONDS)
+    board.set("finished", True)
     return 1 if failure else 0
 
 
-def _connect_store(timeout: float, *, serve: bool = False) -> "Store":
+def _connect_store(timeout: float, *, is_server: bool = False) -> "Store":
     """Connect to rank 0's store; rank 0 serves it."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        is_master=serve,
+        is_master=is_server,
         timeout=timedelta(seconds=timeout),
         wait_for_workers=False,
     )
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    shared: Store = PrefixStore(f"preflight/{start}", store)
-    return shared
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefixed_store: Store = PrefixStore(f"preflight/{attempt}", store)
+    return prefixed_store
 
 
 def _communicate_in_time(options: PreflightOptions, world: World, board: Board) -> str | None:
     """Time the collectives; return rank 0's verdict, even if they hang."""
     deadline = time.monotonic() + options.timeout
 
-    def work() -> None:
+    def communicate_and_report() -> None:
         try:
-            board.set("times", communicate(options, world, board))
+            board.set("times", time_collectives(options, world, board))
             board.set("stage", "done")
             board.set("done", True)
         except Exception as error:  # rank 0 reports any error of a library
-            first = str(error).strip().partition("\n")[0]
-            board.set("failed", f"{type(error).__name__}: {first}")
+            first_line = str(error).strip().partition("\n")[0]
+            board.set("failed", f"{type(error).__name__}: {first_line}")
             board.set_global("failure", "")
 
     # A thread that hangs in a library cannot be stopped; a daemon ends with the process.
-    threading.Thread(target=work, daemon=True).start()
+    threading.Thread(target=communicate_and_report, daemon=True).start()
     if world.is_main:
-        fine = board.wait("done", deadline, unless="failure")
+        is_done = board.wait("done", deadline, unless="failure")
         board.set_global(
-            "verdict/communication", "" if fine else describe_hang(board, options.timeout)
+            "verdict/communication", "" if is_done else describe_hang(board, options.timeout)
         )
-    return board.get_global("verdict/communication", deadline + _GRACE_SECONDS)
+    return board.get_global("verdict/communication", deadline + _EXTRA_WAIT_SECONDS)
 
 
-def communicate(options: PreflightOptions, world: World, board: Board) -> dict[str, float]:
+def time_collectives(options: PreflightOptions, world: World, board: Board) -> dict[str, float]:
     """All-reduce and broadcast a tensor; return the seconds of each on this rank.
 
     Raises:
@@ -286,38 +285,43 @@ def communicate(options: PreflightOptions, world: World, board: Board) -> dict[s
     return {"all-reduce": reduce_seconds, "broadcast": broadcast_seconds}
 
 
-def _time_action(action: Any, device: "torch.device") -> float:
+def _time_action(action: Callable[[], object], device: "torch.device") -> float:
+    """Return the mean seconds of an action on a device, after one run to warm up."""
     import torch
 
-    def wait() -> None:
+    def synchronize() -> None:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
     action()
-    wait()
-    began = time.perf_counter()
-    for _ in range(_REPEATS):
+    synchronize()
+    start_time = time.perf_counter()
+    for _ in range(_NUM_REPEATS):
         action()
-    wait()
-    return (time.perf_counter() - began) / _REPEATS
+    synchronize()
+    return (time.perf_counter() - start_time) / _NUM_REPEATS
 
 
 def describe_missing(descriptions: dict[int, Any], world: World, timeout: float) -> str:
     """Describe the ranks that have not answered, and the hosts where they should run."""
-    missing = [rank for rank in range(world.world_size) if rank not in descriptions]
+    missing_ranks = [rank for rank in range(world.world_size) if rank not in descriptions]
     sentence = (
-        f"{len(missing)} of {world.world_size} ranks have not answered within {timeout:g} s: "
-        f"{', '.join(map(str, missing))}."
+        f"{len(missing_ranks)} of {world.world_size} ranks have not answered within {timeout:g} s: "
+        f"{', '.join(map(str, missing_ranks))}."
     )
-    answers = Counter(_short_name(description["host"]) for description in descriptions.values())
+    num_answers_by_host = Counter(
+        _short_name(description["host"]) for description in descriptions.values()
+    )
     hosts = job_hosts(os.environ)
     if not hosts:
-        return f"{sentence} Answers came from {', '.join(answers)} only."
+        return f"{sentence} Answers came from {', '.join(num_answers_by_host)} only."
     ranks_per_host = world.world_size / len(hosts)
-    lost = [host for host in hosts if answers[_short_name(host)] < ranks_per_host]
+    silent_hosts = [
+        host for host in hosts if num_answers_by_host[_short_name(host)] < ranks_per_host
+    ]
     return (
-        f"{sentence} These hosts do not answer: {', '.join(lost)}. Check whether Python starts "
-        f"there, or leave them out (Slurm: --exclude={','.join(lost)})."
+        f"{sentence} These hosts do not answer: {', '.join(silent_hosts)}. Check whether Python "
+        f"starts there, or leave them out (Slurm: --exclude={','.join(silent_hosts)})."
     )
 
 
@@ -325,7 +329,7 @@ def _short_name(host: str) -> str:
     return host.partition(".")[0]
 
 
-def differences(descriptions: dict[int, Any]) -> str:
+def describe_differences(descriptions: dict[int, Any]) -> str:
     """Describe how the versions and devices of ranks differ; empty if they agree."""
     problems = []
     for name in sorted(
@@ -333,18 +337,18 @@ def differences(descriptions: dict[int, Any]) -> str:
     ):
         problems.append(
             _describe_difference(
-                name, {r: s["versions"].get(name) for r, s in descriptions.items()}
+                name, {rank: entry["versions"].get(name) for rank, entry in descriptions.items()}
             )
         )
     kinds = {
         rank: description["device"].partition(":")[0] for rank, description in descriptions.items()
     }
     problems.append(_describe_difference("the kind of device", kinds))
-    users: dict[str, list[int]] = {}
+    ranks_by_device: dict[str, list[int]] = {}
     for rank, description in descriptions.items():
         if description["id"] is not None:
-            users.setdefault(description["id"], []).append(rank)
-    for ranks in users.values():
+            ranks_by_device.setdefault(description["id"], []).append(rank)
+    for ranks in ranks_by_device.values():
         if len(ranks) > 1:
             numbers = " and ".join(map(str, ranks))
             problems.append(
@@ -353,35 +357,41 @@ def differences(descriptions: dict[int, Any]) -> str:
     return " ".join(filter(None, problems))
 
 
-def _describe_difference(name: str, values: dict[int, Any]) -> str:
-    if len(set(values.values())) == 1:
+def _describe_difference(name: str, value_by_rank: dict[int, Any]) -> str:
+    """Describe how a value differs between ranks; empty if all have the same."""
+    if len(set(value_by_rank.values())) == 1:
         return ""
-    ranks_with: dict[Any, list[str]] = {}
-    for rank, value in values.items():
-        ranks_with.setdefault(value, []).append(str(rank))
-    values_by_rank = [f"{value} on rank {', '.join(ranks)}" for value, ranks in ranks_with.items()]
-    return f"The ranks differ in {name}: {'; '.join(values_by_rank)}."
+    ranks_by_value: dict[Any, list[str]] = {}
+    for rank, value in value_by_rank.items():
+        ranks_by_value.setdefault(value, []).append(str(rank))
+    groups = [f"{value} on rank {', '.join(ranks)}" for value, ranks in ranks_by_value.items()]
+    return f"The ranks differ in {name}: {'; '.join(groups)}."
 
 
 def describe_hang(board: Board, timeout: float) -> str:
     """Describe the ranks that failed in the collectives, or keep the others waiting."""
     names = {
         rank: f"rank {rank} on {description['host']}"
-        for rank, description in board.get_all("here").items()
+        for rank, description in board.get_all("description").items()
     }
-    failed = board.get_all("failed")
-    if failed:
-        return "; ".join(f"{names[rank]} fails: {why}" for rank, why in failed.items()) + "."
+    errors = board.get_all("failed")
+    if errors:
+        return "; ".join(f"{names[rank]} fails: {error}" for rank, error in errors.items()) + "."
     stages = dict.fromkeys(names, STAGES[0]) | board.get_all("stage")
-    first = min(STAGES.index(stage) for stage in stages.values())
-    behind = [names[rank] for rank, stage in stages.items() if STAGES.index(stage) == first]
-    what = f"within {timeout:g} s"
-    if len(behind) < len(names):
-        return f"{', '.join(behind)} did not get beyond {STAGES[first]} {what}; the others did."
+    lowest_stage = min(STAGES.index(stage) for stage in stages.values())
+    slow_ranks = [
+        names[rank] for rank, stage in stages.items() if STAGES.index(stage) == lowest_stage
+    ]
+    time_limit = f"within {timeout:g} s"
+    if len(slow_ranks) < len(names):
+        return (
+            f"{', '.join(slow_ranks)} did not get beyond {STAGES[lowest_stage]} {time_limit}; the "
+            "others did."
+        )
     return (
-        f"All ranks have answered, and none got beyond {STAGES[first]} {what}: they reach rank 0 "
-        "but not each other. Set NCCL_DEBUG=INFO to see the network interface in use, and "
-        "NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME without GPUs) to choose another."
+        f"All ranks have answered, and none got beyond {STAGES[lowest_stage]} {time_limit}: they "
+        "reach rank 0 but not each other. Set NCCL_DEBUG=INFO to see the network interface in use, "
+        "and NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME without GPUs) to choose another."
     )
 
 
@@ -395,35 +405,39 @@ def _format_rank(rank: int, description: dict[str, Any], times: dict[str, float]
 
 
 def _print_ok(options: PreflightOptions, board: Board, world: World) -> int:
-    hosts = {description["host"] for description in board.get_all("here").values()}
-    slowest: dict[str, float] = {}
+    hosts = {description["host"] for description in board.get_all("description").values()}
+    max_seconds: dict[str, float] = {}
     for times in board.get_all("times").values():
         for name, seconds in times.items():
-            slowest[name] = max(seconds, slowest.get(name, 0.0))
-    spent = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in slowest.items())
+            max_seconds[name] = max(seconds, max_seconds.get(name, 0.0))
+    durations = ", ".join(
+        f"{name} {1000 * seconds:.2f} ms" for name, seconds in max_seconds.items()
+    )
     sys.stdout.write(
         f"preflight: OK: {counted(world.world_size, 'rank')} on {', '.join(sorted(hosts))}; "
-        f"{options.message_mb} MiB: {spent}.\n"
+        f"{options.message_mb} MiB: {durations}.\n"
     )
-    if len(hosts) > 1 and (warning := slow_link(options.message_mb, slowest["broadcast"])):
+    if len(hosts) > 1 and (
+        warning := describe_slow_link(options.message_mb, max_seconds["broadcast"])
+    ):
         sys.stdout.flush()
         sys.stderr.write(f"preflight: warning: {warning}\n")
     return 0
 
 
-def slow_link(message_mb: int, seconds: float) -> str:
+def describe_slow_link(message_mb: int, seconds: float) -> str:
     """Describe a link between hosts that is too slow for most training; empty if it is not.
 
     Args:
         message_mb: Size of a message in MiB.
         seconds: Time to send it to all hosts.
     """
-    gbit = message_mb * 2**23 / 1e9 / seconds
-    if gbit >= _SLOW_GBIT:
+    gbit_per_second = message_mb * 2**23 / 1e9 / seconds
+    if gbit_per_second >= _MIN_GBIT_PER_SECOND:
         return ""
     return (
         f"The link between the hosts is slow: {message_mb} MiB take {seconds:.2g} s, which is "
-        f"{gbit:.2g} Gbit/s. Choose a faster interface by NCCL_SOCKET_IFNAME "
+        f"{gbit_per_second:.2g} Gbit/s. Choose a faster interface by NCCL_SOCKET_IFNAME "
         "(GLOO_SOCKET_IFNAME without GPUs), or train with --data_parallel diloco."
     )
 

@@ -46,7 +46,7 @@ def test_streams_that_begin_anywhere_in_a_read_block_are_read_as_one(tmp_path, m
     path = write(tmp_path / f"a{suffix}", pack(TEXT) + pack(b"") + pack(b"x") * 3)
 
     for size in range(1, 40):
-        monkeypatch.setattr(blocks, "_PACKED_READ", size)
+        monkeypatch.setattr(blocks, "_COMPRESSED_READ_BYTES", size)
         assert unpacked(path) == TEXT + b"xxx"
 
 
@@ -154,7 +154,7 @@ def test_lines_of_any_chunk_and_block_sizes_join_to_the_file(
     path = write(tmp_path_factory.getbasetemp() / "any.txt", mark + content)
     starts = range(0, len(mark + content), num_bytes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "_BLOCK", block)
+        patch.setattr(blocks, "_BLOCK_BYTES", block)
         parts = [lines_of(path, start=start, stop=start + num_bytes) for start in starts]
 
     assert b"".join(parts) == content

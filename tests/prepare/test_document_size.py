@@ -41,8 +41,8 @@ def test_a_document_can_have_a_gibibyte():
 def test_a_long_line_is_refused_or_skipped_before_it_is_read(
     tmp_path, monkeypatch, limit, packing, block
 ):
-    monkeypatch.setattr(blocks, "_BLOCK", block)
-    monkeypatch.setattr(blocks, "_PACKED_READ", 1)
+    monkeypatch.setattr(blocks, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(blocks, "_COMPRESSED_READ_BYTES", 1)
     texts = ["one", "x" * 88, "x" * 89, "two", LARGE * 9, "three"]  # 100 bytes, 101 bytes
     lines = "\n".join(json.dumps({"text": text}) for text in texts).encode()
     path = write(tmp_path / f"a.jsonl{packing}", PACK[packing](lines) if packing else lines)
@@ -93,7 +93,7 @@ def test_a_large_field_of_a_csv_file_is_refused(tmp_path, limit):
 def test_a_long_line_of_a_csv_file_is_not_skipped_since_quotes_may_span_it(
     tmp_path, monkeypatch, limit
 ):
-    monkeypatch.setattr(blocks, "_BLOCK", 40)
+    monkeypatch.setattr(blocks, "_BLOCK_BYTES", 40)
     path = write(tmp_path / "a.csv", f"text\none\n{LARGE}\n")
 
     with pytest.raises(DataError, match=r"a\.csv, line 3: the line has more than 100 bytes"):

@@ -205,7 +205,7 @@ def test_a_broken_file_of_a_saved_data_set_is_one_sentence(saved):
 
 @pytest.mark.parametrize("rows", [7, 10, 100])
 def test_the_chunks_of_a_data_set_are_its_rows_in_order(shards, monkeypatch, rows):
-    monkeypatch.setattr("llm.prepare.text.hub._CHUNK_ROWS", rows)
+    monkeypatch.setattr("llm.prepare.text.hub._ROWS_PER_CHUNK", rows)
 
     parts = splits(shards)["train"].split(1)
 
@@ -220,7 +220,7 @@ def test_the_chunks_of_a_stream_are_its_files_in_order(shards):
 
 
 def test_a_wrong_row_is_counted_from_the_beginning_of_the_data_set(shards, monkeypatch):
-    monkeypatch.setattr("llm.prepare.text.hub._CHUNK_ROWS", 20)
+    monkeypatch.setattr("llm.prepare.text.hub._ROWS_PER_CHUNK", 20)
     parts = splits(shards, text_column="id")["train"].split(1)
 
     with pytest.raises(DataError, match=r"\[train\], row 21: the text is a value of type int"):

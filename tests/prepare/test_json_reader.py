@@ -52,7 +52,7 @@ def test_json_that_only_pythons_parser_reads_is_read(tmp_path):
 @pytest.mark.parametrize("num_bytes", [1, 3, 17, 1000])
 @pytest.mark.parametrize("block", [3, 25])
 def test_records_do_not_depend_on_chunk_and_block_sizes(tmp_path, monkeypatch, num_bytes, block):
-    monkeypatch.setattr(blocks, "_BLOCK", block)
+    monkeypatch.setattr(blocks, "_BLOCK_BYTES", block)
     texts = ["one", "", "thr\u00e9e\n", "four" * 20]
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
     path = write(tmp_path / "a.jsonl", "\ufeff" + "\n\n".join(lines))

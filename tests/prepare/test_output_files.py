@@ -8,7 +8,7 @@ import pytest
 from llm.data.formats.megatron import TokenFile
 from llm.data.order import permute
 from llm.prepare.encoder import Encoding
-from llm.prepare.output_files import assemble, assemble_shuffled
+from llm.prepare.output_files import join_shards, join_shuffled
 from llm.prepare.tokenize_shards import tokenize_shards
 from tests.support.texts import ListSource, byte_tokenizer, ids, pair
 from tests.support.token_files import write_pair
@@ -30,7 +30,7 @@ def test_assembled_shards_equal_the_files_of_a_single_writer(tmp_path):
     texts = [["one", "", "two"], [""], ["three"], ["four"] * 5]
     stems = make_shards(tmp_path / "parts", [ListSource(part) for part in texts], "<i4")
 
-    assemble(stems, tmp_path / "out", dtype=np.dtype("<i4"))
+    join_shards(stems, tmp_path / "out", dtype=np.dtype("<i4"))
 
     documents = [[*ids(text), 0] for text in ["one", "two", "three", *["four"] * 5]]
     assert pair(tmp_path / "out") == pair(write_pair(tmp_path / "expected", documents, "<i4"))
@@ -45,7 +45,7 @@ def test_a_document_of_several_texts_ends_with_its_shard(tmp_path):
     ]
     stems = make_shards(tmp_path / "parts", sources)
 
-    assemble(stems, tmp_path / "out", dtype=np.dtype("<u2"))
+    join_shards(stems, tmp_path / "out", dtype=np.dtype("<u2"))
 
     file = TokenFile(tmp_path / "out")
     assert file.lengths.tolist() == [1, 2, 2, 2, 1, 2]
@@ -55,12 +55,12 @@ def test_a_document_of_several_texts_ends_with_its_shard(tmp_path):
 
 
 def test_assembly_in_small_blocks_gives_the_same_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("llm.prepare.output_files._BLOCK", 3)
+    monkeypatch.setattr("llm.prepare.output_files._BLOCK_ENTRIES", 3)
     texts = [str(number) * (number % 5) for number in range(100)]
     sources = [ListSource(texts[:41]), ListSource(texts[41:])]
     stems = make_shards(tmp_path / "parts", sources)
 
-    assemble(stems, tmp_path / "out", dtype=np.dtype("<u2"))
+    join_shards(stems, tmp_path / "out", dtype=np.dtype("<u2"))
 
     assert documents_of(tmp_path / "out") == [[*ids(text), 0] for text in texts if text]
     assert TokenFile(tmp_path / "out").index_faults(sample=False) == []
@@ -83,7 +83,7 @@ def test_assembly_works_where_copy_file_range_copies_nothing_or_too_little(
 
     for replacement in (limited, lambda *_: 0):
         monkeypatch.setattr(os, "copy_file_range", replacement)
-        assemble(stems, tmp_path / "out", dtype=np.dtype("<u2"))
+        join_shards(stems, tmp_path / "out", dtype=np.dtype("<u2"))
 
         assert documents_of(tmp_path / "out") == [[*ids(name * 1000), 0] for name in "abcd"]
 
@@ -94,14 +94,14 @@ def shuffled(folder, texts, *, seed, part_sizes):
         sources.append(ListSource(texts[first : first + size]))
         first += size
     stems = make_shards(folder, sources)
-    assemble_shuffled(stems, folder / "out", dtype=np.dtype("<u2"), seed=seed)
+    join_shuffled(stems, folder / "out", dtype=np.dtype("<u2"), seed=seed)
     assert not list(folder.glob("*.joined"))
     assert TokenFile(folder / "out").index_faults(sample=False) == []
     return documents_of(folder / "out")
 
 
 def test_shuffled_documents_are_in_the_order_of_the_keyed_permutation(tmp_path, monkeypatch):
-    monkeypatch.setattr("llm.prepare.output_files._SHUFFLED_DOCUMENTS", 7)
+    monkeypatch.setattr("llm.prepare.output_files._DOCUMENTS_PER_GATHER", 7)
     texts = [str(number) for number in range(100)]
     plain = [[*ids(text), 0] for text in texts]
 
@@ -127,9 +127,9 @@ def test_there_may_be_more_shards_than_the_open_file_limit(tmp_path, shuffle):
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 40, hard))
     try:
         if shuffle:
-            assemble_shuffled(stems, tmp_path / "out", dtype=np.dtype("<u2"), seed=0)
+            join_shuffled(stems, tmp_path / "out", dtype=np.dtype("<u2"), seed=0)
         else:
-            assemble(stems, tmp_path / "out", dtype=np.dtype("<u2"))
+            join_shards(stems, tmp_path / "out", dtype=np.dtype("<u2"))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

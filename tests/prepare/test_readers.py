@@ -128,7 +128,7 @@ def test_an_error_names_the_file_and_the_line(tmp_path, name, content, message):
 
 def test_records_are_streamed(tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", '{"text": "one"}\n' * 3 + "broken, in the next block\n")
-    monkeypatch.setattr(blocks, "_BLOCK", 20)
+    monkeypatch.setattr(blocks, "_BLOCK_BYTES", 20)
 
     stream = file_source(path, text_column=None).batches()
 
@@ -148,7 +148,7 @@ def test_a_document_of_a_text_file_is_a_line_a_paragraph_or_the_file(tmp_path):
 
 
 def test_a_paragraph_may_be_longer_than_a_block(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "_BLOCK", 10)
+    monkeypatch.setattr(blocks, "_BLOCK_BYTES", 10)
     path = write(tmp_path / "a.txt", "some line\n" * 9 + "\n" + "other\n")
 
     assert texts(path, text_unit="paragraph") == [("some line\n" * 9)[:-1], "other"]

@@ -8,15 +8,15 @@ import time
 import pytest
 import torch
 
-from llm.tools.preflight import differences, main, slow_link
+from llm.tools.preflight import describe_differences, describe_slow_link, main
 from tests.support.faults import Fault, install
 from tests.support.ranks import run_ranks, values
 
 HERE = socket.gethostname()
 COMMAND = ["--message_mb", "1", "--timeout", "3"]
-HANG = Fault(at="llm.tools.preflight:communicate", what="wait", amount=60, rank=1)
+HANG = Fault(at="llm.tools.preflight:time_collectives", what="wait", amount=60, rank=1)
 STOP_IN_REDUCTION = Fault(at="torch.distributed:all_reduce", what="wait", amount=60, rank=1, call=2)
-DIE = Fault(at="llm.tools.preflight:communicate", what="SIGKILL", rank=1)
+DIE = Fault(at="llm.tools.preflight:time_collectives", what="SIGKILL", rank=1)
 
 
 def preflight(faults=()):
@@ -106,7 +106,7 @@ def said(host="a", device="cuda:0", number=None, **versions):
     [(64, 0.01, None), (64, 0.5, None), (64, 0.6, "0.89"), (1, 0.2, "0.042")],
 )
 def test_a_link_below_one_gbit_is_called_slow(message_mb, seconds, gbit):
-    found = slow_link(message_mb, seconds)
+    found = describe_slow_link(message_mb, seconds)
 
     if gbit is None:
         assert found == ""
@@ -115,21 +115,23 @@ def test_a_link_below_one_gbit_is_called_slow(message_mb, seconds, gbit):
 
 
 def test_ranks_that_are_alike_have_no_differences():
-    assert differences({0: said(), 1: said("b")}) == ""
+    assert describe_differences({0: said(), 1: said("b")}) == ""
 
 
 def test_versions_that_differ_are_named_with_their_ranks():
-    found = differences({0: said(), 1: said(), 2: said("b", torch="2.14.0")})
+    found = describe_differences({0: said(), 1: said(), 2: said("b", torch="2.14.0")})
     assert found == "The ranks differ in torch: 2.13.0 on rank 0, 1; 2.14.0 on rank 2."
 
 
 def test_a_host_that_has_lost_its_gpus_is_named():
-    found = differences({0: said(), 1: said("b", device="cpu", nccl="2.30")})
+    found = describe_differences({0: said(), 1: said("b", device="cpu", nccl="2.30")})
     assert "The ranks differ in the kind of device: cuda on rank 0; cpu on rank 1." in found
 
 
 def test_two_ranks_on_one_gpu_are_named():
-    found = differences({0: said(number="GPU-1"), 1: said(number="GPU-1"), 2: said(number="GPU-2")})
+    found = describe_differences(
+        {0: said(number="GPU-1"), 1: said(number="GPU-1"), 2: said(number="GPU-2")}
+    )
     assert found == "Ranks 0 and 1 share one device of a."
 
 

@@ -593,7 +593,7 @@ def test_a_branch_continues_where_it_left_its_parents_curve(tmp_path):
     assert points_of(cooled, "loss")["step"] == [25, 30]  # alone
     speed = panels_of(stable, cooled)["throughput"].curves[1]
     assert speed.points["step"].tolist() == [25, 30]  # on devices of its own
-    assert runs_of(stable, cooled)[1].at(20) == {"step": 20, "tokens": 3000, "seconds": 10}
+    assert runs_of(stable, cooled)[1].position_at(20) == {"step": 20, "tokens": 3000, "seconds": 10}
 
 
 def test_a_branch_of_a_cooled_branch_has_no_cooldown_of_its_own_to_mark(tmp_path):

@@ -15,8 +15,8 @@ from llm.errors import DataError
 MAX_DOCUMENT_BYTES = 1 << 30
 """Bytes of a document in UTF-8, and of a line with all its fields: both are read into memory."""
 
-_BLOCK = 1 << 22
-_PACKED_READ = 1 << 12  # compressed bytes; unpacked, they can be many thousand times as many
+_BLOCK_BYTES = 1 << 22
+_COMPRESSED_READ_BYTES = 1 << 12  # decompressed, many thousand times as many bytes
 BOM = b"\xef\xbb\xbf"
 
 logger = logging.getLogger("llm.data")
@@ -84,7 +84,9 @@ class FileChunk:
                 end = None if self.stop is None else _line_start(file, self.stop)
                 position = _line_start(file, self.start)
                 file.seek(position)
-                while block := file.read(_BLOCK if end is None else min(_BLOCK, end - position)):
+                while block := file.read(
+                    _BLOCK_BYTES if end is None else min(_BLOCK_BYTES, end - position)
+                ):
                     position += len(block)
                     self.consumed += len(block)
                     yield block
@@ -94,32 +96,32 @@ class FileChunk:
     def _decompress_blocks(self, file: IO[bytes]) -> Iterator[bytes]:
         # Use the decompressors directly: gzip.open and similar functions take a broken second
         # stream for the end of the file.
-        stream = None
-        unpacked: list[bytes] = []
-        size = 0
-        while raw := file.read(_PACKED_READ):
+        decompressor = None
+        pieces: list[bytes] = []
+        num_bytes = 0
+        while raw := file.read(_COMPRESSED_READ_BYTES):
             self.consumed += len(raw)
             # A file is one stream or several; zero bytes after a stream are padding.
-            while raw := raw if stream else raw.lstrip(b"\0"):
-                stream = stream or self._make_decompressor()
+            while raw := raw if decompressor else raw.lstrip(b"\0"):
+                decompressor = decompressor or self._make_decompressor()
                 try:
-                    data = bytes(stream.decompress(raw))
+                    data = bytes(decompressor.decompress(raw))
                 except Exception as error:  # each library raises its own kind
                     reason = str(error) or type(error).__name__
                     raise DataError(f"{self.path} cannot be unpacked: {reason}.") from error
-                unpacked.append(data)
-                size += len(data)
-                if size >= _BLOCK:
-                    yield b"".join(unpacked)
-                    unpacked, size = [], 0
-                raw = stream.unused_data if stream.eof else b""
-                stream = None if stream.eof else stream
-        if stream is not None:
+                pieces.append(data)
+                num_bytes += len(data)
+                if num_bytes >= _BLOCK_BYTES:
+                    yield b"".join(pieces)
+                    pieces, num_bytes = [], 0
+                raw = decompressor.unused_data if decompressor.eof else b""
+                decompressor = None if decompressor.eof else decompressor
+        if decompressor is not None:
             raise DataError(
                 f"{self.path} is cut short: its compressed data end too early; copy it again."
             )
-        if size:
-            yield b"".join(unpacked)
+        if num_bytes:
+            yield b"".join(pieces)
 
     def _make_decompressor(self) -> Any:
         match self.path.suffix.lower():
@@ -134,7 +136,7 @@ class FileChunk:
         # The window of files packed with --long=31, as large corpora are.
         return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
 
-    def line_blocks(self, *, skippable: bool = True) -> Iterator[bytes]:
+    def line_blocks(self, *, is_skippable: bool = True) -> Iterator[bytes]:
         """Yield blocks of whole lines with their line feeds; the file's last line may lack one.
 
         A byte order mark is left out. A line feed is never a byte of another UTF-8 character, so
@@ -142,25 +144,25 @@ class FileChunk:
         if it is skipped, an empty line takes its place.
 
         Args:
-            skippable: Whether the policy decides about such a line; otherwise it raises.
+            is_skippable: Whether the policy decides about such a line; otherwise it raises.
 
         Raises:
             DataError: As `blocks`, or a line has more than `MAX_DOCUMENT_BYTES`.
         """
-        mark = BOM if self.start == 0 else b""
+        byte_order_mark = BOM if self.start == 0 else b""
         pieces: list[bytes] = []  # the beginning of a line; its end has not been read yet
-        num_bytes, line, is_skipped = 0, 1, False  # of this line
+        num_bytes, line_number, is_skipped = 0, 1, False  # of this line
         for block in self.blocks():
             line_end = block.find(b"\n")
             num_bytes += len(block) if line_end < 0 else line_end
             if num_bytes > MAX_DOCUMENT_BYTES:
                 if not is_skipped:
                     error = self.error(
-                        line,
+                        line_number,
                         f"the line has more than {MAX_DOCUMENT_BYTES:,} bytes, the limit of a "
                         "document; cut it into several.",
                     )
-                    if not skippable:
+                    if not is_skippable:
                         raise error
                     self.on_bad_record(error)
                 is_skipped, pieces = True, []
@@ -170,27 +172,31 @@ class FileChunk:
                 pieces.append(block)
                 continue
             lines = b"".join([*pieces, block[:end]])
-            yield lines.removeprefix(mark)
-            pieces, mark = [block[end:]], b""
-            num_bytes, line, is_skipped = len(block) - end, line + lines.count(b"\n"), False
-        if last_line := b"".join(pieces).removeprefix(mark):
+            yield lines.removeprefix(byte_order_mark)
+            pieces, byte_order_mark = [block[end:]], b""
+            num_bytes, line_number, is_skipped = (
+                len(block) - end,
+                line_number + lines.count(b"\n"),
+                False,
+            )
+        if last_line := b"".join(pieces).removeprefix(byte_order_mark):
             yield last_line
 
-    def error(self, line: int, message: str) -> DataError:
+    def error(self, line_number: int, message: str) -> DataError:
         """Return an error that names a line of the file.
 
         Args:
-            line: The line, counted from 1, the first line of the chunk.
+            line_number: The line, counted from 1, the first line of the chunk.
             message: The fault.
         """
         if self.start == 0:
-            return DataError(f"{self.path}, line {line}: {message}")
+            return DataError(f"{self.path}, line {line_number}: {message}")
         if self.on_bad_record.on_error == "skip":  # counting lines for each reads the file
-            line_and_byte = f"line {line} of those from byte {self.start:,} on"
+            line_and_byte = f"line {line_number} of those from byte {self.start:,} on"
             return DataError(f"{self.path}, {line_and_byte}: {message}")
         preceding = FileChunk(path=self.path, stop=self.start)
-        line += sum(block.count(b"\n") for block in preceding.blocks())
-        return DataError(f"{self.path}, line {line}: {message}")
+        line_number += sum(block.count(b"\n") for block in preceding.blocks())
+        return DataError(f"{self.path}, line {line_number}: {message}")
 
 
 def check_size(num_bytes: int) -> None:
@@ -215,6 +221,6 @@ def _line_start(file: IO[bytes], position: int) -> int:
         return 0
     # Skip the line that contains the previous byte; if it is a line feed, nothing else is skipped.
     file.seek(position - 1)
-    while (piece := file.readline(_BLOCK)) and not piece.endswith(b"\n"):
+    while (piece := file.readline(_BLOCK_BYTES)) and not piece.endswith(b"\n"):
         pass
     return file.tell()

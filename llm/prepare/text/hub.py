@@ -15,8 +15,8 @@ from llm.prepare.text.readers import choose_column, record_batches
 from llm.prepare.text.sources import Source
 
 _BATCH_ROWS = 1000
-_CHUNK_ROWS = 100_000
-_STRINGS = ("string", "large_string", "string_view")
+_ROWS_PER_CHUNK = 100_000
+_STRING_TYPES = ("string", "large_string", "string_view")
 
 logger = logging.getLogger("llm.data")
 
@@ -85,19 +85,20 @@ class _DatasetLoader:
                     "data set, and the folder does not exist; check the path."
                 )
             logger.info(f"loading the data set {self.name}")
-            bars = datasets.is_progress_bar_enabled()
+            shows_progress = datasets.is_progress_bar_enabled()
             datasets.disable_progress_bars()
             try:
                 with self.explain_dataset_errors():
-                    loaded = self._load_dataset()
+                    dataset = self._load_dataset()
             finally:
-                if bars:
+                if shows_progress:
                     datasets.enable_progress_bars()
-            single = isinstance(loaded, datasets.Dataset | datasets.IterableDataset)
-            self._splits = {"train": loaded} if single else dict(loaded)
+            is_one_split = isinstance(dataset, datasets.Dataset | datasets.IterableDataset)
+            self._splits = {"train": dataset} if is_one_split else dict(dataset)
             # A data set that is already on the disk is not streamed.
-            kinds = (datasets.IterableDataset,)
-            self.streaming = all(isinstance(split, kinds) for split in self._splits.values())
+            self.streaming = all(
+                isinstance(split, datasets.IterableDataset) for split in self._splits.values()
+            )
         return self._splits
 
     def _load_dataset(self) -> Any:
@@ -131,7 +132,8 @@ class _DatasetSplit:
         self.name = f"{loader.name}{config} [{split}]"
         self.num_bytes: int | None = None
         self.files = loader.files
-        self._range: tuple[int, int] | None = None  # (first row, stop), or (shard, shards)
+        # (first row, end), or (shard, number of shards) of a stream; None is the whole split.
+        self._range: tuple[int, int] | None = None
 
     def identity(self) -> dict[str, Json]:
         return dataset_identity(
@@ -150,8 +152,8 @@ class _DatasetSplit:
         if self._loader.streaming:
             ranges = [(index, data.num_shards) for index in range(data.num_shards)]
         else:
-            starts = range(0, data.num_rows, _CHUNK_ROWS)
-            ranges = [(start, min(start + _CHUNK_ROWS, data.num_rows)) for start in starts]
+            starts = range(0, data.num_rows, _ROWS_PER_CHUNK)
+            ranges = [(start, min(start + _ROWS_PER_CHUNK, data.num_rows)) for start in starts]
         chunks: list[Source] = []
         for chunk_range in ranges:
             chunk = copy.copy(self)
@@ -159,16 +161,17 @@ class _DatasetSplit:
             chunks.append(chunk)
         return chunks
 
-    def batches(self, faults: BadRecordPolicy | None = None) -> Iterator[list[str]]:
+    def batches(self, on_bad_record: BadRecordPolicy | None = None) -> Iterator[list[str]]:
         data = self._select_split()
         column = self._choose_column(data)
         first_row, location = 0, self.name
         if self._range is not None and self._loader.streaming:
-            data = data.shard(num_shards=self._range[1], index=self._range[0])
-            location = f"{location}, shard {self._range[0] + 1}"
+            shard, num_shards = self._range
+            data = data.shard(num_shards=num_shards, index=shard)
+            location = f"{location}, shard {shard + 1}"
         elif self._range is not None:
-            first_row = self._range[0]
-            data = data.select(range(*self._range))
+            first_row, end_row = self._range
+            data = data.select(range(first_row, end_row))
 
         def values() -> Iterator[Any]:
             with self._loader.explain_dataset_errors():  # a stream's network, a broken file
@@ -178,7 +181,7 @@ class _DatasetSplit:
         yield from record_batches(
             values(),
             lambda number: f"{location}, row {first_row + number}",
-            faults or BadRecordPolicy(),
+            on_bad_record or BadRecordPolicy(),
         )
 
     def _select_split(self) -> Any:
@@ -194,10 +197,12 @@ class _DatasetSplit:
         """Choose the column with the text; for a stream without features, by its first row."""
         with self._loader.explain_dataset_errors():
             if data.features:
-                types = {name: getattr(kind, "dtype", "") for name, kind in data.features.items()}
-                texts = [name for name, kind in types.items() if kind in _STRINGS]
-                nulls = [name for name, kind in types.items() if kind == "null"]
-                columns, records = list(types), ""
+                type_by_column = {
+                    name: getattr(kind, "dtype", "") for name, kind in data.features.items()
+                }
+                texts = [name for name, kind in type_by_column.items() if kind in _STRING_TYPES]
+                nulls = [name for name, kind in type_by_column.items() if kind == "null"]
+                columns, records = list(type_by_column), ""
             else:
                 row: dict[str, Any] = next(iter(data), {})
                 texts = [name for name, value in row.items() if isinstance(value, str)]

@@ -16,38 +16,45 @@ import orjson
 
 from llm.errors import DataError
 from llm.prepare.text.blocks import BOM, FileChunk
-from llm.prepare.text.readers import check_text, choose_column, not_utf8, record_batches
+from llm.prepare.text.readers import (
+    check_text,
+    choose_column,
+    describe_decode_error,
+    record_batches,
+)
 
-_FIRST_RECORDS = 100
-"""Records at the beginning of a file that decide its text column."""
+_NUM_COLUMN_RECORDS = 100
+"""Records at the beginning of a file from which its text column is chosen."""
 
 
 def json_lines(chunk: FileChunk) -> Iterator[list[str]]:
     """Yield the texts of a file with one JSON object per line."""
     column = chunk.text_column
     if column is None:  # from the beginning of the file, so that all chunks choose the same column
-        column = _column_of(_first_records(chunk.path), chunk.path, log_choice=chunk.start == 0)
-    line = 0
+        column = _choose_record_column(
+            _first_records(chunk.path), chunk.path, log_choice=chunk.start == 0
+        )
+    line_number = 0
     for block in chunk.line_blocks():
         texts: list[str] = []
         view, start = memoryview(block), 0  # a view, so that slices are not copied
         while start < len(block):
-            stop = block.find(b"\n", start)
-            stop = len(block) if stop < 0 else stop
-            line += 1
+            end = block.find(b"\n", start)
+            end = len(block) if end < 0 else end
+            line_number += 1
             # Fast path for nearly all lines; the others take the slow path below.
             try:
-                text = orjson.loads(view[start:stop])[column]
+                text = orjson.loads(view[start:end])[column]
             except (orjson.JSONDecodeError, KeyError, TypeError):
                 text = None
             if type(text) is str:
                 texts.append(text)
-            elif raw := block[start:stop].strip():
+            elif raw := block[start:end].strip():
                 try:
-                    texts.append(_text_of(_parse_line(raw), column))
+                    texts.append(_extract_text(_parse_line(raw), column))
                 except DataError as error:
-                    chunk.on_bad_record(chunk.error(line, str(error)))
-            start = stop + 1
+                    chunk.on_bad_record(chunk.error(line_number, str(error)))
+            start = end + 1
         if texts:
             yield texts
 
@@ -60,31 +67,39 @@ def _first_records(path: Path) -> Iterator[Any]:
                 yield _parse_line(raw)
 
 
-def _column_of(records: Iterable[Any], path: Path, *, log_choice: bool = True) -> str:
+def _choose_record_column(records: Iterable[Any], path: Path, *, log_choice: bool = True) -> str:
     """Choose the text column of a file by its first records.
 
     Raises:
         DataError: There is no `text`, and not exactly one column of strings.
     """
-    values: dict[str, list[Any]] = {}  # by column
-    for record in itertools.islice(records, _FIRST_RECORDS):
+    values_by_column: dict[str, list[Any]] = {}
+    for record in itertools.islice(records, _NUM_COLUMN_RECORDS):
         if isinstance(record, dict):
             for name, value in record.items():
-                values.setdefault(name, []).append(value)
-    if not values:  # reading the records reports what is wrong
+                values_by_column.setdefault(name, []).append(value)
+    if not values_by_column:  # reading the records reports what is wrong
         return "text"
     return choose_column(
-        list(values),
+        list(values_by_column),
         None,
         path,
-        texts=[name for name in values if any(isinstance(value, str) for value in values[name])],
-        nulls=[name for name in values if all(value is None for value in values[name])],
-        records=f"in the first {_FIRST_RECORDS} records",
+        texts=[
+            name
+            for name, values in values_by_column.items()
+            if any(isinstance(value, str) for value in values)
+        ],
+        nulls=[
+            name
+            for name, values in values_by_column.items()
+            if all(value is None for value in values)
+        ],
+        records=f"in the first {_NUM_COLUMN_RECORDS} records",
         log_choice=log_choice,
     )
 
 
-def _text_of(record: Any, column: str) -> str:
+def _extract_text(record: Any, column: str) -> str:
     if not isinstance(record, dict):
         raise DataError("a record must be a JSON object with fields.")
     if column not in record:
@@ -100,7 +115,7 @@ def _parse_line(raw: bytes) -> Any:
     try:
         return _parse_json(raw.decode())
     except UnicodeDecodeError as error:
-        raise DataError(not_utf8(error)) from error
+        raise DataError(describe_decode_error(error)) from error
     except json.JSONDecodeError as error:
         raise DataError(
             f"malformed JSON, {error.msg} (column {error.colno}); mend the line, or prepare the "
@@ -123,8 +138,8 @@ def json_records(chunk: FileChunk) -> Iterator[list[str]]:
     An array is read as a whole.
     """
     path = chunk.path
-    beginnings = (block.removeprefix(BOM).lstrip()[:1] for block in FileChunk(path=path).blocks())
-    if next(filter(None, beginnings), b"") != b"[":
+    block_starts = (block.removeprefix(BOM).lstrip()[:1] for block in FileChunk(path=path).blocks())
+    if next(filter(None, block_starts), b"") != b"[":
         yield from json_lines(chunk)
         return
     content = b"".join(chunk.blocks()).removeprefix(BOM)
@@ -142,10 +157,12 @@ def json_records(chunk: FileChunk) -> Iterator[list[str]]:
         ) from error
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
-    column = _column_of(records, path) if chunk.text_column is None else chunk.text_column
+    column = (
+        _choose_record_column(records, path) if chunk.text_column is None else chunk.text_column
+    )
     yield from record_batches(
         records,
         lambda number: f"{path}, record {number}",
         chunk.on_bad_record,
-        lambda record: _text_of(record, column),
+        lambda record: _extract_text(record, column),
     )

@@ -45,7 +45,7 @@ def check_text(value: object) -> str:
 
 def choose_column(
     columns: Sequence[str],
-    wanted: str | None,
+    requested: str | None,
     location: object,
     *,
     texts: Sequence[str],
@@ -53,11 +53,11 @@ def choose_column(
     records: str = "",
     log_choice: bool = True,
 ) -> str:
-    """Return the column with the text: `wanted`, else `text`, else the only column of strings.
+    """Return the column with the text: `requested`, else `text`, else the only column of strings.
 
     Args:
         columns: All columns.
-        wanted: The requested column; or None.
+        requested: The column that the user names, or None.
         location: The file or data set, for messages.
         texts: The columns that hold strings.
         nulls: The columns that hold only nulls, which may hold strings in other records.
@@ -69,44 +69,45 @@ def choose_column(
         DataError: The column does not exist, or exists more than once, or another column may
             hold the text; the message lists the columns of strings.
     """
-    if wanted is None:
-        wanted = texts[0] if "text" not in columns and len(texts) == 1 else "text"
+    column = requested
+    if column is None:
+        column = texts[0] if "text" not in columns and len(texts) == 1 else "text"
         reason = f"the only column with text {records}".rstrip()
-        if wanted != "text" and nulls:
+        if column != "text" and nulls:
             raise DataError(
-                f"{location} has no column 'text'. {wanted!r} is {reason}, but {nulls[0]!r} is "
+                f"{location} has no column 'text'. {column!r} is {reason}, but {nulls[0]!r} is "
                 "null there and may be the right one; choose with --text_column from: "
-                f"{', '.join((wanted, *nulls))}."
+                f"{', '.join((column, *nulls))}."
             )
-        if wanted != "text" and log_choice:
-            logger.info(f"{location}: no column is named 'text'; taking {wanted!r}, {reason}")
-    if wanted not in columns:
+        if column != "text" and log_choice:
+            logger.info(f"{location}: no column is named 'text'; taking {column!r}, {reason}")
+    if column not in columns:
         raise DataError(
-            f"{location} has no column {wanted!r}; choose one with --text_column from: "
+            f"{location} has no column {column!r}; choose one with --text_column from: "
             f"{', '.join(texts or columns) or 'none at all'}."
         )
-    if columns.count(wanted) > 1:
-        raise DataError(f"{location} has several columns {wanted!r}; rename all but the right one.")
-    return wanted
+    if columns.count(column) > 1:
+        raise DataError(f"{location} has several columns {column!r}; rename all but the right one.")
+    return column
 
 
-def batched(texts: Iterable[str]) -> Iterator[list[str]]:
+def batch_texts(texts: Iterable[str]) -> Iterator[list[str]]:
     """Group texts into batches of a few MiB."""
     batch: list[str] = []
-    characters = 0
+    num_characters = 0
     for text in texts:
         batch.append(text)
-        characters += len(text)
-        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_ROWS:
+        num_characters += len(text)
+        if num_characters >= BATCH_CHARACTERS or len(batch) >= BATCH_ROWS:
             yield batch
-            batch, characters = [], 0
+            batch, num_characters = [], 0
     if batch:
         yield batch
 
 
 def record_batches(
     records: Iterable[Any],
-    locate: Callable[[int], str],
+    describe_location: Callable[[int], str],
     on_bad_record: BadRecordPolicy,
     text_of: Callable[[Any], str] = check_text,
 ) -> Iterator[list[str]]:
@@ -114,7 +115,7 @@ def record_batches(
 
     Args:
         records: The records.
-        locate: Returns the place of a record, counted from 1, for messages.
+        describe_location: Returns where a record is, counted from 1, for messages.
         on_bad_record: What to do with records that `text_of` refuses with a DataError.
         text_of: Returns the text of a record.
     """
@@ -124,60 +125,63 @@ def record_batches(
             try:
                 text = text_of(record)
             except DataError as error:
-                on_bad_record(DataError(f"{locate(number)}: {error}"))
+                on_bad_record(DataError(f"{describe_location(number)}: {error}"))
             else:
                 yield text
 
-    return batched(texts())
+    return batch_texts(texts())
 
 
-def text_lines(chunk: FileChunk, *, skippable: bool = True) -> Iterator[list[str]]:
+def text_lines(chunk: FileChunk, *, is_skippable: bool = True) -> Iterator[list[str]]:
     """Yield the lines of a text file with their line feeds; only line feeds end a line.
 
     Args:
         chunk: The file, or a chunk of it.
-        skippable: Whether the policy decides about lines that are not UTF-8 or too long; otherwise
-            they raise.
+        is_skippable: Whether the policy decides about lines that are not UTF-8 or too long;
+            otherwise they raise an error.
     """
-    line = 1
-    for block in chunk.line_blocks(skippable=skippable):
+    line_number = 1
+    for block in chunk.line_blocks(is_skippable=is_skippable):
         try:
             text = block.decode()
         except UnicodeDecodeError:
-            text = _decodable_lines(chunk, block, line, skippable=skippable)
-        line += block.count(b"\n")
+            text = _decodable_lines(chunk, block, line_number, is_skippable=is_skippable)
+        line_number += block.count(b"\n")
         # str.splitlines would also split at Unicode separators and at a lone "\r".
-        rows = text.split("\n")
-        last_row = rows.pop()
-        rows = [f"{row}\n" for row in rows]
-        if last_row:
-            rows.append(last_row)
-        if rows:
-            yield rows
+        lines = text.split("\n")
+        last_line = lines.pop()
+        lines = [f"{line}\n" for line in lines]
+        if last_line:
+            lines.append(last_line)
+        if lines:
+            yield lines
 
 
-def _decodable_lines(chunk: FileChunk, block: bytes, line: int, *, skippable: bool) -> str:
-    rows = []
-    for number, raw in enumerate(io.BytesIO(block), line):
+def _decodable_lines(
+    chunk: FileChunk, block: bytes, first_line_number: int, *, is_skippable: bool
+) -> str:
+    """Return the lines of a block that are UTF-8; report the others as bad records."""
+    lines = []
+    for line_number, raw in enumerate(io.BytesIO(block), first_line_number):
         try:
-            rows.append(raw.decode())
+            lines.append(raw.decode())
         except UnicodeDecodeError as error:
-            fault = chunk.error(number, not_utf8(error))
-            if not skippable:
-                raise fault from error
-            chunk.on_bad_record(fault)
-    return "".join(rows)
+            bad_record_error = chunk.error(line_number, describe_decode_error(error))
+            if not is_skippable:
+                raise bad_record_error from error
+            chunk.on_bad_record(bad_record_error)
+    return "".join(lines)
 
 
-def not_utf8(error: UnicodeDecodeError) -> str:
+def describe_decode_error(error: UnicodeDecodeError) -> str:
     """Describe why a line cannot be decoded."""
     return f"byte {error.start + 1} of the line is not UTF-8; convert the file to UTF-8."
 
 
 def bare_lines(chunk: FileChunk) -> Iterator[list[str]]:
     """Yield the lines of a text file without their line breaks; a blank line is an empty text."""
-    for rows in text_lines(chunk):
-        yield [row.rstrip("\r\n") if row.strip() else "" for row in rows]
+    for lines in text_lines(chunk):
+        yield [line.rstrip("\r\n") if line.strip() else "" for line in lines]
 
 
 def paragraphs(chunk: FileChunk) -> Iterator[list[str]]:
@@ -187,11 +191,11 @@ def paragraphs(chunk: FileChunk) -> Iterator[list[str]]:
         """Yield the lines of each paragraph and its bytes; a paragraph too large has no lines."""
         lines: list[str] = []
         num_bytes = 0
-        for rows in text_lines(chunk):
-            for row in rows:
-                if row.strip():
-                    num_bytes += len(row.encode())
-                    lines.append(row)
+        for batch in text_lines(chunk):
+            for line in batch:
+                if line.strip():
+                    num_bytes += len(line.encode())
+                    lines.append(line)
                     if num_bytes > MAX_DOCUMENT_BYTES:
                         lines.clear()
                 elif num_bytes:
@@ -216,19 +220,21 @@ def paragraphs(chunk: FileChunk) -> Iterator[list[str]]:
 def csv_records(chunk: FileChunk) -> Iterator[list[str]]:
     """Yield the texts of a CSV file with the column names in its first line."""
     csv.field_size_limit(MAX_DOCUMENT_BYTES)  # the module's own limit is 128 KiB
-    return batched(_csv_texts(chunk))
+    return batch_texts(_csv_texts(chunk))
 
 
 def _csv_texts(chunk: FileChunk) -> Iterator[str]:
     # Skipping a line that is not UTF-8 could break the quotes of its neighbors.
-    lines = (row for rows in text_lines(chunk, skippable=False) for row in rows)
+    lines = (line for batch in text_lines(chunk, is_skippable=False) for line in batch)
     reader = csv.reader(lines, strict=True)
     try:
         header = next(reader, [])
-        column = header.index(choose_column(header, chunk.text_column, chunk.path, texts=header))
+        column_index = header.index(
+            choose_column(header, chunk.text_column, chunk.path, texts=header)
+        )
         for fields in reader:
             if len(fields) == len(header):
-                yield fields[column]
+                yield fields[column_index]
             elif fields:
                 message = f"there are {len(fields)} fields, but the header names {len(header)}."
                 chunk.on_bad_record(chunk.error(reader.line_num, message))
@@ -241,10 +247,11 @@ def parquet_records(chunk: FileChunk) -> Iterator[list[str]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    def holds_strings(kind: Any) -> bool:
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        is_kind = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-        return any(check(kind) for check in is_kind)
+    def is_string_type(column_type: Any) -> bool:
+        if pa.types.is_dictionary(column_type):
+            column_type = column_type.value_type
+        checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+        return any(check(column_type) for check in checks)
 
     try:
         with pq.ParquetFile(chunk.path) as file:
@@ -253,7 +260,7 @@ def parquet_records(chunk: FileChunk) -> Iterator[list[str]]:
                 schema.names,
                 chunk.text_column,
                 chunk.path,
-                texts=[field.name for field in schema if holds_strings(field.type)],
+                texts=[field.name for field in schema if is_string_type(field.type)],
                 nulls=[field.name for field in schema if pa.types.is_null(field.type)],
                 log_choice=chunk.start == 0,
             )

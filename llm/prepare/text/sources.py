@@ -78,11 +78,11 @@ class Source(Protocol):
     def split(self, num_bytes: int) -> list["Source"]:
         """Split into chunks of about this size that yield the same texts in the same order."""
 
-    def batches(self, faults: BadRecordPolicy | None = None) -> Iterator[list[str]]:
+    def batches(self, on_bad_record: BadRecordPolicy | None = None) -> Iterator[list[str]]:
         """Yield the texts in batches of a few MiB.
 
         Args:
-            faults: What to do with unusable records; None stops at the first.
+            on_bad_record: What to do with unusable records; None stops at the first.
 
         Raises:
             DataError: The text cannot be read; the message locates the fault.
@@ -117,11 +117,11 @@ def file_source(
         path, text_column=text_column, keep_linebreaks=keep_linebreaks, text_unit=text_unit
     )
     if kind != ".txt":
-        return _File(path, _READERS[kind], text_column=text_column, options=options)
-    lines = text_lines if options["keep_linebreaks"] else bare_lines
-    return _File(
+        return _FileSource(path, _READERS[kind], text_column=text_column, options=options)
+    line_reader = text_lines if options["keep_linebreaks"] else bare_lines
+    return _FileSource(
         path,
-        paragraphs if text_unit == "paragraph" else lines,
+        paragraphs if text_unit == "paragraph" else line_reader,
         one_document=text_unit == "file",
         options=options,
     )
@@ -170,15 +170,17 @@ def text_sources(
             raise DataError("--input has an empty name; name files, patterns and folders.")
         if os.path.isdir(name):
             files = find_text_files(Path(name), "--input")
-            _warn_of_splits(files, Path(name))
+            _warn_of_mixed_splits(files, Path(name))
         elif os.path.lexists(name) or not glob.has_magic(name):
             files = [Path(name)]
             refuse_broken_links(files, "--input")
         else:
             files = [Path(path) for path in sorted(glob.glob(name, recursive=True))]
             folders = [folder for folder in Path(name).parents if glob.has_magic(str(folder))]
-            inner = [path for folder in folders for path in glob.glob(str(folder), recursive=True)]
-            refuse_broken_links([*files, *map(Path, inner)], f"--input {name}:")
+            folder_paths = [
+                path for folder in folders for path in glob.glob(str(folder), recursive=True)
+            ]
+            refuse_broken_links([*files, *map(Path, folder_paths)], f"--input {name}:")
             files = [path for path in files if os.path.isfile(path)]
             if not files:
                 raise DataError(
@@ -190,7 +192,7 @@ def text_sources(
     return file_sources(paths, text_column=text_column, text_unit=text_unit, option="--input")
 
 
-def _warn_of_splits(files: Sequence[Path], folder: Path) -> None:
+def _warn_of_mixed_splits(files: Sequence[Path], folder: Path) -> None:
     """Log a warning if a folder seems to hold the test text next to the training text."""
     splits = {split for file in files for split in find_split_names(file.relative_to(folder))}
     if len(splits) > 1:
@@ -200,8 +202,8 @@ def _warn_of_splits(files: Sequence[Path], folder: Path) -> None:
         )
 
 
-class _File:
-    """A file, or a chunk of it."""
+class _FileSource:
+    """The text of a file, or of a chunk of it."""
 
     def __init__(
         self,
@@ -235,24 +237,24 @@ class _File:
         size = self.files[self._path]["size"]
         bounds = [0]
         if self._reader is parquet_records:
-            groups = num_row_groups(self._path)
-            count = max(1, min(groups, round(size / num_bytes)))
-            bounds = [groups * i // count for i in range(count + 1)]
+            num_groups = num_row_groups(self._path)
+            num_chunks = max(1, min(num_groups, round(size / num_bytes)))
+            bounds = [num_groups * index // num_chunks for index in range(num_chunks + 1)]
         elif self._reader in (bare_lines, json_lines) and not is_compressed(self._path):
             bounds = [*range(0, size, num_bytes), size]
         if len(bounds) < 3 or self.one_document:
             return [self]
         chunks: list[Source] = []
-        for start, stop in itertools.pairwise(bounds):
+        for start, end in itertools.pairwise(bounds):
             chunk = copy.copy(self)
-            chunk._chunk = dataclasses.replace(self._chunk, start=start, stop=stop)
-            chunk.num_bytes = size * (stop - start) // bounds[-1]
+            chunk._chunk = dataclasses.replace(self._chunk, start=start, stop=end)
+            chunk.num_bytes = size * (end - start) // bounds[-1]
             chunks.append(chunk)
         return chunks
 
-    def batches(self, faults: BadRecordPolicy | None = None) -> Iterator[list[str]]:
+    def batches(self, on_bad_record: BadRecordPolicy | None = None) -> Iterator[list[str]]:
         self._chunk = dataclasses.replace(
-            self._chunk, on_bad_record=faults or BadRecordPolicy(), consumed=0
+            self._chunk, on_bad_record=on_bad_record or BadRecordPolicy(), consumed=0
         )
         return self._reader(self._chunk)
 
@@ -266,10 +268,10 @@ def check_unchanged(sources: Iterable[Source]) -> None:
     for source in {source.name: source for source in sources}.values():  # chunks share their files
         for path, original_stamp in source.files.items():
             try:
-                unchanged = file_stamp(path) == original_stamp
+                is_unchanged = file_stamp(path) == original_stamp
             except OSError:
-                unchanged = False
-            if not unchanged:
+                is_unchanged = False
+            if not is_unchanged:
                 raise DataError(
                     f"{path} has changed while the text was prepared, and nothing was written; "
                     "repeat the command when no program writes to the file any more."

@@ -20,7 +20,7 @@ from llm.parallel.dims import parallel_dims
 from llm.tools.jobs.notes import describe_script
 from llm.tools.jobs.options import JobOptions
 from llm.tools.jobs.output_dir import print_output_dir
-from llm.tools.jobs.preparation_job import preparation_job
+from llm.tools.jobs.preparation_job import write_preparation_job
 from llm.tools.jobs.scripts import (
     check_job,
     load_template,
@@ -34,13 +34,13 @@ from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.main import parse_args
 from llm.trainers.gpt.seams import choose_layout, make_extensions
 
-_LEAST_MINUTES = 30
-"""To start, train and save."""
+_MIN_MINUTES = 30
+"""Time for a job to start, train and save."""
 
-_NO_TRAINER = "The trainer's options are missing: write them after --."
+_NO_TRAINER_OPTIONS = "The trainer's options are missing: write them after --."
 
 # Names from the scripts of Megatron-LM: `TP_SIZE=8 PP_SIZE=2 sbatch SCRIPT`.
-_ENVIRONMENT_VARIABLES = {
+_VARIABLE_BY_OPTION = {
     "tensor_parallel_size": "TP_SIZE",
     "pipeline_parallel_size": "PP_SIZE",
     "num_layers": "NUM_LAYERS",
@@ -53,21 +53,25 @@ _ENVIRONMENT_VARIABLES = {
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
     if argv[:1] == ["prepare"]:
-        return preparation_job(argv)
+        return write_preparation_job(argv)
     if argv[:1] == ["output_dir"]:
         return print_output_dir(argv[1:])
     arguments = list(argv)
-    cut = arguments.index("--") if "--" in arguments else len(arguments)
-    if cut == len(arguments) and not any(word.startswith(("-h", "--help")) for word in arguments):
-        raise ConfigError(_NO_TRAINER)
-    if [_option_of(word) for word in arguments[:cut] if word.startswith("--")].count("sweep") > 1:
+    separator = arguments.index("--") if "--" in arguments else len(arguments)
+    if separator == len(arguments) and not any(
+        word.startswith(("-h", "--help")) for word in arguments
+    ):
+        raise ConfigError(_NO_TRAINER_OPTIONS)
+    if [_option_name(word) for word in arguments[:separator] if word.startswith("--")].count(
+        "sweep"
+    ) > 1:
         raise ConfigError(
             "--sweep is given twice; for a job per combination, list all options after one, as in "
             "--sweep learning_rate=1e-4,3e-4 seed=1,2."
         )
     options = parse(
         JobOptions,
-        arguments[:cut],
+        arguments[:separator],
         prog="llm-trainers jobs",
         description="Write a job script; the trainer's options follow after --. With the word "
         "prepare first, it prepares token files: llm-trainers jobs prepare --help.",
@@ -75,58 +79,64 @@ def main(argv: Sequence[str]) -> int:
         usage="SCHEDULER [--OPTION VALUE ...] -- TRAINER OPTIONS",
         example="slurm --nodes 8 --requeue --output job.sh -- --config run.toml",
     )
-    text, notes = job_script(options, command=arguments[:cut], trainer=arguments[cut + 1 :])
+    text, notes = job_script(
+        options, command=arguments[:separator], trainer_arguments=arguments[separator + 1 :]
+    )
     write_script(options.output, text)
     sys.stderr.write("".join(f"{note}\n" for note in notes))
     return 0
 
 
 def job_script(
-    options: JobOptions, *, command: Sequence[str], trainer: Sequence[str]
+    options: JobOptions, *, command: Sequence[str], trainer_arguments: Sequence[str]
 ) -> tuple[str, list[str]]:
     """Return the text of a job script, and sentences about it.
 
     Args:
         options: Options of this program.
         command: The arguments of this program, repeated at the head of the script.
-        trainer: Arguments of the trainer.
+        trainer_arguments: Arguments of the trainer.
 
     Raises:
         ConfigError: An option does not fit the others, or the trainer refuses its arguments.
     """
     site = SITES[options.site]
-    per_node = options.gpus_per_node or site.gpus_per_node
+    gpus_per_node = options.gpus_per_node or site.gpus_per_node
     job = replace(
         options,
         scheduler=options.scheduler or site.schedulers[0],
-        gpus_per_node=per_node,
+        gpus_per_node=gpus_per_node,
         cpus_per_gpu=options.cpus_per_gpu or site.cpus_per_gpu,
         launcher=options.launcher or site.launcher,
     )
     _check_scheduler(job)
-    if not trainer:
-        raise ConfigError(_NO_TRAINER)
+    if not trainer_arguments:
+        raise ConfigError(_NO_TRAINER_OPTIONS)
     minutes = read_minutes(job.time)
     for name in ("requeue", "chain"):
-        if getattr(job, name) and minutes <= _LEAST_MINUTES:
+        if getattr(job, name) and minutes <= _MIN_MINUTES:
             raise ConfigError(
-                f"--{name} needs a --time of more than {_LEAST_MINUTES} minutes, to start, train "
+                f"--{name} needs a --time of more than {_MIN_MINUTES} minutes, to start, train "
                 f"and save in; --time {job.time} is less."
             )
     # Time for the job to start and to save its last checkpoint.
     exit_after = minutes - max(15, minutes // 20) if job.chain else None
-    added = _stop_and_resume(trainer, exit_after)
-    user_arguments, trainer = trainer, [*trainer, *added]
+    added_arguments = _resume_arguments(trainer_arguments, exit_after)
+    all_arguments = [*trainer_arguments, *added_arguments]
     queue = choose_queue(site, queue_name=job.queue, nodes=job.nodes, minutes=minutes)
-    config = parse_args(trainer)
+    config = parse_args(all_arguments)
     if config.output_dir is None:
         raise ConfigError("--output_dir is missing among the trainer's options.")
-    sweep = _read_sweep(job.sweep)
-    combinations = [*product(*sweep.values())]
+    values_by_option = _read_sweep(job.sweep)
+    combinations = [*product(*values_by_option.values())]
     for values in combinations:
-        swept = [f"--{name}={value}" for name, value in zip(sweep, values, strict=True)]
+        sweep_arguments = [
+            f"--{name}={value}" for name, value in zip(values_by_option, values, strict=True)
+        ]
         _check_ranks(
-            parse_args([*trainer, *swept]), ranks=job.nodes * per_node, ranks_per_node=per_node
+            parse_args([*all_arguments, *sweep_arguments]),
+            ranks=job.nodes * gpus_per_node,
+            ranks_per_node=gpus_per_node,
         )
     job = replace(job, queue=queue)
     text = load_template(f"{job.scheduler}.sh").render(
@@ -134,13 +144,15 @@ def job_script(
         site=site,
         torchrun=job.launcher == "torchrun",
         walltime=f"{minutes // 60:02}:{minutes % 60:02}:00",
-        sweep=dict(zip(sweep, zip(*combinations, strict=True), strict=True)),
+        sweep=dict(zip(values_by_option, zip(*combinations, strict=True), strict=True)),
         num_jobs=len(combinations),
         exit_after=exit_after,
-        trainer=_option_rows(trainer, without=sweep),
+        trainer=_option_rows(all_arguments, excluded=values_by_option),
         made_by=shlex.join(without_output(command)),
     )
-    return text, describe_script(job, config, trainer=user_arguments, added=added)
+    return text, describe_script(
+        job, config, trainer_arguments=trainer_arguments, added_arguments=added_arguments
+    )
 
 
 def _check_ranks(config: CoreConfig, *, ranks: int, ranks_per_node: int) -> None:
@@ -167,17 +179,17 @@ def _check_scheduler(job: JobOptions) -> None:
     check_job(job)
     for name in ("requeue", "sweep", "container"):
         if job.scheduler == "pbs" and getattr(job, name):
-            instead = "; --chain continues in the next job" if name == "requeue" else ""
-            raise ConfigError(f"--{name} is for slurm, not for pbs{instead}.")
+            remedy = "; --chain continues in the next job" if name == "requeue" else ""
+            raise ConfigError(f"--{name} is for slurm, not for pbs{remedy}.")
     if job.scheduler == "slurm" and job.chain:
         raise ConfigError("--chain is for pbs; on slurm --requeue does it without a second job.")
     if job.requeue and job.sweep:
         raise ConfigError("--requeue and --sweep do not go together; leave one of them out.")
 
 
-def _stop_and_resume(trainer: Sequence[str], exit_after: int | None) -> list[str]:
-    """Return arguments to add to the trainer's, so that it ends in time and resumes."""
-    option_names = {_option_of(word) for word in trainer if word.startswith("--")}
+def _resume_arguments(trainer_arguments: Sequence[str], exit_after: int | None) -> list[str]:
+    """Return the arguments that make the trainer end in time and resume, if they are missing."""
+    option_names = {_option_name(word) for word in trainer_arguments if word.startswith("--")}
     arguments = []
     if exit_after is not None and "exit_after" not in option_names:
         arguments += ["--exit_after", str(exit_after)]
@@ -195,9 +207,9 @@ def _read_sweep(sweep: Sequence[str]) -> dict[str, list[str]]:
     Raises:
         ConfigError: An option or a value is missing or repeated, or the option is `output_dir`.
     """
-    values_of: dict[str, list[str]] = {}
+    values_by_option: dict[str, list[str]] = {}
     for text in sweep:
-        name = _option_of(text)
+        name = _option_name(text)
         values = [value for value in text.partition("=")[2].split(",") if value]
         if len(values) < 2:
             raise ConfigError(
@@ -213,28 +225,29 @@ def _read_sweep(sweep: Sequence[str]) -> dict[str, list[str]]:
                 f"--sweep {text}: the script itself names a folder for each job, below "
                 "--output_dir; vary another option."
             )
-        if name in values_of:
+        if name in values_by_option:
             raise ConfigError(
                 f"--sweep {text} varies {name} again; list all of its values in one item."
             )
-        values_of[name] = values
-    return values_of
+        values_by_option[name] = values
+    return values_by_option
 
 
-def _option_rows(trainer: Sequence[str], *, without: Collection[str]) -> list[str]:
+def _option_rows(trainer_arguments: Sequence[str], *, excluded: Collection[str]) -> list[str]:
     """Quote the trainer's arguments for bash, one option per line.
 
     Args:
-        trainer: The arguments.
-        without: The options that an array varies, which the script adds.
+        trainer_arguments: The arguments.
+        excluded: The options that an array varies, which the script adds.
     """
-    rows = quoted_rows(trainer)
+    rows = quoted_rows(trainer_arguments)
     for row in rows:
-        variable = _ENVIRONMENT_VARIABLES.get(_option_of(row[0]))
+        variable = _VARIABLE_BY_OPTION.get(_option_name(row[0]))
         if variable is not None and len(row) == 2:
             row[1] = f'"${{{variable}:-{row[1]}}}"'
-    return [" ".join(row) for row in rows if _option_of(row[0]) not in without]
+    return [" ".join(row) for row in rows if _option_name(row[0]) not in excluded]
 
 
-def _option_of(word: str) -> str:
+def _option_name(word: str) -> str:
+    """Return the name of the option in an argument such as `--learning-rate=1e-4`."""
     return word.partition("=")[0].lstrip("-").replace("-", "_")

@@ -9,23 +9,34 @@ from llm.config.shell import shell_line
 from llm.tools.jobs.options import JobOptions
 from llm.trainers.gpt.config import CoreConfig
 
-_FILES = {"data_path", "train_file", "validation_file", "vocab_file", "merges_file", "config_name"}
+_FILE_OPTIONS = {
+    "data_path",
+    "train_file",
+    "validation_file",
+    "vocab_file",
+    "merges_file",
+    "config_name",
+}
 """Options that name files only. Others, such as tokenizer_name, also take names on the Hub."""
 
 
 def describe_script(
-    job: JobOptions, config: CoreConfig, *, trainer: Sequence[str], added: Sequence[str]
+    job: JobOptions,
+    config: CoreConfig,
+    *,
+    trainer_arguments: Sequence[str],
+    added_arguments: Sequence[str],
 ) -> list[str]:
     """Return sentences about a script: what it needs, and what to do next.
 
     Args:
         job: The job, with the site's defaults.
         config: The options of its trainer.
-        trainer: The same as arguments, as the user gave them.
-        added: The arguments of the trainer that this program adds.
+        trainer_arguments: The same options as the user's arguments.
+        added_arguments: The arguments of the trainer that this program adds.
     """
     assert job.gpus_per_node is not None
-    lines = [f"Added: {' '.join(added)}."] if added else []
+    lines = [f"Added: {' '.join(added_arguments)}."] if added_arguments else []
     lines += [
         f"Fill in {name} before you submit, or give {flag}." for name, flag in _unfilled_fields(job)
     ]
@@ -35,7 +46,7 @@ def describe_script(
         if not (glob(path) or Path(f"{path}.bin").exists() or glob(f"{escape(path)}-*-of-*.bin"))
     ]
     command = ["llm-trainers", "plan", "--nodes", str(job.nodes)]
-    command += ["--gpus_per_node", str(job.gpus_per_node), *trainer]
+    command += ["--gpus_per_node", str(job.gpus_per_node), *trainer_arguments]
     lines.append(
         "Model, tokenizer, memory, time and disk have not been checked. To read the model and "
         f"predict the rest for a device, add --device: {shell_line(command)}"
@@ -47,9 +58,9 @@ def describe_script(
 
 
 def _unfilled_fields(job: JobOptions) -> list[tuple[str, str]]:
-    """Return the places to fill in, and the options that fill them."""
-    values = (("account", job.account), ("queue", job.queue or ""))
-    return [(value, f"--{name}") for name, value in values if value.startswith("__")]
+    """Return the placeholders in a script, and the options that fill them."""
+    fields = (("account", job.account), ("queue", job.queue or ""))
+    return [(value, f"--{name}") for name, value in fields if value.startswith("__")]
 
 
 def _input_files(config: CoreConfig) -> list[tuple[str, str]]:
@@ -57,5 +68,5 @@ def _input_files(config: CoreConfig) -> list[tuple[str, str]]:
     return [
         (name, path)
         for name, path in path_options(config)
-        if name in _FILES or (name != "output_dir" and path.startswith((".", "/")))
+        if name in _FILE_OPTIONS or (name != "output_dir" and path.startswith((".", "/")))
     ]

@@ -24,17 +24,20 @@ from llm.tools.jobs.scripts import (
 from llm.tools.jobs.sites import SITES, choose_queue
 
 
-def preparation_job(argv: Sequence[str]) -> int:
-    """Write the script that `prepare` and the words after it ask for; return the exit code.
+def write_preparation_job(argv: Sequence[str]) -> int:
+    """Write the script of a preparation job; return the exit code.
+
+    Args:
+        argv: `prepare`, the options of the job, `--`, and the options of `llm-trainers prepare`.
 
     Raises:
         ConfigError: An option does not fit the others, or `llm-trainers prepare` refuses its own.
     """
     arguments = list(argv)
-    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    separator = arguments.index("--") if "--" in arguments else len(arguments)
     options = parse(
         PreparationJobOptions,
-        arguments[1:cut],
+        arguments[1:separator],
         prog="llm-trainers jobs prepare",
         description="Write a job script that prepares token files, with one process on each node; "
         "the options of llm-trainers prepare follow after --.",
@@ -46,10 +49,10 @@ def preparation_job(argv: Sequence[str]) -> int:
     site = SITES[options.site]
     job = replace(options, scheduler=options.scheduler or site.schedulers[0])
     check_job(job)
-    preparation = arguments[cut + 1 :]
-    if not preparation:
+    prepare_arguments = arguments[separator + 1 :]
+    if not prepare_arguments:
         raise ConfigError("The options of llm-trainers prepare are missing: write them after --.")
-    config = parse(PrepareConfig, preparation, prog="llm-trainers prepare", description="")
+    config = parse(PrepareConfig, prepare_arguments, prog="llm-trainers prepare", description="")
     check(config)
     conflicts = {"executor dask": config.executor == "dask", "rank": config.rank is not None}
     for name, is_given in conflicts.items():
@@ -69,8 +72,8 @@ def preparation_job(argv: Sequence[str]) -> int:
         job=replace(job, queue=queue),
         site=site,
         walltime=f"{minutes // 60:02}:{minutes % 60:02}:00",
-        options=[" ".join(row) for row in quoted_rows(preparation)],
-        made_by=shlex.join(without_output(arguments[:cut])),
+        options=[" ".join(row) for row in quoted_rows(prepare_arguments)],
+        made_by=shlex.join(without_output(arguments[:separator])),
     )
     write_script(options.output, text)
     return 0

@@ -29,11 +29,11 @@ def check_job(job: SchedulerOptions) -> None:
                     f"--{name} {text!a} contains a line break or another unprintable character; "
                     "remove it."
                 )
-    offered = SITES[job.site].schedulers
-    if job.scheduler not in offered:
+    schedulers = SITES[job.site].schedulers
+    if job.scheduler not in schedulers:
         raise ConfigError(
-            f"--site {job.site} knows {' and '.join(offered)}, not {job.scheduler}; write "
-            f"llm-trainers jobs {offered[0]}."
+            f"--site {job.site} knows {' and '.join(schedulers)}, not {job.scheduler}; write "
+            f"llm-trainers jobs {schedulers[0]}."
         )
     for name in ("name", "account", "queue"):
         value = getattr(job, name)
@@ -47,7 +47,7 @@ def check_job(job: SchedulerOptions) -> None:
 
 def load_template(name: str) -> jinja2.Template:
     """Load the template of a job script from the folder of this file."""
-    templates = jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
         lstrip_blocks=True,
@@ -55,8 +55,8 @@ def load_template(name: str) -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
         comment_start_string="{##",  # ${#ARRAY[@]} is a length in bash
     )
-    templates.filters["quote"] = shlex.quote
-    return templates.get_template(name)
+    environment.filters["quote"] = shlex.quote
+    return environment.get_template(name)
 
 
 def read_minutes(time: str) -> int:
@@ -66,15 +66,15 @@ def read_minutes(time: str) -> int:
         ConfigError: The text is not a time limit, or is ambiguous like 6:00: some schedulers read
             it as hours and minutes, others as minutes and seconds.
     """
-    clock = r"(?:(\d{1,4})-)?(\d{1,6}):([0-5]\d):[0-5]\d|(\d{1,7})"
-    match = re.fullmatch(clock, time, re.ASCII)
+    pattern = r"(?:(\d{1,4})-)?(\d{1,6}):([0-5]\d):[0-5]\d|(\d{1,7})"
+    match = re.fullmatch(pattern, time, re.ASCII)
     if match is None or (match[1] is not None and int(match[2]) > 23):
         raise ConfigError(f"--time {time} is not a time limit; write it as 6:00:00 or 1-12:00:00.")
-    days, hours, minutes, plain = (int(number or 0) for number in match.groups())
-    total = plain + 1440 * days + 60 * hours + minutes
-    if total == 0:
+    days, hours, minutes, plain_minutes = (int(digits or 0) for digits in match.groups())
+    total_minutes = plain_minutes + 1440 * days + 60 * hours + minutes
+    if total_minutes == 0:
         raise ConfigError(f"--time {time} leaves no minute to train; write it as 6:00:00.")
-    return total
+    return total_minutes
 
 
 def quoted_rows(arguments: Sequence[str]) -> list[list[str]]:
@@ -93,8 +93,8 @@ def without_output(command: Sequence[str]) -> list[str]:
     """Return the arguments without `--output`."""
     arguments = [word for word in command if not word.startswith("--output=")]
     if "--output" in arguments:
-        place = arguments.index("--output")
-        del arguments[place : place + 2]
+        index = arguments.index("--output")
+        del arguments[index : index + 2]
     return arguments
 
 

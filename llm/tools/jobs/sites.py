@@ -77,9 +77,13 @@ class Site:
                 f"--cpus_per_gpu {cores} is more than the {self.cpus_per_gpu} cores that this site "
                 "has for each device; choose a smaller number."
             )
-        per_socket = self.gpus_per_node // len(self.first_cores)
-        begins = [first + rank * cores for first in self.first_cores for rank in range(per_socket)]
-        return "list:" + ":".join(f"{begin}-{begin + cores - 1}" for begin in begins[:ranks])
+        ranks_per_socket = self.gpus_per_node // len(self.first_cores)
+        first_cores = [
+            socket_core + rank * cores
+            for socket_core in self.first_cores
+            for rank in range(ranks_per_socket)
+        ]
+        return "list:" + ":".join(f"{core}-{core + cores - 1}" for core in first_cores[:ranks])
 
 
 def _read_sites() -> dict[str, Site]:
@@ -99,15 +103,15 @@ def choose_queue(site: Site, *, queue_name: str | None, nodes: int, minutes: int
     Raises:
         ConfigError: No queue, or not the named one, accepts the job.
     """
-    rows = [queue for queue in site.queues if queue_name in (None, queue.name)]
-    if not rows:
+    queues = [queue for queue in site.queues if queue_name in (None, queue.name)]
+    if not queues:
         return queue_name or "__QUEUE__"
-    for queue in rows:
+    for queue in queues:
         if queue.min_nodes <= nodes <= queue.max_nodes and minutes <= 60 * queue.hours:
             return queue.name
     offers = ", ".join(
         f"{queue.name} ({queue.min_nodes}-{queue.max_nodes} nodes, {queue.hours} h)"
-        for queue in rows
+        for queue in queues
     )
     verb = "No queue takes" if queue_name is None else f"--queue {queue_name} does not take"
     raise ConfigError(

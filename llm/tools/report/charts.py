@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from bokeh.document import Document
@@ -20,31 +20,46 @@ from bokeh.models import (
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
-from llm.tools.report.panels import COLORS, Panel, unit_of_time, x_ends
+from llm.tools.report.panels import COLORS, Curve, Panel, last_x_values, unit_of_time
 from llm.tools.report.runs import X_KEYS, Run, X
 
-MARKS = {
-    "save": ("|", 0, "checkpoint saved"),
-    "resume": ("▶", 6, "resumed"),
-    "stop": ("■", -6, "stopped"),
-    "skip": ("✕", 0, "step skipped"),
-    "spike": ("▲", 0, "loss spiked"),
-    "best": ("★", 0, "lowest validation loss"),
-    "stage": ("◧", 9, "next stage of the data"),
-    "batch": ("●", 0, "larger batch"),
-    "branch": ("↳", -4, "branched off"),
-    "cooldown": ("↘", 8, "cooldown begins"),
-    "mean": ("◆", 0, "mean of checkpoints"),
-}
-"""The mark of each kind of event, its horizontal offset in pixels, and its name in the legend."""
 
-_LINES = {"resume": [2, 3], "skip": [2, 3], "stage": [8, 4], "cooldown": [2, 2]}
+class Mark(NamedTuple):
+    """The mark of a kind of event below the charts.
+
+    Attributes:
+        symbol: The character that is drawn.
+        x_offset: Horizontal offset in pixels.
+        label: Name in the legend.
+    """
+
+    symbol: str
+    x_offset: int
+    label: str
+
+
+MARKS = {
+    "save": Mark("|", 0, "checkpoint saved"),
+    "resume": Mark("▶", 6, "resumed"),
+    "stop": Mark("■", -6, "stopped"),
+    "skip": Mark("✕", 0, "step skipped"),
+    "spike": Mark("▲", 0, "loss spiked"),
+    "best": Mark("★", 0, "lowest validation loss"),
+    "stage": Mark("◧", 9, "next stage of the data"),
+    "batch": Mark("●", 0, "larger batch"),
+    "branch": Mark("↳", -4, "branched off"),
+    "cooldown": Mark("↘", 8, "cooldown begins"),
+    "mean": Mark("◆", 0, "mean of checkpoints"),
+}
+"""The mark of each kind of event."""
+
+_DASHES_BY_KIND = {"resume": [2, 3], "skip": [2, 3], "stage": [8, 4], "cooldown": [2, 2]}
 """Dashes of the kinds of events that have a line through all charts."""
 
 _MAX_MARKS = 400
 """Maximum marks of one kind per run; with more events, every second, third ... has a mark."""
 
-_TICK = """
+_FORMAT_TICK = """
 const small = Math.max(...ticks.map(Math.abs)) < 0.01;
 if (small && tick) return tick.toExponential(2).replace(/\\.?0*e/, "e");
 const short = {notation: "compact", maximumSignificantDigits: 4};
@@ -63,15 +78,16 @@ class Charts:
 
     def __init__(self, runs: list[Run], panels: list[Panel], *, x: X) -> None:
         self._runs, self._panels, self._x = runs, panels, x
-        ends = x_ends(runs)
-        self._divisor, unit = unit_of_time(ends["seconds"])
-        self._ends = ends | {"seconds": ends["seconds"] / self._divisor}
-        self._titles = {"step": "steps", "tokens": "tokens", "seconds": f"{unit} of training"}
-        self._whole, self._half = Range1d(name="whole"), Range1d(name="half")
+        last_values = last_x_values(runs)
+        self._divisor, unit = unit_of_time(last_values["seconds"])
+        self._last_values = last_values | {"seconds": last_values["seconds"] / self._divisor}
+        self._axis_titles = {"step": "steps", "tokens": "tokens", "seconds": f"{unit} of training"}
+        self._full_range, self._second_half_range = Range1d(name="whole"), Range1d(name="half")
         self._cursor = Span(dimension="height", line_color="#7d8592", line_width=1)
-        self._drawn: list[list[Any]] = [[] for _ in runs]  # page.js hides these with a run
-        self._sources: dict[tuple[int, str], ColumnDataSource] = {}
-        self._events = [self._event_source(run) for run in runs]
+        # The elements of each run, which page.js hides together.
+        self._renderers_by_run: list[list[Any]] = [[] for _ in runs]
+        self._source_by_curve: dict[tuple[int, str], ColumnDataSource] = {}
+        self._event_sources = [self._make_event_source(run) for run in runs]
 
     def embed(self) -> tuple[str, dict[str, str]]:
         """Draw the charts; events get a separate chart, `events`.
@@ -80,7 +96,7 @@ class Charts:
             A `script` element, and for each chart by name the element that it is drawn into.
         """
         charts = {panel.name: self._draw_panel(panel) for panel in self._panels}
-        if any(len(source.data["step"]) for source in self._events):
+        if any(len(source.data["step"]) for source in self._event_sources):
             charts["events"] = self._draw_events()
             charts[self._panels[0].name].xaxis.visible = False
         document = Document()
@@ -88,23 +104,23 @@ class Charts:
             document.add_root(chart)
         arguments = {
             "charts": list(charts.values()),
-            "drawn": self._drawn,
-            "ranges": [self._whole, self._half],
-            "ends": self._ends,
-            "titles": self._titles,
+            "drawn": self._renderers_by_run,
+            "ranges": [self._full_range, self._second_half_range],
+            "ends": self._last_values,
+            "titles": self._axis_titles,
             "names": [run.name for run in self._runs],
         }
         code = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
         document.js_on_event("document_ready", CustomJS(args=arguments, code=code))
-        script, places = components(charts)
-        return script, places
+        script, elements = components(charts)
+        return script, elements
 
-    def _make_figure(self, *, height: int, half: bool = False, **options: Any) -> Any:
+    def _make_figure(self, *, height: int, is_second_half: bool = False, **options: Any) -> Any:
         chart: Any = figure(
             height=height,
             sizing_mode="stretch_width",
-            x_range=self._half if half else self._whole,
-            x_axis_label=self._titles[self._x],
+            x_range=self._second_half_range if is_second_half else self._full_range,
+            x_axis_label=self._axis_titles[self._x],
             window_axis="x",
             min_border_left=56,
             min_border_right=12,
@@ -118,51 +134,60 @@ class Charts:
         )
         chart.toolbar.autohide, chart.toolbar.logo = True, None
         chart.yaxis.ticker.desired_num_ticks = 5
-        chart.axis.formatter = CustomJSTickFormatter(code=_TICK)
+        chart.axis.formatter = CustomJSTickFormatter(code=_FORMAT_TICK)
         chart.axis.minor_tick_line_color = chart.axis.major_tick_line_color = None
         chart.axis.axis_label_text_font_style = "normal"
         chart.xgrid.visible = False
         return chart
 
     def _draw_panel(self, panel: Panel) -> Any:
+        """Return the chart of a panel."""
         height = 400 if panel is self._panels[0] else 250
         scale = "log" if panel.log else "linear"
-        chart = self._make_figure(height=height, half=panel.from_half, y_axis_type=scale)
+        chart = self._make_figure(height=height, is_second_half=panel.from_half, y_axis_type=scale)
         chart.y_range.only_visible = True
         if panel.from_zero and not panel.log:
             chart.y_range.start = 0
-        for run, source in enumerate(self._events):
-            for kind, dash in _LINES.items():
+        self._draw_event_lines(chart)
+        for curve in panel.curves:
+            self._draw_curve(chart, curve)
+        chart.add_tools(CrosshairTool(dimensions="height", overlay=self._cursor))
+        return chart
+
+    def _draw_event_lines(self, chart: Any) -> None:
+        """Draw a vertical line for each event of the kinds in `_DASHES_BY_KIND`."""
+        for run_index, source in enumerate(self._event_sources):
+            for kind, dash in _DASHES_BY_KIND.items():
                 if kind in source.data["kind"]:
                     view = CDSView(filter=GroupFilter(column_name="kind", group=kind))
                     line = chart.vspan(self._x, line_dash=dash, source=source, view=view)
                     line.tags = [kind]
-                    self._drawn[run].append(line)
-        for curve in panel.curves:
-            source_key = (curve.run, curve.key)
-            if source_key not in self._sources:
-                self._sources[source_key] = self._column_source(curve.points)
-            source, drawn = self._sources[source_key], self._drawn[curve.run]
-            if "low" in curve.points:
-                drawn.append(chart.varea(self._x, "low", "high", fill_alpha=0.2, source=source))
-            validation = curve.key.startswith("eval_")
-            line = chart.line(self._x, "y", source=source)
-            line.glyph.line_width = 1.7
-            line.glyph.line_dash = ("solid", "dotted", "dotdash")[curve.run // len(COLORS) % 3]
-            if validation:
-                line.glyph.line_width = 1.3
-                line.glyph.line_dash = [2, 3] if curve.is_average else "dashed"
-            line.tags = ["curve"]
-            line.name = "moving average" if curve.is_average else ""
-            if curve.key == "eval_loss":
-                line.name = "validation"
-            drawn.append(line)
-            num_points = len(curve.points["y"])
-            if num_points == 1 or (validation and num_points <= 80):
-                size = 4 if curve.is_average else 6
-                drawn.append(chart.scatter(self._x, "y", size=size, source=source))
-        chart.add_tools(CrosshairTool(dimensions="height", overlay=self._cursor))
-        return chart
+                    self._renderers_by_run[run_index].append(line)
+
+    def _draw_curve(self, chart: Any, curve: Curve) -> None:
+        """Draw a curve, its range if it is thinned out, and points if it has few."""
+        curve_key = (curve.run, curve.key)
+        if curve_key not in self._source_by_curve:
+            self._source_by_curve[curve_key] = self._make_column_source(curve.points)
+        source, renderers = self._source_by_curve[curve_key], self._renderers_by_run[curve.run]
+        if "low" in curve.points:
+            renderers.append(chart.varea(self._x, "low", "high", fill_alpha=0.2, source=source))
+        is_validation = curve.key.startswith("eval_")
+        line = chart.line(self._x, "y", source=source)
+        line.glyph.line_width = 1.7
+        line.glyph.line_dash = ("solid", "dotted", "dotdash")[curve.run // len(COLORS) % 3]
+        if is_validation:
+            line.glyph.line_width = 1.3
+            line.glyph.line_dash = [2, 3] if curve.is_average else "dashed"
+        line.tags = ["curve"]
+        line.name = "moving average" if curve.is_average else ""
+        if curve.key == "eval_loss":
+            line.name = "validation"
+        renderers.append(line)
+        num_points = len(curve.points["y"])
+        if num_points == 1 or (is_validation and num_points <= 80):
+            size = 4 if curve.is_average else 6
+            renderers.append(chart.scatter(self._x, "y", size=size, source=source))
 
     def _draw_events(self) -> Any:
         """Return the chart of the events: a line of marks for each run."""
@@ -170,30 +195,36 @@ class Charts:
         chart = self._make_figure(height=18 * num_runs + 60, y_range=(num_runs - 0.5, -0.5))
         chart.yaxis.visible = False
         chart.ygrid.ticker = list(range(num_runs))
-        for run, source in enumerate(self._events):
-            marks = chart.text(self._x, run, text="mark", x_offset="aside", source=source)
+        for run_index, source in enumerate(self._event_sources):
+            marks = chart.text(self._x, run_index, text="mark", x_offset="aside", source=source)
             marks.glyph.text_align, marks.glyph.text_baseline = "center", "middle"
             marks.glyph.text_font_size = "14px"
-            self._drawn[run].append(marks)
+            self._renderers_by_run[run_index].append(marks)
         chart.add_tools(HoverTool(tooltips="@text"))
         return chart
 
-    def _event_source(self, run: Run) -> ColumnDataSource:
-        shown_events = []
+    def _make_event_source(self, run: Run) -> ColumnDataSource:
+        """Return the columns of the marks of a run's events, at most `_MAX_MARKS` of each kind."""
+        marked_events = []
         for kind in MARKS:
             events = [
-                e for e in run.events if e.kind == kind and e.is_current and e.step is not None
+                event
+                for event in run.events
+                if event.kind == kind and event.is_current and event.step is not None
             ]
-            shown_events += events[:: -(-len(events) // _MAX_MARKS) or 1]
-        places = [run.at(event.step or 0) for event in shown_events]
-        columns: dict[str, list[Any]] = {x: [place[x] for place in places] for x in X_KEYS}
-        columns["kind"] = [event.kind for event in shown_events]
-        columns["mark"] = [MARKS[event.kind][0] for event in shown_events]
-        columns["aside"] = [MARKS[event.kind][1] for event in shown_events]
-        columns["text"] = [f"{run.name}, step {e.step:,}: {e.text}" for e in shown_events]
-        return self._column_source(columns)
+            stride = -(-len(events) // _MAX_MARKS) or 1
+            marked_events += events[::stride]
+        positions = [run.position_at(event.step or 0) for event in marked_events]
+        columns: dict[str, list[Any]] = {x: [point[x] for point in positions] for x in X_KEYS}
+        columns["kind"] = [event.kind for event in marked_events]
+        columns["mark"] = [MARKS[event.kind].symbol for event in marked_events]
+        columns["aside"] = [MARKS[event.kind].x_offset for event in marked_events]
+        columns["text"] = [
+            f"{run.name}, step {event.step:,}: {event.text}" for event in marked_events
+        ]
+        return self._make_column_source(columns)
 
-    def _column_source(self, columns: Mapping[str, Any]) -> ColumnDataSource:
+    def _make_column_source(self, columns: Mapping[str, Any]) -> ColumnDataSource:
         """Return columns for charts, with time in the unit that the page shows."""
         seconds = np.asarray(columns["seconds"], dtype=np.float64)
         return ColumnDataSource({**columns, "seconds": seconds / self._divisor})

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llm.config.duration import Tokens
 from llm.data.batch_schedule import batch_phases, count_steps
@@ -35,12 +35,12 @@ class Event:
     is_current: bool = True
 
 
-def logged_events(lines: list[dict[str, Any]], *, saved: set[int]) -> list[Event]:
+def logged_events(lines: list[dict[str, Any]], *, saved_steps: set[int]) -> list[Event]:
     """Return the events of events.jsonl, and the checkpoints that it lacks.
 
     Args:
         lines: The lines of the file, with values of the right types.
-        saved: Steps of the existing checkpoints.
+        saved_steps: Steps of the existing checkpoints.
     """
     events: list[Event] = []
     for line in lines:
@@ -56,7 +56,7 @@ def logged_events(lines: list[dict[str, Any]], *, saved: set[int]) -> list[Event
             "start": f"started on {counted(line.get('ranks', 0), 'rank')}",
             "resume": "resumed",
             "branch": f"branched from {line.get('checkpoint')}",
-            "save": "saved" if step in saved else "saved; removed since",
+            "save": "saved" if step in saved_steps else "saved; removed since",
             "skip": f"skipped: its gradient is not finite (samples {line.get('first_sample')} to "
             f"{line.get('last_sample')})",
             "spike": f"the loss {line.get('loss') or math.inf:.4g} is a spike "
@@ -70,15 +70,15 @@ def logged_events(lines: list[dict[str, Any]], *, saved: set[int]) -> list[Event
             if line.get("status") == "finished":
                 kind = "finish"
             events.append(Event(kind=kind, step=step, text=text, time=time))
-    lacking = saved - {event.step for event in events if event.kind == "save"}
-    return events + [Event(kind="save", step=step, text="saved") for step in sorted(lacking)]
+    unlogged_steps = saved_steps - {event.step for event in events if event.kind == "save"}
+    return events + [Event(kind="save", step=step, text="saved") for step in sorted(unlogged_steps)]
 
 
 def planned_events(
     config: dict[str, Any],
     start: dict[str, Any],
     *,
-    first: int,
+    first_step: int,
     last_step: float,
     cooldown_from: int | None,
 ) -> list[Event]:
@@ -87,32 +87,43 @@ def planned_events(
     Args:
         config: config.toml.
         start: The last `start` event; empty if there is none.
-        first: Steps that a branch inherits from its parent.
+        first_step: Steps that a branch inherits from its parent.
         last_step: Steps done.
         cooldown_from: Steps done before the cooldown; None without one.
     """
     try:
-        borders = [border for border in _phase_borders(config, start) if border[1] > first]
+        borders = [border for border in _phase_borders(config, start) if border.step > first_step]
     except (ConfigError, ArithmeticError, LookupError, TypeError, ValueError):
         borders = []  # no run has these options
-    if cooldown_from is not None and cooldown_from >= first:
+    if cooldown_from is not None and cooldown_from >= first_step:
         text = f"the cooldown begins, of {config['cooldown_tokens']:,} tokens"
-        borders.append(("cooldown", cooldown_from, text))
+        borders.append(_Border("cooldown", cooldown_from, text))
     return [
-        Event(kind=kind, step=step, text=text) for kind, step, text in borders if step <= last_step
+        Event(kind=border.kind, step=border.step, text=border.text)
+        for border in borders
+        if border.step <= last_step
     ]
 
 
-def _phase_borders(config: dict[str, Any], start: dict[str, Any]) -> Iterator[tuple[str, int, str]]:
-    """Yield kind, step and text of every border of batches and stages, including future ones."""
+class _Border(NamedTuple):
+    """A step at which the batch or the data changes."""
+
+    kind: str
+    step: int
+    text: str
+
+
+def _phase_borders(config: dict[str, Any], start: dict[str, Any]) -> Iterator[_Border]:
+    """Yield every border of batch sizes and data stages, including future ones."""
     if "block_size" not in start or "global_batch_size" not in start:
         return
     phases = batch_phases(start["global_batch_size"], block_size=start["block_size"])
     for step, _, size in phases[1:]:
-        yield "batch", step, f"the batch grows to {size:,} samples"
-    for number, (previous_stage, stage) in enumerate(
+        yield _Border("batch", step, f"the batch grows to {size:,} samples")
+    for stage_number, (previous_stage, stage) in enumerate(
         pairwise(config.get("data_stage") or []), start=2
     ):
         samples = Fraction(Tokens(previous_stage["until"]), start["block_size"])
         paths = " ".join(Path(str(word)).name for word in stage["data_path"])
-        yield "stage", math.ceil(count_steps(phases, samples)), f"data stage {number}: {paths}"
+        step = math.ceil(count_steps(phases, samples))
+        yield _Border("stage", step, f"data stage {stage_number}: {paths}")

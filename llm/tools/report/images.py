@@ -1,13 +1,12 @@
 """The panels as PNG files, for papers and slides."""
 
 from pathlib import Path
-from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from llm.errors import ConfigError
-from llm.tools.report.panels import COLORS, make_panels, unit_of_time, x_ends
+from llm.tools.report.panels import COLORS, last_x_values, make_panels, unit_of_time
 from llm.tools.report.runs import Run, X
 
 _DASHES = ("-", "-.", ":")
@@ -31,39 +30,39 @@ def write_images(runs: list[Run], folder: Path, *, x: X) -> list[Path]:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--png {folder} is a file; name a folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    end = x_ends(runs)[x]
-    divisor, unit = unit_of_time(end) if x == "seconds" else (1, "")
+    last_x = last_x_values(runs)[x]
+    divisor, unit = unit_of_time(last_x) if x == "seconds" else (1, "")
     paths = []
     for panel in make_panels(runs):
         figure = Figure(figsize=(7, 4), dpi=160, layout="constrained")
         plot = figure.subplots()
         for curve in panel.curves:
-            evaluation = curve.key.startswith("eval_")
-            kind = "moving average" if curve.is_average else "validation"
+            is_validation = curve.key.startswith("eval_")
+            label = "moving average" if curve.is_average else "validation"
             style = _DASHES[curve.run // len(COLORS) % 3]
-            if evaluation:
+            if is_validation:
                 style = ":" if curve.is_average else "--"
-            look: dict[str, Any] = {"color": COLORS[curve.run % len(COLORS)][0]}
-            places = curve.points[x] / divisor
+            light_color, _ = COLORS[curve.run % len(COLORS)]
+            x_values = curve.points[x] / divisor
             plot.plot(
-                places,
+                x_values,
                 curve.points["y"],
                 linewidth=1.3,
                 linestyle=style,
-                marker="o" if evaluation and len(places) < 80 else None,
+                marker="o" if is_validation and len(x_values) < 80 else None,
                 markersize=3.5,
-                label=", ".join([runs[curve.run].name, *([kind] if evaluation else [])]),
-                **look,
+                label=", ".join([runs[curve.run].name, *([label] if is_validation else [])]),
+                color=light_color,
             )
             if "low" in curve.points:
                 low, high = curve.points["low"], curve.points["high"]
-                plot.fill_between(places, low, high, alpha=0.2, linewidth=0, **look)
+                plot.fill_between(x_values, low, high, alpha=0.2, linewidth=0, color=light_color)
         if panel.log:
             plot.set_yscale("log")
         elif panel.from_zero:
             plot.set_ylim(bottom=0)
         if panel.from_half:
-            plot.set_xlim(left=end / 2 / divisor)
+            plot.set_xlim(left=last_x / 2 / divisor)
         plot.set_xlabel({"step": "steps", "tokens": "tokens"}.get(x, f"{unit} of training"))
         plot.set_ylabel(panel.unit)
         plot.set_title(panel.title)

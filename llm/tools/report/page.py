@@ -15,7 +15,7 @@ from llm.tools.report.panels import COLORS, MAX_POINTS, make_panels
 from llm.tools.report.run_files import is_count
 from llm.tools.report.runs import Run, X, best_evaluation
 
-_SILENT_SECONDS = 3600.0
+_MAX_SILENCE_SECONDS = 3600.0
 """If a run has written nothing for longer, the page says that it may be dead."""
 
 
@@ -27,10 +27,10 @@ def make_page(runs: list[Run], *, x: X) -> str:
         x: The x axis when the page is opened.
     """
     panels = make_panels(runs)
-    script, places = Charts(runs, panels, x=x).embed() if panels else ("", {})
-    library = Resources(mode="inline", components=["bokeh"])
+    script, elements = Charts(runs, panels, x=x).embed() if panels else ("", {})
+    bokeh_library = Resources(mode="inline", components=["bokeh"])
     options = configuration_rows(runs)
-    kinds = {event.kind for run in runs for event in run.events if event.is_current}
+    event_kinds = {event.kind for run in runs for event in run.events if event.is_current}
     page: str = (
         jinja2.Environment(
             loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -43,16 +43,18 @@ def make_page(runs: list[Run], *, x: X) -> str:
             title=", ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs)} runs",
             made=time.strftime("%Y-%m-%d %H:%M %Z"),
             version=__version__,
-            library=library.render_js() if panels else "",
+            library=bokeh_library.render_js() if panels else "",
             script=script,
-            places=places,
+            places=elements,
             panels=panels,
             max_points=MAX_POINTS,
             thinned=any("low" in curve.points for panel in panels for curve in panel.curves),
             runs=runs,
             colors=COLORS,
             x=x,
-            marks=[(mark, name) for kind, (mark, _, name) in MARKS.items() if kind in kinds],
+            marks=[
+                (mark.symbol, mark.label) for kind, mark in MARKS.items() if kind in event_kinds
+            ],
             summary=summary_rows(runs),
             configuration=options,
             # Two runs never share a folder, so a difference in output_dir is not worth showing.
@@ -73,12 +75,12 @@ def summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
         ("Status", _status_cell),
         ("Made of", _origin_cell),
         ("Model", _model_cell),
-        ("Parameters", lambda run: _format_or_none(run.start.get("parameters"), whole)),
+        ("Parameters", lambda run: _format_or_none(run.start.get("parameters"), format_count)),
         ("Devices", _devices_cell),
         ("Steps", _steps_cell),
-        ("Tokens", lambda run: _format_or_none(run.last("tokens"), whole)),
-        ("Training time", lambda run: _format_or_none(run.last("seconds"), duration)),
-        ("Tokens/s, mean", _mean_speed),
+        ("Tokens", lambda run: _format_or_none(run.last("tokens"), format_count)),
+        ("Training time", lambda run: _format_or_none(run.last("seconds"), format_duration)),
+        ("Tokens/s, mean", _speed_cell),
         ("Training loss, last", lambda run: _format_or_none(run.last("loss"), "{:.4f}".format)),
         (
             "Validation loss, last",
@@ -93,7 +95,7 @@ def summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
             "Perplexity, last",
             lambda run: _format_or_none(run.last("eval_perplexity"), "{:.2f}".format),
         ),
-        ("Skipped steps", lambda run: _format_or_none(run.last("skipped_steps"), whole)),
+        ("Skipped steps", lambda run: _format_or_none(run.last("skipped_steps"), format_count)),
     ]
     cells = [(name, [cell(run) for run in runs]) for name, cell in rows]
     return [(name, [value or "-" for value in values]) for name, values in cells if any(values)]
@@ -106,12 +108,12 @@ def configuration_rows(runs: list[Run]) -> list[tuple[str, list[str | None]]]:
 
 
 def event_rows(runs: list[Run]) -> list[tuple[int, str, Event]]:
-    """Return the events, the newest first, each with the number and the name of its run."""
-    rows = [(number, run.name, event) for number, run in enumerate(runs) for event in run.events]
+    """Return the events, the newest first, each with the index and the name of its run."""
+    rows = [(index, run.name, event) for index, run in enumerate(runs) for event in run.events]
     return sorted(rows, key=lambda row: (row[2].time, row[2].step or 0), reverse=True)
 
 
-def short(value: float) -> str:
+def format_short(value: float) -> str:
     """Return a number in few characters: 1.2k, 3.5M."""
     for power, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= power * 0.9995:
@@ -119,12 +121,12 @@ def short(value: float) -> str:
     return f"{value:.4g}"
 
 
-def whole(value: float) -> str:
+def format_count(value: float) -> str:
     """Return a whole number with all of its digits below a million, in few characters above."""
-    return f"{value:,.0f}" if abs(value) < 1e6 else short(value)
+    return f"{value:,.0f}" if abs(value) < 1e6 else format_short(value)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a time in two units: 42 s, 3 min 20 s, 5 h 07 min, 2 d 4 h."""
     if seconds < 100:
         return f"{seconds:.3g} s"
@@ -135,8 +137,8 @@ def duration(seconds: float) -> str:
     return f"{int(seconds // 86400)} d {int(seconds % 86400 // 3600)} h"
 
 
-def _format_or_none(value: float | None, text: Callable[[float], str]) -> str | None:
-    return None if value is None else text(value)
+def _format_or_none(value: float | None, formatter: Callable[[float], str]) -> str | None:
+    return None if value is None else formatter(value)
 
 
 def _status_cell(run: Run) -> str | None:
@@ -149,8 +151,8 @@ def _status_cell(run: Run) -> str | None:
     if status != "running" or not times:
         return cell
     age = max(0.0, time.time() - max(times))
-    doubt = "; it may have been killed" if age > _SILENT_SECONDS else ""
-    remark = f"last sign {duration(round(age))} ago{doubt}"
+    suspicion = "; it may have been killed" if age > _MAX_SILENCE_SECONDS else ""
+    remark = f"last sign {format_duration(round(age))} ago{suspicion}"
     return cell + Markup(" <small>{}</small>").format(remark)
 
 
@@ -166,7 +168,7 @@ def _origin_cell(run: Run) -> str | None:
     if not is_count(cooldown):
         return cell
     return cell + Markup("<small>, cooldown of {} tokens ({})</small>").format(
-        short(cooldown), shape
+        format_short(cooldown), shape
     )
 
 
@@ -186,25 +188,25 @@ def _devices_cell(run: Run) -> str | None:
 
 
 def _steps_cell(run: Run) -> str | None:
-    done, total = run.last("step"), run.start.get("total_steps")
-    if not total or done == total:
-        return _format_or_none(done, whole)
+    num_steps, total = run.last("step"), run.start.get("total_steps")
+    if not total or num_steps == total:
+        return _format_or_none(num_steps, format_count)
     bar = '<span class="progress"><i style="width:{:.1f}%"></i></span>'
     return Markup("{} of {} " + bar).format(
-        whole(done or 0), whole(total), 100 * min(1.0, (done or 0) / total)
+        format_count(num_steps or 0), format_count(total), 100 * min(1.0, (num_steps or 0) / total)
     )
 
 
-def _mean_speed(run: Run) -> str | None:
+def _speed_cell(run: Run) -> str | None:
     tokens, seconds = run.last("tokens"), run.last("seconds")
-    return short(tokens / seconds) if tokens and seconds else None
+    return format_short(tokens / seconds) if tokens and seconds else None
 
 
 def _best_cell(run: Run) -> str | None:
     best = best_evaluation(run.rows)
     if best is None:
         return None
-    return Markup("{:.4f} <small>step {:,}</small>").format(best[1], best[0])
+    return Markup("{:.4f} <small>step {:,}</small>").format(best.loss, best.step)
 
 
 def _format_option(value: object) -> str | None:

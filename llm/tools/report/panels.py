@@ -29,7 +29,7 @@ class Curve:
     """One metric of one run.
 
     Attributes:
-        run: Number of the run in the report.
+        run: Index of the run in the report.
         key: Name of the metric.
         points: Columns `step`, `tokens`, `seconds` and `y`, and `low` and `high` where a point is
             the mean of several reports.
@@ -76,7 +76,7 @@ class Panel:
 
 _LOSS = ("loss", "eval_loss", "eval_ema_loss")
 _NATS = "nats per token"
-_KNOWN = [
+_KNOWN_PANELS = [
     Panel(name="loss", title="Loss", keys=_LOSS, unit=_NATS, section="First"),
     Panel(name="loss_second_half", title="Loss, second half", keys=_LOSS, unit=_NATS,
           section="Loss", from_half=True),
@@ -99,40 +99,40 @@ _KNOWN = [
     Panel(name="data_wait", title="Waiting for data", keys=("data_wait",), unit="% of the time",
           section="System", from_zero=True, factor=100.0),
 ]  # fmt: skip
-_NOT_DRAWN = {
+_HIDDEN_KEYS = {
     *("step", "samples", "tokens", "seconds", "ms_per_step", "nan_steps"),
     *("eval_perplexity", "eval_ema_perplexity"),
 }
 _SECTIONS = ("First", "Loss", "Optimization", "System", "K-FAC", "Tasks", "Other")
-_UNCHANGED = {"loss_scale": 1.0, "skipped_steps": 0.0}
+_DEFAULT_VALUES = {"loss_scale": 1.0, "skipped_steps": 0.0}
 """Panels with only this value are left out."""
 
 
 def make_panels(runs: list[Run]) -> list[Panel]:
     """Return the panels with values, in the order of the page."""
     keys = list(dict.fromkeys(key for run in runs for row in run.rows for key in row))
-    known_keys = {key for panel in _KNOWN for key in panel.keys} | _NOT_DRAWN
+    known_keys = {key for panel in _KNOWN_PANELS for key in panel.keys} | _HIDDEN_KEYS
     other_keys = [key for key in keys if key not in known_keys and not key.startswith("eval_ema_")]
-    every = [*_KNOWN, *map(_panel_of, other_keys)]
+    candidates = [*_KNOWN_PANELS, *map(_make_panel, other_keys)]
     panels = []
-    for panel in sorted(every, key=lambda panel: _SECTIONS.index(panel.section)):
+    for panel in sorted(candidates, key=lambda panel: _SECTIONS.index(panel.section)):
         curves = [
-            _make_curve(run, key, number=number, panel=panel)
+            _make_curve(run, key, run_index=index, panel=panel)
             for key in panel.keys
-            for number, run in enumerate(runs)
+            for index, run in enumerate(runs)
             if any(key in row for row in run.rows)
         ]
         values = np.concatenate([[], *(curve.points["y"] for curve in curves)])
         values = values[np.isfinite(values)]
-        enough = 20 if panel.from_half else 1
-        if len(values) >= enough and set(values) != {_UNCHANGED.get(panel.name)}:
-            log = panel.log and min(values) > 0 and max(values) / 30 > min(values)
-            panels.append(dataclasses.replace(panel, curves=curves, log=log))
+        min_values = 20 if panel.from_half else 1
+        if len(values) >= min_values and set(values) != {_DEFAULT_VALUES.get(panel.name)}:
+            is_log = panel.log and min(values) > 0 and max(values) / 30 > min(values)
+            panels.append(dataclasses.replace(panel, curves=curves, log=is_log))
     return panels
 
 
-def x_ends(runs: list[Run]) -> dict[X, float]:
-    """Return the end of the longest run on each x axis."""
+def last_x_values(runs: list[Run]) -> dict[X, float]:
+    """Return the last value of the longest run on each x axis."""
     last_rows = [run.rows[-1] for run in runs if run.rows]
     return {
         x: max((row[x] for row in last_rows if math.isfinite(row[x])), default=0.0) for x in X_KEYS
@@ -140,15 +140,15 @@ def x_ends(runs: list[Run]) -> dict[X, float]:
 
 
 def unit_of_time(seconds: float) -> tuple[float, str]:
-    """Return the unit for showing a time: its seconds and its name."""
-    for at_least, divisor, name in ((4 * 86400, 86400, "days"), (7200, 3600, "hours")):
-        if seconds >= at_least:
+    """Return the unit in which to show a time: its seconds, and its name."""
+    for min_seconds, divisor, name in ((4 * 86400, 86400, "days"), (7200, 3600, "hours")):
+        if seconds >= min_seconds:
             return divisor, name
     return (60, "minutes") if seconds >= 120 else (1, "seconds")
 
 
-def _panel_of(key: str) -> Panel:
-    """Return the panel of a metric that `_KNOWN` lacks, such as one from `--eval_metrics`."""
+def _make_panel(key: str) -> Panel:
+    """Return the panel of a metric without a known one, such as a metric of `--eval_metrics`."""
     name = "".join(letter if letter.isalnum() else "_" for letter in key)
     label = key.removeprefix("eval_").replace("_", " ")
     if key.startswith(("eval_", "loss/")):
@@ -156,8 +156,8 @@ def _panel_of(key: str) -> Panel:
         source = key.partition("loss/")[2]
         title = f"{split} loss, {source}" if source else f"{split} {label}"
         unit = _NATS if source else ""
-        average = key.replace("eval_", "eval_ema_")
-        return Panel(name=name, title=title, keys=(key, average), unit=unit, section="Loss")
+        ema_key = key.replace("eval_", "eval_ema_")
+        return Panel(name=name, title=title, keys=(key, ema_key), unit=unit, section="Loss")
     if key.startswith("task_"):
         task, _, metric = key.removeprefix("task_").partition("/")
         return Panel(name=name, title=f"{task}: {metric}", keys=(key,), section="Tasks")
@@ -168,27 +168,27 @@ def _panel_of(key: str) -> Panel:
     return Panel(name=name, title=label, keys=(key,), section=section, log=True)
 
 
-def _make_curve(run: Run, key: str, *, number: int, panel: Panel) -> Curve:
+def _make_curve(run: Run, key: str, *, run_index: int, panel: Panel) -> Curve:
+    """Return the curve of a metric, with at most `MAX_POINTS` points."""
     rows = [row for row in run.rows if key in row]
     is_branch = run.origin is not None and not run.origin.is_mean
     if is_branch and panel.section != "System":  # its devices may differ
-        rows = [
-            *[row for row in run.inherited_rows if key in row][-1:],
-            *rows,
-        ]  # continues its parent
+        parent_rows = [row for row in run.inherited_rows if key in row]
+        rows = [*parent_rows[-1:], *rows]  # the curve continues its parent's curve
     points: dict[str, npt.NDArray[np.float64]] = {
         name: np.array([row[name] for row in rows]) for name in X_KEYS
     }
     points["y"] = np.array([row[key] * panel.factor for row in rows])
-    size = math.ceil(len(rows) / MAX_POINTS)
-    if size > 1:
-        bins = {name: _bin_values(values, size) for name, values in points.items()}
+    bin_size = math.ceil(len(rows) / MAX_POINTS)
+    if bin_size > 1:
+        bins = {name: _bin_values(values, bin_size) for name, values in points.items()}
         points = {name: bins[name].mean(axis=1).filled(math.nan) for name in bins}
         points["low"] = bins["y"].min(axis=1).filled(math.nan)
         points["high"] = bins["y"].max(axis=1).filled(math.nan)
-    return Curve(run=number, key=key, points=points)
+    return Curve(run=run_index, key=key, points=points)
 
 
-def _bin_values(values: npt.NDArray[np.float64], size: int) -> np.ma.MaskedArray:
-    padded = np.pad(values, (0, -len(values) % size), constant_values=math.nan)
-    return np.ma.masked_invalid(padded.reshape(-1, size))
+def _bin_values(values: npt.NDArray[np.float64], bin_size: int) -> np.ma.MaskedArray:
+    """Return values in rows of `bin_size` [num_bins, bin_size], with NaN masked."""
+    padded = np.pad(values, (0, -len(values) % bin_size), constant_values=math.nan)
+    return np.ma.masked_invalid(padded.reshape(-1, bin_size))

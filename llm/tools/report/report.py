@@ -65,8 +65,8 @@ def main(argv: Sequence[str]) -> int:
     runs, problems = read_runs([Path(run) for run in options.runs])
     if not runs:
         raise ConfigError(" ".join(problems))
-    written = write_report(options, runs)
-    sys.stdout.write("".join(f"{path}\n" for path in written))
+    paths = write_report(options, runs)
+    sys.stdout.write("".join(f"{path}\n" for path in paths))
     for sentence in [*(s for run in runs for s in run.unread), *problems]:
         sys.stderr.write(f"left out: {sentence}\n")
     return 1 if problems else 0

@@ -18,7 +18,7 @@ MAX_COUNT = 2**53
 _MAX_NUMBER = 2.0**128
 """Numbers of float32 are smaller; the libraries that draw overflow at the ends of float64."""
 
-_MAX_NAME = 240
+_MAX_NAME_BYTES = 240
 """Bytes in the name of a metric, which becomes the name of a file."""
 
 _MAX_NESTING = 4
@@ -74,7 +74,7 @@ def read_table(path: Path, parse: Callable[[str], Any]) -> dict[str, Any] | None
         return None
     if not isinstance(content, dict):
         return None
-    return {name: value for name, value in content.items() if _is_nested(value, _MAX_NESTING)}
+    return {name: value for name, value in content.items() if _is_within_depth(value, _MAX_NESTING)}
 
 
 def read_numbers(path: Path) -> Row:
@@ -90,10 +90,10 @@ def read_metrics(path: Path) -> tuple[list[Row], int]:
     ]
     if lines and lines[-1] is None:
         lines.pop()  # a running or killed run may have written half a line
-    by_step: dict[int, Row] = {}
+    row_by_step: dict[int, Row] = {}
     for line in filter(None, lines):
-        by_step.setdefault(line["step"], {}).update(_numbers_of(line))
-    return [by_step[step] for step in sorted(by_step)], lines.count(None)
+        row_by_step.setdefault(line["step"], {}).update(_numbers_of(line))
+    return [row_by_step[step] for step in sorted(row_by_step)], lines.count(None)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -118,13 +118,13 @@ def _numbers_of(record: dict[str, Any]) -> Row:
         to_utf8(name): math.nan if value is None or not abs(value) < _MAX_NUMBER else float(value)
         for name, value in record.items()
         if (value is None or type(value) in (int, float))
-        and 0 < len(name.encode(errors="replace")) <= _MAX_NAME
+        and 0 < len(name.encode(errors="replace")) <= _MAX_NAME_BYTES
     }
 
 
-def _is_nested(value: Any, depth: int) -> bool:
-    """Return whether tables and lists in a value are nested at most so deeply."""
+def _is_within_depth(value: Any, max_depth: int) -> bool:
+    """Return whether tables and lists in a value are nested at most `max_depth` deep."""
     children = [*value.values()] if isinstance(value, dict) else value
     if not isinstance(children, list):
         return True
-    return depth > 0 and all(_is_nested(child, depth - 1) for child in children)
+    return max_depth > 0 and all(_is_within_depth(child, max_depth - 1) for child in children)

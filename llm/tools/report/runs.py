@@ -8,7 +8,7 @@ import tomllib
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from llm.checkpoint.format import MEAN_FILE, step_of
 from llm.checkpoint.load import list_checkpoints
@@ -29,7 +29,7 @@ from llm.tools.report.run_files import (
 X = Literal["step", "tokens", "seconds"]
 X_KEYS: tuple[X, ...] = ("step", "tokens", "seconds")
 
-_OWN_FILES = ("config.toml", "status.json", "metrics.jsonl")
+_RUN_FILES = ("config.toml", "status.json", "metrics.jsonl")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,8 +83,8 @@ class Run:
         values = (row.get(key, math.nan) for row in reversed(self.rows))
         return next(filter(math.isfinite, values), None)
 
-    def at(self, step: float) -> dict[X, float]:
-        """Return the place of a step on each x axis: steps, tokens and seconds of training."""
+    def position_at(self, step: float) -> dict[X, float]:
+        """Return the position of a step on each x axis: steps, tokens and seconds of training."""
         rows = [*self.inherited_rows, *self.rows]
         steps = [row["step"] for row in rows]
         return {x: _interpolate_at(steps, [row[x] for row in rows], step) for x in X_KEYS}
@@ -100,11 +100,11 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
         ConfigError: A folder is named twice.
     """
     paths = list(paths)
-    resolved = [Path(os.path.realpath(path)) for path in paths]  # a link may point to itself
-    for path, place in zip(paths, resolved, strict=True):
-        if resolved.count(place) > 1:
+    real_paths = [Path(os.path.realpath(path)) for path in paths]  # a link may point to itself
+    for path, real_path in zip(paths, real_paths, strict=True):
+        if real_paths.count(real_path) > 1:
             raise ConfigError(f"The run {path} is named twice; name every run once.")
-    names = [place.name for place in resolved]
+    names = [real_path.name for real_path in real_paths]
     if len(set(names)) < len(names):
         names = [str(path) for path in paths]
     runs, problems = [], []
@@ -118,29 +118,39 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
     return [_with_inherited_rows(run, runs) for run in runs], problems
 
 
-def best_evaluation(rows: list[Row]) -> tuple[int, float] | None:
-    """Return step and value of the lowest validation loss, or None without validation."""
-    losses = [(row["eval_loss"], int(row["step"])) for row in rows if "eval_loss" in row]
-    loss, step = min((pair for pair in losses if math.isfinite(pair[0])), default=(math.nan, 0))
-    return None if math.isnan(loss) else (step, loss)
+class Evaluation(NamedTuple):
+    """A validation loss, and the step of its evaluation."""
+
+    loss: float
+    step: int
+
+
+def best_evaluation(rows: list[Row]) -> Evaluation | None:
+    """Return the evaluation with the lowest validation loss, or None without validation."""
+    evaluations = [
+        Evaluation(loss=row["eval_loss"], step=int(row["step"]))
+        for row in rows
+        if "eval_loss" in row and math.isfinite(row["eval_loss"])
+    ]
+    return min(evaluations, default=None)
 
 
 def _read_run(path: Path, name: str) -> Run:
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; name the folder of a run (its --output_dir).")
-    if not any((path / file).is_file() for file in _OWN_FILES):
+    if not any((path / file).is_file() for file in _RUN_FILES):
         origin = _mean_origin(read_table(path / MEAN_FILE, json.loads) or {})
         if origin is not None:
             return _read_mean(path, name, origin)
-        raise ConfigError(f"{path} holds no run: none of {', '.join(_OWN_FILES)} is in it.")
+        raise ConfigError(f"{path} holds no run: none of {', '.join(_RUN_FILES)} is in it.")
     folder = RunFolder(path)
     rows, num_unread = read_metrics(folder.metrics)
     for key in ("tokens", "seconds"):
-        _fill_in(rows, key)
-    lines = read_events(folder.events)
+        _interpolate_missing(rows, key)
+    event_lines = read_events(folder.events)
     config = read_table(path / "config.toml", tomllib.loads)
     status = read_table(path / "status.json", json.loads)
-    starts: list[dict[str, Any]] = [line for line in lines if line["event"] == "start"]
+    starts: list[dict[str, Any]] = [line for line in event_lines if line["event"] == "start"]
     tables = {"config.toml": config, "status.json": status}
     unread = [f"{name}/{file} could not be read." for file in tables if tables[file] is None]
     if num_unread:
@@ -154,9 +164,9 @@ def _read_run(path: Path, name: str) -> Run:
         status=status or {},
         events=[],
         start=starts[-1] if starts else {},
-        origin=_parent_of(config or {}),
+        origin=_branch_origin(config or {}),
     )
-    return dataclasses.replace(run, events=_collect_events(run, lines))
+    return dataclasses.replace(run, events=_collect_events(run, event_lines))
 
 
 def _collect_events(run: Run, lines: list[dict[str, Any]]) -> list[Event]:
@@ -166,20 +176,24 @@ def _collect_events(run: Run, lines: list[dict[str, Any]]) -> list[Event]:
         for checkpoint in list_checkpoints(RunFolder(run.path).checkpoints)
         if is_count(checkpoint.step)
     ]
-    first = run.origin.steps[0] if run.origin else 0
+    first_step = run.origin.steps[0] if run.origin else 0
     cooldown_from = None
     if run.origin and is_count(run.config.get("cooldown_tokens")):
         # A branch of a run in its cooldown continues the cooldown.
         branch = (checkpoints[-1].metadata.get("branch") if checkpoints else None) or {}
-        began = branch.get("cooldown_from", first)
-        cooldown_from = began if is_count(began) else None
-    events = logged_events(lines, saved={checkpoint.step for checkpoint in checkpoints})
+        cooldown_start = branch.get("cooldown_from", first_step)
+        cooldown_from = cooldown_start if is_count(cooldown_start) else None
+    events = logged_events(lines, saved_steps={checkpoint.step for checkpoint in checkpoints})
     if (best := best_evaluation(run.rows)) is not None:
-        text = f"lowest validation loss, {best[1]:.4f}"
-        events.append(Event(kind="best", step=best[0], text=text))
+        text = f"lowest validation loss, {best.loss:.4f}"
+        events.append(Event(kind="best", step=best.step, text=text))
     last_step = run.rows[-1]["step"] if run.rows else 0
     return events + planned_events(
-        run.config, run.start, first=first, last_step=last_step, cooldown_from=cooldown_from
+        run.config,
+        run.start,
+        first_step=first_step,
+        last_step=last_step,
+        cooldown_from=cooldown_from,
     )
 
 
@@ -228,6 +242,7 @@ def _with_inherited_rows(run: Run, runs: list[Run]) -> Run:
 
 
 def _inherited_rows(run: Run, runs: list[Run]) -> list[Row]:
+    """Return the rows of the ancestors of a run, up to the steps where it branched off."""
     if run.origin is None:
         return []
     folder, step = run.origin.folder, run.origin.steps[-1]
@@ -239,7 +254,8 @@ def _inherited_rows(run: Run, runs: list[Run]) -> list[Row]:
     return [row for row in (*_inherited_rows(parent, runs), *parent.rows) if row["step"] <= step]
 
 
-def _parent_of(config: dict[str, Any]) -> Origin | None:
+def _branch_origin(config: dict[str, Any]) -> Origin | None:
+    """Return the run and the step that a branch started from; None for another run."""
     checkpoint = config.get("branch_from")
     if not isinstance(checkpoint, str):
         return None
@@ -248,8 +264,8 @@ def _parent_of(config: dict[str, Any]) -> Origin | None:
     return Origin(folder=path.parent.parent, steps=(step,)) if is_count(step) else None
 
 
-def _fill_in(rows: list[Row], key: str) -> None:
-    """Place the steps with only an evaluation between the neighboring training reports."""
+def _interpolate_missing(rows: list[Row], key: str) -> None:
+    """Interpolate the tokens or seconds of steps that have an evaluation but no training report."""
     known_rows = [row for row in rows if math.isfinite(row.get(key, math.nan))]
     steps, values = [row["step"] for row in known_rows], [row[key] for row in known_rows]
     for row in rows:
@@ -257,15 +273,15 @@ def _fill_in(rows: list[Row], key: str) -> None:
 
 
 def _interpolate_at(steps: list[float], values: list[float], step: float) -> float:
-    """Interpolate the value at a step linearly, from 0 through the known values.
+    """Interpolate the value at a step linearly between the known values, from 0 at step 0.
 
-    After the last known value, the last line continues.
+    After the last known value, the line through the last two values continues.
     """
     if not steps or steps[0] > 0:
         steps, values = [0.0, *steps], [0.0, *values]
     if len(steps) == 1:
         return values[0]
-    high = min(max(1, bisect_left(steps, step)), len(steps) - 1)
-    low = high - 1
-    fraction = (step - steps[low]) / (steps[high] - steps[low])
-    return values[low] + (values[high] - values[low]) * fraction
+    right = min(max(1, bisect_left(steps, step)), len(steps) - 1)
+    left = right - 1
+    fraction = (step - steps[left]) / (steps[right] - steps[left])
+    return values[left] + (values[right] - values[left]) * fraction
