@@ -143,7 +143,7 @@ def _open_sources(job: TextJob) -> list[Source]:
 
 
 def _load_tokenizer_copy(copy: TokenizerCopy, trust_remote_code: bool) -> TextTokenizer:
-    """Load the copy of the run's tokenizer: its backend as JSON, or the folder where it is saved.
+    """Load the copy of the run's tokenizer: its backend as JSON, or its folder.
 
     Raises:
         ConfigError: The saved tokenizer cannot be loaded, or gives other ids.

@@ -28,7 +28,7 @@ from llm.runtime.world import world_from_environment
 
 _POLL_SECONDS = 0.5
 _NOTICE_SECONDS = 20.0  # until the log names the ranks that have not started
-_ABSENT_SECONDS = 300.0  # until such a rank is an error
+_ABSENT_SECONDS = 300.0  # until a rank that has not started is an error
 _MAX_NAMED_RANKS = 5  # ranks in a message
 _OPTION_BY_PROVENANCE_KEY = {
     "sources": "input",

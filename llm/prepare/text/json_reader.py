@@ -24,7 +24,7 @@ from llm.prepare.text.readers import (
 )
 
 _NUM_COLUMN_RECORDS = 100
-"""Records at the beginning of a file from which its text column is chosen."""
+"""Number of records at the beginning of a file that decide its text column."""
 
 
 def json_lines(chunk: FileChunk) -> Iterator[list[str]]:

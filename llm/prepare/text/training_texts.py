@@ -131,7 +131,7 @@ def _split_lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _cut_long_words(texts: Iterable[str]) -> Iterator[str]:
-    """Yield texts whose words are shorter than 2000 characters, unlike an image in base64.
+    """Yield texts with words of less than 2000 characters; images in base64 are longer words.
 
     The time of a trainer grows with the square of the length of a word: 3 MB take hours. A text is
     cut after each block of 1000 characters that contains no space or line break, or only blanks.

@@ -106,7 +106,7 @@ def planned_events(
 
 
 class _Border(NamedTuple):
-    """A step at which the batch or the data changes."""
+    """A change of the batch or the data at a step."""
 
     kind: str
     step: int

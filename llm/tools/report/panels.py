@@ -140,7 +140,7 @@ def last_x_values(runs: list[Run]) -> dict[X, float]:
 
 
 def unit_of_time(seconds: float) -> tuple[float, str]:
-    """Return the unit in which to show a time: its seconds, and its name."""
+    """Return the unit for showing a time: its seconds, and its name."""
     for min_seconds, divisor, name in ((4 * 86400, 86400, "days"), (7200, 3600, "hours")):
         if seconds >= min_seconds:
             return divisor, name
