@@ -175,7 +175,7 @@ def _loader(args: argparse.Namespace) -> "TrainLoader":
         global_batch_size=args.batch_size,
         total_samples=args.batches * args.batch_size,
     )
-    return TrainLoader(samples=samples, plan=plan, rank=0, device=torch.device("cpu"))
+    return TrainLoader(samples=samples, batch_plan=plan, rank=0, device=torch.device("cpu"))
 
 
 def _timed(work: Callable[[], object]) -> dict[str, float]:

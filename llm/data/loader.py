@@ -68,16 +68,16 @@ class TrainLoader:
 
     Attributes:
         samples: The tokens of every sample.
-        plan: Which samples make a step, and how they are divided among ranks.
+        batch_plan: Which samples make a step, and how they are divided among ranks.
         rank: This data-parallel rank.
         device: Device of the micro-batches.
         document_boundaries: How to keep the documents of a window apart; None ignores them.
         with_sources: Whether micro-batches have the sources of their samples.
-        skipped: The samples to leave out; the plan's positions are mapped to the others.
+        skipped: The samples to leave out; the batch plan's positions are mapped to the others.
     """
 
     samples: Samples
-    plan: BatchPlan
+    batch_plan: BatchPlan
     rank: int
     device: torch.device
     document_boundaries: DocumentBoundaries | None = None
@@ -91,8 +91,8 @@ class TrainLoader:
             first_step: The first step, counted from 0.
             end_step: The step after the last one.
         """
-        first_position, _ = self.plan.step_positions(first_step)
-        _, end_position = self.plan.step_positions(end_step - 1)
+        first_position, _ = self.batch_plan.step_positions(first_step)
+        _, end_position = self.batch_plan.step_positions(end_step - 1)
         return self.skipped.sample_range((first_position, end_position))
 
     def steps(self, first_step: int) -> Generator[StepBatch, None, None]:
@@ -104,7 +104,7 @@ class TrainLoader:
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
         pending_batches: deque[Future[StepBatch]] = deque()
         try:
-            remaining_steps = iter(range(first_step, self.plan.total_steps))
+            remaining_steps = iter(range(first_step, self.batch_plan.total_steps))
             for step in itertools.islice(remaining_steps, _PREFETCH_STEPS):
                 pending_batches.append(pool.submit(self._read_step, step))
             while pending_batches:
@@ -124,8 +124,10 @@ class TrainLoader:
 
     def _read_step(self, step: int) -> StepBatch:
         """Return the input of a step, counted from 0, in the memory of the host."""
-        first_position, end_position = self.plan.step_positions(step)
-        positions = self.plan.rank_positions(step, self.rank)  # [accumulation, micro_batch_size]
+        first_position, end_position = self.batch_plan.step_positions(step)
+        positions = self.batch_plan.rank_positions(
+            step, self.rank
+        )  # [accumulation, micro_batch_size]
         has_sample = positions >= 0
         block_size = self.samples.block_size
         # Missing samples read the step's first window, and their labels are ignored.

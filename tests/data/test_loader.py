@@ -48,7 +48,11 @@ def train_loader(
         total_samples=samples,
     )
     return TrainLoader(
-        samples=by_number, plan=plan, rank=rank, device=CPU, document_boundaries=document_boundaries
+        samples=by_number,
+        batch_plan=plan,
+        rank=rank,
+        device=CPU,
+        document_boundaries=document_boundaries,
     )
 
 

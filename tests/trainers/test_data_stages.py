@@ -241,7 +241,7 @@ def test_samples_that_are_left_out_count_as_used_up(bench):
     two = [(BORDER, [1.0, "web"]), (None, [1.0, "code"])]
     options = {**OPTIONS, "split": "1", "per_device_train_batch_size": 8}
     options["config"] = stages_file(bench, *two, head="max_epochs = 1.4\n")
-    assert bench.read(**options).plan.total_samples == 160  # 98 of code, of which 105 may be
+    assert bench.read(**options).batch_plan.total_samples == 160  # 98 of code, of which 105 may be
     with pytest.raises(LLMError, match=r"the source code, .* would take 106 "):
         bench.read(**options, skip_samples="100:108")
 

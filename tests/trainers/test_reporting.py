@@ -64,7 +64,7 @@ def test_options_of_messages_that_are_not_sent_are_named(ranks, micro_batches, e
         total_samples=8,
         num_windows=8,
     )
-    run: Any = SimpleNamespace(config=config, plan=plan)
+    run: Any = SimpleNamespace(config=config, batch_plan=plan)
     strategy: Any = SimpleNamespace(world_size=ranks)
     assert list(_without_effect(run, strategy)) == expected
 

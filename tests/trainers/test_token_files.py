@@ -158,8 +158,8 @@ def test_an_epoch_of_a_blend_has_the_samples_of_all_its_sources(bench):
     )
 
     windows = sum(part.stream.num_tokens // 32 for part in inputs.corpus.train)
-    assert inputs.plan.num_windows == windows
-    assert inputs.plan.total_samples == 2 * windows
+    assert inputs.batch_plan.num_windows == windows
+    assert inputs.batch_plan.total_samples == 2 * windows
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ class LossSpikes(LoopExtension):
 
     def _count_samples(self, step: int, loader: TrainLoader) -> dict[str, int]:
         """Return the number of samples of a step from each source that has any."""
-        positions = np.arange(*loader.plan.step_positions(step), dtype=np.int64)
+        positions = np.arange(*loader.batch_plan.step_positions(step), dtype=np.int64)
         sources, _ = loader.samples.locate(loader.skipped.sample_indices(positions))
         counts = np.bincount(sources, minlength=len(self._corpus.train)).tolist()
         pairs = zip(self._corpus.train, counts, strict=True)

@@ -256,5 +256,5 @@ def leave_later_steps(trainer: Trainer) -> None:
             extra=event("resume", step=step, checkpoint=run.start.path.name),
         )
     log_changes(run.config, run.start, ranks=trainer.strategy.world_size)
-    if step == run.plan.total_steps:
+    if step == run.batch_plan.total_steps:
         logger.info(f"All {step:,} steps are already done: nothing is left to train.")

@@ -58,11 +58,11 @@ def find_batch_size(run: TrainingRun, strategy: AcceleratedStrategy, health: Hea
     on_all_ranks(lambda: usable_memory(device, ranks_on_host=ranks_on_host))
     if run.branch_from is not None and config.global_batch_size is None:
         # A branch keeps its parent's global batch, and the micro-batch must divide it.
-        batch = run.plan.batch_schedule(run.block_size)
+        batch = run.batch_plan.batch_schedule(run.block_size)
         config = dataclasses.replace(config, global_batch_size=batch, gradient_accumulation_steps=1)
         run = dataclasses.replace(run, config=config)
-    sizes = micro_batch_sizes(config, world_size=run.plan.world_size)
-    largest = run.plan.num_windows // run.plan.world_size
+    sizes = micro_batch_sizes(config, world_size=run.batch_plan.world_size)
+    largest = run.batch_plan.num_windows // run.batch_plan.world_size
     sizes = [size for size in sizes if size <= max(1, largest)]
     # Extensions allocate this memory after the search.
     num_parameters = sum(parameter.numel() for parameter in strategy.local_parameters)
@@ -115,12 +115,12 @@ def _with_batch_size(run: TrainingRun, size: int) -> TrainingRun:
     config = dataclasses.replace(run.config, per_device_train_batch_size=size)
     run = dataclasses.replace(run, config=config)
     plan, skipped, schedule = plan_training(run, run.samples, run.branch)
-    return dataclasses.replace(run, plan=plan, skipped=skipped, schedule=schedule)
+    return dataclasses.replace(run, batch_plan=plan, skipped=skipped, schedule=schedule)
 
 
 def _try_step(run: TrainingRun, strategy: AcceleratedStrategy) -> None:
     """Run a step that takes as much memory as the largest one of the run."""
-    plan = run.plan
+    plan = run.batch_plan
     accumulation = max(plan.micro_batch_shape(phase.first_step)[0] for phase in plan.phases)
     if run.dims.pipeline == 1:
         # Gradients accumulate in the second micro-batch, and further ones need no more memory.
@@ -129,7 +129,7 @@ def _try_step(run: TrainingRun, strategy: AcceleratedStrategy) -> None:
     samples = accumulation * size * plan.world_size
     loader = TrainLoader(
         samples=run.samples,
-        plan=dataclasses.replace(plan, micro_batch_size=size, global_batch_size=samples),
+        batch_plan=dataclasses.replace(plan, micro_batch_size=size, global_batch_size=samples),
         rank=strategy.data_rank,
         device=strategy.device,
         document_boundaries=run.document_boundaries,

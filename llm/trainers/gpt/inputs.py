@@ -82,7 +82,7 @@ def read_training(
         seed=run.seed,
     )
     branch = branch_of(config, resume_from, branch_from)
-    plan, skipped, schedule = plan_training(run, samples, branch)
+    batch_plan, skipped, schedule = plan_training(run, samples, branch)
     if config.in_memory and world.local_rank == 0:  # last, because this reads the whole corpus
         pin_in_memory((*run.corpus.train, *run.corpus.validation))
     config = dataclasses.replace(
@@ -90,14 +90,14 @@ def read_training(
         skip_samples=str(skipped) or None,
         # RUN alone could be a later checkpoint if the branch starts again before its first save.
         branch_from=branch.parent if branch else None,
-        per_device_train_batch_size=plan.micro_batch_size,
+        per_device_train_batch_size=batch_plan.micro_batch_size,
     )
     return TrainingRun(
         **vars(run) | {"config": config},
         branch=branch,
         data_digest=data_digest,
         samples=samples,
-        plan=plan,
+        batch_plan=batch_plan,
         skipped=skipped,
         schedule=schedule,
     )

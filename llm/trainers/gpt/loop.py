@@ -66,10 +66,10 @@ class Trainer:
     ) -> None:
         self.run, self.config, self.seed = run, run.config, run.seed
         self.strategy = strategy
-        self.plan, self.schedule = run.plan, run.schedule
+        self.batch_plan, self.schedule = run.batch_plan, run.schedule
         self.loader = TrainLoader(
             samples=run.samples,
-            plan=run.plan,
+            batch_plan=run.batch_plan,
             rank=strategy.data_rank,
             device=strategy.device,
             document_boundaries=run.document_boundaries,
@@ -147,7 +147,7 @@ class Trainer:
             extension.close()
         self.health.heartbeat(step=state.step, phase="save")
         self.saver.finish(is_final=True)
-        is_finished = state.step == self.plan.total_steps and not self.is_stopped
+        is_finished = state.step == self.batch_plan.total_steps and not self.is_stopped
         return "finished" if is_finished else "preempted"
 
     def evaluate_on_resume(self) -> None:
@@ -195,7 +195,7 @@ class Trainer:
     def after_step(self) -> Literal["training", "preempted"]:
         """Log, evaluate and save if due after a step, and act on a request to stop."""
         config, step = self.config, self.state.step
-        is_final = step == self.plan.total_steps
+        is_final = step == self.batch_plan.total_steps
         self.health.heartbeat(step=step, phase="step")
         if step == 1:
             log_idle_weights(self.strategy)
@@ -242,7 +242,7 @@ class Trainer:
             and step - self.last_saved_step <= self.strategy.answer_delay
         ):
             overdue = False  # the timer asked before that save
-        return stop and step < self.plan.total_steps, overdue
+        return stop and step < self.batch_plan.total_steps, overdue
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
@@ -272,10 +272,10 @@ class Trainer:
     def is_due(self, every: int | Duration | None, *, or_last: bool) -> bool:
         """Return whether the interval `every`, a number of steps or a duration, ends here."""
         step = self.state.step
-        if or_last and step == self.plan.total_steps:
+        if or_last and step == self.batch_plan.total_steps:
             return True
         if isinstance(every, Duration):
-            return self.plan.is_interval_end(step, every, block_size=self.run.block_size)
+            return self.batch_plan.is_interval_end(step, every, block_size=self.run.block_size)
         return every is not None and step % every == 0
 
     def log(self) -> None:
@@ -297,7 +297,7 @@ class Trainer:
             tokens=state.tokens,
             learning_rate=self.schedule(state.step - 1),
             loss_scale=float(self.strategy.loss_scale()),
-            global_batch_size=self.plan.phase(state.step - 1).global_batch_size,
+            global_batch_size=self.batch_plan.phase(state.step - 1).global_batch_size,
             optimizer=self.strategy.run_optimizer.metrics(),
             columns=columns,
         )
@@ -380,7 +380,7 @@ class Trainer:
     def evaluate_weights(self) -> dict[str, float]:
         """Return the results of an evaluation, including extensions' results."""
         assert self.evaluate is not None
-        is_final = self.state.step == self.plan.total_steps
+        is_final = self.state.step == self.batch_plan.total_steps
         return evaluate_weights(self.evaluate, self.extensions, is_final=is_final)
 
     def format_train_stats(self) -> list[str]:

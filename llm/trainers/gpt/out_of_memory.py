@@ -32,7 +32,7 @@ def _out_of_memory(config: CoreConfig, world: World) -> str:
     size = "" if total is None else f" of its {total / GIB:.1f} GiB"
     per_node = ranks_per_node(os.environ, world.world_size)
     sentence = f"Out of memory on {device}{size} (rank {world.rank}): {_memory_remedies(config)}."
-    if config.several_models:  # the plan refuses it
+    if config.several_models:  # `llm-trainers plan` refuses it
         return sentence
     flags = [f"--nodes {-(-world.world_size // per_node)}", f"--gpus_per_node {per_node}"]
     if total is not None:

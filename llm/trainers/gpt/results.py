@@ -92,7 +92,7 @@ def _card_rows(
         **({"weights": exported.card} if exported else {}),
         "data": describe_data(run.config),
         "block size": run.block_size,
-        "global batch size": run.plan.batch_schedule(run.block_size),
+        "global batch size": run.batch_plan.batch_schedule(run.block_size),
         "learning rate": f"{run.config.learning_rate:g}, {run.config.lr_scheduler_type}",
         "weight decay": run.config.weight_decay,
         "mixed precision": run.config.mixed_precision,

@@ -43,14 +43,14 @@ def log_start(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -
         logger.info("no validation data: the loss is not evaluated")
     total_steps, order = None, {}
     if isinstance(run, TrainingRun):
-        total_steps, order = run.plan.total_steps, sample_order(run)
+        total_steps, order = run.batch_plan.total_steps, sample_order(run)
         _log_length(run, model)
         if run.skipped.ranges:
             logger.info(f"left out: samples {run.skipped} (--skip_samples)")
         for option, reason in _without_effect(run, strategy):
             logger.info(f"--{option} changes nothing {reason}.")
         _log_stages(run)
-        _log_sources(run, run.plan.total_samples, "will serve")
+        _log_sources(run, run.batch_plan.total_samples, "will serve")
         for line in run.layout.describe():
             logger.info(line)
     for line in strategy.run_optimizer.describe().splitlines():
@@ -92,8 +92,10 @@ def _without_effect(run: TrainingRun, strategy: AcceleratedStrategy) -> Iterator
     """Yield options of the traffic that this run does not have, with the reason."""
     if run.config.all_reduce_dtype != "fp32" and strategy.world_size == 1:
         yield f"all_reduce_dtype {run.config.all_reduce_dtype}", "with one rank"
-    plan = run.plan
-    max_micro_batches = max(plan.micro_batch_shape(phase.first_step)[0] for phase in plan.phases)
+    batch_plan = run.batch_plan
+    max_micro_batches = max(
+        batch_plan.micro_batch_shape(phase.first_step)[0] for phase in batch_plan.phases
+    )
     if run.config.unsharded_gradients and max_micro_batches == 1:
         yield "unsharded_gradients", "with one micro-batch per step"
 
@@ -139,32 +141,36 @@ def _log_model(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) 
 
 def _log_length(run: TrainingRun, model: PreTrainedModel) -> None:
     """Log the batches, the length and, for a budget in tokens, the operations."""
-    plan = run.plan
-    for phase in plan.phases:
-        if phase.first_step >= plan.total_steps:
+    batch_plan = run.batch_plan
+    for phase in batch_plan.phases:
+        if phase.first_step >= batch_plan.total_steps:
             logger.warning(
                 f"The run ends before --global_batch_size {run.config.global_batch_size} grows to "
                 f"{phase.global_batch_size} samples."
             )
             break
-        micro_batches, size = plan.micro_batch_shape(phase.first_step)
+        micro_batches, size = batch_plan.micro_batch_shape(phase.first_step)
         since = f" from step {phase.first_step + 1:,} on" if phase.first_step else ""
         logger.info(
             f"batch{since}: {counted(size, 'sample')} per device x "
-            f"{counted(plan.world_size, 'rank')} x {counted(micro_batches, 'micro-batch')} = "
+            f"{counted(batch_plan.world_size, 'rank')} x {counted(micro_batches, 'micro-batch')} = "
             f"{counted(phase.global_batch_size, 'sample')} "
             f"({phase.global_batch_size * run.block_size:,} tokens) per step"
         )
     logger.info(
-        f"length: {counted(plan.total_steps, 'step')}, {counted(plan.total_samples, 'sample')}, "
-        f"{plan.epochs:.4g} epochs"
+        f"length: {counted(batch_plan.total_steps, 'step')}, "
+        f"{counted(batch_plan.total_samples, 'sample')}, {batch_plan.epochs:.4g} epochs"
     )
-    validation = sum(_num_windows(source, run) for source in run.corpus.validation)
+    validation_samples = sum(_num_windows(source, run) for source in run.corpus.validation)
     logger.info(
-        f"samples: {plan.total_samples:,} in training, {validation:,} in validation, 0 in test"
+        f"samples: {batch_plan.total_samples:,} in training, {validation_samples:,} in validation, "
+        "0 in test"
     )
     if run.config.max_duration.unit.startswith("tokens"):
-        tokens, parameters = plan.total_samples * run.block_size, parameter_counts(model)["total"]
+        tokens, parameters = (
+            batch_plan.total_samples * run.block_size,
+            parameter_counts(model)["total"],
+        )
         logger.info(
             f"budget: {tokens:,} tokens, {tokens / parameters:.4g} for each of {parameters:,} "
             f"parameters; {tokens * flops_per_token(model, block_size=run.block_size):.4g} FLOPs"
@@ -198,7 +204,7 @@ def _num_windows(source: CorpusSource, run: Run) -> int:
 
 def _log_stages(run: TrainingRun) -> None:
     """Log the border and the weights of each stage of the data."""
-    stages, num_samples = run.corpus.stages, run.plan.total_samples
+    stages, num_samples = run.corpus.stages, run.batch_plan.total_samples
     starts = stage_starts(stages, block_size=run.block_size)
     for number, (start, stage) in enumerate(zip(starts, stages, strict=False), start=1):
         weights = zip(run.corpus.train, stage.weights, strict=True)

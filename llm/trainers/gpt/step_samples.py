@@ -55,9 +55,9 @@ def sample_order(run: TrainingRun) -> dict[str, object]:
         "seed": run.seed,
         "block_size": run.block_size,
         "per_device_train_batch_size": run.config.per_device_train_batch_size,
-        "global_batch_size": run.plan.batch_schedule(run.block_size),
-        "total_samples": run.plan.total_samples,
-        "data_ranks": run.plan.world_size,
+        "global_batch_size": run.batch_plan.batch_schedule(run.block_size),
+        "total_samples": run.batch_plan.total_samples,
+        "data_ranks": run.batch_plan.world_size,
         "data": run.data_digest,
     }
 
@@ -127,18 +127,18 @@ def find_step_samples(
     samples = Samples(
         corpus.train, stages=corpus.stages, block_size=block_size, seed=config.seed or 0
     )
-    plan = plan_batches(
+    batch_plan = plan_batches(
         config,
         num_windows=samples.num_windows,
         world_size=data_ranks or order["data_ranks"],
         block_size=block_size,
     )
-    positions = _positions_of_step(plan, step, rank)
-    sample_indices = choose_skipped(config, None, plan).sample_indices(positions)
+    positions = _positions_of_step(batch_plan, step, rank)
+    sample_indices = choose_skipped(config, None, batch_plan).sample_indices(positions)
     sources, starts = samples.locate(sample_indices)
     return StepSamples(
-        total_steps=plan.total_steps,
-        data_ranks=plan.world_size,
+        total_steps=batch_plan.total_steps,
+        data_ranks=batch_plan.world_size,
         samples=sample_indices,
         sources=sources,
         starts=starts,
@@ -161,22 +161,25 @@ def _read_model(
     return read_while_training(checkpoints, read)
 
 
-def _positions_of_step(plan: BatchPlan, step: int, rank: int | None) -> NDArray[np.int64]:
+def _positions_of_step(batch_plan: BatchPlan, step: int, rank: int | None) -> NDArray[np.int64]:
     """Return the positions of a step, or of a rank in it.
 
     Raises:
         ConfigError: The step or rank does not exist.
     """
-    if step > plan.total_steps:
-        raise ConfigError(f"--step {step} is beyond the run, which has {plan.total_steps:,} steps.")
+    if step > batch_plan.total_steps:
+        raise ConfigError(
+            f"--step {step} is beyond the run, which has {batch_plan.total_steps:,} steps."
+        )
     if rank is None:
-        return np.arange(*plan.step_positions(step - 1), dtype=np.int64)
-    if rank >= plan.world_size:
+        return np.arange(*batch_plan.step_positions(step - 1), dtype=np.int64)
+    if rank >= batch_plan.world_size:
         raise ConfigError(
             f"--rank {rank} does not exist: step {step} has "
-            f"{counted(plan.world_size, 'data-parallel rank')}, counted from 0 (--data_ranks)."
+            f"{counted(batch_plan.world_size, 'data-parallel rank')}, counted from 0 "
+            "(--data_ranks)."
         )
-    positions = plan.rank_positions(step - 1, rank).reshape(-1)
+    positions = batch_plan.rank_positions(step - 1, rank).reshape(-1)
     return positions[positions >= 0]
 
 

@@ -41,7 +41,7 @@ def make_tracker(
         metrics_path=run.folder.metrics if strategy.rank == 0 else None,
         log_to_trackers=lambda values, step: strategy.accelerator.log(values, step=step),
         device=strategy.device,
-        total_steps=run.plan.total_steps,
+        total_steps=run.batch_plan.total_steps,
         flops_per_token=flops_per_token(model, block_size=run.block_size),
         find_peak_flops=find_peak_flops,
     )

@@ -34,7 +34,7 @@ class TrainingRun(Run):
         branch: The point where the run left its parent; None if it is not a branch.
         data_digest: Digests of the training tokens, from `data_digest.corpus_digests`.
         samples: The training samples.
-        plan: Batch arithmetic.
+        batch_plan: Batch arithmetic.
         skipped: The samples to skip.
         schedule: Learning rate by step.
     """
@@ -42,7 +42,7 @@ class TrainingRun(Run):
     branch: Branch | None
     data_digest: dict[str, Any]
     samples: Samples
-    plan: BatchPlan
+    batch_plan: BatchPlan
     skipped: SkippedSamples
     schedule: Schedule
 
@@ -54,7 +54,7 @@ def checkpoint_metadata(run: TrainingRun) -> dict[str, Any]:
         batch = run.start.metadata.get("batch_option")
     return {
         **recorded_options(run.config),
-        "global_batch_size": run.plan.batch_schedule(run.block_size),
+        "global_batch_size": run.batch_plan.batch_schedule(run.block_size),
         "batch_option": batch,
         "data": run.data_digest,
         "tokenizer": fingerprint(run.tokenizer),
@@ -109,7 +109,7 @@ def saved_batch(run: Run) -> int | str | None:
 
 
 def _plan_learning_rates(
-    config: CoreConfig, plan: BatchPlan, *, block_size: int, cooldown_from: int | None = None
+    config: CoreConfig, batch_plan: BatchPlan, *, block_size: int, cooldown_from: int | None = None
 ) -> Schedule:
     """Create the schedule; the options may set its phases in samples or tokens.
 
@@ -122,12 +122,14 @@ def _plan_learning_rates(
     decay = config.decay
     decay_steps = None if decay is None else decay.value
     if decay is not None and decay.unit != "steps":
-        decay_samples = plan.duration_samples(decay, block_size=block_size)
-        decay_steps = plan.total_steps - plan.count_steps(plan.total_samples - decay_samples)
+        decay_samples = batch_plan.duration_samples(decay, block_size=block_size)
+        decay_steps = batch_plan.total_steps - batch_plan.count_steps(
+            batch_plan.total_samples - decay_samples
+        )
     schedule = make_schedule(
         config,
-        total_steps=plan.total_steps,
-        warmup_steps=plan.duration_steps(config.warmup, block_size=block_size),
+        total_steps=batch_plan.total_steps,
+        warmup_steps=batch_plan.duration_steps(config.warmup, block_size=block_size),
         decay_steps=decay_steps,
         cooldown_from=cooldown_from,
     )
@@ -135,40 +137,42 @@ def _plan_learning_rates(
         return schedule
 
     def scaled(step: float) -> float:
-        growth = plan.phase(step).global_batch_size / plan.global_batch_size
+        growth = batch_plan.phase(step).global_batch_size / batch_plan.global_batch_size
         return schedule(step) * math.sqrt(growth)
 
     return scaled
 
 
 def _add_cooldown(
-    config: CoreConfig, branch: Branch | None, plan: BatchPlan, *, block_size: int
+    config: CoreConfig, branch: Branch | None, batch_plan: BatchPlan, *, block_size: int
 ) -> tuple[BatchPlan, Schedule]:
     """Return batch plan and schedule of a run; a cooldown replaces the end.
 
     Args:
         config: The options.
         branch: The parent of a branch, or None.
-        plan: The plan without a cooldown.
+        batch_plan: The plan without a cooldown.
         block_size: Tokens of a sample.
 
     Raises:
         ConfigError: The parent's learning rate is not stable at this step, or the cooldown is
             shorter than a step.
     """
-    schedule = _plan_learning_rates(config, plan, block_size=block_size)
+    schedule = _plan_learning_rates(config, batch_plan, block_size=block_size)
     if branch is None or branch.cooldown_from is None or config.cooldown_tokens is None:
-        return plan, schedule
+        return batch_plan, schedule
     step = branch.cooldown_from
     samples = math.ceil(config.cooldown_tokens / block_size)
-    batch = plan.phase(step).global_batch_size
+    batch = batch_plan.phase(step).global_batch_size
     if samples < batch:
         raise ConfigError(
             f"--cooldown_tokens {config.cooldown_tokens:,} is less than one step of "
             f"{batch * block_size:,} tokens; make it longer."
         )
-    plan = dataclasses.replace(plan, total_samples=plan.count_samples(step) + samples)
-    falling = _plan_learning_rates(config, plan, block_size=block_size, cooldown_from=step)
+    batch_plan = dataclasses.replace(
+        batch_plan, total_samples=batch_plan.count_samples(step) + samples
+    )
+    falling = _plan_learning_rates(config, batch_plan, block_size=block_size, cooldown_from=step)
     if schedule(step) != falling(step):
         raise ConfigError(
             f"--cooldown_tokens begins at the stable rate {falling(step):g}, but after step {step} "
@@ -176,10 +180,12 @@ def _add_cooldown(
             f"{schedule(step):g}; branch from constant, constant_with_warmup or "
             "warmup_stable_decay between warm-up and decay."
         )
-    return plan, falling
+    return batch_plan, falling
 
 
-def choose_skipped(config: CoreConfig, start: Checkpoint | None, plan: BatchPlan) -> SkippedSamples:
+def choose_skipped(
+    config: CoreConfig, start: Checkpoint | None, batch_plan: BatchPlan
+) -> SkippedSamples:
     """Return the samples to skip, from the options and the checkpoint.
 
     Raises:
@@ -191,7 +197,7 @@ def choose_skipped(config: CoreConfig, start: Checkpoint | None, plan: BatchPlan
         return NO_SKIPPED_SAMPLES.skip(new_ranges)
     saved = NO_SKIPPED_SAMPLES.skip(parse_skipped_ranges(start.metadata["skip_samples"]))
     skipped = saved.skip(new_ranges)
-    position, _ = plan.step_positions(start.step)
+    position, _ = batch_plan.step_positions(start.step)
     _, reached = saved.sample_range((0, position))
     if skipped.ranges_below(reached) != saved.ranges_below(reached):
         raise ConfigError(
@@ -210,7 +216,7 @@ def plan_training(
     Raises:
         LLMError: The options do not fit the data or the start.
     """
-    plan = plan_batches(
+    batch_plan = plan_batches(
         run.config,
         num_windows=samples.num_windows,
         world_size=run.dims.data_ranks,
@@ -220,24 +226,25 @@ def plan_training(
         ),
         global_batch_size=saved_batch(run),
     )
-    plan, schedule = _add_cooldown(run.config, branch, plan, block_size=run.block_size)
-    if run.branch_from is not None and run.branch_from.step >= plan.total_steps:
+    batch_plan, schedule = _add_cooldown(run.config, branch, batch_plan, block_size=run.block_size)
+    if run.branch_from is not None and run.branch_from.step >= batch_plan.total_steps:
         raise ConfigError(
-            f"--branch_from {run.config.branch_from} has all {plan.total_steps:,} steps done: give "
-            "--cooldown_tokens, or a greater length."
+            f"--branch_from {run.config.branch_from} has all {batch_plan.total_steps:,} steps "
+            "done: give --cooldown_tokens, or a greater length."
         )
     start = run.resume_from
-    if start is not None and start.step > plan.total_steps:
+    if start is not None and start.step > batch_plan.total_steps:
         raise ConfigError(
-            f"{start.path} has {start.step:,} steps, more than the {plan.total_steps:,} of this "
-            "run: give a greater length, or an earlier checkpoint with --resume_from_checkpoint."
+            f"{start.path} has {start.step:,} steps, more than the {batch_plan.total_steps:,} of "
+            "this run: give a greater length, or an earlier checkpoint with "
+            "--resume_from_checkpoint."
         )
-    for phase in plan.phases:
-        micro_batches, _ = plan.micro_batch_shape(phase.first_step)
+    for phase in batch_plan.phases:
+        micro_batches, _ = batch_plan.micro_batch_shape(phase.first_step)
         check_micro_batches(
             run.config.pipeline_schedule, ranks=run.dims.pipeline, micro_batches=micro_batches
         )
-    skipped = choose_skipped(run.config, run.start, plan)
-    _, passed = skipped.sample_range((0, plan.total_samples))  # skipped samples count as used
+    skipped = choose_skipped(run.config, run.start, batch_plan)
+    _, passed = skipped.sample_range((0, batch_plan.total_samples))  # skipped samples count as used
     check_epochs(run.config, run.corpus.train, samples, num_samples=passed)
-    return plan, skipped, schedule
+    return batch_plan, skipped, schedule

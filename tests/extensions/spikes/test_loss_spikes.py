@@ -223,7 +223,7 @@ def test_another_mixture_of_the_data_is_not_a_spike(tmp_path):
     stages = [MixtureStage(40 * 4 * BLOCK, (1.0, 0.0)), MixtureStage(None, (0.0, 1.0))]
     loader = TrainLoader(
         samples=Samples(sources, stages=stages, block_size=BLOCK, seed=1),
-        plan=BatchPlan(
+        batch_plan=BatchPlan(
             num_windows=600,
             micro_batch_size=4,
             world_size=1,
