@@ -22,7 +22,7 @@ from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.errors import ConfigError
 from llm.runtime.world import ignore_ranks
-from llm.trainers.gpt.config import check_planned, preset_options
+from llm.trainers.gpt.config import planned_run_problems, preset_options
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import choose_factory, make_extensions, transforms_of
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         "plot the sizes of their activations.",
         inherit=preset_options,
     )
-    problems = check_planned(options)
+    problems = planned_run_problems(options)
     if not options.mup:
         problems.append("The coordinate check is of --mup; give it, and --mup_base_width.")
     if problems:

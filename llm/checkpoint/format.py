@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
-PLAIN = "state.json"
+STATE_FILE = "state.json"
 MODEL_FOLDER = "model"
 """In a checkpoint: the model's configuration and its Python code, if it has any."""
 
@@ -40,16 +40,16 @@ MODEL_TENSORS = "strategy/model/"
 OPTIMIZER_TENSORS = "strategy/optimizer/"
 """Prefix of the paths of the optimizer's tensors, followed by the name of a parameter."""
 
-REPLACED = ".replaced"
+REPLACED_SUFFIX = ".replaced"
 """Suffix of a checkpoint while a new one of the same step takes its name."""
 
 MEAN_FILE = "mean.json"
 """In the export of a mean of checkpoints: the folder of their `run`, and their `steps`."""
 
-_TENSORS = ".safetensors"
-_NAME = re.compile(rf"step_([0-9]{{1,18}})({re.escape(REPLACED)})?")
-_SEAL = ',\n "checksum": "'
-_END = "\n}"
+_TENSOR_FILE_SUFFIX = ".safetensors"
+_CHECKPOINT_NAME = re.compile(rf"step_([0-9]{{1,18}})({re.escape(REPLACED_SUFFIX)})?")
+_CHECKSUM_ENTRY = ',\n "checksum": "'
+_JSON_END = "\n}"
 
 
 class Stateful(Protocol):
@@ -73,7 +73,8 @@ class TrainState:
         seconds: Training time over all starts of the run.
         best_loss: Lowest validation loss so far.
         evaluated_at: Step of the last evaluation.
-        ran_at: Last step after which each periodic work of extensions was done, by its name.
+        last_periodic_steps: Last step after which each periodic work of extensions was done, by
+            the name of the work.
         skipped_in_a_row: Number of consecutive steps that were just skipped.
     """
 
@@ -83,7 +84,7 @@ class TrainState:
     seconds: float = 0.0
     best_loss: float | None = None
     evaluated_at: int = 0
-    ran_at: dict[str, int] = dataclasses.field(default_factory=dict)
+    last_periodic_steps: dict[str, int] = dataclasses.field(default_factory=dict)
     skipped_in_a_row: int = 0
 
     def advance(self, *, samples: int, tokens: int) -> None:
@@ -93,18 +94,20 @@ class TrainState:
         self.tokens += tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters by name; `ran_at` as NAME_at."""
+        """Return the counters by name; `last_periodic_steps` as NAME_at."""
         counters = dataclasses.asdict(self)
-        ran_at = counters.pop("ran_at")
-        return counters | {f"{name}_at": step for name, step in ran_at.items()}
+        last_periodic_steps = counters.pop("last_periodic_steps")
+        return counters | {f"{name}_at": step for name, step in last_periodic_steps.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counters."""
         counters = dict(state)
         for field in dataclasses.fields(self):
-            if field.name != "ran_at":
+            if field.name != "last_periodic_steps":
                 setattr(self, field.name, counters.pop(field.name))
-        self.ran_at = {name.removesuffix("_at"): step for name, step in counters.items()}
+        self.last_periodic_steps = {
+            name.removesuffix("_at"): step for name, step in counters.items()
+        }
 
 
 def model_tensors(model: "torch.nn.Module") -> dict[str, "torch.Tensor"]:
@@ -116,32 +119,38 @@ def model_tensors(model: "torch.nn.Module") -> dict[str, "torch.Tensor"]:
 
 
 def check_same_parameters(
-    name: str, local_state: Mapping[str, Any], saved: Mapping[str, Any]
+    name: str, local_state: Mapping[str, Any], saved_state: Mapping[str, Any]
 ) -> None:
-    """Raise a CheckpointError if a saved state has other names than this run's.
+    """Refuse a saved state with other parameters than this run's.
 
-    A name without contents belongs to a state on another rank.
+    Args:
+        name: What the state belongs to, for the message.
+        local_state: This rank's state by parameter.
+        saved_state: The state to load by parameter; an empty dict belongs to another rank.
+
+    Raises:
+        CheckpointError: The parameters differ.
     """
 
-    def kept(state: Mapping[str, Any]) -> set[str]:
+    def names_with_contents(state: Mapping[str, Any]) -> set[str]:
         return {name for name, value in state.items() if not isinstance(value, Mapping) or value}
 
-    if kept(local_state) != kept(saved):
+    if names_with_contents(local_state) != names_with_contents(saved_state):
         raise CheckpointError(f"The {name} of the saved state has other parameters.")
 
 
-def split_state(tree: Mapping[str, Any]) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
+def split_state(state: Mapping[str, Any]) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
     """Split a nested dict into its tensors, by path such as `model/wte.weight`, and the rest."""
     import torch
 
     tensors: dict[str, Any] = {}
     plain: dict[str, Any] = {}
-    for key, value in tree.items():
+    for key, value in state.items():
         if isinstance(value, torch.Tensor):
             tensors[key] = value
         elif isinstance(value, Mapping):
-            inner, plain[key] = split_state(value)
-            tensors.update({f"{key}/{path}": tensor for path, tensor in inner.items()})
+            child_tensors, plain[key] = split_state(value)
+            tensors.update({f"{key}/{path}": tensor for path, tensor in child_tensors.items()})
         else:
             plain[key] = value
     return tensors, plain
@@ -150,10 +159,16 @@ def split_state(tree: Mapping[str, Any]) -> tuple[dict[str, "torch.Tensor"], dic
 def merge_state(
     plain: dict[str, Any], tensors: Mapping[str, Any], *, prefix: str
 ) -> dict[str, Any]:
-    """Put the tensors under the prefix back into `plain`, which is changed."""
+    """Put the tensors of a part back into its plain values, in place; inverse of `split_state`.
+
+    Args:
+        plain: The plain values of the part; changed and returned.
+        tensors: Tensors by path.
+        prefix: Name of the part, the first component of the paths of its tensors.
+    """
     for path, tensor in tensors.items():
-        first, *keys = path.split("/")
-        if first == prefix:
+        path_prefix, *keys = path.split("/")
+        if path_prefix == prefix:
             node = plain
             for key in keys[:-1]:
                 node = node.setdefault(key, {})
@@ -181,15 +196,15 @@ class Checkpoint:
     metadata: dict[str, Any]
     files: dict[str, tuple[int, str]]
 
-    def problem(self, *, verify: Container[str] = ()) -> str | None:
+    def find_problem(self, *, files_to_verify: Container[str] = ()) -> str | None:
         """Return why the checkpoint is not valid, or None.
 
         Args:
-            verify: Files to compare by checksum, too, not only by name and size.
+            files_to_verify: Files to compare by checksum, too, not only by name and size.
         """
-        foreign = _discovered_files(self.path) - self.files.keys()
-        if foreign:
-            return f"{min(foreign)} does not belong to it"
+        unlisted_files = _list_discoverable_files(self.path) - self.files.keys()
+        if unlisted_files:
+            return f"{min(unlisted_files)} does not belong to it"
         for name, (size, digest) in self.files.items():
             path = self.path / name
             try:
@@ -199,21 +214,21 @@ class Checkpoint:
                     return f"{name} is missing"
                 if path.stat().st_size != size:
                     return f"{name} has {path.stat().st_size} bytes instead of {size}"
-                if name in verify and checksum(path) != digest:
+                if name in files_to_verify and checksum(path) != digest:
                     return f"{name} does not match its checksum"
             except OSError as error:
                 return f"{name} cannot be read ({error.strerror})"
         return None
 
 
-def name_of(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     """Return the name of a checkpoint's folder."""
     return f"step_{step:08d}"
 
 
-def step_of(path: Path) -> int | None:
+def checkpoint_step(path: Path) -> int | None:
     """Return the step in the name of a checkpoint's folder; None for another folder."""
-    match = _NAME.fullmatch(path.name)
+    match = _CHECKPOINT_NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
@@ -223,9 +238,11 @@ def checkpoint_folders(folder: Path) -> list[Path]:
     Args:
         folder: The run's `checkpoints` folder.
     """
-    folders = [path for path in folder.glob("step_*") if step_of(path) is not None]
+    folders = [path for path in folder.glob("step_*") if checkpoint_step(path) is not None]
     # If two have the same step, the one being replaced is older.
-    return sorted(folders, key=lambda path: (step_of(path) or 0, path.suffix != REPLACED))
+    return sorted(
+        folders, key=lambda path: (checkpoint_step(path) or 0, path.suffix != REPLACED_SUFFIX)
+    )
 
 
 def write_manifest(checkpoint: Checkpoint) -> None:
@@ -261,12 +278,12 @@ def read_manifest(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}.") from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {one_line(error)}.") from error
-    if content != add_checksum(content.rpartition(_SEAL)[0] + _END):
+    if content != add_checksum(content.rpartition(_CHECKSUM_ENTRY)[0] + _JSON_END):
         raise CheckpointError(f"{path / MANIFEST} is damaged: it does not match its checksum.")
-    problem = _manifest_problem(manifest)
+    problem = _find_manifest_problem(manifest)
     if problem is not None:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {problem}.")
-    if step_of(path) not in (None, manifest["step"]):
+    if checkpoint_step(path) not in (None, manifest["step"]):
         raise CheckpointError(
             f"{path} is damaged: its manifest belongs to step {manifest['step']}."
         )
@@ -280,22 +297,22 @@ def read_manifest(path: Path) -> Checkpoint:
     )
 
 
-def _manifest_problem(manifest: dict[str, Any]) -> str | None:
+def _find_manifest_problem(manifest: dict[str, Any]) -> str | None:
     """Return why a manifest with a correct checksum is ill-formed, or None."""
-    for name, has_type in _FIELDS.items():
+    for name, is_valid in _MANIFEST_FIELD_CHECKS.items():
         if name not in manifest:
             return f"it has no {name!r}"
-        if not has_type(manifest[name]):
+        if not is_valid(manifest[name]):
             return f"its {name!r} has a value of another kind"
     for name, entry in manifest["files"].items():
         if not _is_file_name(name):
             return f"{name!r} is not the name of a file in a checkpoint"
         if not (isinstance(entry, list) and [type(item) for item in entry] == [int, str]):
             return f"{name!r} has no size and checksum"
-    if PLAIN not in manifest["files"]:
-        return f"it lists no {PLAIN}"
-    for name, has_type in _FACTS.items():
-        if name in manifest["facts"] and not has_type(manifest["facts"][name]):
+    if STATE_FILE not in manifest["files"]:
+        return f"it lists no {STATE_FILE}"
+    for name, is_valid in _METADATA_CHECKS.items():
+        if name in manifest["facts"] and not is_valid(manifest["facts"][name]):
             return f"its {name!r} has a value of another kind"
     return None
 
@@ -312,14 +329,14 @@ def _is_time(value: Any) -> bool:
     return True
 
 
-def _is_branch(value: Any) -> bool:
+def _is_branch_record(value: Any) -> bool:
     if value is None:
         return True
-    types = {"parent": (str,), "step": (int,), "cooldown_from": (int, NoneType)}
+    types_by_field = {"parent": (str,), "step": (int,), "cooldown_from": (int, NoneType)}
     return (
         isinstance(value, dict)
-        and value.keys() == types.keys()
-        and all(type(value[name]) in allowed for name, allowed in types.items())
+        and value.keys() == types_by_field.keys()
+        and all(type(value[name]) in types for name, types in types_by_field.items())
     )
 
 
@@ -330,7 +347,7 @@ def _is_file_name(name: str) -> bool:
     return is_relative and str(path) == name and name.isprintable()
 
 
-_FIELDS: dict[str, Callable[[Any], bool]] = {
+_MANIFEST_FIELD_CHECKS: dict[str, Callable[[Any], bool]] = {
     "step": _is_count,
     "saved_at": _is_time,
     "world_size": _is_count,
@@ -339,7 +356,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
 }
 """The fields of a manifest, with a check of each value."""
 
-_FACTS: dict[str, Callable[[Any], bool]] = {
+_METADATA_CHECKS: dict[str, Callable[[Any], bool]] = {
     "eval_loss": lambda value: type(value) in (int, float, NoneType),
     "fixed": lambda value: isinstance(value, dict),
     "logged": lambda value: isinstance(value, dict),
@@ -349,21 +366,21 @@ _FACTS: dict[str, Callable[[Any], bool]] = {
     "tokenizer": lambda value: isinstance(value, str),
     "initial_weights": lambda value: isinstance(value, str),
     "skip_samples": lambda value: isinstance(value, str),
-    "branch": _is_branch,
+    "branch": _is_branch_record,
 }
 """The metadata that the core records in the checkpoints of a run, with a check of each value."""
 
 
-def _discovered_files(folder: Path) -> set[str]:
-    """Return the files that libraries read because of their place in a checkpoint.
+def _list_discoverable_files(folder: Path) -> set[str]:
+    """Return the files that libraries would read without being told to, by path in the checkpoint.
 
     torch.distributed.checkpoint reads every file of tensors at the top, and transformers looks for
     further files next to the model's configuration and the tokenizer.
     """
-    paths = [*folder.glob(f"*{_TENSORS}")]
+    paths = [*folder.glob(f"*{_TENSOR_FILE_SUFFIX}")]
     for name in (MODEL_FOLDER, TOKENIZER_FOLDER):
-        for parent, folders, files in os.walk(folder / name):
-            entries = [Path(parent, entry) for entry in (*folders, *files)]
+        for parent, folder_names, file_names in os.walk(folder / name):
+            entries = [Path(parent, entry) for entry in (*folder_names, *file_names)]
             paths += [entry for entry in entries if entry.is_symlink() or not entry.is_dir()]
     return {path.relative_to(folder).as_posix() for path in paths}
 
@@ -374,5 +391,5 @@ def add_checksum(content: str) -> str:
     Args:
         content: A JSON object, indented by one.
     """
-    content = content.removesuffix(_END)
-    return f'{content}{_SEAL}{xxhash.xxh3_128_hexdigest(content.encode())}"{_END}'
+    content = content.removesuffix(_JSON_END)
+    return f'{content}{_CHECKSUM_ENTRY}{xxhash.xxh3_128_hexdigest(content.encode())}"{_JSON_END}'

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm.checkpoint.format import (
     MODEL_TENSORS,
-    PLAIN,
+    STATE_FILE,
     Checkpoint,
     Stateful,
     checkpoint_folders,
@@ -41,53 +41,53 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
             checkpoint = read_manifest(path)
         except CheckpointError:
             continue
-        if checkpoint.problem() is None:
+        if checkpoint.find_problem() is None:
             checkpoints.append(checkpoint)
     return checkpoints
 
 
-def newest_valid(
-    folder: Path, *, together: bool = False, say: Callable[[str], object] = logger.info
+def find_newest_checkpoint(
+    folder: Path, *, is_collective: bool = False, on_skip: Callable[[str], object] = logger.info
 ) -> Checkpoint | None:
     """Return the newest checkpoint that matches its checksums completely, or None.
 
     Args:
         folder: The run's `checkpoints` folder.
-        together: Whether all ranks call this; then all return the same checkpoint.
-        say: Logs each damaged checkpoint that is skipped.
+        is_collective: Whether all ranks call this; then all return the same checkpoint.
+        on_skip: Called with a message about each damaged checkpoint that is skipped.
 
     Raises:
         ParallelError: Ranks see different folders.
     """
     folders = checkpoint_folders(folder)
     names = [path.name for path in folders]
-    names_by_rank = gather(names) if together else [names]
-    different_rank = next(
+    names_by_rank = gather(names) if is_collective else [names]
+    mismatched_rank = next(
         (rank for rank, rank_names in enumerate(names_by_rank) if rank_names != names_by_rank[0]),
         None,
     )
-    if different_rank is not None:
+    if mismatched_rank is not None:
         raise ParallelError(
-            f"Rank {different_rank} sees other checkpoints in {folder} than rank 0: the folder is "
+            f"Rank {mismatched_rank} sees other checkpoints in {folder} than rank 0: the folder is "
             "not the same on all nodes, or its contents are out of date there; start again, and "
             "if this does not help, move it to a file system that all nodes share."
         )
     for path in reversed(folders):
         try:
-            return read_valid(path, together=together)
+            return read_verified_checkpoint(path, is_collective=is_collective)
         except CheckpointError as error:
             if path.exists():  # a running training may have removed it
-                say(f"Skipping a checkpoint: {error}")
+                on_skip(f"Skipping a checkpoint: {error}")
     return None
 
 
-def read_valid(path: Path, *, together: bool = False) -> Checkpoint:
+def read_verified_checkpoint(path: Path, *, is_collective: bool = False) -> Checkpoint:
     """Read a checkpoint's manifest and compare every byte with its checksums.
 
     Args:
         path: Its folder.
-        together: Whether all ranks call this. Then each reads some of the files, and damage found
-            by one rank is raised on all.
+        is_collective: Whether all ranks call this. Then each rank reads some of the files, and
+            damage that one rank finds is raised on all ranks.
 
     Raises:
         CheckpointError: The manifest or a file is missing or damaged.
@@ -95,16 +95,16 @@ def read_valid(path: Path, *, together: bool = False) -> Checkpoint:
     checkpoint = None
     try:
         checkpoint = read_manifest(path)
-        problem = checkpoint.problem(
-            verify=_files_of_rank(checkpoint.files) if together else checkpoint.files
+        problem = checkpoint.find_problem(
+            files_to_verify=_files_of_rank(checkpoint.files) if is_collective else checkpoint.files
         )
         if problem is not None:
             problem = f"{path} is damaged: {problem}."
         else:
-            _read_plain(checkpoint)
+            _read_plain_state(checkpoint)
     except CheckpointError as error:
         problem = str(error)
-    if together:
+    if is_collective:
         problem = next(
             (rank_problem for rank_problem in gather(problem) if rank_problem is not None), None
         )
@@ -113,71 +113,81 @@ def read_valid(path: Path, *, together: bool = False) -> Checkpoint:
     return checkpoint
 
 
-def parts_of(checkpoint: Checkpoint) -> list[str]:
+def read_part_names(checkpoint: Checkpoint) -> list[str]:
     """Return the names of a checkpoint's parts.
 
     Raises:
         CheckpointError: The state is ill-formed.
     """
-    return [*_read_plain(checkpoint)]
+    return [*_read_plain_state(checkpoint)]
 
 
-def _read_plain(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+def _read_plain_state(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """Return the state without its tensors, by the name of the part."""
-    path = checkpoint.path / PLAIN
+    path = checkpoint.path / STATE_FILE
     try:
         parts = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{checkpoint.path} is damaged: {PLAIN} is not JSON.") from error
+        raise CheckpointError(f"{checkpoint.path} is damaged: {STATE_FILE} is not JSON.") from error
     if not (isinstance(parts, dict) and all(isinstance(part, dict) for part in parts.values())):
-        raise CheckpointError(f"{checkpoint.path} is damaged: {PLAIN} is not a table of parts.")
+        raise CheckpointError(
+            f"{checkpoint.path} is damaged: {STATE_FILE} is not a table of parts."
+        )
     return parts
 
 
 def _files_of_rank(files: Mapping[str, tuple[int, str]]) -> set[str]:
-    """Divide the files among ranks by size; return the files that this rank reads."""
+    """Divide the files among ranks by size; return the names of the files that this rank reads.
+
+    Args:
+        files: Size in bytes and checksum by name.
+    """
     world = world_from_environment()
-    loads = [0] * world.world_size
+    bytes_by_rank = [0] * world.world_size
     local_files = set()
     for name, (size, _) in sorted(files.items(), key=lambda item: (-item[1][0], item[0])):
-        reader = min(range(world.world_size), key=loads.__getitem__)
-        loads[reader] += size
-        if reader == world.rank:
+        reader_rank = min(range(world.world_size), key=bytes_by_rank.__getitem__)
+        bytes_by_rank[reader_rank] += size
+        if reader_rank == world.rank:
             local_files.add(name)
     return local_files
 
 
 def load_state(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
-    """Restore the state that each part had when the checkpoint was saved.
+    """Restore the state that each part had when the checkpoint was saved; every rank calls it.
+
+    Args:
+        checkpoint: What to read from.
+        parts: The objects to restore, by name.
 
     Raises:
         CheckpointError: The checkpoint holds other parts, tensors of other shapes, or a state that
             a part cannot read.
     """
-    plain = _read_plain(checkpoint)
-    missing = parts.keys() - plain.keys()
-    if missing:
-        raise CheckpointError(f"{checkpoint.path} holds no {', '.join(sorted(missing))}.")
+    plain_parts = _read_plain_state(checkpoint)
+    missing_parts = parts.keys() - plain_parts.keys()
+    if missing_parts:
+        raise CheckpointError(f"{checkpoint.path} holds no {', '.join(sorted(missing_parts))}.")
     # Read directly into the model's tensors, without a second copy.
     states = {name: part.state_dict() for name, part in parts.items()}
     tensors, _ = split_state(states)
     # A part may load only some of its entries, such as the model without the optimizer.
-    wanted = [
+    restored_prefixes = [
         f"{name}/{key}/"
         for name, state in states.items()
         for key, value in state.items()
         if isinstance(value, Mapping)
     ]
-    read_tensors(checkpoint, tensors, of=wanted)
+    read_tensors(checkpoint, tensors, required_prefixes=restored_prefixes)
     for name, part in parts.items():
         try:
-            part.load_state_dict(merge_state(plain[name], tensors, prefix=name))
+            part.load_state_dict(merge_state(plain_parts[name], tensors, prefix=name))
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{checkpoint.path / PLAIN} does not hold the state of {name} that this version "
-                f"reads: {type(error).__name__}: {one_line(error)}."
+                f"{checkpoint.path / STATE_FILE} does not hold the state of {name} that this "
+                f"version reads: {type(error).__name__}: {one_line(error)}."
             ) from error
 
 
@@ -192,11 +202,11 @@ def load_model(checkpoint: Checkpoint, targets: Mapping[str, "torch.Tensor"]) ->
         CheckpointError: The checkpoint belongs to another model.
     """
     tensors = {f"{MODEL_TENSORS}{name}": tensor for name, tensor in targets.items()}
-    read_tensors(checkpoint, tensors, of=[MODEL_TENSORS])
+    read_tensors(checkpoint, tensors, required_prefixes=[MODEL_TENSORS])
 
 
-def load_weights_of(part: str, checkpoint: Checkpoint, model: "torch.nn.Module") -> None:
-    """Load the model of a checkpoint, but take the weights from another part.
+def load_weights_from_part(part: str, checkpoint: Checkpoint, model: "torch.nn.Module") -> None:
+    """Load the model of a checkpoint, with the trained weights of another part.
 
     Args:
         part: A part with a tensor for each trained parameter, such as a moving average.
@@ -209,18 +219,21 @@ def load_weights_of(part: str, checkpoint: Checkpoint, model: "torch.nn.Module")
     load_model(checkpoint, model_tensors(model))
     parameters = model.named_parameters()
     weights = {f"{part}/{name}": p.detach() for name, p in parameters if p.requires_grad}
-    read_tensors(checkpoint, weights, of=[f"{part}/"])
+    read_tensors(checkpoint, weights, required_prefixes=[f"{part}/"])
 
 
 def read_tensors(
-    checkpoint: Checkpoint, tensors: Mapping[str, "torch.Tensor"], *, of: Iterable[str]
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, "torch.Tensor"],
+    *,
+    required_prefixes: Iterable[str],
 ) -> None:
     """Read tensors from a checkpoint, in place; every rank calls it.
 
     Args:
         checkpoint: What to read from.
         tensors: The tensors to overwrite, by path.
-        of: Prefixes of paths. Some rank must read every tensor below them.
+        required_prefixes: Prefixes of paths. Some rank must read every tensor below them.
 
     Raises:
         CheckpointError: It contains other tensors, or tensors with other shapes or types; or the
@@ -238,8 +251,8 @@ def read_tensors(
     try:
         with warnings.catch_warnings(), _quiet_root_logger():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            alone = not (distributed.is_available() and distributed.is_initialized())
-            load(dict(tensors), storage_reader=reader, planner=planner, no_dist=alone)
+            is_single_process = not (distributed.is_available() and distributed.is_initialized())
+            load(dict(tensors), storage_reader=reader, planner=planner, no_dist=is_single_process)
     except CheckpointException as error:
         if (failure := os_error_in(error, checkpoint.path)) is not None:
             raise CheckpointError(explain_os_error(failure)) from error
@@ -247,26 +260,30 @@ def read_tensors(
             f"{checkpoint.path} does not fit this model or optimizer: {one_line(error)}."
         ) from error
     assert planner.metadata is not None  # set by `load`
-    # A rank may hold only some of the tensors. Take the maximum over ranks of 2 (read), 1 (wanted
-    # but not held) and 0 (not wanted): it is 1 if a rank wants a tensor that none reads.
-    paths, prefixes = sorted(planner.metadata.state_dict_metadata), tuple(of)
-    marks = torch.tensor([2 if p in tensors else int(p.startswith(prefixes)) for p in paths])
-    if prefixes and not alone:
-        distributed.all_reduce(marks, distributed.ReduceOp.MAX)
-    unread = [path for path, mark in zip(paths, marks.tolist(), strict=True) if mark == 1]
-    if unread:
+    # A rank may have only some of the tensors. Take the maximum over ranks of 2 (read), 1
+    # (required, but not on this rank) and 0 (not required): it is 1 for a required tensor that no
+    # rank reads.
+    paths, prefixes = sorted(planner.metadata.state_dict_metadata), tuple(required_prefixes)
+    read_marks = torch.tensor([2 if p in tensors else int(p.startswith(prefixes)) for p in paths])
+    if prefixes and not is_single_process:
+        distributed.all_reduce(read_marks, distributed.ReduceOp.MAX)
+    unread_paths = [
+        path for path, mark in zip(paths, read_marks.tolist(), strict=True) if mark == 1
+    ]
+    if unread_paths:
         raise CheckpointError(
-            f"{checkpoint.path} does not fit this model or optimizer, which has no {unread[0]}."
+            f"{checkpoint.path} does not fit this model or optimizer, which has no "
+            f"{unread_paths[0]}."
         )
 
 
 @contextlib.contextmanager
 def _quiet_root_logger() -> Iterator[None]:
-    """Keep back the stack that torch logs before it raises an error."""
+    """Suppress the stack that torch logs as a warning before it raises an error."""
     root = logging.getLogger()
-    level = root.level
+    former_level = root.level
     root.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        root.setLevel(level)
+        root.setLevel(former_level)

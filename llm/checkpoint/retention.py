@@ -8,86 +8,92 @@ import logging
 import math
 from pathlib import Path
 
-from llm.checkpoint.format import REPLACED, Checkpoint, checkpoint_folders, step_of
+from llm.checkpoint.format import REPLACED_SUFFIX, Checkpoint, checkpoint_folders, checkpoint_step
 from llm.checkpoint.load import list_checkpoints
 from llm.runtime.files import delete, sync_folder
 
-BEST = "best"
+BEST_LINK = "best"
 """The link to the checkpoint with the lowest validation loss."""
 
 logger = logging.getLogger("llm")
 
 
-def commit_checkpoint(temporary: Path, final: Path) -> None:
+def commit_checkpoint(temporary_path: Path, final_path: Path) -> None:
     """Rename a checkpoint to its final name, once all its files are on the disk."""
     # Its file names must be on the disk before the checkpoint gets a name that counts.
-    sync_folder(temporary)
-    replaced = final.with_name(final.name + REPLACED)
-    if final.exists():
+    sync_folder(temporary_path)
+    replaced_path = final_path.with_name(final_path.name + REPLACED_SUFFIX)
+    if final_path.exists():
         # An earlier start of this run saved the same step. The old checkpoint stays valid until the
         # new one is renamed.
-        final.rename(replaced)
-    temporary.rename(final)
-    sync_folder(final.parent)  # sync the rename before an older checkpoint is removed
-    if replaced.exists():
-        remove(replaced)
+        final_path.rename(replaced_path)
+    temporary_path.rename(final_path)
+    sync_folder(final_path.parent)  # sync the rename before an older checkpoint is removed
+    if replaced_path.exists():
+        remove_checkpoint(replaced_path)
 
 
-def leftovers(folder: Path) -> list[Path]:
+def list_leftovers(folder: Path) -> list[Path]:
     """Return the temporary folders of running or killed saves and removals."""
     return sorted(folder.glob(".step_*.tmp"))
 
 
 def clear_leftovers(folder: Path) -> None:
     """Remove the remains of killed saves and removals."""
-    for leftover in leftovers(folder):
+    for leftover in list_leftovers(folder):
         _try_delete(leftover)
-    for replaced in folder.glob(f"step_*{REPLACED}"):
-        if replaced.with_suffix("").exists():
-            remove(replaced)
+    for replaced_path in folder.glob(f"step_*{REPLACED_SUFFIX}"):
+        if replaced_path.with_suffix("").exists():
+            remove_checkpoint(replaced_path)
 
 
-def prune(folder: Path, *, saved: int, keep_newest: int | None, keep_best: int) -> None:
+def prune(folder: Path, *, saved_step: int, keep_newest: int | None, keep_best: int) -> None:
     """Remove old checkpoints, and point the link `best` to the best remaining one.
 
     If the file system refuses it, this is logged; the next save tries again.
 
     Args:
         folder: The run's `checkpoints` folder.
-        saved: Step of the checkpoint that was just written or resumed from; it is never removed.
-            Later ones, left over if the run resumed from an earlier checkpoint, are kept too.
+        saved_step: Step of the checkpoint that was just written or resumed from; it is never
+            removed. Checkpoints of later steps, which exist if the run resumed from an earlier one,
+            are kept, too.
         keep_newest: Number of newest checkpoints to keep; None keeps all, unless `keep_best` is
             set.
         keep_best: Number of checkpoints with the lowest validation loss to keep as well.
     """
-    checkpoints = [c for c in list_checkpoints(folder) if c.step <= saved]
-    best = sorted((c for c in checkpoints if math.isfinite(_eval_loss(c))), key=_eval_loss)[
-        :keep_best
+    checkpoints = [
+        checkpoint for checkpoint in list_checkpoints(folder) if checkpoint.step <= saved_step
     ]
+    finite_checkpoints = [
+        checkpoint for checkpoint in checkpoints if math.isfinite(_eval_loss(checkpoint))
+    ]
+    best_checkpoints = sorted(finite_checkpoints, key=_eval_loss)[:keep_best]
     # With `keep_best` alone, the newest is also kept, to resume from.
-    newest = keep_newest if keep_newest is not None else (1 if keep_best else len(checkpoints))
-    retained = {c.path for c in best} | {c.path for c in checkpoints[-max(1, newest) :]}
+    num_newest = keep_newest if keep_newest is not None else (1 if keep_best else len(checkpoints))
+    newest_checkpoints = checkpoints[-max(1, num_newest) :]
+    retained_paths = {checkpoint.path for checkpoint in (*best_checkpoints, *newest_checkpoints)}
     try:
-        if best:
-            _link_best(folder, best[0], saved=saved)
+        if best_checkpoints:
+            _update_best_link(folder, best_checkpoints[0], saved_step=saved_step)
         for checkpoint in checkpoints:
-            if checkpoint.path not in retained:
-                remove(checkpoint.path)
+            if checkpoint.path not in retained_paths:
+                remove_checkpoint(checkpoint.path)
     except OSError as error:
         logger.warning(f"Old checkpoints in {folder} could not be removed: {error.strerror}.")
 
 
-def _link_best(folder: Path, best: Checkpoint, *, saved: int) -> None:
-    link = folder / BEST
+def _update_best_link(folder: Path, best: Checkpoint, *, saved_step: int) -> None:
+    """Point the link `best` to a checkpoint; log it if the checkpoint was just saved."""
+    link = folder / BEST_LINK
     if link.is_symlink() and link.readlink() == Path(best.path.name):
         return
     # The new link replaces the old one by a rename, so a link always exists.
-    temporary = folder / f".{BEST}.link"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(best.path.name)
-    temporary.replace(link)
+    temporary_path = folder / f".{BEST_LINK}.link"
+    temporary_path.unlink(missing_ok=True)
+    temporary_path.symlink_to(best.path.name)
+    temporary_path.replace(link)
     sync_folder(folder)
-    if best.step == saved:
+    if best.step == saved_step:
         logger.info(f"new best checkpoint: {best.path}, validation loss {_eval_loss(best):.4f}")
 
 
@@ -99,13 +105,14 @@ def mark_superseded(folder: Path, *, step: int) -> None:
         step: Step that training resumed from; later checkpoints are abandoned.
     """
     for path in checkpoint_folders(folder):
-        if (step_of(path) or 0) > step:
-            aside = path.with_name(f"{path.name}.superseded")
-            if aside.exists():
-                remove(aside)
-            path.rename(aside)
+        if (checkpoint_step(path) or 0) > step:
+            superseded_path = path.with_name(f"{path.name}.superseded")
+            if superseded_path.exists():
+                remove_checkpoint(superseded_path)
+            path.rename(superseded_path)
             logger.info(
-                f"{path.name} is later than the checkpoint resumed from: renamed to {aside.name}."
+                f"{path.name} is later than the checkpoint resumed from: renamed to "
+                f"{superseded_path.name}."
             )
 
 
@@ -114,15 +121,15 @@ def _eval_loss(checkpoint: Checkpoint) -> float:
     return math.nan if loss is None else float(loss)
 
 
-def remove(path: Path) -> None:
-    """Remove a checkpoint; after a kill in between, no remaining folder counts as one."""
-    doomed = path.with_name(f".{path.name}.removed.tmp")
-    path.rename(doomed)
-    _try_delete(doomed)
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint; after a kill in between, the rest of it does not count as one."""
+    removed_path = path.with_name(f".{path.name}.removed.tmp")
+    path.rename(removed_path)
+    _try_delete(removed_path)
 
 
 def _try_delete(path: Path) -> None:
-    """Delete what does not count as a checkpoint; if that fails, the next save tries again."""
+    """Delete a folder that does not count as a checkpoint; log a failure instead of raising it."""
     try:
         delete(path)  # perhaps a file or a link that is named like a checkpoint
     except OSError as error:  # NFS keeps a file that a reader has open, and so its folder

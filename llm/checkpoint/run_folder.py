@@ -23,7 +23,7 @@ logger = logging.getLogger("llm")
 
 Status = Literal["running", "finished", "preempted", "failed"]
 
-_FILES = (
+_RUN_FILES = (
     "config.toml",
     "status.json",
     "log.txt",
@@ -31,7 +31,7 @@ _FILES = (
     "events.jsonl",
     "all_results.json",
 )
-_FOLDERS = {
+_FILE_PATTERNS_BY_FOLDER = {
     "checkpoints": r"step_\d+(\.replaced)?(\.superseded)?|\.step_.*\.tmp|best|\.best\.link",
     "tensorboard": r"events\.out\.tfevents\..*",
     "stacks": r"rank_\d+\.txt|(nccl|gloo)_rank_\d+",
@@ -39,15 +39,15 @@ _FOLDERS = {
     "profile": r"rank\d+\.trace\.json\.gz|profile\.txt",
 }
 """Patterns of the file names that a run writes to each of its folders."""
-_LOOK_SECONDS = 0.5  # between two looks at another run's sign of life
-MODEL_FILES = (
+_CLAIM_POLL_SECONDS = 0.5  # between two looks at another run's sign of life
+MODEL_FILE_PATTERN = (
     r"README\.md|(generation_)?config\.json|model(-\d+-of-\d+)?\.safetensors"
     r"|model\.safetensors\.index\.json|tokenizer(_config)?\.json|special_tokens_map\.json"
     r"|added_tokens\.json|vocab\.(json|txt)|merges\.txt|tekken\.json|(tokenizer|spiece|sentencepiece(\.bpe)?)\.model"
     r"|chat_template\.(jinja|json)|additional_chat_templates|(configuration|modeling|tokenization)_\w+\.py"
 )
 """Pattern of the file names in an exported model with its tokenizer."""
-_LEFTOVERS = rf"\.({'|'.join(_FILES)}|README\.md)\.[0-9a-f]+\.tmp"
+_TEMPORARY_FILE_PATTERN = rf"\.({'|'.join(_RUN_FILES)}|README\.md)\.[0-9a-f]+\.tmp"
 
 
 class RunFolder:
@@ -84,29 +84,29 @@ class RunFolder:
                 f"The name of the folder {self.path} is too long; give an --output_dir."
             )
         self.check_usable()
-        trained, exported = self._own_files()
+        training_files, model_files = self._list_run_files()
         # If a rank hangs while the run starts, it leaves stacks in a folder without a status.
-        marks = [path for path in trained if path.parent != self.stacks]
-        if marks + exported and not self._holds_run():
-            names = [str(path.relative_to(self.path)) for path in marks + exported]
-            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        run_files = [path for path in training_files if path.parent != self.stacks]
+        if run_files + model_files and not self._holds_run():
+            names = [str(path.relative_to(self.path)) for path in run_files + model_files]
+            remainder = f" and {len(names) - 8} more" if len(names) > 8 else ""
             raise ConfigError(
                 f"--output_dir {self.path} holds no run, but files that this run would replace "
-                f"({', '.join(names[:8])}{more}); move them away, or name another folder."
+                f"({', '.join(names[:8])}{remainder}); move them away, or name another folder."
             )
-        if marks and not (resume or overwrite):
-            names = list(dict.fromkeys(path.relative_to(self.path).parts[0] for path in marks))
+        if run_files and not (resume or overwrite):
+            names = list(dict.fromkeys(path.relative_to(self.path).parts[0] for path in run_files))
             raise ConfigError(
                 f"--output_dir {self.path} holds a run already ({', '.join(names)}): continue it "
                 "with --resume_from_checkpoint, remove it with --overwrite_output_dir, or name "
                 "another folder."
             )
-        if not marks and (surrounding_run := run_around(self.path)) is not None:
+        if not run_files and (surrounding_run := find_surrounding_run(self.path)) is not None:
             raise ConfigError(
                 f"--output_dir {self.path} is within the files of the run {surrounding_run}; name "
                 "a folder outside of them."
             )
-        folders = {path.parent for path in trained if path.parent != self.path}
+        folders = {path.parent for path in training_files if path.parent != self.path}
         links = sorted(folder for folder in folders if folder.is_symlink())
         if overwrite and links:
             raise ConfigError(
@@ -141,53 +141,55 @@ class RunFolder:
         has_checkpoints = any(self.checkpoints.glob("step_*/manifest.json"))
         return "pid" in self._read_status() or has_checkpoints or self._abandoned.exists()
 
-    def _own_files(self) -> tuple[list[Path], list[Path]]:
-        """Return the files of a training and the files of an export.
+    def _list_run_files(self) -> tuple[list[Path], list[Path]]:
+        """Return the files in this folder that belong to a training, and to an exported model.
 
         Raises:
             ConfigError: The folder cannot be read.
         """
         try:
-            trained = self._of_training()
-            files = sorted(self.path.iterdir()) if self.path.is_dir() else []
-            return trained, [path for path in files if re.fullmatch(MODEL_FILES, path.name)]
+            training_files = self._list_training_files()
+            entries = sorted(self.path.iterdir()) if self.path.is_dir() else []
         except OSError as error:
             raise ConfigError(
                 f"--output_dir {self.path}: {error.filename} cannot be read ({error.strerror})."
             ) from error
+        model_files = [path for path in entries if re.fullmatch(MODEL_FILE_PATTERN, path.name)]
+        return training_files, model_files
 
-    def _of_training(self) -> list[Path]:
-        """Return the files that a run writes before it exports its model."""
-        written = [self.path / name for name in _FILES]
-        for name, pattern in _FOLDERS.items():
+    def _list_training_files(self) -> list[Path]:
+        """Return the files in this folder that a run writes before it exports its model."""
+        candidates = [self.path / name for name in _RUN_FILES]
+        for name, pattern in _FILE_PATTERNS_BY_FOLDER.items():
             folder = self.path / name
             if folder.is_dir():
-                written += [p for p in sorted(folder.iterdir()) if re.fullmatch(pattern, p.name)]
-            else:
-                written.append(folder)
-        return [path for path in written if os.path.lexists(path)]
+                entries = sorted(folder.iterdir())
+                candidates += [path for path in entries if re.fullmatch(pattern, path.name)]
+            else:  # a file or a link with the name of the folder, or nothing
+                candidates.append(folder)
+        return [path for path in candidates if os.path.lexists(path)]
 
-    def endangers(self, source: Path) -> bool:
+    def would_overwrite(self, source: Path) -> bool:
         """Return whether a fresh run in this folder might remove or replace an input.
 
         Args:
-            source: A file or folder; it and its contents may be links.
+            source: The input, a file or a folder; it and its contents may be links.
 
         Raises:
             ConfigError: This folder cannot be read.
         """
-        trained, exported = self._own_files()
-        run_places = _paths_of(*(self.path / name for name in _FOLDERS), *trained, *exported)
+        training_files, model_files = self._list_run_files()
+        run_folders = [self.path / name for name in _FILE_PATTERNS_BY_FOLDER]
+        run_paths = _path_spellings(*run_folders, *training_files, *model_files)
         links = [
             path
             for parent, folders, files in os.walk(source)
             for path in (Path(parent, name) for name in (*folders, *files))
             if path.is_symlink()
         ]
-        input_places = _paths_of(source, *links)
+        source_paths = _path_spellings(source, *links)
         overlaps = any(
-            place in run_places or not run_places.isdisjoint(place.parents)
-            for place in input_places
+            path in run_paths or not run_paths.isdisjoint(path.parents) for path in source_paths
         )
         return overlaps or os.path.realpath(source) == os.path.realpath(self.path)
 
@@ -222,62 +224,64 @@ class RunFolder:
             ConfigError: Another process writes to it, such as the same job started twice.
             DataError: It cannot be written to.
         """
-        path = self.path / ".lock"
-        new = [place for place in (path, *path.parents) if not os.path.lexists(place)]
+        lock_path = self.path / ".lock"
+        created_paths = [
+            path for path in (lock_path, *lock_path.parents) if not os.path.lexists(path)
+        ]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             # Appending keeps the text of another owner, for the message below.
-            lock = path.open("a+", encoding="utf-8")
+            lock_file = lock_path.open("a+", encoding="utf-8")
         except OSError as error:
             raise self._unwritable_error(error) from error
         try:
-            claim = self._take_ownership(lock)
+            claim = self._take_ownership(lock_file)
             try:
                 yield
             finally:
                 claim.release()
                 if not self.is_open:
                     with contextlib.suppress(OSError):
-                        for place in new:
-                            place.unlink() if place == path else place.rmdir()
+                        for path in created_paths:
+                            path.unlink() if path == lock_path else path.rmdir()
         finally:
             with contextlib.suppress(OSError):  # it would hide what ended the run
-                lock.close()
+                lock_file.close()
 
-    def _take_ownership(self, lock: IO[str]) -> Claim:
+    def _take_ownership(self, lock_file: IO[str]) -> Claim:
         """Lock the folder, or acquire and return a claim on a file system without locks."""
         claim = Claim(self.path, ".owner", on_loss=self._end_process)
         try:
-            if not try_lock(lock.fileno()):
-                self._wait_for_claim(claim, lock)
-            lock.truncate(0)
-            since = time.strftime("%Y-%m-%d %H:%M:%S")
-            lock.write(f"process {os.getpid()} on {socket.gethostname()} since {since}")
-            lock.flush()
+            if not try_lock(lock_file.fileno()):
+                self._wait_for_claim(claim, lock_file)
+            lock_file.truncate(0)
+            start_time = time.strftime("%Y-%m-%d %H:%M:%S")
+            lock_file.write(f"process {os.getpid()} on {socket.gethostname()} since {start_time}")
+            lock_file.flush()
         except BlockingIOError as error:
-            raise self._in_use_error(lock) from error
+            raise self._in_use_error(lock_file) from error
         except OSError as error:
             raise self._unwritable_error(error) from error
         return claim
 
-    def _wait_for_claim(self, claim: Claim, lock: IO[str]) -> None:
+    def _wait_for_claim(self, claim: Claim, lock_file: IO[str]) -> None:
         """Wait until the last owner of the folder is known to be dead."""
-        waits = False
+        has_warned = False
         while not claim.try_acquire():
             if claim.has_rival:
-                raise self._in_use_error(lock)
-            if not waits:
+                raise self._in_use_error(lock_file)
+            if not has_warned:
                 logger.warning(
                     f"{self.path} is on a file system without locks, and its last run has not "
                     f"ended by itself: waiting up to {HEARTBEAT_TIMEOUT_SECONDS:g} seconds for a "
                     "sign of life."
                 )
-            waits = True
-            time.sleep(_LOOK_SECONDS)
+            has_warned = True
+            time.sleep(_CLAIM_POLL_SECONDS)
 
-    def _in_use_error(self, lock: IO[str]) -> ConfigError:
-        lock.seek(0)
-        owner = lock.read() or "another process"
+    def _in_use_error(self, lock_file: IO[str]) -> ConfigError:
+        lock_file.seek(0)
+        owner = lock_file.read() or "another process"
         return ConfigError(
             f"--output_dir {self.path} is in use by {owner}; wait for it, end it, or name another "
             "folder."
@@ -306,7 +310,7 @@ class RunFolder:
             if self._abandoned.exists():  # now, or by a start that was killed in between
                 self._remove_records()
             for leftover in self.path.glob(".*.tmp"):  # from a killed process
-                if re.fullmatch(_LEFTOVERS, leftover.name):
+                if re.fullmatch(_TEMPORARY_FILE_PATTERN, leftover.name):
                     leftover.unlink()
             clear_leftovers(self.checkpoints)  # now, since the next lines need room on the disk
             self.write_status("running")
@@ -316,9 +320,10 @@ class RunFolder:
             raise self._unwritable_error(error) from error
 
     def _abandon_run(self) -> None:
-        """Take all checkpoints of the former run away by one rename, so that no start resumes it.
+        """Rename the checkpoints folder of the former run, so that no start resumes that run.
 
-        Until `_remove_abandoned`, each start knows by their folder that the run is to be removed.
+        The renamed folder tells each start that the former run must be removed. It exists until
+        `_remove_abandoned`.
         """
         if self.checkpoints.exists() and not self._abandoned.exists():
             self.checkpoints.rename(self._abandoned)
@@ -326,20 +331,20 @@ class RunFolder:
         sync_folder(self.path)
 
     def _remove_records(self) -> None:
-        """Remove what the former run has written, except its abandoned checkpoints."""
-        for path in self._of_training():
+        """Remove the files of the former run, except its abandoned checkpoints."""
+        for path in self._list_training_files():
             if path.name != "status.json":  # which marks the folder as a run
                 delete(path)
-        for name in _FOLDERS:
+        for name in _FILE_PATTERNS_BY_FOLDER:
             with contextlib.suppress(OSError):  # missing, or it contains files of the user
                 (self.path / name).rmdir()
 
     def _remove_abandoned(self) -> None:
-        """Remove abandoned checkpoints, and give files of the user their former place back."""
+        """Remove abandoned checkpoints, and move the user's files back to `checkpoints`."""
         if not self._abandoned.exists():
             return
         for path in self._abandoned.iterdir():
-            if re.fullmatch(_FOLDERS["checkpoints"], path.name):
+            if re.fullmatch(_FILE_PATTERNS_BY_FOLDER["checkpoints"], path.name):
                 delete(path)
             else:
                 self.checkpoints.mkdir(exist_ok=True)
@@ -354,7 +359,7 @@ class RunFolder:
         Raises:
             OSError: It cannot be written.
         """
-        content = {
+        record = {
             "status": status,
             "reason": reason,
             "step": step,
@@ -362,7 +367,7 @@ class RunFolder:
             "pid": os.getpid(),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        path, text = self.path / "status.json", json.dumps(content, indent=1) + "\n"
+        path, text = self.path / "status.json", json.dumps(record, indent=1) + "\n"
         try:
             write_whole(path, text)
         except OSError as error:
@@ -380,61 +385,66 @@ class RunFolder:
                 logger.warning(f"The end of the run has no event: {explain_os_error(error)}")
 
 
-def run_around(path: Path) -> Path | None:
+def find_surrounding_run(path: Path) -> Path | None:
     """Return the run with checkpoints or logs in the folder of a path, or None."""
     real = Path(os.path.realpath(path))
     for folder in (real, *real.parents):
-        if folder.name in _FOLDERS and RunFolder(folder.parent)._holds_run():
+        if folder.name in _FILE_PATTERNS_BY_FOLDER and RunFolder(folder.parent)._holds_run():
             return folder.parent
     return None
 
 
-def _paths_of(*paths: Path) -> set[Path]:
-    """Return paths as written, with links in their folders resolved, and fully resolved."""
-    places = set()
+def _path_spellings(*paths: Path) -> set[Path]:
+    """Return the absolute paths, with links in their folders resolved, and fully resolved."""
+    spellings = set()
     for path in paths:
         # Unlike Path.resolve, realpath accepts links that point to themselves.
         parent, target = os.path.realpath(path.parent), os.path.realpath(path)
-        places |= {Path(os.path.abspath(path)), Path(parent, path.name), Path(target)}
-    return places
+        spellings |= {Path(os.path.abspath(path)), Path(parent, path.name), Path(target)}
+    return spellings
 
 
-def differences(saved: dict[str, object], current: dict[str, object]) -> list[str]:
-    """Return a clause for each shared option that differs."""
+def describe_changes(
+    saved_options: dict[str, object], current_options: dict[str, object]
+) -> list[str]:
+    """Return a clause for each option that both have and that differs."""
     return [
-        f"{name} was {saved[name]!r} and is {value!r}"
-        for name, value in current.items()
-        if name in saved and saved[name] != value
+        f"{name} was {saved_options[name]!r} and is {value!r}"
+        for name, value in current_options.items()
+        if name in saved_options and saved_options[name] != value
     ]
 
 
 def check_unchanged(
-    saved: dict[str, object],
-    current: dict[str, object],
+    saved_options: dict[str, object],
+    current_options: dict[str, object],
     *,
-    allowed: tuple[str, ...],
+    allowed_names: tuple[str, ...],
     branch_from: Path | None = None,
 ) -> None:
     """Refuse to resume or to branch if a fixed option has changed.
 
     Args:
-        saved: The fixed options of the checkpoint.
-        current: The fixed options of this start.
-        allowed: Options that may differ nevertheless.
+        saved_options: The fixed options of the checkpoint.
+        current_options: The fixed options of this start.
+        allowed_names: Options that may differ nevertheless.
         branch_from: The parent's checkpoint, if the start begins a branch.
 
     Raises:
         CheckpointError: An option differs; the message lists all of them.
     """
-    changed = differences(saved, {n: v for n, v in current.items() if n not in allowed})
-    if changed and branch_from is not None:
+    checked_options = {
+        name: value for name, value in current_options.items() if name not in allowed_names
+    }
+    changes = describe_changes(saved_options, checked_options)
+    if changes and branch_from is not None:
         raise CheckpointError(
-            f"A branch of {branch_from} cannot change these settings: {'; '.join(changed)}. Leave "
+            f"A branch of {branch_from} cannot change these settings: {'; '.join(changes)}. Leave "
             "them out, or allow a change with --change_on_resume NAME."
         )
-    if changed:
+    if changes:
         raise CheckpointError(
-            f"The run cannot be resumed with other settings: {'; '.join(changed)}. Use the old "
+            f"The run cannot be resumed with other settings: {'; '.join(changes)}. Use the old "
             "values, allow a change with --change_on_resume NAME, or start another run in another "
             "--output_dir."
         )

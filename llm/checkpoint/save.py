@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from llm.checkpoint.format import (
-    PLAIN,
+    STATE_FILE,
     Checkpoint,
     Stateful,
-    name_of,
+    checkpoint_name,
     split_state,
     write_manifest,
 )
@@ -42,7 +42,9 @@ from llm.runtime.agreement import gather, is_shared, on_all_ranks
 from llm.runtime.files import sync_file, sync_folder
 from llm.runtime.logging import event
 
-_PAUSES = (1.0, 4.0)  # seconds before each retry of a failed save
+_RETRY_DELAYS = (1.0, 4.0)
+"""Seconds to wait before each retry of a failed save."""
+
 _MAX_FAILED_SAVES = 3
 """Number of consecutive failed checkpoints before training stops."""
 
@@ -56,17 +58,18 @@ class Saver:
         options: Whether to write in the background, and which checkpoints to keep.
         folder: The run's `checkpoints` folder.
         parts: Objects to save, by name.
-        metadata: Plain values to keep in every manifest.
+        metadata: Plain values for every manifest.
         rank: Rank of this process.
         world_size: Number of ranks.
         owner_ranks: Ranks that hold a tensor; by default all.
-        copies: Files to put into every checkpoint, by their path in it; rank 0 writes them.
-        copied_first: Paths of tensors to copy before the device begins the next step.
+        extra_files: Contents of further files of every checkpoint, by their path in it; rank 0
+            writes them.
+        blocking_paths: Paths of tensors to copy before the device begins the next step.
         flush_metrics: Writes the metrics up to the step of a save, which a resumed run does not
             report again; rank 0 calls it.
 
     Attributes:
-        held_up: Seconds that training waited for the last save.
+        blocked_seconds: Seconds that training waited for the last save.
     """
 
     def __init__(
@@ -79,11 +82,11 @@ class Saver:
         rank: int,
         world_size: int,
         owner_ranks: OwnerRanks | None = None,
-        copies: Mapping[str, bytes] | None = None,
-        copied_first: Container[str] = (),
+        extra_files: Mapping[str, bytes] | None = None,
+        blocking_paths: Container[str] = (),
         flush_metrics: Callable[[], None] = lambda: None,
     ) -> None:
-        self.held_up = 0.0
+        self.blocked_seconds = 0.0
         self._options = options
         self._folder = folder
         self._parts = parts
@@ -91,14 +94,14 @@ class Saver:
         self._rank = rank
         self._world_size = world_size
         self._owner_ranks = owner_ranks or (lambda path: range(world_size))
-        self._copies = copies or {}
-        self._copied_first = copied_first
+        self._extra_files = extra_files or {}
+        self._blocking_paths = blocking_paths
         self._flush_metrics = flush_metrics
-        self._failures = 0
+        self._num_failures = 0
         self._error: CheckpointError | None = None
         self._thread: threading.Thread | None = None
         self._buffers: dict[str, torch.Tensor] = {}
-        self._under_way: HostCopies | None = None
+        self._pending_copies: HostCopies | None = None
         # A separate group: the thread communicates while training uses the default group.
         self._group = dist.new_group(backend="gloo") if world_size > 1 else None
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -113,21 +116,23 @@ class Saver:
         Raises:
             CheckpointError: Too many saves have failed in a row, or the state is not finite.
         """
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         self.finish()  # the copies below overwrite buffers that the last save may still be writing
         state, plain = split_state({name: part.state_dict() for name, part in self._parts.items()})
-        local_tensors, file_of = assign_writers(
+        local_tensors, file_index_by_path = assign_writers(
             state, rank=self._rank, world_size=self._world_size, owner_ranks=self._owner_ranks
         )
-        self._under_way = copy_to_host(local_tensors, self._buffers, first=self._copied_first)
+        self._pending_copies = copy_to_host(
+            local_tensors, self._buffers, blocking_paths=self._blocking_paths
+        )
         snapshot = Snapshot(
             step=step,
-            copies=self._under_way,
-            file_of=file_of,
+            copies=self._pending_copies,
+            file_index_by_path=file_index_by_path,
             plain=json.dumps(plain),
             metadata={**self._metadata, "eval_loss": eval_loss},
         )
-        self.held_up = time.perf_counter() - began
+        self.blocked_seconds = time.perf_counter() - start_time
         if not self._options.async_checkpoint:
             self._save_snapshot(snapshot)
             self.finish()
@@ -141,9 +146,9 @@ class Saver:
 
         Call it in each step, between the gradient and the update. The host does not wait.
         """
-        if self._under_way is not None:
-            self._under_way.wait_on_device()
-            self._under_way = None
+        if self._pending_copies is not None:
+            self._pending_copies.wait_on_device()
+            self._pending_copies = None
 
     def finish(self, *, is_final: bool = False) -> None:
         """Wait for the background save, if one is running.
@@ -157,18 +162,18 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._under_way = None
+        self._pending_copies = None
         error, self._error = self._error, None
         if error is None:
             return
-        self._failures += 1
-        if is_final or isinstance(error, NotFiniteError) or self._failures > _MAX_FAILED_SAVES:
+        self._num_failures += 1
+        if is_final or isinstance(error, NotFiniteError) or self._num_failures > _MAX_FAILED_SAVES:
             raise error
         logger.warning(f"{error} Training continues.")
 
     def _save_snapshot(self, snapshot: Snapshot) -> None:
         """Write a snapshot once its copies are complete; keep the error for `finish`."""
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         try:
             # All ranks learn of an error here. Otherwise the others would wait in the next one.
             problem = self._on_all_ranks(snapshot.copies.wait_on_host)
@@ -185,134 +190,157 @@ class Saver:
                 f"({problem}); earlier checkpoints are untouched."
             )
             return
-        self._failures = 0
+        self._num_failures = 0
         logger.info(
-            f"Saved {self._folder / name_of(snapshot.step)} (blocked training for "
-            f"{self.held_up:.2f} s, written in {time.perf_counter() - began:.1f} s).",
-            extra=event("save", step=snapshot.step, checkpoint=name_of(snapshot.step)),
+            f"Saved {self._folder / checkpoint_name(snapshot.step)} (blocked training for "
+            f"{self.blocked_seconds:.2f} s, written in {time.perf_counter() - start_time:.1f} s).",
+            extra=event("save", step=snapshot.step, checkpoint=checkpoint_name(snapshot.step)),
         )
 
     def _write_or_retry(self, snapshot: Snapshot) -> str | None:
         """Write, and retry if the file system fails; all ranks retry together."""
         problem = self._write_checkpoint(snapshot)
-        for pause in _PAUSES:
+        for delay in _RETRY_DELAYS:
             if problem is None:
                 break
             self._remove_unfinished()
-            logger.warning(f"{problem}; trying again in {pause:g} seconds.")
-            time.sleep(pause)
+            logger.warning(f"{problem}; trying again in {delay:g} seconds.")
+            time.sleep(delay)
             problem = self._write_checkpoint(snapshot)
         return problem
 
     def _remove_unfinished(self) -> None:
-        """Free the space of a failed save, so that a full disk has room for logs and the status."""
+        """Remove a failed save, so that a full disk has room for logs and the status."""
         if self._rank == 0:
             with contextlib.suppress(OSError):
                 clear_leftovers(self._folder)
 
     def _write_checkpoint(self, snapshot: Snapshot) -> str | None:
         """Try to save once; return the error of any rank, or None."""
-        final = self._folder / name_of(snapshot.step)
-        temporary = self._folder / f".{final.name}.tmp"
+        final_path = self._folder / checkpoint_name(snapshot.step)
+        temporary_path = self._folder / f".{final_path.name}.tmp"
         self._check_finite(snapshot)
         files: dict[str, Any] = {}
-        # Each of the three ends with an all-gather, which is also a barrier: no rank writes before
-        # the folder exists, rank 0 renames it only when all ranks' files are on the disk, and no
-        # rank returns before the rename.
+        # Each of the three calls ends with an all-gather, which is also a barrier: no rank writes
+        # before the folder exists, rank 0 renames it only when all ranks' files are on the disk,
+        # and no rank returns before the rename.
         return (
-            self._on_all_ranks(lambda: self._make_folder(temporary))
-            or self._on_all_ranks(lambda: files.update(self._write_tensors(snapshot, temporary)))
-            or self._on_all_ranks(lambda: self._commit_files(snapshot, files, temporary, final))
+            self._on_all_ranks(lambda: self._make_folder(temporary_path))
+            or self._on_all_ranks(
+                lambda: files.update(self._write_tensors(snapshot, temporary_path))
+            )
+            or self._on_all_ranks(
+                lambda: self._commit_files(snapshot, files, temporary_path, final_path)
+            )
         )
 
     def _check_finite(self, snapshot: Snapshot) -> None:
+        """Refuse to save a state with infinite or NaN values on any rank."""
         tensors = snapshot.copies.tensors.items()
-        infinite_name = next((name for name, tensor in tensors if not is_finite(tensor)), None)
-        bad = [name for name in gather(infinite_name, group=self._group) if name is not None]
-        if bad:
+        local_name = next((name for name, tensor in tensors if not is_finite(tensor)), None)
+        names_by_rank = gather(local_name, group=self._group)
+        infinite_name = next((name for name in names_by_rank if name is not None), None)
+        if infinite_name is not None:
             raise NotFiniteError(
-                f"The state of step {snapshot.step} is not saved because {bad[0]} is not finite; "
-                "resume from an earlier checkpoint with a lower --learning_rate."
+                f"The state of step {snapshot.step} is not saved because {infinite_name} is not "
+                "finite; resume from an earlier checkpoint with a lower --learning_rate."
             )
 
-    def _make_folder(self, temporary: Path) -> None:
+    def _make_folder(self, temporary_path: Path) -> None:
         if self._rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             sync_folder(self._folder.parent)
             clear_leftovers(self._folder)
             self._flush_metrics()
-            temporary.mkdir()
+            temporary_path.mkdir()
 
-    def _write_tensors(self, snapshot: Snapshot, temporary: Path) -> dict[str, tuple[int, str]]:
+    def _write_tensors(
+        self, snapshot: Snapshot, temporary_path: Path
+    ) -> dict[str, tuple[int, str]]:
         """Write and sync this rank's tensors; return size and checksum of each file."""
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
         # One rank plans for all ranks, but knows only the files of its local tensors.
-        file_of, written = {}, set()
-        for files, names in gather(
-            (snapshot.file_of, [*snapshot.copies.tensors]), group=self._group
+        file_index_by_path, written_paths = {}, set()
+        for rank_file_index_by_path, rank_paths in gather(
+            (snapshot.file_index_by_path, [*snapshot.copies.tensors]), group=self._group
         ):
-            file_of.update(files)
-            written.update(names)
-        if unwritten := file_of.keys() - written:
-            raise CheckpointError(f"no rank writes {min(unwritten)}")
+            file_index_by_path.update(rank_file_index_by_path)
+            written_paths.update(rank_paths)
+        if unwritten_paths := file_index_by_path.keys() - written_paths:
+            raise CheckpointError(f"no rank writes {min(unwritten_paths)}")
         writer = HuggingFaceStorageWriter(
-            str(temporary), fqn_to_index_mapping=file_of, save_distributed=True
+            str(temporary_path), fqn_to_index_mapping=file_index_by_path, save_distributed=True
         )
         # The tensors are in host memory: the writer must not use a device or wait for it.
         writer.per_thread_copy_ahead = 0
-        alone = self._group is None
+        is_single_process = self._group is None
         save(
             dict(snapshot.copies.tensors),
             storage_writer=writer,
             process_group=self._group,
-            no_dist=alone,
+            no_dist=is_single_process,
         )
-        rank_files = temporary.glob(f"shard-{self._rank + 1:05d}-*.safetensors")
+        rank_files = temporary_path.glob(f"shard-{self._rank + 1:05d}-*.safetensors")
         return {path.name: sync_file(path) for path in rank_files}
 
     def _commit_files(
         self,
         snapshot: Snapshot,
         files: dict[str, tuple[int, str]],
-        temporary: Path,
-        final: Path,
+        temporary_path: Path,
+        final_path: Path,
     ) -> None:
-        ranks = gather(files, group=self._group)
+        """Write the plain files and the manifest, and rename the checkpoint; rank 0 does it.
+
+        Args:
+            snapshot: The state.
+            files: Size in bytes and checksum of each file that this rank has written.
+            temporary_path: The folder with the files.
+            final_path: The checkpoint's path.
+        """
+        files_by_rank = gather(files, group=self._group)
         if self._rank != 0:
             return
-        plain = {PLAIN: snapshot.plain.encode(), **self._copies}
-        for name, content in plain.items():
-            path = temporary / name
+        contents = {STATE_FILE: snapshot.plain.encode(), **self._extra_files}
+        for name, content in contents.items():
+            path = temporary_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        plain_files = {name: sync_file(temporary / name) for name in plain}
-        for folder in {parent for name in plain for parent in Path(name).parents[:-1]}:
-            sync_folder(temporary / folder)
+        plain_files = {name: sync_file(temporary_path / name) for name in contents}
+        for folder in {parent for name in contents for parent in Path(name).parents[:-1]}:
+            sync_folder(temporary_path / folder)
         checkpoint = Checkpoint(
-            path=temporary,
+            path=temporary_path,
             step=snapshot.step,
             saved_time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             world_size=self._world_size,
             metadata=snapshot.metadata,
-            files={name: entry for files in [*ranks, plain_files] for name, entry in files.items()},
+            files={
+                name: entry
+                for file_entries in [*files_by_rank, plain_files]
+                for name, entry in file_entries.items()
+            },
         )
         # Written last: a folder with a manifest is complete.
         write_manifest(checkpoint)
-        commit_checkpoint(temporary, final)
+        commit_checkpoint(temporary_path, final_path)
         prune(
             self._folder,
-            saved=snapshot.step,
+            saved_step=snapshot.step,
             keep_newest=self._options.keep_checkpoints,
             keep_best=self._options.save_top_k,
         )
 
     def _on_all_ranks(self, action: Callable[[], None]) -> str | None:
-        """Run an action on every rank; return the first rank's error (never empty), or None."""
+        """Run an action on every rank; return the error of the first rank that fails, or None.
+
+        The text of an error is never empty.
+        """
         from torch.distributed.checkpoint.api import CheckpointException
 
-        def explained() -> None:
+        def run_action() -> None:
             try:
                 action()
             except (Exception, CheckpointException) as error:  # it is not a subclass of Exception
@@ -321,7 +349,7 @@ class Saver:
                 raise CheckpointError(one_line_with_path(error)) from error
 
         try:
-            on_all_ranks(explained, group=self._group)
+            on_all_ranks(run_action, group=self._group)
         except CheckpointError as error:
             return str(error)
         return None

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 _FILE_BYTES = 1 << 30  # a file is assembled in memory before it is written
 _SLAB_BYTES = 1 << 30
-_ALIGNMENT = 64
-_WITH_STREAMS = {"cuda"}  # device types that can copy while they compute
+_ALIGNMENT_BYTES = 64
+_ASYNC_COPY_DEVICES = {"cuda"}  # device types that can copy while they compute
 
 OwnerRanks = Callable[[str], Sequence[int]]
 """Maps the path of a tensor to the ranks that hold it, in order."""
@@ -32,10 +32,10 @@ class HostCopies:
         tensors: The copies, by path.
 
     Args:
-        tensors: As above.
-        sources: The tensors being copied, kept alive until `wait_on_device`. Otherwise, if training
-            replaces one during the copy, the allocator could reuse its memory.
-        done: The event at the end of the copies; None if they are complete.
+        tensors: The copies, by path.
+        sources: The tensors being copied, which stay alive until `wait_on_device`. Otherwise, if
+            training replaces one during the copy, the allocator could reuse its memory.
+        end_event: The event at the end of the copies; None if they are complete.
     """
 
     def __init__(
@@ -43,23 +43,23 @@ class HostCopies:
         tensors: dict[str, torch.Tensor],
         *,
         sources: Sequence[torch.Tensor] = (),
-        done: Any = None,
+        end_event: Any = None,
     ) -> None:
         self.tensors = tensors
-        self._sources, self._done = sources, done
+        self._sources, self._end_event = sources, end_event
 
     def wait_on_device(self) -> None:
         """Make later operations on the device wait for the copies; the host does not wait."""
         if self._sources:
-            self._done.wait()  # in the stream of the caller
+            self._end_event.wait()  # in the stream of the caller
             self._sources = ()
 
     def wait_on_host(self) -> None:
         """Wait until the copies are complete."""
-        if self._done is not None:
+        if self._end_event is not None:
             # A new thread would use the first GPU, and CUDA would create a context there.
-            torch.get_device_module(self._done.device).set_device(self._done.device)
-            self._done.synchronize()
+            torch.get_device_module(self._end_event.device).set_device(self._end_event.device)
+            self._end_event.synchronize()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +69,15 @@ class Snapshot:
     Attributes:
         step: Optimizer steps done.
         copies: The tensors that this rank writes.
-        file_of: For each tensor of any rank, the number of its file on the rank that writes it.
+        file_index_by_path: For each tensor of any rank, the index (from 1) of its file on the rank
+            that writes it.
         plain: The rest of the state, as JSON.
         metadata: Plain values for the manifest.
     """
 
     step: int
     copies: HostCopies
-    file_of: dict[str, int]
+    file_index_by_path: dict[str, int]
     plain: str
     metadata: dict[str, Any]
 
@@ -93,58 +94,66 @@ def assign_writers(
         owner_ranks: Ranks that hold a tensor that is not sharded.
 
     Returns:
-        The tensors of this rank, and for each tensor in `state` the number of its file on the rank
-        that writes it.
+        The tensors of this rank; and for each tensor in `state` the index (from 1) of its file on
+        the rank that writes it.
     """
-    loads = [0] * world_size
-    files = [_Files() for _ in range(world_size)]
-    shard_files = _Files()
-    local_tensors, file_of = {}, {}
+    bytes_by_rank = [0] * world_size
+    rank_files = [_FileAllocator() for _ in range(world_size)]
+    shard_files = _FileAllocator()
+    local_tensors, file_index_by_path = {}, {}
     # Tensors on the most ranks come first: tensors that fewer ranks know must not change their
     # writers. Then the largest, for an even load.
-    items = sorted(state.items(), key=lambda i: (-len(owner_ranks(i[0])), -i[1].nbytes, i))
+    items = sorted(
+        state.items(),
+        key=lambda item: (-len(owner_ranks(item[0])), -item[1].nbytes, item),
+    )
     for path, tensor in items:
         if not isinstance(tensor, DTensor):
-            writer = min(owner_ranks(path), key=loads.__getitem__)
-            file_of[path] = files[writer].put(tensor.nbytes)
-            loads[writer] += tensor.nbytes
+            writer = min(owner_ranks(path), key=bytes_by_rank.__getitem__)
+            file_index_by_path[path] = rank_files[writer].assign_file(tensor.nbytes)
+            bytes_by_rank[writer] += tensor.nbytes
             if writer == rank:
                 local_tensors[path] = tensor
     # A sharded tensor without elements is not written.
-    sharded = [(p, t) for p, t in items if isinstance(t, DTensor) and t.numel()]
-    for number, (path, tensor) in enumerate(sharded):
+    sharded_items = [(p, t) for p, t in items if isinstance(t, DTensor) and t.numel()]
+    for tensor_index, (path, tensor) in enumerate(sharded_items):
         axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
         num_shards = math.prod(size for size, placement in axes if not placement.is_replicate())
-        file_of[path] = shard_files.put(tensor.nbytes // num_shards)
-        if tensor.to_local().numel() and _writes_shard(tensor, number):
+        file_index_by_path[path] = shard_files.assign_file(tensor.nbytes // num_shards)
+        if tensor.to_local().numel() and _writes_shard(tensor, tensor_index):
             local_tensors[path] = tensor
-    return local_tensors, file_of
+    return local_tensors, file_index_by_path
 
 
-class _Files:
-    """Numbers the files of a rank, from 1."""
+class _FileAllocator:
+    """Assigns the tensors of a rank to files of about `_FILE_BYTES`; file indices begin at 1."""
 
     def __init__(self) -> None:
-        self._number = 1
-        self._bytes = 0
+        self._file_index = 1
+        self._file_bytes = 0
 
-    def put(self, num_bytes: int) -> int:
-        if self._bytes >= _FILE_BYTES:
-            self._number, self._bytes = self._number + 1, 0
-        self._bytes += num_bytes
-        return self._number
+    def assign_file(self, num_bytes: int) -> int:
+        if self._file_bytes >= _FILE_BYTES:
+            self._file_index, self._file_bytes = self._file_index + 1, 0
+        self._file_bytes += num_bytes
+        return self._file_index
 
 
-def _writes_shard(tensor: DTensor, number: int) -> bool:
-    """Return whether this rank writes its shard; replicas alternate tensor by tensor."""
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    for size, at, placement in zip(
-        tensor.device_mesh.shape, coordinate, tensor.placements, strict=True
+def _writes_shard(tensor: DTensor, tensor_index: int) -> bool:
+    """Return whether this rank writes its shard; replicas take turns, tensor by tensor.
+
+    Args:
+        tensor: A sharded tensor, perhaps with replicas of the shards along some axes of the mesh.
+        tensor_index: Index of the tensor in the order of writing, the same on all ranks.
+    """
+    coordinates = tensor.device_mesh.get_coordinate()
+    assert coordinates is not None
+    for size, coordinate, placement in zip(
+        tensor.device_mesh.shape, coordinates, tensor.placements, strict=True
     ):
         if placement.is_replicate():
-            number, writer = divmod(number, size)
-            if at != writer:
+            tensor_index, writer = divmod(tensor_index, size)
+            if coordinate != writer:
                 return False
     return True
 
@@ -153,7 +162,7 @@ def copy_to_host(
     tensors: Mapping[str, torch.Tensor],
     buffers: dict[str, torch.Tensor],
     *,
-    first: Container[str] = (),
+    blocking_paths: Container[str] = (),
 ) -> HostCopies:
     """Copy tensors, or this rank's shards of them, into host memory.
 
@@ -161,18 +170,19 @@ def copy_to_host(
 
     Args:
         tensors: Tensors to copy, by path.
-        buffers: Memory of the last copies, to reuse; updated.
-        first: Paths of tensors to copy before any later operation of the device, so that they may
-            change or be freed at once.
+        buffers: Host memory of the last copies by path, to reuse; updated.
+        blocking_paths: Paths of tensors to copy before any later operation of the device, so that
+            they may change or be freed at once.
     """
-    local = {
+    sources = {
         path: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         for path, tensor in tensors.items()
     }
-    device = next((t.device for t in local.values() if t.device.type in _WITH_STREAMS), None)
-    if any(not _fits_buffer(buffers.get(path), tensor) for path, tensor in local.items()):
+    devices = (source.device for source in sources.values())
+    device = next((device for device in devices if device.type in _ASYNC_COPY_DEVICES), None)
+    if any(not _fits_buffer(buffers.get(path), source) for path, source in sources.items()):
         buffers.clear()  # before the new memory is allocated
-        buffers.update(_allocate_buffers(local, pinned=device is not None))
+        buffers.update(_allocate_buffers(sources, pinned=device is not None))
     copies: dict[str, torch.Tensor] = {}
     for path, tensor in tensors.items():
         copies[path] = buffers[path]
@@ -180,33 +190,39 @@ def copy_to_host(
             # from_local would move the copy back to the mesh's device.
             copies[path] = DTensor(buffers[path], tensor._spec, requires_grad=False)
     if device is None:
-        for path, source in local.items():
+        for path, source in sources.items():
             buffers[path].copy_(source)
         return HostCopies(copies)
-    at_once = {path: source for path, source in local.items() if path in first}
-    later = {path: source for path, source in local.items() if path not in first}
-    if at_once:
-        _copy_aside(at_once, buffers, device).wait()  # in the stream of the caller
-    return HostCopies(copies, sources=[*later.values()], done=_copy_aside(later, buffers, device))
+    blocking_sources = {path: source for path, source in sources.items() if path in blocking_paths}
+    background_sources = {
+        path: source for path, source in sources.items() if path not in blocking_paths
+    }
+    if blocking_sources:
+        _start_copies(blocking_sources, buffers, device).wait()  # in the stream of the caller
+    return HostCopies(
+        copies,
+        sources=[*background_sources.values()],
+        end_event=_start_copies(background_sources, buffers, device),
+    )
 
 
-def _copy_aside(
+def _start_copies(
     sources: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], device: torch.device
 ) -> Any:
-    """Start the copies when the device has computed the sources; return the event at their end."""
-    streams = torch.get_device_module(device)
-    aside = _stream_of_copies(device)
-    aside.wait_stream(streams.current_stream(device))
-    with streams.stream(aside):
+    """Queue the copies behind the computation of their sources; return the event at their end."""
+    device_module = torch.get_device_module(device)
+    copy_stream = _get_copy_stream(device)
+    copy_stream.wait_stream(device_module.current_stream(device))
+    with device_module.stream(copy_stream):
         for path, source in sources.items():
             buffers[path].copy_(source, non_blocking=True)
-    done = streams.Event(blocking=True)  # a waiting thread sleeps
-    done.record(aside)
-    return done
+    end_event = device_module.Event(blocking=True)  # a waiting thread sleeps
+    end_event.record(copy_stream)
+    return end_event
 
 
 @functools.cache
-def _stream_of_copies(device: torch.device) -> Any:
+def _get_copy_stream(device: torch.device) -> Any:
     """Return one stream for all saves, because the allocator keeps memory per stream."""
     return torch.get_device_module(device).Stream(device)
 
@@ -225,22 +241,22 @@ def _allocate_buffers(
     """
     slabs: list[_Slab] = []
     for path, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
-        room = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        slab = next((slab for slab in slabs if slab.used + room <= slab.capacity), None)
+        num_bytes = -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        slab = next((slab for slab in slabs if slab.num_bytes + num_bytes <= slab.capacity), None)
         if slab is None:
-            slab = _Slab(capacity=max(_SLAB_BYTES, 1 << (room - 1).bit_length()))
+            slab = _Slab(capacity=max(_SLAB_BYTES, 1 << (num_bytes - 1).bit_length()))
             slabs.append(slab)
-        slab.offsets[path] = slab.used
-        slab.used += room
+        slab.offsets[path] = slab.num_bytes
+        slab.num_bytes += num_bytes
     buffers = {}
     for slab in slabs:
-        memory = torch.empty(slab.used, dtype=torch.uint8, pin_memory=pinned).numpy()
+        memory = torch.empty(slab.num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()
         for path, offset in slab.offsets.items():
             tensor = tensors[path]
             # Through NumPy, so that each tensor has a separate storage: the writer would copy views
             # of a larger one. Contiguous, as in a file, regardless of the tensor's strides.
-            part = torch.from_numpy(memory[offset : offset + tensor.nbytes])
-            buffers[path] = part.view(tensor.dtype).view(tensor.shape)
+            buffer_bytes = torch.from_numpy(memory[offset : offset + tensor.nbytes])
+            buffers[path] = buffer_bytes.view(tensor.dtype).view(tensor.shape)
     return buffers
 
 
@@ -250,12 +266,12 @@ class _Slab:
 
     Attributes:
         capacity: Maximum size in bytes.
-        used: Bytes in use; only these are allocated.
-        offsets: Where each tensor begins, in bytes.
+        num_bytes: Bytes in use; only these are allocated.
+        offsets: Where each tensor begins, in bytes, by path.
     """
 
     capacity: int
-    used: int = 0
+    num_bytes: int = 0
     offsets: dict[str, int] = field(default_factory=dict)
 
 

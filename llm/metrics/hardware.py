@@ -75,7 +75,7 @@ def device_peak_flops(device: torch.device, mixed_precision: str) -> float:
         if flops is not None:
             return flops
     dtype = {"no": torch.float32, "fp16": torch.float16}.get(mixed_precision, torch.bfloat16)
-    measured = measured_flops(device, dtype)
+    measured = measure_flops(device, dtype)
     logger.info(
         f"peak: at least {measured / 1e12:.3g} TFLOP/s per device, which matrix products in "
         f"{dtype} reach; MFU is the share of that"
@@ -83,7 +83,7 @@ def device_peak_flops(device: torch.device, mixed_precision: str) -> float:
     return measured
 
 
-def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the best FLOP/s of square matrix products, each size repeated for 0.1 s.
 
     The sizes grow while larger products are faster and take less than 0.5 s. Other programs slow

@@ -26,7 +26,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, *, step: int) -> None:
-        self.names_at_start = cut_metrics(path, step=step)
+        self.names_at_start = truncate_metrics(path, step=step)
         self._path = path
         self._file = path.open("ab", buffering=0)
         self._size = path.stat().st_size
@@ -79,7 +79,7 @@ class MetricsFile:
             logger.warning(f"Lines are missing in {self._path} ({one_line(error)}).")
 
 
-def cut_metrics(path: Path, *, step: int) -> set[str]:
+def truncate_metrics(path: Path, *, step: int) -> set[str]:
     """Remove lines of later steps from metrics.jsonl, and a line that a kill cut short.
 
     Args:

@@ -88,11 +88,11 @@ class Tracker:
         yield
         self._started += time.perf_counter() - began
 
-    def waited_for_data(self, seconds: float) -> None:
+    def add_data_wait(self, seconds: float) -> None:
         """Add time that the loop waited for a batch."""
         self._data_wait += seconds
 
-    def step_done(self, step: int) -> None:
+    def advance_bar(self, step: int) -> None:
         """Move the progress bar to a step."""
         self._draw_bar(lambda bar: bar.update(step - bar.n))
 

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llm.checkpoint.format import (
     MEAN_FILE,
-    REPLACED,
+    REPLACED_SUFFIX,
     Checkpoint,
     checkpoint_folders,
+    checkpoint_step,
     read_manifest,
-    step_of,
 )
-from llm.checkpoint.load import list_checkpoints, parts_of, read_valid
-from llm.checkpoint.retention import BEST, leftovers
-from llm.checkpoint.run_folder import MODEL_FILES, run_around
+from llm.checkpoint.load import list_checkpoints, read_part_names, read_verified_checkpoint
+from llm.checkpoint.retention import BEST_LINK, list_leftovers
+from llm.checkpoint.run_folder import MODEL_FILE_PATTERN, find_surrounding_run
 from llm.config.command_line import parse
 from llm.config.options import missing_requirements, option, option_group
 from llm.config.program import program
@@ -37,13 +37,13 @@ from llm.runtime.world import ignore_ranks
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.extensions import EXTENSIONS
 from llm.trainers.gpt.load_trained_model import (
-    build_untrained,
+    build_untrained_model,
     choose_checkpoint,
     export_trained,
-    follow_best,
-    load_trained,
+    load_trained_model,
     read_while_training,
-    with_copies,
+    resolve_best_link,
+    with_checkpoint_copies,
 )
 from llm.trainers.gpt.recorded_config import read_config
 
@@ -54,9 +54,7 @@ if TYPE_CHECKING:
 
 _UNFINISHED_MARKER = ".unfinished"
 """Marks the folder of an export until it is complete."""
-_EXPORT_NAMES = (
-    rf"{MODEL_FILES}|{re.escape(MEAN_FILE)}|{re.escape(_UNFINISHED_MARKER)}|\.export-.*|\..*\.tmp"
-)
+_EXPORT_NAMES = rf"{MODEL_FILE_PATTERN}|{re.escape(MEAN_FILE)}|{re.escape(_UNFINISHED_MARKER)}|\.export-.*|\..*\.tmp"
 """Pattern of the file names in the folder of an export."""
 
 _ROW_FORMAT = "{:>10}  {:>15}  {:>9}  {:<16}  {:>5}  {}"
@@ -202,15 +200,17 @@ def _list_checkpoints(folder: Path, *, verify: bool) -> tuple[list[str], int]:
     all_entries = [_read_entry(path, verify=verify) for path in checkpoint_folders(folder)]
     # A running training may have removed some in the meantime.
     entries = [entry for entry in all_entries if os.path.lexists(entry.path)]
-    unfinished = leftovers(folder)
+    unfinished = list_leftovers(folder)
     if not entries and not unfinished:
         return [f"{folder} holds no checkpoint."], 0
     valid_entries = [entry for entry in entries if entry.problem is None]
     latest = valid_entries[-1].path if valid_entries else None
-    best, best_remark = follow_best(folder)
+    best, best_remark = resolve_best_link(folder)
     lines = [_ROW_FORMAT.format("step", "validation loss", "size", "saved", "ranks", "state")]
     for entry in entries:
-        labels = [name for name, path in (("latest", latest), (BEST, best)) if path == entry.path]
+        labels = [
+            name for name, path in (("latest", latest), (BEST_LINK, best)) if path == entry.path
+        ]
         lines.append(_format_row(entry, labels))
     for path in unfinished:
         lines.append(
@@ -251,7 +251,9 @@ def _read_entry(path: Path, *, verify: bool) -> Entry:
             problem = problem.removeprefix(prefix)
         return Entry(path=path, checkpoint=None, problem=problem)
     files = checkpoint.files if verify else ()
-    return Entry(path=path, checkpoint=checkpoint, problem=checkpoint.problem(verify=files))
+    return Entry(
+        path=path, checkpoint=checkpoint, problem=checkpoint.find_problem(files_to_verify=files)
+    )
 
 
 def _format_row(entry: Entry, labels: list[str]) -> str:
@@ -259,10 +261,10 @@ def _format_row(entry: Entry, labels: list[str]) -> str:
     checkpoint = entry.checkpoint
     loss = None if checkpoint is None else checkpoint.metadata.get("eval_loss")
     state = "valid" if entry.problem is None else f"not valid: {entry.problem}"
-    if entry.path.name.endswith(REPLACED):
+    if entry.path.name.endswith(REPLACED_SUFFIX):
         state += " (replaced by a later save of this step)"
     return _ROW_FORMAT.format(
-        str(step_of(entry.path)),
+        str(checkpoint_step(entry.path)),
         "-" if loss is None else f"{loss:.4f}",
         _format_bytes(_folder_bytes(entry.path)),
         "-" if checkpoint is None else checkpoint.saved_time[:16].replace("T", " "),
@@ -299,9 +301,9 @@ def _export_checkpoint(run: Path, checkpoints_folder: Path, options: Checkpoints
 
     def read_checkpoint() -> tuple[Checkpoint, "PreTrainedModel", "PreTrainedTokenizerBase"]:
         checkpoint = choose_checkpoint(checkpoints_folder, step, option="--export")
-        if saved_weights is not None and saved_weights.part not in parts_of(checkpoint):
+        if saved_weights is not None and saved_weights.part not in read_part_names(checkpoint):
             raise CheckpointError(f"{checkpoint.path} has no {saved_weights.description}.")
-        return checkpoint, *load_trained(
+        return checkpoint, *load_trained_model(
             config, checkpoint, part=saved_weights.part if saved_weights else None
         )
 
@@ -362,13 +364,13 @@ def _read_mean(
         raise ConfigError(
             f"--last {num_checkpoints}: {checkpoints_folder} holds {available}{remedy}."
         )
-    checkpoints = [read_valid(checkpoint.path) for checkpoint in newest]
+    checkpoints = [read_verified_checkpoint(checkpoint.path) for checkpoint in newest]
     _prepare_libraries()
     from llm.tools.mean_state import mean_state
 
     _check_same_model(config, checkpoints)
     # Not initialized: a second copy of the weights would double the memory.
-    model, tokenizer = build_untrained(config, checkpoints[-1], device="meta")
+    model, tokenizer = build_untrained_model(config, checkpoints[-1], device="meta")
     return checkpoints, model, tokenizer, mean_state(checkpoints, model)
 
 
@@ -383,13 +385,13 @@ def _check_same_model(config: CoreConfig, checkpoints: Sequence[Checkpoint]) -> 
         CheckpointError: The configuration of one differs from the last one's.
     """
     from llm.models.configuration import load_config
-    from llm.trainers.gpt.model_copies import config_changes
+    from llm.trainers.gpt.model_copies import describe_config_changes
 
     newest = checkpoints[-1]
-    options = with_copies(config, newest)
+    options = with_checkpoint_copies(config, newest)
     model_config = load_config(options)
     for checkpoint in checkpoints:
-        changes = config_changes(options, checkpoint, model_config)
+        changes = describe_config_changes(options, checkpoint, model_config)
         if changes:
             raise CheckpointError(
                 f"{newest.path} and {checkpoint.path} have different models: {'; '.join(changes)}. "
@@ -403,7 +405,7 @@ def _check_target(target: Path, option: str) -> None:
         raise ConfigError(f"{option} {target} is a file; name a new folder.")
     if target.exists() and not (_is_empty(target) or _is_unfinished(target)):
         raise ConfigError(f"{option} {target} is not empty; name a new folder.")
-    if (run := run_around(target)) is not None:
+    if (run := find_surrounding_run(target)) is not None:
         raise ConfigError(
             f"{option} {target} is within the files of the run {run}; name a folder outside of "
             "them."

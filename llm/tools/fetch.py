@@ -25,7 +25,7 @@ from llm.runtime.logging import quiet_libraries, set_up_logging
 from llm.runtime.offline import offline_variable
 from llm.runtime.world import ignore_ranks
 from llm.trainers.gpt.extensions import EXTENSIONS, GPTConfig
-from llm.trainers.gpt.load_trained_model import tokenizer_of
+from llm.trainers.gpt.load_trained_model import load_run_tokenizer
 
 # Files at the top level of a model's repository. Weights are read as safetensors if possible.
 _MODEL_FILE_SUFFIXES = (".jinja", ".json", ".model", ".py", ".tiktoken", ".txt")
@@ -177,7 +177,7 @@ def check_downloads(config: GPTConfig) -> None:
     if config.config_name or config.model_name_or_path:
         load_config(config)
     if config.tokenizer_name or config.model_name_or_path:
-        tokenizer_of(config)
+        load_run_tokenizer(config)
     if config.dataset_name is not None:
         name, subset = config.dataset_name, config.dataset_config_name
         folder = open_dataset_folder(name, subset, file_option="--train_file")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llm.checkpoint.format import MANIFEST
-from llm.checkpoint.load import list_checkpoints, read_valid
+from llm.checkpoint.load import list_checkpoints, read_verified_checkpoint
 from llm.config.command_line import parse
 from llm.config.options import option, option_group
 from llm.config.program import program
@@ -24,7 +24,11 @@ from llm.runtime.offline import forbid_downloads
 from llm.runtime.process_settings import limit_spin_wait
 from llm.runtime.rng import draw_seed
 from llm.runtime.world import device_of, ignore_ranks, world_from_environment
-from llm.trainers.gpt.load_trained_model import choose_checkpoint, load_trained, read_while_training
+from llm.trainers.gpt.load_trained_model import (
+    choose_checkpoint,
+    load_trained_model,
+    read_while_training,
+)
 from llm.trainers.gpt.recorded_config import read_config
 
 if TYPE_CHECKING:
@@ -228,11 +232,11 @@ def _open_checkpoint(run: Path, name: str, options: GenerateOptions) -> "Model":
 
     def read_model() -> "Model":
         if (Path(name) / MANIFEST).is_file():
-            checkpoint = read_valid(Path(name))
+            checkpoint = read_verified_checkpoint(Path(name))
         else:
             checkpoint = choose_checkpoint(run / "checkpoints", name, option="--checkpoint")
         _print_note(f"The model after step {checkpoint.step:,}, from {checkpoint.path}.")
-        return load_trained(config, checkpoint)
+        return load_trained_model(config, checkpoint)
 
     return read_while_training(run / "checkpoints", read_model)
 

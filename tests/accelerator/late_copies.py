@@ -72,7 +72,7 @@ class LateCopies:
         patch(
             snapshot, "_allocate_buffers", lambda tensors, pinned: allocate(tensors, pinned=False)
         )
-        patch(snapshot, "_stream_of_copies", Stream)
+        patch(snapshot, "_get_copy_stream", Stream)
         patch(torch, "get_device_module", get_module)
 
     def __getattr__(self, name: str) -> Any:

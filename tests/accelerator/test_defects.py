@@ -200,8 +200,10 @@ def drop_what_is_copied() -> None:
     DecentralizedStrategy.copied_first = AcceleratedStrategy.copied_first
     make = HostCopies.__init__
 
-    def make_without_sources(self: HostCopies, tensors: Any, *, sources: Any, done: Any) -> None:
-        make(self, tensors, sources=[None] * len(sources), done=done)
+    def make_without_sources(
+        self: HostCopies, tensors: Any, *, sources: Any, end_event: Any
+    ) -> None:
+        make(self, tensors, sources=[None] * len(sources), end_event=end_event)
 
     HostCopies.__init__ = make_without_sources
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llm.checkpoint.format import name_of
+from llm.checkpoint.format import checkpoint_name
 from llm.checkpoint.save import Saver
 from llm.checkpoint.snapshot import HostCopies
 from tests.accelerator.late_copies import LateCopies
@@ -40,7 +40,7 @@ def held_by(folder: Path, *, step: int) -> dict[str, int]:
 
 
 def tensors_of(folder: Path, *, step: int) -> dict[str, torch.Tensor]:
-    [file] = (folder / name_of(step)).glob("*.safetensors")
+    [file] = (folder / checkpoint_name(step)).glob("*.safetensors")
     return load_file(file)
 
 

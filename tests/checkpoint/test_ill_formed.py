@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from llm.checkpoint.format import MANIFEST, PLAIN, add_checksum, read_manifest, write_manifest
-from llm.checkpoint.load import list_checkpoints, load_state, newest_valid, parts_of, read_valid
+from llm.checkpoint.format import MANIFEST, STATE_FILE, add_checksum, read_manifest, write_manifest
+from llm.checkpoint.load import (
+    find_newest_checkpoint,
+    list_checkpoints,
+    load_state,
+    read_part_names,
+    read_verified_checkpoint,
+)
 from llm.errors import CheckpointError
 from llm.runtime.files import sync_file
 from tests.support.checkpoints import Part, filled, save, saver_of
@@ -35,9 +41,11 @@ def seal_files(checkpoint: Path, **changes: object) -> None:
 
 def seal_state(checkpoint: Path, text: str) -> None:
     """Replace the state without tensors, with correct checksums."""
-    (checkpoint / PLAIN).write_text(text)
+    (checkpoint / STATE_FILE).write_text(text)
     sealed = read_manifest(checkpoint)
-    write_manifest(replace(sealed, files={**sealed.files, PLAIN: sync_file(checkpoint / PLAIN)}))
+    write_manifest(
+        replace(sealed, files={**sealed.files, STATE_FILE: sync_file(checkpoint / STATE_FILE)})
+    )
 
 
 MANIFESTS = {
@@ -85,7 +93,7 @@ def test_a_sealed_manifest_that_is_ill_formed_is_damaged(tmp_path, caplog, case)
 
     with pytest.raises(CheckpointError, match=r"step_00000002/manifest\.json is damaged: "):
         read_manifest(bad)
-    assert newest_valid(tmp_path).step == 1
+    assert find_newest_checkpoint(tmp_path).step == 1
     assert f"Skipping a checkpoint: {bad / MANIFEST} is damaged: " in caplog.text
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [1]
 
@@ -99,7 +107,7 @@ def test_a_manifest_that_is_not_an_object_is_damaged(tmp_path, content):
     save(tmp_path, 1)
     (save(tmp_path, 2) / MANIFEST).write_text(content)
 
-    assert newest_valid(tmp_path).step == 1
+    assert find_newest_checkpoint(tmp_path).step == 1
 
 
 def test_a_run_saves_and_prunes_next_to_an_ill_formed_manifest(tmp_path):
@@ -108,7 +116,7 @@ def test_a_run_saves_and_prunes_next_to_an_ill_formed_manifest(tmp_path):
 
     saver_of(tmp_path, filled(3.0), keep_checkpoints=1, save_top_k=1).save(step=3, eval_loss=1.0)
 
-    assert newest_valid(tmp_path).step == 3
+    assert find_newest_checkpoint(tmp_path).step == 3
 
 
 @pytest.mark.parametrize(
@@ -121,11 +129,11 @@ def test_a_sealed_state_that_is_no_table_of_parts_is_damaged(tmp_path, state):
     bad = save(tmp_path, 2)
     seal_state(bad, state)
 
-    assert newest_valid(tmp_path).step == 1
+    assert find_newest_checkpoint(tmp_path).step == 1
     with pytest.raises(CheckpointError, match=r"step_00000002 is damaged: state\.json is not "):
-        read_valid(bad)
+        read_verified_checkpoint(bad)
     with pytest.raises(CheckpointError, match=r"state\.json is not "):
-        parts_of(read_manifest(bad))
+        read_part_names(read_manifest(bad))
 
 
 class Counter(Part):
@@ -149,10 +157,10 @@ def test_a_state_that_a_part_cannot_read_is_refused_by_its_name(tmp_path, state,
     seal_state(bad, json.dumps({"part": state}))
 
     with pytest.raises(CheckpointError) as caught:
-        load_state(read_valid(bad), {"part": Counter({"count": 0})})
+        load_state(read_verified_checkpoint(bad), {"part": Counter({"count": 0})})
 
     assert str(caught.value).startswith(
-        f"{bad / PLAIN} does not hold the state of part that this version reads: {reason}"
+        f"{bad / STATE_FILE} does not hold the state of part that this version reads: {reason}"
     )
 
 
@@ -184,15 +192,15 @@ UNLISTED = {
 @pytest.mark.parametrize("case", UNLISTED)
 def test_a_file_that_the_manifest_does_not_list_is_refused(tmp_path, case):
     bad = saved_with_copies(tmp_path)
-    assert read_valid(bad).step == 2
+    assert read_verified_checkpoint(bad).step == 2
     name, write = UNLISTED[case]
     write(bad / name)
 
     with pytest.raises(CheckpointError) as caught:
-        read_valid(bad)
+        read_verified_checkpoint(bad)
 
     assert str(caught.value) == f"{bad} is damaged: {name} does not belong to it."
-    assert newest_valid(tmp_path).step == 1
+    assert find_newest_checkpoint(tmp_path).step == 1
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [1]
 
 
@@ -203,7 +211,7 @@ def test_a_link_in_place_of_a_listed_file_is_refused(tmp_path, name):
     (bad / name).symlink_to(tmp_path / "moved")
 
     with pytest.raises(CheckpointError, match=r"is a link instead of a file"):
-        read_valid(bad)
+        read_verified_checkpoint(bad)
 
 
 def test_other_files_and_links_to_a_checkpoint_are_accepted(tmp_path):
@@ -214,4 +222,4 @@ def test_other_files_and_links_to_a_checkpoint_are_accepted(tmp_path):
     shutil.copytree(good, tmp_path / "copy")
 
     for path in (good, tmp_path / "link", tmp_path / "copy"):
-        assert read_valid(path).step == 2
+        assert read_verified_checkpoint(path).step == 2

@@ -17,7 +17,7 @@ import torch
 from llm.checkpoint import save as saving  # the tests' own helper is called `save`
 from llm.checkpoint import snapshot
 from llm.checkpoint.format import checkpoint_folders
-from llm.checkpoint.load import list_checkpoints, newest_valid
+from llm.checkpoint.load import find_newest_checkpoint, list_checkpoints
 from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import NotFiniteError, Saver
 from llm.errors import CheckpointError
@@ -89,9 +89,9 @@ def kill_at_every_moment(folder: Path, step: int) -> tuple[int, list[str]]:
 def check_after_kill(run: Path, step: int, survived: bool) -> list[str]:
     wrong = []
     for found in list_checkpoints(run):
-        if found.problem(verify=found.files) is not None:
+        if found.find_problem(files_to_verify=found.files) is not None:
             wrong.append(f"{found.path.name} is partial and counts")
-    newest = newest_valid(run)
+    newest = find_newest_checkpoint(run)
     if newest is None or newest.step < 3:
         wrong.append("an older checkpoint was lost")
     else:
@@ -103,7 +103,7 @@ def check_after_kill(run: Path, step: int, survived: bool) -> list[str]:
     if 2 not in steps(run):
         wrong.append("the best was lost")
     saver_of(run, filled(5.0), keep_checkpoints=2, save_top_k=1).save(step=5, eval_loss=0.5)
-    if not is_filled(load(newest_valid(run)), 5.0):
+    if not is_filled(load(find_newest_checkpoint(run)), 5.0):
         wrong.append("the next save is not right")
     # Nothing hidden, and of what is named as a checkpoint nothing that is none.
     if list(run.glob(".*")) or len(steps(run)) != 2 or len(checkpoint_folders(run)) != 2:
@@ -205,7 +205,7 @@ def test_an_error_of_one_rank_is_reported_by_all_and_survived(tmp_path):
         for line, part in zip(said, expected, strict=True):
             assert part in line
     assert steps(tmp_path) == [1, 3]
-    assert newest_valid(tmp_path).step == 3
+    assert find_newest_checkpoint(tmp_path).step == 3
 
 
 def lose_a_rank(folder: Path) -> str:
@@ -233,4 +233,4 @@ def test_a_rank_that_dies_during_a_save_leaves_the_older_checkpoint(tmp_path):
     assert outcomes[1].error == "ended with code -9"
     assert "The checkpoint of step 2 could not be written" in outcomes[0].output
     assert steps(tmp_path) == [1]
-    assert newest_valid(tmp_path).step == 1
+    assert find_newest_checkpoint(tmp_path).step == 1

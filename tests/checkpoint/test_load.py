@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from llm.checkpoint import snapshot
-from llm.checkpoint.format import MANIFEST, REPLACED, add_checksum, read_manifest
-from llm.checkpoint.load import list_checkpoints, load_state, newest_valid, read_valid
+from llm.checkpoint.format import MANIFEST, REPLACED_SUFFIX, add_checksum, read_manifest
+from llm.checkpoint.load import (
+    find_newest_checkpoint,
+    list_checkpoints,
+    load_state,
+    read_verified_checkpoint,
+)
 from llm.checkpoint.retention import mark_superseded, prune
 from llm.errors import CheckpointError
 from llm.runtime.files import checksum
@@ -24,7 +29,7 @@ def test_the_newest_valid_checkpoint_is_chosen(tmp_path):
     for step in (10, 9, 100):
         save(tmp_path, step)
 
-    assert newest_valid(tmp_path).step == 100
+    assert find_newest_checkpoint(tmp_path).step == 100
     assert steps(tmp_path) == [9, 10, 100]
 
 
@@ -32,7 +37,7 @@ def test_steps_are_ordered_as_numbers_also_beyond_eight_digits(tmp_path):
     for step in (99_999_999, 100_000_000):
         save(tmp_path, step, fill=1.0)
 
-    assert newest_valid(tmp_path).step == 100_000_000
+    assert find_newest_checkpoint(tmp_path).step == 100_000_000
 
 
 def test_a_half_written_checkpoint_is_never_chosen(tmp_path):
@@ -41,11 +46,11 @@ def test_a_half_written_checkpoint_is_never_chosen(tmp_path):
     (half / MANIFEST).unlink()
     shutil.copytree(tmp_path / "step_00000001", tmp_path / ".step_00000003.tmp")
 
-    assert newest_valid(tmp_path).step == 1
+    assert find_newest_checkpoint(tmp_path).step == 1
 
 
 def test_an_empty_folder_has_no_newest_checkpoint(tmp_path):
-    assert newest_valid(tmp_path / "missing") is None
+    assert find_newest_checkpoint(tmp_path / "missing") is None
 
 
 def harmed(content: bytes, harm: str, draw: random.Random, other: bytes) -> bytes | None:
@@ -81,14 +86,14 @@ def test_200_kinds_of_damage_are_detected_before_a_tensor_is_read(tmp_path, monk
         else:
             (bad / name).write_bytes(after)
         caplog.clear()
-        found = newest_valid(tmp_path)
+        found = find_newest_checkpoint(tmp_path)
         if found is None or found.step != 1 or f"Skipping a checkpoint: {bad}" not in caplog.text:
             silent.append((name, harm))
         (bad / name).write_bytes(content)
 
     assert len(cases) == 200
     assert silent == []
-    assert newest_valid(tmp_path).step == 2
+    assert find_newest_checkpoint(tmp_path).step == 2
 
 
 def test_a_flipped_bit_in_any_byte_of_a_manifest_is_detected(tmp_path):
@@ -112,15 +117,15 @@ def test_a_valid_checkpoint_named_after_another_step_is_skipped(tmp_path):
     save(tmp_path, 1)
     save(tmp_path, 2).rename(tmp_path / "step_00000003")
 
-    assert newest_valid(tmp_path).step == 1
+    assert find_newest_checkpoint(tmp_path).step == 1
     with pytest.raises(CheckpointError, match="its manifest belongs to step 2"):
-        read_valid(tmp_path / "step_00000003")
+        read_verified_checkpoint(tmp_path / "step_00000003")
 
 
 def test_a_checkpoint_copied_to_any_other_name_can_be_loaded(tmp_path):
     shutil.copytree(save(tmp_path, 2), tmp_path / "before_the_spike")
 
-    assert read_valid(tmp_path / "before_the_spike").step == 2
+    assert read_verified_checkpoint(tmp_path / "before_the_spike").step == 2
 
 
 def test_an_extra_tensor_file_makes_a_checkpoint_invalid(tmp_path):
@@ -128,7 +133,7 @@ def test_an_extra_tensor_file_makes_a_checkpoint_invalid(tmp_path):
     shutil.copy(path / SHARD, path / "shard-00002-model-00001-of-00001.safetensors")
 
     with pytest.raises(CheckpointError, match=r"shard-00002.* does not belong to it"):
-        read_valid(path)
+        read_verified_checkpoint(path)
 
 
 def test_an_unreadable_file_makes_a_checkpoint_invalid(tmp_path, monkeypatch):
@@ -142,9 +147,9 @@ def test_an_unreadable_file_makes_a_checkpoint_invalid(tmp_path, monkeypatch):
 
     monkeypatch.setattr("llm.checkpoint.format.checksum", fail)
 
-    assert newest_valid(tmp_path).step == 1
+    assert find_newest_checkpoint(tmp_path).step == 1
     with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\)"):
-        read_valid(path)
+        read_verified_checkpoint(path)
 
 
 def test_a_checkpoint_of_another_format_is_refused_by_name(tmp_path):
@@ -162,7 +167,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(tmp_path):
     other.state["weight"] = torch.zeros(4, 2)
 
     with pytest.raises(CheckpointError, match="does not fit this model or optimizer") as caught:
-        load_state(newest_valid(tmp_path), {"part": other})
+        load_state(find_newest_checkpoint(tmp_path), {"part": other})
     assert "\n" not in str(caught.value)
 
 
@@ -172,7 +177,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path):
     larger.state["optimizer"]["layer.bias"] = {"exp_avg": torch.zeros(2)}
 
     with pytest.raises(CheckpointError, match=r"does not fit .*layer\.bias"):
-        load_state(newest_valid(tmp_path), {"part": larger})
+        load_state(find_newest_checkpoint(tmp_path), {"part": larger})
 
 
 def test_a_checkpoint_with_tensors_that_the_model_lacks_is_refused(tmp_path):
@@ -181,14 +186,14 @@ def test_a_checkpoint_with_tensors_that_the_model_lacks_is_refused(tmp_path):
     smaller.state["optimizer"] = {}
 
     with pytest.raises(CheckpointError, match=r"which has no part/optimizer/layer\.weight/exp_avg"):
-        load_state(newest_valid(tmp_path), {"part": smaller})
+        load_state(find_newest_checkpoint(tmp_path), {"part": smaller})
 
 
 def test_a_component_may_load_a_subset_of_its_state(tmp_path):
     save(tmp_path, 4)
     part = Part({"optimizer": {"layer.weight": {"exp_avg": torch.zeros(2)}}})
 
-    load_state(newest_valid(tmp_path), {"part": part})
+    load_state(find_newest_checkpoint(tmp_path), {"part": part})
 
     moments = part.state["optimizer"]["layer.weight"]
     assert torch.equal(moments["exp_avg"], torch.full((2,), 4.0))
@@ -197,7 +202,7 @@ def test_a_component_may_load_a_subset_of_its_state(tmp_path):
 def test_a_component_that_the_checkpoint_lacks_is_named(tmp_path):
     save(tmp_path, 1)
     with pytest.raises(CheckpointError, match="holds no meter"):
-        load_state(newest_valid(tmp_path), {"meter": filled(0.0)})
+        load_state(find_newest_checkpoint(tmp_path), {"meter": filled(0.0)})
 
 
 def test_checkpoints_hold_no_pickle_and_loading_never_unpickles(tmp_path, monkeypatch):
@@ -210,7 +215,7 @@ def test_checkpoints_hold_no_pickle_and_loading_never_unpickles(tmp_path, monkey
         monkeypatch.setattr(pickle, name, refuse)
     monkeypatch.setattr(torch, "load", refuse)
 
-    assert is_filled(load(newest_valid(tmp_path)), 3.0)
+    assert is_filled(load(find_newest_checkpoint(tmp_path)), 3.0)
     for file in path.iterdir():
         content = file.read_bytes()
         if file.suffix == ".safetensors":
@@ -223,20 +228,20 @@ def test_saving_the_same_step_again_replaces_it(tmp_path):
     save(tmp_path, 5, fill=1.0)
     save(tmp_path, 5, fill=2.0)
 
-    assert is_filled(load(newest_valid(tmp_path)), 2.0)
+    assert is_filled(load(find_newest_checkpoint(tmp_path)), 2.0)
     assert os.listdir(tmp_path) == ["step_00000005"]
 
 
 def test_the_old_checkpoint_stays_valid_until_the_new_one_is_renamed(tmp_path):
     # What a kill leaves behind between the two renames.
-    save(tmp_path, 5, fill=1.0).rename(tmp_path / f"step_00000005{REPLACED}")
-    assert is_filled(load(newest_valid(tmp_path)), 1.0)
+    save(tmp_path, 5, fill=1.0).rename(tmp_path / f"step_00000005{REPLACED_SUFFIX}")
+    assert is_filled(load(find_newest_checkpoint(tmp_path)), 1.0)
 
     # And what one leaves behind after both of them.
-    shutil.copytree(tmp_path / f"step_00000005{REPLACED}", tmp_path / "kept")
+    shutil.copytree(tmp_path / f"step_00000005{REPLACED_SUFFIX}", tmp_path / "kept")
     save(tmp_path, 5, fill=2.0)
-    (tmp_path / "kept").rename(tmp_path / f"step_00000005{REPLACED}")
-    assert is_filled(load(newest_valid(tmp_path)), 2.0)
+    (tmp_path / "kept").rename(tmp_path / f"step_00000005{REPLACED_SUFFIX}")
+    assert is_filled(load(find_newest_checkpoint(tmp_path)), 2.0)
 
     save(tmp_path, 6)
     assert sorted(os.listdir(tmp_path)) == ["step_00000005", "step_00000006"]
@@ -255,7 +260,7 @@ def test_the_old_checkpoint_stays_valid_until_the_new_one_is_renamed(tmp_path):
 def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path, losses, newest, best, kept, link):
     for step, loss in enumerate(losses, start=1):
         save(tmp_path, step, eval_loss=loss)
-    prune(tmp_path, saved=len(losses), keep_newest=newest, keep_best=best)
+    prune(tmp_path, saved_step=len(losses), keep_newest=newest, keep_best=best)
     assert steps(tmp_path) == kept
     assert link is None or os.readlink(tmp_path / "best") == link
 
@@ -264,7 +269,7 @@ def test_only_a_checkpoint_that_becomes_the_best_is_announced(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="llm")
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
         save(tmp_path, step, eval_loss=loss)
-        prune(tmp_path, saved=step, keep_newest=1, keep_best=1)
+        prune(tmp_path, saved_step=step, keep_newest=1, keep_best=1)
     best = [message for message in caplog.messages if message.startswith("new best checkpoint")]
     assert best == [
         f"new best checkpoint: {tmp_path}/step_00000001, validation loss 3.0000",
@@ -282,7 +287,7 @@ def test_a_new_checkpoint_is_kept_next_to_a_damaged_later_one(tmp_path):
     saver_of(tmp_path, filled(5.0), keep_checkpoints=1).save(step=5, eval_loss=None)
 
     assert steps(tmp_path) == [5, 10]
-    assert newest_valid(tmp_path).step == 5
+    assert find_newest_checkpoint(tmp_path).step == 5
 
 
 def test_checkpoints_after_the_resumed_step_are_marked_superseded(tmp_path):
@@ -291,7 +296,7 @@ def test_checkpoints_after_the_resumed_step_are_marked_superseded(tmp_path):
 
     mark_superseded(tmp_path, step=2)
 
-    assert newest_valid(tmp_path).step == 2
+    assert find_newest_checkpoint(tmp_path).step == 2
     assert [c.step for c in list_checkpoints(tmp_path)] == [2]
     assert sorted(path.name for path in tmp_path.glob("*.superseded")) == [
         "step_00000004.superseded",
@@ -303,7 +308,7 @@ def test_memory_without_room_for_a_checkpoint_is_one_sentence(tmp_path, monkeypa
     def refuse(*args, **options):
         raise RuntimeError("unable to mmap 305904 bytes from file <x>: Cannot allocate memory (12)")
 
-    checkpoint = read_valid(save(tmp_path, 1))
+    checkpoint = read_verified_checkpoint(save(tmp_path, 1))
     monkeypatch.setattr("safetensors.safe_open", refuse)
 
     with pytest.raises(CheckpointError) as caught:
@@ -316,7 +321,7 @@ def test_memory_without_room_for_a_checkpoint_is_one_sentence(tmp_path, monkeypa
 
 
 def test_torch_shows_no_stack_of_a_checkpoint_that_cannot_be_read(tmp_path, caplog):
-    checkpoint = read_valid(save(tmp_path, 1))
+    checkpoint = read_verified_checkpoint(save(tmp_path, 1))
     (checkpoint.path / SHARD).write_bytes(b"")
 
     with pytest.raises(CheckpointError):

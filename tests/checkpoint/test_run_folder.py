@@ -252,8 +252,8 @@ def finished(tmp_path) -> RunFolder:
     ],
 )  # fmt: skip
 def test_an_input_that_the_run_would_overwrite_is_refused_also_by_link(finished, source):
-    assert finished.endangers(finished.path.parent / source)
-    assert RunFolder(finished.path.parent / "linked").endangers(finished.path.parent / source)
+    assert finished.would_overwrite(finished.path.parent / source)
+    assert RunFolder(finished.path.parent / "linked").would_overwrite(finished.path.parent / source)
 
 
 def test_inputs_next_to_the_files_of_a_run_are_accepted(tmp_path):
@@ -262,13 +262,13 @@ def test_inputs_next_to_the_files_of_a_run_are_accepted(tmp_path):
     run.write_status("finished")
     (run.path / "text.txt").write_text("text")
     (tmp_path / "link.txt").symlink_to(run.path / "text.txt")
-    assert not any(run.endangers(path) for path in (tmp_path, tmp_path / "link.txt"))
+    assert not any(run.would_overwrite(path) for path in (tmp_path, tmp_path / "link.txt"))
 
 
 def test_an_input_with_a_link_to_itself_is_checked_like_any_other(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "loop").symlink_to("loop")
-    assert not RunFolder(tmp_path / "run").endangers(tmp_path / "data")
+    assert not RunFolder(tmp_path / "run").would_overwrite(tmp_path / "data")
 
 
 def test_a_folder_that_cannot_be_read_is_refused_in_one_sentence(tmp_path, monkeypatch):
@@ -279,7 +279,10 @@ def test_a_folder_that_cannot_be_read_is_refused_in_one_sentence(tmp_path, monke
         raise PermissionError(errno.EACCES, "Permission denied", str(folder))
 
     monkeypatch.setattr(Path, "iterdir", refuse)
-    for look in (lambda: run.check(resume=False, overwrite=True), lambda: run.endangers(tmp_path)):
+    for look in (
+        lambda: run.check(resume=False, overwrite=True),
+        lambda: run.would_overwrite(tmp_path),
+    ):
         with pytest.raises(ConfigError, match=r"checkpoints cannot be read \(Permission denied"):
             look()
 
@@ -293,7 +296,7 @@ def no_locks(monkeypatch):
 
     monkeypatch.setattr("fcntl.flock", refuse)
     monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 0.05)
-    monkeypatch.setattr(run_folder, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(run_folder, "_CLAIM_POLL_SECONDS", 0.02)
 
 
 @pytest.mark.parametrize("locks", ["locks", "no locks"])
@@ -413,7 +416,9 @@ def test_the_status_file_records_the_state_and_its_reason(tmp_path):
 def test_every_changed_setting_is_listed_in_one_error():
     saved = {"seed": 1, "block_size": 64, "learning_rate": 0.1}
     with pytest.raises(CheckpointError) as caught:
-        check_unchanged(saved, {"seed": 2, "block_size": 32, "learning_rate": 0.1}, allowed=())
+        check_unchanged(
+            saved, {"seed": 2, "block_size": 32, "learning_rate": 0.1}, allowed_names=()
+        )
     assert "seed was 1 and is 2; block_size was 64 and is 32" in str(caught.value)
     assert "--change_on_resume" in str(caught.value)
 
@@ -421,7 +426,7 @@ def test_every_changed_setting_is_listed_in_one_error():
 def test_a_branch_with_changed_settings_is_told_what_a_branch_can_do():
     parent = Path("runs/a/checkpoints/step_00000004")
     with pytest.raises(CheckpointError) as caught:
-        check_unchanged({"seed": 1}, {"seed": 2}, allowed=(), branch_from=parent)
+        check_unchanged({"seed": 1}, {"seed": 2}, allowed_names=(), branch_from=parent)
     assert str(caught.value) == (
         "A branch of runs/a/checkpoints/step_00000004 cannot change these settings: seed was 1 and "
         "is 2. Leave them out, or allow a change with --change_on_resume NAME."
@@ -445,4 +450,4 @@ def test_a_run_does_not_begin_within_the_files_of_another(tmp_path, name):
 
 
 def test_an_allowed_change_of_a_setting_is_accepted():
-    check_unchanged({"seed": 1}, {"seed": 2}, allowed=("seed",))
+    check_unchanged({"seed": 1}, {"seed": 2}, allowed_names=("seed",))

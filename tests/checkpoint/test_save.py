@@ -13,7 +13,7 @@ import torch
 from llm.checkpoint import retention, snapshot
 from llm.checkpoint import save as saving  # the tests' own helper is called `save`
 from llm.checkpoint.format import split_state
-from llm.checkpoint.load import load_state, newest_valid, read_valid
+from llm.checkpoint.load import find_newest_checkpoint, load_state, read_verified_checkpoint
 from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import NotFiniteError, Saver
 from llm.errors import CheckpointError
@@ -100,7 +100,7 @@ def read_on_ranks(folders: list[Path]) -> list[bool]:
 
 def read_every_kind(folder: Path) -> Part:
     part = every_kind(0)
-    load_state(newest_valid(folder), {"part": part})
+    load_state(find_newest_checkpoint(folder), {"part": part})
     return part
 
 
@@ -111,7 +111,7 @@ def test_a_checkpoint_loads_bit_for_bit_under_another_world_size(tmp_path):
     for folder, ranks in zip(folders, (1, 2, 4), strict=True):
         written = values(run_ranks(write_on_ranks, ranks, folder))
 
-        found = newest_valid(folder)
+        found = find_newest_checkpoint(folder)
         assert found.world_size == ranks
         assert found.metadata == {"a": 1, "eval_loss": 2.5}
         assert sum(name.startswith("shard-") for name in found.files) == ranks
@@ -202,7 +202,7 @@ def test_training_may_change_tensors_while_a_checkpoint_is_written(tmp_path, mon
     held.may_write.set()
     saver.finish()
 
-    assert is_filled(load(newest_valid(tmp_path)), 1.0)
+    assert is_filled(load(find_newest_checkpoint(tmp_path)), 1.0)
 
 
 def test_a_second_save_waits_for_the_first(tmp_path, monkeypatch):
@@ -217,10 +217,10 @@ def test_a_second_save_waits_for_the_first(tmp_path, monkeypatch):
 
     # Its copy is made in the memory of the first one's, which is on the disk by now.
     assert steps(tmp_path)[0] == 1
-    assert saver.held_up > 0.2
+    assert saver.blocked_seconds > 0.2
     saver.finish()
-    assert is_filled(load(read_valid(tmp_path / "step_00000001")), 1.0)
-    assert is_filled(load(read_valid(tmp_path / "step_00000002")), 2.0)
+    assert is_filled(load(read_verified_checkpoint(tmp_path / "step_00000001")), 1.0)
+    assert is_filled(load(read_verified_checkpoint(tmp_path / "step_00000002")), 2.0)
 
 
 def test_the_copy_in_host_memory_is_made_once(tmp_path):
@@ -266,7 +266,7 @@ def test_copies_share_few_blocks_of_host_memory(monkeypatch):
 
 @pytest.fixture
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(saving, "_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(saving, "_RETRY_DELAYS", (0.0, 0.0))
 
 
 @pytest.mark.parametrize("call", range(4))  # twice the tensors, state.json, the manifest
@@ -274,7 +274,7 @@ def test_a_failed_save_is_retried(tmp_path, monkeypatch, caplog, no_pauses, call
     monkeypatch.setattr(os, "fsync", FailsAt(call))
     saver_of(tmp_path, filled(1.0)).save(step=1, eval_loss=None)
 
-    assert is_filled(load(newest_valid(tmp_path)), 1.0)
+    assert is_filled(load(find_newest_checkpoint(tmp_path)), 1.0)
     assert re.search(r"No space left on device( in fsync)?; trying again in 0 sec", caplog.text)
     assert os.listdir(tmp_path) == ["step_00000001"]
 
@@ -293,7 +293,7 @@ def test_a_failed_save_is_reported_and_training_continues(
     assert said.startswith("The checkpoint of step 2 could not be written to")
     assert "No space left on device); earlier checkpoints are untouched." in said
     assert said.endswith("Training continues.")
-    assert newest_valid(tmp_path).step == 1
+    assert find_newest_checkpoint(tmp_path).step == 1
     assert os.listdir(tmp_path) == ["step_00000001"]  # nothing takes up the disk's last space
 
     monkeypatch.setattr(os, "fsync", FailsAt())
@@ -333,7 +333,7 @@ def test_a_removal_that_fails_is_a_warning_and_no_failed_save(tmp_path, monkeypa
     def refuse(path):
         raise OSError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(retention, "remove", refuse)
+    monkeypatch.setattr(retention, "remove_checkpoint", refuse)
     saver_of(tmp_path, filled(2.0), keep_checkpoints=1).save(step=2, eval_loss=None)
 
     assert steps(tmp_path) == [1, 2]
@@ -381,7 +381,7 @@ def test_old_checkpoints_are_removed_only_after_the_new_one_is_valid(tmp_path, m
     rmtree = shutil.rmtree
 
     def note_and_remove(path):
-        there.append(newest_valid(tmp_path).step)
+        there.append(find_newest_checkpoint(tmp_path).step)
         rmtree(path)
 
     monkeypatch.setattr(shutil, "rmtree", note_and_remove)
@@ -448,5 +448,5 @@ def test_a_copy_may_lie_in_a_folder_of_a_folder(tmp_path):
     copies = {"tokenizer/templates/tool.jinja": b"tool", "tokenizer/tokenizer.json": b"{}"}
     saver_of(tmp_path, filled(1.0), copies=copies).save(step=1, eval_loss=None)
 
-    found = newest_valid(tmp_path)
+    found = find_newest_checkpoint(tmp_path)
     assert {name: (found.path / name).read_bytes() for name in copies} == copies

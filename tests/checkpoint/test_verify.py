@@ -9,7 +9,7 @@ import torch
 from llm.checkpoint import format as checkpoint_format
 from llm.checkpoint import snapshot
 from llm.checkpoint.format import read_manifest
-from llm.checkpoint.load import newest_valid, read_valid
+from llm.checkpoint.load import find_newest_checkpoint, read_verified_checkpoint
 from llm.errors import LLMError
 from llm.runtime.files import checksum
 from llm.runtime.world import world_from_environment
@@ -26,7 +26,7 @@ def newest_step(folder: Path) -> tuple[int | None, list[str]]:
         return checksum(path)
 
     checkpoint_format.checksum = counted
-    found = newest_valid(folder, together=True)
+    found = find_newest_checkpoint(folder, is_collective=True)
     return found and found.step, read
 
 
@@ -67,7 +67,7 @@ def test_a_file_that_one_rank_finds_damaged_is_refused_by_all(tmp_path, monkeypa
 def error_of_own_folder(folder: Path) -> str:
     """The error of ranks that are given a folder each."""
     try:
-        newest_valid(folder / str(world_from_environment().rank), together=True)
+        find_newest_checkpoint(folder / str(world_from_environment().rank), is_collective=True)
     except LLMError as error:
         return f"{type(error).__name__}: {error}"
     return "none"
@@ -85,7 +85,7 @@ def test_ranks_that_see_different_folders_end_in_the_same_sentence(tmp_path):
 
 def error_of_named(folder: Path) -> str:
     try:
-        read_valid(folder, together=True)
+        read_verified_checkpoint(folder, is_collective=True)
     except LLMError as error:
         return str(error)
     return "none"

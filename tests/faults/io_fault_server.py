@@ -36,7 +36,7 @@ SECONDS = 60.0
 
 def serve() -> None:
     library = ctypes.CDLL(sys.argv[1])
-    save._PAUSES = (0.02, 0.05)
+    save._RETRY_DELAYS = (0.02, 0.05)
     trainer.GRACE_SECONDS = 0.5
     for line in sys.stdin:
         request = json.loads(line)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from llm.checkpoint.load import newest_valid
+from llm.checkpoint.load import find_newest_checkpoint
 from tests.support.faults import Fault, install
 from tests.support.processes import Launch, wait_until_there
 from tests.support.ranks import free_port, run_ranks, values
@@ -139,6 +139,6 @@ def test_gossip_replicas_resume_from_their_mean_after_an_elastic_restart(tmp_pat
     assert "The checkpoint holds 3 replicas of the model and this run has 2" in output
     assert [record["step"] for record in run.metrics if "loss" in record] == [*range(1, 13)]
     assert run.losses[-1] < run.losses[0] - 0.3
-    newest = newest_valid(run.folder / "checkpoints")
+    newest = find_newest_checkpoint(run.folder / "checkpoints")
     assert newest is not None
     assert (newest.step, newest.metadata["replicas"]) == (12, 2)

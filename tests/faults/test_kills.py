@@ -31,7 +31,7 @@ IN_A_SAVE = [
     ("llm.checkpoint.save:Saver._commit_files", (2, 5), 0),
     ("llm.checkpoint.save:commit_checkpoint", (1, 5), 0),
     ("llm.checkpoint.retention:sync_folder", (2, 8), 0),
-    ("llm.checkpoint.retention:remove", (1, 3), 0),
+    ("llm.checkpoint.retention:remove_checkpoint", (1, 3), 0),
 ]
 IN_AN_EVALUATION = [("llm.parallel.base:AcceleratedStrategy.evaluate", (1, 9), None)] * 2
 # The rank waits for the process that writes the token files.

@@ -109,7 +109,7 @@ def test_copies_to_the_host_are_whole_and_pinned():
     buffers: dict[str, torch.Tensor] = {}
     for _ in range(2):  # the second save reuses the buffers of the first
         expected = {name: tensor.clone().cpu() for name, tensor in tensors.items()}
-        copies = copy_to_host(tensors, buffers, first={"bf16"})
+        copies = copy_to_host(tensors, buffers, blocking_paths={"bf16"})
         tensors["bf16"].zero_()  # as a forward pass may
         copies.wait_on_device()
         for tensor in tensors.values():

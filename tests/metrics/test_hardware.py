@@ -6,7 +6,7 @@ import torch
 from llm.metrics.hardware import (
     device_memory,
     device_peak_flops,
-    measured_flops,
+    measure_flops,
     memory_in_use,
     peak_flops,
 )
@@ -65,7 +65,7 @@ def test_measured_products_grow_while_faster_and_take_under_half_a_second(
     monkeypatch.setattr("llm.metrics.hardware.time.perf_counter", lambda: now)
     monkeypatch.setattr("torch.mm", multiply)
 
-    measured = measured_flops(CPU, torch.float32)
+    measured = measure_flops(CPU, torch.float32)
 
     assert sorted(set(multiplied)) == sizes
     assert measured == pytest.approx(max(2 * size**3 / seconds[size] for size in sizes))
@@ -76,7 +76,7 @@ def test_an_unknown_accelerator_is_measured_by_large_products(monkeypatch):
     monkeypatch.setattr("llm.metrics.hardware._synchronize_device", lambda device: None)
     monkeypatch.setattr("torch.mm", lambda one, other, out: sizes.append((len(one), one.dtype)))
 
-    measured_flops(torch.device("meta"), torch.bfloat16)
+    measure_flops(torch.device("meta"), torch.bfloat16)
 
     assert min(sizes) == (2048, torch.bfloat16)
 
@@ -85,7 +85,7 @@ def test_a_cpu_is_measured_in_the_precision_of_the_run(monkeypatch, caplog):
     caplog.set_level("INFO", logger="llm")
     asked = []
     monkeypatch.setattr(
-        "llm.metrics.hardware.measured_flops", lambda device, dtype: asked.append(dtype) or 2.5e11
+        "llm.metrics.hardware.measure_flops", lambda device, dtype: asked.append(dtype) or 2.5e11
     )
     for precision in ("no", "bf16", "fp16"):
         device_peak_flops(CPU, precision)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llm.metrics.metrics_file import MetricsFile, cut_metrics
+from llm.metrics.metrics_file import MetricsFile, truncate_metrics
 from tests.support.checkpoints import FailsAt
 
 
@@ -46,7 +46,7 @@ def test_metrics_after_the_checkpoint_and_a_truncated_line_are_dropped(tmp_path)
     path.write_text(
         "".join(f"{json.dumps({'step': step})}\n" for step in (5, 10, 15)) + '{"step": 20, "lo'
     )
-    assert cut_metrics(path, step=10) == {"step"}
+    assert truncate_metrics(path, step=10) == {"step"}
     assert steps_in(path) == [5, 10]
 
 
@@ -55,4 +55,4 @@ def test_metrics_with_nothing_to_drop_are_not_written_again(tmp_path, monkeypatc
     path.write_text('{"step": 5, "loss": 0.1}\n')
     monkeypatch.setattr(os, "fsync", FailsAt(0))
 
-    assert cut_metrics(path, step=10) == set()
+    assert truncate_metrics(path, step=10) == set()

@@ -176,7 +176,7 @@ def test_a_progress_bar_that_cannot_be_drawn_is_given_up(tmp_path, monkeypatch):
     tracker.start(step=0, tokens=0, seconds=0)
     terminal.is_open = False
 
-    tracker.step_done(10)
+    tracker.advance_bar(10)
     log(tracker, 10)
     tracker.close()
 

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import torch
 
-from llm.checkpoint.load import load_state, newest_valid
+from llm.checkpoint.load import find_newest_checkpoint, load_state
 from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import Saver
 from llm.data.loader import MicroBatch
@@ -176,7 +176,7 @@ def saver_of(folder, strategy) -> Saver:
 
 def resume(folder) -> list[list[float]]:
     strategy = start(2)
-    load_state(newest_valid(folder), {"strategy": strategy})
+    load_state(find_newest_checkpoint(folder), {"strategy": strategy})
     return rest_of_training(strategy)
 
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from llm.checkpoint.run_folder import RunFolder
-from llm.metrics.metrics_file import cut_metrics
+from llm.metrics.metrics_file import truncate_metrics
 from llm.runtime.files import read_json_lines
 from llm.runtime.logging import (
     EventHandler,
@@ -60,7 +60,7 @@ def test_every_end_of_a_run_is_an_event_that_a_resume_keeps(tmp_path):
     append_event(run.events, "start", step=0)
     run.write_status("running")
     run.write_status("failed", reason="DataError: no text")
-    cut_metrics(run.metrics, step=0)
+    truncate_metrics(run.metrics, step=0)
     run.write_status("finished", step=60)
     assert events_in(tmp_path) == [
         {"event": "start", "step": 0},

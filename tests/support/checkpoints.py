@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from llm.checkpoint import save as saving
-from llm.checkpoint.format import Checkpoint, name_of
-from llm.checkpoint.load import list_checkpoints, load_state, newest_valid
+from llm.checkpoint.format import Checkpoint, checkpoint_name
+from llm.checkpoint.load import find_newest_checkpoint, list_checkpoints, load_state
 from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import Saver
 from llm.parallel.base import AcceleratedStrategy
@@ -75,8 +75,8 @@ def saver_of(
         metadata=metadata or {},
         rank=0,
         world_size=1,
-        copies=copies,
-        copied_first=copied_first,
+        extra_files=copies,
+        blocking_paths=copied_first,
     )
 
 
@@ -91,7 +91,7 @@ def save(
     """Save a filled state (with the step, if with nothing else), and name its folder."""
     part = filled(step if fill is None else fill)
     saver_of(folder, part, metadata=metadata).save(step=step, eval_loss=eval_loss)
-    return folder / name_of(step)
+    return folder / checkpoint_name(step)
 
 
 def load(found: Checkpoint | None) -> Part:
@@ -126,7 +126,7 @@ def save_strategy(strategy: AcceleratedStrategy, folder: Any, step: int) -> None
 
 
 def load_strategy(strategy: AcceleratedStrategy, folder: Any) -> None:
-    checkpoint = newest_valid(folder)
+    checkpoint = find_newest_checkpoint(folder)
     assert isinstance(checkpoint, Checkpoint)
     load_state(checkpoint, parts_of(strategy))
 
@@ -134,7 +134,7 @@ def load_strategy(strategy: AcceleratedStrategy, folder: Any) -> None:
 def join() -> tuple[int, int]:
     """Join a gloo group in which saves retry at once; returns rank and world size."""
     dist.init_process_group("gloo")
-    saving._PAUSES = (0.0, 0.0)
+    saving._RETRY_DELAYS = (0.0, 0.0)
     return dist.get_rank(), dist.get_world_size()
 
 

@@ -151,7 +151,7 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
         return accelerator
 
     build_run.device_of, build_run.make_accelerator = lambda _: device, join
-    build_run._check_use = lambda *_: None  # it compares values
+    build_run._check_model = lambda *_, **__: None  # it compares values
     snapshot._WITH_STREAMS = {made_up_device.NAME}
     snapshot._allocate_buffers = _allocate_buffers
     Saver._save_snapshot = lambda *_: None  # its messages are lost
@@ -209,7 +209,7 @@ def _train(
         rank=strategy.rank,
         world_size=strategy.world_size,
         owner_ranks=strategy.owner_ranks,
-        copied_first=strategy.copied_first(),
+        blocking_paths=strategy.copied_first(),
     )
 
     def take_step(step: int) -> Notes:

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import safe_open
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from llm.checkpoint.load import newest_valid
+from llm.checkpoint.load import find_newest_checkpoint
 from tests.support.faults import Fault
 from tests.support.training import Bench, Run
 
@@ -36,14 +36,14 @@ def saved_hash(checkpoint: Path) -> str:
 
 def last_hash(run: Run) -> str:
     """The same of the newest checkpoint of a run, and the step that it is of."""
-    newest = newest_valid(run.folder / "checkpoints")
+    newest = find_newest_checkpoint(run.folder / "checkpoints")
     assert newest is not None
     return f"step {newest.step}: {saved_hash(newest.path)}"
 
 
 def last_counts(run: Run) -> dict[str, Any]:
     """What the newest checkpoint holds besides tensors, without what the clock says."""
-    newest = newest_valid(run.folder / "checkpoints")
+    newest = find_newest_checkpoint(run.folder / "checkpoints")
     assert newest is not None
     counts = json.loads((newest.path / "state.json").read_text(encoding="utf-8"))
     del counts["train"]["seconds"]

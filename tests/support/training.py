@@ -194,7 +194,7 @@ def _main(argv: list[str], faults: Sequence[Fault]) -> int:
     from llm.trainers.gpt import main
 
     main.GRACE_SECONDS = 0.5  # no launcher here kills the failing rank
-    save._PAUSES = (0.05, 0.1)
+    save._RETRY_DELAYS = (0.05, 0.1)
     install(faults)
     return main.main(argv)
 

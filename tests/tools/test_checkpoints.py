@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.options import CheckpointOptions
-from llm.checkpoint.retention import remove
+from llm.checkpoint.retention import remove_checkpoint
 from llm.checkpoint.save import Saver
 from llm.config.toml import to_toml
 from llm.models.configuration import load_config
@@ -477,7 +477,7 @@ def training(request, trained, tmp_path, monkeypatch):
         is_listing = name == "problem" and not options
         if (saved / ".step_00000004.tmp").exists() and not is_listing:
             (saved / ".step_00000004.tmp").rename(saved / "step_00000004")
-            remove(saved / "step_00000002")
+            remove_checkpoint(saved / "step_00000002")
         return original(*args, **options)
 
     monkeypatch.setattr(owner, name, interrupted)

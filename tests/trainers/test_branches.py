@@ -9,7 +9,7 @@ import pytest
 from llm.checkpoint.format import Checkpoint
 from llm.errors import CheckpointError, LLMError
 from llm.tools.checkpoints import main as checkpoints
-from llm.trainers.gpt.branch import branch_of
+from llm.trainers.gpt.branch import make_branch
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.faults import Fault
 from tests.support.recovery import (
@@ -240,7 +240,7 @@ def test_a_branch_records_the_step_at_which_its_rate_begins_to_fall():
         )
 
     def cooldown_from(parent: Checkpoint, tokens: int | None) -> int | None:
-        branch = branch_of(GPTConfig(cooldown_tokens=tokens), None, parent)
+        branch = make_branch(GPTConfig(cooldown_tokens=tokens), None, parent)
         assert branch is not None
         return branch.cooldown_from
 
@@ -250,7 +250,7 @@ def test_a_branch_records_the_step_at_which_its_rate_begins_to_fall():
     assert cooldown_from(start(20, 500, older), 500) == 10
     with pytest.raises(CheckpointError, match="900 begins at a stable rate"):
         cooldown_from(start(20, 500, older), 900)
-    assert branch_of(GPTConfig(), start(20, None, None), None) is None
-    resumed = branch_of(GPTConfig(cooldown_tokens=500), start(20, 500, older), None)
+    assert make_branch(GPTConfig(), start(20, None, None), None) is None
+    resumed = make_branch(GPTConfig(cooldown_tokens=500), start(20, 500, older), None)
     assert resumed is not None
     assert (resumed.step, resumed.cooldown_from) == (10, 10)

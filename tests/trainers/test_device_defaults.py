@@ -83,9 +83,9 @@ def test_an_older_run_keeps_the_precision_of_its_routers_unless_told():
 
 def test_a_default_is_not_a_change_of_a_fixed_option():
     recorded = {"mixed_precision": "fp16", "seed": 3}
-    assert fixed_options(GPTConfig(), like=recorded)["mixed_precision"] == "fp16"
+    assert fixed_options(GPTConfig(), defaults=recorded)["mixed_precision"] == "fp16"
     given = GPTConfig(mixed_precision="no")
-    assert fixed_options(given, like=recorded)["mixed_precision"] == "no"
+    assert fixed_options(given, defaults=recorded)["mixed_precision"] == "no"
 
 
 def test_tf32_is_set_on_a_gpu_and_only_there(monkeypatch):

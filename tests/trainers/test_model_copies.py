@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from llm.checkpoint.format import Checkpoint, write_manifest
-from llm.checkpoint.load import list_checkpoints, newest_valid
+from llm.checkpoint.load import find_newest_checkpoint, list_checkpoints
 from llm.errors import LLMError
 from llm.models.configuration import load_config
 from llm.runtime.files import sync_file
@@ -178,7 +178,7 @@ def test_a_model_that_is_not_a_local_path_is_the_copy(bench, trained, originals,
 def test_what_does_not_change_the_model_may_be_edited(bench, trained, originals, fields):
     edit(originals / "model" / "config.json", **fields)
     run = start(bench, "trained", resume_from_checkpoint=True)
-    assert run.resume_from == newest_valid(trained.folder / "checkpoints")
+    assert run.resume_from == find_newest_checkpoint(trained.folder / "checkpoints")
 
 
 def edit_copies(run: Path, **changes: object) -> None:

@@ -100,7 +100,9 @@ def test_a_tracker_that_cannot_be_opened_does_not_remove_the_former_run(bench):
     assert content(run.folder) == before
 
 
-@pytest.mark.parametrize("function", ["copy_model", "connect_trackers", "open_tensorboard"])
+@pytest.mark.parametrize(
+    "function", ["collect_model_files", "connect_trackers", "open_tensorboard"]
+)
 def test_an_error_of_rank_0_is_printed_once_and_loses_no_rank(bench, function):
     fault = Fault(at=f"llm.trainers.gpt.train:{function}", what="out of memory", rank=0)
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from llm.checkpoint.load import newest_valid
+from llm.checkpoint.load import find_newest_checkpoint
 from llm.errors import LLMError
 from tests.support.recovery import last_hash, without_times
 from tests.support.training import NO_DROPOUT, Bench, Run
@@ -57,7 +57,7 @@ def test_later_resumes_need_not_repeat_the_ranges(bench, without):
     assert "left out: samples 20:23,29:30" in later.output
     assert without_times(later) == without_times(without)
     assert 'skip_samples = "20:23,29:30"' in (later.folder / "config.toml").read_text()
-    newest = newest_valid(later.folder / "checkpoints")
+    newest = find_newest_checkpoint(later.folder / "checkpoints")
     assert newest.metadata["skip_samples"] == "20:23,29:30"
 
 

@@ -43,11 +43,11 @@ class WeightAverage(LoopExtension):
         if evaluates or exports:
             self.weights = ExtraWeights(
                 prefix="ema_",
-                evaluates=evaluates,
-                exports=exports,
+                is_evaluated=evaluates,
+                is_exported=exports,
                 description="the average",
                 card="their exponential moving average",
-                swapped=self.swapped,
+                swap_in=self.swap_in,
             )
         self._weights = [parameter.detach() for parameter in strategy.local_parameters]
         self._averages = [weight.clone() for weight in self._weights]
@@ -68,7 +68,7 @@ class WeightAverage(LoopExtension):
         torch._foreach_lerp_(self._averages, self._weights, (1 - decay) / self._factor_sum)
 
     @contextlib.contextmanager
-    def swapped(self) -> Iterator[None]:
+    def swap_in(self) -> Iterator[None]:
         """Replace the model's weights by the average inside the context."""
         self._swap_weights()
         try:

@@ -73,7 +73,9 @@ class ReplicaLayout(Layout):
         assert isinstance(strategy, DecentralizedStrategy)
         strategy.load_mean_state(
             lambda tensors: read_tensors(
-                checkpoint, {f"strategy/{path}": tensor for path, tensor in tensors.items()}, of=()
+                checkpoint,
+                {f"strategy/{path}": tensor for path, tensor in tensors.items()},
+                required_prefixes=(),
             ),
             num_replicas=num_saved_replicas,
         )

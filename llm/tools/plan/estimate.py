@@ -14,7 +14,7 @@ from llm.tools.plan.expert_costs import expert_costs
 from llm.tools.plan.job import Job
 from llm.tools.plan.memory import FP8, HALF, Memory, peak_memory
 from llm.tools.plan.rank_model import FP32, num_elements
-from llm.trainers.gpt.config import check_planned
+from llm.trainers.gpt.config import planned_run_problems
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -300,7 +300,7 @@ def can_divide_experts(job: Job, dims: ParallelDims) -> bool:
         "context_parallel_size": dims.context,
         "pipeline_parallel_size": dims.pipeline,
     }
-    return not check_planned(dataclasses.replace(job.options, **sizes))
+    return not planned_run_problems(dataclasses.replace(job.options, **sizes))
 
 
 def compare_experts(job: Job, dims: ParallelDims) -> tuple[Estimate, Estimate] | None:

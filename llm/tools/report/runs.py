@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from llm.checkpoint.format import MEAN_FILE, step_of
+from llm.checkpoint.format import MEAN_FILE, checkpoint_step
 from llm.checkpoint.load import list_checkpoints
 from llm.checkpoint.run_folder import RunFolder
 from llm.errors import ConfigError, one_line
@@ -260,7 +260,7 @@ def _branch_origin(config: dict[str, Any]) -> Origin | None:
     if not isinstance(checkpoint, str):
         return None
     path = Path(checkpoint)
-    step = step_of(path)
+    step = checkpoint_step(path)
     return Origin(folder=path.parent.parent, steps=(step,)) if is_count(step) else None
 
 

@@ -5,20 +5,20 @@ import os
 from pathlib import Path
 
 from llm.checkpoint.format import Checkpoint
-from llm.checkpoint.retention import BEST
+from llm.checkpoint.retention import BEST_LINK
 from llm.checkpoint.run_folder import check_unchanged
 from llm.errors import CheckpointError
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.recorded_options import (
-    check_known,
+    check_checkpoint_record,
     fixed_options,
-    lengthened,
-    named_changes,
+    growable_options,
+    options_allowed_to_change,
     saved_options,
 )
-from llm.trainers.gpt.resume import find_start
+from llm.trainers.gpt.resume import find_run_checkpoint
 
-_OF_COOLDOWN = ("cooldown_tokens", "cooldown_shape", "min_learning_rate")
+_COOLDOWN_OPTIONS = ("cooldown_tokens", "cooldown_shape", "min_learning_rate")
 """Fixed options that a branch with a cooldown may change, because they first apply in it."""
 
 
@@ -37,12 +37,15 @@ class Branch:
     cooldown_from: int | None
 
 
-def find_parent(config: CoreConfig, resume_from: Checkpoint | None) -> Checkpoint | None:
-    """Return the checkpoint that a new branch starts from; None for any other run.
+def validated_branch_parent(
+    config: CoreConfig, resume_from: Checkpoint | None
+) -> Checkpoint | None:
+    """Return the parent's checkpoint for a new branch, or None; refuse options that do not fit it.
 
     Args:
         config: The options.
-        resume_from: The checkpoint that the run resumes from, instead of its parent's.
+        resume_from: The checkpoint that the run resumes from. A branch that resumes needs no
+            checkpoint of its parent.
 
     Raises:
         CheckpointError: The checkpoint is missing or damaged, a fixed option differs from the
@@ -53,37 +56,40 @@ def find_parent(config: CoreConfig, resume_from: Checkpoint | None) -> Checkpoin
     if resume_from is not None:
         _check_same_parent(config.branch_from, resume_from)
         return None
-    parent = find_start(config.branch_from, option="branch_from")
-    check_known(config, parent)
-    saved = saved_options(config, parent, "fixed")
-    allowed = (*named_changes(config), *lengthened(config, parent))
+    parent = find_run_checkpoint(config.branch_from, option="branch_from")
+    check_checkpoint_record(config, parent)
+    parent_options = saved_options(config, parent, "fixed")
+    allowed_names = [*options_allowed_to_change(config), *growable_options(config, parent)]
+    if config.cooldown_tokens is not None:
+        allowed_names += _COOLDOWN_OPTIONS
     check_unchanged(
-        saved,
-        fixed_options(config, like=saved),
-        allowed=allowed if config.cooldown_tokens is None else (*allowed, *_OF_COOLDOWN),
+        parent_options,
+        fixed_options(config, defaults=parent_options),
+        allowed_names=tuple(allowed_names),
         branch_from=parent.path,
     )
     return parent
 
 
-def _check_same_parent(parent_name: str, resume_from: Checkpoint) -> None:
-    recorded = resume_from.metadata.get("branch")
-    if recorded is None:
+def _check_same_parent(branch_from: str, resume_from: Checkpoint) -> None:
+    """Refuse to resume a run that is not a branch of the run in `branch_from`."""
+    branch_record = resume_from.metadata.get("branch")
+    if branch_record is None:
         raise CheckpointError(
-            f"--branch_from {parent_name} starts a branch in a separate folder, but "
+            f"--branch_from {branch_from} starts a branch in a separate folder, but "
             f"{resume_from.path} belongs to a run that is not a branch; name another --output_dir."
         )
-    parent = Path(recorded["parent"])
-    run = parent.parent.parent
-    names = {parent, run, run / str(recorded["step"]), run / BEST}
-    if Path(os.path.realpath(parent_name)) not in names:
+    parent_path = Path(branch_record["parent"])
+    run = parent_path.parent.parent
+    parent_names = {parent_path, run, run / str(branch_record["step"]), run / BEST_LINK}
+    if Path(os.path.realpath(branch_from)) not in parent_names:
         raise CheckpointError(
-            f"{resume_from.path} belongs to a branch from {parent}, not from --branch_from "
-            f"{parent_name}; name another --output_dir for another branch."
+            f"{resume_from.path} belongs to a branch from {parent_path}, not from --branch_from "
+            f"{branch_from}; name another --output_dir for another branch."
         )
 
 
-def branch_of(
+def make_branch(
     config: CoreConfig, resume_from: Checkpoint | None, parent: Checkpoint | None
 ) -> Branch | None:
     """Return the record of a branch; None if the run is not a branch.
@@ -97,19 +103,19 @@ def branch_of(
         CheckpointError: The parent is in another cooldown.
     """
     start = resume_from or parent
-    recorded = None if start is None else start.metadata.get("branch")
+    branch_record = None if start is None else start.metadata.get("branch")
     if parent is None:
-        return None if recorded is None else Branch(**recorded)
+        return None if branch_record is None else Branch(**branch_record)
     cooldown_from = None if config.cooldown_tokens is None else parent.step
-    falls_from = recorded["cooldown_from"] if recorded else None
-    if falls_from is not None and cooldown_from is not None:
+    parent_cooldown_from = branch_record["cooldown_from"] if branch_record else None
+    if parent_cooldown_from is not None and cooldown_from is not None:
         # A branch of a run in its cooldown continues the same cooldown.
         if parent.metadata["fixed"]["cooldown_tokens"] != config.cooldown_tokens:
             raise CheckpointError(
                 f"--cooldown_tokens {config.cooldown_tokens:,} begins at a stable rate, and "
                 f"{parent.path} is in a cooldown already; branch from before its start."
             )
-        cooldown_from = falls_from
+        cooldown_from = parent_cooldown_from
     return Branch(
         parent=os.path.realpath(parent.path), step=parent.step, cooldown_from=cooldown_from
     )

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from llm.checkpoint.format import Checkpoint
-from llm.checkpoint.load import load_model, parts_of
+from llm.checkpoint.load import load_model, read_part_names
 from llm.checkpoint.retention import mark_superseded
 from llm.errors import ParallelError
 from llm.metrics.hardware import device_memory
@@ -64,30 +64,30 @@ def make_model(run: Run) -> PreTrainedModel:
     )
     # Ranks draw or read their shards once the model is sharded.
     model = build(device=device if run.dims.is_replicated else torch.device("meta"))
-    source = run.weights_from
-    on_meta = model.device.type == "meta"
-    if source is not None and on_meta and find_weight_files(model, source) is None:
-        model = build(device=device)  # each rank reads all of it
-    settings = generation_settings(run.start)
-    if settings is not None:
-        model.generation_config = settings
-    is_pretrained = source is not None or settings is not None
+    weights_from = run.weights_from
+    is_on_meta = model.device.type == "meta"
+    if weights_from is not None and is_on_meta and find_weight_files(model, weights_from) is None:
+        model = build(device=device)  # each rank reads all weights
+    generation_config = generation_settings(run.start)
+    if generation_config is not None:
+        model.generation_config = generation_config
+    is_pretrained = weights_from is not None or generation_config is not None
     set_special_tokens(model, run.tokenizer, is_pretrained=is_pretrained)
     has_values = model.device.type != "meta"
     if not has_values:
         check_meta_model_causal(model)
     with dummy_weights(model, device):
-        _check_use(run, model, has_values)
+        _check_model(run, model, has_values=has_values)
     return model
 
 
-def _check_use(run: Run, model: PreTrainedModel, has_values: bool) -> None:
-    """Refuse a model that is not causal, or if the options would change its results.
+def _check_model(run: Run, model: PreTrainedModel, *, has_values: bool) -> None:
+    """Choose the attention, and refuse a model that is not causal or that the options would break.
 
     Args:
         run: The run.
         model: The model, perhaps with dummy weights.
-        has_values: Whether it has its own weights and buffers.
+        has_values: Whether the model has its real weights and buffers.
     """
     boundaries, dims = run.document_boundaries, run.dims
     if has_values:
@@ -100,8 +100,11 @@ def _check_use(run: Run, model: PreTrainedModel, has_values: bool) -> None:
         and model.device.type != "cpu"
     ):
         # FlexAttention is compiled, and a deterministic run on a GPU must not be.
-        flex = run.config.attention_implementation is None and model.device.type == "cuda"
-        use_document_attention(model, flex=flex and not run.config.deterministic)
+        is_free_choice = run.config.attention_implementation is None
+        use_document_attention(
+            model,
+            flex=is_free_choice and model.device.type == "cuda" and not run.config.deterministic,
+        )
     if boundaries is not None:
         check_documents_apart(model, positions=boundaries.positions, attention=boundaries.attention)
     if dims.context > 1:
@@ -117,27 +120,27 @@ def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy
 
     Returns:
         The strategy; and the model for the log and the model card. With pipeline stages this is a
-        copy without weights, because each stage keeps only its layers.
+        copy without weights, because each stage has only its layers.
     """
     model_for_logging = copy_to_meta(model) if run.dims.pipeline > 1 else model
     accelerator = make_accelerator(
         run.config, device=device_of(run.world), timeout=run.config.timeout
     )
-    unused: Sequence[str] | None = ()
+    unused_weights: Sequence[str] | None = ()
     if run.dims.is_replicated and accelerator.distributed_type != DistributedType.NO:
-        unused = find_unused_weights(model, length=run.block_size)
-        # DistributedDataParallel then searches in each step.
-        accelerator.ddp_handler.find_unused_parameters = unused is None
+        unused_weights = find_unused_weights(model, length=run.block_size)
+        # If they are unknown, DistributedDataParallel searches for them in each step.
+        accelerator.ddp_handler.find_unused_parameters = unused_weights is None
     transforms = transforms_of(run.extensions, run.model_config)
     init_weights = None
     if model.device.type == "meta":
-        source = run.weights_from
+        weights_from = run.weights_from
         init_weights = partial(
             fill_model,
             run.config,
             seed=run.seed,
             device=accelerator.device,
-            files=(find_weight_files(model, source) if source else None) or (),
+            files=(find_weight_files(model, weights_from) if weights_from else None) or (),
             transforms=transforms,
         )
     strategy = run.layout.make(run.config, run.dims, accelerator, init_weights=init_weights)
@@ -158,17 +161,17 @@ def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy
     with dummy_weights(model, strategy.device), strategy.autocast():
         factory.inspect_model(model)
 
-    def optimizer_of(model: nn.Module, mesh: DeviceMesh | None) -> RunOptimizer:
+    def make_run_optimizer(model: nn.Module, mesh: DeviceMesh | None) -> RunOptimizer:
         run_optimizer = factory.make(model, mesh)
         for transform in transforms:
             scale_learning_rates(run_optimizer.optimizer, model, transform.rate_factor)
         # DistributedDataParallel would wait for their gradients. The optimizer keeps their state,
         # so that checkpoints are the same in all layouts.
-        for name in unused or ():
+        for name in unused_weights or ():
             model.get_parameter(name).requires_grad_(False)
         return run_optimizer
 
-    strategy.prepare(loss, optimizer_of)
+    strategy.prepare(loss, make_run_optimizer)
     return strategy, model_for_logging
 
 
@@ -179,22 +182,22 @@ def check_same_start(run: Run) -> None:
         ParallelError: Names the inputs of two ranks; raised on all ranks.
     """
     start = run.start or run.init_from
-    local_start = {
+    local_inputs = {
         "checkpoint": None if start is None else f"{start.path.name} of {start.saved_time}",
         "seed": run.seed,
     }
     if isinstance(run, TrainingRun):
-        local_start["windows"] = run.samples.num_windows
-        # A sidecar may exist on only some nodes.
-        local_start["data"] = f"{run.data_digest['ends']}-{run.data_digest['places']}"
-    starts = gather(local_start)
-    for rank, rank_start in enumerate(starts):
-        if rank_start != starts[0]:
+        local_inputs["windows"] = run.samples.num_windows
+        # A sidecar may exist on only some nodes, so its digest is not compared.
+        local_inputs["data"] = f"{run.data_digest['ends']}-{run.data_digest['places']}"
+    inputs_by_rank = gather(local_inputs)
+    for rank, rank_inputs in enumerate(inputs_by_rank):
+        if rank_inputs != inputs_by_rank[0]:
             raise ParallelError(
-                f"Rank 0 starts from {starts[0]}, but rank {rank} from {rank_start}: a folder is "
-                "not the same on all nodes, or its contents are out of date there; start again, "
-                "and if this does not help, move --output_dir and the data to a file system that "
-                "all nodes share."
+                f"Rank 0 starts from {inputs_by_rank[0]}, but rank {rank} from {rank_inputs}: a "
+                "folder is not the same on all nodes, or its contents are out of date there; "
+                "start again, and if this does not help, move --output_dir and the data to a file "
+                "system that all nodes share."
             )
 
 
@@ -217,17 +220,19 @@ def load_start(trainer: Trainer) -> None:
     run = trainer.run
     if run.start is None:
         return
-    parts, saved = trainer.parts, parts_of(run.start)
-    new = {
-        candidate.part: candidate
-        for candidate in trainer.extensions
-        if candidate.part and candidate.part not in saved
-    }
-    run.layout.load(run.start, {name: part for name, part in parts.items() if name not in new})
-    for extension in new.values():
+    parts, saved_names = trainer.parts, read_part_names(run.start)
+    new_extensions = [
+        extension
+        for extension in trainer.extensions
+        if extension.part and extension.part not in saved_names
+    ]
+    new_names = {extension.part for extension in new_extensions}
+    saved_parts = {name: part for name, part in parts.items() if name not in new_names}
+    run.layout.load(run.start, saved_parts)
+    for extension in new_extensions:
         extension.begin()
         logger.info(f"{run.start.path} has no {extension.description}: it begins here.")
-    unused_parts = [name for name in saved if name not in parts]
+    unused_parts = [name for name in saved_names if name not in parts]
     if unused_parts:
         logger.info(
             f"{run.start.path} also holds {' and '.join(unused_parts)}, which this run does not "
@@ -235,8 +240,8 @@ def load_start(trainer: Trainer) -> None:
         )
 
 
-def leave_later_steps(trainer: Trainer) -> None:
-    """Log the first step, and set later checkpoints of the run aside."""
+def supersede_later_checkpoints(trainer: Trainer) -> None:
+    """Log the first step, and rename later checkpoints of the run, which no longer count."""
     run = trainer.run
     if run.start is None:
         return
@@ -255,6 +260,6 @@ def leave_later_steps(trainer: Trainer) -> None:
             f"Resumed from {run.start.path} at step {step}.",
             extra=event("resume", step=step, checkpoint=run.start.path.name),
         )
-    log_changes(run.config, run.start, ranks=trainer.strategy.world_size)
+    log_changes(run.config, run.start, world_size=trainer.strategy.world_size)
     if step == run.batch_plan.total_steps:
         logger.info(f"All {step:,} steps are already done: nothing is left to train.")

@@ -258,7 +258,7 @@ def check(config: CoreConfig) -> None:
         *logging_problems(config),
         *_source_problems(config),
         *_run_problems(config),
-        *check_planned(config),
+        *planned_run_problems(config),
     ]
     if problems:
         raise ConfigError(" ".join([*problems, *_from_preset(config, " ".join(problems))]))
@@ -275,7 +275,7 @@ def _from_preset(config: CoreConfig, problems: str) -> list[str]:
     ]
 
 
-def check_planned(config: CoreConfig) -> list[str]:
+def planned_run_problems(config: CoreConfig) -> list[str]:
     """Return the problems of a run that is only planned, without data and tokenizer."""
     return [
         *model_problems(config),

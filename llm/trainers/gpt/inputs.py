@@ -32,14 +32,14 @@ from llm.parallel.expert_parallel import check_expert_parallel
 from llm.parallel.pipeline.stage import check_depth
 from llm.parallel.tensor_plans import check_sequence_parallel, check_tensor_parallel
 from llm.runtime.world import World, device_of, ranks_per_node
-from llm.trainers.gpt.branch import branch_of, find_parent
+from llm.trainers.gpt.branch import make_branch, validated_branch_parent
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.evaluation import load_metrics
-from llm.trainers.gpt.model_copies import log_other_model, read_model_config, read_tokenizer
+from llm.trainers.gpt.model_copies import log_config_changes, read_model_config, read_tokenizer
 from llm.trainers.gpt.output_folder import check_folder, default_output_dir
-from llm.trainers.gpt.recorded_options import check_known
-from llm.trainers.gpt.resume import check_same_data, find_resume, find_start
-from llm.trainers.gpt.run_defaults import choose_by_device, choose_seed, keep_batch_size
+from llm.trainers.gpt.recorded_options import check_checkpoint_record
+from llm.trainers.gpt.resume import check_same_data, find_resume_checkpoint, find_run_checkpoint
+from llm.trainers.gpt.run_defaults import choose_by_device, choose_seed, with_checkpoint_batch_size
 from llm.trainers.gpt.seams import Run, choose_layout, make_extensions
 from llm.trainers.gpt.trackers import check_trackers
 from llm.trainers.gpt.training_run import TrainingRun, plan_training
@@ -59,9 +59,9 @@ def read_training(
         LLMError: In one sentence, what is wrong with an option or with the data.
     """
     folder = _choose_folder(config, world)
-    resume_from = find_resume(config, folder)
-    config = keep_batch_size(config, resume_from)
-    branch_from = find_parent(config, resume_from)
+    resume_from = find_resume_checkpoint(config, folder)
+    config = with_checkpoint_batch_size(config, resume_from)
+    branch_from = validated_branch_parent(config, resume_from)
     check_folder(config, folder, resume_from, config_file=config_file)
     run = _read_run(config, world, folder, resume_from, branch_from)
     if not run.corpus.train:
@@ -81,7 +81,7 @@ def read_training(
         block_size=run.block_size,
         seed=run.seed,
     )
-    branch = branch_of(config, resume_from, branch_from)
+    branch = make_branch(config, resume_from, branch_from)
     batch_plan, skipped, schedule = plan_training(run, samples, branch)
     if config.in_memory and world.local_rank == 0:  # last, because this reads the whole corpus
         pin_in_memory((*run.corpus.train, *run.corpus.validation))
@@ -110,7 +110,7 @@ def read_evaluation(config: CoreConfig, world: World) -> Run:
         LLMError: In one sentence, what is wrong with an option or with the data.
     """
     folder = _choose_folder(config, world)
-    resume_from = find_resume(config, folder)
+    resume_from = find_resume_checkpoint(config, folder)
     folder.check_usable()
     run = _read_run(config, world, folder, resume_from, None)
     if not (run.weights_from or run.resume_from):
@@ -214,9 +214,9 @@ def _find_weights_of_run(config: CoreConfig, model_config: PreTrainedConfig) -> 
     """Return the checkpoint of `--init_from`; None without the option."""
     if config.init_from is None:
         return None
-    checkpoint = find_start(config.init_from, option="init_from")
-    check_known(config, checkpoint)
-    log_other_model(config, checkpoint, model_config)
+    checkpoint = find_run_checkpoint(config.init_from, option="init_from")
+    check_checkpoint_record(config, checkpoint)
+    log_config_changes(config, checkpoint, model_config)
     return checkpoint
 
 

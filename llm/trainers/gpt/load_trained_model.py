@@ -12,11 +12,16 @@ from llm.checkpoint.format import (
     TOKENIZER_FOLDER,
     Checkpoint,
     checkpoint_folders,
+    checkpoint_step,
     model_tensors,
-    step_of,
 )
-from llm.checkpoint.load import load_model, load_weights_of, newest_valid, read_valid
-from llm.checkpoint.retention import BEST
+from llm.checkpoint.load import (
+    find_newest_checkpoint,
+    load_model,
+    load_weights_from_part,
+    read_verified_checkpoint,
+)
+from llm.checkpoint.retention import BEST_LINK
 from llm.errors import CheckpointError, ConfigError
 from llm.models.options import ARCHITECTURE
 from llm.tokenizers.options import TOKENIZER_FILES
@@ -33,7 +38,7 @@ _Read = TypeVar("_Read")
 _TRIES = 5
 
 
-def with_copies(config: CoreConfig, checkpoint: Checkpoint) -> CoreConfig:
+def with_checkpoint_copies(config: CoreConfig, checkpoint: Checkpoint) -> CoreConfig:
     """Return options that name a checkpoint's copies of model configuration and tokenizer.
 
     Raises:
@@ -56,7 +61,7 @@ def with_copies(config: CoreConfig, checkpoint: Checkpoint) -> CoreConfig:
     return dataclasses.replace(config, **copies)
 
 
-def tokenizer_of(config: CoreConfig) -> "PreTrainedTokenizerBase":
+def load_run_tokenizer(config: CoreConfig) -> "PreTrainedTokenizerBase":
     """Load the tokenizer that the options name; it gets the template of the training texts.
 
     Raises:
@@ -90,13 +95,13 @@ def generation_settings(checkpoint: Checkpoint | None) -> "GenerationConfig | No
     return GenerationConfig.from_pretrained(checkpoint.path / MODEL_FOLDER)
 
 
-def follow_best(folder: Path) -> tuple[Path | None, str]:
+def resolve_best_link(folder: Path) -> tuple[Path | None, str]:
     """Return the target of the link `best`, or None, and a description of it for messages.
 
     Args:
         folder: The run's `checkpoints` folder.
     """
-    link = folder / BEST
+    link = folder / BEST_LINK
     if not link.is_symlink():
         return None, "no link (--save_top_k keeps one)"
     target = link.readlink()
@@ -119,25 +124,25 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
     """
     if step == "latest":
         listed = checkpoint_folders(folder)
-        newest = newest_valid(folder, say=lambda text: sys.stderr.write(f"{text}\n"))
+        newest = find_newest_checkpoint(folder, on_skip=lambda text: sys.stderr.write(f"{text}\n"))
         if listed and not os.path.lexists(listed[-1]):  # `read_while_training` tries again
             raise CheckpointError(f"Training removed {listed[-1]} while checkpoints were read.")
         if newest is None:
             raise CheckpointError(f"{folder} holds no valid checkpoint.")
         return newest
-    if step == BEST:
-        best, remark = follow_best(folder)
+    if step == BEST_LINK:
+        best, remark = resolve_best_link(folder)
         if best is None:
-            raise CheckpointError(f"{folder / BEST} cannot be followed: {remark}.")
-        return read_valid(best)
-    matching = [path for path in checkpoint_folders(folder) if str(step_of(path)) == step]
+            raise CheckpointError(f"{folder / BEST_LINK} cannot be followed: {remark}.")
+        return read_verified_checkpoint(best)
+    matching = [path for path in checkpoint_folders(folder) if str(checkpoint_step(path)) == step]
     if not matching:
-        names = ["latest", *(["best"] if (folder / BEST).exists() else [])]
-        steps = [*(str(step_of(path)) for path in checkpoint_folders(folder)), *names]
+        names = ["latest", *(["best"] if (folder / BEST_LINK).exists() else [])]
+        steps = [*(str(checkpoint_step(path)) for path in checkpoint_folders(folder)), *names]
         raise ConfigError(
             f"{option} {step} names no checkpoint of {folder}; there are {', '.join(steps)}."
         )
-    return read_valid(matching[-1])
+    return read_verified_checkpoint(matching[-1])
 
 
 def read_while_training(folder: Path, read_checkpoints: Callable[[], _Read]) -> _Read:
@@ -165,7 +170,7 @@ def read_while_training(folder: Path, read_checkpoints: Callable[[], _Read]) -> 
     )
 
 
-def load_trained(
+def load_trained_model(
     config: CoreConfig, chosen: Checkpoint, *, part: str | None = None
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Load the model and the tokenizer of a run, with the weights of a checkpoint.
@@ -182,15 +187,15 @@ def load_trained(
         LLMError: The model or the tokenizer cannot be loaded, or the checkpoint belongs to another
             one.
     """
-    model, tokenizer = build_untrained(config, chosen, device="cpu")
+    model, tokenizer = build_untrained_model(config, chosen, device="cpu")
     if part is None:
         load_model(chosen, model_tensors(model))
     else:
-        load_weights_of(part, chosen, model)
+        load_weights_from_part(part, chosen, model)
     return model, tokenizer
 
 
-def build_untrained(
+def build_untrained_model(
     config: CoreConfig, chosen: Checkpoint, *, device: Literal["cpu", "meta"]
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Build the model of a run with its vocabulary padded, and load its tokenizer.
@@ -208,8 +213,8 @@ def build_untrained(
     from llm.models.build import build_model, set_special_tokens
     from llm.models.configuration import load_config
 
-    config = with_copies(config, chosen)
-    tokenizer = tokenizer_of(config)
+    config = with_checkpoint_copies(config, chosen)
+    tokenizer = load_run_tokenizer(config)
     model_config = load_config(config)
     model = build_model(
         dataclasses.replace(

@@ -23,7 +23,7 @@ from llm.trainers.gpt.idle_weights import log_idle_weights
 from llm.trainers.gpt.seams import ExtraWeights, LoopExtension, Periodic, evaluate_weights
 from llm.trainers.gpt.training_run import TrainingRun, checkpoint_metadata
 
-_EPOCH = Duration("1 epoch")
+_DEFAULT_EVAL_INTERVAL = Duration("1 epoch")
 """The interval of evaluations by default."""
 
 logger = logging.getLogger("llm")
@@ -40,7 +40,8 @@ class Trainer:
         tracker: Reports metrics.
         evaluate: Evaluates on all ranks; None without validation data.
         sample: Logs a text sample after a step, or without a step at the end; all ranks call it.
-        copies: Files of the model and the tokenizer for every checkpoint, on rank 0.
+        model_files: Contents of the files of model and tokenizer for every checkpoint, by path in
+            it; empty except on rank 0.
         extensions: Extensions that take part, in calling order.
 
     Attributes:
@@ -61,7 +62,7 @@ class Trainer:
         tracker: Tracker,
         evaluate: Callable[[], dict[str, float]] | None,
         sample: Callable[[int | None], None],
-        copies: Mapping[str, bytes],
+        model_files: Mapping[str, bytes],
         extensions: Sequence[LoopExtension],
     ) -> None:
         self.run, self.config, self.seed = run, run.config, run.seed
@@ -90,8 +91,8 @@ class Trainer:
             rank=strategy.rank,
             world_size=strategy.world_size,
             owner_ranks=strategy.owner_ranks,
-            copies=copies,
-            copied_first=strategy.copied_first(),
+            extra_files=model_files,
+            blocking_paths=strategy.copied_first(),
             flush_metrics=tracker.flush,
         )
         minutes = run.config.checkpointing_minutes
@@ -99,10 +100,10 @@ class Trainer:
         self.save_timer = SaveTimer(minutes if strategy.rank == 0 else None)
         self.is_stoppable = self.is_stopped = self.is_save_overdue = False
         self.last_saved_step: int | None = None
-        self.eval_interval = run.config.eval_interval or _EPOCH
+        self.eval_interval = run.config.eval_interval or _DEFAULT_EVAL_INTERVAL
         self.results: dict[str, float] = {}
         self.train_loss: float | None = None
-        self.last_eval_mark = (0, 0.0)
+        self.last_eval_step, self.last_eval_seconds = 0, 0.0
 
     @property
     def parts(self) -> dict[str, Stateful]:
@@ -118,23 +119,23 @@ class Trainer:
         }
 
     @property
-    def exported(self) -> ExtraWeights | None:
+    def exported_weights(self) -> ExtraWeights | None:
         """The weights to export instead of the last ones; None to export these."""
-        extra = (extension.weights for extension in self.extensions)
-        return next((weights for weights in extra if weights and weights.exports), None)
+        extra_weights = (extension.weights for extension in self.extensions)
+        return next((weights for weights in extra_weights if weights and weights.is_exported), None)
 
     def fit(self) -> Literal["finished", "preempted"]:
         """Train to the last step or a request to stop, then save everything."""
         state = self.state
         self.tracker.start(step=state.step, tokens=state.tokens, seconds=state.seconds)
-        self.last_eval_mark = state.step, state.seconds
+        self.last_eval_step, self.last_eval_seconds = state.step, state.seconds
         if state.step:
             self.evaluate_on_resume()
         waiting_since = time.perf_counter()
         # Also closed if a step raises, to end the thread that reads ahead.
         with closing(self.loader.steps(state.step)) as batches:
             for batch in batches:
-                self.tracker.waited_for_data(time.perf_counter() - waiting_since)
+                self.tracker.add_data_wait(time.perf_counter() - waiting_since)
                 for extension in self.extensions:
                     extension.before_step(state.step)
                 self.train_step(batch)
@@ -154,13 +155,13 @@ class Trainer:
         """Evaluate at the checkpoint's step if the previous start stopped before it could."""
         self.report_steps()  # raises again if too many steps before the checkpoint were skipped
         state = self.state
-        due = self.is_due(self.eval_interval, or_last=True)
+        is_evaluation_due = self.is_due(self.eval_interval, or_last=True)
         # On a request to stop, the first step ends the run.
         with self.tracker.paused(), self.stoppable():
-            if self.evaluate and due and state.evaluated_at != state.step:
+            if self.evaluate and is_evaluation_due and state.evaluated_at != state.step:
                 self.run_evaluation()
-            for periodic in self.periodic_due():
-                if state.ran_at.get(periodic.name) != state.step:
+            for periodic in self.due_periodic_work():
+                if state.last_periodic_steps.get(periodic.name) != state.step:
                     self.run_periodic(periodic)
         self.health.heartbeat(step=state.step, phase="start")
 
@@ -190,7 +191,7 @@ class Trainer:
             grad_norm=grad_norm,
             skipped=skipped,
         )
-        self.tracker.step_done(self.state.step)
+        self.tracker.advance_bar(self.state.step)
 
     def after_step(self) -> Literal["training", "preempted"]:
         """Log, evaluate and save if due after a step, and act on a request to stop."""
@@ -199,50 +200,52 @@ class Trainer:
         self.health.heartbeat(step=step, phase="step")
         if step == 1:
             log_idle_weights(self.strategy)
-        stop, overdue = self.check_requests()
+        should_stop, is_save_due = self.check_requests()
         if is_final or step % config.logging_steps == 0:
-            self.log()
-        saving = stop or overdue or (is_final and self.saves_checkpoints)
-        saving = saving or self.is_due(config.save_interval, or_last=False)
-        evaluating = self.is_due(self.eval_interval, or_last=True)
+            self.log_interval()
+        should_save = should_stop or is_save_due or (is_final and self.saves_checkpoints)
+        should_save = should_save or self.is_due(config.save_interval, or_last=False)
+        should_evaluate = self.is_due(self.eval_interval, or_last=True)
+        should_evaluate = should_evaluate or (should_save and config.save_top_k > 0)
         self.state.seconds = self.tracker.seconds()
         with self.tracker.paused():
-            loss = None
-            with self.stoppable():
-                # There may be only seconds left; evaluate after resuming.
-                if self.evaluate and not stop and (evaluating or (saving and config.save_top_k)):
-                    loss = self.run_evaluation()
-                for periodic in () if stop else self.periodic_due():
-                    self.run_periodic(periodic)
-                if self.is_due(config.sample_steps, or_last=False) and not stop:
-                    self.sample(step)
-            stop = stop or self.is_stopped
-            saving = saving or stop
-            if saving:
+            eval_loss = None
+            # On a request to stop, there may be only seconds left; evaluate after resuming.
+            if not should_stop:
+                with self.stoppable():
+                    if self.evaluate and should_evaluate:
+                        eval_loss = self.run_evaluation()
+                    for periodic in self.due_periodic_work():
+                        self.run_periodic(periodic)
+                    if self.is_due(config.sample_steps, or_last=False):
+                        self.sample(step)
+            should_stop = should_stop or self.is_stopped
+            should_save = should_save or should_stop
+            if should_save:
                 self.health.heartbeat(step=step, phase="save")
                 # All-reduce before the state is copied, so that any number of ranks can resume.
                 self.meter.all_reduce(self.strategy.reduce_sum)
                 self.report_steps()  # a resumed run does not report the saved steps again
                 self.save_timer.restart()
-                self.saver.save(step=step, eval_loss=loss)
+                self.saver.save(step=step, eval_loss=eval_loss)
                 self.last_saved_step = step
             self.health.heartbeat(step=step, phase="step")
-        return "preempted" if stop else "training"
+        return "preempted" if should_stop else "training"
 
     def check_requests(self) -> tuple[bool, bool]:
         """Return whether to stop and whether the save timer is due, the same on all ranks."""
         # A signal may reach only one rank, and clocks differ, so all ranks act on the same answer.
-        # It arrives some calls later, because waiting for it would stall the step.
+        # The answer arrives some calls later, because waiting for it would stall the step.
         flags = [self.interruption.reason is not None, self.save_timer.is_due()]
-        stop, overdue = self.strategy.any_rank(flags)
-        overdue, self.is_save_overdue = overdue or self.is_save_overdue, False
+        should_stop, is_save_due = self.strategy.any_rank(flags)
+        is_save_due, self.is_save_overdue = is_save_due or self.is_save_overdue, False
         step = self.state.step
         if (
             self.last_saved_step is not None
             and step - self.last_saved_step <= self.strategy.answer_delay
         ):
-            overdue = False  # the timer asked before that save
-        return stop and step < self.batch_plan.total_steps, overdue
+            is_save_due = False  # the timer was due before that save
+        return should_stop and step < self.batch_plan.total_steps, is_save_due
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
@@ -255,8 +258,8 @@ class Trainer:
         finally:
             self.is_stoppable = False
 
-    def between_batches(self) -> None:
-        """Take note that an evaluation continues, or end it; all ranks call it equally often.
+    def continue_or_stop_evaluation(self) -> None:
+        """Report that an evaluation is alive, or end it; all ranks call this equally often.
 
         Raises:
             StopRequest: The run is asked to stop, and can resume before the evaluation.
@@ -264,21 +267,26 @@ class Trainer:
         self.health.keep_alive()
         if self.is_stoppable:
             flags = [self.interruption.reason is not None, False]
-            stop, overdue = self.strategy.any_rank(flags)
-            self.is_save_overdue = self.is_save_overdue or overdue
-            if stop:
+            should_stop, is_save_due = self.strategy.any_rank(flags)
+            self.is_save_overdue = self.is_save_overdue or is_save_due
+            if should_stop:
                 raise StopRequest
 
-    def is_due(self, every: int | Duration | None, *, or_last: bool) -> bool:
-        """Return whether the interval `every`, a number of steps or a duration, ends here."""
+    def is_due(self, interval: int | Duration | None, *, or_last: bool) -> bool:
+        """Return whether an interval ends with the last step.
+
+        Args:
+            interval: A number of steps, or a duration; None never ends.
+            or_last: Whether the end of training also ends it.
+        """
         step = self.state.step
         if or_last and step == self.batch_plan.total_steps:
             return True
-        if isinstance(every, Duration):
-            return self.batch_plan.is_interval_end(step, every, block_size=self.run.block_size)
-        return every is not None and step % every == 0
+        if isinstance(interval, Duration):
+            return self.batch_plan.is_interval_end(step, interval, block_size=self.run.block_size)
+        return interval is not None and step % interval == 0
 
-    def log(self) -> None:
+    def log_interval(self) -> None:
         """Report the logging interval that ends with this step."""
         self.meter.all_reduce(self.strategy.reduce_sum)
         values = self.meter.read()  # only here does the host wait for the device
@@ -328,19 +336,19 @@ class Trainer:
             DivergedError: Too many steps in a row were skipped.
         """
         state = self.state
-        for step, skipped, _ in steps:
-            state.skipped_in_a_row = state.skipped_in_a_row + 1 if skipped else 0
-            if skipped:
-                first, stop = self.loader.sample_range(step, step + 1)
+        for step, is_skipped, _ in steps:
+            state.skipped_in_a_row = state.skipped_in_a_row + 1 if is_skipped else 0
+            if is_skipped:
+                first_sample, end_sample = self.loader.sample_range(step, step + 1)
                 command = inspect_command(self.run.folder.path, step + 1)
                 logger.info(
-                    f"step {step + 1} was skipped: its gradient is not finite (samples {first:,} "
-                    f"to {stop - 1:,}); its text: {command}",
+                    f"step {step + 1} was skipped: its gradient is not finite (samples "
+                    f"{first_sample:,} to {end_sample - 1:,}); its text: {command}",
                     extra=event(
                         "skip",
                         step=step + 1,
-                        first_sample=first,
-                        last_sample=stop - 1,
+                        first_sample=first_sample,
+                        last_sample=end_sample - 1,
                         inspect=command,
                     ),
                 )
@@ -352,7 +360,7 @@ class Trainer:
             )
 
     def run_evaluation(self) -> float:
-        """Evaluate, report, and return the validation loss."""
+        """Evaluate, report the results, and return the validation loss."""
         self.health.heartbeat(step=self.state.step, phase="evaluation")
         self.results = self.evaluate_weights()
         self.tracker.log_evaluation(
@@ -360,22 +368,22 @@ class Trainer:
         )
         self.state.evaluated_at = self.state.step
         loss = self.results["loss"]
-        best = self.state.best_loss
-        self.state.best_loss = loss if best is None else min(best, loss)
+        best_loss = self.state.best_loss
+        self.state.best_loss = loss if best_loss is None else min(best_loss, loss)
         return loss
 
-    def periodic_due(self) -> list[Periodic]:
+    def due_periodic_work(self) -> list[Periodic]:
         """Return the work of extensions that is due after this step."""
         periodic_work = [
             extension.periodic for extension in self.extensions if extension.periodic is not None
         ]
-        return [periodic for periodic in periodic_work if self.is_due(periodic.every, or_last=True)]
+        return [work for work in periodic_work if self.is_due(work.interval_steps, or_last=True)]
 
     def run_periodic(self, periodic: Periodic) -> None:
         """Do the work of an extension, and report its values."""
         self.health.heartbeat(step=self.state.step, phase="evaluation")
         self.tracker.write(periodic.run(self.state.step), step=self.state.step)
-        self.state.ran_at[periodic.name] = self.state.step
+        self.state.last_periodic_steps[periodic.name] = self.state.step
 
     def evaluate_weights(self) -> dict[str, float]:
         """Return the results of an evaluation, including extensions' results."""
@@ -386,10 +394,11 @@ class Trainer:
     def format_train_stats(self) -> list[str]:
         """Return the last logged loss, and the time since the last evaluation or this start."""
         columns = [] if self.train_loss is None else [f"train loss: {self.train_loss:.6g}"]
-        steps = self.state.step - self.last_eval_mark[0]
-        seconds = self.state.seconds - self.last_eval_mark[1]
-        if steps:
+        state = self.state
+        num_steps = state.step - self.last_eval_step
+        seconds = state.seconds - self.last_eval_seconds
+        if num_steps:
             columns.append(f"train time: {seconds:.1f} s")
-            columns.append(f"ms per step: {1000 * seconds / steps:.1f}")
-        self.last_eval_mark = self.state.step, self.state.seconds
-        return [*columns, f"total train time: {self.state.seconds:.1f} s"]
+            columns.append(f"ms per step: {1000 * seconds / num_steps:.1f}")
+        self.last_eval_step, self.last_eval_seconds = state.step, state.seconds
+        return [*columns, f"total train time: {state.seconds:.1f} s"]

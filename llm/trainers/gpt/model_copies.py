@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.dynamic_module_utils import custom_object_save
 
 from llm.checkpoint.format import MODEL_FOLDER, TOKENIZER_FOLDER, Checkpoint
-from llm.checkpoint.run_folder import differences
+from llm.checkpoint.run_folder import describe_changes
 from llm.errors import CheckpointError
 from llm.models.configuration import (
     load_config,
@@ -25,21 +25,24 @@ from llm.runtime.files import temporary_folder
 from llm.tokenizers.load_tokenizer import fingerprint
 from llm.tokenizers.options import TOKENIZER_FILES
 from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.load_trained_model import generation_settings, tokenizer_of, with_copies
-from llm.trainers.gpt.recorded_options import named_changes
+from llm.trainers.gpt.load_trained_model import (
+    generation_settings,
+    load_run_tokenizer,
+    with_checkpoint_copies,
+)
+from llm.trainers.gpt.recorded_options import options_allowed_to_change
 from llm.trainers.gpt.seams import Run
 
-_COMPARED = {"model_type", "tie_word_embeddings"}
-"""Fields to compare even if a model's class does not declare them."""
+_UNDECLARED_MODEL_FIELDS = {"model_type", "tie_word_embeddings"}
+"""Fields that change training even if a model's class does not declare them."""
 
-
-_NOT_COMPARED = {"use_cache", *inspect.signature(PreTrainedConfig).parameters} - _COMPARED
+_GENERAL_FIELDS = {"use_cache", *inspect.signature(PreTrainedConfig).parameters}
 """Fields that a model's class may declare but that do not change training."""
 
 logger = logging.getLogger("llm")
 
 
-def copy_model(run: Run, model: PreTrainedModel) -> dict[str, bytes]:
+def collect_model_files(run: Run, model: PreTrainedModel) -> dict[str, bytes]:
     """Return a checkpoint's files of the model and the tokenizer, by path in the checkpoint.
 
     Args:
@@ -51,9 +54,9 @@ def copy_model(run: Run, model: PreTrainedModel) -> dict[str, bytes]:
         folder.mkdir()
         config = copy.deepcopy(run.model_config)
         config.name_or_path = ""
-        for custom in (config, model):
-            if custom.is_custom_code():
-                custom_object_save(custom, folder, config=config)
+        for code_owner in (config, model):
+            if code_owner.is_custom_code():
+                custom_object_save(code_owner, folder, config=config)
         # Write every field: a later version of the library may have other defaults.
         config.to_json_file(folder / "config.json", use_diff=False)
         # The generation settings belong to the run's pretrained weights.
@@ -78,66 +81,75 @@ def read_model_config(config: CoreConfig, start: Checkpoint | None) -> PreTraine
     """
     if start is None:
         return load_config(config)
-    allowed = _is_change_allowed(config, ARCHITECTURE)
+    is_change_allowed = _is_change_allowed(config, ARCHITECTURE)
     name = config.config_name or config.model_name_or_path
-    if name is not None and not Path(name).exists() and not allowed:
+    if name is not None and not Path(name).exists() and not is_change_allowed:
         logger.info(
             f"{name} is not a local path: the model's configuration is the copy in {start.path}."
         )
-        return load_config(with_copies(config, start))
-    current = load_config(config)
-    changed = config_changes(config, start, current)
-    if changed and not allowed:
+        return load_config(with_checkpoint_copies(config, start))
+    model_config = load_config(config)
+    changes = describe_config_changes(config, start, model_config)
+    if changes and not is_change_allowed:
         option_name = next(option for option in ARCHITECTURE if getattr(config, option) is not None)
         raise CheckpointError(
             f"The model's configuration has changed since {start.path} was written: "
-            f"{'; '.join(changed)}. Restore it, or allow the change with --change_on_resume "
+            f"{'; '.join(changes)}. Restore it, or allow the change with --change_on_resume "
             f"{option_name}."
         )
-    if changed:
-        logger.info(f"The model's configuration changes: {'; '.join(changed)}.")
-    return current
+    if changes:
+        logger.info(f"The model's configuration changes: {'; '.join(changes)}.")
+    return model_config
 
 
-def log_other_model(config: CoreConfig, init_from: Checkpoint, current: PreTrainedConfig) -> None:
+def log_config_changes(
+    config: CoreConfig, init_from: Checkpoint, model_config: PreTrainedConfig
+) -> None:
     """Log how a new run's configuration differs from the run that provides its weights."""
-    changed = config_changes(config, init_from, current)
-    if changed:
+    changes = describe_config_changes(config, init_from, model_config)
+    if changes:
         logger.info(
             f"The weights of {init_from.path} were trained in another configuration: "
-            f"{'; '.join(changed)}."
+            f"{'; '.join(changes)}."
         )
 
 
-def config_changes(
-    config: CoreConfig, checkpoint: Checkpoint, current: PreTrainedConfig
+def describe_config_changes(
+    config: CoreConfig, checkpoint: Checkpoint, model_config: PreTrainedConfig
 ) -> list[str]:
-    """Return a clause for each field that differs from the copy in a checkpoint."""
-    saved = load_config(with_copies(config, checkpoint))
+    """Return a clause for each difference between a model's configuration and a checkpoint's copy.
+
+    Args:
+        config: The options. If they name a folder, its Python files are compared too.
+        checkpoint: The checkpoint with the copy.
+        model_config: The model's configuration, as the options describe it.
+    """
+    saved_config = load_config(with_checkpoint_copies(config, checkpoint))
     # Built from all fields, like the copy: some classes then derive other values.
-    rebuilt = type(current).from_dict(current.to_dict())
-    # A field on only one side comes from another version of the library, or is never read.
-    changed = differences(_model_fields(saved), _model_fields(rebuilt))
-    # The model's Python code, if it comes from a folder.
-    folder = config.config_name or config.model_name_or_path
-    for path in sorted((checkpoint.path / MODEL_FOLDER).glob("*.py")):
-        code_file = Path(folder or "", path.name)
-        if folder and code_file.is_file() and code_file.read_bytes() != path.read_bytes():
-            changed.append(f"{path.name} has another content")
-    return changed
+    rebuilt_config = type(model_config).from_dict(model_config.to_dict())
+    # A field in only one of them comes from another version of the library, or is never read.
+    changes = describe_changes(_model_fields(saved_config), _model_fields(rebuilt_config))
+    code_folder = config.config_name or config.model_name_or_path
+    if code_folder:
+        for saved_file in sorted((checkpoint.path / MODEL_FOLDER).glob("*.py")):
+            code_file = Path(code_folder, saved_file.name)
+            if code_file.is_file() and code_file.read_bytes() != saved_file.read_bytes():
+                changes.append(f"{saved_file.name} has another content")
+    return changes
 
 
 def _model_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the fields that affect a model, by name; `a.b` is field b of the inner object a."""
+    """Return the fields that affect a model, by name; `a.b` is field b of sub-configuration a."""
     bases = [base for base in type(config).__mro__ if issubclass(base, PreTrainedConfig)]
-    declared = {name for base in bases for name in inspect.signature(base).parameters}
+    declared_names = {name for base in bases for name in inspect.signature(base).parameters}
+    model_names = _UNDECLARED_MODEL_FIELDS | (declared_names - _GENERAL_FIELDS)
     fields: dict[str, Any] = {}
     for name, value in json.loads(config.to_json_string(use_diff=False)).items():
-        inner = vars(config).get(name)  # attributes raise if layers may differ
-        if name not in _COMPARED | (declared - _NOT_COMPARED):
+        if name not in model_names:
             continue
-        if isinstance(inner, PreTrainedConfig):
-            fields |= {f"{name}.{key}": field for key, field in _model_fields(inner).items()}
+        attribute = vars(config).get(name)  # `getattr` raises if layers may differ
+        if isinstance(attribute, PreTrainedConfig):
+            fields |= {f"{name}.{key}": field for key, field in _model_fields(attribute).items()}
         else:
             fields[name] = value
     return fields
@@ -156,33 +168,32 @@ def read_tokenizer(config: CoreConfig, start: Checkpoint | None) -> PreTrainedTo
         ConfigError: It cannot be loaded.
     """
     if start is None:
-        return tokenizer_of(config)
-    names = (*TOKENIZER_FILES, "model_name_or_path")
-    option = next(option for option in names if getattr(config, option) is not None)
-    files = [getattr(config, option)]
-    if option == "vocab_file":
-        files.append(config.merges_file)
-    allowed = _is_change_allowed(config, names)
-    if not all(Path(file).exists() for file in files) and not allowed:
-        logger.info(f"{files[0]} is not a local path: the tokenizer is the copy in {start.path}.")
-        return tokenizer_of(with_copies(config, start))
-    tokenizer = tokenizer_of(config)
-    ids = fingerprint(tokenizer)
+        return load_run_tokenizer(config)
+    option_names = (*TOKENIZER_FILES, "model_name_or_path")
+    option_name = next(name for name in option_names if getattr(config, name) is not None)
+    source = getattr(config, option_name)
+    files = [source, config.merges_file] if option_name == "vocab_file" else [source]
+    is_change_allowed = _is_change_allowed(config, option_names)
+    if not all(Path(file).exists() for file in files) and not is_change_allowed:
+        logger.info(f"{source} is not a local path: the tokenizer is the copy in {start.path}.")
+        return load_run_tokenizer(with_checkpoint_copies(config, start))
+    tokenizer = load_run_tokenizer(config)
+    digest = fingerprint(tokenizer)
     # Another version of the library may compute another fingerprint for the same tokenizer.
-    changed = ids != start.metadata["tokenizer"] and ids != fingerprint(
-        tokenizer_of(with_copies(config, start))
+    has_changed = digest != start.metadata["tokenizer"] and digest != fingerprint(
+        load_run_tokenizer(with_checkpoint_copies(config, start))
     )
-    if allowed:
-        comparison = "changes: it gives other ids than" if changed else "gives the same ids as"
-        logger.info(f"The tokenizer {files[0]} {comparison} the copy in {start.path}.")
-    elif changed:
+    if is_change_allowed:
+        relation = "changes: it gives other ids than" if has_changed else "gives the same ids as"
+        logger.info(f"The tokenizer {source} {relation} the copy in {start.path}.")
+    elif has_changed:
         raise CheckpointError(
-            f"The tokenizer {files[0]} gives other ids than the copy in {start.path}: it has "
-            f"changed. Restore it, or allow the change with --change_on_resume {option}."
+            f"The tokenizer {source} gives other ids than the copy in {start.path}: it has "
+            f"changed. Restore it, or allow the change with --change_on_resume {option_name}."
         )
     return tokenizer
 
 
-def _is_change_allowed(config: CoreConfig, names: tuple[str, ...]) -> bool:
+def _is_change_allowed(config: CoreConfig, option_names: tuple[str, ...]) -> bool:
     """Return whether `change_on_resume` names one of these options."""
-    return not set(names).isdisjoint(named_changes(config))
+    return not set(option_names).isdisjoint(options_allowed_to_change(config))

@@ -46,7 +46,9 @@ def check_folder(
         sources = [text, f"{text}.bin", f"{text}.idx", *map(str, part_files(Path(text)))]
         if name in ("init_from", "branch_from") and not os.path.exists(text):
             sources = [str(Path(text).parent)]  # RUN/STEP
-        if any(folder.endangers(Path(source)) for source in sources if os.path.exists(source)):
+        if any(
+            folder.would_overwrite(Path(source)) for source in sources if os.path.exists(source)
+        ):
             raise ConfigError(
                 f"--{name} {text} is in --output_dir {folder.path}, which this run would replace; "
                 "name another --output_dir, or move it."

@@ -12,7 +12,7 @@ from llm.errors import CheckpointError, ConfigError
 from llm.optim.schedule import is_constant
 from llm.trainers.gpt.config import CoreConfig
 
-BY_DEVICE = ("mixed_precision", "tf32", "torch_compile", "router_dtype")
+DEVICE_OPTIONS = ("mixed_precision", "tf32", "torch_compile", "router_dtype")
 """Options with a default that depends on the device, or on the version that began the run."""
 
 _RECORDED = (
@@ -30,7 +30,7 @@ def state_options(config: CoreConfig) -> dict[str, Any]:
     return values | {"optimizer": config.optimizer or config.default_optimizer}
 
 
-def check_known(config: CoreConfig, checkpoint: Checkpoint) -> None:
+def check_checkpoint_record(config: CoreConfig, checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint with fixed options that this installation does not have.
 
     Raises:
@@ -84,31 +84,32 @@ def _has_type(field: options.Field, value: Any) -> bool:
     return all(type(item) in types for item in (value if field.is_list else [value]))
 
 
-def lengthened(config: CoreConfig, checkpoint: Checkpoint) -> list[str]:
+def growable_options(config: CoreConfig, checkpoint: Checkpoint) -> list[str]:
     """Return `max_duration` if it may grow, because past learning rates do not change."""
     saved = _recorded_options(config, checkpoint, "fixed")
-    kind, length = saved.get("lr_scheduler_type"), Duration(saved["max_duration"])
-    if kind == "warmup_stable_decay":
+    scheduler, length = saved.get("lr_scheduler_type"), Duration(saved["max_duration"])
+    if scheduler == "warmup_stable_decay":
         decay = Duration(saved.get("decay") or f"{max(1, int(length.value) // 10)} steps")
         if not length.unit == decay.unit == "steps" or checkpoint.step > length.value - decay.value:
             return []  # the decay has begun
-    elif not is_constant(kind):
+    elif not is_constant(scheduler):
         return []
-    grows = config.max_duration.unit == length.unit and config.max_duration.value >= length.value
+    new_length = config.max_duration
+    grows = new_length.unit == length.unit and new_length.value >= length.value
     return ["max_duration"] if grows else []
 
 
-def fixed_options(config: CoreConfig, *, like: dict[str, Any] | None = None) -> dict[str, Any]:
+def fixed_options(config: CoreConfig, *, defaults: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the options that a resumed run must keep, as JSON values.
 
     Args:
         config: The options.
-        like: Fixed options of a checkpoint; provide seed and precision if the options do not.
+        defaults: Fixed options of a checkpoint, which give seed and precision if `config` does not.
     """
     fixed = recorded_values(config, "fixed")
-    for name in ("seed", *BY_DEVICE):
-        if like is not None and name in fixed and fixed[name] is None:
-            fixed[name] = like.get(name)
+    for name in ("seed", *DEVICE_OPTIONS):
+        if defaults is not None and name in fixed and fixed[name] is None:
+            fixed[name] = defaults.get(name)
     return fixed
 
 
@@ -158,7 +159,7 @@ def saved_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> dict
 
 
 def _recorded_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
-    """Return the fixed or the logged options in a checkpoint's record, by their present names.
+    """Return the fixed or the logged options in a checkpoint's record, by their current names.
 
     Raises:
         CheckpointError: A former option has a value that no duration has.
@@ -177,7 +178,7 @@ def _recorded_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> 
         ) from error
 
 
-def named_changes(config: CoreConfig) -> list[str]:
+def options_allowed_to_change(config: CoreConfig) -> list[str]:
     """Return the options in `change_on_resume`, with aliases resolved."""
     names = options.names_by_alias(type(config))
     return [names.get(name, name) for name in config.change_on_resume]

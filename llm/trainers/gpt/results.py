@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from llm import __version__
-from llm.checkpoint.run_folder import MODEL_FILES
+from llm.checkpoint.run_folder import MODEL_FILE_PATTERN
 from llm.config.options import fields, non_default
 from llm.config.shell import shell_line
 from llm.config.toml import values_as_toml
@@ -25,7 +25,7 @@ from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.load_trained_model import export_trained
 from llm.trainers.gpt.loop import Trainer
 
-_NOT_UPLOADED = ("*/*", "*.toml", "*.jsonl", "log.txt", "status.json", "eval_results.json")
+_EXCLUDED_FROM_UPLOAD = ("*/*", "*.toml", "*.jsonl", "log.txt", "status.json", "eval_results.json")
 """Patterns of the files in a run's folder that are not part of the model."""
 
 logger = logging.getLogger("llm")
@@ -84,12 +84,12 @@ def _card_rows(
     trainer: Trainer, model: PreTrainedModel, results: dict[str, float | None]
 ) -> dict[str, object]:
     """Return the table of the model card."""
-    run, exported = trainer.run, trainer.exported
+    run, exported_weights = trainer.run, trainer.exported_weights
     return {
         "architecture": model.config.model_type,
         "parameters": f"{parameter_counts(model)['total']:,}",
         "initial weights": run.initial_weights,
-        **({"weights": exported.card} if exported else {}),
+        **({"weights": exported_weights.card} if exported_weights else {}),
         "data": describe_data(run.config),
         "block size": run.block_size,
         "global batch size": run.batch_plan.batch_schedule(run.block_size),
@@ -139,17 +139,17 @@ def push(folder: Path, repository: str) -> None:
     """Upload an exported model; a failure is only logged: the model is safe in its folder."""
     import huggingface_hub
 
-    names = [
+    patterns = [
         f"{path.name}/*" if path.is_dir() else path.name
         for path in folder.iterdir()
-        if re.fullmatch(rf"{MODEL_FILES}|all_results\.json", path.name)
+        if re.fullmatch(rf"{MODEL_FILE_PATTERN}|all_results\.json", path.name)
     ]
     try:
         huggingface_hub.HfApi().upload_folder(
             repo_id=repository,
             folder_path=folder,
             commit_message="Pretrained with llm-trainers",
-            allow_patterns=names,
+            allow_patterns=patterns,
         )
     except Exception as error:
         logger.error(
@@ -161,8 +161,8 @@ def push(folder: Path, repository: str) -> None:
 
 
 def _upload_command(repository: str, folder: Path) -> str:
-    excluded = [word for pattern in _NOT_UPLOADED for word in ("--exclude", pattern)]
-    return shell_line(["hf", "upload", repository, folder, *excluded])
+    flags = [word for pattern in _EXCLUDED_FROM_UPLOAD for word in ("--exclude", pattern)]
+    return shell_line(["hf", "upload", repository, folder, *flags])
 
 
 def make_card(
@@ -187,37 +187,40 @@ def make_card(
         ranks: Ranks of the run.
     """
     software = f"llm-trainers {__version__}, torch {torch.__version__}"
-    source = initial_weights.removeprefix("from ")
+    base_model = initial_weights.removeprefix("from ")
     torchrun = f"torchrun --standalone --nproc_per_node={ranks} -m llm.trainers.gpt"
-    start = "llm-trainers train" if ranks == 1 else torchrun
+    program = "llm-trainers train" if ranks == 1 else torchrun
     return Card(
         name=name,
         rows={**rows, "software": software},
         license=config.model_license,
         languages=config.model_languages,
         dataset=config.dataset_name,
-        base_model=source if source != initial_weights else None,
+        base_model=base_model if base_model != initial_weights else None,
         validation=config.validation_file
         or " ".join(map(str, config.valid_data_path))
         or describe_data(config),
         results=results,
         task_results=task_results,
-        command=f"{start} --config config.toml",
+        command=f"{program} --config config.toml",
         options=_options_to_repeat(config, name),
         software=f"{software}, on {counted(ranks, 'rank')}",
     )
 
 
 def _options_to_repeat(config: CoreConfig, name: str) -> str:
-    """Return the options that train the model again, as TOML; "" for a branch, without its parent.
+    """Return the options that train the model again, as TOML; "" for a branch.
+
+    A branch cannot be trained again without its parent.
+
 
     They include the preset's values instead of its name: the preset would also set options that
     have their default in the run.
     """
     if config.branch_from is not None:
         return ""
-    of_one_start = {f.name: f.default for f in fields(type(config)) if f.option.one_shot}
-    changes = {**of_one_start, "preset": None, "output_dir": f"runs/{name}"}
+    one_shot_defaults = {f.name: f.default for f in fields(type(config)) if f.option.one_shot}
+    changes = {**one_shot_defaults, "preset": None, "output_dir": f"runs/{name}"}
     return values_as_toml(non_default(dataclasses.replace(config, **changes)))
 
 

@@ -5,18 +5,24 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from llm.checkpoint.format import MANIFEST, Checkpoint, checkpoint_folders, name_of, step_of
-from llm.checkpoint.load import newest_valid, read_valid
-from llm.checkpoint.run_folder import RunFolder, check_unchanged, differences
+from llm.checkpoint.format import (
+    MANIFEST,
+    Checkpoint,
+    checkpoint_folders,
+    checkpoint_name,
+    checkpoint_step,
+)
+from llm.checkpoint.load import find_newest_checkpoint, read_verified_checkpoint
+from llm.checkpoint.run_folder import RunFolder, check_unchanged, describe_changes
 from llm.data.data_digest import data_has_changed
 from llm.data.options import SOURCES
 from llm.errors import CheckpointError
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.recorded_options import (
-    check_known,
+    check_checkpoint_record,
     fixed_options,
-    lengthened,
-    named_changes,
+    growable_options,
+    options_allowed_to_change,
     recorded_values,
     saved_options,
     state_options,
@@ -25,7 +31,7 @@ from llm.trainers.gpt.recorded_options import (
 logger = logging.getLogger("llm")
 
 
-def find_resume(config: CoreConfig, folder: RunFolder) -> Checkpoint | None:
+def find_resume_checkpoint(config: CoreConfig, folder: RunFolder) -> Checkpoint | None:
     """Return the checkpoint of `resume_from_checkpoint`; None if none exists yet.
 
     Args:
@@ -47,15 +53,15 @@ def find_resume(config: CoreConfig, folder: RunFolder) -> Checkpoint | None:
                 "a folder such as RUN/checkpoints/step_00001000, or no path for the newest one of "
                 "--output_dir."
             )
-        checkpoint = read_valid(path, together=True)
+        checkpoint = read_verified_checkpoint(path, is_collective=True)
     else:
-        newest = newest_valid(folder.checkpoints, together=True)
+        newest = find_newest_checkpoint(folder.checkpoints, is_collective=True)
         if newest is None:
             # A fresh start never replaces checkpoints, not even damaged ones.
-            damaged = checkpoint_folders(folder.checkpoints)
-            if damaged:
+            damaged_folders = checkpoint_folders(folder.checkpoints)
+            if damaged_folders:
                 raise CheckpointError(
-                    f"--resume_from_checkpoint: none of the {len(damaged)} checkpoints in "
+                    f"--resume_from_checkpoint: none of the {len(damaged_folders)} checkpoints in "
                     f"{folder.checkpoints} can be used (the lines above say why), and a fresh "
                     "start would replace them; name a sound one, or start in another --output_dir."
                 )
@@ -65,27 +71,40 @@ def find_resume(config: CoreConfig, folder: RunFolder) -> Checkpoint | None:
             )
             return None
         checkpoint = newest
-    check_known(config, checkpoint)
+    check_checkpoint_record(config, checkpoint)
     if config.eval_only:
         return checkpoint  # only its weights are loaded
-    saved = saved_options(config, checkpoint, "fixed")
-    allowed = (*named_changes(config), *lengthened(config, checkpoint))
-    fixed = fixed_options(config, like=saved)
-    # If an older checkpoint lacks an option, the option did not exist yet, so it has not changed.
-    saved_state = state_options(dataclasses.replace(config, **saved))
-    changed = differences(saved_state, state_options(config))
-    if changed:
-        new_options = {n: v for n, v in fixed.items() if n not in saved_state and n not in allowed}
-        raise CheckpointError(
-            f"{checkpoint.path} holds another state of the optimizer: "
-            f"{'; '.join([*differences(saved, new_options), *changed])}. Give the former values, "
-            "or start another run from its weights with --init_from."
-        )
-    check_unchanged(saved, fixed, allowed=allowed)
+    _check_same_options(config, checkpoint)
     return checkpoint
 
 
-def find_start(location: str, *, option: str) -> Checkpoint:
+def _check_same_options(config: CoreConfig, checkpoint: Checkpoint) -> None:
+    """Refuse to resume with other fixed options, first of all with another state of the optimizer.
+
+    Raises:
+        CheckpointError: An option differs that may not change.
+    """
+    checkpoint_options = saved_options(config, checkpoint, "fixed")
+    run_options = fixed_options(config, defaults=checkpoint_options)
+    allowed_names = (*options_allowed_to_change(config), *growable_options(config, checkpoint))
+    # If an older checkpoint lacks an option, the option did not exist yet, so it has not changed.
+    checkpoint_state = state_options(dataclasses.replace(config, **checkpoint_options))
+    state_changes = describe_changes(checkpoint_state, state_options(config))
+    if state_changes:
+        other_options = {
+            name: value
+            for name, value in run_options.items()
+            if name not in checkpoint_state and name not in allowed_names
+        }
+        changes = [*describe_changes(checkpoint_options, other_options), *state_changes]
+        raise CheckpointError(
+            f"{checkpoint.path} holds another state of the optimizer: {'; '.join(changes)}. Give "
+            "the former values, or start another run from its weights with --init_from."
+        )
+    check_unchanged(checkpoint_options, run_options, allowed_names=allowed_names)
+
+
+def find_run_checkpoint(location: str, *, option: str) -> Checkpoint:
     """Return a checkpoint of another run: the newest valid one, or a given step.
 
     Args:
@@ -97,24 +116,24 @@ def find_start(location: str, *, option: str) -> Checkpoint:
     """
     path = Path(location)
     if (path / MANIFEST).exists():
-        return read_valid(path, together=True)
-    for run, name in ((path, None), (path.parent, path.name)):
+        return read_verified_checkpoint(path, is_collective=True)
+    for run, step_name in ((path, None), (path.parent, path.name)):
         folder = RunFolder(run).checkpoints
         if not folder.is_dir():
             continue
-        if name is None:
-            newest = newest_valid(folder, together=True)
+        if step_name is None:
+            newest = find_newest_checkpoint(folder, is_collective=True)
             if newest is not None:
                 return newest
         else:
-            chosen = folder / (name_of(int(name)) if name.isdigit() else name)
-            if not (chosen / MANIFEST).exists():
-                steps = ", ".join(str(step_of(path)) for path in checkpoint_folders(folder))
+            folder_name = checkpoint_name(int(step_name)) if step_name.isdigit() else step_name
+            if not (folder / folder_name / MANIFEST).exists():
+                steps = ", ".join(str(checkpoint_step(path)) for path in checkpoint_folders(folder))
                 raise CheckpointError(
                     f"--{option} {path} names no checkpoint of {run}, which has the steps "
                     f"{steps or '(none)'}; name one of them."
                 )
-            return read_valid(chosen, together=True)
+            return read_verified_checkpoint(folder / folder_name, is_collective=True)
     raise CheckpointError(
         f"--{option} {path} holds no valid checkpoint; name a run's folder, RUN/STEP, or a "
         "checkpoint's own folder."
@@ -122,25 +141,29 @@ def find_start(location: str, *, option: str) -> Checkpoint:
 
 
 def check_same_data(
-    config: CoreConfig, checkpoint: Checkpoint | None, digest: dict[str, Any], *, is_branch: bool
+    config: CoreConfig,
+    checkpoint: Checkpoint | None,
+    data_digest: dict[str, Any],
+    *,
+    is_branch: bool,
 ) -> None:
     """Refuse to resume or to branch with other training data, or log an allowed change.
 
     Args:
         config: The options.
         checkpoint: The checkpoint that the run starts from.
-        digest: Result of `corpus_digests` for the training data.
-        is_branch: Whether the start begins a branch.
+        data_digest: Result of `corpus_digests` for the training data.
+        is_branch: Whether this start begins a branch.
 
     Raises:
         CheckpointError: The tokens have changed since the checkpoint was written.
     """
     if checkpoint is None:
         return
-    changed = data_has_changed(checkpoint.metadata["data"], digest)
-    if not set(SOURCES).isdisjoint(named_changes(config)):
-        comparison = "change: they are not those" if changed else "are the same as those"
-        logger.info(f"The training data {comparison} with which {checkpoint.path} was reached.")
+    changed = data_has_changed(checkpoint.metadata["data"], data_digest)
+    if not set(SOURCES).isdisjoint(options_allowed_to_change(config)):
+        relation = "change: they are not those" if changed else "are the same as those"
+        logger.info(f"The training data {relation} with which {checkpoint.path} was reached.")
     elif changed:
         alternative = "" if is_branch else ", or start in another --output_dir"
         raise CheckpointError(
@@ -150,18 +173,22 @@ def check_same_data(
         )
 
 
-def log_changes(config: CoreConfig, checkpoint: Checkpoint, *, ranks: int) -> None:
+def log_changes(config: CoreConfig, checkpoint: Checkpoint, *, world_size: int) -> None:
     """Log settings that affect the numbers and differ from the checkpoint."""
     fixed, logged = (saved_options(config, checkpoint, kind) for kind in ("fixed", "logged"))
-    changed = [
-        *differences(fixed, fixed_options(config, like=fixed)),
-        *differences(logged, recorded_values(config, "logged")),
-        *differences({"number of ranks": checkpoint.world_size}, {"number of ranks": ranks}),
+    changes = [
+        *describe_changes(fixed, fixed_options(config, defaults=fixed)),
+        *describe_changes(logged, recorded_values(config, "logged")),
+        *describe_changes(
+            {"number of ranks": checkpoint.world_size}, {"number of ranks": world_size}
+        ),
     ]
-    if changed:
-        logger.info(f"The run continues with other settings: {'; '.join(changed)}.")
-    longer = lengthened(config, checkpoint) and config.max_duration != fixed["max_duration"]
-    if longer and config.cooldown_tokens is not None and checkpoint.metadata.get("branch"):
+    if changes:
+        logger.info(f"The run continues with other settings: {'; '.join(changes)}.")
+    is_longer = (
+        growable_options(config, checkpoint) and config.max_duration != fixed["max_duration"]
+    )
+    if is_longer and config.cooldown_tokens is not None and checkpoint.metadata.get("branch"):
         logger.warning(
             "--max_duration does not make the run longer: the cooldown sets its length, "
             f"--cooldown_tokens {config.cooldown_tokens:,}."

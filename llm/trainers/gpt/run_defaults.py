@@ -11,16 +11,16 @@ from llm.models.compilation import can_compile
 from llm.parallel.accelerator import default_precision
 from llm.runtime.rng import draw_seed
 from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.recorded_options import BY_DEVICE, saved_options
+from llm.trainers.gpt.recorded_options import DEVICE_OPTIONS, saved_options
 
 _OF_OLDER_VERSIONS = {"router_dtype": "model"}
-"""Values of options in `BY_DEVICE` for checkpoints that do not record them."""
+"""Values of options in `DEVICE_OPTIONS` for checkpoints that do not record them."""
 
 
 def choose_by_device(
     config: CoreConfig, start: Checkpoint | None, device: torch.device
 ) -> dict[str, Any]:
-    """Return the options in `BY_DEVICE`: as set, from the checkpoint, or the device's defaults.
+    """Return the options in `DEVICE_OPTIONS`: as set, else the checkpoint's, else the defaults.
 
     Raises:
         ConfigError: A compiled run on a GPU is to be deterministic.
@@ -30,8 +30,8 @@ def choose_by_device(
     if start is not None and not config.eval_only:
         fixed, logged = (saved_options(config, start, kind) for kind in ("fixed", "logged"))
         recorded = _OF_OLDER_VERSIONS | fixed | logged
-        values = {name: recorded[name] for name in BY_DEVICE}
-    overrides = {name: getattr(config, name) for name in BY_DEVICE}
+        values = {name: recorded[name] for name in DEVICE_OPTIONS}
+    overrides = {name: getattr(config, name) for name in DEVICE_OPTIONS}
     values |= {name: value for name, value in overrides.items() if value is not None}
     if config.deterministic and values["torch_compile"] and device.type == "cuda":
         # On an H200 with PyTorch 2.11, the first gradient after a resume differed in 3 of 6 runs.
@@ -42,8 +42,8 @@ def choose_by_device(
     return values
 
 
-def keep_batch_size(config: CoreConfig, resume_from: Checkpoint | None) -> CoreConfig:
-    """Return the options with the checkpoint's micro-batch instead of `auto`.
+def with_checkpoint_batch_size(config: CoreConfig, resume_from: Checkpoint | None) -> CoreConfig:
+    """Return the options with the checkpoint's micro-batch size instead of `auto`.
 
     Raises:
         ConfigError: A new run cannot search for its micro-batch.

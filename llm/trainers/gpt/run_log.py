@@ -47,7 +47,7 @@ def log_start(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -
         _log_length(run, model)
         if run.skipped.ranges:
             logger.info(f"left out: samples {run.skipped} (--skip_samples)")
-        for option, reason in _without_effect(run, strategy):
+        for option, reason in _options_without_effect(run, strategy):
             logger.info(f"--{option} changes nothing {reason}.")
         _log_stages(run)
         _log_sources(run, run.batch_plan.total_samples, "will serve")
@@ -56,17 +56,17 @@ def log_start(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -
     for line in strategy.run_optimizer.describe().splitlines():
         logger.info(line)
     is_mixed = run.config.mixed_precision != "no"
-    switches = {
+    features = {
         "routers in float32": is_mixed and bool(float32_routers(model)),
         "sequence parallelism": run.config.sequence_parallel,
         "TF32": run.config.tf32,
         "compiled blocks": run.config.torch_compile,
     }
-    faster = "".join(f"{name}, " for name, on in switches.items() if on)
+    feature_text = "".join(f"{name}, " for name, is_on in features.items() if is_on)
     layout = f"{run.dims.describe()}, " if strategy.world_size > 1 else ""
     logger.info(
         f"world: {counted(strategy.world_size, 'rank')}, {layout}{strategy.device.type}, "
-        f"mixed precision {run.config.mixed_precision}, {faster}seed {run.seed}",
+        f"mixed precision {run.config.mixed_precision}, {feature_text}seed {run.seed}",
         extra=event(
             "start",
             step=start.step if start else 0,
@@ -88,8 +88,10 @@ def log_start(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -
     )
 
 
-def _without_effect(run: TrainingRun, strategy: AcceleratedStrategy) -> Iterator[tuple[str, str]]:
-    """Yield options of the traffic that this run does not have, with the reason."""
+def _options_without_effect(
+    run: TrainingRun, strategy: AcceleratedStrategy
+) -> Iterator[tuple[str, str]]:
+    """Yield each option that sets communication which this run does not have, and the reason."""
     if run.config.all_reduce_dtype != "fp32" and strategy.world_size == 1:
         yield f"all_reduce_dtype {run.config.all_reduce_dtype}", "with one rank"
     batch_plan = run.batch_plan
@@ -131,16 +133,17 @@ def _log_model(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) 
         padding = -rows % run.config.pad_vocab_to_multiple_of
         logger.info(f"padded vocabulary: {rows} + {padding} = {rows + padding}")
     if not run.dims.is_replicated:
-        local = sum(parameter.numel() for parameter in strategy.local_parameters)
-        sizes = gather(local)
-        span = f"{min(sizes):,}" + (f" to {max(sizes):,}" if min(sizes) < max(sizes) else "")
-        logger.info(f"trained parameters per rank: {span}")
+        num_local_parameters = sum(parameter.numel() for parameter in strategy.local_parameters)
+        counts_by_rank = gather(num_local_parameters)
+        lowest, highest = min(counts_by_rank), max(counts_by_rank)
+        count_range = f"{lowest:,}" + (f" to {highest:,}" if lowest < highest else "")
+        logger.info(f"trained parameters per rank: {count_range}")
     start = run.start
     logger.info(f"weights: {f'from {start.path}' if start else run.initial_weights}")
 
 
 def _log_length(run: TrainingRun, model: PreTrainedModel) -> None:
-    """Log the batches, the length and, for a budget in tokens, the operations."""
+    """Log the batches, the length and, for a length in tokens, the FLOPs of the run."""
     batch_plan = run.batch_plan
     for phase in batch_plan.phases:
         if phase.first_step >= batch_plan.total_steps:
@@ -149,11 +152,12 @@ def _log_length(run: TrainingRun, model: PreTrainedModel) -> None:
                 f"{phase.global_batch_size} samples."
             )
             break
-        micro_batches, size = batch_plan.micro_batch_shape(phase.first_step)
-        since = f" from step {phase.first_step + 1:,} on" if phase.first_step else ""
+        num_micro_batches, size = batch_plan.micro_batch_shape(phase.first_step)
+        phase_label = f" from step {phase.first_step + 1:,} on" if phase.first_step else ""
         logger.info(
-            f"batch{since}: {counted(size, 'sample')} per device x "
-            f"{counted(batch_plan.world_size, 'rank')} x {counted(micro_batches, 'micro-batch')} = "
+            f"batch{phase_label}: {counted(size, 'sample')} per device x "
+            f"{counted(batch_plan.world_size, 'rank')} x "
+            f"{counted(num_micro_batches, 'micro-batch')} = "
             f"{counted(phase.global_batch_size, 'sample')} "
             f"({phase.global_batch_size * run.block_size:,} tokens) per step"
         )
@@ -167,32 +171,32 @@ def _log_length(run: TrainingRun, model: PreTrainedModel) -> None:
         "0 in test"
     )
     if run.config.max_duration.unit.startswith("tokens"):
-        tokens, parameters = (
-            batch_plan.total_samples * run.block_size,
-            parameter_counts(model)["total"],
-        )
+        num_tokens = batch_plan.total_samples * run.block_size
+        num_parameters = parameter_counts(model)["total"]
+        num_flops = num_tokens * flops_per_token(model, block_size=run.block_size)
         logger.info(
-            f"budget: {tokens:,} tokens, {tokens / parameters:.4g} for each of {parameters:,} "
-            f"parameters; {tokens * flops_per_token(model, block_size=run.block_size):.4g} FLOPs"
+            f"budget: {num_tokens:,} tokens, {num_tokens / num_parameters:.4g} for each of "
+            f"{num_parameters:,} parameters; {num_flops:.4g} FLOPs"
         )
 
 
 def _log_data(name: str, sources: Sequence[CorpusSource], run: Run) -> None:
+    """Log the sizes of the sources of a split, which is `training` or `validation`."""
     for source in sources:
         if source.weight == 0:
             continue
-        tokens = source.stream.num_tokens
-        windows = tokens // run.block_size
+        num_tokens = source.stream.num_tokens
+        num_windows = num_tokens // run.block_size
         if name == "validation":
-            windows = _num_windows(source, run)
+            num_windows = _num_windows(source, run)
         source_label = f" {source.name} ({source.weight:.2%})" if len(sources) > 1 else ""
         if name == "training" and run.corpus.stages:
             source_label = f" {source.name}"  # the weights of each stage follow
         num_documents = source.stream.num_documents
         documents = f"{counted(num_documents, 'document')}, " if num_documents else ""
         logger.info(
-            f"{name} data{source_label}: {documents}{tokens:,} tokens, "
-            f"{counted(windows, 'window')} of {run.block_size}"
+            f"{name} data{source_label}: {documents}{num_tokens:,} tokens, "
+            f"{counted(num_windows, 'window')} of {run.block_size}"
         )
 
 
@@ -203,31 +207,33 @@ def _num_windows(source: CorpusSource, run: Run) -> int:
 
 
 def _log_stages(run: TrainingRun) -> None:
-    """Log the border and the weights of each stage of the data."""
+    """Log the first sample and the weights of each stage of the data."""
     stages, num_samples = run.corpus.stages, run.batch_plan.total_samples
-    starts = stage_starts(stages, block_size=run.block_size)
-    for number, (start, stage) in enumerate(zip(starts, stages, strict=False), start=1):
+    first_samples = stage_starts(stages, block_size=run.block_size)
+    for stage_number, (first_sample, stage) in enumerate(
+        zip(first_samples, stages, strict=False), 1
+    ):
         weights = zip(run.corpus.train, stage.weights, strict=True)
         blend = ", ".join(f"{source.name} {weight:.2%}" for source, weight in weights if weight)
-        logger.info(f"data stage {number} from sample {start:,}: {blend}")
-        if start >= num_samples:
+        logger.info(f"data stage {stage_number} from sample {first_sample:,}: {blend}")
+        if first_sample >= num_samples:
             logger.warning(
-                f"data_stage {number} begins after the last of {num_samples:,} samples: the "
+                f"data_stage {stage_number} begins after the last of {num_samples:,} samples: the "
                 "run never reads it."
             )
 
 
 def _log_sources(run: TrainingRun, num_samples: int, verb: str) -> None:
-    """Log how many of a number of samples each source of a blend serves."""
+    """Log how many of the first `num_samples` samples come from each source of a blend."""
     if len(run.corpus.train) == 1 or not num_samples:
         return
-    samples_served = run.skipped.samples_per_source(run.samples.samples_per_source, num_samples)
-    for number, (source, samples) in enumerate(zip(run.corpus.train, samples_served, strict=True)):
-        windows = run.samples.epoch_samples(number)
-        if windows:
+    counts = run.skipped.samples_per_source(run.samples.samples_per_source, num_samples)
+    for index, (source, count) in enumerate(zip(run.corpus.train, counts, strict=True)):
+        num_windows = run.samples.epoch_samples(index)
+        if num_windows:
             logger.info(
-                f"source {source.name} {verb} {samples:,} samples ({samples / num_samples:.2%}), "
-                f"{samples / windows:.4g} epochs of its data"
+                f"source {source.name} {verb} {count:,} samples ({count / num_samples:.2%}), "
+                f"{count / num_windows:.4g} epochs of its data"
             )
 
 
@@ -236,19 +242,19 @@ def log_end(
     state: TrainState,
     results: dict[str, float],
     *,
-    exported: ExtraWeights | None,
+    exported_weights: ExtraWeights | None,
 ) -> None:
     """Log the last validation loss, the paths of the files, and commands that use them."""
     _log_sources(run, state.samples, "served")
     folder = run.folder.path
-    prefix, of_exported = "", ""
-    if exported is not None:
-        prefix, of_exported = exported.prefix, f" of {exported.description}"
+    prefix, weights_label = "", ""
+    if exported_weights is not None:
+        prefix, weights_label = exported_weights.prefix, f" of {exported_weights.description}"
     loss = results.get(f"{prefix}loss")
     if loss is not None:
         perplexity = results[f"{prefix}perplexity"]
         logger.info(
-            f"validation loss{of_exported} {loss:.4f}, perplexity {perplexity:.2f} after "
+            f"validation loss{weights_label} {loss:.4f}, perplexity {perplexity:.2f} after "
             f"{counted(state.step, 'step')}, {state.tokens:,} tokens, {state.seconds:.1f} s of "
             "training"
         )
@@ -265,6 +271,6 @@ def log_end(
     world_size = run.dims.world_size
     rerun_command = start_command(world_size, "--config", folder / "config.toml")
     logger.info(f"again with other settings: {rerun_command} --output_dir NEW")
-    trust = ["--trust_remote_code"] if run.config.trust_remote_code else []
-    continue_command = start_command(world_size, *trust, "--model_name_or_path", folder)
+    trust_flags = ["--trust_remote_code"] if run.config.trust_remote_code else []
+    continue_command = start_command(world_size, *trust_flags, "--model_name_or_path", folder)
     logger.info(f"to continue from this model: {continue_command} --train_file FILE")

@@ -119,19 +119,19 @@ class ExtraWeights:
 
     Attributes:
         prefix: Prefix of their evaluation results, such as `ema_`.
-        evaluates: Whether each evaluation evaluates them too.
-        exports: Whether the export has them instead of the last weights.
+        is_evaluated: Whether each evaluation evaluates these weights, too.
+        is_exported: Whether the export has these weights instead of the last ones.
         description: Description for the log.
         card: Description for the model card.
-        swapped: Returns a context that gives them to the model.
+        swap_in: Returns a context in which the model has these weights.
     """
 
     prefix: str
-    evaluates: bool
-    exports: bool
+    is_evaluated: bool
+    is_exported: bool
     description: str
     card: str
-    swapped: Callable[[], AbstractContextManager[None]]
+    swap_in: Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,13 +173,13 @@ class Periodic:
 
     Attributes:
         name: Unique name among extensions, also used in checkpoints.
-        every: Steps between two calls; None for one after the last step.
+        interval_steps: Steps between two calls; None for a single call after the last step.
         run: Takes the number of steps done, and returns values for `metrics.jsonl` and the trackers
             by name. Its time does not count as training.
     """
 
     name: str
-    every: int | None
+    interval_steps: int | None
     run: Callable[[int], dict[str, float]]
 
 
@@ -187,10 +187,10 @@ class LoopExtension:
     """Takes part in training or in an evaluation; every rank calls every method.
 
     Attributes:
-        part: Its name in checkpoints; None if it keeps no state.
-        description: Description of its state, for the log.
-        weights: Other weights for the model; None without any.
-        periodic: Its work every few steps; None without any.
+        part: Name of the extension's state in checkpoints; None if it has no state.
+        description: Description of the state, for the log.
+        weights: Other weights for the model, or None.
+        periodic: Work to do every few steps, or None.
     """
 
     part: ClassVar[str | None] = None
@@ -199,7 +199,7 @@ class LoopExtension:
     periodic: Periodic | None = None
 
     def describe(self) -> list[str]:
-        """Return lines for the log at the start; its state has been loaded."""
+        """Return lines for the log at the start; the state has been loaded."""
         return []
 
     def before_step(self, step: int) -> None:
@@ -285,13 +285,16 @@ class Extension(Generic[OptionsT]):
         self.options = options
 
     def problems(self) -> list[str]:
-        """Return a sentence for each combination of its options, or with the core's, that fails."""
+        """Return a sentence for each combination of options that cannot work.
+
+        It checks the extension's options among themselves and against the core's.
+        """
         return []
 
     def layout(
         self, *, ranks: int, ranks_per_node: int, start: "Checkpoint | None"
     ) -> Layout | None:
-        """Return the layout that its options ask for; None to leave it to others.
+        """Return the layout that the options ask for; None if they do not ask for one.
 
         Args:
             ranks: Number of all ranks.
@@ -314,11 +317,11 @@ class Extension(Generic[OptionsT]):
         """
 
     def transform(self, model_config: "PreTrainedConfig") -> "Transform | None":
-        """Return its change to the model, or None."""
+        """Return the extension's change to the model, or None."""
         return None
 
     def optimizer_factory(self, *, seed: int, layout: Layout | None) -> "OptimizerFactory | None":
-        """Return what makes the optimizer; None if the core or another extension makes it.
+        """Return the factory of the optimizer; None if the core or another extension has it.
 
         Args:
             seed: The run's seed.
@@ -327,15 +330,15 @@ class Extension(Generic[OptionsT]):
         return None
 
     def in_loop(self, context: LoopContext) -> LoopExtension | None:
-        """Return its part in training or evaluation; None if the options do not ask for it."""
+        """Return the object that takes part in the loop; None if the options do not ask for it."""
         return None
 
     def bytes_per_parameter(self) -> float:
         """Return the device memory that `in_loop` takes for each trained parameter.
 
         `llm-trainers plan` counts it, and so does `--per_device_train_batch_size auto`, which
-        measures a run without it. The memory of an optimizer is not included, see
-        `RunOptimizer.memory`.
+        measures a run without it. It does not include the memory of an optimizer, which
+        `RunOptimizer.memory` returns.
 
         Raises:
             ConfigError: The options cannot be planned.
@@ -344,10 +347,14 @@ class Extension(Generic[OptionsT]):
 
 
 def option_classes(extensions: Iterable[type[Extension[Any]]]) -> list[type]:
-    """Return the classes of options that extensions declare, in their order."""
-    bases = (base for extension in extensions for base in vars(extension)["__orig_bases__"])
-    declared = (typing.get_args(base)[0] for base in bases if typing.get_origin(base) is Extension)
-    return [options for options in declared if options is not CoreConfig]
+    """Return the class of options of each extension that declares one, in the order of extensions.
+
+    It is the argument of the base class, such as `SpikeOptions` of `Extension[SpikeOptions]`.
+    """
+    generic_bases = (base for extension in extensions for base in vars(extension)["__orig_bases__"])
+    extension_bases = (base for base in generic_bases if typing.get_origin(base) is Extension)
+    classes = (typing.get_args(base)[0] for base in extension_bases)
+    return [options_class for options_class in classes if options_class is not CoreConfig]
 
 
 def make_extensions(config: CoreConfig) -> tuple[Extension[Any], ...]:
@@ -398,7 +405,7 @@ def choose_factory(
     seed: int,
     layout: Layout | None = None,
 ) -> "OptimizerFactory":
-    """Return what makes the optimizer of a run.
+    """Return the optimizer factory of the first extension that has one, or else the core's.
 
     Args:
         config: The options.
@@ -415,9 +422,9 @@ def choose_factory(
 
 
 def make_loop_extensions(context: LoopContext) -> list[LoopExtension]:
-    """Return the parts of all extensions in training or in an evaluation."""
-    parts = (extension.in_loop(context) for extension in context.run.extensions)
-    return [part for part in parts if part is not None]
+    """Return the objects of all extensions that take part in training or in an evaluation."""
+    loop_extensions = (extension.in_loop(context) for extension in context.run.extensions)
+    return [extension for extension in loop_extensions if extension is not None]
 
 
 def evaluate_weights(
@@ -426,18 +433,21 @@ def evaluate_weights(
     *,
     is_final: bool,
 ) -> dict[str, float]:
-    """Evaluate the model with its present weights, and with the other weights of extensions.
+    """Evaluate the model with its current weights, and with the other weights of extensions.
 
     Args:
-        evaluate: Evaluates the model with the weights that it has.
-        extensions: The parts of extensions in this run.
+        evaluate: Evaluates the model with its current weights; returns results by name.
+        extensions: The extensions that take part in this run.
         is_final: Whether this is the evaluation at the end of training, which evaluates the weights
             for the export.
+
+    Returns:
+        All results by name; those of other weights begin with their prefix.
     """
     results = evaluate()
     for weights in (extension.weights for extension in extensions):
-        if weights is not None and (weights.evaluates or (weights.exports and is_final)):
-            with weights.swapped():
+        if weights is not None and (weights.is_evaluated or (weights.is_exported and is_final)):
+            with weights.swap_in():
                 values = evaluate()
             results |= {f"{weights.prefix}{name}": value for name, value in values.items()}
     return results

@@ -26,9 +26,13 @@ from llm.runtime.files import read_json_lines
 from llm.runtime.logging import counted
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.inputs import choose_block_size, open_data
-from llm.trainers.gpt.load_trained_model import read_while_training, tokenizer_of, with_copies
+from llm.trainers.gpt.load_trained_model import (
+    load_run_tokenizer,
+    read_while_training,
+    with_checkpoint_copies,
+)
 from llm.trainers.gpt.recorded_config import read_config
-from llm.trainers.gpt.training_run import TrainingRun, choose_skipped
+from llm.trainers.gpt.training_run import TrainingRun, choose_skipped_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -134,7 +138,7 @@ def find_step_samples(
         block_size=block_size,
     )
     positions = _positions_of_step(batch_plan, step, rank)
-    sample_indices = choose_skipped(config, None, batch_plan).sample_indices(positions)
+    sample_indices = choose_skipped_samples(config, None, batch_plan).sample_indices(positions)
     sources, starts = samples.locate(sample_indices)
     return StepSamples(
         total_steps=batch_plan.total_steps,
@@ -155,8 +159,8 @@ def _read_model(
 
     def read() -> "tuple[PreTrainedTokenizerBase, PreTrainedConfig]":
         newest = list_checkpoints(checkpoints)[-1:]
-        options = with_copies(config, newest[0]) if newest else config
-        return tokenizer_of(options), load_config(options)
+        options = with_checkpoint_copies(config, newest[0]) if newest else config
+        return load_run_tokenizer(options), load_config(options)
 
     return read_while_training(checkpoints, read)
 

@@ -99,7 +99,7 @@ def _wandb_arguments(config: CoreConfig, folder: RunFolder) -> tuple[str, dict[s
         return config.project_name or _DEFAULT_PROJECT, {}
     former: Any = None
     if not config.overwrite_output_dir:
-        # It is missing, or not what `remember_wandb` writes.
+        # It is missing, or not what `save_wandb_run_id` writes.
         with contextlib.suppress(OSError, ValueError, RecursionError):
             former = json.loads(folder.wandb.read_text(encoding="utf-8"))
     if not (isinstance(former, dict) and {*map(type, former.values())} == {str}):
@@ -112,7 +112,7 @@ def _wandb_arguments(config: CoreConfig, folder: RunFolder) -> tuple[str, dict[s
     return project, arguments
 
 
-def remember_wandb(folder: RunFolder, trackers: Sequence[Any]) -> None:
+def save_wandb_run_id(folder: RunFolder, trackers: Sequence[Any]) -> None:
     """Write the id of the W&B run into the run's folder, for a resume; rank 0 calls it.
 
     Args:
@@ -154,7 +154,7 @@ def _write_hyperparameters(writer: Any, config: CoreConfig) -> None:
         writer.file_writer.add_summary(summary)
 
 
-def forget_points(strategy: AcceleratedStrategy, *, step: int) -> None:
+def drop_tensorboard_points(strategy: AcceleratedStrategy, *, step: int) -> None:
     """Let TensorBoard drop the points after a step, for example when a run resumes."""
     for tracker in strategy.accelerator.trackers:
         if tracker.name == "tensorboard":

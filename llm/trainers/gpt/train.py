@@ -14,7 +14,7 @@ from typing import Literal
 from transformers import PreTrainedModel
 
 from llm.checkpoint.format import Checkpoint
-from llm.checkpoint.load import load_state, newest_valid
+from llm.checkpoint.load import find_newest_checkpoint, load_state
 from llm.checkpoint.retention import prune
 from llm.config.toml import to_toml
 from llm.errors import LLMError, PeerLostError, RestartError
@@ -28,18 +28,18 @@ from llm.runtime.signals import EXIT_PREEMPTED, Interruption
 from llm.runtime.world import World
 from llm.trainers.gpt.build_run import (
     check_same_start,
-    leave_later_steps,
     load_start,
     load_weights,
     make_model,
     make_strategy,
+    supersede_later_checkpoints,
 )
 from llm.trainers.gpt.commands import generate_command, resume_command
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.evaluation import make_evaluate
 from llm.trainers.gpt.inputs import read_evaluation, read_training
 from llm.trainers.gpt.loop import Trainer
-from llm.trainers.gpt.model_copies import copy_model
+from llm.trainers.gpt.model_copies import collect_model_files
 from llm.trainers.gpt.out_of_memory import explain_out_of_memory
 from llm.trainers.gpt.results import open_repository, push, write_results
 from llm.trainers.gpt.run_log import log_end, log_start
@@ -47,14 +47,14 @@ from llm.trainers.gpt.seams import LoopContext, evaluate_weights, make_loop_exte
 from llm.trainers.gpt.text_sample import log_sample
 from llm.trainers.gpt.trackers import (
     connect_trackers,
-    forget_points,
+    drop_tensorboard_points,
     make_tracker,
     open_tensorboard,
-    remember_wandb,
+    save_wandb_run_id,
 )
 from llm.trainers.gpt.training_run import TrainingRun
 
-PEER_SECONDS = 5.0
+PEER_FAILURE_WAIT_SECONDS = 5.0
 """Seconds to wait for the watchdog to name the failed rank."""
 
 logger = logging.getLogger("llm")
@@ -75,10 +75,10 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
         PeerLostError: Another rank has died or hangs.
         LLMError: An option, the data or a checkpoint cannot be used.
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     # Created here, so that the time limit includes reading the text and the weights.
-    limit = None if config.exit_after is None else 60 * config.exit_after
-    interruption = Interruption(time_limit=limit)
+    time_limit = None if config.exit_after is None else 60 * config.exit_after
+    interruption = Interruption(time_limit=time_limit)
     # Read everything before process groups form: bad input is refused with one sentence.
     run = on_all_ranks(lambda: read_training(config, world, config_file=config_file))
     searches_batch_size = config.per_device_train_batch_size == "auto" and not run.resume_from
@@ -102,12 +102,13 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
             load_start(trainer)
             on_all_ranks(lambda: connect_trackers(run, strategy))
             # From here on, no rank refuses the run.
-            on_all_ranks(lambda: open_folder(run, strategy))
+            on_all_ranks(lambda: open_run_folder(run, strategy))
             log_start(run, strategy, model)
-            for line in (line for each in trainer.extensions for line in each.describe()):
-                logger.info(line)
-            leave_later_steps(trainer)
-            logger.info(f"initialized in {time.perf_counter() - began:.1f} s")
+            for extension in trainer.extensions:
+                for line in extension.describe():
+                    logger.info(line)
+            supersede_later_checkpoints(trainer)
+            logger.info(f"initialized in {time.perf_counter() - start_time:.1f} s")
             with explain_out_of_memory(run.config, run.world):  # with the size that `auto` found
                 outcome = fit_with_restarts(trainer)
             trainer.tracker.close()
@@ -115,7 +116,7 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
                 log_preempted(trainer)
             else:
                 # Only rank 0 writes; the others wait, so they learn of its error here.
-                on_all_ranks(lambda: finish(trainer, model))
+                on_all_ranks(lambda: finish_run(trainer, model))
         strategy.close()
         if repository is not None and outcome == "finished":
             push(run.folder.path, repository)
@@ -136,11 +137,13 @@ def make_trainer(
         DataError: The validation data are too short to evaluate on.
         LLMError: Rank 0 cannot copy the model's configuration and the tokenizer.
     """
-    copies = on_all_ranks(lambda: copy_model(run, model) if strategy.rank == 0 else {})
+    model_files = on_all_ranks(
+        lambda: collect_model_files(run, model) if strategy.rank == 0 else {}
+    )
     tracker = make_tracker(run, strategy, model)
 
     def on_batch() -> None:
-        trainer.between_batches()
+        trainer.continue_or_stop_evaluation()
 
     trainer = Trainer(
         run,
@@ -156,7 +159,7 @@ def make_trainer(
             model,
             should_stop=lambda: interruption.reason is not None,
         ),
-        copies=copies,
+        model_files=model_files,
         extensions=make_loop_extensions(
             LoopContext(run, strategy, model, keep_alive=on_batch, paused=tracker.paused)
         ),
@@ -164,7 +167,7 @@ def make_trainer(
     return trainer
 
 
-def open_folder(run: TrainingRun, strategy: AcceleratedStrategy) -> None:
+def open_run_folder(run: TrainingRun, strategy: AcceleratedStrategy) -> None:
     """Open the run's folder: write the log so far, `status.json`, TensorBoard's files."""
     folder = run.folder
     folder.is_open = True
@@ -172,7 +175,7 @@ def open_folder(run: TrainingRun, strategy: AcceleratedStrategy) -> None:
         if run.resume_from is not None:  # the disk may have no room for another checkpoint
             prune(
                 folder.checkpoints,
-                saved=run.resume_from.step,
+                saved_step=run.resume_from.step,
                 keep_newest=run.config.keep_checkpoints,
                 keep_best=run.config.save_top_k,
             )
@@ -180,7 +183,7 @@ def open_folder(run: TrainingRun, strategy: AcceleratedStrategy) -> None:
         log_to_file(folder.log)
         logger.addHandler(EventHandler(folder.events))
         open_tensorboard(run, strategy)
-        remember_wandb(folder, strategy.accelerator.trackers)
+        save_wandb_run_id(folder, strategy.accelerator.trackers)
 
 
 @contextlib.contextmanager
@@ -192,11 +195,11 @@ def run_context(run: TrainingRun, strategy: AcceleratedStrategy) -> Iterator[Hea
         DeviceMemoryError: Replaces an error about full device memory.
     """
     folder = run.folder
-    reported = False
+    is_reported = False
 
-    def report(failure: str) -> None:
+    def write_failure(failure: str) -> None:
         # A rank that waits for its end may see rank 0 end first, with the same error.
-        if folder.is_open and strategy.rank == health.reporter and not reported:
+        if folder.is_open and strategy.rank == health.reporter and not is_reported:
             folder.write_status("failed", reason=failure)
 
     health = Health(
@@ -204,7 +207,7 @@ def run_context(run: TrainingRun, strategy: AcceleratedStrategy) -> Iterator[Hea
         world_size=strategy.world_size,
         timeout=run.config.timeout,
         broadcast=lambda address: on_rank0(lambda: address),
-        on_loss=report,
+        on_loss=write_failure,
         stacks_folder=folder.stacks,
     )
     try:
@@ -216,15 +219,15 @@ def run_context(run: TrainingRun, strategy: AcceleratedStrategy) -> Iterator[Hea
         if is_shared(error):
             health.close()  # ranks that end now are not lost
         # A lost rank makes a collective fail on all others; the watchdog names it shortly after.
-        foreseen = isinstance(error, LLMError | KeyboardInterrupt | SystemExit)
-        foreseen = foreseen and not isinstance(error, PeerLostError)
-        failure = health.wait_for_failure(0.0 if foreseen else PEER_SECONDS)
+        is_foreseen = isinstance(error, LLMError | KeyboardInterrupt | SystemExit)
+        is_foreseen = is_foreseen and not isinstance(error, PeerLostError)
+        failure = health.wait_for_failure(0.0 if is_foreseen else PEER_FAILURE_WAIT_SECONDS)
         health.stop()
         if failure is not None:
             raise PeerLostError(failure, reported=True) from error
         with contextlib.suppress(OSError):  # the disk may have caused the error
-            report(f"{type(error).__name__}: {error}")
-        reported = True
+            write_failure(f"{type(error).__name__}: {error}")
+        is_reported = True
         raise
 
 
@@ -237,15 +240,17 @@ def fit_with_restarts(trainer: Trainer) -> Literal["finished", "preempted"]:
     while True:
         try:
             return trainer.fit()
-        except RestartError as asked:
+        except RestartError as request:
             trainer.health.heartbeat(step=trainer.state.step, phase="start")
             # Until this start saves a checkpoint, it goes back to the one it resumed from. After a
             # spike, none is saved.
             run = trainer.run
-            checkpoint = newest_valid(run.folder.checkpoints, together=True) or run.start
+            checkpoint = (
+                find_newest_checkpoint(run.folder.checkpoints, is_collective=True) or run.start
+            )
             if checkpoint is None:
                 raise
-            _restart_training(trainer, checkpoint, asked)
+            _restart_training(trainer, checkpoint, request)
 
 
 def _restart_training(trainer: Trainer, checkpoint: Checkpoint, request: RestartError) -> None:
@@ -256,25 +261,23 @@ def _restart_training(trainer: Trainer, checkpoint: Checkpoint, request: Restart
         checkpoint: The checkpoint to continue from.
         request: The request: first step to skip, and the reason.
     """
-    skipped_range = trainer.loader.sample_range(
+    first_sample, end_sample = trainer.loader.sample_range(
         max(checkpoint.step, request.first), trainer.state.step
     )
-    skipped = trainer.loader.skipped.skip([skipped_range])
+    skipped = trainer.loader.skipped.skip([(first_sample, end_sample)])
     logger.info(
         f"Going back to step {checkpoint.step} because of {request.reason}, without the samples "
-        f"{skipped_range[0]:,} to {skipped_range[1] - 1:,}.",
-        extra=event(
-            "rewind", step=checkpoint.step, skip_samples=f"{skipped_range[0]}:{skipped_range[1]}"
-        ),
+        f"{first_sample:,} to {end_sample - 1:,}.",
+        extra=event("rewind", step=checkpoint.step, skip_samples=f"{first_sample}:{end_sample}"),
     )
     trainer.tracker.close()
     run = trainer.run = replace(trainer.run, resume_from=checkpoint, skipped=skipped)
     load_start(trainer)
-    leave_later_steps(trainer)
+    supersede_later_checkpoints(trainer)
     trainer.loader = replace(trainer.loader, skipped=skipped)
     trainer.metadata["skip_samples"] = str(skipped)
     trainer.last_saved_step = None
-    forget_points(trainer.strategy, step=checkpoint.step)
+    drop_tensorboard_points(trainer.strategy, step=checkpoint.step)
     if trainer.strategy.rank == 0:
         config = replace(run.config, skip_samples=str(skipped))
         run.folder.open(overwrite=False, config=to_toml(config))
@@ -293,7 +296,7 @@ def log_preempted(trainer: Trainer) -> None:
     trainer.interruption.keep_exit_code()
 
 
-def finish(trainer: Trainer, model: PreTrainedModel) -> None:
+def finish_run(trainer: Trainer, model: PreTrainedModel) -> None:
     """Export the model and its results, and log the last lines; every rank calls it."""
     run = trainer.run
     if not trainer.results and trainer.evaluate is not None:
@@ -302,7 +305,8 @@ def finish(trainer: Trainer, model: PreTrainedModel) -> None:
     task_results: dict[str, dict[str, float]] = {}
     for extension in trainer.extensions:
         task_results |= extension.task_results()
-    with trainer.exported.swapped() if trainer.exported else contextlib.nullcontext():
+    exported_weights = trainer.exported_weights
+    with exported_weights.swap_in() if exported_weights else contextlib.nullcontext():
         write_results(trainer, model, task_results)
         if run.config.sample_prompt is not None and run.dims.is_replicated:
             trainer.sample(None)
@@ -312,10 +316,10 @@ def finish(trainer: Trainer, model: PreTrainedModel) -> None:
                 + generate_command(run.config, run.folder.path)
             )
     if trainer.strategy.rank == 0:
-        log_end(run, trainer.state, trainer.results, exported=trainer.exported)
+        log_end(run, trainer.state, trainer.results, exported_weights=exported_weights)
         loss = trainer.results.get("loss", 0.0)
-        diverged = None if math.isfinite(loss) else "the validation loss is not finite"
-        run.folder.write_status("finished", reason=diverged, step=trainer.state.step)
+        divergence_reason = None if math.isfinite(loss) else "the validation loss is not finite"
+        run.folder.write_status("finished", reason=divergence_reason, step=trainer.state.step)
 
 
 def evaluate(config: CoreConfig, world: World) -> None:

@@ -83,7 +83,7 @@ def _budget_parameters(
     return parameter_counts(model)["total"]
 
 
-def saved_batch(run: Run) -> int | str | None:
+def inherited_global_batch(run: Run) -> int | str | None:
     """Return the global batch of the checkpoint that a run starts from, if it keeps the batch.
 
     The order of samples depends on it. With another number of ranks, accumulation changes.
@@ -102,7 +102,7 @@ def saved_batch(run: Run) -> int | str | None:
         check_unchanged(
             {"global_batch_size": run.start.metadata.get("batch_option") or saved},
             {"global_batch_size": requested_batch},
-            allowed=(),
+            allowed_names=(),
             branch_from=run.branch_from.path if run.branch_from else None,
         )
     return saved
@@ -183,7 +183,7 @@ def _add_cooldown(
     return batch_plan, falling
 
 
-def choose_skipped(
+def choose_skipped_samples(
     config: CoreConfig, start: Checkpoint | None, batch_plan: BatchPlan
 ) -> SkippedSamples:
     """Return the samples to skip, from the options and the checkpoint.
@@ -224,7 +224,7 @@ def plan_training(
         num_parameters=_budget_parameters(
             run.config, run.model_config, vocab_size=len(run.tokenizer)
         ),
-        global_batch_size=saved_batch(run),
+        global_batch_size=inherited_global_batch(run),
     )
     batch_plan, schedule = _add_cooldown(run.config, branch, batch_plan, block_size=run.block_size)
     if run.branch_from is not None and run.branch_from.step >= batch_plan.total_steps:
@@ -244,7 +244,7 @@ def plan_training(
         check_micro_batches(
             run.config.pipeline_schedule, ranks=run.dims.pipeline, micro_batches=micro_batches
         )
-    skipped = choose_skipped(run.config, run.start, batch_plan)
+    skipped = choose_skipped_samples(run.config, run.start, batch_plan)
     _, passed = skipped.sample_range((0, batch_plan.total_samples))  # skipped samples count as used
     check_epochs(run.config, run.corpus.train, samples, num_samples=passed)
     return batch_plan, skipped, schedule

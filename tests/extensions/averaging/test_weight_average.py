@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llm.checkpoint.format import name_of, read_manifest
+from llm.checkpoint.format import checkpoint_name, read_manifest
 from llm.data.loader import StepBatch
 from llm.errors import ConfigError
 from llm.extensions.averaging.weight_average import WeightAverage
@@ -18,7 +18,7 @@ from llm.parallel.base import AcceleratedStrategy
 from llm.tools.checkpoints import main as checkpoints
 from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.load_trained_model import load_trained
+from llm.trainers.gpt.load_trained_model import load_trained_model
 from llm.trainers.gpt.recorded_config import read_config
 from llm.trainers.gpt.text_sample import SAMPLE_TOKENS
 from tests.support.layouts import make_data_parallel
@@ -46,8 +46,8 @@ def bench(tmp_path_factory) -> Bench:
 
 def weights(run: Run, step: int, *, ema: bool) -> dict[str, torch.Tensor]:
     """The whole weights, or their average, of a checkpoint of any layout."""
-    checkpoint = read_manifest(run.folder / "checkpoints" / name_of(step))
-    model, _ = load_trained(read_config(run.folder), checkpoint, part="ema" if ema else None)
+    checkpoint = read_manifest(run.folder / "checkpoints" / checkpoint_name(step))
+    model, _ = load_trained_model(read_config(run.folder), checkpoint, part="ema" if ema else None)
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
@@ -128,7 +128,7 @@ def test_an_average_changes_nothing_else_and_is_resumed_to_the_same_bits(bench):
 
     cut = bench.folder / "resumed"
     shutil.copytree(straight.folder, cut)
-    shutil.rmtree(cut / "checkpoints" / name_of(6))
+    shutil.rmtree(cut / "checkpoints" / checkpoint_name(6))
     resumed = bench.train_well("resumed", ranks=2, resume_from_checkpoint=True, **options)
 
     assert last_hash(resumed) == last_hash(straight)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llm.checkpoint.format import model_tensors
-from llm.checkpoint.load import load_model, load_state, newest_valid, read_tensors
+from llm.checkpoint.load import find_newest_checkpoint, load_model, load_state, read_tensors
 from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import Saver
 from tests.support.decentralized import (
@@ -45,13 +45,15 @@ def trained_and_saved(case: Case, folder):
 
 def resumed(case: Case, folder):
     strategy = make_strategy(case)
-    found = newest_valid(folder)
+    found = find_newest_checkpoint(folder)
     if found.world_size == strategy.world_size:
         load_state(found, {"strategy": strategy})
     else:
         strategy.load_mean_state(
             lambda tensors: read_tensors(
-                found, {f"strategy/{path}": tensor for path, tensor in tensors.items()}, of=()
+                found,
+                {f"strategy/{path}": tensor for path, tensor in tensors.items()},
+                required_prefixes=(),
             ),
             num_replicas=found.world_size // (case.ranks_per_node if case.nodes else 1),
         )
@@ -81,7 +83,7 @@ def test_a_decentralized_checkpoint_resumes_and_loads_as_the_mean(case, tmp_path
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    load_model(newest_valid(folder), model_tensors(model))
+    load_model(find_newest_checkpoint(folder), model_tensors(model))
     for before, after in values(run_ranks(resumed, 2, case, folder)):
         assert torch.equal(before, trained(model))
         assert torch.isfinite(after).all()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llm.checkpoint.load import newest_valid
+from llm.checkpoint.load import find_newest_checkpoint
 from llm.errors import ConfigError, LLMError
 from llm.trainers.gpt.main import parse_args
 from tests.support.faults import Fault
@@ -35,7 +35,7 @@ def plain(bench) -> Run:
 
 def saved_replicas(run: Run) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
     """The model of a run's newest checkpoint, and the weights of each replica in it."""
-    newest = newest_valid(run.folder / "checkpoints")
+    newest = find_newest_checkpoint(run.folder / "checkpoints")
     assert newest is not None
     found: dict[str, torch.Tensor] = {}
     for path in newest.path.glob("*.safetensors"):
@@ -188,7 +188,7 @@ def test_a_step_skipped_by_one_rank_is_reported_and_the_others_continue(bench):
 
     options = {**options, "max_train_steps": 8, "resume_from_checkpoint": True}
     run = bench.train_well("skip", per_device_train_batch_size=8, **options)
-    newest = newest_valid(run.folder / "checkpoints")
+    newest = find_newest_checkpoint(run.folder / "checkpoints")
     assert newest is not None
     saved: dict[str, torch.Tensor] = {}
     for path in newest.path.glob("*.safetensors"):

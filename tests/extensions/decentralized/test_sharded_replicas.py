@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llm.checkpoint.load import newest_valid
+from llm.checkpoint.load import find_newest_checkpoint
 from llm.errors import ConfigError
 from llm.trainers.gpt.main import parse_args
 from tests.support.faults import Fault
@@ -72,7 +72,7 @@ def test_blocking_exchanges_of_sharded_replicas_train_as_whole_ones(bench):
 def test_each_shard_is_saved_once(divided, whole):
     sizes = []
     for run in (divided, whole):
-        newest = newest_valid(run.folder / "checkpoints")
+        newest = find_newest_checkpoint(run.folder / "checkpoints")
         assert newest is not None
         assert newest.metadata["replicas"] == 2
         sizes.append(sum(size for name, (size, _) in newest.files.items() if "safetensors" in name))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llm.checkpoint.format import PLAIN, split_state
-from llm.checkpoint.load import newest_valid
+from llm.checkpoint.format import STATE_FILE, split_state
+from llm.checkpoint.load import find_newest_checkpoint
 from llm.checkpoint.snapshot import assign_writers
 from llm.extensions.kfac.make_kfac import KFACFactory
 from llm.models.attention import disable_packing_detection
@@ -58,11 +58,11 @@ def loaded_and_saved(options, folder, copy):
 
 def content(folder):
     """The tensors and the plain values of a checkpoint."""
-    path = newest_valid(folder).path
+    path = find_newest_checkpoint(folder).path
     files = [load_file(name) for name in path.glob("*.safetensors")]
     tensors = {name: tensor for file in files for name, tensor in file.items()}
     assert len(tensors) == sum(len(file) for file in files)  # each is written once
-    return tensors, json.loads((path / PLAIN).read_text())
+    return tensors, json.loads((path / STATE_FILE).read_text())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from llm.errors import ConfigError, LLMError
 from llm.tools.checkpoints import main as checkpoints
-from llm.trainers.gpt.load_trained_model import choose_checkpoint, load_trained
+from llm.trainers.gpt.load_trained_model import choose_checkpoint, load_trained_model
 from llm.trainers.gpt.main import parse_args
 from llm.trainers.gpt.recorded_config import read_config
 from tests.support.recovery import weights_hash, without_times
@@ -60,7 +60,7 @@ def test_at_the_base_width_a_run_is_bit_for_bit_that_without_mup(bench):
 
 def test_both_exports_load_and_give_the_logits_of_training(alone, capsys):
     chosen = choose_checkpoint(alone.folder / "checkpoints", "latest", option="--checkpoint")
-    trained, _ = load_trained(read_config(alone.folder), chosen)
+    trained, _ = load_trained_model(read_config(alone.folder), chosen)
     ids = torch.arange(20).view(2, 10)
     expected = trained.eval()(ids).logits
     target = alone.folder.parent / "exported"

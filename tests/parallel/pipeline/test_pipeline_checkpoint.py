@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from llm.checkpoint.load import load_state, newest_valid
+from llm.checkpoint.load import find_newest_checkpoint, load_state
 from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import Saver
 from llm.models.loss import LanguageModelLoss
@@ -65,7 +65,7 @@ def saved_and_loaded(folder) -> tuple[list[str], list[float]]:
     saver.save(step=1, eval_loss=None)
     saver.finish(is_final=True)
     loaded = Norms(strategy, 0.0)
-    load_state(newest_valid(folder), {"norms": loaded})
+    load_state(find_newest_checkpoint(folder), {"norms": loaded})
     found = torch.stack([*loaded.state["by_parameter"].values()])
     return names, found.unique().tolist()
 
@@ -75,7 +75,9 @@ def test_a_part_that_is_new_is_saved_from_every_stage(tmp_path, ranks):
     outcomes = values(run_ranks(saved_and_loaded, ranks, tmp_path))
 
     names, _ = outcomes[0]
-    files = [load_file(path) for path in newest_valid(tmp_path).path.glob("*.safetensors")]
+    files = [
+        load_file(path) for path in find_newest_checkpoint(tmp_path).path.glob("*.safetensors")
+    ]
     written = sorted(name for file in files for name in file if name.startswith("norms/"))
     assert written == sorted(
         ["norms/on_every_rank", *(f"norms/by_parameter/{name}" for name in names)]
