@@ -124,7 +124,7 @@ def check_same_parameters(
     """Refuse a saved state with other parameters than this run's.
 
     Args:
-        name: What the state belongs to, for the message.
+        name: Name of the state, such as `optimizer`, for the message.
         local_state: This rank's state by parameter.
         saved_state: The state to load by parameter; an empty dict belongs to another rank.
 

@@ -43,10 +43,10 @@ PEAK_TFLOPS = {
 """Dense bf16 or fp16 TFLOP/s of one device, from the makers' data sheets, without sparsity and with
 sums in fp32. Devices are counted like in torch: a die of an MI250X, a tile of a GPU Max."""
 
-_SIZES = (512, 1024, 2048)
-_ACCELERATOR_SIZES = (2048, 4096, 8192)  # smaller products would measure kernel launches
-_SECONDS = 0.1
-_MOST_SECONDS = 0.5
+_CPU_MATRIX_SIZES = (512, 1024, 2048)
+_ACCELERATOR_MATRIX_SIZES = (2048, 4096, 8192)  # smaller products would measure kernel launches
+_SECONDS_PER_SIZE = 0.1
+_MAX_PRODUCT_SECONDS = 0.5
 
 logger = logging.getLogger("llm")
 
@@ -75,12 +75,12 @@ def device_peak_flops(device: torch.device, mixed_precision: str) -> float:
         if flops is not None:
             return flops
     dtype = {"no": torch.float32, "fp16": torch.float16}.get(mixed_precision, torch.bfloat16)
-    measured = measure_flops(device, dtype)
+    measured_peak = measure_flops(device, dtype)
     logger.info(
-        f"peak: at least {measured / 1e12:.3g} TFLOP/s per device, which matrix products in "
+        f"peak: at least {measured_peak / 1e12:.3g} TFLOP/s per device, which matrix products in "
         f"{dtype} reach; MFU is the share of that"
     )
-    return measured
+    return measured_peak
 
 
 def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -89,24 +89,24 @@ def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
     The sizes grow while larger products are faster and take less than 0.5 s. Other programs slow
     the products down, so the result is a lower bound.
     """
-    best = 0.0
-    for size in _SIZES if device.type == "cpu" else _ACCELERATOR_SIZES:
-        if best and 2.0 * size**3 / best > _MOST_SECONDS:
+    best_flops = 0.0
+    for size in _CPU_MATRIX_SIZES if device.type == "cpu" else _ACCELERATOR_MATRIX_SIZES:
+        if best_flops and 2.0 * size**3 / best_flops > _MAX_PRODUCT_SECONDS:
             break
         # One block, so that the C library returns it to the system when it is freed.
         factor, second_factor, product = torch.ones(3, size, size, device=device, dtype=dtype)
-        smaller = best
+        best_flops_of_smaller_size = best_flops
         timing_start = stop = time.perf_counter()
-        while stop - timing_start < _SECONDS:
+        while stop - timing_start < _SECONDS_PER_SIZE:
             _synchronize_device(device)
             start = time.perf_counter()
             torch.mm(factor, second_factor, out=product)
             _synchronize_device(device)
             stop = time.perf_counter()
-            best = max(best, 2.0 * size**3 / (stop - start))
-        if best == smaller:
+            best_flops = max(best_flops, 2.0 * size**3 / (stop - start))
+        if best_flops == best_flops_of_smaller_size:
             break
-    return best
+    return best_flops
 
 
 def _synchronize_device(device: torch.device) -> None:

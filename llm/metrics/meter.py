@@ -7,7 +7,7 @@ import torch
 
 from llm.runtime.float32 import sums_dtype
 
-_COUNTS = ("num_tokens", "skipped_steps", "nan_steps", "grad_norm")
+_SAVED_COUNTERS = ("num_tokens", "skipped_steps", "nan_steps", "grad_norm")
 """The numbers in a checkpoint, except the sums."""
 
 
@@ -20,8 +20,8 @@ class Meter:
     Args:
         device: Device of the sums.
         rank: Rank of this process.
-        names: What the sums of a step are of, the loss first. A sum NAME is divided by the sum
-            #NAME if there is one, else by the tokens of the interval.
+        names: Names of the sums of a step, the loss first. A sum NAME is divided by the sum #NAME
+            if there is one, else by the tokens of the interval.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Meter:
         rank: int,
     ) -> None:
         self._rank, self._names = rank, names
-        self._counted = [name for name in names if f"#{name}" in names]
+        self._names_with_count = [name for name in names if f"#{name}" in names]
         dtype = sums_dtype(device)
         self.sums = torch.zeros(len(names), dtype=dtype, device=device)
         self.num_tokens = torch.zeros((), dtype=dtype, device=device)
@@ -41,10 +41,10 @@ class Meter:
         self.grad_norm = torch.zeros((), device=device)
         # Steps since the last all-reduce: whether this rank skipped the step, whether its norm was
         # NaN, its sum of token losses, and the tokens of all ranks.
-        self._own: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, int]] = []
+        self._local_steps: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, int]] = []
         # All-reduced steps since the last `pop_steps`: whether any rank skipped the step, and its
         # loss.
-        self._steps: list[tuple[int, torch.Tensor]] = []
+        self._reduced_steps: list[tuple[int, torch.Tensor]] = []
 
     def add(
         self,
@@ -67,7 +67,7 @@ class Meter:
         self.sums += torch.where(skipped > 0, 0.0, sums.to(self.sums.dtype))
         self.num_tokens += num_tokens * (1.0 - skipped.to(self.num_tokens.dtype))
         self.grad_norm = grad_norm
-        self._own.append((step, skipped, torch.isnan(grad_norm), sums[0], num_tokens))
+        self._local_steps.append((step, skipped, torch.isnan(grad_norm), sums[0], num_tokens))
 
     def pop_steps(self) -> list[tuple[int, bool, float]]:
         """Return the all-reduced steps since the last call.
@@ -75,13 +75,14 @@ class Meter:
         Returns:
             For each step its number, whether any rank skipped it, and its mean loss per token.
         """
-        if not self._steps:
+        if not self._reduced_steps:
             return []
-        steps, values = zip(*self._steps, strict=True)
-        self._steps = []
-        rows = torch.stack(values).tolist()
+        steps, values = zip(*self._reduced_steps, strict=True)
+        self._reduced_steps = []
+        step_values = torch.stack(values).tolist()
         return [
-            (step, skipped > 0, loss) for step, (skipped, loss) in zip(steps, rows, strict=True)
+            (step, skipped > 0, loss)
+            for step, (skipped, loss) in zip(steps, step_values, strict=True)
         ]
 
     def all_reduce(self, reduce_sum: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -95,25 +96,30 @@ class Meter:
             reduce_sum: Sums a tensor over all ranks.
         """
         dtype = self.sums.dtype
-        flags = [flag for _, skipped, nan, *_ in self._own for flag in (skipped, nan)]
+        flags = [flag for _, skipped, nan, *_ in self._local_steps for flag in (skipped, nan)]
         local = [torch.ones_like(self.num_tokens), *self.sums, self.num_tokens, self.grad_norm]
         total = reduce_sum(torch.stack([value.to(dtype) for value in [*local, *flags]]))
-        ranks, sums, means, of_steps = total.split([1, len(self.sums), 2, len(flags)])
+        num_ranks, sums, means, step_flags = total.split([1, len(self.sums), 2, len(flags)])
         self.sums = sums if self._rank == 0 else torch.zeros_like(sums)
-        self.num_tokens, grad_norm = means / ranks
+        self.num_tokens, grad_norm = means / num_ranks
         self.grad_norm = grad_norm.to(self.grad_norm.dtype)
-        of_steps = of_steps.view(-1, 2) > 0
-        self.skipped_steps += of_steps[:, 0].sum()
-        self.nan_steps += of_steps[:, 1].sum()
-        if self._own:
+        step_flags = step_flags.view(-1, 2) > 0
+        self.skipped_steps += step_flags[:, 0].sum()
+        self.nan_steps += step_flags[:, 1].sum()
+        if self._local_steps:
             # A separate message: together with other values, the sums above could round
             # differently.
-            losses = [loss_sum.to(dtype) / num_tokens for *_, loss_sum, num_tokens in self._own]
-            values = torch.stack([of_steps[:, 0].to(dtype), reduce_sum(torch.stack(losses))], dim=1)
-            self._steps += [
-                (step, row) for (step, *_), row in zip(self._own, values.unbind(), strict=True)
+            losses = [
+                loss_sum.to(dtype) / num_tokens for *_, loss_sum, num_tokens in self._local_steps
             ]
-        self._own = []
+            values = torch.stack(
+                [step_flags[:, 0].to(dtype), reduce_sum(torch.stack(losses))], dim=1
+            )
+            self._reduced_steps += [
+                (step, row)
+                for (step, *_), row in zip(self._local_steps, values.unbind(), strict=True)
+            ]
+        self._local_steps = []
 
     def read(self) -> dict[str, float]:
         """Return the interval's means and the run's counts, and start a new interval.
@@ -127,7 +133,7 @@ class Meter:
         self.num_tokens = torch.zeros_like(self.num_tokens)
         means = dict(zip(self._names, values[3:], strict=False))
         sums = dict(zip(self._names, values[3 + len(means) :], strict=True))
-        for name in self._counted:
+        for name in self._names_with_count:
             count = sums[f"#{name}"]
             del means[f"#{name}"]
             if count:
@@ -143,15 +149,16 @@ class Meter:
         """
         sums = dict(zip(self._names, self.sums.tolist(), strict=True))
         by_source = {
-            _source_of(name): [sums.pop(name), sums.pop(f"#{name}")] for name in self._counted
+            _source_name(name): [sums.pop(name), sums.pop(f"#{name}")]
+            for name in self._names_with_count
         }
         state: dict[str, Any] = {f"{name}_sum": value for name, value in sums.items()}
-        state |= {name: float(getattr(self, name)) for name in _COUNTS}
+        state |= {name: float(getattr(self, name)) for name in _SAVED_COUNTERS}
         return state | ({"by_source": by_source} if by_source else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the sums that rank 0 saved."""
-        for name in _COUNTS:
+        for name in _SAVED_COUNTERS:
             getattr(self, name).fill_(state[name])
         self.sums.zero_()
         if self._rank != 0:
@@ -159,11 +166,11 @@ class Meter:
         # Missing if the previous start had other sums.
         sums = {name: state.get(f"{name}_sum", 0.0) for name in self._names}
         by_source = state.get("by_source", {})
-        for name in self._counted:
-            sums[name], sums[f"#{name}"] = by_source.get(_source_of(name), (0.0, 0.0))
+        for name in self._names_with_count:
+            sums[name], sums[f"#{name}"] = by_source.get(_source_name(name), (0.0, 0.0))
         self.sums.copy_(torch.tensor([*sums.values()], dtype=self.sums.dtype))
 
 
-def _source_of(name: str) -> str:
+def _source_name(name: str) -> str:
     """Return the key in a checkpoint of a sum with a count: of loss/web it is web."""
     return name.removeprefix("loss/")

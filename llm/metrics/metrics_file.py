@@ -38,12 +38,12 @@ class MetricsFile:
         values = {name: json_safe(value) for name, value in record.items()}
         line = json.dumps({"step": step} | values) + "\n"
         with self._lock:
-            was_written = not self._unwritten
+            is_first_failure = not self._unwritten
             self._unwritten += line.encode()
         try:
             self.flush()
         except OSError as error:
-            if was_written:
+            if is_first_failure:
                 logger.warning(
                     f"{self._path} cannot be written ({one_line(error)}). Training continues, and "
                     "its lines are kept in memory until they can be written."
@@ -80,7 +80,7 @@ class MetricsFile:
 
 
 def truncate_metrics(path: Path, *, step: int) -> set[str]:
-    """Remove lines of later steps from metrics.jsonl, and a line that a kill cut short.
+    """Remove lines of later steps from metrics.jsonl, and an incomplete line that a kill left.
 
     Args:
         path: The file; it need not exist.

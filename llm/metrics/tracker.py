@@ -49,10 +49,10 @@ class Tracker:
         self._flops_per_token = flops_per_token
         self._find_peak_flops = find_peak_flops
         self._peak_flops: float | None = None
-        self._peak_exceeded = False
+        self._is_peak_exceeded = False
         self._file: MetricsFile | None = None
-        self._bar: Any = None
-        self._started_at = 0
+        self._progress_bar: Any = None
+        self._first_step = 0
 
     def start(self, *, step: int, tokens: int, seconds: float) -> None:
         """Open metrics.jsonl and the progress bar, and start the clock.
@@ -63,8 +63,8 @@ class Tracker:
             seconds: Seconds of training in earlier starts of the run.
         """
         if self._path is not None:
-            self._started_at, self._file = step, MetricsFile(self._path, step=step)
-            self._bar = tqdm(
+            self._first_step, self._file = step, MetricsFile(self._path, step=step)
+            self._progress_bar = tqdm(
                 total=self._total_steps,
                 initial=step,
                 unit="step",
@@ -73,20 +73,20 @@ class Tracker:
             )
         self._interval_tokens = tokens
         self._interval_step = step
-        self._seconds_before = seconds
-        self._started = time.perf_counter()
+        self._earlier_seconds = seconds
+        self._interval_start = time.perf_counter()
         self._data_wait = 0.0
 
     def seconds(self) -> float:
         """Return the seconds of training so far, over all starts of the run."""
-        return self._seconds_before + time.perf_counter() - self._started
+        return self._earlier_seconds + time.perf_counter() - self._interval_start
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the time inside (evaluation, saving) from throughput and training time."""
-        began = time.perf_counter()
+        pause_start = time.perf_counter()
         yield
-        self._started += time.perf_counter() - began
+        self._interval_start += time.perf_counter() - pause_start
 
     def add_data_wait(self, seconds: float) -> None:
         """Add time that the loop waited for a batch."""
@@ -136,13 +136,15 @@ class Tracker:
             "tokens": tokens,
             **self._measure_interval(step=step, tokens=tokens),
         }
-        more = {name: value for name, value in values.items() if name not in record}
-        record |= more | {name: float(value) for name, value in optimizer.items()}
+        extra_values = {name: value for name, value in values.items() if name not in record}
+        record |= extra_values | {name: float(value) for name, value in optimizer.items()}
         line = step_line(record, step=step, total_steps=self._total_steps, columns=columns)
         with self.paused():  # a slow disk does not count as a slow step
             self.write(record, step=step)
             logger.info(
-                self._megatron_line(record, more, step=step, global_batch_size=global_batch_size),
+                self._megatron_line(
+                    record, extra_values, step=step, global_batch_size=global_batch_size
+                ),
                 extra=short_form(line),
             )
         speed = f"{record['tokens_per_second']:.0f} tok/s"
@@ -151,24 +153,24 @@ class Tracker:
     def _measure_interval(self, *, step: int, tokens: int) -> dict[str, float]:
         """Return time, throughput and memory of the logging interval, and begin the next one."""
         stop = time.perf_counter()
-        elapsed = stop - self._started
+        elapsed = stop - self._interval_start
         tokens_per_second = (tokens - self._interval_tokens) / elapsed
-        measured = {
+        interval_metrics = {
             "tokens_per_second": tokens_per_second,
             "ms_per_step": 1000 * elapsed / max(1, step - self._interval_step),
             "data_wait": self._data_wait / elapsed,
-            "seconds": self._seconds_before + elapsed,
+            "seconds": self._earlier_seconds + elapsed,
         }
         mfu = self._model_flops_utilization(tokens_per_second * self._flops_per_token)
         if mfu is not None:
-            measured["mfu"] = mfu
+            interval_metrics["mfu"] = mfu
         memory = memory_in_use(self._device)
         if memory is not None:
-            measured["memory"] = memory
-        self._seconds_before += elapsed
-        self._started, self._data_wait = stop, 0.0
+            interval_metrics["memory"] = memory
+        self._earlier_seconds += elapsed
+        self._interval_start, self._data_wait = stop, 0.0
         self._interval_step, self._interval_tokens = step, tokens
-        return measured
+        return interval_metrics
 
     def _model_flops_utilization(self, flops: float) -> float | None:
         """Return the fraction of the devices' peak; None if the peak is below the speed."""
@@ -176,8 +178,8 @@ class Tracker:
         if flops <= self._peak_flops:
             return flops / self._peak_flops
         # Steps cannot be faster than the devices, so the measured or given peak is too low.
-        if not self._peak_exceeded:
-            self._peak_exceeded = True
+        if not self._is_peak_exceeded:
+            self._is_peak_exceeded = True
             logger.info(
                 f"MFU is n/a where steps exceed the peak of {self._peak_flops / 1e12:.3g} TFLOP/s, "
                 f"as here at {flops / 1e12:.3g}; --device_peak_tflops sets the peak of a device."
@@ -187,14 +189,14 @@ class Tracker:
     def _megatron_line(
         self,
         record: dict[str, Any],
-        more: Mapping[str, float],
+        extra_values: Mapping[str, float],
         *,
         step: int,
         global_batch_size: int,
     ) -> str:
         """Return the line of a step in the format of Megatron-LM's log, for files."""
-        texts = {name: f"{name}: {value:.6E}" for name, value in more.items()}
-        of_all = [text.replace("_", " ") for name, text in texts.items() if "/" not in name]
+        texts = {name: f"{name}: {value:.6E}" for name, value in extra_values.items()}
+        run_columns = [text.replace("_", " ") for name, text in texts.items() if "/" not in name]
         return " | ".join(
             [
                 f"step {step:8d}/{self._total_steps:8d}",
@@ -205,7 +207,7 @@ class Tracker:
                 f"learning rate: {record['learning_rate']:.6E}",
                 f"global batch size: {global_batch_size:5d}",
                 f"lm loss: {record['loss']:.6E}",
-                *of_all,
+                *run_columns,
                 f"loss scale: {record['loss_scale']:.1f}",
                 f"grad norm: {record['grad_norm']:.3f}",
                 f"skipped steps: {record['skipped_steps']:3d}",
@@ -232,8 +234,8 @@ class Tracker:
     def write(self, record: Mapping[str, float], *, step: int) -> None:
         """Send the numbers of an event to the trackers, and as one line to metrics.jsonl."""
         # An earlier start may have been killed after it wrote this evaluation's line and points.
-        written = self._file.names_at_start if self._file is not None else set()
-        if step == self._started_at and not written.isdisjoint(record):
+        reported_names = self._file.names_at_start if self._file is not None else set()
+        if step == self._first_step and not reported_names.isdisjoint(record):
             return
         # Write the line last: once it is on disk, a resumed run does not send points again.
         try:
@@ -260,13 +262,13 @@ class Tracker:
     def _draw_bar(self, draw: Callable[[Any], object]) -> None:
         """Change the progress bar, and give it up once the terminal is closed."""
         try:
-            if self._bar is not None:
-                draw(self._bar)
+            if self._progress_bar is not None:
+                draw(self._progress_bar)
         except Exception:
             with contextlib.suppress(AssertionError, RuntimeError):
                 tqdm.get_lock().release()  # tqdm keeps it, and a thread that logs would wait
-            self._bar.disable = True
-            self._bar = None
+            self._progress_bar.disable = True
+            self._progress_bar = None
 
     def close(self) -> None:
         """Close the progress bar and the file."""

@@ -60,14 +60,14 @@ def load_metrics(names: Sequence[str]) -> dict[str, Any]:
             metrics[name] = evaluate.load(name, keep_in_memory=True)
         except Exception as error:  # a metric's module may raise anything
             # Without a network, the library reports that the Hub does not have the metric.
-            missing = isinstance(error, FileNotFoundError)
-            reason = (
+            is_missing = isinstance(error, FileNotFoundError)
+            missing_reason = (
                 "it is not a local folder, and the Hub does not have it or cannot be reached"
                 + offline_remark()
             )
             raise ConfigError(
                 f"--eval_metrics {name} cannot be loaded by the evaluate library: "
-                f"{reason if missing else one_line(error)}."
+                f"{missing_reason if is_missing else one_line(error)}."
             ) from error
     return metrics
 
@@ -99,12 +99,12 @@ def make_evaluate(
     validation = run.corpus.validation
     if not validation:
         return None
-    limits: list[int | None] = [None] * len(validation)
+    batch_limits: list[int | None] = [None] * len(validation)
     if run.config.max_eval_steps is not None:
         weights = [source.weight for source in validation]
-        limits = [*divide_batches(run.config.max_eval_steps, weights)]
+        batch_limits = [*divide_batches(run.config.max_eval_steps, weights)]
     sources = []
-    for source, max_batches in zip(validation, limits, strict=True):
+    for source, max_batches in zip(validation, batch_limits, strict=True):
         stream = source.stream
         batches = EvalLoader(
             stream=stream,
@@ -144,11 +144,11 @@ def evaluate_sources(
         distance of the ranks from it.
     """
     with strategy.averaged() as distance:
-        by_source = [
+        source_results = [
             evaluate_source(strategy, source, metrics=metrics, on_batch=on_batch)
             for source in sources
         ]
-    results = by_source[0] if len(sources) == 1 else _weighted_mean(sources, by_source)
+    results = source_results[0] if len(sources) == 1 else _weighted_mean(sources, source_results)
     if distance is not None:
         results["consensus_distance"] = float(distance)
     return results
@@ -189,14 +189,15 @@ def evaluate_source(
 def _add_predictions(
     strategy: AcceleratedStrategy, batch: MicroBatch, metrics: dict[str, Any]
 ) -> None:
-    likeliest, _ = strategy.predict(batch)
-    predictions = strategy.gather(likeliest)
+    """Add a batch's likeliest tokens, gathered from all ranks, and its labels to the metrics."""
+    predicted_ids, _ = strategy.predict(batch)
+    predictions = strategy.gather(predicted_ids)
     references = strategy.gather(batch.labels)
-    counted = references != IGNORED
+    is_label = references != IGNORED
     for metric in metrics.values():
         metric.add_batch(
-            predictions=predictions[counted].cpu().numpy(),
-            references=references[counted].cpu().numpy(),
+            predictions=predictions[is_label].cpu().numpy(),
+            references=references[is_label].cpu().numpy(),
         )
 
 
@@ -205,12 +206,15 @@ def _perplexity_of(loss: float) -> float:
 
 
 def _weighted_mean(
-    sources: Sequence[ValidationSource], by_source: Sequence[dict[str, float]]
+    sources: Sequence[ValidationSource], source_results: Sequence[dict[str, float]]
 ) -> dict[str, float]:
-    """Return the weighted means of the sources' results, and the loss of each by name."""
+    """Return the means of the sources' results by weight, and the loss of each source by name."""
     results: dict[str, float] = {
-        name: sum(s.weight * values[name] for s, values in zip(sources, by_source, strict=True))
-        for name, value in by_source[0].items()
+        name: sum(
+            source.weight * values[name]
+            for source, values in zip(sources, source_results, strict=True)
+        )
+        for name, value in source_results[0].items()
         if isinstance(value, int | float)
     }
     results["perplexity"] = _perplexity_of(results["loss"])
@@ -218,7 +222,7 @@ def _weighted_mean(
     if all(source.bytes_per_token for source in sources):
         mean_bytes = sum(source.weight * (source.bytes_per_token or 0.0) for source in sources)
         results["bits_per_byte"] = results["loss"] / math.log(2) / mean_bytes
-    for source, values in zip(sources, by_source, strict=True):
+    for source, values in zip(sources, source_results, strict=True):
         results[f"loss/{source.name}"] = values["loss"]
     return results
 
@@ -230,9 +234,11 @@ def divide_batches(max_batches: int, weights: Sequence[float]) -> list[int]:
         max_batches: Total batches of all sources.
         weights: Weights of the sources, which sum to 1.
     """
-    exact = [weight * max_batches for weight in weights]
-    batches = [max(1, int(number)) for number in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda source: batches[source] - exact[source])
-    for source in by_remainder[: max(0, max_batches - sum(batches))]:
-        batches[source] += 1
-    return batches
+    quotas = [weight * max_batches for weight in weights]
+    num_batches = [max(1, int(quota)) for quota in quotas]
+    sources_by_remainder = sorted(
+        range(len(quotas)), key=lambda source: num_batches[source] - quotas[source]
+    )
+    for source in sources_by_remainder[: max(0, max_batches - sum(num_batches))]:
+        num_batches[source] += 1
+    return num_batches

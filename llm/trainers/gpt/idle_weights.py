@@ -5,8 +5,8 @@ import logging
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.agreement import gather
 
-_MOST_NAMED = 3
-"""Weights that the log names."""
+_MAX_LISTED_WEIGHTS = 3
+"""Maximum number of weights that the log names."""
 
 logger = logging.getLogger("llm")
 
@@ -19,21 +19,30 @@ def log_idle_weights(strategy: AcceleratedStrategy) -> None:
     Args:
         strategy: The model, with the gradients of a step.
     """
-    trained = set(strategy.parameters)
-    weights = {name: p for name, p in strategy.model.named_parameters() if p in trained}
-    idle = {name: p.numel() for name, p in weights.items() if p.grad is None}
-    if len(idle) == len(weights):  # an optimizer has taken the gradients
-        idle = {}
+    trained_weights = set(strategy.parameters)
+    local_weights = {
+        name: weight
+        for name, weight in strategy.model.named_parameters()
+        if weight in trained_weights
+    }
+    local_sizes = {
+        name: weight.numel() for name, weight in local_weights.items() if weight.grad is None
+    }
+    if len(local_sizes) == len(local_weights):  # an optimizer has taken the gradients
+        local_sizes = {}
     # Stages of a pipeline have different weights.
-    idle_of_ranks = gather((list(weights), idle))
-    num_weights = len({name for names, _ in idle_of_ranks for name in names})
-    sizes = {name: size for _, sizes in idle_of_ranks for name, size in sizes.items()}
-    if not sizes:
+    weights_by_rank = gather((list(local_weights), local_sizes))
+    num_weights = len({name for names, _ in weights_by_rank for name in names})
+    idle_sizes = {
+        name: size for _, rank_sizes in weights_by_rank for name, size in rank_sizes.items()
+    }
+    if not idle_sizes:
         return
-    names = ", ".join([*sizes][:_MOST_NAMED])
-    if len(sizes) > _MOST_NAMED:
-        names += f" and {len(sizes) - _MOST_NAMED:,} more"
+    name_list = ", ".join([*idle_sizes][:_MAX_LISTED_WEIGHTS])
+    if len(idle_sizes) > _MAX_LISTED_WEIGHTS:
+        name_list += f" and {len(idle_sizes) - _MAX_LISTED_WEIGHTS:,} more"
     logger.info(
-        f"{len(sizes):,} of {num_weights:,} trained weights ({sum(sizes.values()):,} parameters) "
-        f"got no gradient in the first step, and keep their values if that stays so: {names}."
+        f"{len(idle_sizes):,} of {num_weights:,} trained weights "
+        f"({sum(idle_sizes.values()):,} parameters) got no gradient in the first step, and keep "
+        f"their values if that stays so: {name_list}."
     )

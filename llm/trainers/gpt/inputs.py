@@ -63,16 +63,16 @@ def read_training(
     config = with_checkpoint_batch_size(config, resume_from)
     branch_from = validated_branch_parent(config, resume_from)
     check_folder(config, folder, resume_from, config_file=config_file)
-    run = _read_run(config, world, folder, resume_from, branch_from)
+    run = _read_run(config, world, folder, resume_from=resume_from, branch_from=branch_from)
     if not run.corpus.train:
         raise DataError(f"--split {config.split} leaves nothing to train on.")
-    evaluating = [
+    validation_options = [
         field.name
         for field in fields(type(config))
         if field.option.needs_validation and getattr(config, field.name)
     ]
-    if evaluating and not run.corpus.validation:
-        raise DataError(_nothing_to_evaluate_on(*evaluating))
+    if validation_options and not run.corpus.validation:
+        raise DataError(_missing_validation_message(*validation_options))
     data_digest = corpus_digests(run.corpus.train)
     check_same_data(config, run.start, data_digest, is_branch=branch_from is not None)
     samples = Samples(
@@ -112,14 +112,14 @@ def read_evaluation(config: CoreConfig, world: World) -> Run:
     folder = _choose_folder(config, world)
     resume_from = find_resume_checkpoint(config, folder)
     folder.check_usable()
-    run = _read_run(config, world, folder, resume_from, None)
+    run = _read_run(config, world, folder, resume_from=resume_from, branch_from=None)
     if not (run.weights_from or run.resume_from):
         raise ConfigError(
             "--eval_only has no trained weights to evaluate: name a model with weights by "
             "--model_name_or_path, or a checkpoint by --resume_from_checkpoint."
         )
     if not run.corpus.validation:
-        raise DataError(_nothing_to_evaluate_on("eval_only"))
+        raise DataError(_missing_validation_message("eval_only"))
     if config.in_memory and world.local_rank == 0:
         pin_in_memory(run.corpus.validation)
     return run
@@ -136,10 +136,11 @@ def _read_run(
     config: CoreConfig,
     world: World,
     folder: RunFolder,
+    *,
     resume_from: Checkpoint | None,
     branch_from: Checkpoint | None,
 ) -> Run:
-    """Read what a training and an evaluation need."""
+    """Read the inputs that a training and an evaluation share."""
     # In order of cost: wrong options are refused before text is tokenized.
     start = resume_from or branch_from
     device, seed = device_of(world), choose_seed(config, start)
@@ -163,7 +164,7 @@ def _read_run(
     dims = choose_dims(config, model_config, world.world_size)
     block_size = choose_block_size(config, model_config)
     tokenizer = read_tokenizer(config, start)
-    init_from = None if start else _find_weights_of_run(config, model_config)
+    init_from = None if start else _find_initial_checkpoint(config, model_config)
     weights_from = None if start or init_from else find_weights(config)
     run = Run(
         config=config,
@@ -174,7 +175,7 @@ def _read_run(
         init_from=init_from,
         model_config=model_config,
         weights_from=weights_from,
-        initial_weights=_initial_weights(start, init_from, weights_from, seed=seed),
+        initial_weights=_describe_initial_weights(start, init_from, weights_from, seed=seed),
         tokenizer=tokenizer,
         block_size=block_size,
         document_boundaries=choose_document_boundaries(config, eos_token_id=tokenizer.eos_token_id),
@@ -210,8 +211,10 @@ def open_data(
     )
 
 
-def _find_weights_of_run(config: CoreConfig, model_config: PreTrainedConfig) -> Checkpoint | None:
-    """Return the checkpoint of `--init_from`; None without the option."""
+def _find_initial_checkpoint(
+    config: CoreConfig, model_config: PreTrainedConfig
+) -> Checkpoint | None:
+    """Return the checkpoint of `--init_from`, and log how its model differs; None without one."""
     if config.init_from is None:
         return None
     checkpoint = find_run_checkpoint(config.init_from, option="init_from")
@@ -220,7 +223,7 @@ def _find_weights_of_run(config: CoreConfig, model_config: PreTrainedConfig) -> 
     return checkpoint
 
 
-def _initial_weights(
+def _describe_initial_weights(
     start: Checkpoint | None, init_from: Checkpoint | None, weights_from: str | None, *, seed: int
 ) -> str:
     """Describe the source of the weights at step 0, for the log and the model card."""
@@ -232,9 +235,10 @@ def _initial_weights(
     return f"random, seed {seed}" if weights_from is None else f"from {weights_from}"
 
 
-def _nothing_to_evaluate_on(*options: str) -> str:
+def _missing_validation_message(*option_names: str) -> str:
+    flags = " and ".join(f"--{name}" for name in option_names)
     return (
-        f"There is no validation data for {' and '.join(f'--{name}' for name in options)}; give "
+        f"There is no validation data for {flags}; give "
         "--validation_file or a --validation_split_percentage above 0, or with token files "
         "--valid_data_path or a --split that has a second part."
     )
@@ -258,7 +262,7 @@ def choose_dims(
         num_layers = model_config.get_text_config().num_hidden_layers
         check_depth(num_layers, dims.pipeline * config.virtual_stages)
     if dims.expert > 1:
-        outline = build_model(
+        meta_model = build_model(
             config,
             copy.deepcopy(model_config),
             weights_from=None,
@@ -266,34 +270,35 @@ def choose_dims(
             device=torch.device("meta"),
             vocab_size=model_config.get_text_config().vocab_size,
         )
-        check_expert_parallel(outline, dims.expert)
+        check_expert_parallel(meta_model, dims.expert)
     return dims
 
 
 def choose_block_size(config: CoreConfig, model_config: PreTrainedConfig) -> int:
-    """Return the tokens of a sample.
+    """Return the number of tokens of a sample.
 
     Raises:
         ConfigError: The model has fewer positions, or context or sequence parallelism cannot divide
-            them.
+            the tokens.
     """
-    positions = max_positions(model_config)
-    size = config.block_size or min(1024, positions or 1024)
-    if positions is not None and size > positions:
+    num_positions = max_positions(model_config)
+    block_size = config.block_size or min(1024, num_positions or 1024)
+    if num_positions is not None and block_size > num_positions:
         raise ConfigError(
-            f"--block_size {size} is more than the {positions} positions of the "
+            f"--block_size {block_size} is more than the {num_positions} positions of the "
             "model; make it smaller, or enlarge the model with --config_overrides."
         )
-    ranks = config.context_parallel_size
-    if ranks > 1 and size % (2 * ranks):
+    context_ranks = config.context_parallel_size
+    if context_ranks > 1 and block_size % (2 * context_ranks):
         raise ConfigError(
-            f"--block_size {size} cannot be cut into {2 * ranks} equal chunks, two for each rank "
-            f"of --context_parallel_size {ranks}; make it a multiple of {2 * ranks}."
+            f"--block_size {block_size} cannot be cut into {2 * context_ranks} equal chunks, two "
+            f"for each rank of --context_parallel_size {context_ranks}; make it a multiple of "
+            f"{2 * context_ranks}."
         )
-    ranks = config.tensor_parallel_size
-    if config.sequence_parallel and size % ranks:
+    tensor_ranks = config.tensor_parallel_size
+    if config.sequence_parallel and block_size % tensor_ranks:
         raise ConfigError(
-            f"--sequence_parallel cannot share --block_size {size} among {ranks} ranks; make it a "
-            f"multiple of {ranks}."
+            f"--sequence_parallel cannot share --block_size {block_size} among {tensor_ranks} "
+            f"ranks; make it a multiple of {tensor_ranks}."
         )
-    return size
+    return block_size

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from llm.models.model_card import Card
 
 _Read = TypeVar("_Read")
-_TRIES = 5
+_MAX_READ_ATTEMPTS = 5
 
 
 def with_checkpoint_copies(config: CoreConfig, checkpoint: Checkpoint) -> CoreConfig:
@@ -45,20 +45,20 @@ def with_checkpoint_copies(config: CoreConfig, checkpoint: Checkpoint) -> CoreCo
         CheckpointError: It lacks a copy. A path that does not exist could be a name on the Hub.
         ConfigError: The copies have Python code, which the options do not trust.
     """
-    for copy in (f"{MODEL_FOLDER}/config.json", f"{TOKENIZER_FOLDER}/"):
-        if not any(name.startswith(copy) for name in checkpoint.files):
-            raise CheckpointError(f"{checkpoint.path} is incomplete: it has no {copy}.")
-    code = [name for name in checkpoint.files if name.endswith(".py")]
-    if code and not config.trust_remote_code:
+    for required_prefix in (f"{MODEL_FOLDER}/config.json", f"{TOKENIZER_FOLDER}/"):
+        if not any(name.startswith(required_prefix) for name in checkpoint.files):
+            raise CheckpointError(f"{checkpoint.path} is incomplete: it has no {required_prefix}.")
+    code_files = [name for name in checkpoint.files if name.endswith(".py")]
+    if code_files and not config.trust_remote_code:
         raise ConfigError(
-            f"The model of {checkpoint.path} has its own Python code ({', '.join(code)}): add "
-            "--trust_remote_code to this command if you trust its authors."
+            f"The model of {checkpoint.path} has its own Python code ({', '.join(code_files)}): "
+            "add --trust_remote_code to this command if you trust its authors."
         )
-    copies: dict[str, Any] = dict.fromkeys((*ARCHITECTURE, *TOKENIZER_FILES)) | {
+    copy_options: dict[str, Any] = dict.fromkeys((*ARCHITECTURE, *TOKENIZER_FILES)) | {
         "config_name": str(checkpoint.path / MODEL_FOLDER),
         "tokenizer_name": str(checkpoint.path / TOKENIZER_FOLDER),
     }
-    return dataclasses.replace(config, **copies)
+    return dataclasses.replace(config, **copy_options)
 
 
 def load_run_tokenizer(config: CoreConfig) -> "PreTrainedTokenizerBase":
@@ -123,10 +123,10 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
         ConfigError: No checkpoint has this step.
     """
     if step == "latest":
-        listed = checkpoint_folders(folder)
+        folders = checkpoint_folders(folder)
         newest = find_newest_checkpoint(folder, on_skip=lambda text: sys.stderr.write(f"{text}\n"))
-        if listed and not os.path.lexists(listed[-1]):  # `read_while_training` tries again
-            raise CheckpointError(f"Training removed {listed[-1]} while checkpoints were read.")
+        if folders and not os.path.lexists(folders[-1]):  # `read_while_training` tries again
+            raise CheckpointError(f"Training removed {folders[-1]} while checkpoints were read.")
         if newest is None:
             raise CheckpointError(f"{folder} holds no valid checkpoint.")
         return newest
@@ -155,18 +155,18 @@ def read_while_training(folder: Path, read_checkpoints: Callable[[], _Read]) -> 
     Raises:
         CheckpointError: Training removes checkpoints faster than they are read.
     """
-    for tries_left in reversed(range(_TRIES)):
-        listed = checkpoint_folders(folder)
+    for attempts_left in reversed(range(_MAX_READ_ATTEMPTS)):
+        folders = checkpoint_folders(folder)
         try:
             return read_checkpoints()
         except Exception:
-            if all(os.path.lexists(path) for path in listed):
+            if all(os.path.lexists(path) for path in folders):
                 raise
-        if tries_left:
+        if attempts_left:
             sys.stderr.write(f"Training removed checkpoints of {folder}; reading again.\n")
     raise CheckpointError(
-        f"A running training has removed checkpoints of {folder} {_TRIES} times while they were "
-        "read; wait until it has ended, or let it keep more with --keep_checkpoints."
+        f"A running training has removed checkpoints of {folder} {_MAX_READ_ATTEMPTS} times while "
+        "they were read; wait until it has ended, or let it keep more with --keep_checkpoints."
     )
 
 

@@ -11,7 +11,8 @@ from llm.data.options import training_paths
 from llm.errors import ConfigError
 from llm.trainers.gpt.config import CoreConfig
 
-_NOT_INPUTS = ("output_dir", "data_cache_dir")
+_OUTPUT_OPTIONS = ("output_dir", "data_cache_dir")
+"""Options with a path that the run writes to."""
 
 
 def check_folder(
@@ -37,21 +38,28 @@ def check_folder(
         folder.check(resume=True, overwrite=False)
         return
     inputs = [
-        (name, text) for name, text in options.path_options(config) if name not in _NOT_INPUTS
+        (name, input_path)
+        for name, input_path in options.path_options(config)
+        if name not in _OUTPUT_OPTIONS
     ]
     if config_file is not None and config.overwrite_output_dir:
         inputs.append(("config", str(config_file)))
-    for name, text in inputs:
+    for name, input_path in inputs:
         # A prefix names two files, or parts.
-        sources = [text, f"{text}.bin", f"{text}.idx", *map(str, part_files(Path(text)))]
-        if name in ("init_from", "branch_from") and not os.path.exists(text):
-            sources = [str(Path(text).parent)]  # RUN/STEP
+        sources = [
+            input_path,
+            f"{input_path}.bin",
+            f"{input_path}.idx",
+            *map(str, part_files(Path(input_path))),
+        ]
+        if name in ("init_from", "branch_from") and not os.path.exists(input_path):
+            sources = [str(Path(input_path).parent)]  # RUN/STEP
         if any(
             folder.would_overwrite(Path(source)) for source in sources if os.path.exists(source)
         ):
             raise ConfigError(
-                f"--{name} {text} is in --output_dir {folder.path}, which this run would replace; "
-                "name another --output_dir, or move it."
+                f"--{name} {input_path} is in --output_dir {folder.path}, which this run would "
+                "replace; name another --output_dir, or move it."
             )
     # A checkpoint of another run does not resume the run in this folder.
     resume = config.resume_from_checkpoint is True

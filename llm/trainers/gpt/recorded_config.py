@@ -27,10 +27,10 @@ def read_config(run: Path, *, trust_remote_code: bool = False) -> GPTConfig:
         ConfigError: It cannot be read.
     """
     restricted = restricted_options(GPTConfig) | {"trust_remote_code": trust_remote_code}
-    return dataclasses.replace(_read_recorded(run), **restricted)
+    return dataclasses.replace(_read_run_config(run), **restricted)
 
 
-def _read_recorded(run: Path) -> GPTConfig:
+def _read_run_config(run: Path) -> GPTConfig:
     """Return the configuration of a run as its folder records it."""
     if not run.is_dir():
         raise CheckpointError(f"{run} is not a folder; name the --output_dir of a run.")
@@ -73,14 +73,13 @@ def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
             f"--branch_from {parent} is not a run: it has no config.toml; name a run's folder or "
             "RUN/STEP."
         )
-    separate = ("output_dir", "branch_from")
-    recorded = non_default(_read_recorded(runs[0]))
-    restricted = restricted_options(GPTConfig).keys()
-    inherited = {name: value for name, value in recorded.items() if name not in restricted}
-    if not_inherited := sorted((recorded.keys() & restricted) - values.keys()):
+    parent_options = non_default(_read_run_config(runs[0]))
+    restricted_names = restricted_options(GPTConfig).keys()
+    if omitted_names := sorted((parent_options.keys() & restricted_names) - values.keys()):
         logger.warning(
-            f"{runs[0] / 'config.toml'} sets {', '.join(f'--{name}' for name in not_inherited)}, "
+            f"{runs[0] / 'config.toml'} sets {', '.join(f'--{name}' for name in omitted_names)}, "
             "which a branch takes only from its own command; give them there if you trust what "
             "they run."
         )
-    return {name: value for name, value in inherited.items() if name not in separate}
+    excluded_names = {*restricted_names, "output_dir", "branch_from"}
+    return {name: value for name, value in parent_options.items() if name not in excluded_names}

@@ -15,7 +15,7 @@ from llm.trainers.gpt.config import CoreConfig
 DEVICE_OPTIONS = ("mixed_precision", "tf32", "torch_compile", "router_dtype")
 """Options with a default that depends on the device, or on the version that began the run."""
 
-_RECORDED = (
+_REQUIRED_METADATA = (
     *("fixed", "logged", "global_batch_size", "data", "tokenizer", "initial_weights"),
     "skip_samples",
 )
@@ -24,32 +24,32 @@ _RECORDED = (
 
 def state_options(config: CoreConfig) -> dict[str, Any]:
     """Return the options that determine an optimizer's state, with the default optimizer's name."""
-    declared = options.fields(type(config))
-    names = [field.name for field in declared if field.option.resume == "state"]
+    fields = options.fields(type(config))
+    names = [field.name for field in fields if field.option.resume == "state"]
     values = {name: getattr(config, name) for name in names}
     return values | {"optimizer": config.optimizer or config.default_optimizer}
 
 
 def check_checkpoint_record(config: CoreConfig, checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint with fixed options that this installation does not have.
+    """Refuse a checkpoint if no run can start from its record of options.
 
     Raises:
-        CheckpointError: Names the options; without them the run would silently train another model.
-            Or the checkpoint lacks a record of its run, or an option has a value of another type.
+        CheckpointError: The record lacks an entry, an option has a value of another type, or this
+            installation lacks a fixed option: the run would silently train another model.
     """
-    missing = [name for name in _RECORDED if name not in checkpoint.metadata]
-    if missing:
+    missing_names = [name for name in _REQUIRED_METADATA if name not in checkpoint.metadata]
+    if missing_names:
         raise CheckpointError(
-            f"{checkpoint.path} has no record of {' and '.join(missing)}, so no run can start "
-            "from it; name another checkpoint."
+            f"{checkpoint.path} has no record of {' and '.join(missing_names)}, so no run can "
+            "start from it; name another checkpoint."
         )
     _check_types(config, checkpoint)
     option_names = {field.name for field in options.fields(type(config))}
-    unknown = saved_options(config, checkpoint, "fixed").keys() - option_names
-    if unknown:
-        names = " and ".join(f"--{name}" for name in sorted(unknown))
+    unknown_names = saved_options(config, checkpoint, "fixed").keys() - option_names
+    if unknown_names:
+        flags = " and ".join(f"--{name}" for name in sorted(unknown_names))
         raise CheckpointError(
-            f"{checkpoint.path} was trained with {names}, which this installation does not have. "
+            f"{checkpoint.path} was trained with {flags}, which this installation does not have. "
             "Install the extension or the version of llm-trainers that has them, or start another "
             "run from the exported model by --model_name_or_path."
         )
@@ -57,10 +57,10 @@ def check_checkpoint_record(config: CoreConfig, checkpoint: Checkpoint) -> None:
 
 def _check_types(config: CoreConfig, checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint with values of another type in the record of its options."""
-    declared = {field.name: field for field in options.fields(type(config))}
+    fields_by_name = {field.name: field for field in options.fields(type(config))}
     for kind in ("fixed", "logged"):
         for name, value in _recorded_options(config, checkpoint, kind).items():
-            if name in declared and not _has_type(declared[name], value):
+            if name in fields_by_name and not _has_type(fields_by_name[name], value):
                 raise CheckpointError(
                     f"{checkpoint.path} is damaged: it records {value!r} as --{name}; name another "
                     "checkpoint."

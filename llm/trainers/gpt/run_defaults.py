@@ -13,7 +13,7 @@ from llm.runtime.rng import draw_seed
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.recorded_options import DEVICE_OPTIONS, saved_options
 
-_OF_OLDER_VERSIONS = {"router_dtype": "model"}
+_UNRECORDED_VALUES = {"router_dtype": "model"}
 """Values of options in `DEVICE_OPTIONS` for checkpoints that do not record them."""
 
 
@@ -25,11 +25,11 @@ def choose_by_device(
     Raises:
         ConfigError: A compiled run on a GPU is to be deterministic.
     """
-    compiles = can_compile(device) and not config.deterministic
-    values = {**default_precision(device), "torch_compile": compiles, "router_dtype": "fp32"}
+    is_compiled = can_compile(device) and not config.deterministic
+    values = {**default_precision(device), "torch_compile": is_compiled, "router_dtype": "fp32"}
     if start is not None and not config.eval_only:
         fixed, logged = (saved_options(config, start, kind) for kind in ("fixed", "logged"))
-        recorded = _OF_OLDER_VERSIONS | fixed | logged
+        recorded = _UNRECORDED_VALUES | fixed | logged
         values = {name: recorded[name] for name in DEVICE_OPTIONS}
     overrides = {name: getattr(config, name) for name in DEVICE_OPTIONS}
     values |= {name: value for name, value in overrides.items() if value is not None}

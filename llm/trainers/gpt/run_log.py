@@ -228,8 +228,8 @@ def _log_sources(run: TrainingRun, num_samples: int, verb: str) -> None:
     if len(run.corpus.train) == 1 or not num_samples:
         return
     counts = run.skipped.samples_per_source(run.samples.samples_per_source, num_samples)
-    for index, (source, count) in enumerate(zip(run.corpus.train, counts, strict=True)):
-        num_windows = run.samples.epoch_samples(index)
+    for source_index, (source, count) in enumerate(zip(run.corpus.train, counts, strict=True)):
+        num_windows = run.samples.epoch_samples(source_index)
         if num_windows:
             logger.info(
                 f"source {source.name} {verb} {count:,} samples ({count / num_samples:.2%}), "

@@ -123,7 +123,7 @@ class ExtraWeights:
         is_exported: Whether the export has these weights instead of the last ones.
         description: Description for the log.
         card: Description for the model card.
-        swap_in: Returns a context in which the model has these weights.
+        swap_in: Returns a context that gives these weights to the model.
     """
 
     prefix: str
@@ -442,7 +442,7 @@ def evaluate_weights(
             for the export.
 
     Returns:
-        All results by name; those of other weights begin with their prefix.
+        All results by name; the names of other weights' results begin with their prefix.
     """
     results = evaluate()
     for weights in (extension.weights for extension in extensions):

@@ -37,8 +37,8 @@ from llm.trainers.gpt.training_run import TrainingRun, choose_skipped_samples
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-_OPTIONS = ("seed", "block_size", "per_device_train_batch_size", "global_batch_size")
-"""Options that a later resume may have changed (`--change_on_resume`)."""
+_ORDER_OPTIONS = ("seed", "block_size", "per_device_train_batch_size", "global_batch_size")
+"""Options that determine the order of samples, and that a resume may have changed."""
 
 _START_FIELDS: dict[str, tuple[type, ...]] = {
     "step": (int,),
@@ -113,10 +113,10 @@ def find_step_samples(
     """
     config = read_config(run, trust_remote_code=trust_remote_code)
     order = _recorded_order(RunFolder(run), step, config)
-    changed: dict[str, Any] = {name: order[name] for name in _OPTIONS}
+    order_options: dict[str, Any] = {name: order[name] for name in _ORDER_OPTIONS}
     # Replaces other length options, and a cooldown.
-    changed["max_duration"] = Duration(f"{order['total_samples']} samples")
-    config = replace(config, **changed)
+    order_options["max_duration"] = Duration(f"{order['total_samples']} samples")
+    config = replace(config, **order_options)
     tokenizer, model_config = _read_model(config, RunFolder(run).checkpoints)
     corpus = open_data(config, model_config, tokenizer, None)
     if data_has_changed(order["data"], corpus_digests(corpus.train)):
@@ -238,8 +238,8 @@ def _read_starts(folder: RunFolder) -> list[dict[str, Any]]:
         for name, types in _START_FIELDS.items():
             value = start.get(name)
             bounds = {"step": (0, 2**62), "seed": (0, math.inf)}
-            least, limit = bounds.get(name, (1, 2**62))
-            if type(value) not in types or (type(value) is int and not least <= value < limit):
+            lowest, limit = bounds.get(name, (1, 2**62))
+            if type(value) not in types or (type(value) is int and not lowest <= value < limit):
                 raise DataError(
                     f"{folder.events} is damaged: a start has the {name} {repr(value)[:40]}; copy "
                     "the file back."
@@ -275,28 +275,33 @@ def passages(stream: TokenStream, start: int, length: int) -> Iterator[Passage]:
         DataError: The index is damaged.
     """
     file = stream.file
-    origin = stream.first_byte // stream.tokens.itemsize
+    origin = stream.first_byte // stream.tokens.itemsize  # of the stream in the file, in tokens
     while length > 0:
         start %= stream.num_tokens  # the stream is a ring
         stop = min(start + length, stream.num_tokens)
         length -= stop - start
         if isinstance(file, FlatTokenFile):
             tokens = np.asarray(stream.tokens[start:stop])
-            yield Passage(None, origin + start, file.num_tokens, tokens)
+            yield Passage(None, offset=origin + start, length=file.num_tokens, tokens=tokens)
             start = stop
             continue
         # Documents without tokens begin at the same place; the search finds the last of them.
         documents = range(file.num_documents)
-        number = bisect_right(documents, origin + start, key=file.document_start) - 1
+        document = bisect_right(documents, origin + start, key=file.document_start) - 1
         while start < stop:
-            begin, end = file.document_start(number), file.document_start(number + 1)
-            if not begin <= origin + start <= end:
+            document_start = file.document_start(document)
+            document_end = file.document_start(document + 1)
+            if not document_start <= origin + start <= document_end:
                 raise DataError(
                     f"The token file {file.prefix}.idx has documents out of order near number "
-                    f"{number:,}; it is damaged."
+                    f"{document:,}; it is damaged."
                 )
-            until = min(stop, end - origin)
-            if until > start:
-                tokens = np.asarray(stream.tokens[start:until])
-                yield Passage(number, origin + start - begin, end - begin, tokens)
-            start, number = until, number + 1
+            passage_end = min(stop, document_end - origin)
+            if passage_end > start:
+                yield Passage(
+                    document,
+                    offset=origin + start - document_start,
+                    length=document_end - document_start,
+                    tokens=np.asarray(stream.tokens[start:passage_end]),
+                )
+            start, document = passage_end, document + 1

@@ -97,18 +97,18 @@ def _wandb_arguments(config: CoreConfig, folder: RunFolder) -> tuple[str, dict[s
     """
     if "wandb" not in config.report_to:
         return config.project_name or _DEFAULT_PROJECT, {}
-    former: Any = None
+    saved_run: Any = None
     if not config.overwrite_output_dir:
         # It is missing, or not what `save_wandb_run_id` writes.
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            former = json.loads(folder.wandb.read_text(encoding="utf-8"))
-    if not (isinstance(former, dict) and {*map(type, former.values())} == {str}):
-        former = {}
-    default = former.get("project") or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT
+            saved_run = json.loads(folder.wandb.read_text(encoding="utf-8"))
+    if not (isinstance(saved_run, dict) and {*map(type, saved_run.values())} == {str}):
+        saved_run = {}
+    default = saved_run.get("project") or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT
     project = config.project_name or default
     arguments: dict[str, Any] = {"dir": str(folder.path)}
-    if former.get("project") == project and "id" in former:
-        arguments |= {"id": former["id"], "resume": "allow"}
+    if saved_run.get("project") == project and "id" in saved_run:
+        arguments |= {"id": saved_run["id"], "resume": "allow"}
     return project, arguments
 
 

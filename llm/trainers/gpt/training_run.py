@@ -49,13 +49,13 @@ class TrainingRun(Run):
 
 def checkpoint_metadata(run: TrainingRun) -> dict[str, Any]:
     """Return the information about the run in every checkpoint."""
-    batch = run.config.global_batch_size  # with the user's units, for messages
-    if batch is None and run.start is not None and not run.config.change_on_resume:
-        batch = run.start.metadata.get("batch_option")
+    batch_option = run.config.global_batch_size  # with the user's units, for messages
+    if batch_option is None and run.start is not None and not run.config.change_on_resume:
+        batch_option = run.start.metadata.get("batch_option")
     return {
         **recorded_options(run.config),
         "global_batch_size": run.batch_plan.batch_schedule(run.block_size),
-        "batch_option": batch,
+        "batch_option": batch_option,
         "data": run.data_digest,
         "tokenizer": fingerprint(run.tokenizer),
         "initial_weights": run.initial_weights,
@@ -65,10 +65,10 @@ def checkpoint_metadata(run: TrainingRun) -> dict[str, Any]:
     }
 
 
-def _budget_parameters(
+def _count_budget_parameters(
     config: CoreConfig, model_config: PreTrainedConfig, *, vocab_size: int
 ) -> int | None:
-    """Return the number of parameters (tied ones once) if the budget depends on it."""
+    """Return the number of parameters (tied ones once) if the run's length depends on it."""
     if config.max_duration.unit != "tokens per parameter":
         return None
     model = build_model(
@@ -93,28 +93,30 @@ def inherited_global_batch(run: Run) -> int | str | None:
     """
     if run.start is None or "global_batch_size" in run.config.change_on_resume:
         return None
-    saved: int | str = run.start.metadata["global_batch_size"]
+    saved_batch: int | str = run.start.metadata["global_batch_size"]
     requested_batch = (
-        saved if run.config.global_batch_size is None else run.config.global_batch_size
+        saved_batch if run.config.global_batch_size is None else run.config.global_batch_size
     )
-    phases = (batch_phases(batch, block_size=run.block_size) for batch in (saved, requested_batch))
-    if len({tuple(phase_list) for phase_list in phases}) > 1:
+    saved_phases, requested_phases = (
+        batch_phases(batch, block_size=run.block_size) for batch in (saved_batch, requested_batch)
+    )
+    if tuple(saved_phases) != tuple(requested_phases):
         check_unchanged(
-            {"global_batch_size": run.start.metadata.get("batch_option") or saved},
+            {"global_batch_size": run.start.metadata.get("batch_option") or saved_batch},
             {"global_batch_size": requested_batch},
             allowed_names=(),
             branch_from=run.branch_from.path if run.branch_from else None,
         )
-    return saved
+    return saved_batch
 
 
 def _plan_learning_rates(
     config: CoreConfig, batch_plan: BatchPlan, *, block_size: int, cooldown_from: int | None = None
 ) -> Schedule:
-    """Create the schedule; the options may set its phases in samples or tokens.
+    """Return the schedule; the options may set its phases in steps, samples or tokens.
 
-    With `lr_batch_scaling` sqrt it grows with the square root of the global batch, which keeps the
-    noise of adaptive optimizers the same (Malladi et al. 2022, arXiv:2205.10287).
+    With `lr_batch_scaling` sqrt, the learning rate grows with the square root of the global batch,
+    which keeps the noise of adaptive optimizers the same (Malladi et al. 2022, arXiv:2205.10287).
 
     Raises:
         ConfigError: The phases do not fit into the run.
@@ -136,11 +138,11 @@ def _plan_learning_rates(
     if config.lr_batch_scaling == "none":
         return schedule
 
-    def scaled(step: float) -> float:
-        growth = batch_plan.phase(step).global_batch_size / batch_plan.global_batch_size
-        return schedule(step) * math.sqrt(growth)
+    def scaled_schedule(step: float) -> float:
+        batch_growth = batch_plan.phase(step).global_batch_size / batch_plan.global_batch_size
+        return schedule(step) * math.sqrt(batch_growth)
 
-    return scaled
+    return scaled_schedule
 
 
 def _add_cooldown(
@@ -162,25 +164,28 @@ def _add_cooldown(
     if branch is None or branch.cooldown_from is None or config.cooldown_tokens is None:
         return batch_plan, schedule
     step = branch.cooldown_from
-    samples = math.ceil(config.cooldown_tokens / block_size)
-    batch = batch_plan.phase(step).global_batch_size
-    if samples < batch:
+    cooldown_samples = math.ceil(config.cooldown_tokens / block_size)
+    global_batch_size = batch_plan.phase(step).global_batch_size
+    if cooldown_samples < global_batch_size:
         raise ConfigError(
             f"--cooldown_tokens {config.cooldown_tokens:,} is less than one step of "
-            f"{batch * block_size:,} tokens; make it longer."
+            f"{global_batch_size * block_size:,} tokens; make it longer."
         )
     batch_plan = dataclasses.replace(
-        batch_plan, total_samples=batch_plan.count_samples(step) + samples
+        batch_plan, total_samples=batch_plan.count_samples(step) + cooldown_samples
     )
-    falling = _plan_learning_rates(config, batch_plan, block_size=block_size, cooldown_from=step)
-    if schedule(step) != falling(step):
+    cooldown_schedule = _plan_learning_rates(
+        config, batch_plan, block_size=block_size, cooldown_from=step
+    )
+    stable_rate, cooldown_rate = schedule(step), cooldown_schedule(step)
+    if stable_rate != cooldown_rate:
         raise ConfigError(
-            f"--cooldown_tokens begins at the stable rate {falling(step):g}, but after step {step} "
+            f"--cooldown_tokens begins at the stable rate {cooldown_rate:g}, but after step {step} "
             f"of {branch.parent} --lr_scheduler_type {config.lr_scheduler_type} has "
-            f"{schedule(step):g}; branch from constant, constant_with_warmup or "
+            f"{stable_rate:g}; branch from constant, constant_with_warmup or "
             "warmup_stable_decay between warm-up and decay."
         )
-    return batch_plan, falling
+    return batch_plan, cooldown_schedule
 
 
 def choose_skipped_samples(
@@ -195,13 +200,13 @@ def choose_skipped_samples(
     new_ranges = parse_skipped_ranges(config.skip_samples)
     if start is None:
         return NO_SKIPPED_SAMPLES.skip(new_ranges)
-    saved = NO_SKIPPED_SAMPLES.skip(parse_skipped_ranges(start.metadata["skip_samples"]))
-    skipped = saved.skip(new_ranges)
-    position, _ = batch_plan.step_positions(start.step)
-    _, reached = saved.sample_range((0, position))
-    if skipped.ranges_below(reached) != saved.ranges_below(reached):
+    saved_skipped = NO_SKIPPED_SAMPLES.skip(parse_skipped_ranges(start.metadata["skip_samples"]))
+    skipped = saved_skipped.skip(new_ranges)
+    next_position, _ = batch_plan.step_positions(start.step)
+    _, next_sample = saved_skipped.sample_range((0, next_position))
+    if skipped.ranges_below(next_sample) != saved_skipped.ranges_below(next_sample):
         raise ConfigError(
-            f"--skip_samples {config.skip_samples} names samples below {reached:,}, which "
+            f"--skip_samples {config.skip_samples} names samples below {next_sample:,}, which "
             f"{start.path} has been trained on or has passed; name later ones, or resume "
             "from an earlier checkpoint with --resume_from_checkpoint PATH."
         )
@@ -221,7 +226,7 @@ def plan_training(
         num_windows=samples.num_windows,
         world_size=run.dims.data_ranks,
         block_size=run.block_size,
-        num_parameters=_budget_parameters(
+        num_parameters=_count_budget_parameters(
             run.config, run.model_config, vocab_size=len(run.tokenizer)
         ),
         global_batch_size=inherited_global_batch(run),
@@ -240,11 +245,12 @@ def plan_training(
             "--resume_from_checkpoint."
         )
     for phase in batch_plan.phases:
-        micro_batches, _ = batch_plan.micro_batch_shape(phase.first_step)
+        num_micro_batches, _ = batch_plan.micro_batch_shape(phase.first_step)
         check_micro_batches(
-            run.config.pipeline_schedule, ranks=run.dims.pipeline, micro_batches=micro_batches
+            run.config.pipeline_schedule, ranks=run.dims.pipeline, micro_batches=num_micro_batches
         )
     skipped = choose_skipped_samples(run.config, run.start, batch_plan)
-    _, passed = skipped.sample_range((0, batch_plan.total_samples))  # skipped samples count as used
-    check_epochs(run.config, run.corpus.train, samples, num_samples=passed)
+    # Skipped samples count as used.
+    _, num_used_samples = skipped.sample_range((0, batch_plan.total_samples))
+    check_epochs(run.config, run.corpus.train, samples, num_samples=num_used_samples)
     return batch_plan, skipped, schedule
