@@ -54,7 +54,15 @@ if TYPE_CHECKING:
 
 _UNFINISHED_MARKER = ".unfinished"
 """Marks the folder of an export until it is complete."""
-_EXPORT_NAMES = rf"{MODEL_FILE_PATTERN}|{re.escape(MEAN_FILE)}|{re.escape(_UNFINISHED_MARKER)}|\.export-.*|\..*\.tmp"
+_EXPORT_NAMES = "|".join(
+    [
+        MODEL_FILE_PATTERN,
+        re.escape(MEAN_FILE),
+        re.escape(_UNFINISHED_MARKER),
+        r"\.export-.*",
+        r"\..*\.tmp",
+    ]
+)
 """Pattern of the file names in the folder of an export."""
 
 _ROW_FORMAT = "{:>10}  {:>15}  {:>9}  {:<16}  {:>5}  {}"
