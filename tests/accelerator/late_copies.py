@@ -68,7 +68,7 @@ class LateCopies:
             return self if device == torch.device("cpu") else module_of(device)
 
         patch(Saver, "finish", wait_for_save)
-        patch(snapshot, "_WITH_STREAMS", {"cpu"})
+        patch(snapshot, "_ASYNC_COPY_DEVICES", {"cpu"})
         patch(
             snapshot, "_allocate_buffers", lambda tensors, pinned: allocate(tensors, pinned=False)
         )

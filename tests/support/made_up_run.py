@@ -152,7 +152,7 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
 
     build_run.device_of, build_run.make_accelerator = lambda _: device, join
     build_run._check_model = lambda *_, **__: None  # it compares values
-    snapshot._WITH_STREAMS = {made_up_device.NAME}
+    snapshot._ASYNC_COPY_DEVICES = {made_up_device.NAME}
     snapshot._allocate_buffers = _allocate_buffers
     Saver._save_snapshot = lambda *_: None  # its messages are lost
     context.causal_lower_right = _outside_modes(context.causal_lower_right)

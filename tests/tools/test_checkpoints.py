@@ -322,7 +322,7 @@ def test_averaging_takes_little_more_memory_than_one_model(trained, tmp_path):
     saver = Saver(
         CheckpointOptions(async_checkpoint=False), run / "checkpoints", metadata=metadata,
         parts={"strategy": Part({"model": weights})}, rank=0, world_size=1,
-        copies={**copies, "model/config.json": copies["tokenizer/config.json"]},
+        extra_files={**copies, "model/config.json": copies["tokenizer/config.json"]},
     )  # fmt: skip
     for step in (1, 2):
         saver.save(step=step, eval_loss=None)
@@ -452,7 +452,7 @@ def test_two_exports_cannot_write_to_one_folder(trained, tmp_path, capsys):
 
 
 MOMENTS = {
-    "as it is verified": (Checkpoint, "problem"),
+    "as it is verified": (Checkpoint, "find_problem"),
     "before the tokenizer is read": (load_tokenizer, "load_tokenizer"),
     "before the weights are read": (HuggingFaceStorageReader, "read_metadata"),
 }
@@ -474,7 +474,7 @@ def training(request, trained, tmp_path, monkeypatch):
     original = getattr(owner, name)
 
     def interrupted(*args, **options):
-        is_listing = name == "problem" and not options
+        is_listing = name == "find_problem" and not options
         if (saved / ".step_00000004.tmp").exists() and not is_listing:
             (saved / ".step_00000004.tmp").rename(saved / "step_00000004")
             remove_checkpoint(saved / "step_00000002")
