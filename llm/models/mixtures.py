@@ -1,10 +1,61 @@
 """The experts of a mixture, their stacked weights, and their routers."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
+from transformers import PreTrainedModel
+
+from llm.models.sizes import active_parameters, experts_per_token, parameter_counts
+from llm.runtime.logging import counted
 
 _EXPERT_ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+
+class MixtureSize(NamedTuple):
+    """The size of a mixture of experts.
+
+    Attributes:
+        num_layers: Number of layers with experts.
+        num_experts: Numbers of experts of a layer that occur, in rising order.
+        experts_per_token: Experts that the router of a layer chooses for a token.
+        active: Number of parameters that a token uses.
+        total: Number of all parameters.
+    """
+
+    num_layers: int
+    num_experts: tuple[int, ...]
+    experts_per_token: int | None
+    active: int
+    total: int
+
+    def describe(self) -> str:
+        """Return layers, experts and top-k: `48 layers of 128, 8 per token`."""
+        numbers = " or ".join(f"{number:,}" for number in self.num_experts)
+        return (
+            f"{counted(self.num_layers, 'layer')} of {numbers}, {self.experts_per_token} per token"
+        )
+
+    def describe_active(self) -> str:
+        """Return the active parameters: `3.3B of 30.5B parameters are active`."""
+        return f"{_short(self.active)} of {_short(self.total)} parameters are active"
+
+
+def mixture_size(model: PreTrainedModel) -> MixtureSize | None:
+    """Return the size of a mixture of experts; None if no layer has the interface of experts.
+
+    Args:
+        model: The whole model, perhaps without weights.
+    """
+    experts = find_experts(model).values()
+    if not experts:
+        return None
+    return MixtureSize(
+        num_layers=len(experts),
+        num_experts=tuple(sorted({int(module.num_experts) for module in experts})),
+        experts_per_token=experts_per_token(model.config.get_text_config()),
+        active=active_parameters(model),
+        total=parameter_counts(model)["total"],
+    )
 
 
 def find_experts(model: nn.Module) -> dict[str, Any]:
@@ -60,6 +111,14 @@ def router_classes(model: nn.Module) -> dict[type[nn.Module], int]:
             if isinstance(router_class, type):
                 logits_index_by_class[router_class] = getattr(recorder, "index", 0)
     return logits_index_by_class
+
+
+def _short(number: int) -> str:
+    """Return a number of parameters such as 30.5B or 524,288."""
+    for size, suffix in ((1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.1f}{suffix}"
+    return f"{number:,}"
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llm.models.mixtures import mixture_size
 from llm.runtime.files import write_whole
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
+    from transformers import PreTrainedModel
 
 _HUB_NAME_PATTERN = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _LIMITATIONS = (
@@ -53,6 +55,14 @@ class Card:
     command: str = ""
     options: str = ""
     software: str = ""
+
+
+def mixture_rows(model: "PreTrainedModel") -> dict[str, object]:
+    """Return the rows about the experts of a mixture; none for a dense model."""
+    size = mixture_size(model)
+    if size is None:
+        return {}
+    return {"active parameters": f"{size.active:,}", "experts": size.describe()}
 
 
 def write_model_card(folder: Path, card: Card) -> None:

@@ -323,7 +323,7 @@ def _export_checkpoint(run: Path, checkpoints_folder: Path, options: Checkpoints
     elif loss is not None:
         card_rows["eval loss"] = loss
     card = _make_card(
-        run, config, checkpoint, card_rows, results={} if loss is None else {"loss": loss}
+        run, config, checkpoint, model, card_rows, results={} if loss is None else {"loss": loss}
     )
     with _unfinished_export(export_folder, f"--export {step}"):
         _write_export(export_folder, config, model, tokenizer, model.state_dict(), card)
@@ -350,7 +350,7 @@ def _average_checkpoints(
         checkpoints_folder, lambda: _read_mean(config, checkpoints_folder, num_checkpoints)
     )
     steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints)
-    card = _make_card(run, config, checkpoints[-1], {"mean of steps": steps}, results={})
+    card = _make_card(run, config, checkpoints[-1], model, {"mean of steps": steps}, results={})
     record = {"run": str(run.resolve()), "steps": [checkpoint.step for checkpoint in checkpoints]}
     with _unfinished_export(export_folder, "--output"):
         _write_export(export_folder, config, model, tokenizer, state, card)
@@ -487,11 +487,13 @@ def _make_card(
     run: Path,
     config: CoreConfig,
     checkpoint: Checkpoint,
+    model: "PreTrainedModel",
     rows: dict[str, object],
     *,
     results: dict[str, float],
 ) -> "Card":
     """Return the model card of a checkpoint, with further rows for its table."""
+    from llm.models.model_card import mixture_rows
     from llm.trainers.gpt.results import describe_data, make_card
 
     return make_card(
@@ -500,6 +502,7 @@ def _make_card(
         rows={
             "initial weights": checkpoint.metadata["initial_weights"],
             "data": describe_data(config),
+            **mixture_rows(model),
             **rows,
             "seed": config.seed,
         },

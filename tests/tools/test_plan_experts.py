@@ -1,5 +1,6 @@
 """The plan of a mixture of experts: tokens that travel, or weights that are gathered."""
 
+import json
 import re
 
 from llm.parallel.dims import ParallelDims
@@ -72,6 +73,27 @@ def test_the_plan_says_whether_tokens_or_weights_take_less_time(capsys):
     assert "; without it, a step is" in capsys.readouterr().out
     main(["--model_type", "llama", "--model_size", "124M", "--data_parallel_shard_size", "4"])
     assert "expert" not in capsys.readouterr().out
+
+
+def test_the_plan_says_how_many_experts_and_active_parameters_there_are(capsys):
+    config = MIXTURE["config_overrides"]
+    words = ["--model_type", "qwen3_moe", "--device", "cpu", "--config_overrides", config]
+    words += ["--block_size", "64"]
+    main(words)
+    assert "\nexperts: 2 layers of 8, 2 per token; 116,096 of 189,824 param" in (
+        capsys.readouterr().out
+    )
+    main([*words, "--json"])
+    values = json.loads(capsys.readouterr().out)
+    # in 2 layers, 6 of 8 experts with three matrices of 64 x 32 are not active
+    assert values["parameters"] - values["active_parameters"] == 2 * 6 * 3 * 64 * 32
+    assert [values[name] for name in ("expert_layers", "experts", "experts_per_token")] == [
+        2,
+        [8],
+        2,
+    ]
+    main(["--model_type", "gpt2", "--model_size", "124M", "--device", "cpu", "--json"])
+    assert not {"active_parameters", "experts"} & json.loads(capsys.readouterr().out).keys()
 
 
 def test_the_search_divides_experts_where_the_trainer_does():

@@ -191,6 +191,14 @@ def test_the_summary_says_how_the_run_stands(run):
     assert "Validation loss, best 7.1000 step 40" in text
 
 
+def test_the_summary_shows_the_active_parameters_and_experts_of_a_mixture(tmp_path):
+    sizes = {"parameters": 30_500_000_000, "active_parameters": 3_300_000_000}
+    experts = {"experts": "48 layers of 128, 8 per token"}
+    start = {"event": "start", "step": 0, **START, **sizes, **experts}
+    text = text_of(write_run(tmp_path / "mixture", [report(10)], events=[start]))
+    assert "Parameters 30.5B 3.3B active Experts 48 layers of 128, 8 per token" in text
+
+
 def test_the_summary_shows_why_a_run_failed_even_before_its_first_step(tmp_path):
     run = write_run(tmp_path / "a", [], status="failed", reason="DataError: <no> text")
     (run / "metrics.jsonl").unlink()

@@ -26,7 +26,7 @@ from llm.extensions.moe.losses import (
     sequence_shares,
     z_loss,
 )
-from llm.models.sizes import active_parameters, experts_per_token, parameter_counts
+from llm.models.mixtures import mixture_size
 from llm.runtime.float32 import sums_dtype
 from llm.runtime.logging import counted, event
 from llm.trainers.gpt.seams import LoopExtension, Periodic
@@ -195,16 +195,11 @@ class Routers(LoopExtension):
 
     def describe(self) -> list[str]:
         """Return the size of the mixture, and how it is balanced."""
-        sizes = sorted({layer.num_experts for layer in self._layers})
-        num_parameters = parameter_counts(self._model)["total"]
-        num_active = active_parameters(self._model)
-        line = (
-            f"experts: {counted(len(self._layers), 'layer')} of "
-            f"{' or '.join(f'{size:,}' for size in sizes)}, "
-            f"{experts_per_token(self._config)} per token; {_format_size(num_active)} of "
-            f"{_format_size(num_parameters)} parameters are active; {self.balancing.describe()}"
-        )
-        lines = [line]
+        size = mixture_size(self._model)
+        assert size is not None
+        lines = [
+            f"experts: {size.describe()}; {size.describe_active()}; {self.balancing.describe()}"
+        ]
         layers_without_logits = [
             str(layer.layer_index) for layer in self._layers if layer.router is None
         ]
@@ -313,6 +308,14 @@ class Routers(LoopExtension):
         return {
             f"moe_max_load/{layer_index}": load
             for layer_index, load in zip(layer_indices, largest_loads, strict=True)
+        }
+
+    def card_rows(self) -> dict[str, object]:
+        """Return how the run was balanced, and the largest load of its last step."""
+        largest = float(self._relative_loads(self._load).max())
+        return {
+            "balancing of experts": self.balancing.describe(),
+            "largest load of an expert": f"{largest:.2f}x the mean of its layer, in the last step",
         }
 
     def begin(self) -> None:
@@ -441,14 +444,6 @@ class _Router:
             bias.to_local().add_(local_change.to_local())
         else:
             bias.add_(change)
-
-
-def _format_size(num_parameters: int) -> str:
-    """Return a number of parameters such as 30.5B or 524,288."""
-    for size, suffix in ((1e9, "B"), (1e6, "M")):
-        if num_parameters >= size:
-            return f"{num_parameters / size:.1f}{suffix}"
-    return f"{num_parameters:,}"
 
 
 class _AttachLosses(torch.autograd.Function):

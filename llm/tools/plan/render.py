@@ -9,6 +9,7 @@ from typing import Any
 from llm.data.options import device_batch_size
 from llm.errors import ConfigError
 from llm.metrics.hardware import GIB
+from llm.models.mixtures import mixture_size
 from llm.runtime.logging import counted
 from llm.tools.plan.estimate import Estimate, checkpoint_bytes, compare_experts
 from llm.tools.plan.job import Job
@@ -27,6 +28,7 @@ def plan_lines(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> li
     """
     options, dims = job.options, plan.dims
     samples = plan.tokens_per_step // job.length
+    mixture = mixture_size(job.model)
     return [
         f"{_model_name(job)}, {job.param_counts(1).parameters:,} parameters, on "
         f"{counted(options.nodes, 'node')} of {options.gpus_per_node} {options.device}: "
@@ -35,6 +37,11 @@ def plan_lines(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> li
         f"batch: {counted(samples, 'sample')} of {job.length:,} tokens ({plan.tokens_per_step:,} "
         f"tokens per step) in {counted(plan.micro_batches, 'micro-batch')} of "
         f"{device_batch_size(options)} on each rank",
+        *(
+            []
+            if mixture is None
+            else [f"experts: {mixture.describe()}; {mixture.describe_active()}"]
+        ),
         "",
         *_memory_lines(job, plan),
         _verdict_line(job, plan, remedy),
@@ -86,6 +93,7 @@ def plan_json(
     values = {
         "model": _model_name(job),
         "parameters": job.param_counts(1).parameters,
+        **_mixture_json(job),
         "device": options.device,
         "nodes": options.nodes,
         "gpus_per_node": options.gpus_per_node,
@@ -103,6 +111,18 @@ def plan_json(
     if estimates is not None:
         values["search"] = [_estimate_json(candidate) for candidate in estimates]
     return values
+
+
+def _mixture_json(job: Job) -> dict[str, Any]:
+    mixture = mixture_size(job.model)
+    if mixture is None:
+        return {}
+    return {
+        "active_parameters": mixture.active,
+        "expert_layers": mixture.num_layers,
+        "experts": mixture.num_experts,
+        "experts_per_token": mixture.experts_per_token,
+    }
 
 
 def _estimate_json(plan: Estimate) -> dict[str, Any]:

@@ -75,7 +75,8 @@ def summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
         ("Status", _status_cell),
         ("Made of", _origin_cell),
         ("Model", _model_cell),
-        ("Parameters", lambda run: _format_or_none(run.start.get("parameters"), format_count)),
+        ("Parameters", _parameters_cell),
+        ("Experts", lambda run: run.start.get("experts")),
         ("Devices", _devices_cell),
         ("Steps", _steps_cell),
         ("Tokens", lambda run: _format_or_none(run.last("tokens"), format_count)),
@@ -176,6 +177,13 @@ def _model_cell(run: Run) -> str | None:
     model_name = run.config.get("model_name_or_path") or run.config.get("config_name")
     names = dict.fromkeys(str(word) for word in (model_name, run.start.get("architecture")) if word)
     return ", ".join(names)
+
+
+def _parameters_cell(run: Run) -> str | None:
+    total, active = run.start.get("parameters"), run.start.get("active_parameters")
+    if total is None or active is None:
+        return _format_or_none(total, format_count)
+    return Markup("{} <small>{} active</small>").format(format_count(total), format_count(active))
 
 
 def _devices_cell(run: Run) -> str | None:

@@ -37,11 +37,21 @@ _EVENT_FIELDS: dict[str, tuple[type, ...]] = {
     "status": (str,),
     "reason": (str,),
     "architecture": (str,),
+    "experts": (str,),
     "device": (str,),
     "mixed_precision": (str,),
     "global_batch_size": (int, str),
 } | dict.fromkeys(
-    ("ranks", "parameters", "total_steps", "block_size", "first_sample", "last_sample"), (int,)
+    (
+        "ranks",
+        "parameters",
+        "active_parameters",
+        "total_steps",
+        "block_size",
+        "first_sample",
+        "last_sample",
+    ),
+    (int,),
 )
 """Types of the values in events.jsonl that the report shows."""
 

@@ -17,7 +17,7 @@ from llm.config.shell import shell_line
 from llm.config.toml import values_as_toml
 from llm.errors import ConfigError, one_line
 from llm.metrics.tracker import task_values
-from llm.models.model_card import Card
+from llm.models.model_card import Card, mixture_rows
 from llm.models.sizes import parameter_counts
 from llm.runtime.files import json_safe, write_whole
 from llm.runtime.logging import counted
@@ -88,6 +88,7 @@ def _card_rows(
     return {
         "architecture": model.config.model_type,
         "parameters": f"{parameter_counts(model)['total']:,}",
+        **mixture_rows(model),
         "initial weights": run.initial_weights,
         **({"weights": exported_weights.card} if exported_weights else {}),
         "data": describe_data(run.config),
@@ -96,6 +97,7 @@ def _card_rows(
         "learning rate": f"{run.config.learning_rate:g}, {run.config.lr_scheduler_type}",
         "weight decay": run.config.weight_decay,
         "mixed precision": run.config.mixed_precision,
+        **{name: row for part in trainer.extensions for name, row in part.card_rows().items()},
         "seed": run.seed,
         **{name.replace("_", " "): value for name, value in results.items()},
     }

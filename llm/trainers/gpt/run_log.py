@@ -17,6 +17,7 @@ from llm.config.options import format_default, non_default
 from llm.config.shell import shell_line
 from llm.data.corpus import CorpusSource
 from llm.data.order import stage_starts
+from llm.models.mixtures import mixture_size
 from llm.models.patches.routers import float32_routers
 from llm.models.sizes import flops_per_token, parameter_counts
 from llm.parallel.base import AcceleratedStrategy
@@ -64,6 +65,10 @@ def log_start(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -
     }
     feature_text = "".join(f"{name}, " for name, is_on in features.items() if is_on)
     layout = f"{run.dims.describe()}, " if strategy.world_size > 1 else ""
+    mixture = mixture_size(model)
+    experts = {}
+    if mixture is not None:
+        experts = {"active_parameters": mixture.active, "experts": mixture.describe()}
     logger.info(
         f"world: {counted(strategy.world_size, 'rank')}, {layout}{strategy.device.type}, "
         f"mixed precision {run.config.mixed_precision}, {feature_text}seed {run.seed}",
@@ -73,6 +78,7 @@ def log_start(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -
             total_steps=total_steps,
             architecture=run.model_config.model_type,
             parameters=parameter_counts(model)["total"],
+            **experts,
             ranks=strategy.world_size,
             device=strategy.device.type,
             mixed_precision=run.config.mixed_precision,

@@ -252,6 +252,13 @@ class LoopExtension:
         """
         return {}
 
+    def card_rows(self) -> dict[str, object]:
+        """Return rows for the table of the model card, such as {"experts": "4 layers of 8"}.
+
+        Called on rank 0 at the end of training.
+        """
+        return {}
+
     def begin(self) -> None:
         """Initialize the part if a checkpoint does not have it."""
 

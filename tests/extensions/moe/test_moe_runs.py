@@ -1,5 +1,6 @@
 """Runs of a mixture of experts: the same losses and loads on every layout, exact resumes."""
 
+import json
 import shutil
 
 import pytest
@@ -81,6 +82,20 @@ def test_losses_and_loads_are_those_of_one_rank(mixtral, alone, layout):
         assert {name for name in ours if name.startswith("moe_")} == names
         for name in names:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
+
+
+def test_the_card_says_how_large_the_mixture_is_and_how_it_was_balanced(alone):
+    lines = (alone.folder / "events.jsonl").read_text().splitlines()
+    [start] = [event for event in map(json.loads, lines) if event["event"] == "start"]
+    assert start["experts"] == "2 layers of 4, 2 per token"
+    # of 2 layers, two of the 4 experts, with three matrices of 32 x 64 each
+    assert start["parameters"] - start["active_parameters"] == 2 * 2 * 3 * 32 * 64
+    card = (alone.folder / "README.md").read_text()
+    assert f"| active parameters | {start['active_parameters']:,} |" in card
+    assert "| experts | 2 layers of 4, 2 per token |" in card
+    assert "| balancing of experts | balanced by an auxiliary loss of 0.1 over each global" in card
+    load = f"{alone.metrics[-1]['moe_max_load']:.2f}x the mean of its layer, in the last step"
+    assert f"| largest load of an expert | {load} |" in card
 
 
 @pytest.fixture(scope="module")
