@@ -11,6 +11,7 @@ from markupsafe import Markup
 from llm import __version__
 from llm.tools.report.charts import MARKS, Charts
 from llm.tools.report.events import Event
+from llm.tools.report.expert_loads import snapshot_maps, time_map
 from llm.tools.report.panels import COLORS, MAX_POINTS, make_panels
 from llm.tools.report.run_files import is_count
 from llm.tools.report.runs import Run, X, best_evaluation
@@ -64,6 +65,11 @@ def make_page(runs: list[Run], *, x: X) -> str:
                 if len(set(values)) > 1 and name != "output_dir"
             ],
             events=event_rows(runs),
+            expert_maps=[
+                (number, time_map(run.expert_loads), snapshot_maps(run.expert_loads))
+                for number, run in enumerate(runs)
+                if run.expert_loads
+            ],
         )
     )
     return page

@@ -98,12 +98,18 @@ _KNOWN_PANELS = [
           from_zero=True, factor=100.0),
     Panel(name="data_wait", title="Waiting for data", keys=("data_wait",), unit="% of the time",
           section="System", from_zero=True, factor=100.0),
+    Panel(name="moe_max_load", title="Largest load of an expert", keys=("moe_max_load",),
+          unit="of the mean of its layer", section="Experts", from_zero=True),
+    Panel(name="moe_mean_max_load", title="Largest load, mean of layers",
+          keys=("moe_mean_max_load",), section="Experts", from_zero=True),
 ]  # fmt: skip
 _HIDDEN_KEYS = {
     *("step", "samples", "tokens", "seconds", "ms_per_step", "nan_steps"),
     *("eval_perplexity", "eval_ema_perplexity"),
 }
-_SECTIONS = ("First", "Loss", "Optimization", "System", "K-FAC", "Tasks", "Other")
+_HIDDEN_PREFIXES = ("eval_ema_", "moe_max_load/")
+"""Prefixes of metrics that share the panel of others, or are in the maps of experts."""
+_SECTIONS = ("First", "Loss", "Optimization", "System", "K-FAC", "Experts", "Tasks", "Other")
 _DEFAULT_VALUES = {"loss_scale": 1.0, "skipped_steps": 0.0}
 """Panels with only this value are left out."""
 
@@ -112,7 +118,9 @@ def make_panels(runs: list[Run]) -> list[Panel]:
     """Return the panels with values, in the order of the page."""
     keys = list(dict.fromkeys(key for run in runs for row in run.rows for key in row))
     known_keys = {key for panel in _KNOWN_PANELS for key in panel.keys} | _HIDDEN_KEYS
-    other_keys = [key for key in keys if key not in known_keys and not key.startswith("eval_ema_")]
+    other_keys = [
+        key for key in keys if key not in known_keys and not key.startswith(_HIDDEN_PREFIXES)
+    ]
     candidates = [*_KNOWN_PANELS, *map(_make_panel, other_keys)]
     panels = []
     for panel in sorted(candidates, key=lambda panel: _SECTIONS.index(panel.section)):
@@ -164,6 +172,9 @@ def _make_panel(key: str) -> Panel:
     if "memory" in key:
         return Panel(name=name, title=label.capitalize(), keys=(key,), unit="GiB", section="System",
                      from_zero=True, factor=2.0**-30)  # fmt: skip
+    if key.startswith("moe_"):
+        title = label.removeprefix("moe ").capitalize()
+        return Panel(name=name, title=title, keys=(key,), section="Experts", from_zero=True)
     section = "K-FAC" if key.startswith("kfac") else "Other"
     return Panel(name=name, title=label, keys=(key,), section=section, log=True)
 

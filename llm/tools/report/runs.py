@@ -14,8 +14,10 @@ from llm.checkpoint.format import MEAN_FILE, checkpoint_step
 from llm.checkpoint.load import list_checkpoints
 from llm.checkpoint.run_folder import RunFolder
 from llm.errors import ConfigError, one_line
+from llm.runtime.files import read_json_lines
 from llm.runtime.logging import counted
 from llm.tools.report.events import Event, logged_events, planned_events
+from llm.tools.report.expert_loads import ExpertLoads, expert_loads
 from llm.tools.report.run_files import (
     Row,
     is_count,
@@ -65,6 +67,7 @@ class Run:
         origin: Origin of a branch or a mean.
         inherited_rows: Rows of the origin up to the last of its steps; empty if the origin is not
             among the runs of the report.
+        expert_loads: Records of the load of every expert.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Run:
     start: dict[str, Any]
     origin: Origin | None = None
     inherited_rows: Sequence[Row] = ()
+    expert_loads: Sequence[ExpertLoads] = ()
 
     def last(self, key: str) -> float | None:
         """Return the last finite value of a metric, or None."""
@@ -165,6 +169,7 @@ def _read_run(path: Path, name: str) -> Run:
         events=[],
         start=starts[-1] if starts else {},
         origin=_branch_origin(config or {}),
+        expert_loads=expert_loads([*filter(None, read_json_lines(folder.events))]),
     )
     return dataclasses.replace(run, events=_collect_events(run, event_lines))
 
