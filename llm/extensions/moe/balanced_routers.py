@@ -19,6 +19,7 @@ from llm.extensions.moe.balancing import (
 )
 from llm.extensions.moe.expert_layers import ExpertLayer, find_layers
 from llm.extensions.moe.losses import (
+    PROBABILITIES,
     SCORES,
     balancing_loss,
     find_score,
@@ -406,7 +407,7 @@ class _Router:
             )
             probabilities = probabilities.view(num_sequences, -1, num_experts)
             aux_loss = balancing.aux_loss_coef * balancing_loss(probabilities, shares)
-        if balancing.z_loss_coef:
+        if balancing.z_loss_coef and self._score != PROBABILITIES:
             router_z_loss = balancing.z_loss_coef * z_loss(logits)
         return torch.stack([aux_loss, router_z_loss])
 

@@ -7,10 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+PROBABILITIES = "probabilities"
+"""The score of routers that give probabilities in place of logits, as Gemma 4's does."""
+
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": partial(torch.softmax, dim=-1),
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),  # DeepSeek-V4
+    PROBABILITIES: lambda logits: logits.clamp(min=1e-9),
 }
 """How routers make scores of their logits."""
 

@@ -146,6 +146,29 @@ def test_biases_are_the_same_on_shards(biased):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in biases)
 
 
+@pytest.mark.extended
+def test_a_bias_that_is_a_parameter_is_the_same_on_shards_in_bf16(tmp_path):
+    """ERNIE's bias is a parameter, of which shards hold parts; bf16 rounds none of it."""
+    bench = Bench(tmp_path, family="ernie4_5_moe")
+    options = {"max_train_steps": 4, "router_balancing": "bias", "mixed_precision": "bf16"}
+    runs = [
+        bench.train_well("alone", **options),
+        bench.train_well(
+            "shards",
+            ranks=2,
+            per_device_train_batch_size=2,
+            data_parallel_shard_size=2,
+            **options,
+        ),
+    ]
+    weights = [load_file(run.folder / "model.safetensors") for run in runs]
+    biases = [name for name in weights[0] if name.endswith("correction_bias")]
+    assert len(biases) == 2
+    assert [weights[0][name].dtype for name in biases] == [torch.float32] * 2
+    assert all(weights[0][name].any() for name in biases)
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in biases)
+
+
 def test_random_weights_are_balanced_and_pretrained_ones_are_not(mixtral, alone):
     run = mixtral.train_well("random", max_train_steps=1)
     assert "; balanced by an auxiliary loss of 0.01 over each global batch" in run.output
