@@ -1,8 +1,8 @@
 """Measure training on a GPU: speed, model FLOP utilization and memory of several programs.
 
 python -m benchmarks.gpu --help. Each result is kept and the report written as soon as a program has
-been measured, and a benchmark that was stopped continues from there. Without a GPU `--models toy`
-runs everything on the CPU, which only shows that the benchmark works.
+been measured, and a benchmark that was stopped continues from there. Without a GPU `--models toy
+toy-moe` runs everything on the CPU, which only shows that the benchmark works.
 """
 
 import importlib.metadata
@@ -44,7 +44,8 @@ from benchmarks.report import (
 from llm.config.options import option
 from llm.errors import ConfigError
 
-ModelName = Literal["124M", "350M", "1.1B", "toy"]
+ModelName = Literal["124M", "350M", "1.1B", "OLMoE", "toy", "toy-moe"]
+_TOYS = {"toy", "toy-moe"}
 Part = Literal["speed", "precisions", "kfac"]
 _BF16 = ("--mixed_precision", "bf16", "--torch_compile")
 _KFAC_INTERVAL = 50
@@ -80,7 +81,7 @@ class GPUBenchmarkOptions(ReportOptions):
     """Options of the benchmark."""
 
     models: tuple[ModelName, ...] = option(
-        ("124M", "350M", "1.1B"), "Models to train.", group="Run"
+        ("124M", "350M", "1.1B", "OLMoE"), "Models to train.", group="Run"
     )
     lengths: tuple[int, ...] = option(
         (1024, 2048, 4096),
@@ -144,7 +145,7 @@ def check(options: GPUBenchmarkOptions, card: Card | None) -> None:
     Raises:
         ConfigError: The GPU, nanoGPT or a folder is missing.
     """
-    if card is None and set(options.models) - {"toy"}:
+    if card is None and set(options.models) - _TOYS:
         raise ConfigError(
             "--models " + " ".join(options.models) + " need a GPU, and torch sees none; --models "
             "toy runs the programs without one."
@@ -175,12 +176,14 @@ def rows_of(options: GPUBenchmarkOptions) -> list[Row]:
         for model in options.models:
             for length in options.lengths:
                 programs: list[str] = []
+                is_gpt2 = not (MODELS[model].is_llama or MODELS[model].num_experts)
                 if "speed" in options.only:
-                    has_peer = options.nanogpt is not None and not MODELS[model].is_llama
+                    has_peer = options.nanogpt is not None and is_gpt2
                     programs += ["llm", *[_NANOGPT] * has_peer, *_PEERS]
                 if length == options.lengths[0]:
                     programs += _PRECISIONS if "precisions" in options.only else ()
-                    programs += _KFAC if "kfac" in options.only else ()
+                    has_kfac = "kfac" in options.only and not MODELS[model].num_experts
+                    programs += _KFAC if has_kfac else ()
                 found += [
                     Row(model=model, length=length, program=program, repeat=repeat)
                     for program in programs

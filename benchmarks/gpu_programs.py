@@ -32,6 +32,8 @@ class Model:
         batch_tokens: Tokens of a micro-batch that nearly fills 80 GB, full logits included.
         is_llama: Whether it is a Llama with an untied head, 8 key-value heads and an MLP of four
             times the width; else it is a GPT-2.
+        num_experts: Experts of each layer of an OLMoE, which sends a token to an eighth of them; 0
+            for a dense model.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Model:
     vocab_size: int
     batch_tokens: int
     is_llama: bool = False
+    num_experts: int = 0
 
     def batch_size(self, length: int, *, memory: float) -> int:
         """Return the samples of a micro-batch, a power of two.
@@ -63,6 +66,15 @@ MODELS = {
     "1.1B": Model(
         name="Llama 1.1B", layers=16, width=2048, heads=32, vocab_size=32_000, batch_tokens=16_384,
         is_llama=True,
+    ),
+    # Six of the 16 layers of OLMoE-1B-7B: 2.7B parameters, 0.6B of them active.
+    "OLMoE": Model(
+        name="OLMoE-1B-7B, 6 layers", layers=6, width=2048, heads=16, vocab_size=50_304,
+        batch_tokens=16_384, num_experts=64,
+    ),
+    "toy-moe": Model(
+        name="toy mixture", layers=2, width=32, heads=2, vocab_size=320, batch_tokens=64,
+        num_experts=8,
     ),
     "toy": Model(name="toy", layers=2, width=32, heads=2, vocab_size=320, batch_tokens=64),
 }  # fmt: skip
@@ -107,6 +119,25 @@ def write_model(shape: Model, length: int, folder: Path) -> None:
             "vocab_size": shape.vocab_size,
             "bos_token_id": 0,
             "eos_token_id": 0,
+            "tie_word_embeddings": False,
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+    if shape.num_experts:
+        config = {
+            "architectures": ["OlmoeForCausalLM"],
+            "model_type": "olmoe",
+            "num_hidden_layers": shape.layers,
+            "hidden_size": shape.width,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.heads,
+            "intermediate_size": shape.width // 2,
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": shape.num_experts // 8,
+            "max_position_embeddings": length,
+            "vocab_size": shape.vocab_size,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "pad_token_id": None,
             "tie_word_embeddings": False,
         }
         (folder / "config.json").write_text(json.dumps(config))

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import gpu
 from benchmarks.gpu import Card, Row, goals, rows_of, section
 from benchmarks.gpu_programs import MODELS, flops_per_token, write_model, write_tokens
 from benchmarks.gpu_timing import Period, Program, Sampler, Timed, time_program
 from benchmarks.measure import CaseFailed
+from llm.models.sizes import active_parameters, parameter_counts
 from tests.support.processes import is_alive, wait_until
 
 ROOT = Path(__file__).parent.parent
@@ -234,6 +237,39 @@ def test_every_program_runs_once_before_one_is_repeated():
     assert rows[:half] == [replace(row, repeat=0) for row in rows[half:]]
     assert Row(model="350M", length=4096, program="nanoGPT", repeat=0) in rows
     assert not any(row.program == "nanoGPT" for row in rows if row.model == "1.1B")
+
+
+def test_neither_nanogpt_nor_kfac_trains_a_mixture_of_experts():
+    rows = rows_of(gpu.GPUBenchmarkOptions(models=("OLMoE",), nanogpt="nanoGPT"))
+    programs = {row.program for row in rows}
+    assert programs == {
+        *("llm", "plain loop", "HF Trainer"),
+        *("llm, not compiled", "llm, fp16", "llm, TF32"),
+    }
+
+
+def test_the_mixture_is_olmoe_with_fewer_layers(tmp_path):
+    write_model(MODELS["OLMoE"], 1024, tmp_path / "model")
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    sizes = (config.hidden_size, config.intermediate_size, config.num_experts_per_tok)
+    assert (config.model_type, config.num_experts, *sizes) == ("olmoe", 64, 2048, 1024, 8)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert active_parameters(model) == pytest.approx(0.61e9, rel=0.01)
+    assert parameter_counts(model)["total"] == pytest.approx(2.72e9, rel=0.01)
+
+
+@pytest.mark.benchmarks
+def test_a_toy_mixture_is_timed(tmp_path):
+    command = [
+        *(sys.executable, "-m", "benchmarks.gpu", "--models", "toy-moe", "--lengths", "32"),
+        *("--only", "speed", "--seconds", "0.2"),
+    ]
+    hidden = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "## toy mixture, 32 tokens" in done.stdout
+    assert all(f"| {name} | 2 |" in done.stdout for name in ("llm", "plain loop", "HF Trainer"))
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,21 @@ def test_runs_on_documents_have_the_losses_of_a_cpu(tmp_path):
     check_losses(run, reference.losses, 1e-2)
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=only_on_a_gpu)])
+def test_a_mixture_of_experts_has_the_losses_and_loads_of_a_cpu(tmp_path, compiled):
+    bench = GPUBench(tmp_path, family="olmoe", max_position_embeddings=128).write_weights()
+    options = {"learning_rate": 1e-2, "router_balancing": "loss"}
+    reference = train(bench, "reference", device=CPU, **options, **OF_THE_REFERENCE)
+    run = train(bench, "device", mixed_precision="bf16", torch_compile=compiled, **options)
+    check_losses(run, reference.losses, 1e-2)
+    loads, expected = (
+        [record["moe_max_load"] for record in each.metrics if "moe_max_load" in record]
+        for each in (run, reference)
+    )
+    assert loads == pytest.approx(expected, rel=0.05)
+
+
 @pytest.mark.parametrize(
     "options",
     [
