@@ -2,12 +2,15 @@
 
 import json
 import re
+from pathlib import Path
 
 from llm.parallel.dims import ParallelDims
 from llm.tools.plan.estimate import Estimate, can_divide_experts, estimate, search
 from llm.tools.plan.job import Job
 from llm.tools.plan.options import PlanOptions
 from llm.tools.plan.plan import main
+
+ROOT = Path(__file__).parents[2]
 
 MIXTURE = {
     "block_size": 64,
@@ -106,3 +109,15 @@ def test_the_search_divides_experts_where_the_trainer_does():
     assert not can_divide_experts(
         Job(PlanOptions(model_type="gpt2", device="cpu")), ParallelDims(shard=4)
     )
+
+
+def test_the_plan_of_the_recipe_is_the_one_in_the_guide(capsys):
+    guide = (ROOT / "docs/guides/mixtures-of-experts.md").read_text(encoding="utf-8")
+    shown = guide.partition("--device h100-80gb\n```\n\n```\n")[2].partition("\n```")[0]
+    words = [str(ROOT / "examples/moe-1b/train.toml"), "--gpus_per_node", "8"]
+    config = str(ROOT / "examples/moe-1b/config.json")
+    assert main([*words, "--device", "h100-80gb", "--config_name", config]) == 0
+    printed = capsys.readouterr().out.replace(f"{ROOT}/", "").splitlines()
+    lines = [line for line in shown.splitlines() if line != "..."]
+    assert len(lines) == 4
+    assert [line for line in lines if line not in printed] == []
