@@ -1,19 +1,30 @@
 """The benchmark of experts trains every kind of balancing, and Hugging Face's Trainer."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from benchmarks.experts import ExpertsBenchmarkOptions, balancings, report
 from benchmarks.report import run_benchmark
-from tests.test_benchmarks import benchmark, rows_of
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.benchmarks
 def test_kinds_of_balancing_are_compared_at_toy_size():
-    done = benchmark(
-        *("experts", "--steps", "40", "--seeds", "1", "--layers", "1", "--width", "32"),
-        *("--experts", "4", "--block_size", "32", "--batch_size", "2"),
-    )
-    rows = {row[0].removeprefix("| "): row[1:] for row in rows_of(done.stdout) if len(row) == 6}
+    command = [
+        *(sys.executable, "-m", "benchmarks.experts", "--steps", "40", "--seeds", "1"),
+        *("--layers", "1", "--width", "32", "--experts", "4"),
+        *("--block_size", "32", "--batch_size", "2"),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    rows = {cells[0].removeprefix("| "): cells[1:] for cells in lines if len(cells) == 6}
     trainer = ("HF Trainer, none", "HF Trainer, its loss")
     assert rows.keys() == {"balancing", *balancings(0.01), *trainer}
     for name in rows.keys() - {"balancing"}:
