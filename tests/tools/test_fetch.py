@@ -154,7 +154,7 @@ def test_fetched_files_train_without_a_connection_as_the_names_do(hub, tmp_path)
     assert fetch(hub, tmp_path, ["offline", "--config", "run.toml"]) == [(0, "")]
     local = tomllib.loads((tmp_path / "offline" / "run.toml").read_text())
     assert local["dataset_name"] == str(tmp_path / "offline" / "datasets" / "me" / "text")
-    assert local["max_train_steps"] == 2
+    assert local["max_duration"] == "2 steps"
     assert not (tmp_path / "offline" / "datasets" / "me" / "text" / "large").exists()
     assert {path.name for path in (tmp_path / "offline" / "models" / "me" / "tiny").iterdir()} == {
         *("config.json", "tokenizer.json", "tokenizer_config.json", ".cache")
@@ -196,8 +196,8 @@ def test_an_interrupted_download_continues_with_what_is_missing(hub, tmp_path):
 
 def test_the_written_file_keeps_defaults_that_override_the_preset(hub, tmp_path):
     written = (
-        'preset = "pretrain"\nlr_scheduler_type = "linear"\nnum_warmup_steps = 0\n'
-        "weight_decay = 0.0\nmax_train_steps = 2\n"
+        'preset = "pretrain"\nlr_scheduler_type = "linear"\nwarmup = "0 steps"\n'
+        'weight_decay = 0.0\nmax_duration = "2 steps"\n'
     )
     (tmp_path / "run.toml").write_text('model_name_or_path = "me/tiny"\n' + written)
     command = ["offline", "--config", "run.toml", "--from_scratch"]

@@ -71,11 +71,11 @@ NO_VALIDATION = TRAINED | {"validation_split_percentage": 0}
                 **{"eval_steps": 2, "eval_metrics": "accuracy", "eval_ema": True, "ema_decay": 0.9},
                 **NO_VALIDATION,
             },
-            "no validation data for --eval_steps and --eval_metrics and --eval_ema; give",
+            "no validation data for --eval_interval and --eval_metrics and --eval_ema; give",
         ),
         (
             {"eval_tokens": "1K", "save_top_k": 1, "checkpointing_steps": 2, **NO_VALIDATION},
-            "no validation data for --save_top_k and --eval_tokens; give --validation_file",
+            "no validation data for --save_top_k and --eval_interval; give --validation_file",
         ),
         ({"eval_only": True, **NO_VALIDATION}, "no validation data for --eval_only; give"),
         (
