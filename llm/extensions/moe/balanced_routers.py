@@ -29,6 +29,7 @@ from llm.extensions.moe.losses import (
 )
 from llm.models.mixtures import mixture_size
 from llm.runtime.float32 import sums_dtype
+from llm.runtime.labels import IGNORED
 from llm.runtime.logging import counted, event
 from llm.trainers.gpt.seams import LoopExtension, Periodic
 
@@ -59,12 +60,12 @@ class Routers(LoopExtension):
         context: The run with its prepared model.
         layers: The layers with experts of the whole model, perhaps without weights.
         is_pretrained: Whether the run starts from pretrained weights.
-        block_size: Tokens of a sample on this rank.
         record_interval: Steps between two records of the load of every expert; None for no record.
 
     Attributes:
         balancing: How the run is balanced.
-        block_size: Tokens of a sample on this rank.
+        is_real_sample: Whether each sample of the present micro-batch is real, bool [sequences]. A
+            short last step has copies of a sample without labels, which count nowhere.
         scores: The scores of each layer's router by name, once known: biases and the auxiliary loss
             depend on them.
 
@@ -81,13 +82,11 @@ class Routers(LoopExtension):
         layers: Sequence[ExpertLayer],
         *,
         is_pretrained: bool,
-        block_size: int,
         record_interval: int | None,
     ) -> None:
         self._settings, self._strategy = settings, context.strategy
         self._model, self._layers = context.model, layers
         self._config: PreTrainedConfig = context.model.config.get_text_config()
-        self.block_size = block_size
         kind, reason = settings.balancing, ""
         if kind == "auto":
             kind, reason = choose_kind(self._config, layers, is_pretrained=is_pretrained)
@@ -116,6 +115,9 @@ class Routers(LoopExtension):
         self.scores: list[str | None] = [None] * len(layers)
         self._score_errors = torch.zeros(len(layers), len(SCORES), dtype=dtype, device=device)
         self._has_warned = False
+        self.is_real_sample = torch.ones(0, dtype=torch.bool, device=device)
+        for module in _modules_with_labels(context.strategy.loss):
+            module.register_forward_pre_hook(self._find_real_samples, with_kwargs=True)
         row_by_layer = {layer.name: row for row, layer in enumerate(layers)}
         self._routers = [
             _Router(self, layer, row_by_layer[layer.name])
@@ -128,6 +130,14 @@ class Routers(LoopExtension):
         self.balancing = make_balancing(
             self._settings, self._config, self._layers, kind=kind, reason=reason
         )
+
+    def _find_real_samples(
+        self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
+    ) -> None:
+        """Note which samples of a micro-batch have labels, before its forward pass."""
+        if torch.is_grad_enabled():
+            labels = kwargs["labels"] if "labels" in kwargs else args[1]
+            self.is_real_sample = (labels != IGNORED).any(1)
 
     def shares(self, row: int, chosen_experts: Tensor, num_experts: int) -> Tensor:
         """Return the share of each expert in the load that the auxiliary loss balances.
@@ -146,25 +156,29 @@ class Routers(LoopExtension):
         return load / load.sum().clamp(min=1.0)
 
     def count_choices(
-        self, row: int, chosen_experts: Tensor, losses: Tensor | None
+        self, row: int, chosen_experts: Tensor, losses: Tensor | None, is_real_sample: Tensor
     ) -> Tensor | None:
         """Count the choices and the losses of a micro-batch, in its backward pass.
 
         Args:
             row: Row of the layer in the loads.
-            chosen_experts: The choices of this micro-batch, of any shape.
-            losses: The auxiliary loss and the z-loss, summed over tokens, [2]; None without losses.
+            chosen_experts: The choices of this micro-batch, [tokens, K].
+            losses: The auxiliary loss and the z-loss of each sequence, summed over its tokens,
+                [sequences, 2]; None without losses.
+            is_real_sample: Which sequences count, bool [sequences].
 
         Returns:
             The gradient of this rank's objective by the losses.
         """
-        chosen = chosen_experts.flatten()
-        self._step_load[row].scatter_add_(0, chosen, torch.ones_like(chosen))
+        chosen = chosen_experts.reshape(len(is_real_sample), -1)
+        is_counted = is_real_sample.unsqueeze(1).expand_as(chosen)
+        self._step_load[row].scatter_add_(0, chosen.flatten(), is_counted.flatten().long())
         if losses is None:
             return None
-        self._step_losses += losses
+        mask = is_real_sample.unsqueeze(1).to(losses.dtype)
+        self._step_losses += (mask * losses).sum(0)
         weight = self._strategy.token_weight * self._strategy.loss_scale()
-        return weight.to(losses.dtype).expand_as(losses)
+        return (weight.to(losses.dtype) * mask).expand_as(losses)
 
     def compare_scores(
         self, row: int, logits: Tensor, chosen_experts: Tensor, weights: Tensor
@@ -388,32 +402,35 @@ class _Router:
             if self._score is None:
                 self._routers.compare_scores(self._row, logits, chosen_experts, weights)
             losses = self._scaled_losses(logits, chosen_experts)
-        balanced = _AttachLosses.apply(weights, chosen_experts, losses, self)  # type: ignore[no-untyped-call]
+        balanced = _AttachLosses.apply(  # type: ignore[no-untyped-call]
+            weights, chosen_experts, losses, self, self._routers.is_real_sample
+        )
         return (hidden, chosen_experts, balanced), {}
 
     def _scaled_losses(self, logits: Tensor, chosen_experts: Tensor) -> Tensor | None:
-        """Return the auxiliary loss and the z-loss, times their coefficients, [2]."""
+        """Return the losses of each sequence, times their coefficients, [sequences, 2]."""
         balancing = self._routers.balancing
         if not balancing.has_losses:
             return None
-        aux_loss = router_z_loss = logits.new_zeros(())
+        num_sequences, num_experts = len(self._routers.is_real_sample), logits.shape[-1]
+        logits = logits.view(num_sequences, -1, num_experts)
+        aux_loss = router_z_loss = logits.new_zeros(num_sequences)
         if balancing.aux_loss_coef and self._score is not None:
             scores = SCORES[self._score](logits)
             probabilities = scores / scores.sum(-1, keepdim=True)
-            num_experts = logits.shape[-1]
-            num_sequences = len(logits) // self._routers.block_size
             shares = self._routers.shares(
                 self._row, chosen_experts.reshape(num_sequences, -1), num_experts
             )
-            probabilities = probabilities.view(num_sequences, -1, num_experts)
             aux_loss = balancing.aux_loss_coef * balancing_loss(probabilities, shares)
         if balancing.z_loss_coef and self._score != PROBABILITIES:
             router_z_loss = balancing.z_loss_coef * z_loss(logits)
-        return torch.stack([aux_loss, router_z_loss])
+        return torch.stack([aux_loss, router_z_loss], dim=1)
 
-    def count_choices(self, chosen_experts: Tensor, losses: Tensor | None) -> Tensor | None:
+    def count_choices(
+        self, chosen_experts: Tensor, losses: Tensor | None, is_real_sample: Tensor
+    ) -> Tensor | None:
         """Count choices and losses; return the gradient of the objective by the losses."""
-        return self._routers.count_choices(self._row, chosen_experts, losses)
+        return self._routers.count_choices(self._row, chosen_experts, losses, is_real_sample)
 
     def update_bias(self, loads: Tensor) -> None:
         """Raise the biases of experts with less than the mean load, and lower the others.
@@ -447,6 +464,11 @@ class _Router:
             bias.add_(change)
 
 
+def _modules_with_labels(loss: nn.Module) -> list[nn.Module]:
+    """Return the modules that get the labels of a micro-batch: the loss, or a pipeline's stages."""
+    return [*loss] if isinstance(loss, nn.ModuleList) else [loss]
+
+
 class _AttachLosses(torch.autograd.Function):
     """The identity on routing weights, through which a layer's losses get their gradient.
 
@@ -455,10 +477,17 @@ class _AttachLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weights: Tensor, chosen_experts: Tensor, losses: Tensor | None, router: _Router
+        ctx: Any,
+        weights: Tensor,
+        chosen_experts: Tensor,
+        losses: Tensor | None,
+        router: _Router,
+        is_real_sample: Tensor,
     ) -> Tensor:
-        """Return the weights; `chosen_experts` and `losses` are for the backward pass."""
-        ctx.router = router
+        """Return the weights; the other arguments are for the backward pass."""
+        # Saved tensors are recomputed under checkpointing. In a pipeline other micro-batches have
+        # passed by then, so the mask stays with the first forward pass.
+        ctx.router, ctx.is_real_sample = router, is_real_sample
         ctx.save_for_backward(chosen_experts, losses)
         return weights.view_as(weights)
 
@@ -466,4 +495,5 @@ class _AttachLosses(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Count the choices, and return the gradients of weights and losses."""
         chosen_experts, losses = ctx.saved_tensors
-        return gradients[0], None, ctx.router.count_choices(chosen_experts, losses), None
+        loss_gradient = ctx.router.count_choices(chosen_experts, losses, ctx.is_real_sample)
+        return gradients[0], None, loss_gradient, None, None

@@ -20,7 +20,7 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def balancing_loss(probabilities: Tensor, shares: Tensor) -> Tensor:
-    """Return the auxiliary loss of a layer, summed over tokens.
+    """Return the auxiliary loss of a layer for each sequence, summed over its tokens, [sequences].
 
     The loss of a token is E sum_e f_e p_e (Fedus et al. 2021, arXiv:2101.03961, equation 4): 1 for
     each token if the shares f are equal, and E/K if all tokens choose the same K experts.
@@ -29,7 +29,7 @@ def balancing_loss(probabilities: Tensor, shares: Tensor) -> Tensor:
         probabilities: Normalized scores of routers, [sequences, tokens, experts].
         shares: Share of each expert in the load, [sequences or 1, experts]; no gradient.
     """
-    return shares.shape[-1] * (shares * probabilities.sum(1)).sum()
+    return shares.shape[-1] * (shares * probabilities.sum(1)).sum(-1)
 
 
 def sequence_shares(chosen_experts: Tensor, num_experts: int) -> Tensor:
@@ -47,12 +47,14 @@ def sequence_shares(chosen_experts: Tensor, num_experts: int) -> Tensor:
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """Return the z-loss of a layer, summed over tokens (Zoph et al. 2022, arXiv:2202.08906).
+    """Return the z-loss of a layer for each sequence, summed over its tokens, [sequences].
+
+    The source is Zoph et al. 2022, arXiv:2202.08906.
 
     Args:
-        logits: [..., experts].
+        logits: [sequences, tokens, experts].
     """
-    return logits.logsumexp(dim=-1).square().sum()
+    return logits.logsumexp(dim=-1).square().sum(-1)
 
 
 @torch.no_grad()

@@ -131,7 +131,6 @@ class MoEExtension(Extension[MoEOptions]):
             context,
             layers,
             is_pretrained=run.weights_from is not None or run.init_from is not None,
-            block_size=run.block_size // options.context_parallel_size,
             record_interval=options.expert_load_steps,
         )
 

@@ -12,7 +12,8 @@ from tests.support.recovery import last_counts, last_hash, without_times
 from tests.support.training import Bench, Run
 
 OPTIONS = {
-    "max_train_steps": 4,
+    "max_train_steps": None,
+    "max_duration": "28samples",  # 4 steps of 8, the last one padded
     "router_balancing": "loss",
     "router_aux_loss_coef": 0.1,
     "router_z_loss": 1e-3,
@@ -41,6 +42,7 @@ LAYOUTS = {
             "per_device_train_batch_size": 4,
             "gradient_accumulation_steps": 2,
             "pipeline_parallel_size": 2,
+            "activation_checkpointing": "full",
         },
     ),
     "EP2": (

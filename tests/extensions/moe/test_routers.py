@@ -67,10 +67,32 @@ def test_recomputation_counts_no_token_twice(mode):
     assert loads_of(routers) == reference_loads(config, step=1)
 
 
+@pytest.mark.parametrize("scope", ["global", "sequence"])
+def test_padding_samples_have_neither_load_nor_loss(scope):
+    runs = []
+    for padding_samples in (0, 4):
+        model, routers = routers_of(
+            mixtral(),
+            router_aux_loss_coef=0.3,
+            router_aux_loss_scope=scope,
+            router_balancing="loss",
+            router_z_loss=0.1,
+        )
+        for step in (1, 2):
+            take_step(model, routers, step=step, padding_samples=padding_samples, micro_batches=2)
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        runs.append((loads_of(routers), gradients, routers.metrics()[0]))
+    (loads, gradients, metrics), (padded_loads, padded_gradients, padded_metrics) = runs
+    assert padded_loads == loads
+    assert padded_metrics == pytest.approx(metrics)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(padded_gradients[name], gradient, rtol=1e-4, atol=1e-7)
+
+
 def test_an_evaluation_counts_nothing():
-    model, routers = routers_of(mixtral())
+    _, routers = routers_of(mixtral())
     with torch.no_grad():
-        LanguageModelLoss(model)(*tokens())
+        routers._strategy.loss(*tokens())
     routers.after_step(1, SimpleNamespace(num_tokens=64))
     assert loads_of(routers) == [[0] * EXPERTS] * LAYERS
 
@@ -176,7 +198,7 @@ def test_a_step_reads_nothing_from_the_device_once_scores_are_known(options):
     take_step(model, routers)
     model.zero_grad()
     with Reads() as reads:
-        objective, _ = LanguageModelLoss(model)(*tokens())
+        objective, _ = routers._strategy.loss(*tokens())
         objective.backward()
         routers.after_step(2, SimpleNamespace(num_tokens=64))
     assert reads.seen == []

@@ -16,6 +16,7 @@ from transformers import (
 from llm.extensions.moe.balanced_routers import Routers
 from llm.extensions.moe.options import MoEExtension
 from llm.models.loss import LanguageModelLoss
+from llm.runtime.labels import IGNORED
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import LoopExtension
 from tests.support.models import tiny_config, tiny_model
@@ -73,6 +74,7 @@ def loop_of(
     """The part of the extension in a run on one rank."""
     strategy = SimpleNamespace(
         model=model,
+        loss=LanguageModelLoss(model),
         device=torch.device("cpu"),
         world_size=1,
         token_weight=1.0,
@@ -81,7 +83,7 @@ def loop_of(
     )
     extension = MoEExtension(GPTConfig(**options))
     weights_from = "a folder" if pretrained else None
-    run = SimpleNamespace(block_size=LENGTH, weights_from=weights_from, init_from=None)
+    run = SimpleNamespace(weights_from=weights_from, init_from=None)
     return extension.in_loop(SimpleNamespace(run=run, strategy=strategy, model=model))
 
 
@@ -101,14 +103,25 @@ def tokens(samples: int = 4, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tens
 
 
 def take_step(
-    model: PreTrainedModel, routers: Routers, *, step: int = 1, micro_batches: int = 1
+    model: PreTrainedModel,
+    routers: Routers,
+    *,
+    step: int = 1,
+    micro_batches: int = 1,
+    padding_samples: int = 0,
 ) -> None:
-    """Run the passes of a step with 64 tokens, and end it; weights do not change."""
+    """Run the passes of a step with 64 tokens, and end it; weights do not change.
+
+    Padding samples are copies of the first one without labels, as in a short last step.
+    """
     model.zero_grad()
-    loss = LanguageModelLoss(model)
     input_ids, labels = tokens(seed=step)
-    routers._strategy.token_weight = 1 / labels.numel()
+    num_tokens = labels.numel()
+    padding = [0] * padding_samples
+    input_ids = torch.cat([input_ids, input_ids[padding]])
+    labels = torch.cat([labels, torch.full_like(labels[padding], IGNORED)])
+    routers._strategy.token_weight = 1 / num_tokens
     parts = zip(input_ids.chunk(micro_batches), labels.chunk(micro_batches), strict=True)
     for part in parts:
-        (loss(*part)[0] / labels.numel()).backward()
-    routers.after_step(step, SimpleNamespace(num_tokens=labels.numel()))
+        (routers._strategy.loss(*part)[0] / num_tokens).backward()
+    routers.after_step(step, SimpleNamespace(num_tokens=num_tokens))
