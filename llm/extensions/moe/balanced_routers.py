@@ -334,9 +334,15 @@ class Routers(LoopExtension):
         }
 
     def begin(self) -> None:
-        """Continue a run that was started without this extension: it stays unbalanced."""
+        """Continue a run that was started without this extension.
+
+        It has the loss that its configuration asks for, as it had until now, or no balancing.
+        """
         if self._settings.balancing == "auto":
-            self._set_balancing("none", "because the run was not until now")
+            kind, reason = choose_kind(self._config, self._layers, is_pretrained=True)
+            if kind == "none":
+                reason = "because the run was not until now"
+            self._set_balancing(kind, reason)
         self.scores = [None] * len(self._layers)
         for tensor in self._state_tensors().values():
             tensor.zero_()

@@ -322,6 +322,17 @@ def test_a_run_from_before_stays_unbalanced():
     assert changed.balancing.kind == "bias"
 
 
+def test_a_run_from_before_keeps_the_loss_of_its_configuration():
+    config = glm4_moe(output_router_logits=True, router_aux_loss_coef=0.05)
+    _, routers = routers_of(config)
+    routers.begin()
+    assert routers.describe()[0].endswith(
+        "balanced by an auxiliary loss of 0.05 over each global batch (output_router_logits of the "
+        "configuration)"
+    )
+    assert routers.state_dict()["balancing"] == "loss"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
