@@ -1,5 +1,6 @@
 """How the routers of a run are balanced: the choice, its refusals and its description."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -96,7 +97,8 @@ def make_balancing(
         reason: Why it is this kind, if no option says it.
 
     Raises:
-        ConfigError: The routers lack a bias or logits.
+        ConfigError: The routers lack a bias or logits, or the configuration has no usable
+            coefficient.
     """
     family, has_logits = config.model_type, any(layer.router is not None for layer in layers)
     if kind in ("bias", "both") and all(layer.bias is None for layer in layers):
@@ -110,13 +112,21 @@ def make_balancing(
         raise ConfigError(
             f"{logits_option} needs the logits of routers, and {family} gives none; leave it out."
         )
-    coefficient = settings.aux_loss_coef
-    if coefficient is None:
-        coefficient = config_coefficient(config, len(layers)) or _DEFAULT_COEFFICIENT
+    coefficient: float | None = 0.0
+    if kind in ("loss", "both"):
+        coefficient = settings.aux_loss_coef
+        if coefficient is None:
+            coefficient = config_coefficient(config, len(layers))
+            if coefficient == 0:
+                raise ConfigError(
+                    f"--router_balancing {kind} needs a coefficient, and the configuration of "
+                    f"{family} has output_router_logits with a coefficient of 0; set "
+                    "--router_aux_loss_coef."
+                )
     return Balancing(
         kind=kind,
         reason=reason,
-        aux_loss_coef=coefficient if kind in ("loss", "both") else 0.0,
+        aux_loss_coef=_DEFAULT_COEFFICIENT if coefficient is None else coefficient,
         is_per_sequence=settings.aux_loss_scope == "sequence",
         bias_update_rate=settings.bias_update_rate if kind in ("bias", "both") else 0.0,
         is_proportional=settings.bias_update == "proportional",
@@ -133,14 +143,20 @@ def choose_kind(
         config: The text configuration of the model.
         layers: The layers with experts of the whole model.
         is_pretrained: Whether the run starts from pretrained weights.
+
+    Raises:
+        ConfigError: The configuration has a coefficient that is negative or not finite.
     """
     has_logits = any(layer.router is not None for layer in layers)
-    if has_logits and config_coefficient(config, len(layers)) is not None:
+    coefficient = config_coefficient(config, len(layers)) if has_logits else None
+    if coefficient:
         return "loss", "(output_router_logits of the configuration)"
     if is_pretrained:
         return "none", "because the weights are pretrained (--router_balancing)"
     if any(layer.bias is not None for layer in layers):
         return "bias", ""
+    if coefficient == 0:
+        return "none", "because the coefficient of the auxiliary loss in the configuration is 0"
     return ("loss", "") if has_logits else ("none", "because the routers have no logits")
 
 
@@ -155,12 +171,23 @@ def config_coefficient(config: PreTrainedConfig, num_layers: int) -> float | Non
         num_layers: Number of layers with experts.
 
     Returns:
-        None if the configuration does not ask for it, or its coefficient is missing or 0.
+        None if the configuration does not ask for it, or its coefficient is missing.
+
+    Raises:
+        ConfigError: The coefficient is negative or not finite.
     """
     num_chosen = experts_per_token(config)
     if not getattr(config, "output_router_logits", False) or num_chosen is None:
         return None
     for name in ("router_aux_loss_coef", "aux_loss_coef"):
-        if coefficient := getattr(config, name, None):
-            return float(coefficient) * num_chosen / num_layers
+        coefficient = getattr(config, name, None)
+        if coefficient is None:
+            continue
+        if not (coefficient >= 0 and math.isfinite(coefficient)):
+            raise ConfigError(
+                f"The {config.model_type} model has {name}={coefficient}, which must be 0 or "
+                "more: a negative one would make routers send all tokens to the same experts; "
+                "change config.json or --config_overrides."
+            )
+        return float(coefficient) * num_chosen / num_layers
     return None

@@ -279,6 +279,16 @@ def test_experts_that_stay_idle_are_named_once(caplog):
             "balanced by an auxiliary loss of 0.05 over each global batch (output_router_logits of "
             "the configuration)",
         ),
+        (
+            mixtral(output_router_logits=True, router_aux_loss_coef=0.0),
+            {},
+            "not balanced because the coefficient of the auxiliary loss in the configuration is 0",
+        ),
+        (
+            glm4_moe(output_router_logits=True, router_aux_loss_coef=0.0),
+            {},
+            "balanced by a bias that changes by the load's sign, rate 0.001",
+        ),
     ],
 )
 def test_the_log_says_how_a_model_is_balanced(config, options, described):
@@ -331,6 +341,30 @@ def test_a_run_from_before_keeps_the_loss_of_its_configuration():
         "configuration)"
     )
     assert routers.state_dict()["balancing"] == "loss"
+
+
+@pytest.mark.parametrize(
+    ("coefficient", "options", "said"),
+    [
+        (
+            -1.0,
+            {},
+            "The mixtral model has router_aux_loss_coef=-1.0, which must be 0 or more: a negative "
+            "one would make routers send all tokens to the same experts; change config.json or "
+            "--config_overrides.",
+        ),
+        (
+            0.0,
+            {"router_balancing": "loss"},
+            "--router_balancing loss needs a coefficient, and the configuration of mixtral has "
+            "output_router_logits with a coefficient of 0; set --router_aux_loss_coef.",
+        ),
+    ],
+)
+def test_a_coefficient_that_cannot_balance_is_refused(coefficient, options, said):
+    config = mixtral(output_router_logits=True, router_aux_loss_coef=coefficient)
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+        routers_of(config, **options)
 
 
 @pytest.mark.parametrize(
