@@ -1,7 +1,7 @@
 """Load the configuration of a Hugging Face causal language model, and locate its weights."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import (
 from llm.errors import ConfigError, one_line
 from llm.models.options import ModelOptions, is_hub_kernel, shape_options
 from llm.models.overrides import nearest_names, override_fields
-from llm.models.sizes import gpt2_fields, shape_changes
+from llm.models.sizes import EXPERTS_PER_TOKEN, gpt2_fields, shape_changes
 from llm.runtime.offline import offline_remark
 
 logger = logging.getLogger("llm.models")
@@ -36,6 +36,7 @@ _SIZE_NAMES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _MAX_LAYERS = 1000
 """The deepest model trained so far (Wang et al. 2022); each layer takes time to build."""
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -204,12 +205,16 @@ def _check_sizes(config: PreTrainedConfig) -> None:
     text_config = config.get_text_config()
     # Not from attributes, which raise if layers may differ.
     values = text_config.to_dict()
-    field_names = {name: text_config.attribute_map.get(name, name) for name in _SIZE_NAMES}
-    sizes = {
-        name: size
-        for name, field_name in field_names.items()
-        if isinstance(size := values.get(field_name), int)
-    }
+
+    def integers(names: Iterable[str]) -> dict[str, int]:
+        field_names = {name: text_config.attribute_map.get(name, name) for name in names}
+        return {
+            name: value
+            for name, field_name in field_names.items()
+            if isinstance(value := values.get(field_name), int)
+        }
+
+    sizes = integers(_SIZE_NAMES)
     remedy = "change config.json or --config_overrides."
     for name, size in sizes.items():
         if size < 1:
@@ -231,3 +236,10 @@ def _check_sizes(config: PreTrainedConfig) -> None:
             f"num_key_value_heads={num_key_value_heads}, and the first must be a multiple of the "
             f"second: {remedy}"
         )
+    num_experts = max(integers(_NUM_EXPERTS).values(), default=0)  # 0 in dense variants
+    for name, num_chosen in integers(EXPERTS_PER_TOKEN).items():
+        if num_experts > 0 and not 1 <= num_chosen <= num_experts:
+            raise ConfigError(
+                f"The {config.model_type} model cannot have {name}={num_chosen}, which must be at "
+                f"least 1 and at most {num_experts}, its number of experts: {remedy}"
+            )

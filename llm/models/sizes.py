@@ -45,7 +45,7 @@ SIZES = {
 SHAPED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
 """Architectures with sizes that the options can set."""
 
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 """Names of the number of chosen experts: most configurations, AriaText, Gemma 4."""
 
 _MLP_WIDTH_MULTIPLE = 128
@@ -236,8 +236,8 @@ def experts_per_token(config: PreTrainedConfig) -> int | None:
     Args:
         config: The text configuration of a model.
     """
-    values = [getattr(config, name, None) for name in _EXPERTS_PER_TOKEN]
-    return next((int(value) for value in values if value), None)
+    values = [getattr(config, name, None) for name in EXPERTS_PER_TOKEN]
+    return next((int(value) for value in values if value is not None), None)
 
 
 def head_width(config: PreTrainedConfig) -> int:

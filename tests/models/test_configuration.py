@@ -207,6 +207,15 @@ def test_a_name_on_the_hub_is_taken_to_have_weights() -> None:
         ("gpt2", "n_layer=-1", "cannot have num_hidden_layers=-1"),
         ("gpt2", "vocab_size=0", "cannot have vocab_size=0"),
         ("gpt2", "n_layer=20000", "num_hidden_layers=20000, more than 1000"),
+        (
+            "mixtral",
+            "num_experts_per_tok=9",
+            "The mixtral model cannot have num_experts_per_tok=9, which must be at least 1 and at "
+            "most 8, its number of experts: change config.json or --config_overrides.",
+        ),
+        ("mixtral", "num_experts_per_tok=0", "cannot have num_experts_per_tok=0"),
+        ("ernie4_5_moe", "moe_k=65", "cannot have num_experts_per_tok=65.* at most 64"),
+        ("deepseek_v3", "num_experts_per_tok=257", "num_experts_per_tok=257.* at most 256"),
     ],
 )
 def test_impossible_sizes_are_refused(model_type: str, overrides: str, sentence: str) -> None:
