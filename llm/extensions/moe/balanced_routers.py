@@ -44,7 +44,7 @@ IDLE_STEPS = 100
 """Consecutive idle steps of an expert after which the log warns."""
 
 _MAX_COMPARISON_STEPS = 10
-"""Steps after which a router with other scores than those in `SCORES` counts as softmax."""
+"""Steps after which a router counts as softmax if its weights do not show its scores."""
 
 logger = logging.getLogger("llm")
 
@@ -114,6 +114,7 @@ class Routers(LoopExtension):
         self._interval_tokens = torch.zeros((), dtype=dtype, device=device)
         self.scores: list[str | None] = [None] * len(layers)
         self._score_errors = torch.zeros(len(layers), len(SCORES), dtype=dtype, device=device)
+        self._num_comparisons = 0  # steps, without skipped ones
         self._has_warned = False
         self.is_real_sample = torch.ones(0, dtype=torch.bool, device=device)
         for module in _modules_with_labels(context.strategy.loss):
@@ -193,20 +194,46 @@ class Routers(LoopExtension):
         """
         self._score_errors[row] += score_errors(logits, chosen_experts, weights)
 
-    def _find_scores(self, step: int) -> None:
-        """Find the scores of all routers; the host waits for the device."""
+    def _find_scores(self) -> None:
+        """Find the scores of all routers; the host waits for the device.
+
+        A step that was skipped does not count, because its weights may be NaN.
+        """
         if self._strategy.world_size > 1:
             dist.all_reduce(self._score_errors)
-        for row, errors in enumerate(self._score_errors.tolist()):
-            if self._layers[row].router is not None and self.scores[row] is None:
-                default = "softmax" if step >= _MAX_COMPARISON_STEPS else None
-                self.scores[row] = find_score(errors) or default
+        if not self._strategy.skipped:
+            self._num_comparisons += 1
+            errors = self._score_errors.tolist()
+            for row in self._rows_without_score():
+                self.scores[row] = find_score(errors[row])
+            assumed_rows = []
+            if self._num_comparisons >= _MAX_COMPARISON_STEPS:
+                assumed_rows = self._rows_without_score()
+            for row in assumed_rows:
+                self.scores[row] = "softmax"
+            if self._knows_scores and self.balancing.kind != "none":
+                self._log_scores(assumed_rows)
         self._score_errors.zero_()
+
+    def _rows_without_score(self) -> list[int]:
+        rows = enumerate(zip(self._layers, self.scores, strict=True))
+        return [row for row, (layer, score) in rows if layer.router is not None and score is None]
+
+    def _log_scores(self, assumed_rows: Sequence[int]) -> None:
+        """Log the scores of the routers, and which of them are assumed."""
+        line = f"routers score by {' and '.join(sorted(set(filter(None, self.scores))))}"
+        if assumed_rows:
+            indices = ", ".join(str(self._layers[row].layer_index) for row in assumed_rows)
+            line += (
+                f": this is assumed for {counted(len(assumed_rows), 'layer')} ({indices}), because "
+                f"the routing weights of {_MAX_COMPARISON_STEPS} steps did not show it. These "
+                "steps had no auxiliary loss and changed no bias there"
+            )
+        logger.info(f"{line}.")
 
     @property
     def _knows_scores(self) -> bool:
-        pairs = zip(self._layers, self.scores, strict=True)
-        return all(score is not None for layer, score in pairs if layer.router is not None)
+        return not self._rows_without_score()
 
     def describe(self) -> list[str]:
         """Return the size of the mixture, and how it is balanced."""
@@ -249,7 +276,7 @@ class Routers(LoopExtension):
             self._interval_tokens += batch.num_tokens * is_taken
             self._step_losses.zero_()
         if not self._knows_scores:
-            self._find_scores(step)
+            self._find_scores()
         if self.balancing.bias_update_rate:
             for router in self._routers:
                 router.update_bias(load)
@@ -343,7 +370,7 @@ class Routers(LoopExtension):
             if kind == "none":
                 reason = "because the run was not until now"
             self._set_balancing(kind, reason)
-        self.scores = [None] * len(self._layers)
+        self.scores, self._num_comparisons = [None] * len(self._layers), 0
         for tensor in self._state_tensors().values():
             tensor.zero_()
 
@@ -351,7 +378,11 @@ class Routers(LoopExtension):
         """Return how the run is balanced, and its loads."""
         names, tensors = zip(*self._state_tensors().items(), strict=True)
         values = [tensor.tolist() for tensor in tensors]
-        state = {"balancing": self.balancing.kind, "scores": self.scores}
+        state = {
+            "balancing": self.balancing.kind,
+            "scores": self.scores,
+            "num_comparisons": self._num_comparisons,
+        }
         return state | dict(zip(names, values, strict=True))
 
     def _state_tensors(self) -> dict[str, Tensor]:
@@ -370,6 +401,7 @@ class Routers(LoopExtension):
         if self._settings.balancing == "auto":
             self._set_balancing(state["balancing"])
         self.scores = list(state["scores"])
+        self._num_comparisons = state.get("num_comparisons", 0)
         for name, tensor in self._state_tensors().items():
             tensor.copy_(torch.tensor(state[name], dtype=tensor.dtype))
 

@@ -20,6 +20,7 @@ from tests.extensions.moe.toy import (
     jetmoe,
     loop_of,
     mixtral,
+    phimoe,
     routers_of,
     take_step,
     tokens,
@@ -157,6 +158,36 @@ def test_the_rate_is_smaller_for_softmax_scores():
     take_step(model, routers)
     largest = max(abs(value) for bias in biases_of(model) for value in bias)
     assert 0 < largest < 2 * 1e-3 * 2 / 8
+
+
+def test_the_log_says_how_routers_score(caplog):
+    caplog.set_level(logging.INFO, logger="llm")
+    model, routers = routers_of(glm4_moe())
+    for step in (1, 2):
+        take_step(model, routers, step=step)
+    assert caplog.messages == ["routers score by sigmoid."]
+
+
+def test_ten_taken_steps_without_known_scores_assume_softmax(caplog):
+    caplog.set_level(logging.INFO, logger="llm")
+    model, routers = routers_of(phimoe())
+    routers._strategy.skipped = torch.ones(())
+    take_step(model, routers, step=1000)  # of a resumed run
+    routers._strategy.skipped = torch.zeros(())
+    for step in range(1001, 1010):
+        take_step(model, routers, step=step)
+    state = routers.state_dict()
+    assert (state["scores"], caplog.messages) == ([None, None], [])
+
+    model, routers = routers_of(phimoe())
+    routers.load_state_dict(state)
+    take_step(model, routers, step=1010)
+    assert routers.scores == ["softmax", "softmax"]
+    assert caplog.messages == [
+        "routers score by softmax: this is assumed for 2 layers (0, 1), because the routing "
+        "weights of 10 steps did not show it. These steps had no auxiliary loss and changed no "
+        "bias there."
+    ]
 
 
 @pytest.mark.parametrize("family", [glm4_moe, ernie4_5_moe])

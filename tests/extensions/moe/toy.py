@@ -9,6 +9,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Glm4MoeConfig,
     JetMoeConfig,
+    PhimoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -61,6 +62,11 @@ def deepseek_v4(*kinds: str) -> PreTrainedConfig:
     attention = ["heavily_compressed_attention"] * len(kinds)
     more = {"mlp_layer_types": list(kinds), "layer_types": attention, "o_groups": 2}
     return DeepseekV4Config(**_NARROW | sizes | more)
+
+
+def phimoe(**changes: Any) -> PreTrainedConfig:
+    """Scores of a sparse mixer, which no function of the logits gives."""
+    return PhimoeConfig(**_NARROW | {"num_local_experts": 4} | changes)
 
 
 def jetmoe() -> PreTrainedConfig:
