@@ -21,6 +21,7 @@ from llm.extensions.moe.expert_layers import ExpertLayer, find_layers
 from llm.extensions.moe.losses import (
     PROBABILITIES,
     SCORES,
+    assume_score,
     balancing_loss,
     find_score,
     score_errors,
@@ -44,7 +45,7 @@ IDLE_STEPS = 100
 """Consecutive idle steps of an expert after which the log warns."""
 
 _MAX_COMPARISON_STEPS = 10
-"""Steps after which a router counts as softmax if its weights do not show its scores."""
+"""Steps after which the scores of a router are assumed if its weights do not show them."""
 
 logger = logging.getLogger("llm")
 
@@ -210,7 +211,8 @@ class Routers(LoopExtension):
             if self._num_comparisons >= _MAX_COMPARISON_STEPS:
                 assumed_rows = self._rows_without_score()
             for row in assumed_rows:
-                self.scores[row] = "softmax"
+                has_bias = self._layers[row].bias is not None
+                self.scores[row] = assume_score(self._config, has_bias=has_bias)
             if self._knows_scores and self.balancing.kind != "none":
                 self._log_scores(assumed_rows)
         self._score_errors.zero_()

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 PROBABILITIES = "probabilities"
 """The score of routers that give probabilities in place of logits, as Gemma 4's does."""
@@ -17,6 +18,9 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     PROBABILITIES: lambda logits: logits.clamp(min=1e-9),
 }
 """How routers make scores of their logits."""
+
+_EQUAL_WEIGHTS = 1.001  # largest ratio of weights that count as equal
+_SOFTMAX_WITH_BIAS = ("ernie4_5_moe",)
 
 
 def balancing_loss(probabilities: Tensor, shares: Tensor) -> Tensor:
@@ -61,7 +65,8 @@ def z_loss(logits: Tensor) -> Tensor:
 def score_errors(logits: Tensor, chosen_experts: Tensor, weights: Tensor) -> Tensor:
     """Return how far the weights of a router are from those that each of `SCORES` would give.
 
-    Only the ratios of a token's weights are compared, because many routers scale or normalize them.
+    Only ratios of weights are compared, because many routers scale or normalize them: between the
+    experts of a token, or between tokens if a token has one expert.
 
     Args:
         logits: [tokens, experts].
@@ -69,22 +74,25 @@ def score_errors(logits: Tensor, chosen_experts: Tensor, weights: Tensor) -> Ten
         weights: Their weights, [tokens, K].
 
     Returns:
-        The absolute errors, summed over tokens, in the order of `SCORES`.
+        The sums of absolute errors, in the order of `SCORES`; zeros if all weights are equal, as
+        those of one expert for each token are if they are normalized.
     """
+    compared_dim = -1 if weights.shape[-1] > 1 else 0
 
     def normalize(values: Tensor) -> Tensor:
-        return values / values.sum(-1, keepdim=True) if values.shape[-1] > 1 else values
+        return values / values.sum(compared_dim, keepdim=True)
 
+    weights = weights.float()
     candidates = [normalize(score(logits).gather(-1, chosen_experts)) for score in SCORES.values()]
-    return torch.stack(
-        [(candidate - normalize(weights.float())).abs().sum() for candidate in candidates]
-    )
+    errors = torch.stack([(candidate - normalize(weights)).abs().sum() for candidate in candidates])
+    return errors * (weights.amax() > _EQUAL_WEIGHTS * weights.amin())
 
 
 def find_score(errors: Sequence[float]) -> str | None:
     """Return the name of a router's score function; None if no error is much smaller than others.
 
-    All errors are equal if all logits are zero, as in the first step of some families.
+    All errors are equal if all logits are zero, as in the first step of some families, or all
+    weights are equal.
 
     Args:
         errors: The result of `score_errors`, perhaps summed over batches.
@@ -92,3 +100,17 @@ def find_score(errors: Sequence[float]) -> str | None:
     ranking = sorted(zip(errors, SCORES, strict=True))
     (smallest, name), (second_smallest, _) = ranking[:2]
     return name if smallest < second_smallest / 4 else None
+
+
+def assume_score(config: PreTrainedConfig, *, has_bias: bool) -> str:
+    """Return the score function of a router that its weights do not show.
+
+    Args:
+        config: The text configuration of the model: some name the function.
+        has_bias: Whether a bias chooses experts, which is usual with sigmoid scores (DeepSeek-V3).
+    """
+    name = getattr(config, "scoring_func", None)
+    if name in SCORES:
+        return str(name)
+    is_sigmoid = has_bias and config.model_type not in _SOFTMAX_WITH_BIAS
+    return "sigmoid" if is_sigmoid else "softmax"

@@ -7,12 +7,14 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from llm.extensions.moe.losses import (
     SCORES,
+    assume_score,
     balancing_loss,
     find_score,
     score_errors,
     sequence_shares,
     z_loss,
 )
+from tests.support.models import tiny_config
 
 LOGITS = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 CHOSEN = LOGITS.topk(2).indices
@@ -61,17 +63,31 @@ def test_the_z_loss_is_the_sum_of_squares_of_log_sum_exp():
 
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("scale", [1.0, 2.5])
-def test_the_scores_of_a_router_are_known_by_its_weights(name, scale):
-    weights = scale * SCORES[name](LOGITS).gather(-1, CHOSEN)
+@pytest.mark.parametrize("experts_per_token", [1, 2])
+def test_the_scores_of_a_router_are_known_by_its_weights(name, scale, experts_per_token):
+    chosen = CHOSEN[:, :experts_per_token]
+    weights = scale * SCORES[name](LOGITS).gather(-1, chosen)
     for kind in (torch.float32, torch.bfloat16):
-        errors = score_errors(LOGITS, CHOSEN, weights.to(kind))
+        errors = score_errors(LOGITS, chosen, weights.to(kind))
         assert find_score(errors.tolist()) == name
 
 
-def test_a_single_expert_per_token_is_told_by_its_weight():
-    chosen = LOGITS.topk(1).indices
-    errors = score_errors(LOGITS, chosen, LOGITS.sigmoid().gather(-1, chosen))
-    assert find_score(errors.tolist()) == "sigmoid"
+def test_equal_weights_do_not_tell_the_score():
+    weights = torch.full((12, 1), 2.5)
+    assert find_score(score_errors(LOGITS, CHOSEN[:, :1], weights).tolist()) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "has_bias", "score"),
+    [
+        ("qwen3_moe", False, "softmax"),
+        ("glm4_moe", True, "sigmoid"),
+        ("ernie4_5_moe", True, "softmax"),
+        ("deepseek_v4", True, "sqrtsoftplus"),  # its configuration says so
+    ],
+)
+def test_scores_that_weights_do_not_tell_are_those_of_the_family(family, has_bias, score):
+    assert assume_score(tiny_config(family), has_bias=has_bias) == score
 
 
 def test_logits_of_zero_do_not_tell_the_score():

@@ -168,6 +168,27 @@ def test_the_log_says_how_routers_score(caplog):
     assert caplog.messages == ["routers score by sigmoid."]
 
 
+@pytest.mark.parametrize(
+    ("config", "num_steps", "score"),
+    [
+        (tiny_config("qwen3_moe", num_experts_per_tok=1, norm_topk_prob=True), 10, "softmax"),
+        (glm4_moe(num_experts_per_tok=1, norm_topk_prob=True), 10, "sigmoid"),
+        (
+            glm4_moe(num_experts_per_tok=1, norm_topk_prob=False, routed_scaling_factor=2.5),
+            1,
+            "sigmoid",
+        ),
+    ],
+)
+def test_routers_that_choose_one_expert_have_the_scores_of_the_class(config, num_steps, score):
+    model, routers = routers_of(config)
+    for step in range(1, num_steps):
+        take_step(model, routers, step=step)
+    assert routers.scores == [None, None]
+    take_step(model, routers, step=num_steps)
+    assert routers.scores == [score, score]
+
+
 def test_ten_taken_steps_without_known_scores_assume_softmax(caplog):
     caplog.set_level(logging.INFO, logger="llm")
     model, routers = routers_of(phimoe())
