@@ -95,7 +95,7 @@ class MoEExtension(Extension[MoEOptions]):
         options, run = self.options, context.run
         if options.eval_only:
             return None
-        if not _has_routers(context.model):
+        if not _has_experts(context.model):
             for name in self._changed_options():
                 logger.warning(
                     f"--{name} changes nothing: {context.model.config.model_type} has no experts."
@@ -143,7 +143,9 @@ class MoEExtension(Extension[MoEOptions]):
         ]
 
 
-def _has_routers(model: "nn.Module") -> bool:
-    """Return whether a module of the model records the logits of routers."""
-    recorders = (getattr(type(m), "_can_record_outputs", None) for m in model.modules())
-    return any("router_logits" in (names or ()) for names in recorders)
+def _has_experts(model: "nn.Module") -> bool:
+    """Return whether the model has experts or routers; dense variants of a mixture have neither."""
+    from llm.models.mixtures import find_experts, router_classes
+
+    classes = tuple(router_classes(model))
+    return bool(find_experts(model)) or any(isinstance(m, classes) for m in model.modules())

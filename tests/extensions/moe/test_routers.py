@@ -466,6 +466,14 @@ def test_experts_without_the_interface_are_named(caplog):
     ]
 
 
+def test_a_dense_variant_of_a_mixture_has_no_experts(caplog):
+    model = tiny_model(tiny_config("qwen3_moe", num_experts=4, decoder_sparse_step=3))
+    assert loop_of(model) is None
+    assert caplog.messages == []
+    assert loop_of(model, router_z_loss=0.1) is None
+    assert caplog.messages == ["--router_z_loss changes nothing: qwen3_moe has no experts."]
+
+
 def test_options_without_effect_on_a_dense_model_are_named(caplog, monkeypatch):
     monkeypatch.delitem(sys.modules, "llm.extensions.moe.balanced_routers")
     model = tiny_model(tiny_config("llama"))
