@@ -61,7 +61,8 @@ class _OptionValues(argparse.Namespace):
                 f"--config is given twice, as {previous_value} and {value}; give one TOML file, "
                 "and options on the command line to change it."
             )
-        if previous_value != value:
+        # NaN is not equal to itself.
+        if previous_value is not value and previous_value != value:
             value_text, previous_text = _format_value(value), _format_value(previous_value)
             logger.warning(
                 f"--{name} is given twice: {value_text} counts, and {previous_text} does not."

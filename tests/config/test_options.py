@@ -79,6 +79,12 @@ def test_the_last_value_of_an_option_counts_and_the_log_says_so(caplog: pytest.L
     ]
 
 
+def test_a_value_that_is_not_equal_to_itself_is_given_once(caplog: pytest.LogCaptureFixture):
+    with pytest.raises(ConfigError, match="--learning_rate"):
+        read("--learning_rate", "nan")
+    assert caplog.messages == []
+
+
 def test_a_file_that_sets_an_option_and_its_alias_must_set_the_same_value(tmp_path: Path):
     file = tmp_path / "run.toml"
     file.write_text('title = "a"\n')
