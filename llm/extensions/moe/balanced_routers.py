@@ -62,6 +62,7 @@ class Routers(LoopExtension):
         layers: The layers with experts of the whole model, perhaps without weights.
         is_pretrained: Whether the run starts from pretrained weights.
         record_interval: Steps between two records of the load of every expert; None for no record.
+        searches_batch_size: Whether the micro-batch was searched for, without these losses.
 
     Attributes:
         balancing: How the run is balanced.
@@ -84,7 +85,9 @@ class Routers(LoopExtension):
         *,
         is_pretrained: bool,
         record_interval: int | None,
+        searches_batch_size: bool,
     ) -> None:
+        self._searches_batch_size = searches_batch_size
         self._settings, self._strategy = settings, context.strategy
         self._model, self._layers = context.model, layers
         self._config: PreTrainedConfig = context.model.config.get_text_config()
@@ -244,6 +247,11 @@ class Routers(LoopExtension):
         lines = [
             f"experts: {size.describe()}; {size.describe_active()}; {self.balancing.describe()}"
         ]
+        if self.balancing.has_losses and self._searches_batch_size:
+            lines.append(
+                "--per_device_train_batch_size auto measured the memory without the losses of "
+                "routers, which come on top of it."
+            )
         layers_without_logits = [
             str(layer.layer_index) for layer in self._layers if layer.router is None
         ]

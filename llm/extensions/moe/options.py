@@ -132,6 +132,7 @@ class MoEExtension(Extension[MoEOptions]):
             layers,
             is_pretrained=run.weights_from is not None or run.init_from is not None,
             record_interval=options.expert_load_steps,
+            searches_batch_size=options.per_device_train_batch_size == "auto",
         )
 
     def _changed_options(self) -> list[str]:

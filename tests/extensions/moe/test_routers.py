@@ -358,6 +358,16 @@ def test_layers_that_a_hash_routes_are_named():
     ]
 
 
+def test_a_searched_micro_batch_does_not_include_the_losses_of_routers():
+    _, routers = routers_of(mixtral(), per_device_train_batch_size="auto")
+    assert routers.describe()[1:] == [
+        "--per_device_train_batch_size auto measured the memory without the losses of routers, "
+        "which come on top of it."
+    ]
+    _, routers = routers_of(glm4_moe(), per_device_train_batch_size="auto")
+    assert len(routers.describe()) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "asked"),
     [
