@@ -75,7 +75,7 @@ def score_errors(logits: Tensor, chosen_experts: Tensor, weights: Tensor) -> Ten
 
     Returns:
         The sums of absolute errors, in the order of `SCORES`; zeros if all weights are equal, as
-        those of one expert for each token are if they are normalized.
+        normalized weights of one expert for each token are.
     """
     compared_dim = -1 if weights.shape[-1] > 1 else 0
 
