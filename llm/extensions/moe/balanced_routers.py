@@ -23,10 +23,10 @@ from llm.extensions.moe.losses import (
     SCORES,
     assume_score,
     balancing_loss,
+    compute_router_z_loss,
     find_score,
     score_errors,
     sequence_shares,
-    z_loss,
 )
 from llm.models.mixtures import mixture_size
 from llm.runtime.float32 import sums_dtype
@@ -471,7 +471,7 @@ class _Router:
             )
             aux_loss = balancing.aux_loss_coef * balancing_loss(probabilities, shares)
         if balancing.z_loss_coef and self._score != PROBABILITIES:
-            router_z_loss = balancing.z_loss_coef * z_loss(logits)
+            router_z_loss = balancing.z_loss_coef * compute_router_z_loss(logits)
         return torch.stack([aux_loss, router_z_loss], dim=1)
 
     def count_choices(

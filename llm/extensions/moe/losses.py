@@ -50,7 +50,7 @@ def sequence_shares(chosen_experts: Tensor, num_experts: int) -> Tensor:
     )
 
 
-def z_loss(logits: Tensor) -> Tensor:
+def compute_router_z_loss(logits: Tensor) -> Tensor:
     """Return the z-loss of a layer for each sequence, summed over its tokens, [sequences].
 
     The source is Zoph et al. 2022, arXiv:2202.08906.

@@ -9,10 +9,10 @@ from llm.extensions.moe.losses import (
     SCORES,
     assume_score,
     balancing_loss,
+    compute_router_z_loss,
     find_score,
     score_errors,
     sequence_shares,
-    z_loss,
 )
 from tests.support.models import tiny_config
 
@@ -58,7 +58,7 @@ def test_transformers_calls_two_collapsed_layers_balanced():
 
 def test_the_z_loss_is_the_sum_of_squares_of_log_sum_exp():
     expected = sum(torch.log(torch.exp(row).sum()) ** 2 for row in LOGITS)
-    torch.testing.assert_close(z_loss(LOGITS.unsqueeze(0)), expected.unsqueeze(0))
+    torch.testing.assert_close(compute_router_z_loss(LOGITS.unsqueeze(0)), expected.unsqueeze(0))
 
 
 @pytest.mark.parametrize("name", SCORES)
