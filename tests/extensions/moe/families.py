@@ -77,6 +77,7 @@ _SIZES: dict[str, Any] = {
 }
 _CHANGES: dict[str, dict[str, Any]] = {
     "beam": {"mlp_layer_types": ["sparse", "sparse"]},
+    "doge": {"is_moe": True},
     "gemma4_text": {
         "enable_moe_block": True,
         "top_k_experts": 2,
