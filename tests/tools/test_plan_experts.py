@@ -22,6 +22,11 @@ MIXTURE = {
     "num_key_value_heads=2,head_dim=16,num_experts=8,num_experts_per_tok=2,"
     "moe_intermediate_size=32",
 }
+DEEPSEEK = (
+    "vocab_size=512,num_hidden_layers=3,hidden_size=64,num_attention_heads=4,n_routed_experts=8,"
+    "num_experts_per_tok=2,moe_intermediate_size=32,intermediate_size=64,head_dim=16,q_lora_rank=16,"
+    "kv_lora_rank=16,qk_nope_head_dim=16,qk_rope_head_dim=16,v_head_dim=16,n_group=1,topk_group=1"
+)
 EXPERTS = {"data_parallel_shard_size": 4, "expert_parallel_size": 4}
 
 
@@ -48,6 +53,18 @@ def test_divided_experts_send_tokens_and_not_their_weights():
     stacks = 2 * 8 * (64 * 64 + 32 * 64)
     # Two gathers and a reduce-scatter in fp32.
     assert weights["shard"].in_node - tokens["shard"].in_node == 3 * 4 * stacks * 3 / 4
+
+
+def test_a_first_layer_without_experts_does_not_stand_for_the_others():
+    dense_layers = {0: ",first_k_dense_replace=0", 1: ",first_k_dense_replace=1"}
+    tokens = {
+        num_dense: {t.axis: t for t in plan_of(**options, **EXPERTS).transfers}["expert"].in_node
+        for num_dense, override in dense_layers.items()
+        for options in [
+            {**MIXTURE, "model_type": "deepseek_v3", "config_overrides": DEEPSEEK + override}
+        ]
+    }
+    assert tokens[0] == 3 * tokens[1] / 2
 
 
 def test_experts_on_two_nodes_send_half_of_their_rows_to_the_other_node():

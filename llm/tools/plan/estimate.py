@@ -52,7 +52,8 @@ def transfers(job: Job, dims: ParallelDims) -> list[Transfer]:
     param_counts, trace = job.param_counts(dims.tensor), job.trace(dims.tensor, dims.context)
     micro_batches = job.batches(dims).accumulation
     num_layers = max(map(len, job.layers_of_ranks(dims.pipeline)))
-    block_elements = num_elements(param_counts.blocks[0])
+    block = param_counts.blocks[param_counts.typical_layer]
+    block_elements = num_elements(block)
     other_elements = num_elements(param_counts.other_weights)
     experts = expert_costs(job, dims)
     gathered_elements = block_elements - experts.elements
@@ -98,14 +99,12 @@ def transfers(job: Job, dims: ParallelDims) -> list[Transfer]:
             _ring_transfer("shard", "weights and gradients", size, shards, ranks_per_node // tensor)
         )
     if experts.message_bytes:
-        size = num_layers * micro_batches * experts.message_bytes
+        size = _num_expert_layers(job, dims) * micro_batches * experts.message_bytes
         transfers_of_rank.append(_exchange_transfer(size, shards, ranks_per_node))
     traffic = job.optimizer.traffic
     if traffic is not None and shards * tensor > 1:
         # Each rank sends its shards of gradients, and later its updates.
-        expert_elements = num_elements(
-            p for p in param_counts.blocks[0] if p in param_counts.experts
-        )
+        expert_elements = num_elements(p for p in block if p in param_counts.experts)
         sent_elements = num_layers * (
             block_elements if traffic.with_experts else block_elements - expert_elements
         )
@@ -145,6 +144,14 @@ def transfers(job: Job, dims: ParallelDims) -> list[Transfer]:
             )
         )
     return transfers_of_rank
+
+
+def _num_expert_layers(job: Job, dims: ParallelDims) -> int:
+    """Return the largest number of layers with experts on a rank of the pipeline."""
+    expert_layers = job.param_counts(dims.tensor).expert_layers
+    return max(
+        len(expert_layers.intersection(layers)) for layers in job.layers_of_ranks(dims.pipeline)
+    )
 
 
 def _ring_transfer(
@@ -222,8 +229,7 @@ def estimate(job: Job, dims: ParallelDims) -> Estimate:
     )
     stage_flops = [len(layers) * trace.block_flops for layers in job.layers_of_ranks(dims.pipeline)]
     stage_flops[-1] += trace.loss_flops
-    num_layers = max(map(len, job.layers_of_ranks(dims.pipeline)))
-    excess_flops = num_layers * expert_costs(job, dims).flops
+    excess_flops = _num_expert_layers(job, dims) * expert_costs(job, dims).flops
     tokens = batches.global_batch_size * job.length
 
     device, is_fp32 = job.device, job.options.mixed_precision == "no"

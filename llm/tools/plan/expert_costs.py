@@ -34,7 +34,7 @@ class ExpertCosts:
 
 
 def expert_costs(job: Job, dims: ParallelDims) -> ExpertCosts:
-    """Return the costs of expert parallelism in the first layer, which stands for all layers.
+    """Return the costs of expert parallelism in the first layer with experts.
 
     A row is a token at one of its experts. An all-to-all brings rows to the experts and another one
     brings them back, in the forward pass, in the backward pass, and in a recomputation. The
@@ -44,7 +44,8 @@ def expert_costs(job: Job, dims: ParallelDims) -> ExpertCosts:
         return ExpertCosts()
     options, trace = job.options, job.trace(dims.tensor, dims.context)
     param_counts = job.param_counts(dims.tensor)
-    experts = [p for p in param_counts.blocks[0] if p in param_counts.experts]
+    block = param_counts.blocks[param_counts.typical_layer]
+    experts = [p for p in block if p in param_counts.experts]
     stacks = [p for p in experts if p.ndim == 3]
     is_half = options.mixed_precision != "no"
     element_bytes = _HALF if is_half else FP32

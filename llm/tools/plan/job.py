@@ -210,12 +210,14 @@ class Job:
         return param_counts
 
     def _make_rank_model(self, tensor: int) -> tuple[ParamCounts, PreTrainedModel]:
-        """Return the parameter counts, and the model with one block, for a trace."""
+        """Return the parameter counts, and the model with its typical block only, for a trace."""
         model = self.make_meta_model()
         sequence_parallel = self.options.sequence_parallel and tensor > 1
         split_model(model, tensor, sequence_parallel=sequence_parallel)
         param_counts = count_parameters(model)
-        del find_blocks(model)[1:]
+        blocks = find_blocks(model)
+        blocks[0] = blocks[param_counts.typical_layer]
+        del blocks[1:]
         return param_counts, model
 
     def _trace_micro_batch(self, tensor: int, context: int) -> Trace:

@@ -113,7 +113,8 @@ class StagePlan:
         if job.options.fp8_all_gather:
             self.block_width = FP8
         self.head_width = HALF if self.gathers_casts and dims.tensor == 1 else FP32
-        self.block = self.param_counts.blocks[layer_indices[0]]
+        expert_layers = self.param_counts.expert_layers.intersection(layer_indices)
+        self.block = self.param_counts.blocks[min(expert_layers, default=layer_indices[0])]
         self.experts = expert_costs(job, dims)
         head, is_first_stage = self.param_counts.head, stage == 0
         # The head is on the last stage, and a tied one also on the first.

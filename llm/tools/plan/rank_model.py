@@ -124,6 +124,7 @@ class ParamCounts:
         embedding: Parameters of the input embedding; `other_weights` includes them.
         head: Parameters of the output head; `other_weights` includes them.
         experts: Parameters of experts that ranks can divide; `blocks` includes them.
+        expert_layers: Indices of the blocks with such experts; the first blocks may be dense.
         num_experts: Experts of a layer, for each number that occurs.
         is_tied: Whether all parameters of the output head belong to the embedding.
         buffers: Bytes of buffers.
@@ -134,6 +135,7 @@ class ParamCounts:
     embedding: set[nn.Parameter]
     head: set[nn.Parameter]
     experts: set[nn.Parameter]
+    expert_layers: frozenset[int]
     num_experts: frozenset[int]
     is_tied: bool
     buffers: int
@@ -144,6 +146,11 @@ class ParamCounts:
         return num_elements(itertools.chain(self.other_weights, *self.blocks))
 
     @property
+    def typical_layer(self) -> int:
+        """The index of the block that stands for all blocks: the first one, or with experts."""
+        return min(self.expert_layers, default=0)
+
+    @property
     def shares_embedding(self) -> bool:
         """Whether the output head and the input embedding share a parameter."""
         return not self.embedding.isdisjoint(self.head)
@@ -151,7 +158,8 @@ class ParamCounts:
 
 def count_parameters(model: PreTrainedModel) -> ParamCounts:
     """Count the parameters of a model, which may be on the meta device."""
-    blocks = [list(block.parameters()) for block in find_blocks(model)]
+    modules = find_blocks(model)
+    blocks = [list(block.parameters()) for block in modules]
     block_parameters = set(itertools.chain(*blocks))
     output = model.get_output_embeddings()
     head = set() if output is None else set(output.parameters())
@@ -163,6 +171,7 @@ def count_parameters(model: PreTrainedModel) -> ParamCounts:
         embedding=embedding,
         head=head,
         experts={p for module in experts for p in module.parameters(recurse=False)},
+        expert_layers=frozenset(i for i, block in enumerate(modules) if find_experts(block)),
         num_experts=frozenset(module.num_experts for module in experts),
         is_tied=head.issubset(embedding),
         buffers=sum(b.nbytes for b in model.buffers()),
