@@ -8,7 +8,7 @@ import tomllib
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from llm.checkpoint.format import MEAN_FILE, checkpoint_step
 from llm.checkpoint.load import list_checkpoints
@@ -17,7 +17,6 @@ from llm.errors import ConfigError, one_line
 from llm.runtime.files import read_json_lines
 from llm.runtime.logging import counted
 from llm.tools.report.events import Event, logged_events, planned_events
-from llm.tools.report.expert_loads import ExpertLoads, expert_loads
 from llm.tools.report.run_files import (
     Row,
     is_count,
@@ -27,6 +26,9 @@ from llm.tools.report.run_files import (
     read_table,
     to_utf8,
 )
+
+if TYPE_CHECKING:
+    from llm.tools.report.expert_loads import ExpertLoads
 
 X = Literal["step", "tokens", "seconds"]
 X_KEYS: tuple[X, ...] = ("step", "tokens", "seconds")
@@ -80,7 +82,7 @@ class Run:
     start: dict[str, Any]
     origin: Origin | None = None
     inherited_rows: Sequence[Row] = ()
-    expert_loads: Sequence[ExpertLoads] = ()
+    expert_loads: "Sequence[ExpertLoads]" = ()
 
     def last(self, key: str) -> float | None:
         """Return the last finite value of a metric, or None."""
@@ -140,6 +142,8 @@ def best_evaluation(rows: list[Row]) -> Evaluation | None:
 
 
 def _read_run(path: Path, name: str) -> Run:
+    from llm.tools.report.expert_loads import expert_loads  # here, since --help loads no library
+
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; name the folder of a run (its --output_dir).")
     if not any((path / file).is_file() for file in _RUN_FILES):
