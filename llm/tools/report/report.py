@@ -100,7 +100,7 @@ def write_report(options: ReportOptions, runs: list[Run]) -> list[Path]:
     except ImportError as error:
         install = shell_line([sys.executable, "-m", "pip", "install", "bokeh", "matplotlib"])
         raise ConfigError(
-            f"llm.tools.report needs the package {error.name}: run {install}, which are the extra "
+            f"llm-trainers report needs the package {error.name}: run {install}, which are the extra "
             "`report`."
         ) from error
     images = [] if options.png is None else write_images(runs, Path(options.png), x=x)
