@@ -100,8 +100,8 @@ def write_report(options: ReportOptions, runs: list[Run]) -> list[Path]:
     except ImportError as error:
         install = shell_line([sys.executable, "-m", "pip", "install", "bokeh", "matplotlib"])
         raise ConfigError(
-            f"llm-trainers report needs the package {error.name}: run {install}, which are the extra "
-            "`report`."
+            f"llm-trainers report needs the package {error.name}: run {install}; these are the "
+            "extra `report`."
         ) from error
     images = [] if options.png is None else write_images(runs, Path(options.png), x=x)
     output.parent.mkdir(parents=True, exist_ok=True)
