@@ -105,7 +105,7 @@ def split_text(options: ExpertsBenchmarkOptions, folder: Path) -> None:
     """
     corpus = Path(options.corpus or _ROOT / "examples" / "data" / "shakespeare.txt")
     if not corpus.is_file():
-        raise ConfigError(f"--corpus {corpus} is no file; name a text.")
+        raise ConfigError(f"--corpus {corpus} is not a file; give the path of a text.")
     text = corpus.read_text(encoding="utf-8")
     cut = text.index("\n", int(0.9 * len(text))) + 1
     (folder / "train.txt").write_text(text[:cut], encoding="utf-8")

@@ -371,7 +371,7 @@ def join_unit_aliases(cls: type, values: dict[str, Any], *, location: str = "") 
 
     Args:
         cls: Option dataclass.
-        values: Options by name or alias. None is no value of an alias.
+        values: Options by name or alias. An alias that is None sets the default.
         location: The TOML file, for messages; "" for the command line.
 
     Raises:

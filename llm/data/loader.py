@@ -125,9 +125,8 @@ class TrainLoader:
     def _read_step(self, step: int) -> StepBatch:
         """Return the input of a step, counted from 0, in the memory of the host."""
         first_position, end_position = self.batch_plan.step_positions(step)
-        positions = self.batch_plan.rank_positions(
-            step, self.rank
-        )  # [accumulation, micro_batch_size]
+        # [accumulation, micro_batch_size]
+        positions = self.batch_plan.rank_positions(step, self.rank)
         has_sample = positions >= 0
         block_size = self.samples.block_size
         # Missing samples read the step's first window, and their labels are ignored.

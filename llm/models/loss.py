@@ -392,8 +392,9 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     """Return whether a model's logits are just the output head of its last hidden states.
 
     Some families scale or cap their logits, and their configurations have no common field for it.
-    This function therefore compares the operations that the model runs with those of its base model
-    and its head. Both run without blocks, because blocks may need real weights or a precision.
+    This function therefore compares the operations of the model with the operations of its base
+    model and its head. Both run without blocks, because blocks may need real weights or a
+    precision.
 
     Args:
         model: A causal language model, on the meta device or with weights; not changed.

@@ -39,4 +39,5 @@ def test_kinds_of_balancing_are_compared_at_toy_size():
 def test_a_corpus_that_does_not_exist_is_refused(capsys):
     words = ["--corpus", "missing.txt"]
     assert run_benchmark("experts", "", ExpertsBenchmarkOptions, report, words) == 2
-    assert "error: --corpus missing.txt is no file; name a text." in capsys.readouterr().err
+    message = "error: --corpus missing.txt is not a file; give the path of a text."
+    assert message in capsys.readouterr().err

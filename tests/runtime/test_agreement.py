@@ -209,8 +209,10 @@ def wait_for_late_value():
 def test_a_rank_that_was_started_alone_says_for_whom_it_waits():
     ranks = Ranks(wait_for_late_rank, 1, "0", environment={"WORLD_SIZE": "4"})
 
-    wait_until(lambda: "Rank 0 waits for the other 3 ranks at 127.0.0.1, port " in ranks.output(0))
+    message = "Rank 0 waits for the other 3 ranks at 127.0.0.1, port "
+    wait_until(lambda: message in ranks.output(0))
 
+    assert message in ranks.output(0)
     ranks.kill()
     ranks.outcomes()
 
