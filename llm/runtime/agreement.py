@@ -126,15 +126,16 @@ def _exchange_values(
         if error is not None:
             raise error
         return [value]
-    reports = _gather_values((value, _error_report(error)), group, timeout)
-    failed_rank = next(
-        (rank for rank, (_, error_report) in enumerate(reports) if error_report is not None), None
-    )
-    if failed_rank is None:
-        return [rank_value for rank_value, _ in reports]
+    values_and_errors = _gather_values((value, _error_report(error)), group, timeout)
+    error_reports = [error_report for _, error_report in values_and_errors]
+    failed_ranks = [rank for rank, report in enumerate(error_reports) if report is not None]
+    if not failed_ranks:
+        return [rank_value for rank_value, _ in values_and_errors]
+
+    first_failed_rank = failed_ranks[0]
     shared_error: Any = error
-    if error is None or failed_rank != _rank():
-        _, (class_name, message) = reports[failed_rank]
+    if error is None or first_failed_rank != _rank():
+        class_name, message = error_reports[first_failed_rank]
         shared_error = getattr(errors, class_name)(message)
     shared_error.shared = True
     raise shared_error
@@ -178,38 +179,61 @@ def _gather_through_store(value: Any, timeout: float) -> list[Any]:
     rank, world_size = _rank(), _world_size()
     restart_count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep its store
     key = f"llm/agreement/{restart_count}/{next(_exchange_counter)}"
-    keys = [f"{key}/{peer}" for peer in range(world_size)]
+    value_keys = [f"{key}/{peer}" for peer in range(world_size)]
     deadline = time.monotonic() + timeout
-
-    def wait_for_all_ranks(phase: str, *, wait: bool = True) -> None:
-        if store.add(f"{key}/{phase}", 1) == world_size:
-            store.set(f"{key}/{phase}/all", "")
-        pause_seconds = _MIN_POLL_SECONDS
-        notice_at = time.monotonic() + _NOTICE_SECONDS
-        while wait and not store.check([f"{key}/{phase}/all"]):
-            if time.monotonic() > deadline:
-                raise PeerLostError(_PEER_LOST_MESSAGE)
-            if time.monotonic() > notice_at:
-                _log_late_ranks(store, keys, rank)
-                notice_at = math.inf
-            time.sleep(pause_seconds)
-            pause_seconds = min(1.5 * pause_seconds, _MAX_POLL_SECONDS)
-
     try:
         store = _connect_to_store()
-        store.set(keys[rank], json.dumps(value))
-        wait_for_all_ranks("written")
-        values = [_parse_value(text, sender) for sender, text in enumerate(store.multi_get(keys))]
-        wait_for_all_ranks("read", wait=rank == 0)  # rank 0 may serve the store and fail
+        store.set(value_keys[rank], json.dumps(value))
+        _count_arrival(store, f"{key}/written", world_size)
+        _wait_for_all_ranks(store, f"{key}/written", value_keys, rank, deadline)
+        texts = store.multi_get(value_keys)
+        values = [_parse_value(text, sender) for sender, text in enumerate(texts)]
+        _count_arrival(store, f"{key}/read", world_size)
+        if rank == 0:  # it may serve the store, and must not end before the others have read
+            _wait_for_all_ranks(store, f"{key}/read", value_keys, rank, deadline)
     except RuntimeError as error:  # rank 0 has ended, and the store with it
         raise PeerLostError(_PEER_LOST_MESSAGE) from error
     return values
 
 
-def _log_late_ranks(store: "Store", keys: list[str], rank: int) -> None:
+def _count_arrival(store: "Store", barrier_key: str, world_size: int) -> None:
+    """Count this rank at a barrier; the last rank opens the barrier."""
+    if store.add(barrier_key, 1) == world_size:
+        store.set(f"{barrier_key}/all", "")
+
+
+def _wait_for_all_ranks(
+    store: "Store", barrier_key: str, value_keys: list[str], rank: int, deadline: float
+) -> None:
+    """Wait until a barrier is open, and log once which ranks are late.
+
+    Args:
+        store: The store of the launcher.
+        barrier_key: Key of the barrier.
+        value_keys: Key of each rank's value, by rank.
+        rank: Rank of this process.
+        deadline: Time on the monotonic clock when a missing rank counts as lost.
+
+    Raises:
+        PeerLostError: The barrier is still closed at the deadline.
+    """
+    pause_seconds = _MIN_POLL_SECONDS
+    notice_at = time.monotonic() + _NOTICE_SECONDS
+    while not store.check([f"{barrier_key}/all"]):
+        if time.monotonic() > deadline:
+            raise PeerLostError(_PEER_LOST_MESSAGE)
+        if time.monotonic() > notice_at:
+            _log_late_ranks(store, value_keys, rank)
+            notice_at = math.inf
+        time.sleep(pause_seconds)
+        pause_seconds = min(1.5 * pause_seconds, _MAX_POLL_SECONDS)
+
+
+def _log_late_ranks(store: "Store", value_keys: list[str], rank: int) -> None:
     """Log which ranks have not sent their value; only the lowest rank that has sent one logs."""
-    late_ranks = [peer for peer, key in enumerate(keys) if not store.check([key])]
-    if not late_ranks or rank != next(peer for peer in range(len(keys)) if peer not in late_ranks):
+    has_sent = [store.check([key]) for key in value_keys]
+    late_ranks = [peer for peer, is_sent in enumerate(has_sent) if not is_sent]
+    if not late_ranks or rank != has_sent.index(True):
         return
     rank_names = [str(peer) for peer in late_ranks[:_MAX_RANKS_IN_MESSAGE]]
     if num_unnamed := len(late_ranks) - len(rank_names):

@@ -9,6 +9,7 @@ timer of `faulthandler` ends it, which each heartbeat resets.
 
 import contextlib
 import faulthandler
+import functools
 import json
 import logging
 import math
@@ -80,13 +81,15 @@ class Health:
     ) -> None:
         self._rank, self._world_size = rank, world_size
         self._name = f"rank {rank} on {socket.gethostname()}"
+        seconds_per_timeout = timeout or math.inf
         self._limits = {
-            phase: times * (timeout or math.inf) for phase, times in _LIMITS_IN_TIMEOUTS.items()
+            phase: num_timeouts * seconds_per_timeout
+            for phase, num_timeouts in _LIMITS_IN_TIMEOUTS.items()
         }
-        self._on_loss, self._stacks_folder = on_loss, stacks_folder
-        self._is_stopped, self._is_leaving = threading.Event(), False
-        self._is_ending = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._on_loss = on_loss
+        self._stacks_folder = stacks_folder
+        self._is_stopped, self._is_ending = threading.Event(), threading.Event()
+        self._is_leaving = False
         # The last heartbeat of each connection. A connection stays open until this process exits.
         self._peers: dict[LineChannel, _Peer] = {}
         self._timer_set_at = -math.inf
@@ -94,26 +97,39 @@ class Health:
         self.failure: str | None = None
         self.reporter = 0
         self.heartbeat(step=0, phase="start")
-        if world_size == 1:
-            return
-        if rank == 0:
-            is_local = is_on_one_host(os.environ, world_size)
-            self._server = HeartbeatServer(
-                host=None if is_local else os.environ.get("MASTER_ADDR"), num_ranks=world_size - 1
+
+        self._thread: threading.Thread | None = None
+        if world_size > 1 and rank == 0:
+            self._open_server(broadcast)
+            self._start_thread(self._watch_ranks)
+        elif world_size > 1:
+            channel = self._join_server(broadcast)
+            if channel is not None:
+                self._start_thread(functools.partial(self._watch_rank0, channel))
+
+    def _open_server(self, broadcast: Callable[[Any], Any]) -> None:
+        """Listen for the heartbeats of the other ranks, and tell them the address."""
+        is_local = is_on_one_host(os.environ, self._world_size)
+        self._server = HeartbeatServer(
+            host=None if is_local else os.environ.get("MASTER_ADDR"),
+            num_ranks=self._world_size - 1,
+        )
+        broadcast((socket.gethostname(), self._server.host, self._server.port, self._server.key))
+
+    def _join_server(self, broadcast: Callable[[Any], Any]) -> LineChannel | None:
+        """Learn the address of rank 0 and connect to it; warn and return None if that fails."""
+        self._host, self._address, self._port, self._key = broadcast(None)
+        channel = self._connect_to_rank0()
+        if channel is None:
+            logger.warning(
+                f"Rank {self._rank} does not reach rank 0 on {self._host}, port {self._port}: if "
+                "it dies or hangs, no rank will report it."
             )
-            address = self._server.host, self._server.port
-            broadcast((socket.gethostname(), *address, self._server.key))
-            self._thread = threading.Thread(target=self._watch_ranks, daemon=True)
-        else:
-            self._host, self._address, self._port, self._key = broadcast(None)
-            channel = self._connect_to_rank0()
-            if channel is None:
-                logger.warning(
-                    f"Rank {rank} does not reach rank 0 on {self._host}, port {self._port}: if it "
-                    "dies or hangs, no rank will report it."
-                )
-                return
-            self._thread = threading.Thread(target=self._watch_rank0, args=(channel,), daemon=True)
+        return channel
+
+    def _start_thread(self, watch: Callable[[], None]) -> None:
+        """Start the thread that sends and checks heartbeats until this rank leaves."""
+        self._thread = threading.Thread(target=watch, daemon=True)
         self._thread.start()
 
     def heartbeat(self, *, step: int, phase: Phase) -> None:
@@ -132,11 +148,8 @@ class Health:
         """Record that this rank makes progress within its phase."""
         self._progress_at = time.monotonic()
         limit = self._limits[self._phase] + _STUCK_SECONDS
-        if (
-            self._world_size > 1
-            and limit < math.inf
-            and self._progress_at - self._timer_set_at >= 1.0
-        ):
+        has_limit = self._world_size > 1 and limit < math.inf
+        if has_limit and self._progress_at - self._timer_set_at >= 1.0:
             self._timer_set_at = self._progress_at
             faulthandler.dump_traceback_later(limit, exit=True, file=2)
 
@@ -181,22 +194,24 @@ class Health:
         if failure is not None:
             self._send_to_ranks({"failure": failure})
             self._end_process(failure)
-        elif (
-            self._is_leaving
-        ):  # otherwise an error ends this rank, and the others report it as lost
+        elif self._is_leaving:  # after an error, the others report this rank as lost
             self._send_until_disconnected({"failure": None}, _LEAVE_SECONDS)
 
     def _receive_heartbeats(self) -> str | None:
-        """Read all messages of the ranks; return a failure if one has died."""
-        failure = None
+        """Record the heartbeats that have arrived; return a failure if a rank has died."""
+        dead_heartbeats = []
         for channel, line in self._server.receive():
             if line is not None:
                 self._peers[channel] = _Peer(json.loads(line), time.monotonic())
-            elif (peer := self._peers.pop(channel, None)) is not None:
-                heartbeat = peer.heartbeat
-                if failure is None and not heartbeat["leaves"]:
-                    failure = f"{heartbeat['name']} has died, about step {heartbeat['step']}"
-        return failure  # not before the other ranks are known, which must be notified
+                continue
+            lost_peer = self._peers.pop(channel, None)
+            if lost_peer is not None and not lost_peer.heartbeat["leaves"]:
+                dead_heartbeats.append(lost_peer.heartbeat)
+        # After the loop, because all other ranks must be known before they are notified.
+        if not dead_heartbeats:
+            return None
+        first_dead = dead_heartbeats[0]
+        return f"{first_dead['name']} has died, about step {first_dead['step']}"
 
     def _send_to_ranks(self, message: dict[str, Any]) -> None:
         """Send a message to all ranks that are connected."""
@@ -210,9 +225,8 @@ class Health:
         while (checked_at := time.monotonic()) < deadline:
             self._receive_heartbeats()
             self._send_to_ranks(message)
-            if all(
-                checked_at - peer.received_at > _SILENCE_SECONDS for peer in self._peers.values()
-            ):
+            silences = [checked_at - peer.received_at for peer in self._peers.values()]
+            if all(seconds_silent > _SILENCE_SECONDS for seconds_silent in silences):
                 return  # the remaining ranks have stopped
             time.sleep(0.05)
 
@@ -227,42 +241,58 @@ class Health:
         channel = connect_to_server(hosts, self._port)
         if channel is not None:
             channel.send(self._key.encode())
-            channel.send(json.dumps(self._make_heartbeat()).encode())
+            self._send_heartbeat(channel)
         return channel
 
     def _watch_rank0(self, channel: LineChannel) -> None:
         """Send heartbeats until this rank leaves, or rank 0 reports a failure or is lost."""
         received_at, has_received = time.monotonic(), False
         while not self._is_stopped.wait(_HEARTBEAT_SECONDS):
-            channel.send(json.dumps(self._make_heartbeat()).encode())
+            self._send_heartbeat(channel)
             try:
-                for line in channel.receive():
-                    received_at, has_received = time.monotonic(), True
-                    message = json.loads(line)
-                    if "failure" in message:
-                        channel.close()
-                        failure = message["failure"]
-                        return None if failure is None else self._end_process(failure)
+                messages = [json.loads(line) for line in channel.receive()]
             except ConnectionError:
                 channel.close()
                 # Rank 0 closes a connection if the key comes late, because this process was stopped
                 # in between, for example.
                 next_channel = None if has_received else self._connect_to_rank0()
                 if next_channel is None:
-                    failure = f"rank 0 on {self._host} has died, about step {self._step}"
-                    return self._end_process(failure, reporter=1)
-                channel = next_channel
-            silence_seconds, limit = time.monotonic() - received_at, self._limits[self._phase]
-            if silence_seconds > max(limit, _SILENCE_SECONDS):
-                failure = (
-                    f"rank 0 on {self._host} hangs: no heartbeat for {silence_seconds:.0f} s of a "
-                    f"{self._phase} after step {self._step} (limit {limit:g} s)"
-                )
-                return self._end_process(failure, reporter=1)
+                    death = f"rank 0 on {self._host} has died, about step {self._step}"
+                    self._end_process(death, reporter=1)
+                    return
+                channel, messages = next_channel, []
+
+            if messages:
+                received_at, has_received = time.monotonic(), True
+            last_message = next((message for message in messages if "failure" in message), None)
+            if last_message is not None:
+                channel.close()
+                if last_message["failure"] is not None:  # otherwise rank 0 leaves
+                    self._end_process(last_message["failure"])
+                return
+
+            hang = self._rank0_hang_failure(time.monotonic() - received_at)
+            if hang is not None:
+                self._end_process(hang, reporter=1)
+                return
+
         if self._is_leaving:
-            channel.send(json.dumps(self._make_heartbeat()).encode())
+            self._send_heartbeat(channel)
             channel.close()
-        return None
+
+    def _send_heartbeat(self, channel: LineChannel) -> None:
+        """Send the progress of this rank to rank 0."""
+        channel.send(json.dumps(self._make_heartbeat()).encode())
+
+    def _rank0_hang_failure(self, seconds_silent: float) -> str | None:
+        """Return the failure of rank 0 if it has been silent for longer than its limit."""
+        limit = self._limits[self._phase]
+        if seconds_silent <= max(limit, _SILENCE_SECONDS):
+            return None
+        return (
+            f"rank 0 on {self._host} hangs: no heartbeat for {seconds_silent:.0f} s of a "
+            f"{self._phase} after step {self._step} (limit {limit:g} s)"
+        )
 
     def _hung_rank_failure(self) -> str | None:
         """Return the failure of a rank that makes no progress within its limit, or None."""
@@ -275,6 +305,7 @@ class Health:
         ]
         if not late_peers or any(peer.heartbeat["leaves"] for peer in late_peers):
             return None
+
         # A stopped process sends no heartbeat, and its last one may come from another phase. A
         # hanging rank is behind the ranks that wait for it.
         silent_peers = [peer for peer in peers if checked_at - peer.received_at >= _SILENCE_SECONDS]
@@ -282,16 +313,22 @@ class Health:
             silent_peers or late_peers, key=lambda peer: (peer.heartbeat["step"], peer.progress_at)
         )
         heartbeat = hung_peer.heartbeat
-        limit = min(self._limits[peer.heartbeat["phase"]] for peer in late_peers)
         is_same_step = all(peer.heartbeat["step"] == heartbeat["step"] for peer in peers)
-        all_ranks = "every rank"
-        if len(peers) < self._world_size:  # the others may wait for one that did not connect
-            all_ranks = f"every rank that rank 0 hears ({len(peers)} of {self._world_size})"
-        hung_name = all_ranks if is_same_step and not silent_peers else heartbeat["name"]
+        is_every_rank = is_same_step and not silent_peers
+        hung_name = self._describe_connected_ranks() if is_every_rank else heartbeat["name"]
+        limit = min(self._limits[peer.heartbeat["phase"]] for peer in late_peers)
         return (
             f"{hung_name} hangs: no progress for {checked_at - hung_peer.progress_at:.0f} s of its "
             f"{heartbeat['phase']} after step {heartbeat['step']} (limit {limit:g} s)"
         )
+
+    def _describe_connected_ranks(self) -> str:
+        """Return "every rank", with their number if some rank has not connected."""
+        num_connected = len(self._peers) + 1
+        if num_connected >= self._world_size:
+            return "every rank"
+        # The connected ranks may wait for one that did not connect.
+        return f"every rank that rank 0 hears ({num_connected} of {self._world_size})"
 
     def _end_process(self, failure: str, *, reporter: int = 0) -> None:
         """Report a failure, give the training thread time to exit, then exit the process."""
@@ -313,9 +350,8 @@ class Health:
     def _dump_stacks(self, failure: str) -> None:
         """Write the Python stacks of all threads, and the last collectives, into files."""
         self._stacks_folder.mkdir(parents=True, exist_ok=True)
-        with (self._stacks_folder / f"rank_{self._rank:05d}.txt").open(
-            "w", encoding="utf-8"
-        ) as file:
+        stacks_path = self._stacks_folder / f"rank_{self._rank:05d}.txt"
+        with stacks_path.open("w", encoding="utf-8") as file:
             file.write(f"{failure}\n\n")
             file.flush()
             faulthandler.dump_traceback(file)
