@@ -60,20 +60,20 @@ def permute(index: NDArray[Any], *, size: int, key: int | UInt64s) -> Int64s:
     """
     side = math.isqrt(size - 1) + 1
     side += side % 2  # with an odd side, all keys would give permutations of one parity
-    value = np.array(index, dtype=np.uint64)
-    shape, value = value.shape, value.reshape(-1)
+    shape = np.shape(index)
+    values = np.array(index, dtype=np.uint64).reshape(-1)
     keys = np.broadcast_to(np.asarray(_to_uint64(key)), shape).reshape(-1)
-    pending = np.arange(value.size)
+    pending = np.arange(values.size)
     while pending.size:
-        value[pending] = _apply_feistel_network(value[pending], keys[pending], np.uint64(side))
+        values[pending] = _apply_feistel_network(values[pending], keys[pending], np.uint64(side))
         # Values outside the range are mapped again, which keeps the map one to one.
-        pending = pending[value[pending] >= size]
-    return value.astype(np.int64).reshape(shape)
+        pending = pending[values[pending] >= size]
+    return values.astype(np.int64).reshape(shape)
 
 
-def _apply_feistel_network(value: UInt64s, keys: UInt64s, side: np.uint64) -> UInt64s:
+def _apply_feistel_network(values: UInt64s, keys: UInt64s, side: np.uint64) -> UInt64s:
     """Permute values [num_values] of range(side * side), each with its key [num_values]."""
-    high, low = value // side, value % side
+    high, low = values // side, values % side
     for round_index in range(_NUM_FEISTEL_ROUNDS):
         hashed = _split_mix(_split_mix(keys, round_index), high)
         low, high = high, (low + hashed % side) % side
@@ -114,13 +114,13 @@ class _BlockCache:
 
     def __call__(self, samples: Int64s) -> Int64s:
         """Return int64 [num_values, num_samples] for int64 [num_samples]."""
-        blocks, offsets = np.divmod(samples, self._size)
-        if samples.size and (blocks == blocks[0]).all():  # the usual case, in one copy
-            return self._read_block(int(blocks[0]))[:, offsets]
+        block_indices, offsets = np.divmod(samples, self._size)
+        if samples.size and (block_indices == block_indices[0]).all():  # usually, in one copy
+            return self._read_block(int(block_indices[0]))[:, offsets]
         values = np.empty((self._num_values, samples.size), np.int64)
-        for block in np.unique(blocks).tolist():
-            in_block = blocks == block
-            values[:, in_block] = self._read_block(block)[:, offsets[in_block]]
+        for block_index in np.unique(block_indices).tolist():
+            is_in_block = block_indices == block_index
+            values[:, is_in_block] = self._read_block(block_index)[:, offsets[is_in_block]]
         return values
 
 
@@ -177,9 +177,9 @@ class WindowSampler:
         return self._starts(samples.reshape(-1)).reshape(samples.shape)
 
     def _make_block(self, block_index: int) -> Int64s:
-        samples = block_index * _SAMPLES_PER_WINDOW_BLOCK + np.arange(
-            _SAMPLES_PER_WINDOW_BLOCK, dtype=np.int64
-        )
+        """Return where the samples of one block start in the stream, int64 [1, 1024]."""
+        first_sample = block_index * _SAMPLES_PER_WINDOW_BLOCK
+        samples = first_sample + np.arange(_SAMPLES_PER_WINDOW_BLOCK, dtype=np.int64)
         epochs, epoch_positions = np.divmod(samples, self.num_windows)
         epoch_seeds = _split_mix(self._seed, epochs.astype(np.uint64))
         windows = permute(
@@ -229,8 +229,21 @@ class Blend:
 
     def samples_per_source(self, num_samples: int) -> list[int]:
         """Return how many of the first `num_samples` samples each source serves, exactly."""
-        # Binary search for the first time when `num_samples` samples have been served. With k
-        # sources, the clock is within k / 2 samples of this number.
+        last_tick = self._find_tick(num_samples)
+        counts_before_tick = self._samples_per_source_until(last_tick - 1)
+        counts_after_tick = self._samples_per_source_until(last_tick)
+        counts = [*counts_before_tick]
+        num_missing = num_samples - sum(counts)
+        for source in range(len(counts)):
+            # If several sources are served at the same tick, the lower number comes first.
+            if num_missing and counts_after_tick[source] > counts_before_tick[source]:
+                counts[source] += 1
+                num_missing -= 1
+        return counts
+
+    def _find_tick(self, num_samples: int) -> int:
+        """Return the first tick when `num_samples` samples have been served, by binary search."""
+        # With k sources, the clock is within k / 2 samples of this number.
         num_sources = len(self._weights)
         low_tick = max(-1, (num_samples - num_sources) * _TICKS_PER_SAMPLE - 1)
         high_tick = (num_samples + num_sources) * _TICKS_PER_SAMPLE
@@ -240,15 +253,7 @@ class Blend:
                 high_tick = middle_tick
             else:
                 low_tick = middle_tick
-        counts = self._samples_per_source_until(high_tick - 1)
-        counts_after_tick = self._samples_per_source_until(high_tick)
-        num_missing = num_samples - sum(counts)
-        for source in range(len(counts)):
-            # If several sources are served at the same tick, the lower number comes first.
-            if num_missing and counts_after_tick[source] > counts[source]:
-                counts[source] += 1
-                num_missing -= 1
-        return counts
+        return high_tick
 
     def _samples_per_source_until(self, tick: int) -> list[int]:
         """Return how many samples of each source have a time of at most `tick` ticks."""
@@ -262,34 +267,52 @@ class Blend:
 
     def _make_block(self, block_index: int) -> Int64s:
         """Return the sources and indices of one block of samples, int64 [2, 4096]."""
-        first_indices = self.samples_per_source(block_index * _SAMPLES_PER_BLEND_BLOCK)
-        end_indices = self.samples_per_source((block_index + 1) * _SAMPLES_PER_BLEND_BLOCK)
-        block_tick = block_index * _SAMPLES_PER_BLEND_BLOCK * _TICKS_PER_SAMPLE
+        first_sample = block_index * _SAMPLES_PER_BLEND_BLOCK
+        first_indices = self.samples_per_source(first_sample)
+        end_indices = self.samples_per_source(first_sample + _SAMPLES_PER_BLEND_BLOCK)
         sources, indices, ticks = [], [], []
         for source, weight in enumerate(self._weights):
-            sample_numbers = np.arange(end_indices[source] - first_indices[source], dtype=np.int64)
-            if sample_numbers.size == 0:
+            first_index = first_indices[source]
+            num_samples = end_indices[source] - first_index
+            if num_samples == 0:
                 continue
-            # The first tick is computed with Python's integers, which do not overflow. The others
-            # are int64 relative to the block: number * remainder is below 2**12 * 2**41.
-            first_tick, first_remainder = divmod(
-                (2 * first_indices[source] + 1) * _WEIGHT_DENOMINATOR * _TICKS_PER_SAMPLE,
-                2 * weight,
-            )
-            step_ticks, step_remainder = divmod(
-                2 * _WEIGHT_DENOMINATOR * _TICKS_PER_SAMPLE, 2 * weight
-            )
+            sources.append(np.full(num_samples, source, dtype=np.int64))
+            indices.append(first_index + np.arange(num_samples, dtype=np.int64))
             ticks.append(
-                first_tick
-                - block_tick
-                + sample_numbers * step_ticks
-                + (first_remainder + sample_numbers * step_remainder) // (2 * weight)
+                _source_ticks(
+                    weight,
+                    first_index=first_index,
+                    num_samples=num_samples,
+                    block_tick=first_sample * _TICKS_PER_SAMPLE,
+                )
             )
-            sources.append(np.full(sample_numbers.size, source, dtype=np.int64))
-            indices.append(first_indices[source] + sample_numbers)
         # The sort is stable: at equal ticks the lower source stays first.
         order = np.argsort(np.concatenate(ticks), kind="stable")
         return np.stack([np.concatenate(sources)[order], np.concatenate(indices)[order]])
+
+
+def _source_ticks(weight: int, *, first_index: int, num_samples: int, block_tick: int) -> Int64s:
+    """Return when a source serves consecutive samples: ticks after `block_tick` [num_samples].
+
+    Sample i is served at tick (2i + 1) * D * T // (2 weight), with the denominator D of the weights
+    and T ticks per sample.
+
+    Args:
+        weight: Integer weight of the source.
+        first_index: Index of the first sample among the samples of the source.
+        num_samples: Number of samples, at most 2**12.
+        block_tick: The tick when the block begins.
+    """
+    # The first tick is computed with Python's integers, which do not overflow. The others are int64
+    # relative to the block: offset * remainder is below 2**12 * 2**41.
+    first_tick, first_remainder = divmod(
+        (2 * first_index + 1) * _WEIGHT_DENOMINATOR * _TICKS_PER_SAMPLE, 2 * weight
+    )
+    step_ticks, step_remainder = divmod(2 * _WEIGHT_DENOMINATOR * _TICKS_PER_SAMPLE, 2 * weight)
+    offsets = np.arange(num_samples, dtype=np.int64)
+    carried_ticks = (first_remainder + offsets * step_remainder) // (2 * weight)
+    ticks: Int64s = first_tick - block_tick + offsets * step_ticks + carried_ticks
+    return ticks
 
 
 def _integer_weights(weights: Sequence[float]) -> list[int]:
@@ -300,12 +323,15 @@ def _integer_weights(weights: Sequence[float]) -> list[int]:
     # A source with a tiny weight is served rarely, but not never.
     integer_weights = [max(int(quota), int(quota > 0)) for quota in quotas]
     sources_by_remainder = sorted(
-        range(len(quotas)), key=lambda j: (integer_weights[j] - quotas[j], j)
+        range(len(quotas)), key=lambda source: (integer_weights[source] - quotas[source], source)
     )
     num_missing = _WEIGHT_DENOMINATOR - sum(integer_weights)
-    for source in sources_by_remainder[: max(0, num_missing)]:
-        integer_weights[source] += 1
-    integer_weights[integer_weights.index(max(integer_weights))] += min(0, num_missing)
+    if num_missing >= 0:
+        for source in sources_by_remainder[:num_missing]:
+            integer_weights[source] += 1
+    else:
+        heaviest_source = integer_weights.index(max(integer_weights))
+        integer_weights[heaviest_source] += num_missing
     return integer_weights
 
 
@@ -362,13 +388,12 @@ class Mixture:
     def __init__(self, stages: Sequence[MixtureStage], *, block_size: int) -> None:
         self._starts = stage_starts(stages, block_size=block_size)
         self._blends = [Blend(stage.weights) for stage in stages]
-        # Samples served by each source before each stage.
+        # Samples served by each source before each stage: int64 [num_sources] for every stage.
         self._samples_before_stage = [np.zeros(len(stages[0].weights), np.int64)]
-        stage_ranges = itertools.pairwise(self._starts)
-        for blend, (start, next_start) in zip(self._blends, stage_ranges, strict=False):
-            self._samples_before_stage.append(
-                self._samples_before_stage[-1] + blend.samples_per_source(next_start - start)
-            )
+        stage_lengths = [end - start for start, end in itertools.pairwise(self._starts)]
+        for blend, num_samples in zip(self._blends[:-1], stage_lengths, strict=True):
+            samples_in_stage = blend.samples_per_source(num_samples)
+            self._samples_before_stage.append(self._samples_before_stage[-1] + samples_in_stage)
 
     def locate(self, samples: Int64s) -> tuple[Int64s, Int64s]:
         """Return the source of each sample, and its index among the samples of that source.
@@ -383,13 +408,11 @@ class Mixture:
         stages = np.searchsorted(self._starts, samples, side="right") - 1
         sources, indices = np.empty_like(samples), np.empty_like(samples)
         for stage in np.unique(stages).tolist():
-            in_stage = stages == stage
-            sources[in_stage], indices_in_stage = self._blends[stage].locate(
-                samples[in_stage] - self._starts[stage]
-            )
-            indices[in_stage] = (
-                self._samples_before_stage[stage][sources[in_stage]] + indices_in_stage
-            )
+            is_in_stage = stages == stage
+            samples_in_stage = samples[is_in_stage] - self._starts[stage]
+            stage_sources, stage_indices = self._blends[stage].locate(samples_in_stage)
+            sources[is_in_stage] = stage_sources
+            indices[is_in_stage] = self._samples_before_stage[stage][stage_sources] + stage_indices
         return sources, indices
 
     def samples_per_source(self, num_samples: int) -> list[int]:

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
@@ -65,18 +66,36 @@ def export_model(
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=_TORCH_DTYPES[dtype], trust_remote_code=trust_remote_code
         )
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for transform in reversed(transforms):
         state_dict = transform.export_weights(state_dict, config)
-    weights = {name: _trim_padding(tensor, shapes[name]) for name, tensor in state_dict.items()}
-    weights = {
-        name: tensor.to(_TORCH_DTYPES[dtype]) if tensor.is_floating_point() else tensor
-        for name, tensor in weights.items()
-    }
-    model.load_state_dict(weights, assign=True)
-    model.tie_weights()
+    _assign_weights(model, state_dict, dtype=_TORCH_DTYPES[dtype])
     if generation_config is not None:
         model.generation_config = generation_config
+    _save_model(model, tokenizer, folder, trust_remote_code=trust_remote_code)
+
+
+def _assign_weights(
+    model: PreTrainedModel, state_dict: Mapping[str, Tensor], *, dtype: torch.dtype
+) -> None:
+    """Give a model on the meta device its weights, without vocabulary padding and in a dtype."""
+    shape_by_name = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    weights = {}
+    for name, tensor in state_dict.items():
+        trimmed_tensor = _trim_padding(tensor, shape_by_name[name])
+        is_float = trimmed_tensor.is_floating_point()
+        weights[name] = trimmed_tensor.to(dtype) if is_float else trimmed_tensor
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+
+
+def _save_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    trust_remote_code: bool,
+) -> None:
+    """Write model and tokenizer to a temporary folder, then move the files into `folder`."""
     # Inside the folder, so that a rename never crosses a file system.
     for stale_folder in folder.glob(".export-*"):
         shutil.rmtree(stale_folder)

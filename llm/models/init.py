@@ -15,7 +15,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,14 +57,15 @@ def materialize(model: PreTrainedModel, *, seed: int, device: torch.device) -> N
         device: Device of the parameters and buffers.
     """
     model.to_empty(device=device)
-    for name in model.all_tied_weights_keys:
+    tied_names = set(model.all_tied_weights_keys)
+    for name in tied_names:
         # As when loading, transformers skips weights that will be tied to another one.
         model.get_parameter(name)._is_hf_initialized = True
     draws = KeyedDraws(model, seed)
     draws.initialize(device)
-    unset_names = draws.tensor_names - draws.written_names - set(model.all_tied_weights_keys)
-    if unset_names:
-        _copy_constructed(model, unset_names, seed=seed)
+    constructor_names = draws.tensor_names - draws.written_names - tied_names
+    if constructor_names:
+        _copy_constructor_values(model, constructor_names, seed=seed)
     model.tie_weights()
 
 
@@ -148,7 +149,7 @@ def writes_in_place(func: Any) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-def _copy_constructed(model: PreTrainedModel, tensor_names: set[str], *, seed: int) -> None:
+def _copy_constructor_values(model: PreTrainedModel, tensor_names: set[str], *, seed: int) -> None:
     """Copy the values that only a model's constructor sets, from a second model on the host.
 
     Its random numbers depend on the seed alone, not on the parameters' names.
@@ -170,14 +171,14 @@ def _copy_constructed(model: PreTrainedModel, tensor_names: set[str], *, seed: i
 def copy_to_meta(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy on the meta device with the same names and shapes, which takes no memory."""
     named_tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-    copies_by_id: dict[int, Any] = {}
+    copy_by_id: dict[int, Any] = {}
     for _, tensor in named_tensors:
         meta_tensor = tensor.detach().to("meta")
         if isinstance(tensor, nn.Parameter):
             meta_tensor = nn.Parameter(meta_tensor, requires_grad=tensor.requires_grad)
-        copies_by_id[id(tensor)] = meta_tensor
+        copy_by_id[id(tensor)] = meta_tensor
     # deepcopy takes these tensors from its memo, so tied weights stay tied.
-    return copy.deepcopy(model, copies_by_id)
+    return copy.deepcopy(model, copy_by_id)
 
 
 @contextmanager
@@ -194,23 +195,37 @@ def dummy_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
         device: Where the model computes inside the context.
     """
     dummy_values = _DummyValues(device)
-    value_by_tensor: dict[Tensor, Tensor] = {}
-    tensor_slots: list[tuple[dict[str, Any], str, Tensor]] = []
+    dummy_by_tensor: dict[Tensor, Tensor] = {}  # one for all names of a tied parameter
+    tensor_slots = _find_meta_tensors(model)
+    for slot in tensor_slots:
+        if slot.tensor not in dummy_by_tensor:
+            dummy_by_tensor[slot.tensor] = dummy_values.make(slot.tensor)
+        slot.module_tensors[slot.name] = dummy_by_tensor[slot.tensor]
+    try:
+        yield
+    finally:
+        for slot in tensor_slots:
+            slot.module_tensors[slot.name] = slot.tensor
+
+
+class _TensorSlot(NamedTuple):
+    """A parameter or buffer of a module: the module's dictionary, the key, and the tensor."""
+
+    module_tensors: dict[str, Any]
+    name: str
+    tensor: Tensor
+
+
+def _find_meta_tensors(model: nn.Module) -> list[_TensorSlot]:
+    """Return all parameters and buffers on the meta device; tied ones once for each module."""
+    tensor_slots = []
     for module in model.modules():
         tensor_dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for module_tensors in tensor_dicts:
             for name, tensor in module_tensors.items():
                 if tensor is not None and tensor.is_meta:
-                    if tensor not in value_by_tensor:
-                        value_by_tensor[tensor] = dummy_values.make(tensor)
-                    tensor_slots.append((module_tensors, name, tensor))
-    for module_tensors, name, tensor in tensor_slots:
-        module_tensors[name] = value_by_tensor[tensor]
-    try:
-        yield
-    finally:
-        for module_tensors, name, tensor in tensor_slots:
-            module_tensors[name] = tensor
+                    tensor_slots.append(_TensorSlot(module_tensors, name, tensor))
+    return tensor_slots
 
 
 class _DummyValues:
@@ -224,7 +239,8 @@ class _DummyValues:
     def make(self, tensor: Tensor) -> Tensor:
         """Return dummy values for a parameter or buffer on the meta device."""
         if not tensor.is_floating_point():  # an all-true mask, or zero indices
-            return tensor.new_full(tensor.shape, tensor.dtype == torch.bool, device=self._device)
+            fill_value = tensor.dtype == torch.bool
+            return tensor.new_full(tensor.shape, fill_value, device=self._device)
         if not isinstance(tensor, nn.Parameter):  # rotary frequencies, for instance
             row = torch.rand(sum(tensor.shape) + 1, generator=self._generator)
             return self._view_row_as(row, tensor)

@@ -11,7 +11,7 @@ Each rank reads its shards of pretrained weights from safetensors, one file at a
 import copy
 import logging
 from collections.abc import Callable, Container, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -72,17 +72,22 @@ def fill_model(
 
     loaded_names = {name for file in files for name in file.key_by_name}
     init_shards(model, make_meta_model, seed=seed, device=device, loaded=loaded_names)
-    target_by_name = _named_tensors(model)
-    for file in files:
-        with safe_open(file.path, framework="pt") as weights_file, torch.no_grad():
-            for name in file.key_by_name.keys() & target_by_name.keys():
-                _copy_shard(target_by_name[name], weights_file.get_slice(file.key_by_name[name]))
+    _load_shards(model, files)
     for transform in transforms:
         transform.change_initial_weights(model)
     if options.no_bias:
         with torch.no_grad():
             for bias in find_biases(model):
                 bias.zero_()
+
+
+def _load_shards(model: PreTrainedModel, files: Sequence[WeightFile]) -> None:
+    """Copy this rank's shards of pretrained weights into a model, one file at a time."""
+    target_by_name = _named_tensors(model)
+    for file in files:
+        with safe_open(file.path, framework="pt") as weights_file, torch.no_grad():
+            for name in file.key_by_name.keys() & target_by_name.keys():
+                _copy_shard(target_by_name[name], weights_file.get_slice(file.key_by_name[name]))
 
 
 def init_shards(
@@ -109,12 +114,7 @@ def init_shards(
     """
     _allocate_tensors(model, device)
     meta_model = make_meta_model()
-    for name in meta_model.all_tied_weights_keys:
-        # A weight that will be tied is not initialized, as when weights are loaded.
-        module_name, _, parameter_name = name.rpartition(".")
-        untied_parameter = nn.Parameter(torch.empty_like(meta_model.get_parameter(name)))
-        untied_parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-        setattr(meta_model.get_submodule(module_name), parameter_name, untied_parameter)
+    _exclude_tied_weights(meta_model)
     try:
         ShardedDraws(meta_model, model, seed=seed, loaded=loaded).initialize(device)
     except _NeedsWholeModelError as error:
@@ -128,6 +128,15 @@ def init_shards(
         for name, tensor in [*full_model.named_parameters(), *full_model.named_buffers()]:
             if name in target_by_name and name not in loaded:
                 _copy_shard(target_by_name[name], tensor.detach())
+
+
+def _exclude_tied_weights(meta_model: PreTrainedModel) -> None:
+    """Untie the weights that will be tied, and let transformers skip them, as when it loads."""
+    for name in meta_model.all_tied_weights_keys:
+        module_name, _, parameter_name = name.rpartition(".")
+        untied_parameter = nn.Parameter(torch.empty_like(meta_model.get_parameter(name)))
+        untied_parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        setattr(meta_model.get_submodule(module_name), parameter_name, untied_parameter)
 
 
 def _allocate_tensors(model: nn.Module, device: torch.device) -> None:
@@ -153,6 +162,13 @@ class _NeedsWholeModelError(Exception):
     """An initialization cannot run one parameter at a time."""
 
 
+class _OpenTensor(NamedTuple):
+    """The whole tensor of the parameter that the initialization is writing to."""
+
+    name: str
+    values: Tensor
+
+
 class ShardedDraws(KeyedDraws):
     """Redirects writes to the meta model to whole tensors, and keeps the model's shards.
 
@@ -176,11 +192,12 @@ class ShardedDraws(KeyedDraws):
         loaded: Container[str] = (),
     ) -> None:
         super().__init__(meta_model, seed)
-        self._targets = {
-            name: target for name, target in _named_tensors(model).items() if name not in loaded
+        self._meta_model = meta_model
+        self._target_by_name = {
+            name: tensor for name, tensor in _named_tensors(model).items() if name not in loaded
         }
-        self._device = _META
-        self._open_tensor: tuple[str, Tensor] | None = None
+        self._device = _META  # until `initialize` sets the device of the whole tensors
+        self._open_tensor: _OpenTensor | None = None
 
     def initialize(self, device: torch.device) -> None:
         """Initialize the model; raises `_NeedsWholeModelError` if this needs a whole model."""
@@ -193,10 +210,12 @@ class ShardedDraws(KeyedDraws):
             # torch raises this where a tensor on the meta device is read.
             raise _NeedsWholeModelError(str(error)) from error
         self._store_open_tensor()
-        local_names = self.tensor_names.intersection(self._targets)
-        unwritten = local_names - self.written_names - set(self._model.all_tied_weights_keys)
-        if unwritten:
-            raise _NeedsWholeModelError(f"the constructor fills {', '.join(sorted(unwritten))}.")
+        target_names = self.tensor_names.intersection(self._target_by_name)
+        tied_names = set(self._meta_model.all_tied_weights_keys)
+        unwritten_names = target_names - self.written_names - tied_names
+        if unwritten_names:
+            name_list = ", ".join(sorted(unwritten_names))
+            raise _NeedsWholeModelError(f"the constructor fills {name_list}.")
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -205,56 +224,61 @@ class ShardedDraws(KeyedDraws):
         if kwargs.get("device") == _META:
             # Values that will be copied to a weight are computed on the device.
             kwargs["device"] = self._device
-        target_keyword = next((keyword for keyword in ("tensor", "out") if keyword in kwargs), None)
-        target: Any = kwargs[target_keyword] if target_keyword else args[0] if args else None
+        keyword = next((keyword for keyword in ("tensor", "out") if keyword in kwargs), None)
+        if keyword is not None:
+            target: Any = kwargs[keyword]
+        else:
+            target = args[0] if args else None
         name = self.tensor_name(target)
-        is_random, function_name = writes_in_place(func), getattr(func, "__name__", "")
-        is_write = is_random or target_keyword == "out" or function_name in _IN_PLACE_OPERATORS
+        function_name = getattr(func, "__name__", "")
+        is_in_place = writes_in_place(func)
+        is_write = is_in_place or keyword == "out" or function_name in _IN_PLACE_OPERATORS
         if name is None or not is_write:
             return func(*args, **kwargs)
+
         operands = [value for value in (*args, *kwargs.values()) if value is not target]
         if any(isinstance(value, Tensor) and value.is_meta for value in operands):
             raise _NeedsWholeModelError(f"{name} depends on other weights.")
-        if name not in self._targets:
+        if name not in self._target_by_name:
             return target
-        is_overwritten = function_name in _OVERWRITING_FUNCTIONS
-        full_tensor = self._open_full_tensor(name, like=target, overwritten=is_overwritten)
+
+        is_whole = target.numel() == self._meta_model.get_parameter_or_buffer(name).numel()
+        is_overwritten = is_whole and function_name in _OVERWRITING_FUNCTIONS
+        full_tensor = self._open_full_tensor(name, is_overwritten=is_overwritten)
         # The write may go to a view of the parameter, such as a row.
         view = full_tensor.as_strided(target.size(), target.stride(), target.storage_offset())
-        if is_random:
+        if is_in_place:
             self.seed_draw(name, target)
-        if target_keyword:
-            kwargs[target_keyword] = view
+        if keyword is not None:
+            kwargs[keyword] = view
             func(*args, **kwargs)
         else:
             func(view, *args[1:], **kwargs)
         return target
 
-    def _open_full_tensor(self, name: str, *, like: Tensor, overwritten: bool) -> Tensor:
+    def _open_full_tensor(self, name: str, *, is_overwritten: bool) -> Tensor:
         """Return the whole of a parameter, with the values written to it so far.
 
         Args:
             name: Name of the parameter.
-            like: The parameter or the view of it that is about to be written to.
-            overwritten: Whether the write does not read it.
+            is_overwritten: Whether the next write replaces all values, so that none are needed.
         """
-        if self._open_tensor is not None and self._open_tensor[0] == name:
-            return self._open_tensor[1]
+        if self._open_tensor is not None and self._open_tensor.name == name:
+            return self._open_tensor.values
         self._store_open_tensor()
-        meta_tensor = self._model.get_parameter_or_buffer(name)
-        target = self._targets[name]
+        meta_tensor = self._meta_model.get_parameter_or_buffer(name)
+        target = self._target_by_name[name]
+        has_values = name in self.written_names
         if not isinstance(target, DTensor) and target.shape == meta_tensor.shape:
             full_tensor: Tensor = target
-        elif name not in self.written_names or (
-            overwritten and like.numel() == meta_tensor.numel()
-        ):
+        elif has_values and not is_overwritten:
+            full_target: Tensor = target.full_tensor() if isinstance(target, DTensor) else target
+            full_tensor = full_target[: len(meta_tensor)]  # without padding of the vocabulary
+        else:
             full_tensor = torch.empty(
                 meta_tensor.shape, dtype=meta_tensor.dtype, device=self._device
             )
-        else:
-            gathered: Tensor = target.full_tensor() if isinstance(target, DTensor) else target
-            full_tensor = gathered[: len(meta_tensor)]
-        self._open_tensor = name, full_tensor
+        self._open_tensor = _OpenTensor(name, full_tensor)
         return full_tensor
 
     def _store_open_tensor(self) -> None:
@@ -262,7 +286,7 @@ class ShardedDraws(KeyedDraws):
         if self._open_tensor is not None:
             name, full_tensor = self._open_tensor
             self._open_tensor = None
-            _copy_shard(self._targets[name], full_tensor)
+            _copy_shard(self._target_by_name[name], full_tensor)
 
 
 def _copy_shard(target: Tensor, full_tensor: Any) -> None:

@@ -19,30 +19,36 @@ def log_idle_weights(strategy: AcceleratedStrategy) -> None:
     Args:
         strategy: The model, with the gradients of a step.
     """
-    trained_weights = set(strategy.parameters)
-    local_weights = {
+    # The stages of a pipeline have different weights, so each rank adds those that it trains.
+    num_parameters_by_weight: dict[str, int] = {}
+    idle_weights: list[str] = []
+    for num_parameters_of_rank, idle_weights_of_rank in gather(_local_weights(strategy)):
+        num_parameters_by_weight |= num_parameters_of_rank
+        idle_weights += idle_weights_of_rank
+    idle_weights = list(dict.fromkeys(idle_weights))
+    if not idle_weights:
+        return
+
+    num_idle_parameters = sum(num_parameters_by_weight[name] for name in idle_weights)
+    weight_list = ", ".join(idle_weights[:_MAX_LISTED_WEIGHTS])
+    if len(idle_weights) > _MAX_LISTED_WEIGHTS:
+        weight_list += f" and {len(idle_weights) - _MAX_LISTED_WEIGHTS:,} more"
+    logger.info(
+        f"{len(idle_weights):,} of {len(num_parameters_by_weight):,} trained weights "
+        f"({num_idle_parameters:,} parameters) got no gradient in the first step, and keep "
+        f"their values if that stays so: {weight_list}."
+    )
+
+
+def _local_weights(strategy: AcceleratedStrategy) -> tuple[dict[str, int], list[str]]:
+    """Return the parameters in each trained weight of this rank, and the names of idle weights."""
+    trained_parameters = set(strategy.parameters)
+    weights = {
         name: weight
         for name, weight in strategy.model.named_parameters()
-        if weight in trained_weights
+        if weight in trained_parameters
     }
-    local_sizes = {
-        name: weight.numel() for name, weight in local_weights.items() if weight.grad is None
-    }
-    if len(local_sizes) == len(local_weights):  # an optimizer has taken the gradients
-        local_sizes = {}
-    # Stages of a pipeline have different weights.
-    weights_by_rank = gather((list(local_weights), local_sizes))
-    num_weights = len({name for names, _ in weights_by_rank for name in names})
-    idle_sizes = {
-        name: size for _, rank_sizes in weights_by_rank for name, size in rank_sizes.items()
-    }
-    if not idle_sizes:
-        return
-    name_list = ", ".join([*idle_sizes][:_MAX_LISTED_WEIGHTS])
-    if len(idle_sizes) > _MAX_LISTED_WEIGHTS:
-        name_list += f" and {len(idle_sizes) - _MAX_LISTED_WEIGHTS:,} more"
-    logger.info(
-        f"{len(idle_sizes):,} of {num_weights:,} trained weights "
-        f"({sum(idle_sizes.values()):,} parameters) got no gradient in the first step, and keep "
-        f"their values if that stays so: {name_list}."
-    )
+    idle_weights = [name for name, weight in weights.items() if weight.grad is None]
+    if len(idle_weights) == len(weights):  # an optimizer has taken the gradients
+        idle_weights = []
+    return {name: weight.numel() for name, weight in weights.items()}, idle_weights

@@ -99,15 +99,7 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
             trainer = make_trainer(run, strategy, model, health, interruption)
             # From here on a signal saves and stops; earlier it ends the process at once.
             interruption.watch()
-            load_start(trainer)
-            on_all_ranks(lambda: connect_trackers(run, strategy))
-            # From here on, no rank refuses the run.
-            on_all_ranks(lambda: open_run_folder(run, strategy))
-            log_start(run, strategy, model)
-            for extension in trainer.extensions:
-                for line in extension.describe():
-                    logger.info(line)
-            supersede_later_checkpoints(trainer)
+            start_run(trainer, model)
             logger.info(f"initialized in {time.perf_counter() - start_time:.1f} s")
             with explain_out_of_memory(run.config, run.world):  # with the size that `auto` found
                 outcome = fit_with_restarts(trainer)
@@ -167,6 +159,20 @@ def make_trainer(
     return trainer
 
 
+def start_run(trainer: Trainer, model: PreTrainedModel) -> None:
+    """Load the state to start from, open the run's folder and log the start; all ranks call it."""
+    run, strategy = trainer.run, trainer.strategy
+    load_start(trainer)
+    on_all_ranks(lambda: connect_trackers(run, strategy))
+    # From here on, no rank refuses the run.
+    on_all_ranks(lambda: open_run_folder(run, strategy))
+    log_start(run, strategy, model)
+    for extension in trainer.extensions:
+        for line in extension.describe():
+            logger.info(line)
+    supersede_later_checkpoints(trainer)
+
+
 def open_run_folder(run: TrainingRun, strategy: AcceleratedStrategy) -> None:
     """Open the run's folder: write the log so far, `status.json`, TensorBoard's files."""
     folder = run.folder
@@ -216,19 +222,26 @@ def run_context(run: TrainingRun, strategy: AcceleratedStrategy) -> Iterator[Hea
             yield health
         health.close()
     except BaseException as error:
-        if is_shared(error):
-            health.close()  # ranks that end now are not lost
-        # A lost rank makes a collective fail on all others; the watchdog names it shortly after.
-        is_foreseen = isinstance(error, LLMError | KeyboardInterrupt | SystemExit)
-        is_foreseen = is_foreseen and not isinstance(error, PeerLostError)
-        failure = health.wait_for_failure(0.0 if is_foreseen else PEER_FAILURE_WAIT_SECONDS)
+        peer_failure = _find_peer_failure(error, health)
         health.stop()
-        if failure is not None:
-            raise PeerLostError(failure, reported=True) from error
+        if peer_failure is not None:
+            raise PeerLostError(peer_failure, reported=True) from error
         with contextlib.suppress(OSError):  # the disk may have caused the error
             write_failure(f"{type(error).__name__}: {error}")
         is_reported = True
         raise
+
+
+def _find_peer_failure(error: BaseException, health: Health) -> str | None:
+    """Return which rank is lost, as a sentence, if that has caused an error; else None."""
+    if is_shared(error):
+        health.close()  # ranks that end now are not lost
+    if isinstance(error, PeerLostError):
+        return health.wait_for_failure(PEER_FAILURE_WAIT_SECONDS)
+    if isinstance(error, LLMError | KeyboardInterrupt | SystemExit):
+        return health.wait_for_failure(0.0)
+    # A lost rank makes a collective fail on all others; the watchdog names it shortly after.
+    return health.wait_for_failure(PEER_FAILURE_WAIT_SECONDS)
 
 
 def fit_with_restarts(trainer: Trainer) -> Literal["finished", "preempted"]:
@@ -308,18 +321,23 @@ def finish_run(trainer: Trainer, model: PreTrainedModel) -> None:
     exported_weights = trainer.exported_weights
     with exported_weights.swap_in() if exported_weights else contextlib.nullcontext():
         write_results(trainer, model, task_results)
-        if run.config.sample_prompt is not None and run.dims.is_replicated:
-            trainer.sample(None)
-        elif run.config.sample_prompt is not None:
-            logger.info(
-                "No rank has the whole model, so --sample_prompt is left to "
-                + generate_command(run.config, run.folder.path)
-            )
+        if run.config.sample_prompt is not None:
+            _log_final_sample(trainer)
     if trainer.strategy.rank == 0:
         log_end(run, trainer.state, trainer.results, exported_weights=exported_weights)
         loss = trainer.results.get("loss", 0.0)
         divergence_reason = None if math.isfinite(loss) else "the validation loss is not finite"
         run.folder.write_status("finished", reason=divergence_reason, step=trainer.state.step)
+
+
+def _log_final_sample(trainer: Trainer) -> None:
+    """Log a text of the trained model, or the command that generates one."""
+    run = trainer.run
+    if run.dims.is_replicated:
+        trainer.sample(None)
+        return
+    command = generate_command(run.config, run.folder.path)
+    logger.info(f"No rank has the whole model, so --sample_prompt is left to {command}")
 
 
 def evaluate(config: CoreConfig, world: World) -> None:
@@ -349,7 +367,7 @@ def evaluate(config: CoreConfig, world: World) -> None:
     logger.info(" | ".join(f"{name}: {value:.6g}" for name, value in results.items()))
     if strategy.rank == 0:
         run.folder.path.mkdir(parents=True, exist_ok=True)
-        path = run.folder.path / "eval_results.json"
-        write_whole(path, json.dumps(results, indent=1) + "\n")
-        logger.info(f"results: {path}")
+        results_path = run.folder.path / "eval_results.json"
+        write_whole(results_path, json.dumps(results, indent=1) + "\n")
+        logger.info(f"results: {results_path}")
     strategy.close()
