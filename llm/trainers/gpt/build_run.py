@@ -1,7 +1,7 @@
 """Builds the objects of a run from its configuration and the result of `inputs`."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -92,13 +92,9 @@ def _check_model(run: Run, model: PreTrainedModel, *, has_values: bool) -> None:
     boundaries, dims = run.document_boundaries, run.dims
     if has_values:
         check_causal(model)
+    keeps_documents_apart = boundaries is not None and boundaries.attention
     # Context parallelism uses a different attention.
-    if (
-        boundaries is not None
-        and boundaries.attention
-        and dims.context == 1
-        and model.device.type != "cpu"
-    ):
+    if keeps_documents_apart and dims.context == 1 and model.device.type != "cpu":
         # FlexAttention is compiled, and a deterministic run on a GPU must not be.
         is_free_choice = run.config.attention_implementation is None
         use_document_attention(
@@ -131,28 +127,18 @@ def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy
         unused_weights = find_unused_weights(model, length=run.block_size)
         # If they are unknown, DistributedDataParallel searches for them in each step.
         accelerator.ddp_handler.find_unused_parameters = unused_weights is None
-    transforms = transforms_of(run.extensions, run.model_config)
     init_weights = None
     if model.device.type == "meta":
-        weights_from = run.weights_from
-        init_weights = partial(
-            fill_model,
-            run.config,
-            seed=run.seed,
-            device=accelerator.device,
-            files=(find_weight_files(model, weights_from) if weights_from else None) or (),
-            transforms=transforms,
-        )
+        init_weights = _make_weight_filler(run, model, accelerator.device)
     strategy = run.layout.make(run.config, run.dims, accelerator, init_weights=init_weights)
+    source_names = [source.name for source in run.corpus.train]
     loss = make_loss(
         run.config,
         model,
         device=strategy.device,
         device_bytes=device_memory(strategy.device),
         is_head_sharded=run.dims.tensor > 1,
-        sources=[corpus_source.name for corpus_source in run.corpus.train]
-        if run.config.log_source_losses
-        else (),
+        sources=source_names if run.config.log_source_losses else (),
     )
     if run.config.torch_compile:
         compile_blocks(model)
@@ -163,7 +149,7 @@ def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy
 
     def make_run_optimizer(model: nn.Module, mesh: DeviceMesh | None) -> RunOptimizer:
         run_optimizer = factory.make(model, mesh)
-        for transform in transforms:
+        for transform in transforms_of(run.extensions, run.model_config):
             scale_learning_rates(run_optimizer.optimizer, model, transform.rate_factor)
         # DistributedDataParallel would wait for their gradients. The optimizer keeps their state,
         # so that checkpoints are the same in all layouts.
@@ -173,6 +159,21 @@ def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy
 
     strategy.prepare(loss, make_run_optimizer)
     return strategy, model_for_logging
+
+
+def _make_weight_filler(
+    run: Run, model: PreTrainedModel, device: torch.device
+) -> Callable[[PreTrainedModel], None]:
+    """Return the function that fills a model on the meta device once ranks hold shards of it."""
+    files = find_weight_files(model, run.weights_from) if run.weights_from else None
+    return partial(
+        fill_model,
+        run.config,
+        seed=run.seed,
+        device=device,
+        files=files or (),
+        transforms=transforms_of(run.extensions, run.model_config),
+    )
 
 
 def check_same_start(run: Run) -> None:
@@ -232,10 +233,10 @@ def load_start(trainer: Trainer) -> None:
     for extension in new_extensions:
         extension.begin()
         logger.info(f"{run.start.path} has no {extension.description}: it begins here.")
-    unused_parts = [name for name in saved_names if name not in parts]
-    if unused_parts:
+    unused_names = [name for name in saved_names if name not in parts]
+    if unused_names:
         logger.info(
-            f"{run.start.path} also holds {' and '.join(unused_parts)}, which this run does not "
+            f"{run.start.path} also holds {' and '.join(unused_names)}, which this run does not "
             "continue."
         )
 

@@ -13,8 +13,8 @@ from llm.trainers.gpt.config import CoreConfig
 
 def generate_command(config: CoreConfig, folder: Path) -> str:
     """Return the command line that generates text with the model of a run."""
-    trust = ["--trust_remote_code"] if config.trust_remote_code else []
-    return shell_line([*program_command("generate"), folder, *trust])
+    trust_flags = ["--trust_remote_code"] if config.trust_remote_code else []
+    return shell_line([*program_command("generate"), folder, *trust_flags])
 
 
 def inspect_command(folder: Path, step: int) -> str:
@@ -41,17 +41,23 @@ def start_command(world_size: int, *arguments: str | Path) -> str:
     if world_size == 1:
         return shell_line([*program_command("train"), *arguments])
     python = python_command()
-    module = ["-m", "llm.trainers.gpt", *arguments]
+    trainer = ["-m", "llm.trainers.gpt", *arguments]
     launcher = task_launcher(os.environ)
     if launcher is not None:
-        return shell_line([launcher, "-n", str(world_size), python, *module])
+        return shell_line([launcher, "-n", str(world_size), python, *trainer])
     torchrun = ["torchrun"] if python == "python" else [python, "-m", "torch.distributed.run"]
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return shell_line([*torchrun, *_torchrun_flags(world_size), *trainer])
+
+
+def _torchrun_flags(world_size: int) -> list[str]:
+    """Return the flags that start as many ranks on each node as this start has."""
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     rendezvous = ["--standalone"]
-    if local < world_size:
-        nodes = str(world_size // local)
-        rendezvous = ["--nnodes", nodes, "--rdzv_backend", "c10d", "--rdzv_endpoint", "HOST:PORT"]
-    return shell_line([*torchrun, *rendezvous, "--nproc_per_node", str(local), *module])
+    if ranks_per_node < world_size:
+        num_nodes = str(world_size // ranks_per_node)
+        endpoint = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "HOST:PORT"]
+        rendezvous = ["--nnodes", num_nodes, *endpoint]
+    return [*rendezvous, "--nproc_per_node", str(ranks_per_node)]
 
 
 def program_command(program: str) -> list[str]:

@@ -48,28 +48,32 @@ def load_metrics(names: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: The metric does not exist, or cannot be reached.
     """
-    metrics: dict[str, Any] = {}
-    for name in names:
-        if name == "accuracy":
-            metrics[name] = NextTokenAccuracy()
-            continue
-        import evaluate
+    return {
+        name: NextTokenAccuracy() if name == "accuracy" else _load_library_metric(name)
+        for name in names
+    }
 
-        try:
-            # keep_in_memory avoids cache files, which several runs would share.
-            metrics[name] = evaluate.load(name, keep_in_memory=True)
-        except Exception as error:  # a metric's module may raise anything
-            # Without a network, the library reports that the Hub does not have the metric.
-            is_missing = isinstance(error, FileNotFoundError)
-            missing_reason = (
-                "it is not a local folder, and the Hub does not have it or cannot be reached"
-                + offline_remark()
-            )
-            raise ConfigError(
-                f"--eval_metrics {name} cannot be loaded by the evaluate library: "
-                f"{missing_reason if is_missing else one_line(error)}."
-            ) from error
-    return metrics
+
+def _load_library_metric(name: str) -> Any:
+    """Load a metric of the evaluate library.
+
+    Raises:
+        ConfigError: The metric does not exist, or cannot be reached.
+    """
+    import evaluate
+
+    try:
+        # keep_in_memory avoids cache files, which several runs would share.
+        return evaluate.load(name, keep_in_memory=True)
+    except Exception as error:  # a metric's module may raise anything
+        reason = one_line(error)
+        # Without a network, the library reports that the Hub does not have the metric.
+        if isinstance(error, FileNotFoundError):
+            reason = "it is not a local folder, and the Hub does not have it or cannot be reached"
+            reason += offline_remark()
+        raise ConfigError(
+            f"--eval_metrics {name} cannot be loaded by the evaluate library: {reason}."
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,14 +213,15 @@ def _weighted_mean(
     sources: Sequence[ValidationSource], source_results: Sequence[dict[str, float]]
 ) -> dict[str, float]:
     """Return the means of the sources' results by weight, and the loss of each source by name."""
-    results: dict[str, float] = {
-        name: sum(
+    number_names = [
+        name for name, value in source_results[0].items() if isinstance(value, int | float)
+    ]
+    results: dict[str, float] = {}
+    for name in number_names:
+        results[name] = sum(
             source.weight * values[name]
             for source, values in zip(sources, source_results, strict=True)
         )
-        for name, value in source_results[0].items()
-        if isinstance(value, int | float)
-    }
     results["perplexity"] = _perplexity_of(results["loss"])
     results.pop("bits_per_byte", None)
     if all(source.bytes_per_token for source in sources):

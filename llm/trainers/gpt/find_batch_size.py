@@ -35,7 +35,7 @@ from llm.runtime.world import ranks_per_node
 from llm.trainers.gpt.training_run import TrainingRun, plan_training
 from llm.trainers.gpt.trial_step import trial_step
 
-_MOST_GROWTH = 8
+_MAX_GROWTH = 8
 """Largest ratio of two micro-batches in a row. A small one cannot tell the memory of a very large
 one: on a CPU, memory that was freed and not returned to the system hides some of its peak."""
 
@@ -61,43 +61,60 @@ def find_batch_size(run: TrainingRun, strategy: AcceleratedStrategy, health: Hea
         batch = run.batch_plan.batch_schedule(run.block_size)
         config = dataclasses.replace(config, global_batch_size=batch, gradient_accumulation_steps=1)
         run = dataclasses.replace(run, config=config)
-    sizes = micro_batch_sizes(config, world_size=run.batch_plan.world_size)
-    largest = run.batch_plan.num_windows // run.batch_plan.world_size
-    sizes = [size for size in sizes if size <= max(1, largest)]
-    # Extensions allocate this memory after the search.
-    num_parameters = sum(parameter.numel() for parameter in strategy.local_parameters)
-    per_parameter = sum(extension.bytes_per_parameter() for extension in run.extensions)
-    extension_bytes = int(num_parameters * per_parameter)
+    sizes = _candidate_sizes(run)
+    extension_bytes = _count_extension_bytes(run, strategy)
     gc.collect()
-    static = allocated_memory(device)
-    first = sizes[0]
-    larger: TrainingRun | None = on_all_ranks(lambda: _with_batch_size(run, first))
-    while larger is not None:
-        run = larger
+    static_bytes = allocated_memory(device)
+    smallest_size = sizes[0]
+    next_run: TrainingRun | None = on_all_ranks(lambda: _with_batch_size(run, smallest_size))
+    while next_run is not None:
+        run = next_run
         health.heartbeat(step=0, phase="start")
         reset_peak_memory(device)
         _try_step(run, strategy)
-        peak = peak_memory(device)
-        usable = usable_memory(device, ranks_on_host=ranks_on_host) - extension_bytes
-        usable = max(1, usable)
+        peak_bytes = peak_memory(device)
+        free_bytes = usable_memory(device, ranks_on_host=ranks_on_host) - extension_bytes
+        usable_bytes = max(1, free_bytes)
+
         size = device_batch_size(run.config)
-        bound = min(_MOST_GROWTH, (usable - static) / max(1, peak - static)) * size
-        largest = int(min(gather(bound)))
-        larger = _largest_run(run, [s for s in sizes if size < s <= largest])
+        growth = (usable_bytes - static_bytes) / max(1, peak_bytes - static_bytes)
+        size_bounds = gather(min(_MAX_GROWTH, growth) * size)
+        largest_size = int(min(size_bounds))
+        next_run = _largest_run(run, [other for other in sizes if size < other <= largest_size])
         gc.collect()
         if device.type != "cpu":
             torch.accelerator.memory.empty_cache()
-        static = min(static, allocated_memory(device))
-    _, peak, usable, rank = max(
-        (peak / usable, peak, usable, rank)
-        for rank, (peak, usable) in enumerate(gather((peak, usable)))
+        static_bytes = min(static_bytes, allocated_memory(device))
+    _log_batch_size(size, peak_bytes, usable_bytes)
+    return run
+
+
+def _candidate_sizes(run: TrainingRun) -> list[int]:
+    """Return the micro-batches that the options and the data allow, in samples, ascending."""
+    batch_plan = run.batch_plan
+    max_size = max(1, batch_plan.num_windows // batch_plan.world_size)
+    sizes = micro_batch_sizes(run.config, world_size=batch_plan.world_size)
+    return [size for size in sizes if size <= max_size]
+
+
+def _count_extension_bytes(run: TrainingRun, strategy: AcceleratedStrategy) -> int:
+    """Return the memory that extensions allocate on this rank after the search."""
+    num_parameters = sum(parameter.numel() for parameter in strategy.local_parameters)
+    bytes_per_parameter = sum(extension.bytes_per_parameter() for extension in run.extensions)
+    return int(num_parameters * bytes_per_parameter)
+
+
+def _log_batch_size(size: int, peak_bytes: int, usable_bytes: int) -> None:
+    """Log the micro-batch, and the memory of the rank with the least left; every rank calls it."""
+    memory_of_ranks = gather((peak_bytes, usable_bytes))
+    _, peak_bytes, usable_bytes, rank = max(
+        (peak / usable, peak, usable, rank) for rank, (peak, usable) in enumerate(memory_of_ranks)
     )
     logger.info(
         f"--per_device_train_batch_size auto: {counted(size, 'sample')}; a forward and backward "
-        f"pass takes up to {peak / GIB:.2f} of {usable / GIB:.2f} GiB (on rank {rank}). A resume "
-        "keeps the size."
+        f"pass takes up to {peak_bytes / GIB:.2f} of {usable_bytes / GIB:.2f} GiB (on rank "
+        f"{rank}). A resume keeps the size."
     )
-    return run
 
 
 def _largest_run(run: TrainingRun, sizes: Sequence[int]) -> TrainingRun | None:
@@ -112,6 +129,7 @@ def _largest_run(run: TrainingRun, sizes: Sequence[int]) -> TrainingRun | None:
 
 
 def _with_batch_size(run: TrainingRun, size: int) -> TrainingRun:
+    """Return the run with another micro-batch, and the steps and rates that follow from it."""
     config = dataclasses.replace(run.config, per_device_train_batch_size=size)
     run = dataclasses.replace(run, config=config)
     plan, skipped, schedule = plan_training(run, run.samples, run.branch)
@@ -121,15 +139,19 @@ def _with_batch_size(run: TrainingRun, size: int) -> TrainingRun:
 def _try_step(run: TrainingRun, strategy: AcceleratedStrategy) -> None:
     """Run a step that takes as much memory as the largest one of the run."""
     plan = run.batch_plan
-    accumulation = max(plan.micro_batch_shape(phase.first_step)[0] for phase in plan.phases)
+    num_micro_batches = max(plan.micro_batch_shape(phase.first_step)[0] for phase in plan.phases)
     if run.dims.pipeline == 1:
         # Gradients accumulate in the second micro-batch, and further ones need no more memory.
-        accumulation = min(2, accumulation)
+        num_micro_batches = min(2, num_micro_batches)
     size = device_batch_size(run.config)
-    samples = accumulation * size * plan.world_size
+    trial_plan = dataclasses.replace(
+        plan,
+        micro_batch_size=size,
+        global_batch_size=num_micro_batches * size * plan.world_size,
+    )
     loader = TrainLoader(
         samples=run.samples,
-        batch_plan=dataclasses.replace(plan, micro_batch_size=size, global_batch_size=samples),
+        batch_plan=trial_plan,
         rank=strategy.data_rank,
         device=strategy.device,
         document_boundaries=run.document_boundaries,

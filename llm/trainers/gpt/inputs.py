@@ -44,6 +44,9 @@ from llm.trainers.gpt.seams import Run, choose_layout, make_extensions
 from llm.trainers.gpt.trackers import check_trackers
 from llm.trainers.gpt.training_run import TrainingRun, plan_training
 
+_DEFAULT_BLOCK_SIZE = 1024
+"""Tokens of a sample if neither the options nor the model limit it."""
+
 
 def read_training(
     config: CoreConfig, world: World, *, config_file: Path | None = None
@@ -64,15 +67,7 @@ def read_training(
     branch_from = validated_branch_parent(config, resume_from)
     check_folder(config, folder, resume_from, config_file=config_file)
     run = _read_run(config, world, folder, resume_from=resume_from, branch_from=branch_from)
-    if not run.corpus.train:
-        raise DataError(f"--split {config.split} leaves nothing to train on.")
-    validation_options = [
-        field.name
-        for field in fields(type(config))
-        if field.option.needs_validation and getattr(config, field.name)
-    ]
-    if validation_options and not run.corpus.validation:
-        raise DataError(_missing_validation_message(*validation_options))
+    _check_splits(config, run.corpus)
     data_digest = corpus_digests(run.corpus.train)
     check_same_data(config, run.start, data_digest, is_branch=branch_from is not None)
     samples = Samples(
@@ -101,6 +96,23 @@ def read_training(
         skipped=skipped,
         schedule=schedule,
     )
+
+
+def _check_splits(config: CoreConfig, corpus: Corpus) -> None:
+    """Refuse to train without training data, or without validation data that an option needs.
+
+    Raises:
+        DataError: Names the options.
+    """
+    if not corpus.train:
+        raise DataError(f"--split {config.split} leaves nothing to train on.")
+    validation_options = [
+        field.name
+        for field in fields(type(config))
+        if field.option.needs_validation and getattr(config, field.name)
+    ]
+    if validation_options and not corpus.validation:
+        raise DataError(_missing_validation_message(*validation_options))
 
 
 def read_evaluation(config: CoreConfig, world: World) -> Run:
@@ -282,18 +294,19 @@ def choose_block_size(config: CoreConfig, model_config: PreTrainedConfig) -> int
             the tokens.
     """
     num_positions = max_positions(model_config)
-    block_size = config.block_size or min(1024, num_positions or 1024)
+    block_size = config.block_size or min(_DEFAULT_BLOCK_SIZE, num_positions or _DEFAULT_BLOCK_SIZE)
     if num_positions is not None and block_size > num_positions:
         raise ConfigError(
             f"--block_size {block_size} is more than the {num_positions} positions of the "
             "model; make it smaller, or enlarge the model with --config_overrides."
         )
     context_ranks = config.context_parallel_size
-    if context_ranks > 1 and block_size % (2 * context_ranks):
+    num_chunks = 2 * context_ranks
+    if context_ranks > 1 and block_size % num_chunks:
         raise ConfigError(
-            f"--block_size {block_size} cannot be cut into {2 * context_ranks} equal chunks, two "
+            f"--block_size {block_size} cannot be cut into {num_chunks} equal chunks, two "
             f"for each rank of --context_parallel_size {context_ranks}; make it a multiple of "
-            f"{2 * context_ranks}."
+            f"{num_chunks}."
         )
     tensor_ranks = config.tensor_parallel_size
     if config.sequence_parallel and block_size % tensor_ranks:

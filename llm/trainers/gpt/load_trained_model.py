@@ -123,13 +123,7 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
         ConfigError: No checkpoint has this step.
     """
     if step == "latest":
-        folders = checkpoint_folders(folder)
-        newest = find_newest_checkpoint(folder, on_skip=lambda text: sys.stderr.write(f"{text}\n"))
-        if folders and not os.path.lexists(folders[-1]):  # `read_while_training` tries again
-            raise CheckpointError(f"Training removed {folders[-1]} while checkpoints were read.")
-        if newest is None:
-            raise CheckpointError(f"{folder} holds no valid checkpoint.")
-        return newest
+        return _read_newest_checkpoint(folder)
     if step == BEST_LINK:
         best, remark = resolve_best_link(folder)
         if best is None:
@@ -137,12 +131,27 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
         return read_verified_checkpoint(best)
     matching = [path for path in checkpoint_folders(folder) if str(checkpoint_step(path)) == step]
     if not matching:
-        names = ["latest", *(["best"] if (folder / BEST_LINK).exists() else [])]
-        steps = [*(str(checkpoint_step(path)) for path in checkpoint_folders(folder)), *names]
+        choices = [str(checkpoint_step(path)) for path in checkpoint_folders(folder)]
+        choices += ["latest", *(["best"] if (folder / BEST_LINK).exists() else [])]
         raise ConfigError(
-            f"{option} {step} names no checkpoint of {folder}; there are {', '.join(steps)}."
+            f"{option} {step} names no checkpoint of {folder}; there are {', '.join(choices)}."
         )
     return read_verified_checkpoint(matching[-1])
+
+
+def _read_newest_checkpoint(folder: Path) -> Checkpoint:
+    """Return the newest valid checkpoint, and name those that are skipped on standard error.
+
+    Raises:
+        CheckpointError: None is valid, or training has removed the newest one meanwhile.
+    """
+    folders = checkpoint_folders(folder)
+    newest = find_newest_checkpoint(folder, on_skip=lambda text: sys.stderr.write(f"{text}\n"))
+    if folders and not os.path.lexists(folders[-1]):  # `read_while_training` tries again
+        raise CheckpointError(f"Training removed {folders[-1]} while checkpoints were read.")
+    if newest is None:
+        raise CheckpointError(f"{folder} holds no valid checkpoint.")
+    return newest
 
 
 def read_while_training(folder: Path, read_checkpoints: Callable[[], _Read]) -> _Read:
@@ -155,14 +164,15 @@ def read_while_training(folder: Path, read_checkpoints: Callable[[], _Read]) -> 
     Raises:
         CheckpointError: Training removes checkpoints faster than they are read.
     """
-    for attempts_left in reversed(range(_MAX_READ_ATTEMPTS)):
+    for num_remaining_attempts in reversed(range(_MAX_READ_ATTEMPTS)):
         folders = checkpoint_folders(folder)
         try:
             return read_checkpoints()
         except Exception:
-            if all(os.path.lexists(path) for path in folders):
+            is_complete = all(os.path.lexists(path) for path in folders)
+            if is_complete:  # training has not removed one, so the error has another cause
                 raise
-        if attempts_left:
+        if num_remaining_attempts:
             sys.stderr.write(f"Training removed checkpoints of {folder}; reading again.\n")
     raise CheckpointError(
         f"A running training has removed checkpoints of {folder} {_MAX_READ_ATTEMPTS} times while "

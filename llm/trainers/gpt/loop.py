@@ -95,9 +95,9 @@ class Trainer:
             blocking_paths=strategy.copied_first(),
             flush_metrics=tracker.flush,
         )
-        minutes = run.config.checkpointing_minutes
-        self.saves_checkpoints = run.config.save_interval is not None or minutes is not None
-        self.save_timer = SaveTimer(minutes if strategy.rank == 0 else None)
+        save_minutes = run.config.checkpointing_minutes
+        self.saves_checkpoints = run.config.save_interval is not None or save_minutes is not None
+        self.save_timer = SaveTimer(save_minutes if strategy.rank == 0 else None)
         self.is_stoppable = self.is_stopped = self.is_save_overdue = False
         self.last_saved_step: int | None = None
         self.eval_interval = run.config.eval_interval or _DEFAULT_EVAL_INTERVAL
@@ -212,25 +212,39 @@ class Trainer:
             eval_loss = None
             # On a request to stop, there may be only seconds left; evaluate after resuming.
             if not should_stop:
-                with self.stoppable():
-                    if self.evaluate and should_evaluate:
-                        eval_loss = self.run_evaluation()
-                    for periodic in self.due_periodic_work():
-                        self.run_periodic(periodic)
-                    if self.is_due(config.sample_steps, or_last=False):
-                        self.sample(step)
+                eval_loss = self.evaluate_and_sample(should_evaluate=should_evaluate)
             should_stop = should_stop or self.is_stopped
-            should_save = should_save or should_stop
-            if should_save:
-                self.health.heartbeat(step=step, phase="save")
-                # All-reduce before the state is copied, so that any number of ranks can resume.
-                self.meter.all_reduce(self.strategy.reduce_sum)
-                self.report_steps()  # a resumed run does not report the saved steps again
-                self.save_timer.restart()
-                self.saver.save(step=step, eval_loss=eval_loss)
-                self.last_saved_step = step
+            if should_save or should_stop:
+                self.save_checkpoint(eval_loss)
             self.health.heartbeat(step=step, phase="step")
         return "preempted" if should_stop else "training"
+
+    def evaluate_and_sample(self, *, should_evaluate: bool) -> float | None:
+        """Do what is due after a step besides saving, and return the validation loss, if any.
+
+        Args:
+            should_evaluate: Whether an evaluation is due.
+        """
+        eval_loss = None
+        with self.stoppable():
+            if self.evaluate and should_evaluate:
+                eval_loss = self.run_evaluation()
+            for periodic in self.due_periodic_work():
+                self.run_periodic(periodic)
+            if self.is_due(self.config.sample_steps, or_last=False):
+                self.sample(self.state.step)
+        return eval_loss
+
+    def save_checkpoint(self, eval_loss: float | None) -> None:
+        """Report the steps so far, and start to save a checkpoint of this step."""
+        step = self.state.step
+        self.health.heartbeat(step=step, phase="save")
+        # All-reduce before the state is copied, so that any number of ranks can resume.
+        self.meter.all_reduce(self.strategy.reduce_sum)
+        self.report_steps()  # a resumed run does not report the saved steps again
+        self.save_timer.restart()
+        self.saver.save(step=step, eval_loss=eval_loss)
+        self.last_saved_step = step
 
     def check_requests(self) -> tuple[bool, bool]:
         """Return whether to stop and whether the save timer is due, the same on all ranks."""
@@ -239,11 +253,8 @@ class Trainer:
         flags = [self.interruption.reason is not None, self.save_timer.is_due()]
         should_stop, is_save_due = self.strategy.any_rank(flags)
         is_save_due, self.is_save_overdue = is_save_due or self.is_save_overdue, False
-        step = self.state.step
-        if (
-            self.last_saved_step is not None
-            and step - self.last_saved_step <= self.strategy.answer_delay
-        ):
+        step, saved_step = self.state.step, self.last_saved_step
+        if saved_step is not None and step - saved_step <= self.strategy.answer_delay:
             is_save_due = False  # the timer was due before that save
         return should_stop and step < self.batch_plan.total_steps, is_save_due
 

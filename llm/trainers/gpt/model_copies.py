@@ -178,11 +178,7 @@ def read_tokenizer(config: CoreConfig, start: Checkpoint | None) -> PreTrainedTo
         logger.info(f"{source} is not a local path: the tokenizer is the copy in {start.path}.")
         return load_run_tokenizer(with_checkpoint_copies(config, start))
     tokenizer = load_run_tokenizer(config)
-    digest = fingerprint(tokenizer)
-    # Another version of the library may compute another fingerprint for the same tokenizer.
-    has_changed = digest != start.metadata["tokenizer"] and digest != fingerprint(
-        load_run_tokenizer(with_checkpoint_copies(config, start))
-    )
+    has_changed = _has_tokenizer_changed(config, start, tokenizer)
     if is_change_allowed:
         relation = "changes: it gives other ids than" if has_changed else "gives the same ids as"
         logger.info(f"The tokenizer {source} {relation} the copy in {start.path}.")
@@ -192,6 +188,18 @@ def read_tokenizer(config: CoreConfig, start: Checkpoint | None) -> PreTrainedTo
             f"changed. Restore it, or allow the change with --change_on_resume {option_name}."
         )
     return tokenizer
+
+
+def _has_tokenizer_changed(
+    config: CoreConfig, start: Checkpoint, tokenizer: PreTrainedTokenizerBase
+) -> bool:
+    """Return whether a tokenizer gives other ids than the one that wrote a checkpoint."""
+    digest = fingerprint(tokenizer)
+    if digest == start.metadata["tokenizer"]:
+        return False
+    # Another version of the library may compute another fingerprint for the same tokenizer.
+    copied_tokenizer = load_run_tokenizer(with_checkpoint_copies(config, start))
+    return digest != fingerprint(copied_tokenizer)
 
 
 def _is_change_allowed(config: CoreConfig, option_names: tuple[str, ...]) -> bool:

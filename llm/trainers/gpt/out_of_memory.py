@@ -23,20 +23,23 @@ def explain_out_of_memory(config: CoreConfig, world: World) -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise DeviceMemoryError(_out_of_memory(config, world)) from error
+        raise DeviceMemoryError(_describe_out_of_memory(config, world)) from error
 
 
-def _out_of_memory(config: CoreConfig, world: World) -> str:
+def _describe_out_of_memory(config: CoreConfig, world: World) -> str:
+    """Return which device is full, what lowers the memory, and the command that plans it."""
     device = device_of(world)
-    total = device_memory(device)
-    size = "" if total is None else f" of its {total / GIB:.1f} GiB"
-    per_node = ranks_per_node(os.environ, world.world_size)
-    sentence = f"Out of memory on {device}{size} (rank {world.rank}): {_memory_remedies(config)}."
+    device_bytes = device_memory(device)
+    capacity = "" if device_bytes is None else f" of its {device_bytes / GIB:.1f} GiB"
+    remedies = _memory_remedies(config)
+    sentence = f"Out of memory on {device}{capacity} (rank {world.rank}): {remedies}."
     if config.several_models:  # `llm-trainers plan` refuses it
         return sentence
-    flags = [f"--nodes {-(-world.world_size // per_node)}", f"--gpus_per_node {per_node}"]
-    if total is not None:
-        flags.append(f"--memory_gib {total / GIB:.1f}")
+    gpus_per_node = ranks_per_node(os.environ, world.world_size)
+    num_nodes = -(-world.world_size // gpus_per_node)
+    flags = [f"--nodes {num_nodes}", f"--gpus_per_node {gpus_per_node}"]
+    if device_bytes is not None:
+        flags.append(f"--memory_gib {device_bytes / GIB:.1f}")
     return (
         f"{sentence} `llm-trainers plan` with the options of this run and {' '.join(flags)} shows "
         "how the memory is used, and with --search the layouts that fit."
@@ -46,9 +49,9 @@ def _out_of_memory(config: CoreConfig, world: World) -> str:
 def _memory_remedies(config: CoreConfig) -> str:
     """Return the options that can still lower the memory."""
     remedies = []
-    size = device_batch_size(config)
-    if size > 1 and not config.eval_only:
-        remedies.append(f"lower --per_device_train_batch_size {size}")
+    micro_batch_size = device_batch_size(config)
+    if micro_batch_size > 1 and not config.eval_only:
+        remedies.append(f"lower --per_device_train_batch_size {micro_batch_size}")
     if config.per_device_eval_batch_size > 1:
         remedies.append(
             f"lower --per_device_eval_batch_size {config.per_device_eval_batch_size}"
@@ -56,6 +59,6 @@ def _memory_remedies(config: CoreConfig) -> str:
         )
     if config.activation_checkpointing != "full" and not config.eval_only:
         remedies.append("recompute activations by --activation_checkpointing full")
-    sizes = "--data_parallel_shard_size, --tensor_parallel_size or --pipeline_parallel_size"
-    remedies.append(f"shard the model over more ranks by {sizes}")
+    shard_options = "--data_parallel_shard_size, --tensor_parallel_size or --pipeline_parallel_size"
+    remedies.append(f"shard the model over more ranks by {shard_options}")
     return ", or ".join(remedies)

@@ -45,18 +45,8 @@ def check_folder(
     if config_file is not None and config.overwrite_output_dir:
         inputs.append(("config", str(config_file)))
     for name, input_path in inputs:
-        # A prefix names two files, or parts.
-        sources = [
-            input_path,
-            f"{input_path}.bin",
-            f"{input_path}.idx",
-            *map(str, part_files(Path(input_path))),
-        ]
-        if name in ("init_from", "branch_from") and not os.path.exists(input_path):
-            sources = [str(Path(input_path).parent)]  # RUN/STEP
-        if any(
-            folder.would_overwrite(Path(source)) for source in sources if os.path.exists(source)
-        ):
+        input_files = _find_input_files(name, input_path)
+        if any(folder.would_overwrite(file) for file in input_files):
             raise ConfigError(
                 f"--{name} {input_path} is in --output_dir {folder.path}, which this run would "
                 "replace; name another --output_dir, or move it."
@@ -64,6 +54,17 @@ def check_folder(
     # A checkpoint of another run does not resume the run in this folder.
     resume = config.resume_from_checkpoint is True
     folder.check(resume=resume, overwrite=config.overwrite_output_dir)
+
+
+def _find_input_files(option_name: str, input_path: str) -> list[Path]:
+    """Return the files and folders that a path option names, as far as they exist."""
+    if option_name in ("init_from", "branch_from") and not os.path.exists(input_path):
+        candidates = [Path(input_path).parent]  # RUN/STEP
+    else:
+        # A prefix names two files, or parts.
+        token_files = [Path(f"{input_path}.bin"), Path(f"{input_path}.idx")]
+        candidates = [Path(input_path), *token_files, *part_files(Path(input_path))]
+    return [candidate for candidate in candidates if os.path.exists(candidate)]
 
 
 def default_output_dir(config: CoreConfig) -> str:
@@ -75,8 +76,9 @@ def default_output_dir(config: CoreConfig) -> str:
     if text is not None:
         data = Path(text).stem
     else:
-        values = training_paths(config) or config.valid_data_path
-        prefixes = [Path(word).name for word in values if isinstance(word, str)]
+        # Paths, and perhaps their weights in the blend.
+        blend = training_paths(config) or config.valid_data_path
+        prefixes = [Path(item).name for item in blend if isinstance(item, str)]
         # A prefix may contain dots: remove only the suffix of a flat file.
         data = prefixes[0].removesuffix(".bin") if prefixes else "data"
         if len(prefixes) > 1:

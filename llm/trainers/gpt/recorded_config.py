@@ -65,21 +65,33 @@ def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
             "--cooldown_tokens sets the length of a branch, and --max_duration sets another one; "
             "give one of them."
         )
-    path = Path(os.path.realpath(parent))
-    # RUN, RUN/STEP or RUN/checkpoints/step_STEP
-    runs = [run for run in (path, *path.parents[:2]) if (run / "config.toml").is_file()]
-    if not runs:
-        raise ConfigError(
-            f"--branch_from {parent} is not a run: it has no config.toml; name a run's folder or "
-            "RUN/STEP."
-        )
-    parent_options = non_default(_read_run_config(runs[0]))
+    parent_run = _find_parent_run(parent)
+    parent_options = non_default(_read_run_config(parent_run))
     restricted_names = restricted_options(GPTConfig).keys()
     if omitted_names := sorted((parent_options.keys() & restricted_names) - values.keys()):
+        flags = ", ".join(f"--{name}" for name in omitted_names)
         logger.warning(
-            f"{runs[0] / 'config.toml'} sets {', '.join(f'--{name}' for name in omitted_names)}, "
-            "which a branch takes only from its own command; give them there if you trust what "
-            "they run."
+            f"{parent_run / 'config.toml'} sets {flags}, which a branch takes only from its own "
+            "command; give them there if you trust what they run."
         )
     excluded_names = {*restricted_names, "output_dir", "branch_from"}
     return {name: value for name, value in parent_options.items() if name not in excluded_names}
+
+
+def _find_parent_run(branch_from: str) -> Path:
+    """Return the folder of the run in `branch_from`.
+
+    Args:
+        branch_from: RUN, RUN/STEP or RUN/checkpoints/step_STEP.
+
+    Raises:
+        ConfigError: None of these folders is a run.
+    """
+    path = Path(os.path.realpath(branch_from))
+    for folder in (path, *path.parents[:2]):
+        if (folder / "config.toml").is_file():
+            return folder
+    raise ConfigError(
+        f"--branch_from {branch_from} is not a run: it has no config.toml; name a run's folder or "
+        "RUN/STEP."
+    )

@@ -86,17 +86,20 @@ def _has_type(field: options.Field, value: Any) -> bool:
 
 def growable_options(config: CoreConfig, checkpoint: Checkpoint) -> list[str]:
     """Return `max_duration` if it may grow, because past learning rates do not change."""
-    saved = _recorded_options(config, checkpoint, "fixed")
-    scheduler, length = saved.get("lr_scheduler_type"), Duration(saved["max_duration"])
+    options_in_checkpoint = _recorded_options(config, checkpoint, "fixed")
+    length = Duration(options_in_checkpoint["max_duration"])
+    scheduler = options_in_checkpoint.get("lr_scheduler_type")
     if scheduler == "warmup_stable_decay":
-        decay = Duration(saved.get("decay") or f"{max(1, int(length.value) // 10)} steps")
-        if not length.unit == decay.unit == "steps" or checkpoint.step > length.value - decay.value:
-            return []  # the decay has begun
+        default_decay = f"{max(1, int(length.value) // 10)} steps"
+        decay = Duration(options_in_checkpoint.get("decay") or default_decay)
+        has_steps = length.unit == "steps" and decay.unit == "steps"
+        if not has_steps or checkpoint.step > length.value - decay.value:
+            return []  # the decay has begun, or its start is not known here
     elif not is_constant(scheduler):
         return []
     new_length = config.max_duration
-    grows = new_length.unit == length.unit and new_length.value >= length.value
-    return ["max_duration"] if grows else []
+    has_grown = new_length.unit == length.unit and new_length.value >= length.value
+    return ["max_duration"] if has_grown else []
 
 
 def fixed_options(config: CoreConfig, *, defaults: dict[str, Any] | None = None) -> dict[str, Any]:

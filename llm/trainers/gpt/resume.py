@@ -46,36 +46,52 @@ def find_resume_checkpoint(config: CoreConfig, folder: RunFolder) -> Checkpoint 
     if not config.resume_from_checkpoint:
         return None
     if isinstance(config.resume_from_checkpoint, str):
-        path = Path(config.resume_from_checkpoint)
-        if not (path / MANIFEST).exists():
-            raise CheckpointError(
-                f"--resume_from_checkpoint {path} is not a checkpoint: it has no {MANIFEST}; name "
-                "a folder such as RUN/checkpoints/step_00001000, or no path for the newest one of "
-                "--output_dir."
-            )
-        checkpoint = read_verified_checkpoint(path, is_collective=True)
+        checkpoint = _read_named_checkpoint(Path(config.resume_from_checkpoint))
     else:
         newest = find_newest_checkpoint(folder.checkpoints, is_collective=True)
         if newest is None:
-            # A fresh start never replaces checkpoints, not even damaged ones.
-            damaged_folders = checkpoint_folders(folder.checkpoints)
-            if damaged_folders:
-                raise CheckpointError(
-                    f"--resume_from_checkpoint: none of the {len(damaged_folders)} checkpoints in "
-                    f"{folder.checkpoints} can be used (the lines above say why), and a fresh "
-                    "start would replace them; name a sound one, or start in another --output_dir."
-                )
-            folder.check_unfinished()
+            _check_fresh_start(folder)
             logger.info(
                 f"No checkpoint in {folder.checkpoints} yet: the run starts from the beginning."
             )
             return None
         checkpoint = newest
     check_checkpoint_record(config, checkpoint)
-    if config.eval_only:
-        return checkpoint  # only its weights are loaded
-    _check_same_options(config, checkpoint)
+    if not config.eval_only:  # an evaluation loads only the weights
+        _check_same_options(config, checkpoint)
     return checkpoint
+
+
+def _read_named_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint in a folder that `resume_from_checkpoint` names.
+
+    Raises:
+        CheckpointError: The folder is not a checkpoint, or is damaged.
+    """
+    if not (path / MANIFEST).exists():
+        raise CheckpointError(
+            f"--resume_from_checkpoint {path} is not a checkpoint: it has no {MANIFEST}; name "
+            "a folder such as RUN/checkpoints/step_00001000, or no path for the newest one of "
+            "--output_dir."
+        )
+    return read_verified_checkpoint(path, is_collective=True)
+
+
+def _check_fresh_start(folder: RunFolder) -> None:
+    """Refuse to start from the beginning if the folder has damaged checkpoints or a finished run.
+
+    Raises:
+        CheckpointError: A fresh start would replace checkpoints, even if they are damaged.
+        ConfigError: The run has finished without a checkpoint.
+    """
+    damaged_folders = checkpoint_folders(folder.checkpoints)
+    if damaged_folders:
+        raise CheckpointError(
+            f"--resume_from_checkpoint: none of the {len(damaged_folders)} checkpoints in "
+            f"{folder.checkpoints} can be used (the lines above say why), and a fresh "
+            "start would replace them; name a sound one, or start in another --output_dir."
+        )
+    folder.check_unfinished()
 
 
 def _check_same_options(config: CoreConfig, checkpoint: Checkpoint) -> None:
@@ -117,27 +133,34 @@ def find_run_checkpoint(location: str, *, option: str) -> Checkpoint:
     path = Path(location)
     if (path / MANIFEST).exists():
         return read_verified_checkpoint(path, is_collective=True)
-    for run, step_name in ((path, None), (path.parent, path.name)):
-        folder = RunFolder(run).checkpoints
-        if not folder.is_dir():
-            continue
-        if step_name is None:
-            newest = find_newest_checkpoint(folder, is_collective=True)
-            if newest is not None:
-                return newest
-        else:
-            folder_name = checkpoint_name(int(step_name)) if step_name.isdigit() else step_name
-            if not (folder / folder_name / MANIFEST).exists():
-                steps = ", ".join(str(checkpoint_step(path)) for path in checkpoint_folders(folder))
-                raise CheckpointError(
-                    f"--{option} {path} names no checkpoint of {run}, which has the steps "
-                    f"{steps or '(none)'}; name one of them."
-                )
-            return read_verified_checkpoint(folder / folder_name, is_collective=True)
+    checkpoints = RunFolder(path).checkpoints
+    if checkpoints.is_dir():
+        newest = find_newest_checkpoint(checkpoints, is_collective=True)
+        if newest is not None:
+            return newest
+    if RunFolder(path.parent).checkpoints.is_dir():
+        return _read_checkpoint_of_step(path.parent, path.name, option=option)
     raise CheckpointError(
         f"--{option} {path} holds no valid checkpoint; name a run's folder, RUN/STEP, or a "
         "checkpoint's own folder."
     )
+
+
+def _read_checkpoint_of_step(run: Path, step_name: str, *, option: str) -> Checkpoint:
+    """Return the checkpoint of a run by its step, its folder's name, or `best`.
+
+    Raises:
+        CheckpointError: The run has no such checkpoint, or it is damaged.
+    """
+    checkpoints = RunFolder(run).checkpoints
+    folder_name = checkpoint_name(int(step_name)) if step_name.isdigit() else step_name
+    if not (checkpoints / folder_name / MANIFEST).exists():
+        steps = ", ".join(str(checkpoint_step(path)) for path in checkpoint_folders(checkpoints))
+        raise CheckpointError(
+            f"--{option} {run / step_name} names no checkpoint of {run}, which has the steps "
+            f"{steps or '(none)'}; name one of them."
+        )
+    return read_verified_checkpoint(checkpoints / folder_name, is_collective=True)
 
 
 def check_same_data(
@@ -160,11 +183,11 @@ def check_same_data(
     """
     if checkpoint is None:
         return
-    changed = data_has_changed(checkpoint.metadata["data"], data_digest)
+    has_changed = data_has_changed(checkpoint.metadata["data"], data_digest)
     if not set(SOURCES).isdisjoint(options_allowed_to_change(config)):
-        relation = "change: they are not those" if changed else "are the same as those"
+        relation = "change: they are not those" if has_changed else "are the same as those"
         logger.info(f"The training data {relation} with which {checkpoint.path} was reached.")
-    elif changed:
+    elif has_changed:
         alternative = "" if is_branch else ", or start in another --output_dir"
         raise CheckpointError(
             f"The training data have changed since {checkpoint.path} was saved, although the "
@@ -185,10 +208,10 @@ def log_changes(config: CoreConfig, checkpoint: Checkpoint, *, world_size: int) 
     ]
     if changes:
         logger.info(f"The run continues with other settings: {'; '.join(changes)}.")
-    is_longer = (
-        growable_options(config, checkpoint) and config.max_duration != fixed["max_duration"]
-    )
-    if is_longer and config.cooldown_tokens is not None and checkpoint.metadata.get("branch"):
+    has_new_length = config.max_duration != fixed["max_duration"]
+    is_longer = bool(growable_options(config, checkpoint)) and has_new_length
+    is_cooldown_branch = config.cooldown_tokens is not None and checkpoint.metadata.get("branch")
+    if is_longer and is_cooldown_branch:
         logger.warning(
             "--max_duration does not make the run longer: the cooldown sets its length, "
             f"--cooldown_tokens {config.cooldown_tokens:,}."

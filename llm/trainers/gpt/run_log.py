@@ -5,6 +5,7 @@ import math
 import platform
 import shutil
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import accelerate
 import torch
@@ -35,16 +36,13 @@ logger = logging.getLogger("llm")
 
 def log_start(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -> None:
     """Log preset, model, data, batch arithmetic, ranks, precision and versions."""
-    start = run.start
     _log_options(run)
     _log_model(run, strategy, model)
     _log_data("training", run.corpus.train, run)
     _log_data("validation", run.corpus.validation, run)
     if not run.corpus.validation:
         logger.info("no validation data: the loss is not evaluated")
-    total_steps, order = None, {}
     if isinstance(run, TrainingRun):
-        total_steps, order = run.batch_plan.total_steps, sample_order(run)
         _log_length(run, model)
         if run.skipped.ranges:
             logger.info(f"left out: samples {run.skipped} (--skip_samples)")
@@ -56,6 +54,18 @@ def log_start(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -
             logger.info(line)
     for line in strategy.run_optimizer.describe().splitlines():
         logger.info(line)
+    _log_world(run, strategy, model)
+    if strategy.device.type == "cuda":
+        logger.info(f"GPU memory: {allocator_settings()}")
+    logger.info(
+        f"versions: llm-trainers {__version__}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"accelerate {accelerate.__version__}"
+    )
+
+
+def _log_world(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -> None:
+    """Log ranks, layout and precision, with the event that records the start of the run."""
     is_mixed = run.config.mixed_precision != "no"
     features = {
         "routers in float32": is_mixed and bool(float32_routers(model)),
@@ -65,32 +75,33 @@ def log_start(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -
     }
     feature_text = "".join(f"{name}, " for name, is_on in features.items() if is_on)
     layout = f"{run.dims.describe()}, " if strategy.world_size > 1 else ""
+    logger.info(
+        f"world: {counted(strategy.world_size, 'rank')}, {layout}{strategy.device.type}, "
+        f"mixed precision {run.config.mixed_precision}, {feature_text}seed {run.seed}",
+        extra=_start_event(run, strategy, model),
+    )
+
+
+def _start_event(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -> dict[str, Any]:
+    """Return the event of a start, with what `find_step_samples` needs to find its samples."""
+    total_steps, order = None, {}
+    if isinstance(run, TrainingRun):
+        total_steps, order = run.batch_plan.total_steps, sample_order(run)
     mixture = mixture_size(model)
     experts = {}
     if mixture is not None:
         experts = {"active_parameters": mixture.active, "experts": mixture.describe()}
-    logger.info(
-        f"world: {counted(strategy.world_size, 'rank')}, {layout}{strategy.device.type}, "
-        f"mixed precision {run.config.mixed_precision}, {feature_text}seed {run.seed}",
-        extra=event(
-            "start",
-            step=start.step if start else 0,
-            total_steps=total_steps,
-            architecture=run.model_config.model_type,
-            parameters=parameter_counts(model)["total"],
-            **experts,
-            ranks=strategy.world_size,
-            device=strategy.device.type,
-            mixed_precision=run.config.mixed_precision,
-            **order,
-        ),
-    )
-    if strategy.device.type == "cuda":
-        logger.info(f"GPU memory: {allocator_settings()}")
-    logger.info(
-        f"versions: llm-trainers {__version__}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"accelerate {accelerate.__version__}"
+    return event(
+        "start",
+        step=run.start.step if run.start else 0,
+        total_steps=total_steps,
+        architecture=run.model_config.model_type,
+        parameters=parameter_counts(model)["total"],
+        **experts,
+        ranks=strategy.world_size,
+        device=strategy.device.type,
+        mixed_precision=run.config.mixed_precision,
+        **order,
     )
 
 
@@ -112,13 +123,11 @@ def _log_options(run: Run) -> None:
     """Log the preset's options, or that the default learning rate is not for random weights."""
     starts_from_weights = run.start or run.init_from or run.weights_from
     if run.config.preset is not None:
-        texts = [
-            f"{name} {format_default(value)}"
-            for name, value in values_of_preset(run.config).items()
-        ]
-        logger.info(
-            f"preset {run.config.preset}: {', '.join(texts) or 'overridden by other options'}"
+        preset_values = values_of_preset(run.config)
+        value_list = ", ".join(
+            f"{name} {format_default(value)}" for name, value in preset_values.items()
         )
+        logger.info(f"preset {run.config.preset}: {value_list or 'overridden by other options'}")
     elif not starts_from_weights and "learning_rate" not in non_default(run.config):
         logger.info(
             "advice: the default --learning_rate is for fine-tuning; random weights learn faster "
@@ -135,9 +144,9 @@ def _log_model(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) 
         f"{counts['frozen']:,} frozen)"
     )
     if run.config.pad_vocab_to_multiple_of is not None:
-        rows = model.config.get_text_config().vocab_size  # without the padding
-        padding = -rows % run.config.pad_vocab_to_multiple_of
-        logger.info(f"padded vocabulary: {rows} + {padding} = {rows + padding}")
+        vocab_size = model.config.get_text_config().vocab_size  # without the padding
+        padding = -vocab_size % run.config.pad_vocab_to_multiple_of
+        logger.info(f"padded vocabulary: {vocab_size} + {padding} = {vocab_size + padding}")
     if not run.dims.is_replicated:
         num_local_parameters = sum(parameter.numel() for parameter in strategy.local_parameters)
         counts_by_rank = gather(num_local_parameters)

@@ -1,6 +1,5 @@
 """The samples of a training step: recorded by each start, and found from the run's folder alone."""
 
-import math
 import os
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -18,8 +17,8 @@ from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.corpus import CorpusSource, Samples, TokenStream
 from llm.data.data_digest import corpus_digests, data_has_changed
 from llm.data.formats.flat import FlatTokenFile
-from llm.data.formats.megatron import set_read_ahead
-from llm.data.formats.parts import arrays_of
+from llm.data.formats.megatron import TokenFile, set_read_ahead
+from llm.data.formats.parts import TokenFileParts, arrays_of
 from llm.errors import CheckpointError, ConfigError, DataError
 from llm.models.configuration import load_config
 from llm.runtime.files import read_json_lines
@@ -111,12 +110,9 @@ def find_step_samples(
     Raises:
         LLMError: The run, step or rank does not exist, or the data are missing or have changed.
     """
-    config = read_config(run, trust_remote_code=trust_remote_code)
-    order = _recorded_order(RunFolder(run), step, config)
-    order_options: dict[str, Any] = {name: order[name] for name in _ORDER_OPTIONS}
-    # Replaces other length options, and a cooldown.
-    order_options["max_duration"] = Duration(f"{order['total_samples']} samples")
-    config = replace(config, **order_options)
+    recorded_config = read_config(run, trust_remote_code=trust_remote_code)
+    order = _recorded_order(RunFolder(run), step, recorded_config)
+    config = _with_order_options(recorded_config, order)
     tokenizer, model_config = _read_model(config, RunFolder(run).checkpoints)
     corpus = open_data(config, model_config, tokenizer, None)
     if data_has_changed(order["data"], corpus_digests(corpus.train)):
@@ -127,6 +123,7 @@ def find_step_samples(
     for source in corpus.train:
         for array in arrays_of(source.stream.tokens):
             set_read_ahead(array, on=False)
+
     block_size = choose_block_size(config, model_config)
     samples = Samples(
         corpus.train, stages=corpus.stages, block_size=block_size, seed=config.seed or 0
@@ -150,6 +147,14 @@ def find_step_samples(
         corpus=corpus.train,
         tokenizer=tokenizer,
     )
+
+
+def _with_order_options(config: CoreConfig, order: dict[str, Any]) -> CoreConfig:
+    """Return the options of a run with those that determined the order of samples at a start."""
+    order_options: dict[str, Any] = {name: order[name] for name in _ORDER_OPTIONS}
+    # Replaces other length options, and a cooldown.
+    order_options["max_duration"] = Duration(f"{order['total_samples']} samples")
+    return replace(config, **order_options)
 
 
 def _read_model(
@@ -201,14 +206,14 @@ def _recorded_order(folder: RunFolder, step: int, config: CoreConfig) -> dict[st
     starts = [
         start for run_folder in _run_lineage(folder, config) for start in _read_starts(run_folder)
     ]
-    order = next((start for start in starts[::-1] if start["step"] < step), None)
-    if order is None:
+    earlier_starts = [start for start in starts if start["step"] < step]
+    if not earlier_starts:
         raise DataError(
             f"{folder.events} records no start of the run, so the order of its samples is unknown; "
             "copy the file back."
         )
     # The last start may have made the run longer.
-    return order | {"total_samples": starts[-1]["total_samples"]}
+    return earlier_starts[-1] | {"total_samples": starts[-1]["total_samples"]}
 
 
 def _run_lineage(folder: RunFolder, config: CoreConfig) -> list[RunFolder]:
@@ -235,16 +240,25 @@ def _read_starts(folder: RunFolder) -> list[dict[str, Any]]:
     lines = read_json_lines(folder.events)
     starts = [line for line in lines if line is not None and line.get("event") == "start"]
     for start in starts:
-        for name, types in _START_FIELDS.items():
+        for name in _START_FIELDS:
             value = start.get(name)
-            bounds = {"step": (0, 2**62), "seed": (0, math.inf)}
-            lowest, limit = bounds.get(name, (1, 2**62))
-            if type(value) not in types or (type(value) is int and not lowest <= value < limit):
+            if not _is_valid_field(name, value):
                 raise DataError(
                     f"{folder.events} is damaged: a start has the {name} {repr(value)[:40]}; copy "
                     "the file back."
                 )
     return starts
+
+
+def _is_valid_field(name: str, value: object) -> bool:
+    """Return whether a run can record this value of a field in `_START_FIELDS`."""
+    if type(value) not in _START_FIELDS[name]:
+        return False
+    if not isinstance(value, int):
+        return True
+    if name == "seed":
+        return value >= 0
+    return (0 if name == "step" else 1) <= value < 2**62
 
 
 class Passage(NamedTuple):
@@ -274,34 +288,56 @@ def passages(stream: TokenStream, start: int, length: int) -> Iterator[Passage]:
     Raises:
         DataError: The index is damaged.
     """
-    file = stream.file
-    origin = stream.first_byte // stream.tokens.itemsize  # of the stream in the file, in tokens
-    while length > 0:
+    num_remaining = length
+    while num_remaining > 0:
         start %= stream.num_tokens  # the stream is a ring
-        stop = min(start + length, stream.num_tokens)
-        length -= stop - start
-        if isinstance(file, FlatTokenFile):
-            tokens = np.asarray(stream.tokens[start:stop])
-            yield Passage(None, offset=origin + start, length=file.num_tokens, tokens=tokens)
-            start = stop
-            continue
-        # Documents without tokens begin at the same place; the search finds the last of them.
-        documents = range(file.num_documents)
-        document = bisect_right(documents, origin + start, key=file.document_start) - 1
-        while start < stop:
-            document_start = file.document_start(document)
-            document_end = file.document_start(document + 1)
-            if not document_start <= origin + start <= document_end:
-                raise DataError(
-                    f"The token file {file.prefix}.idx has documents out of order near number "
-                    f"{document:,}; it is damaged."
-                )
-            passage_end = min(stop, document_end - origin)
-            if passage_end > start:
-                yield Passage(
-                    document,
-                    offset=origin + start - document_start,
-                    length=document_end - document_start,
-                    tokens=np.asarray(stream.tokens[start:passage_end]),
-                )
-            start, document = passage_end, document + 1
+        end = min(start + num_remaining, stream.num_tokens)
+        if isinstance(stream.file, FlatTokenFile):
+            first_token = stream.first_byte // stream.tokens.itemsize  # of the stream in the file
+            yield Passage(
+                None,
+                offset=first_token + start,
+                length=stream.file.num_tokens,
+                tokens=np.asarray(stream.tokens[start:end]),
+            )
+        else:
+            yield from _split_at_documents(stream, stream.file, start, end)
+        num_remaining -= end - start
+        start = end
+
+
+def _split_at_documents(
+    stream: TokenStream, file: TokenFile | TokenFileParts, start: int, end: int
+) -> Iterator[Passage]:
+    """Yield the passages in a range of a stream, which does not wrap around.
+
+    Args:
+        stream: The stream.
+        file: Its token file, which has documents.
+        start: Position of the first token in the stream.
+        end: Position after the last token.
+
+    Raises:
+        DataError: The index is damaged.
+    """
+    first_token = stream.first_byte // stream.tokens.itemsize  # of the stream in the file
+    # Documents without tokens begin at the same place; the search finds the last of them.
+    documents = range(file.num_documents)
+    document = bisect_right(documents, first_token + start, key=file.document_start) - 1
+    while start < end:
+        document_start = file.document_start(document)
+        document_end = file.document_start(document + 1)
+        if not document_start <= first_token + start <= document_end:
+            raise DataError(
+                f"The token file {file.prefix}.idx has documents out of order near number "
+                f"{document:,}; it is damaged."
+            )
+        passage_end = min(end, document_end - first_token)
+        if passage_end > start:
+            yield Passage(
+                document,
+                offset=first_token + start - document_start,
+                length=document_end - document_start,
+                tokens=np.asarray(stream.tokens[start:passage_end]),
+            )
+        start, document = passage_end, document + 1

@@ -32,10 +32,8 @@ def make_tracker(
     def find_peak_flops() -> float:
         if run.config.device_peak_tflops is not None:
             return run.config.device_peak_tflops * 1e12 * strategy.world_size
-        return (
-            device_peak_flops(strategy.device, run.config.mixed_precision or "no")
-            * strategy.world_size
-        )
+        precision = run.config.mixed_precision or "no"
+        return device_peak_flops(strategy.device, precision) * strategy.world_size
 
     return Tracker(
         metrics_path=run.folder.metrics if strategy.rank == 0 else None,
@@ -97,19 +95,24 @@ def _wandb_arguments(config: CoreConfig, folder: RunFolder) -> tuple[str, dict[s
     """
     if "wandb" not in config.report_to:
         return config.project_name or _DEFAULT_PROJECT, {}
-    saved_run: Any = None
-    if not config.overwrite_output_dir:
-        # It is missing, or not what `save_wandb_run_id` writes.
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            saved_run = json.loads(folder.wandb.read_text(encoding="utf-8"))
-    if not (isinstance(saved_run, dict) and {*map(type, saved_run.values())} == {str}):
-        saved_run = {}
-    default = saved_run.get("project") or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT
-    project = config.project_name or default
+    saved_run = {} if config.overwrite_output_dir else _read_wandb_run(folder)
+    default_project = saved_run.get("project") or os.environ.get("WANDB_PROJECT")
+    project = config.project_name or default_project or _DEFAULT_PROJECT
     arguments: dict[str, Any] = {"dir": str(folder.path)}
     if saved_run.get("project") == project and "id" in saved_run:
         arguments |= {"id": saved_run["id"], "resume": "allow"}
     return project, arguments
+
+
+def _read_wandb_run(folder: RunFolder) -> dict[str, str]:
+    """Return project and id of the W&B run in a run's folder; empty if there is none."""
+    try:
+        record = json.loads(folder.wandb.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    # A file that `save_wandb_run_id` has not written is ignored.
+    is_valid = isinstance(record, dict) and {*map(type, record.values())} == {str}
+    return record if is_valid else {}
 
 
 def save_wandb_run_id(folder: RunFolder, trackers: Sequence[Any]) -> None:

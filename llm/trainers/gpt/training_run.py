@@ -94,12 +94,11 @@ def inherited_global_batch(run: Run) -> int | str | None:
     if run.start is None or "global_batch_size" in run.config.change_on_resume:
         return None
     saved_batch: int | str = run.start.metadata["global_batch_size"]
-    requested_batch = (
-        saved_batch if run.config.global_batch_size is None else run.config.global_batch_size
-    )
-    saved_phases, requested_phases = (
-        batch_phases(batch, block_size=run.block_size) for batch in (saved_batch, requested_batch)
-    )
+    requested_batch = run.config.global_batch_size
+    if requested_batch is None:
+        requested_batch = saved_batch
+    saved_phases = batch_phases(saved_batch, block_size=run.block_size)
+    requested_phases = batch_phases(requested_batch, block_size=run.block_size)
     if tuple(saved_phases) != tuple(requested_phases):
         check_unchanged(
             {"global_batch_size": run.start.metadata.get("batch_option") or saved_batch},
@@ -213,6 +212,26 @@ def choose_skipped_samples(
     return skipped
 
 
+def _check_steps_left(run: Run, total_steps: int) -> None:
+    """Refuse a start from a checkpoint that is beyond the run, or at the end of a branch.
+
+    Raises:
+        ConfigError: Names the checkpoint and the options that make the run longer.
+    """
+    if run.branch_from is not None and run.branch_from.step >= total_steps:
+        raise ConfigError(
+            f"--branch_from {run.config.branch_from} has all {total_steps:,} steps "
+            "done: give --cooldown_tokens, or a greater length."
+        )
+    checkpoint = run.resume_from
+    if checkpoint is not None and checkpoint.step > total_steps:
+        raise ConfigError(
+            f"{checkpoint.path} has {checkpoint.step:,} steps, more than the {total_steps:,} of "
+            "this run: give a greater length, or an earlier checkpoint with "
+            "--resume_from_checkpoint."
+        )
+
+
 def plan_training(
     run: Run, samples: Samples, branch: Branch | None
 ) -> tuple[BatchPlan, SkippedSamples, Schedule]:
@@ -232,18 +251,7 @@ def plan_training(
         global_batch_size=inherited_global_batch(run),
     )
     batch_plan, schedule = _add_cooldown(run.config, branch, batch_plan, block_size=run.block_size)
-    if run.branch_from is not None and run.branch_from.step >= batch_plan.total_steps:
-        raise ConfigError(
-            f"--branch_from {run.config.branch_from} has all {batch_plan.total_steps:,} steps "
-            "done: give --cooldown_tokens, or a greater length."
-        )
-    start = run.resume_from
-    if start is not None and start.step > batch_plan.total_steps:
-        raise ConfigError(
-            f"{start.path} has {start.step:,} steps, more than the {batch_plan.total_steps:,} of "
-            "this run: give a greater length, or an earlier checkpoint with "
-            "--resume_from_checkpoint."
-        )
+    _check_steps_left(run, batch_plan.total_steps)
     for phase in batch_plan.phases:
         num_micro_batches, _ = batch_plan.micro_batch_shape(phase.first_step)
         check_micro_batches(
