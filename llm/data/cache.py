@@ -63,31 +63,16 @@ class TokenCache:
                 cache cannot be written.
         """
         folder = self.folder / key
-        is_main = world_from_environment().is_main
         has_prepared = has_waited = False
         while True:
             with contextlib.ExitStack() as lock:
-                elect_rank = partial(
-                    self._elect_rank, folder, lock, rebuild=self.overwrite and not has_waited
-                )
-                state = "done" if has_prepared else ""
-                # Rank 0 comes first because it writes the run's log.
-                for has_turn in (is_main, not is_main):
-                    if has_turn and not state:
-                        state = on_all_ranks(elect_rank)
-                    else:
-                        on_all_ranks(lambda: None)
+                rebuild = self.overwrite and not has_waited
+                state = self._choose_state(folder, lock, is_done=has_prepared, rebuild=rebuild)
                 states = gather(state)
                 # Locks are held until all ranks are done: one rank prepares for each file system.
-                if state == "elected":
-                    on_all_ranks(partial(self._prepare_files, folder, prepare), timeout=math.inf)
-                    has_prepared = True
-                elif state == "elected, no locks":
-                    prepare_without_locks = partial(self._prepare_without_locks, folder, prepare)
-                    on_all_ranks(prepare_without_locks, timeout=math.inf)
-                    has_prepared = True
-                else:
-                    on_all_ranks(lambda: None, timeout=math.inf)
+                prepare_if_elected = partial(self._prepare_if_elected, state, folder, prepare)
+                on_all_ranks(prepare_if_elected, timeout=math.inf)
+                has_prepared = has_prepared or state.startswith("elected")
             if all(state == "done" for state in states):
                 break
             if not any(state.startswith("elected") for state in states):
@@ -100,6 +85,27 @@ class TokenCache:
         if not has_prepared:
             logger.info(f"using the cached tokens in {folder}")
         return folder / "tokens"
+
+    def _choose_state(
+        self, folder: Path, lock: contextlib.ExitStack, *, is_done: bool, rebuild: bool
+    ) -> str:
+        """Return what this rank does for a text, as `_elect_rank` does; all ranks call it.
+
+        Args:
+            folder: The folder of the token files.
+            lock: Takes the lock, and releases it later.
+            is_done: Whether this rank has prepared the files already.
+            rebuild: Whether to prepare the files although they exist.
+        """
+        is_main = world_from_environment().is_main
+        state = "done" if is_done else ""
+        # Rank 0 comes first because it writes the run's log.
+        for has_turn in (is_main, not is_main):
+            if has_turn and not state:
+                state = on_all_ranks(partial(self._elect_rank, folder, lock, rebuild=rebuild))
+            else:
+                on_all_ranks(lambda: None)
+        return state
 
     def _elect_rank(self, folder: Path, lock: contextlib.ExitStack, *, rebuild: bool) -> str:
         """Return what this rank does for a text; it holds the lock if it prepares the files.
@@ -151,6 +157,15 @@ class TokenCache:
         """Return the faults of token files; None if the files do not exist."""
         prefix = folder / "tokens"
         return find_damage(prefix, row_bytes=True) if add_suffix(prefix, ".bin").exists() else None
+
+    def _prepare_if_elected(
+        self, state: str, folder: Path, prepare: Callable[[Path], None]
+    ) -> None:
+        """Prepare the token files if the state of this rank says so; see `_elect_rank`."""
+        if state == "elected":
+            self._prepare_files(folder, prepare)
+        elif state == "elected, no locks":
+            self._prepare_without_locks(folder, prepare)
 
     def _prepare_files(self, folder: Path, prepare: Callable[[Path], None]) -> None:
         """Create the folder of token files, and prepare them in it."""

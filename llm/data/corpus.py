@@ -82,14 +82,18 @@ class TokenStream:
             windows = self._copy_windows(self.tokens, starts, length)
         # Checked here, because a check on opening would read the whole file.
         if self._vocab_size is not None and windows.size:
-            smallest_id = 0 if windows.dtype.kind == "u" else int(windows.min())
-            largest_id = int(windows.max())
-            if smallest_id < 0 or largest_id >= self._vocab_size:
-                invalid_id = smallest_id if smallest_id < 0 else largest_id
-                error = vocabulary_error(self.file.prefix, invalid_id, self._vocab_size)
-                error.found_here = True  # other ranks read other windows
-                raise error
+            self._check_vocabulary(windows, self._vocab_size)
         return windows
+
+    def _check_vocabulary(self, windows: NDArray[Any], vocab_size: int) -> None:
+        """Refuse token ids that are negative or beyond the vocabulary."""
+        smallest_id = 0 if windows.dtype.kind == "u" else int(windows.min())
+        largest_id = int(windows.max())
+        if smallest_id < 0 or largest_id >= vocab_size:
+            invalid_id = smallest_id if smallest_id < 0 else largest_id
+            error = vocabulary_error(self.file.prefix, invalid_id, vocab_size)
+            error.found_here = True  # other ranks read other windows
+            raise error
 
     def _check_size(self, tokens: Tokens) -> None:
         """Refuse to read from a truncated file: the kernel would end this process (SIGBUS)."""
@@ -118,6 +122,7 @@ class TokenStream:
     def _copy_windows(
         self, tokens: NDArray[Any], starts: NDArray[np.int64], length: int
     ) -> NDArray[Any]:
+        """Copy windows of one mapped file [num_windows, length], around the end of the ring too."""
         self._check_size(tokens)
         windows = np.empty((starts.size, length), tokens.dtype)
         is_contiguous = starts + length <= self.num_tokens
@@ -137,15 +142,17 @@ class TokenStream:
     def _copy_from_parts(
         self, tokens: PartedTokens, starts: NDArray[np.int64], length: int
     ) -> NDArray[Any]:
+        """Copy windows of numbered parts [num_windows, length], one after another."""
         windows = np.empty((starts.size, length), tokens.dtype)
-        for row, start in enumerate(starts.tolist()):
+        for window_index, start in enumerate(starts.tolist()):
             window = tokens[start : start + length]
             if window.size == length:
                 self._check_size(window)
-                windows[row] = np.asarray(window)
+                windows[window_index] = np.asarray(window)
             else:  # around the end of the ring
                 self._check_size(tokens)
-                windows[row] = tokens.take((start + np.arange(length)) % self.num_tokens)
+                ring_positions = (start + np.arange(length)) % self.num_tokens
+                windows[window_index] = tokens.take(ring_positions)
         return windows
 
 
@@ -254,8 +261,8 @@ class Samples:
             return self._streams[0].windows(starts, length)
         tokens = np.empty((samples.size, length), self._dtype)
         for source in np.unique(sources).tolist():
-            from_source = sources == source
-            tokens[from_source] = self._streams[source].windows(starts[from_source], length)
+            is_from_source = sources == source
+            tokens[is_from_source] = self._streams[source].windows(starts[is_from_source], length)
         return tokens
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -271,8 +278,8 @@ class Samples:
         sources, indices = self._mixture.locate(samples)
         starts = np.empty_like(indices)
         for source in np.unique(sources).tolist():
-            from_source = sources == source
-            starts[from_source] = self._samplers[source].starts(indices[from_source])
+            is_from_source = sources == source
+            starts[is_from_source] = self._samplers[source].starts(indices[is_from_source])
         return sources, starts
 
     def stage_of(self, sample: int) -> int:

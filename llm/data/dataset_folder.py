@@ -195,18 +195,16 @@ def _group_by_patterns(
     folder: Path, patterns: Mapping[str, Sequence[str]]
 ) -> dict[str, list[Path]]:
     """Return the files that match the patterns of each split, in the order of the patterns."""
-    splits = {
-        split: list(
-            dict.fromkeys(
-                file for pattern in patterns[split] for file in _match_pattern(folder, pattern)
-            )
-        )
-        for split in patterns
-    }
+    splits: dict[str, list[Path]] = {}
+    for split, split_patterns in patterns.items():
+        matching_files = [
+            file for pattern in split_patterns for file in _match_pattern(folder, pattern)
+        ]
+        splits[split] = list(dict.fromkeys(matching_files))
     listed_files = {file for files in splits.values() for file in files}
-    if unlisted_files := [
-        file for file in find_text_files(folder, _OPTION) if file not in listed_files
-    ]:
+    text_files = find_text_files(folder, _OPTION)
+    unlisted_files = [file for file in text_files if file not in listed_files]
+    if unlisted_files:
         logger.info(
             f"{_OPTION} {folder}: README.md does not list "
             f"{counted(len(unlisted_files), 'text file')} for this configuration, such as "
@@ -256,7 +254,8 @@ def _group_by_names(folder: Path, file_option: str) -> tuple[dict[str, list[Path
             raise DataError(
                 f"{_OPTION}: {file} is named like the splits {' and '.join(split_names)}; {remedy}"
             )
-        (splits[split_names[0]] if split_names else files_without_split).append(file)
+        split_files = splits[split_names[0]] if split_names else files_without_split
+        split_files.append(file)
     splits = {split: files for split, files in splits.items() if files}
     if not splits:
         return {"train": files_without_split}, "since no name of a file or folder tells a split"

@@ -128,34 +128,44 @@ class TrainLoader:
         # [accumulation, micro_batch_size]
         positions = self.batch_plan.rank_positions(step, self.rank)
         has_sample = positions >= 0
-        block_size = self.samples.block_size
         # Missing samples read the step's first window, and their labels are ignored.
         samples = self.skipped.sample_indices(np.where(has_sample, positions, first_position))
-        windows = self.samples.read(samples.reshape(-1))
-        micro_batch_sources: Sequence[NDArray[np.int64] | None] = [None] * len(samples)
-        if self.with_sources:
-            sources, _ = self.samples.locate(samples.reshape(-1))
-            micro_batch_sources = [*sources.reshape(samples.shape)]
-        # [accumulation, micro_batch_size, block_size + 1]
-        windows = windows.reshape(*samples.shape, block_size + 1)
-        pin_memory = self.device.type == "cuda"
+        num_samples = end_position - first_position
         return StepBatch(
-            micro_batches=[
-                _make_micro_batch(
-                    micro_batch_windows,
-                    label_mask,
-                    self.document_boundaries,
-                    pin_memory=pin_memory,
-                    sources=window_sources,
-                )
-                for micro_batch_windows, label_mask, window_sources in zip(
-                    windows, has_sample, micro_batch_sources, strict=True
-                )
-            ],
-            num_samples=end_position - first_position,
-            num_tokens=(end_position - first_position) * block_size,
+            micro_batches=self._read_micro_batches(samples, has_sample),
+            num_samples=num_samples,
+            num_tokens=num_samples * self.samples.block_size,
             samples=samples[has_sample],
         )
+
+    def _read_micro_batches(
+        self, samples: NDArray[np.int64], has_sample: NDArray[np.bool_]
+    ) -> list[MicroBatch]:
+        """Return the micro-batches of a step, in the memory of the host.
+
+        Args:
+            samples: Sample indices [accumulation, micro_batch_size].
+            has_sample: Which samples belong to the step, of the same shape; labels of the others
+                are ignored.
+        """
+        windows = self.samples.read(samples.reshape(-1))
+        sources: Sequence[NDArray[np.int64] | None] = [None] * len(samples)
+        if self.with_sources:
+            sample_sources, _ = self.samples.locate(samples.reshape(-1))
+            sources = [*sample_sources.reshape(samples.shape)]
+        # [accumulation, micro_batch_size, block_size + 1]
+        windows = windows.reshape(*samples.shape, self.samples.block_size + 1)
+        pin_memory = self.device.type == "cuda"
+        return [
+            _make_micro_batch(
+                windows[index],
+                has_sample[index],
+                self.document_boundaries,
+                pin_memory=pin_memory,
+                sources=sources[index],
+            )
+            for index in range(len(samples))
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,12 +235,10 @@ class EvalLoader:
             # Windows past the end wrap around; their labels do not count.
             windows = self.stream.windows(starts, self.block_size + 1)
             label_mask = starts[:, None] + np.arange(self.block_size) < self.num_tokens
-            yield _to_device(
-                _make_micro_batch(
-                    windows, label_mask, self.document_boundaries, pin_memory=pin_memory
-                ),
-                self.device,
+            micro_batch = _make_micro_batch(
+                windows, label_mask, self.document_boundaries, pin_memory=pin_memory
             )
+            yield _to_device(micro_batch, self.device)
 
 
 def _make_micro_batch(

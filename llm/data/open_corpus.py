@@ -80,11 +80,15 @@ def open_corpus(
         files = [() if prefix is None else (str(prefix),) for prefix in (train, validation)]
         corpus = opener.open_unsplit(*files)
     # Sources of text have the name of the text, not of the token files in the cache.
-    source_name = Path(options.train_file or options.dataset_name or "").resolve().name
-    source_name = source_name.partition(".")[0] if options.train_file else source_name
-    return replace(
-        corpus, train=tuple(replace(source, name=source_name) for source in corpus.train)
-    )
+    text_name = _name_of_text(options)
+    return replace(corpus, train=tuple(replace(source, name=text_name) for source in corpus.train))
+
+
+def _name_of_text(options: DataOptions) -> str:
+    """Return the name of the training text: of its file without suffixes, or of its data set."""
+    if options.train_file:
+        return Path(options.train_file).resolve().name.partition(".")[0]
+    return Path(options.dataset_name or "").resolve().name
 
 
 def _prepare_texts(
@@ -109,16 +113,13 @@ def _prepare_texts(
     text_by_split = _texts_by_split(options, trust_remote_code)
     # The files of all texts are checked before the first text is tokenized.
     files_by_split = {split: text.files() for split, text in text_by_split.items()}
-    train, validation = (
-        cache.token_files(
-            encoding.key(text_by_split[split], files_by_split[split]),
-            encoding.prepare(text_by_split[split], files_by_split[split], workers=workers),
-        )
-        if split in text_by_split
-        else None
-        for split in ("train", "validation")
-    )
-    return train, validation
+    prefix_by_split: dict[str, Path | None] = {"train": None, "validation": None}
+    for split in prefix_by_split:
+        if split in text_by_split:
+            text, files = text_by_split[split], files_by_split[split]
+            prepare = encoding.prepare(text, files, workers=workers)
+            prefix_by_split[split] = cache.token_files(encoding.key(text, files), prepare)
+    return prefix_by_split["train"], prefix_by_split["validation"]
 
 
 def _texts_by_split(options: DataOptions, trust_remote_code: bool) -> dict[str, Text]:
@@ -192,25 +193,24 @@ class _CorpusOpener:
         source_by_file: dict[Path, CorpusSource] = {}  # by the real path, in order of appearance
         stage_blends: list[dict[Path, float]] = []
         for stage_number, stage in enumerate(self.options.data_stage, start=1):
+            option = f"data_stage {stage_number}: data_path"
             weight_by_file: dict[Path, float] = defaultdict(float)
-            for source in self._open_sources(
-                stage.data_path, f"data_stage {stage_number}: data_path"
-            ):
+            for source in self._open_sources(stage.data_path, option):
                 file = source.stream.file.prefix.resolve()
                 source_by_file.setdefault(file, source)
                 weight_by_file[file] += source.weight
             stage_blends.append(weight_by_file)
+
         stages = tuple(
             MixtureStage(stage.until, tuple(weight_by_file[file] for file in source_by_file))
             for stage, weight_by_file in zip(self.options.data_stage, stage_blends, strict=True)
         )
         names = _shorten_paths([source.stream.file.prefix for source in source_by_file.values()])
-        # Means over the stages, so that the weights of the validation losses are constant.
-        shares = zip(*(stage.weights for stage in stages), strict=True)
-        sources = [
-            replace(source, name=name, weight=sum(weights) / len(stages))
-            for source, name, weights in zip(source_by_file.values(), names, shares, strict=True)
-        ]
+        sources = []
+        for source_index, source in enumerate(source_by_file.values()):
+            # The mean over the stages, so that the weights of the validation losses are constant.
+            mean_weight = sum(stage.weights[source_index] for stage in stages) / len(stages)
+            sources.append(replace(source, name=names[source_index], weight=mean_weight))
         if self.options.valid_data_path:
             corpus = self.open_unsplit(train=(), validation=self.options.valid_data_path)
             return replace(corpus, train=tuple(sources), stages=stages)
@@ -265,9 +265,9 @@ class _CorpusOpener:
         """Open and check the token files of one option, whole, and normalize their weights."""
         if not blend:
             return []
-        paths, weights = parse_blend(blend, option=option)
+        paths, blend_weights = parse_blend(blend, option=option)
         streams = [self._open_file(path) for path in paths]
-        weights = weights or [float(stream.num_tokens) for stream in streams]
+        weights = blend_weights or [float(stream.num_tokens) for stream in streams]
         weight_sum = sum(weights)
         return [
             CorpusSource(name, weight / weight_sum, stream)

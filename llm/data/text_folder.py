@@ -45,12 +45,12 @@ def find_text_files(folder: Path, option: str) -> list[Path]:
         else:
             text_files.append(path)
     if names_by_reason:
+        exclusions = ", ".join(
+            f"{_join_names(names)} ({reason})" for reason, names in names_by_reason.items()
+        )
         logger.info(
             f"{option} {folder}: {len(paths) - len(text_files):,} of {len(paths):,} files are left "
-            "out: "
-            + ", ".join(
-                f"{_join_names(names)} ({reason})" for reason, names in names_by_reason.items()
-            )
+            f"out: {exclusions}"
         )
     if not text_files:
         raise DataError(
@@ -71,10 +71,9 @@ def refuse_duplicates(paths: Sequence[Path], option: str) -> None:
 
 def _join_names(names: Sequence[str]) -> str:
     """Return the first names as a list in a sentence, and the number of the others."""
+    name_list = ", ".join(names[:_MAX_LOGGED_NAMES])
     num_omitted = len(names) - _MAX_LOGGED_NAMES
-    return ", ".join(names[:_MAX_LOGGED_NAMES]) + (
-        f" and {num_omitted:,} more" if num_omitted > 0 else ""
-    )
+    return f"{name_list} and {num_omitted:,} more" if num_omitted > 0 else name_list
 
 
 def _walk_folder(folder: Path, option: str) -> list[Path]:

@@ -261,30 +261,15 @@ class TokenFile:
         def has_negative_size(start: int, stop: int) -> NDArray[np.bool_]:
             return self.documents[start + 1 : stop + 1] < self.documents[start:stop]
 
-        faults = []
-        for find_faults, num_entries, fault_description in (
+        unchained = "sequences that do not end where the next one starts"
+        checks = (
             (has_negative_length, self.num_sequences, "sequences of negative length"),
-            (
-                has_wrong_offset,
-                self.num_sequences,
-                "sequences that do not end where the next one starts",
-            ),
+            (has_wrong_offset, self.num_sequences, unchained),
             (has_negative_size, self.num_documents, "documents that end before they start"),
-        ):
-            starts: Iterable[int] = range(0, num_entries, _BLOCK_ENTRIES)
-            if sample and num_entries > _MAX_FULLY_CHECKED_ENTRIES:
-                starts = [
-                    (num_entries - _BLOCK_ENTRIES) * block_index // (_NUM_SAMPLED_BLOCKS - 1)
-                    for block_index in range(_NUM_SAMPLED_BLOCKS)
-                ]
-            num_faults, first_fault = 0, -1
-            for start in starts:
-                fault_positions = np.flatnonzero(
-                    find_faults(start, min(start + _BLOCK_ENTRIES, num_entries))
-                )
-                if fault_positions.size and not num_faults:
-                    first_fault = start + int(fault_positions[0])
-                num_faults += fault_positions.size
+        )
+        faults = []
+        for has_fault, num_entries, fault_description in checks:
+            num_faults, first_fault = _count_faults(has_fault, num_entries, sample=sample)
             if num_faults:
                 faults.append(
                     f"has {num_faults:,} {fault_description}; the first one is number "
@@ -351,3 +336,29 @@ class TokenFile:
             sequence = int(sequences[is_valid.argmin()])
             raise self._damage_error(f"has a wrong pointer at sequence {sequence}")
         return positions
+
+
+def _count_faults(
+    has_fault: Callable[[int, int], NDArray[np.bool_]], num_entries: int, *, sample: bool
+) -> tuple[int, int]:
+    """Return the number of faulty entries of a table, and the first of them (-1 without any).
+
+    Args:
+        has_fault: Returns which entries of a range are faulty, [stop - start].
+        num_entries: Entries of the table.
+        sample: Whether to check only some blocks of a large table.
+    """
+    block_starts: Iterable[int] = range(0, num_entries, _BLOCK_ENTRIES)
+    if sample and num_entries > _MAX_FULLY_CHECKED_ENTRIES:
+        block_starts = [
+            (num_entries - _BLOCK_ENTRIES) * block_index // (_NUM_SAMPLED_BLOCKS - 1)
+            for block_index in range(_NUM_SAMPLED_BLOCKS)
+        ]
+    num_faults, first_fault = 0, -1
+    for start in block_starts:
+        is_faulty = has_fault(start, min(start + _BLOCK_ENTRIES, num_entries))
+        fault_positions = np.flatnonzero(is_faulty)
+        if fault_positions.size and not num_faults:
+            first_fault = start + int(fault_positions[0])
+        num_faults += fault_positions.size
+    return num_faults, first_fault

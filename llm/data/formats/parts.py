@@ -105,15 +105,11 @@ class PartedTokens:
         first_array_index, last_array_index = np.searchsorted(
             self._end_positions, [start, stop - 1], side="right"
         ).tolist()
-        arrays = list(self.arrays[first_array_index : last_array_index + 1])
-        # The end first: in a range of one array, the start counts from its beginning, too.
-        first_array_start = (
-            int(self._end_positions[first_array_index]) - self.arrays[first_array_index].size
-        )
-        arrays[-1] = arrays[-1][
-            : stop - int(self._end_positions[last_array_index]) + self.arrays[last_array_index].size
-        ]
-        arrays[0] = arrays[0][start - first_array_start :]
+        arrays = []
+        for array_index in range(first_array_index, last_array_index + 1):
+            array = self.arrays[array_index]
+            array_start = int(self._end_positions[array_index]) - array.size
+            arrays.append(array[max(0, start - array_start) : stop - array_start])
         return PartedTokens(arrays)
 
     def __array__(
@@ -128,9 +124,9 @@ class PartedTokens:
         ids = np.empty(positions.shape, self.dtype)
         array_indices = np.searchsorted(self._end_positions, positions, side="right")
         for array_index in np.unique(array_indices).tolist():
-            from_array = array_indices == array_index
+            is_in_array = array_indices == array_index
             array_start = int(self._end_positions[array_index]) - self.arrays[array_index].size
-            ids[from_array] = self.arrays[array_index][positions[from_array] - array_start]
+            ids[is_in_array] = self.arrays[array_index][positions[is_in_array] - array_start]
         return ids
 
 

@@ -94,23 +94,7 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
     path = add_suffix(prefix, ".json")
     if not os.path.exists(path):
         return None
-
-    def invalid_sidecar(fault: str) -> DataError:
-        return DataError(
-            f"{path} does not describe its token file: {fault}; restore it, or move it away to use "
-            "the token file without it."
-        )
-
-    try:
-        if not path.is_file() or path.stat().st_size > _MAX_SIDECAR_BYTES:
-            raise invalid_sidecar("it is not a file of this kind")
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:
-        raise invalid_sidecar(f"it is not JSON ({one_line(error)})") from error
-    if not isinstance(content, dict):
-        raise invalid_sidecar("it is not a JSON object")
+    content = _read_json_object(path)
     if type(content.get("format")) is int and content["format"] > FORMAT:
         raise DataError(
             f"{path} has the format {content['format']}, of a newer version of this package; "
@@ -118,17 +102,58 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
         )
     content = {"part_tokens": [], "prepend_bos": False, **content}  # of an earlier version
     hints = typing.get_type_hints(Sidecar)
+    fault = _find_fault(content, hints)
+    if fault is not None:
+        raise _invalid_sidecar_error(path, fault)
+    return Sidecar(**{name: content[name] for name in hints})
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        DataError: The file cannot be read, is too large, or is not a JSON object.
+    """
+    try:
+        if not path.is_file() or path.stat().st_size > _MAX_SIDECAR_BYTES:
+            raise _invalid_sidecar_error(path, "it is not a file of this kind")
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise _invalid_sidecar_error(path, f"it is not JSON ({one_line(error)})") from error
+    if not isinstance(content, dict):
+        raise _invalid_sidecar_error(path, "it is not a JSON object")
+    return content
+
+
+def _invalid_sidecar_error(path: Path, fault: str) -> DataError:
+    """Return the error for a file that is not a sidecar."""
+    return DataError(
+        f"{path} does not describe its token file: {fault}; restore it, or move it away to use "
+        "the token file without it."
+    )
+
+
+def _find_fault(content: dict[str, Any], hints: dict[str, Any]) -> str | None:
+    """Return the first fault of a sidecar's values, as a clause of a sentence; None without one.
+
+    Args:
+        content: The values by key.
+        hints: The type of each key.
+    """
     for name, hint in hints.items():
         if name not in content:
-            raise invalid_sidecar(f"it lacks the key '{name}'")
+            return f"it lacks the key '{name}'"
         value = content[name]
         if not _fits_type(value, hint):
-            raise invalid_sidecar(f"the value of '{name}' has the wrong type")
-        if type(value) is int and value < (-1 if name == "largest_token" else 0):
-            raise invalid_sidecar(f"the value of '{name}' is {value}")
+            return f"the value of '{name}' has the wrong type"
+        smallest_number = -1 if name == "largest_token" else 0
+        if type(value) is int and value < smallest_number:
+            return f"the value of '{name}' is {value}"
     if content["format"] != FORMAT:
-        raise invalid_sidecar(f"its format is {content['format']}, not {FORMAT}")
-    return Sidecar(**{name: content[name] for name in hints})
+        return f"its format is {content['format']}, not {FORMAT}"
+    return None
 
 
 def _fits_type(value: Any, hint: Any) -> bool:
@@ -139,10 +164,8 @@ def _fits_type(value: Any, hint: Any) -> bool:
     if type(value) is not container_type or container_type not in (list, dict):
         return type(value) is container_type
     item_type = typing.get_args(hint)[-1]  # the keys of a JSON object are strings
-    return all(
-        _fits_type(item, item_type)
-        for item in (value.values() if container_type is dict else value)
-    )
+    items = value.values() if container_type is dict else value
+    return all(_fits_type(item, item_type) for item in items)
 
 
 def open_described(path: Path) -> tuple[AnyTokenFile, Sidecar | None]:
