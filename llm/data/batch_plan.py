@@ -268,13 +268,14 @@ def _indivisible_batch_error(
     step_divisor = micro_batch_size * world_size
     lower_multiple = phase_size // step_divisor * step_divisor
     upper_multiple = lower_multiple + step_divisor
-    phase_clause = ""
-    advised_batch = (
-        f"{lower_multiple} or {upper_multiple}" if lower_multiple else f"{upper_multiple}"
-    )
     if len(phase_sizes) > 1:
         phase_clause = f" has a phase of {phase_size} samples, which"
         advised_batch = f"one, or a smaller multiple of {world_size}"
+    else:
+        phase_clause = ""
+        multiples = [multiple for multiple in (lower_multiple, upper_multiple) if multiple]
+        advised_batch = " or ".join(map(str, multiples))
+
     candidate_sizes = _dividing_sizes(phase_sizes, world_size=world_size)
     smaller_sizes = [size for size in candidate_sizes if size < micro_batch_size]
     size_advice = ""

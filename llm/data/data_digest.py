@@ -78,13 +78,12 @@ def _sidecar_digest(source: CorpusSource) -> str | None:
 
 def _is_complete_record(record: dict[str, Any]) -> bool:
     """Return whether a record has the keys of `corpus_digests`, with values of their types."""
-    digests = (record.get("ends"), record.get("places"))
+    if not (isinstance(record.get("ends"), str) and isinstance(record.get("places"), str)):
+        return False
     sidecar_digests = record.get("sidecars")
-    return (
-        all(isinstance(digest, str) for digest in digests)
-        and isinstance(sidecar_digests, list)
-        and all(isinstance(digest, str | None) for digest in sidecar_digests)
-    )
+    if not isinstance(sidecar_digests, list):
+        return False
+    return all(isinstance(digest, str | None) for digest in sidecar_digests)
 
 
 def data_has_changed(recorded: dict[str, Any], present: dict[str, Any]) -> bool:
@@ -96,13 +95,21 @@ def data_has_changed(recorded: dict[str, Any], present: dict[str, Any]) -> bool:
     """
     if not _is_complete_record(recorded):
         return True
-    # A sidecar that was added or removed says nothing about the tokens, nor do parts that were
-    # joined: they have other checksums.
-    pairs = zip(recorded["sidecars"], present["sidecars"], strict=False)
+    sidecar_pairs = zip(recorded["sidecars"], present["sidecars"], strict=False)
     sidecars_differ = any(
         recorded_digest != present_digest
-        for recorded_digest, present_digest in pairs
-        if None not in (recorded_digest, present_digest)
-        and recorded_digest.startswith(_PARTS_PREFIX) == present_digest.startswith(_PARTS_PREFIX)
+        for recorded_digest, present_digest in sidecar_pairs
+        if _are_comparable(recorded_digest, present_digest)
     )
     return sidecars_differ or any(recorded[name] != present[name] for name in ("ends", "places"))
+
+
+def _are_comparable(first_digest: str | None, second_digest: str | None) -> bool:
+    """Return whether different digests of two sidecars mean different tokens.
+
+    A sidecar that was added or removed says nothing about the tokens, nor do parts that were
+    joined: they have other checksums.
+    """
+    if first_digest is None or second_digest is None:
+        return False
+    return first_digest.startswith(_PARTS_PREFIX) == second_digest.startswith(_PARTS_PREFIX)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from llm.errors import DataError, one_line
 
+_HUB_URL = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<revision>[^/]+)/(?P<path>.+)")
+
 
 @dataclass(frozen=True, kw_only=True)
 class HubFiles:
@@ -39,19 +41,19 @@ def find_hub_files(dataset_name: str, dataset_config_name: str | None) -> HubFil
     with explain_dataset_errors(dataset_name, dataset_config_name, is_local=False):
         builder = datasets.load_dataset_builder(dataset_name, dataset_config_name)
         urls = [url for split in (builder.config.data_files or {}).values() for url in split]
-    url_matches = [re.fullmatch(r"hf://datasets/([^@]+)@([^/]+)/(.+)", url) for url in urls]
-    foreign_url = next(
-        (url for url, url_match in zip(urls, url_matches, strict=True) if url_match is None), None
-    )
-    if not urls or foreign_url:
+    foreign_urls = [url for url in urls if _HUB_URL.fullmatch(url) is None]
+    if not urls or foreign_urls:
+        example = f" ({foreign_urls[0]})" if foreign_urls else ""
         raise DataError(
-            f"The data set {dataset_name} is not made of files in its repository"
-            f"{f' ({foreign_url})' if foreign_url else ''}: load it with the datasets library, "
-            "save it with save_to_disk, and name that folder with --dataset_name."
+            f"The data set {dataset_name} is not made of files in its repository{example}: load it "
+            "with the datasets library, save it with save_to_disk, and name that folder with "
+            "--dataset_name."
         )
-    url_parts = [url_match.groups() for url_match in url_matches if url_match is not None]
+    url_matches = [match for match in map(_HUB_URL.fullmatch, urls) if match is not None]
     return HubFiles(
-        name=url_parts[0][0], revision=url_parts[0][1], files=[path for *_, path in url_parts]
+        name=url_matches[0]["repository"],
+        revision=url_matches[0]["revision"],
+        files=[match["path"] for match in url_matches],
     )
 
 

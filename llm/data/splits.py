@@ -39,23 +39,11 @@ def parse_blend(
     paths: list[Path] = []
     weights: list[float] = []
     for word_index, word in enumerate(blend):
-        expects_weight = has_weights and word_index % 2 == 0
+        fault = _find_word_fault(word, expects_weight=has_weights and word_index % 2 == 0)
+        if fault is not None:
+            raise ConfigError(f"{option} {fault}")
         if isinstance(word, str):
-            if expects_weight:
-                raise ConfigError(
-                    f"{option} gives {word} without a weight before it; give a weight before each "
-                    "prefix, or none at all."
-                )
             paths.append(Path(word))
-        elif not expects_weight:
-            raise ConfigError(
-                f"{option} has the number {word:g} where a prefix belongs; give a weight before "
-                f"each prefix, or none at all, and write a file of that name as ./{word:g}."
-            )
-        elif not math.isfinite(word) or word < 0:
-            raise ConfigError(
-                f"{option} gives the weight {word:g}; weights must be finite and not negative."
-            )
         else:
             weights.append(float(word))
     if isinstance(blend[-1], int | float):
@@ -65,6 +53,30 @@ def parse_blend(
     if not math.isfinite(sum(weights)):
         raise ConfigError(f"{option} has weights with a sum that is not finite; give smaller ones.")
     return paths, weights if has_weights else None
+
+
+def _find_word_fault(word: float | str, *, expects_weight: bool) -> str | None:
+    """Return the end of a sentence about a word that does not fit into a blend, or None.
+
+    Args:
+        word: A weight or a prefix.
+        expects_weight: Whether a weight belongs here, and not a prefix.
+    """
+    if isinstance(word, str):
+        if not expects_weight:
+            return None
+        return (
+            f"gives {word} without a weight before it; give a weight before each prefix, or none "
+            "at all."
+        )
+    if not expects_weight:
+        return (
+            f"has the number {word:g} where a prefix belongs; give a weight before each prefix, or "
+            f"none at all, and write a file of that name as ./{word:g}."
+        )
+    if not math.isfinite(word) or word < 0:
+        return f"gives the weight {word:g}; weights must be finite and not negative."
+    return None
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
@@ -81,7 +93,8 @@ def parse_split(text: str) -> tuple[float, float, float]:
     except ValueError:
         shares = []
     are_valid = all(share >= 0 for share in shares) and math.isfinite(sum(shares))
-    if not 1 <= len(shares) <= 3 or not are_valid or sum(shares) == 0:
+    has_valid_length = 1 <= len(shares) <= 3
+    if not has_valid_length or not are_valid or sum(shares) == 0:
         raise ConfigError(
             f"--split {text} is not a split; give up to three numbers for training, validation "
             "and testing, none negative and not all 0, such as 980,10,10."
@@ -124,6 +137,7 @@ def split_documents(
     bounds = [round(share * float(num_units)) for share in itertools.accumulate(split, initial=0.0)]
 
     def open_split(split_index: int, split_name: str) -> TokenStream | None:
+        """Return the stream of a split by its index in `split`, or None if its fraction is 0."""
         first_unit, end_unit = bounds[split_index], bounds[split_index + 1]
         if split[split_index] == 0:
             return None

@@ -5,6 +5,7 @@ exist, it needs neither the readers of text nor the encoders.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import signal
@@ -204,23 +205,22 @@ class TextEncoding:
             files: The state of its files when `key` was called; any other state is refused.
             workers: Cores to use.
         """
+        return functools.partial(self._prepare_folder, text, files, workers)
 
-        def prepare_folder(folder: Path) -> None:
-            with self._copy_tokenizer() as tokenizer:
-                run_job(
-                    TextJob(
-                        text=text,
-                        files={str(path): stamp for path, stamp in files.items()},
-                        tokenizer=tokenizer,
-                        end_token=self.end_token,
-                        begin_token=self.begin_token,
-                        dtype=self.dtype,
-                        workers=workers,
-                        prefix=str(folder / "tokens"),
-                    )
-                )
-
-        return prepare_folder
+    def _prepare_folder(self, text: Text, files: Stamps, workers: int, folder: Path) -> None:
+        """Make the token files of a text in a folder; for the other arguments see `prepare`."""
+        with self._copy_tokenizer() as tokenizer:
+            job = TextJob(
+                text=text,
+                files={str(path): stamp for path, stamp in files.items()},
+                tokenizer=tokenizer,
+                end_token=self.end_token,
+                begin_token=self.begin_token,
+                dtype=self.dtype,
+                workers=workers,
+                prefix=str(folder / "tokens"),
+            )
+            run_job(job)
 
     @contextlib.contextmanager
     def _copy_tokenizer(self) -> Iterator[TokenizerCopy]:
@@ -267,13 +267,8 @@ def run_job(job: TextJob) -> None:
         exit_code = process.wait()
     except BaseException:
         _close_pipe(process.stdin)  # as if this process had died: it logs its progress and ends
-        kill_timer = threading.Timer(_SHUTDOWN_SECONDS, process.kill)
-        kill_timer.daemon = True
-        kill_timer.start()
-        try:
+        with _kill_after(process, _SHUTDOWN_SECONDS):
             _log_lines(process.stdout, output_lines)
-        finally:  # after a second Ctrl-C too
-            kill_timer.cancel()
         raise
     finally:
         process.kill()
@@ -281,6 +276,18 @@ def run_job(job: TextJob) -> None:
         _close_pipe(process.stdin)
         process.stdout.close()
     _check_exit_code(exit_code, output_lines, text_name=job.text.name)
+
+
+@contextlib.contextmanager
+def _kill_after(process: subprocess.Popen[bytes], seconds: float) -> Iterator[None]:
+    """Kill a process if the context takes longer."""
+    kill_timer = threading.Timer(seconds, process.kill)
+    kill_timer.daemon = True
+    kill_timer.start()
+    try:
+        yield
+    finally:  # after a second Ctrl-C too
+        kill_timer.cancel()
 
 
 def _check_exit_code(exit_code: int, output_lines: list[str], *, text_name: str) -> None:
@@ -295,14 +302,13 @@ def _check_exit_code(exit_code: int, output_lines: list[str], *, text_name: str)
         DataError: The error of the process, or it was killed.
         RuntimeError: The process failed unexpectedly.
     """
-    error_lines = (
-        line_index for line_index, line in enumerate(output_lines) if line.startswith(_ERROR_PREFIX)
-    )
-    first_error_line = next(error_lines, len(output_lines))
-    for line in output_lines[:first_error_line]:  # of a library, or a traceback
+    is_error_line = [line.startswith(_ERROR_PREFIX) for line in output_lines]
+    num_other_lines = is_error_line.index(True) if any(is_error_line) else len(output_lines)
+    for line in output_lines[:num_other_lines]:  # of a library, or a traceback
         logger.warning(line)
     if exit_code == 2:
-        raise DataError("\n".join(output_lines[first_error_line:]).removeprefix(_ERROR_PREFIX))
+        error_lines = output_lines[num_other_lines:]
+        raise DataError("\n".join(error_lines).removeprefix(_ERROR_PREFIX))
     if exit_code < 0:
         raise DataError(
             f"The process that made token files of {text_name} was killed "

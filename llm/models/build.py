@@ -287,10 +287,9 @@ def find_biases(model: PreTrainedModel) -> list[torch.nn.Parameter]:
 def _freeze_biases_at_zero(model: PreTrainedModel) -> None:
     """Set all biases to zero, and exclude them from training."""
     frozen_biases = find_biases(model)
-    on_meta = model.device.type == "meta"
-    num_nonzero = (
-        "an unknown number" if on_meta else sum(bool(bias.any()) for bias in frozen_biases)
-    )
+    num_nonzero: int | str = "an unknown number"
+    if model.device.type != "meta":
+        num_nonzero = sum(bool(bias.any()) for bias in frozen_biases)
     for bias in frozen_biases:
         bias.requires_grad_(False)
         bias.zero_()

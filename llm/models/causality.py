@@ -10,7 +10,7 @@ import logging
 import sys
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from llm.errors import ConfigError, one_line
 from llm.models.attention import evaluation_mode, max_difference, random_tokens, run_model
@@ -49,16 +49,22 @@ def check_causal(model: PreTrainedModel) -> None:
         logits = run_model(model, input_ids, positions=None, documents=None).logits.float()
     first_half, second_half = logits.split(_HALF_LENGTH, dim=1)
     # Causal models have the same logits for equal first halves.
-    if max_difference(*first_half) > _MAX_RELATIVE_ERROR * max_difference(*second_half):
-        remedy = "name another architecture"
-        for field, causal_value in _CAUSAL_FIELDS.items():
-            if getattr(text_config, field, causal_value) != causal_value:
-                value = str(causal_value).lower()
-                remedy = f"pass --config_overrides {field}={value}, or name another architecture"
+    largest_rounding_error = _MAX_RELATIVE_ERROR * max_difference(*second_half)
+    if max_difference(*first_half) > largest_rounding_error:
         raise ConfigError(
             f"In this {model.config.model_type} model, tokens see later tokens, so it would learn "
-            f"to copy instead of to predict: {remedy}."
+            f"to copy instead of to predict: {_find_causal_remedy(text_config)}."
         )
+
+
+def _find_causal_remedy(text_config: PreTrainedConfig) -> str:
+    """Return what to do about a model that is not causal: set a field, or take another model."""
+    remedy = "name another architecture"
+    for field, causal_value in _CAUSAL_FIELDS.items():
+        if getattr(text_config, field, causal_value) != causal_value:
+            value = str(causal_value).lower()
+            remedy = f"pass --config_overrides {field}={value}, or name another architecture"
+    return remedy
 
 
 def check_meta_model_causal(meta_model: PreTrainedModel) -> None:

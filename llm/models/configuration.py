@@ -56,27 +56,8 @@ def load_config(options: ModelOptions) -> PreTrainedConfig:
             model, an override has an unknown field or a wrong type, or a size is impossible.
     """
     name = options.config_name or options.model_name_or_path
-    model_type = options.model_type
     is_shaped = bool(shape_options(options))
-    explicit_fields: dict[str, Any] = {}
-    if name is not None:
-        config = _load_named_config(options, name)
-        explicit_fields = type(config).get_config_dict(name)[0]
-    elif model_type is not None:
-        if model_type not in CONFIG_MAPPING:
-            suggestion = nearest_names(model_type, CONFIG_MAPPING.keys())
-            raise ConfigError(
-                f"--model_type {model_type} is not a known architecture; {suggestion}."
-            )
-        config = CONFIG_MAPPING[model_type]()
-    elif is_shaped:
-        explicit_fields = {"model_type": "gpt2", **gpt2_fields(options.model_size)}
-        config = GPT2Config.from_dict(explicit_fields)
-    else:
-        raise ConfigError(
-            "No model is named: set --model_name_or_path, --config_name, --model_type or "
-            "--model_size."
-        )
+    config, explicit_fields = _load_base_config(options, name)
     # Create a new object: the constructor derives other fields from the changed ones.
     if is_shaped:
         explicit_fields = {**explicit_fields, **shape_changes(options, config.to_dict())}
@@ -86,13 +67,44 @@ def load_config(options: ModelOptions) -> PreTrainedConfig:
     auto_map = getattr(config, "auto_map", None) or {}
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in auto_map:
         raise ConfigError(
-            f"{name or model_type} is a {config.model_type} model, not a causal language model: "
-            "name one that predicts the next token, such as gpt2 or llama."
+            f"{name or options.model_type} is a {config.model_type} model, not a causal language "
+            "model: name one that predicts the next token, such as gpt2 or llama."
         )
     if not options.trust_remote_code:
         _check_attention_kernels(config, name)
     _check_sizes(config)
     return config
+
+
+def _load_base_config(
+    options: ModelOptions, name: str | None
+) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """Return a configuration before the options change it, and the fields that it was made from.
+
+    Args:
+        options: The model's type or size.
+        name: A Hub name, a folder or a file; None if the options name no configuration.
+
+    Raises:
+        ConfigError: No model is named, or the name or the type cannot be used.
+    """
+    if name is not None:
+        named_config = _load_named_config(options, name)
+        return named_config, type(named_config).get_config_dict(name)[0]
+    model_type = options.model_type
+    if model_type is not None:
+        if model_type not in CONFIG_MAPPING:
+            suggestion = nearest_names(model_type, CONFIG_MAPPING.keys())
+            raise ConfigError(
+                f"--model_type {model_type} is not a known architecture; {suggestion}."
+            )
+        return CONFIG_MAPPING[model_type](), {}
+    if shape_options(options):
+        explicit_fields = {"model_type": "gpt2", **gpt2_fields(options.model_size)}
+        return GPT2Config.from_dict(explicit_fields), explicit_fields
+    raise ConfigError(
+        "No model is named: set --model_name_or_path, --config_name, --model_type or --model_size."
+    )
 
 
 def _check_attention_kernels(config: PreTrainedConfig, name: str | None) -> None:

@@ -134,6 +134,7 @@ class KeyedDraws(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Seed the generator before a function that writes to a parameter."""
         kwargs = kwargs or {}
         # Functions of torch.nn.init arrive here too, with the tensor as a keyword argument.
         target: Any = kwargs.get("tensor", args[0] if args else None)

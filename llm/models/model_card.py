@@ -111,22 +111,33 @@ def _eval_results(card: Card) -> "list[EvalResult]":
     """Return the finite results in the format of the Hub's model index."""
     from huggingface_hub import EvalResult
 
+    def make_results(
+        values: Mapping[str, float], *, dataset_type: str, dataset_name: str, split: str | None
+    ) -> "list[EvalResult]":
+        """Return the finite values of one data set."""
+        return [
+            EvalResult(
+                task_type="text-generation",
+                dataset_type=dataset_type,
+                dataset_name=dataset_name,
+                dataset_split=split,
+                metric_type=metric,
+                metric_value=value,
+            )
+            for metric, value in values.items()
+            if math.isfinite(value)
+        ]
+
     validation_dataset = _hub_name(card.dataset) or "text"
-    validation_group = (validation_dataset, card.validation, "validation", card.results)
-    task_groups = ((task, task, None, results) for task, results in card.task_results.items())
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=dataset_type,
-            dataset_name=dataset_name,
-            dataset_split=dataset_split,
-            metric_type=metric,
-            metric_value=value,
-        )
-        for dataset_type, dataset_name, dataset_split, results in (validation_group, *task_groups)
-        for metric, value in results.items()
-        if math.isfinite(value)
-    ]
+    eval_results = make_results(
+        card.results,
+        dataset_type=validation_dataset,
+        dataset_name=card.validation,
+        split="validation",
+    )
+    for task, values in card.task_results.items():
+        eval_results += make_results(values, dataset_type=task, dataset_name=task, split=None)
+    return eval_results
 
 
 def _hub_name(name: str | None) -> str | None:

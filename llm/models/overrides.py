@@ -91,10 +91,9 @@ def _override_field(
         }
     rope_fields = declared_fields.get(_ROPE_FIELD) or {}
     changed_field = {name: _parse_value(value, rope_fields.get(name), option=option)}
+    changed_fields = {**explicit_fields, **changed_field}
     fields_before = _make_config(config, explicit_fields, overrides=overrides).to_dict()
-    fields_after = _make_config(
-        config, {**explicit_fields, **changed_field}, overrides=overrides
-    ).to_dict()
+    fields_after = _make_config(config, changed_fields, overrides=overrides).to_dict()
     # The class derives other fields from this one.
     if name not in fields_after and fields_after != fields_before:
         return changed_field

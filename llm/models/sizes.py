@@ -5,7 +5,7 @@ models.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -81,12 +81,7 @@ def shape_changes(options: ModelOptions, fields: Mapping[str, Any]) -> dict[str,
     if model_type != "gpt2":
         field_names = ("num_hidden_layers", "hidden_size", "num_attention_heads")
     old_shape = [int(fields[name]) for name in field_names]
-    overrides = (options.num_layers, options.hidden_size, options.num_attention_heads)
-    base_shape = old_shape if options.model_size is None else find_size(options.model_size)[:3]
-    new_shape = [
-        override if override is not None else base
-        for override, base in zip(overrides, base_shape, strict=True)
-    ]
+    new_shape = _choose_shape(options, old_shape)
     old_layers, old_width, old_heads = old_shape
     new_layers, new_width, new_heads = new_shape
     if new_width % new_heads:
@@ -112,6 +107,16 @@ def shape_changes(options: ModelOptions, fields: Mapping[str, Any]) -> dict[str,
     if fields.get("layer_types") is not None and new_layers != old_layers:
         changes["layer_types"] = None  # transformers fills in one per layer
     return changes
+
+
+def _choose_shape(options: ModelOptions, old_shape: Sequence[int]) -> list[int]:
+    """Return layers, width and heads: each as a number gives it, else a size, else as before."""
+    base_shape = old_shape if options.model_size is None else find_size(options.model_size)[:3]
+    overrides = (options.num_layers, options.hidden_size, options.num_attention_heads)
+    return [
+        base if override is None else override
+        for override, base in zip(overrides, base_shape, strict=True)
+    ]
 
 
 def find_size(name: str) -> ModelSize:

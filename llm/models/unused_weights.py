@@ -34,12 +34,13 @@ def find_unused_weights(model: PreTrainedModel, *, length: int) -> list[str] | N
         meta_model.set_attn_implementation("eager")  # fused kernels may refuse the meta device
         with experts_on_meta(meta_model), keyed_generator(0, "unused weights", meta_model.device):
             for is_training in (False, True):  # in evaluation mode no model skips layers at random
-                if unused_names:
-                    meta_model.train(is_training)
-                    input_ids = torch.zeros(1, length, dtype=torch.long, device="meta")
-                    outputs = run_model(meta_model, input_ids, positions=None, documents=None)
-                    outputs.logits.sum().backward()
-                    unused_names = [name for name in unused_names if weights[name].grad is None]
+                if not unused_names:
+                    break
+                meta_model.train(is_training)
+                input_ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+                outputs = run_model(meta_model, input_ids, positions=None, documents=None)
+                outputs.logits.sum().backward()
+                unused_names = [name for name in unused_names if weights[name].grad is None]
     except Exception as error:  # the library's model may raise anything
         logger.debug(f"The passes of {model.config.model_type} need values: {one_line(error)}.")
         return None

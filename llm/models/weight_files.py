@@ -45,24 +45,30 @@ def find_weight_files(model: PreTrainedModel, weights_from: str) -> list[WeightF
         return None  # transformers names the reason
     model_tensors = model.state_dict()
     tied: dict[str, str] = model.all_tied_weights_keys
-    prefix = f"{model.base_model_prefix}."
-    files, weight_names = [], set()
+    files: list[WeightFile] = []
+    found_names: set[str] = set()
     for path in paths:
+        shape_by_key = _read_shapes(path)
         key_by_name = {}
-        with safe_open(path, framework="pt") as safetensors_file:
-            for key in safetensors_file.keys():  # noqa: SIM118 - it is not a dict
-                name = key if key in model_tensors else prefix + key
-                if name not in model_tensors or name in weight_names:
-                    continue
-                file_shape = safetensors_file.get_slice(key).get_shape()
-                if not _fits_shape(model_tensors[name].shape, file_shape, model):
-                    return None
-                key_by_name[name] = key
-                weight_names.add(name)
+        for key, file_shape in shape_by_key.items():
+            name = key if key in model_tensors else f"{model.base_model_prefix}.{key}"
+            if name not in model_tensors or name in found_names:
+                continue
+            if not _fits_shape(model_tensors[name].shape, file_shape, model):
+                return None
+            key_by_name[name] = key
+            found_names.add(name)
         files.append(WeightFile(path=path, key_by_name=key_by_name))
     # For two tied weights, transformers decides which one counts, or that they are not tied.
-    is_complete = weight_names == model_tensors.keys() - tied.keys()
+    is_complete = found_names == model_tensors.keys() - tied.keys()
     return files if is_complete else None
+
+
+def _read_shapes(path: str) -> dict[str, list[int]]:
+    """Return the shapes of the tensors in a safetensors file, by key; reads only its header."""
+    with safe_open(path, framework="pt") as safetensors_file:
+        keys = safetensors_file.keys()  # it is not a dict, so it has no items
+        return {key: safetensors_file.get_slice(key).get_shape() for key in keys}
 
 
 def _fits_shape(model_shape: Any, file_shape: list[int], model: PreTrainedModel) -> bool:

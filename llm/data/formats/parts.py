@@ -47,15 +47,31 @@ def find_parts(prefix: Path) -> list[Path]:
     if not files:
         return []
     part_counts = sorted({path.stem[-5:] for path in files})
-    if part_counts[1:]:
+    if len(part_counts) > 1:
         raise DataError(
             f"The token file {prefix} has parts of several preparations, -of-{part_counts[0]} and "
             f"-of-{part_counts[1]}; keep one set, and move the other away."
         )
-    prefixes = [
-        part_prefix(prefix, part_index, int(part_counts[0]))
-        for part_index in range(int(part_counts[0]))
-    ]
+    num_parts = int(part_counts[0])
+    prefixes = [part_prefix(prefix, part_index, num_parts) for part_index in range(num_parts)]
+    _check_all_parts(prefix, prefixes, files)
+    for suffix in (".bin", ".idx"):
+        if os.path.exists(joined_file := add_suffix(prefix, suffix)):
+            raise DataError(
+                f"There are a whole token file {joined_file} and parts of it, {files[0]}; move one "
+                "of them away."
+            )
+    return prefixes
+
+
+def _check_all_parts(prefix: Path, prefixes: Sequence[Path], files: Sequence[Path]) -> None:
+    """Refuse a set of parts with a missing file, or with a file beyond the number of parts.
+
+    Args:
+        prefix: The common path of the parts.
+        prefixes: The path of each part without suffix.
+        files: The files that exist.
+    """
     expected_files = [add_suffix(part, suffix) for part in prefixes for suffix in (".bin", ".idx")]
     existing_files = set(files)
     if missing_files := [path for path in expected_files if path not in existing_files]:
@@ -68,13 +84,6 @@ def find_parts(prefix: Path) -> list[Path]:
         raise DataError(
             f"The token file {excess_files[0]} has a number beyond its count; move it away."
         )
-    for suffix in (".bin", ".idx"):
-        if os.path.exists(joined_file := add_suffix(prefix, suffix)):
-            raise DataError(
-                f"There are a whole token file {joined_file} and parts of it, {files[0]}; move one "
-                "of them away."
-            )
-    return prefixes
 
 
 class PartedTokens:
