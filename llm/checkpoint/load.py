@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,18 +60,8 @@ def find_newest_checkpoint(
         ParallelError: Ranks see different folders.
     """
     folders = checkpoint_folders(folder)
-    names = [path.name for path in folders]
-    names_by_rank = gather(names) if is_collective else [names]
-    mismatched_rank = next(
-        (rank for rank, rank_names in enumerate(names_by_rank) if rank_names != names_by_rank[0]),
-        None,
-    )
-    if mismatched_rank is not None:
-        raise ParallelError(
-            f"Rank {mismatched_rank} sees other checkpoints in {folder} than rank 0: the folder is "
-            "not the same on all nodes, or its contents are out of date there; start again, and "
-            "if this does not help, move it to a file system that all nodes share."
-        )
+    if is_collective:
+        _check_same_folders(folder, [path.name for path in folders])
     for path in reversed(folders):
         try:
             return read_verified_checkpoint(path, is_collective=is_collective)
@@ -79,6 +69,26 @@ def find_newest_checkpoint(
             if path.exists():  # a running training may have removed it
                 on_skip(f"Skipping a checkpoint: {error}")
     return None
+
+
+def _check_same_folders(folder: Path, local_names: list[str]) -> None:
+    """Refuse to choose a checkpoint if ranks see different ones; every rank calls it.
+
+    Args:
+        folder: The run's `checkpoints` folder.
+        local_names: Names of the checkpoints that this rank sees in it.
+
+    Raises:
+        ParallelError: Names the first rank that sees others than rank 0; raised on all ranks.
+    """
+    names_by_rank = gather(local_names)
+    for rank, rank_names in enumerate(names_by_rank):
+        if rank_names != names_by_rank[0]:
+            raise ParallelError(
+                f"Rank {rank} sees other checkpoints in {folder} than rank 0: the folder is "
+                "not the same on all nodes, or its contents are out of date there; start again, "
+                "and if this does not help, move it to a file system that all nodes share."
+            )
 
 
 def read_verified_checkpoint(path: Path, *, is_collective: bool = False) -> Checkpoint:
@@ -92,25 +102,30 @@ def read_verified_checkpoint(path: Path, *, is_collective: bool = False) -> Chec
     Raises:
         CheckpointError: The manifest or a file is missing or damaged.
     """
-    checkpoint = None
+    checkpoint = problem = None
     try:
         checkpoint = read_manifest(path)
-        problem = checkpoint.find_problem(
-            files_to_verify=_files_of_rank(checkpoint.files) if is_collective else checkpoint.files
-        )
-        if problem is not None:
-            problem = f"{path} is damaged: {problem}."
-        else:
-            _read_plain_state(checkpoint)
+        _verify_files(checkpoint, is_collective=is_collective)
     except CheckpointError as error:
         problem = str(error)
-    if is_collective:
-        problem = next(
-            (rank_problem for rank_problem in gather(problem) if rank_problem is not None), None
-        )
-    if checkpoint is None or problem is not None:
-        raise CheckpointError(problem or f"{path} is damaged.")
+    problems = gather(problem) if is_collective else [problem]
+    first_problem = next((problem for problem in problems if problem is not None), None)
+    if checkpoint is None or first_problem is not None:
+        raise CheckpointError(first_problem or f"{path} is damaged.")
     return checkpoint
+
+
+def _verify_files(checkpoint: Checkpoint, *, is_collective: bool) -> None:
+    """Compare the files of a checkpoint, or this rank's share of them, with their checksums.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+    files_to_verify = _files_of_rank(checkpoint.files) if is_collective else checkpoint.files
+    problem = checkpoint.find_problem(files_to_verify=files_to_verify)
+    if problem is not None:
+        raise CheckpointError(f"{checkpoint.path} is damaged: {problem}.")
+    _read_plain_state(checkpoint)
 
 
 def read_part_names(checkpoint: Checkpoint) -> list[str]:
@@ -147,9 +162,11 @@ def _files_of_rank(files: Mapping[str, tuple[int, str]]) -> set[str]:
     world = world_from_environment()
     bytes_by_rank = [0] * world.world_size
     local_files = set()
-    for name, (size, _) in sorted(files.items(), key=lambda item: (-item[1][0], item[0])):
+    size_by_name = {name: size for name, (size, _) in files.items()}
+    # The largest file first, and files of one size by name, so that all ranks divide them equally.
+    for name in sorted(size_by_name, key=lambda name: (-size_by_name[name], name)):
         reader_rank = min(range(world.world_size), key=bytes_by_rank.__getitem__)
-        bytes_by_rank[reader_rank] += size
+        bytes_by_rank[reader_rank] += size_by_name[name]
         if reader_rank == world.rank:
             local_files.add(name)
     return local_files
@@ -239,7 +256,6 @@ def read_tensors(
         CheckpointError: It contains other tensors, or tensors with other shapes or types; or the
             system refuses to read it.
     """
-    import torch
     from torch import distributed
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -260,21 +276,46 @@ def read_tensors(
             f"{checkpoint.path} does not fit this model or optimizer: {one_line(error)}."
         ) from error
     assert planner.metadata is not None  # set by `load`
-    # A rank may have only some of the tensors. Take the maximum over ranks of 2 (read), 1
-    # (required, but not on this rank) and 0 (not required): it is 1 for a required tensor that no
-    # rank reads.
-    paths, prefixes = sorted(planner.metadata.state_dict_metadata), tuple(required_prefixes)
-    read_marks = torch.tensor([2 if p in tensors else int(p.startswith(prefixes)) for p in paths])
-    if prefixes and not is_single_process:
-        distributed.all_reduce(read_marks, distributed.ReduceOp.MAX)
-    unread_paths = [
-        path for path, mark in zip(paths, read_marks.tolist(), strict=True) if mark == 1
-    ]
-    if unread_paths:
+    unread_path = _find_unread_tensor(
+        planner.metadata.state_dict_metadata,
+        tensors,
+        required_prefixes=tuple(required_prefixes),
+        is_single_process=is_single_process,
+    )
+    if unread_path is not None:
         raise CheckpointError(
-            f"{checkpoint.path} does not fit this model or optimizer, which has no "
-            f"{unread_paths[0]}."
+            f"{checkpoint.path} does not fit this model or optimizer, which has no {unread_path}."
         )
+
+
+def _find_unread_tensor(
+    saved_paths: Iterable[str],
+    read_paths: Container[str],
+    *,
+    required_prefixes: tuple[str, ...],
+    is_single_process: bool,
+) -> str | None:
+    """Return the first required tensor of a checkpoint that no rank reads, or None.
+
+    Args:
+        saved_paths: Paths of the tensors in the checkpoint.
+        read_paths: Paths of the tensors that this rank reads, perhaps only some of them.
+        required_prefixes: Prefixes of the paths of required tensors.
+        is_single_process: Whether no other ranks read tensors.
+    """
+    import torch
+    from torch import distributed
+
+    # The maximum over ranks of 2 (read), 1 (required, but not on this rank) and 0 (not required)
+    # is 1 for a required tensor that no rank reads.
+    paths = sorted(saved_paths)
+    read_marks = torch.tensor(
+        [2 if path in read_paths else int(path.startswith(required_prefixes)) for path in paths]
+    )
+    if required_prefixes and not is_single_process:
+        distributed.all_reduce(read_marks, distributed.ReduceOp.MAX)
+    marks = zip(paths, read_marks.tolist(), strict=True)
+    return next((path for path, mark in marks if mark == 1), None)
 
 
 @contextlib.contextmanager

@@ -68,8 +68,12 @@ def prune(folder: Path, *, saved_step: int, keep_newest: int | None, keep_best: 
         checkpoint for checkpoint in checkpoints if math.isfinite(_eval_loss(checkpoint))
     ]
     best_checkpoints = sorted(finite_checkpoints, key=_eval_loss)[:keep_best]
-    # With `keep_best` alone, the newest is also kept, to resume from.
-    num_newest = keep_newest if keep_newest is not None else (1 if keep_best else len(checkpoints))
+    if keep_newest is not None:
+        num_newest = keep_newest
+    elif keep_best:
+        num_newest = 1  # to resume from
+    else:
+        num_newest = len(checkpoints)
     newest_checkpoints = checkpoints[-max(1, num_newest) :]
     retained_paths = {checkpoint.path for checkpoint in (*best_checkpoints, *newest_checkpoints)}
     try:

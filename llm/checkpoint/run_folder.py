@@ -47,6 +47,8 @@ MODEL_FILE_PATTERN = (
     r"|chat_template\.(jinja|json)|additional_chat_templates|(configuration|modeling|tokenization)_\w+\.py"
 )
 """Pattern of the file names in an exported model with its tokenizer."""
+_MAX_LISTED_FILES = 8
+"""Maximum number of files that an error names; it counts the others."""
 _TEMPORARY_FILE_PATTERN = rf"\.({'|'.join(_RUN_FILES)}|README\.md)\.[0-9a-f]+\.tmp"
 
 
@@ -88,12 +90,7 @@ class RunFolder:
         # If a rank hangs while the run starts, it leaves stacks in a folder without a status.
         run_files = [path for path in training_files if path.parent != self.stacks]
         if run_files + model_files and not self._holds_run():
-            names = [str(path.relative_to(self.path)) for path in run_files + model_files]
-            remainder = f" and {len(names) - 8} more" if len(names) > 8 else ""
-            raise ConfigError(
-                f"--output_dir {self.path} holds no run, but files that this run would replace "
-                f"({', '.join(names[:8])}{remainder}); move them away, or name another folder."
-            )
+            raise self._other_files_error(run_files + model_files)
         if run_files and not (resume or overwrite):
             names = list(dict.fromkeys(path.relative_to(self.path).parts[0] for path in run_files))
             raise ConfigError(
@@ -113,6 +110,17 @@ class RunFolder:
                 f"{links[0]} is a link, and --overwrite_output_dir removes nothing through a link: "
                 "remove the link or its target, or name another --output_dir."
             )
+
+    def _other_files_error(self, paths: list[Path]) -> ConfigError:
+        """Return the error for a folder without a run, but with files that a run would replace."""
+        names = [str(path.relative_to(self.path)) for path in paths]
+        name_list = ", ".join(names[:_MAX_LISTED_FILES])
+        if len(names) > _MAX_LISTED_FILES:
+            name_list += f" and {len(names) - _MAX_LISTED_FILES} more"
+        return ConfigError(
+            f"--output_dir {self.path} holds no run, but files that this run would replace "
+            f"({name_list}); move them away, or name another folder."
+        )
 
     def check_usable(self) -> None:
         """Refuse a folder that cannot be created or written to; every rank calls it, none writes.
@@ -181,12 +189,10 @@ class RunFolder:
         training_files, model_files = self._list_run_files()
         run_folders = [self.path / name for name in _FILE_PATTERNS_BY_FOLDER]
         run_paths = _path_spellings(*run_folders, *training_files, *model_files)
-        links = [
-            path
-            for parent, folders, files in os.walk(source)
-            for path in (Path(parent, name) for name in (*folders, *files))
-            if path.is_symlink()
-        ]
+        links = []
+        for parent, folders, files in os.walk(source):
+            entries = [Path(parent, name) for name in (*folders, *files)]
+            links += [entry for entry in entries if entry.is_symlink()]
         source_paths = _path_spellings(source, *links)
         overlaps = any(
             path in run_paths or not run_paths.isdisjoint(path.parents) for path in source_paths
@@ -241,9 +247,7 @@ class RunFolder:
             finally:
                 claim.release()
                 if not self.is_open:
-                    with contextlib.suppress(OSError):
-                        for path in created_paths:
-                            path.unlink() if path == lock_path else path.rmdir()
+                    _remove_lock(lock_path, created_paths)
         finally:
             with contextlib.suppress(OSError):  # it would hide what ended the run
                 lock_file.close()
@@ -383,6 +387,16 @@ class RunFolder:
                 append_event(self.events, "stop", step=step, status=status, reason=reason)
             except OSError as error:  # the status counts, and it is written
                 logger.warning(f"The end of the run has no event: {explain_os_error(error)}")
+
+
+def _remove_lock(lock_path: Path, created_paths: list[Path]) -> None:
+    """Remove the file of a lock and the folders that were made for it, unless others use them."""
+    with contextlib.suppress(OSError):
+        for path in created_paths:
+            if path == lock_path:
+                path.unlink()
+            else:
+                path.rmdir()
 
 
 def find_surrounding_run(path: Path) -> Path | None:

@@ -261,17 +261,10 @@ class Saver:
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        # One rank plans for all ranks, but knows only the files of its local tensors.
-        file_index_by_path, written_paths = {}, set()
-        for rank_file_index_by_path, rank_paths in gather(
-            (snapshot.file_index_by_path, [*snapshot.copies.tensors]), group=self._group
-        ):
-            file_index_by_path.update(rank_file_index_by_path)
-            written_paths.update(rank_paths)
-        if unwritten_paths := file_index_by_path.keys() - written_paths:
-            raise CheckpointError(f"no rank writes {min(unwritten_paths)}")
         writer = HuggingFaceStorageWriter(
-            str(temporary_path), fqn_to_index_mapping=file_index_by_path, save_distributed=True
+            str(temporary_path),
+            fqn_to_index_mapping=self._gather_file_indices(snapshot),
+            save_distributed=True,
         )
         # The tensors are in host memory: the writer must not use a device or wait for it.
         writer.per_thread_copy_ahead = 0
@@ -284,6 +277,25 @@ class Saver:
         )
         rank_files = temporary_path.glob(f"shard-{self._rank + 1:05d}-*.safetensors")
         return {path.name: sync_file(path) for path in rank_files}
+
+    def _gather_file_indices(self, snapshot: Snapshot) -> dict[str, int]:
+        """Return the file index of every tensor by path; all ranks call it.
+
+        One rank plans the save for all ranks, but knows only the files of its local tensors.
+
+        Raises:
+            CheckpointError: No rank writes a tensor.
+        """
+        file_index_by_path: dict[str, int] = {}
+        written_paths: set[str] = set()
+        local_entry = snapshot.file_index_by_path, [*snapshot.copies.tensors]
+        for rank_file_index_by_path, rank_paths in gather(local_entry, group=self._group):
+            file_index_by_path.update(rank_file_index_by_path)
+            written_paths.update(rank_paths)
+        unwritten_paths = file_index_by_path.keys() - written_paths
+        if unwritten_paths:
+            raise CheckpointError(f"no rank writes {min(unwritten_paths)}")
+        return file_index_by_path
 
     def _commit_files(
         self,
@@ -311,17 +323,16 @@ class Saver:
         plain_files = {name: sync_file(temporary_path / name) for name in contents}
         for folder in {parent for name in contents for parent in Path(name).parents[:-1]}:
             sync_folder(temporary_path / folder)
+        all_files: dict[str, tuple[int, str]] = {}
+        for file_entries in (*files_by_rank, plain_files):
+            all_files |= file_entries
         checkpoint = Checkpoint(
             path=temporary_path,
             step=snapshot.step,
             saved_time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             world_size=self._world_size,
             metadata=snapshot.metadata,
-            files={
-                name: entry
-                for file_entries in [*files_by_rank, plain_files]
-                for name, entry in file_entries.items()
-            },
+            files=all_files,
         )
         # Written last: a folder with a manifest is complete.
         write_manifest(checkpoint)

@@ -109,20 +109,26 @@ def assign_writers(
     )
     for path, tensor in items:
         if not isinstance(tensor, DTensor):
-            writer = min(owner_ranks(path), key=bytes_by_rank.__getitem__)
-            file_index_by_path[path] = rank_files[writer].assign_file(tensor.nbytes)
-            bytes_by_rank[writer] += tensor.nbytes
-            if writer == rank:
+            writer_rank = min(owner_ranks(path), key=bytes_by_rank.__getitem__)
+            file_index_by_path[path] = rank_files[writer_rank].assign_file(tensor.nbytes)
+            bytes_by_rank[writer_rank] += tensor.nbytes
+            if writer_rank == rank:
                 local_tensors[path] = tensor
+
     # A sharded tensor without elements is not written.
     sharded_items = [(p, t) for p, t in items if isinstance(t, DTensor) and t.numel()]
     for tensor_index, (path, tensor) in enumerate(sharded_items):
-        axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-        num_shards = math.prod(size for size, placement in axes if not placement.is_replicate())
-        file_index_by_path[path] = shard_files.assign_file(tensor.nbytes // num_shards)
+        shard_bytes = tensor.nbytes // _count_shards(tensor)
+        file_index_by_path[path] = shard_files.assign_file(shard_bytes)
         if tensor.to_local().numel() and _writes_shard(tensor, tensor_index):
             local_tensors[path] = tensor
     return local_tensors, file_index_by_path
+
+
+def _count_shards(tensor: DTensor) -> int:
+    """Return the number of different shards of a tensor; replicas of a shard count once."""
+    axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in axes if not placement.is_replicate())
 
 
 class _FileAllocator:
@@ -174,10 +180,7 @@ def copy_to_host(
         blocking_paths: Paths of tensors to copy before any later operation of the device, so that
             they may change or be freed at once.
     """
-    sources = {
-        path: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-        for path, tensor in tensors.items()
-    }
+    sources = {path: _local_shard(tensor).detach() for path, tensor in tensors.items()}
     devices = (source.device for source in sources.values())
     device = next((device for device in devices if device.type in _ASYNC_COPY_DEVICES), None)
     if any(not _fits_buffer(buffers.get(path), source) for path, source in sources.items()):
@@ -189,10 +192,12 @@ def copy_to_host(
         if isinstance(tensor, DTensor):
             # from_local would move the copy back to the mesh's device.
             copies[path] = DTensor(buffers[path], tensor._spec, requires_grad=False)
+
     if device is None:
         for path, source in sources.items():
             buffers[path].copy_(source)
         return HostCopies(copies)
+
     blocking_sources = {path: source for path, source in sources.items() if path in blocking_paths}
     background_sources = {
         path: source for path, source in sources.items() if path not in blocking_paths
@@ -204,6 +209,11 @@ def copy_to_host(
         sources=[*background_sources.values()],
         end_event=_start_copies(background_sources, buffers, device),
     )
+
+
+def _local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a tensor; the tensor itself if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _start_copies(
@@ -277,9 +287,8 @@ class _Slab:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether all numbers of a tensor, or of this rank's shard of it, are finite."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    if not tensor.is_floating_point() or not tensor.numel():
+    local_shard = _local_shard(tensor)
+    if not local_shard.is_floating_point() or not local_shard.numel():
         return True
     # Unlike torch.isfinite, aminmax does not need a mask of the tensor's size.
-    return all(math.isfinite(bound) for bound in torch.aminmax(tensor))
+    return all(math.isfinite(bound) for bound in torch.aminmax(local_shard))

@@ -1,6 +1,7 @@
 """Peak FLOP/s of a device, and the memory that a process uses."""
 
 import logging
+import math
 import os
 import re
 import time
@@ -94,19 +95,31 @@ def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
         if best_flops and 2.0 * size**3 / best_flops > _MAX_PRODUCT_SECONDS:
             break
         # One block, so that the C library returns it to the system when it is freed.
-        factor, second_factor, product = torch.ones(3, size, size, device=device, dtype=dtype)
-        best_flops_of_smaller_size = best_flops
-        timing_start = stop = time.perf_counter()
-        while stop - timing_start < _SECONDS_PER_SIZE:
-            _synchronize_device(device)
-            start = time.perf_counter()
-            torch.mm(factor, second_factor, out=product)
-            _synchronize_device(device)
-            stop = time.perf_counter()
-            best_flops = max(best_flops, 2.0 * size**3 / (stop - start))
-        if best_flops == best_flops_of_smaller_size:
+        matrices = torch.ones(3, size, size, device=device, dtype=dtype)
+        flops = 2.0 * size**3 / _fastest_product_seconds(matrices)
+        if flops <= best_flops:
             break
+        best_flops = flops
     return best_flops
+
+
+def _fastest_product_seconds(matrices: torch.Tensor) -> float:
+    """Return the shortest time of a product of two matrices, repeated for 0.1 s.
+
+    Args:
+        matrices: Two factors, and memory for their product [3, size, size].
+    """
+    factor, second_factor, product = matrices
+    fastest_seconds = math.inf
+    timing_start = product_end = time.perf_counter()
+    while product_end - timing_start < _SECONDS_PER_SIZE:
+        _synchronize_device(matrices.device)
+        product_start = time.perf_counter()
+        torch.mm(factor, second_factor, out=product)
+        _synchronize_device(matrices.device)
+        product_end = time.perf_counter()
+        fastest_seconds = min(fastest_seconds, product_end - product_start)
+    return fastest_seconds
 
 
 def _synchronize_device(device: torch.device) -> None:

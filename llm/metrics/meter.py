@@ -97,8 +97,9 @@ class Meter:
         """
         dtype = self.sums.dtype
         flags = [flag for _, skipped, nan, *_ in self._local_steps for flag in (skipped, nan)]
-        local = [torch.ones_like(self.num_tokens), *self.sums, self.num_tokens, self.grad_norm]
-        total = reduce_sum(torch.stack([value.to(dtype) for value in [*local, *flags]]))
+        one_rank = torch.ones_like(self.num_tokens)
+        values = [one_rank, *self.sums, self.num_tokens, self.grad_norm, *flags]
+        total = reduce_sum(torch.stack([value.to(dtype) for value in values]))
         num_ranks, sums, means, step_flags = total.split([1, len(self.sums), 2, len(flags)])
         self.sums = sums if self._rank == 0 else torch.zeros_like(sums)
         self.num_tokens, grad_norm = means / num_ranks
@@ -107,19 +108,28 @@ class Meter:
         self.skipped_steps += step_flags[:, 0].sum()
         self.nan_steps += step_flags[:, 1].sum()
         if self._local_steps:
-            # A separate message: together with other values, the sums above could round
-            # differently.
-            losses = [
-                loss_sum.to(dtype) / num_tokens for *_, loss_sum, num_tokens in self._local_steps
-            ]
-            values = torch.stack(
-                [step_flags[:, 0].to(dtype), reduce_sum(torch.stack(losses))], dim=1
-            )
-            self._reduced_steps += [
-                (step, row)
-                for (step, *_), row in zip(self._local_steps, values.unbind(), strict=True)
-            ]
+            self._reduce_step_losses(reduce_sum, is_skipped=step_flags[:, 0])
         self._local_steps = []
+
+    def _reduce_step_losses(
+        self, reduce_sum: Callable[[torch.Tensor], torch.Tensor], *, is_skipped: torch.Tensor
+    ) -> None:
+        """All-reduce the losses of single steps, for `pop_steps`.
+
+        This is a separate message: together with other values, their sums could round differently.
+
+        Args:
+            reduce_sum: Sums a tensor over all ranks.
+            is_skipped: Whether any rank skipped each step, bool [num_steps].
+        """
+        dtype = self.sums.dtype
+        local_losses = [
+            loss_sum.to(dtype) / num_tokens for *_, loss_sum, num_tokens in self._local_steps
+        ]
+        losses = reduce_sum(torch.stack(local_losses))
+        step_values = torch.stack([is_skipped.to(dtype), losses], dim=1)
+        steps = [step for step, *_ in self._local_steps]
+        self._reduced_steps += zip(steps, step_values.unbind(), strict=True)
 
     def read(self) -> dict[str, float]:
         """Return the interval's means and the run's counts, and start a new interval.

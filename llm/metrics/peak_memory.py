@@ -95,12 +95,24 @@ def host_memory(root: Path = Path("/")) -> int | None:
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)
-            if controllers not in ("", "memory"):  # version 2 has one line without names
-                continue
-            folder = root / "sys/fs/cgroup" / controllers
-            name = "memory.limit_in_bytes" if controllers else "memory.max"
-            # In a container the path may belong to the host; the container's path is then the root.
-            for path in (Path(group), *Path(group).parents):
-                with contextlib.suppress(OSError, ValueError):  # "max" means no limit
-                    limits.append(int((folder / path.relative_to("/") / name).read_text()))
+            if controllers in ("", "memory"):  # version 2 has one line without names
+                limits += _read_memory_limits(root / "sys/fs/cgroup", controllers, Path(group))
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _read_memory_limits(cgroup_folder: Path, controllers: str, group: Path) -> list[int]:
+    """Return the memory limits in bytes of a control group and the groups around it.
+
+    Args:
+        cgroup_folder: Where control groups are mounted.
+        controllers: "memory" for version 1; "" for version 2.
+        group: Absolute path of the group below the mount.
+    """
+    file_name = "memory.limit_in_bytes" if controllers else "memory.max"
+    limits = []
+    # In a container the path may belong to the host; the container's path is then the root.
+    for path in (group, *group.parents):
+        limit_path = cgroup_folder / controllers / path.relative_to("/") / file_name
+        with contextlib.suppress(OSError, ValueError):  # "max" means no limit
+            limits.append(int(limit_path.read_text()))
+    return limits

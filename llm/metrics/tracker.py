@@ -138,22 +138,20 @@ class Tracker:
         }
         extra_values = {name: value for name, value in values.items() if name not in record}
         record |= extra_values | {name: float(value) for name, value in optimizer.items()}
-        line = step_line(record, step=step, total_steps=self._total_steps, columns=columns)
+        terminal_line = step_line(record, step=step, total_steps=self._total_steps, columns=columns)
         with self.paused():  # a slow disk does not count as a slow step
             self.write(record, step=step)
-            logger.info(
-                self._megatron_line(
-                    record, extra_values, step=step, global_batch_size=global_batch_size
-                ),
-                extra=short_form(line),
+            file_line = self._megatron_line(
+                record, extra_values, step=step, global_batch_size=global_batch_size
             )
+            logger.info(file_line, extra=short_form(terminal_line))
         speed = f"{record['tokens_per_second']:.0f} tok/s"
         self._draw_bar(lambda bar: bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed}"))
 
     def _measure_interval(self, *, step: int, tokens: int) -> dict[str, float]:
         """Return time, throughput and memory of the logging interval, and begin the next one."""
-        stop = time.perf_counter()
-        elapsed = stop - self._interval_start
+        interval_end = time.perf_counter()
+        elapsed = interval_end - self._interval_start
         tokens_per_second = (tokens - self._interval_tokens) / elapsed
         interval_metrics = {
             "tokens_per_second": tokens_per_second,
@@ -168,7 +166,7 @@ class Tracker:
         if memory is not None:
             interval_metrics["memory"] = memory
         self._earlier_seconds += elapsed
-        self._interval_start, self._data_wait = stop, 0.0
+        self._interval_start, self._data_wait = interval_end, 0.0
         self._interval_step, self._interval_tokens = step, tokens
         return interval_metrics
 
@@ -238,10 +236,9 @@ class Tracker:
         if step == self._first_step and not reported_names.isdisjoint(record):
             return
         # Write the line last: once it is on disk, a resumed run does not send points again.
+        value_by_tag = {_tracker_tag(name): value for name, value in record.items()}
         try:
-            self._log_to_trackers(
-                {_tracker_tag(name): value for name, value in record.items()}, step
-            )
+            self._log_to_trackers(value_by_tag, step)
         except Exception as error:  # such as a full disk, or a server that does not answer
             logger.warning(
                 f"The trackers get no more points ({one_line(error)}); metrics.jsonl does."
@@ -288,19 +285,21 @@ def step_line(
         total_steps: Steps of the whole run.
         columns: Further columns, before the remaining time.
     """
-    skipped = int(record["skipped_steps"])
-    texts = [
-        # Next to the step, since the count is of all steps and not of the logging interval.
-        f"step {step:{len(str(total_steps))}}/{total_steps}"
-        + (f", {skipped} skipped" if skipped else ""),
+    step_column = f"step {step:{len(str(total_steps))}}/{total_steps}"
+    num_skipped = int(record["skipped_steps"])
+    if num_skipped:  # next to the step, since it counts all steps and not the logging interval
+        step_column += f", {num_skipped} skipped"
+    remaining_seconds = (total_steps - step) * record["ms_per_step"] / 1000
+    line_columns = [
+        step_column,
         f"loss {record['loss']:.3f}",
         f"lr {_format_scientific(record['learning_rate'])}",
         f"{_format_thousands(record['tokens_per_second'])} tok/s",
         *([f"MFU {record['mfu']:.0%}"] if "mfu" in record else []),
         *columns,
-        f"eta {_format_duration((total_steps - step) * record['ms_per_step'] / 1000)}",
+        f"eta {_format_duration(remaining_seconds)}",
     ]
-    return "  ".join(texts)
+    return "  ".join(line_columns)
 
 
 def _format_scientific(number: float) -> str:
@@ -312,10 +311,10 @@ def _format_scientific(number: float) -> str:
 def _format_thousands(number: float) -> str:
     """Return a number such as 478, 16.2k or 1.03M."""
     # Above this, the smaller unit would be rounded up to 1000.
-    for least, size, suffix in ((999_950, 1e6, "M"), (999.5, 1e3, "k")):
-        if number >= least:
-            digits = 1 if number >= 10 * size else 2
-            return f"{number / size:.{digits}f}{suffix}"
+    for threshold, unit, suffix in ((999_950, 1e6, "M"), (999.5, 1e3, "k")):
+        if number >= threshold:
+            num_digits = 1 if number >= 10 * unit else 2
+            return f"{number / unit:.{num_digits}f}{suffix}"
     return f"{number:.0f}"
 
 
@@ -339,8 +338,7 @@ def task_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 def _tracker_tag(name: str) -> str:
     """Return the name of a metric in the trackers: eval_loss becomes eval/loss."""
-    group = next(
-        (group for group in ("eval", "kfac", "moe", "task") if name.startswith(f"{group}_")),
-        "train",
-    )
-    return f"{group}/{name.removeprefix(f'{group}_')}"
+    for group in ("eval", "kfac", "moe", "task"):
+        if name.startswith(f"{group}_"):
+            return f"{group}/{name.removeprefix(f'{group}_')}"
+    return f"train/{name.removeprefix('train_')}"
