@@ -122,14 +122,16 @@ def explain_os_error(error: OSError) -> str:
     """Return a sentence about an error of the operating system: path, reason and remedy."""
     if error.errno is None:  # a library's error, which is complete
         return f"{one_line(error)}."
-    place, path = _place_of(error), _path_of(error)
-    if path is not None:
+    path = _path_of(error)
+    if path is None:
+        failure = _failed_call(error)
+    elif error.filename2 is not None:
+        failure = f"{path} cannot be renamed to {error.filename2}"
+    else:
         verb = "written" if error.errno in _UNWRITABLE else "used"
-        place = f"{path} cannot be {verb}"
-        if error.filename2 is not None:
-            place = f"{path} cannot be renamed to {error.filename2}"
+        failure = f"{path} cannot be {verb}"
     remedy = f"; {_REMEDIES[error.errno]}" if error.errno in _REMEDIES else ""
-    return f"{place}: {one_line(error)}{remedy}."
+    return f"{failure}: {one_line(error)}{remedy}."
 
 
 def explain_system_error(error: Exception) -> str | None:
@@ -139,8 +141,10 @@ def explain_system_error(error: Exception) -> str | None:
     """
     if isinstance(error, OSError):
         return explain_os_error(error)
-    refused = os_error_in(error, "")
-    return None if refused is None else f"{one_line(error)}; {os_error_remedy(refused)}."
+    system_error = os_error_in(error, "")
+    if system_error is None:
+        return None
+    return f"{one_line(error)}; {os_error_remedy(system_error)}."
 
 
 def os_error_remedy(error: OSError) -> str:
@@ -183,7 +187,9 @@ def _path_of(error: OSError) -> str | None:
     if error.filename is not None:
         return str(error.filename)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for value in frames[-1].f_locals.values() if frames else ():
+    if not frames:
+        return None
+    for value in frames[-1].f_locals.values():
         if isinstance(value, io.IOBase):
             name = getattr(value, "name", None)
             if isinstance(name, str | os.PathLike):
@@ -191,8 +197,16 @@ def _path_of(error: OSError) -> str | None:
     return None
 
 
-def _place_of(error: OSError) -> str:
-    """Return which function has raised an error that has no path."""
+def _failed_call(error: OSError) -> str:
+    """Return a clause that names the function with the call that failed, for an error without path.
+
+    Args:
+        error: The error, with its traceback.
+    """
     calls = traceback.extract_tb(error.__traceback__)
-    place = f" in {calls[-1].name} ({calls[-1].filename}:{calls[-1].lineno})" if calls else ""
-    return f"A call of the system{place} failed"
+    if not calls:
+        return "A call of the system failed"
+    last_call = calls[-1]
+    return (
+        f"A call of the system in {last_call.name} ({last_call.filename}:{last_call.lineno}) failed"
+    )

@@ -111,11 +111,11 @@ def parse(
         SystemExit: After `--help`.
     """
     arguments = _normalize_switches([_underscore_name(word) for word in argv], cls)
-    topic = _find_help_topic(arguments)
-    if topic is not None:
+    help_topic = _find_help_topic(arguments)
+    if help_topic is not None:
         if sys.argv[0].startswith(f"{COMMAND} "):  # the quick start is the trainer
             prog = re.sub(rf"^{COMMAND} \w+", sys.argv[0], prog)
-        parser = _make_parser(_fields_of_topic(topic, cls))
+        parser = _make_parser(_fields_of_topic(help_topic, cls))
         parser.prog, parser.description = prog, description
         parser.usage = f"%(prog)s {usage or _format_usage(cls, positional)}"
         parser.epilog = _list_topics(cls) if common_options(cls) else None
@@ -168,8 +168,10 @@ def _check_given_paths(config: ConfigT, given_names: Collection[str]) -> None:
 def _check_text(config: Any) -> None:
     """Refuse text that is not UTF-8. The name of a file may contain any bytes."""
     for field in fields(type(config)):
+        if field.option.path:
+            continue
         value = getattr(config, field.name)
-        for text in () if field.option.path else value if isinstance(value, tuple) else (value,):
+        for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str) and text != text.encode(errors="replace").decode():
                 raise ConfigError(f"--{field.name} {text!a} is not UTF-8 text; convert it first.")
 
@@ -178,25 +180,31 @@ def _parse_arguments(arguments: Sequence[str], cls: type, positional: str | None
     """Return the values of the options in the arguments, and the TOML file as `config`."""
     option_fields = fields(cls)
     parser = _make_parser(option_fields)
-    namespace, unknown = parser.parse_known_args(arguments, _OptionValues())
+    namespace, unknown_words = parser.parse_known_args(arguments, _OptionValues())
     parsed_options = vars(namespace)
     if positional is not None and positional not in parsed_options:
         takes_list = next(field.is_list for field in option_fields if field.name == positional)
-        # Words that are neither a flag nor the value after one.
-        positional_words = [
-            word
-            for preceding_word, word in zip(["", *unknown], unknown, strict=False)
-            if not word.startswith("-") and not preceding_word.startswith("-")
-        ][: None if takes_list else 1]
+        positional_words = _find_positional_words(unknown_words)
+        if not takes_list:
+            positional_words = positional_words[:1]
         if positional_words:
             parsed_options |= vars(parser.parse_args([f"--{positional}", *positional_words]))
-            unknown = [word for word in unknown if word not in positional_words]
-    if unknown:
-        preceding_word = ["", *arguments][arguments.index(unknown[0])]
-        raise ConfigError(
-            f"{_describe_unknown_words(unknown, cls, preceding_word=preceding_word)} See --help."
-        )
+            unknown_words = [word for word in unknown_words if word not in positional_words]
+    if unknown_words:
+        preceding_word = ["", *arguments][arguments.index(unknown_words[0])]
+        reason = _describe_unknown_words(unknown_words, cls, preceding_word=preceding_word)
+        raise ConfigError(f"{reason} See --help.")
     return parsed_options
+
+
+def _find_positional_words(unknown_words: Sequence[str]) -> list[str]:
+    """Return the words that are neither a flag nor the value after one."""
+    preceding_words = ["", *unknown_words]
+    return [
+        word
+        for preceding_word, word in zip(preceding_words, unknown_words, strict=False)
+        if not word.startswith("-") and not preceding_word.startswith("-")
+    ]
 
 
 def split_config_file(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -217,30 +225,34 @@ def _normalize_switches(arguments: Sequence[str], cls: type) -> list[str]:
     Raises:
         ConfigError: A switch has a value after "=" that is neither true nor false.
     """
-    opposite_names: dict[str, str] = {}
-    for field in fields(cls):
-        if field.is_switch:
-            name_pairs = zip(field.names, field.opposites, strict=True)
-            opposite_names |= {
-                name: opposite for pair in name_pairs for name, opposite in (pair, pair[::-1])
-            }
+    opposite_flags = _opposite_flags(cls)
     normalized_arguments: list[str] = []
     for preceding_word, word in zip(["", *arguments], arguments, strict=False):
         flag, equals, value = word.partition("=")
         if not equals:
             flag, value = preceding_word, word
-        if flag[2:] not in opposite_names or not flag.startswith("--"):
-            normalized_arguments.append(word)
-        elif value.lower() in ("true", "false"):
-            del normalized_arguments[len(normalized_arguments) if equals else -1 :]
-            normalized_arguments.append(
-                flag if value.lower() == "true" else f"--{opposite_names[flag[2:]]}"
-            )
-        elif equals:
+        is_boolean = value.lower() in ("true", "false")
+        if flag in opposite_flags and equals and not is_boolean:
             raise ConfigError(f"{flag} expects true or false, not '{value}'.")
-        else:
+        if flag not in opposite_flags or not is_boolean:
             normalized_arguments.append(word)
+            continue
+        if not equals:  # the flag has been added without its value
+            normalized_arguments.pop()
+        is_true = value.lower() == "true"
+        normalized_arguments.append(flag if is_true else opposite_flags[flag])
     return normalized_arguments
+
+
+def _opposite_flags(cls: type) -> dict[str, str]:
+    """Return the opposite of the flag of each switch: `--no_x` of `--x`, and `--x` of `--no_x`."""
+    opposite_flags: dict[str, str] = {}
+    for field in fields(cls):
+        if field.is_switch:
+            for name, opposite in zip(field.names, field.opposites, strict=True):
+                opposite_flags[f"--{name}"] = f"--{opposite}"
+                opposite_flags[f"--{opposite}"] = f"--{name}"
+    return opposite_flags
 
 
 def _list_to_tuple(name: str, value: Any) -> Any:
@@ -331,11 +343,7 @@ def _make_parser(option_fields: Sequence[Field]) -> _Parser:
 def _add_flag(group: Any, field: Field) -> None:
     """Add the flags of an option to a group of a parser: name, aliases and opposites."""
     flags = [f"--{name}" for name in (field.name, *field.option.aliases)]
-    help_text = field.option.help.replace("%", "%%")
-    if field.default not in (None, (), "") and not field.is_switch:
-        help_text += f" (default: {format_default(field.default)})"
-    alias_usages = [f"--{alias.name} {_format_metavar(alias)}" for alias in field.unit_aliases]
-    help_text += f" Aliases: {', '.join(alias_usages)}." if alias_usages else ""
+    help_text = _format_help(field)
     if field.opposites:
         group.add_argument(
             *[f"--{name}" for name in field.opposites],
@@ -346,17 +354,29 @@ def _add_flag(group: Any, field: Field) -> None:
     if field.is_switch:
         group.add_argument(*flags, dest=field.name, action="store_true", help=help_text)
         return
+    metavar = _format_metavar(field)
     kwargs: dict[str, Any] = {"type": _make_converter(field), "help": help_text, "dest": field.name}
-    kwargs["metavar"] = _format_metavar(field)
+    kwargs["metavar"] = metavar
     if field.is_list:
-        kwargs["nargs"] = "+" if kwargs["metavar"] else 1
-        kwargs["metavar"] = kwargs["metavar"] or "none"  # only a TOML file can hold tables
+        kwargs["nargs"] = "+" if metavar else 1
+        kwargs["metavar"] = metavar or "none"  # only a TOML file can hold tables
     if bool in field.members:
         kwargs.update(nargs="?", const=True)
     group.add_argument(*flags, **kwargs)
     for alias in field.unit_aliases:
         converter = _make_converter(alias)
         group.add_argument(f"--{alias.name}", type=converter, help=argparse.SUPPRESS)
+
+
+def _format_help(field: Field) -> str:
+    """Return the help of an option, with its default and its aliases, for argparse."""
+    help_text = field.option.help.replace("%", "%%")
+    if field.default not in (None, (), "") and not field.is_switch:
+        help_text += f" (default: {format_default(field.default)})"
+    alias_usages = [f"--{alias.name} {_format_metavar(alias)}" for alias in field.unit_aliases]
+    if alias_usages:
+        help_text += f" Aliases: {', '.join(alias_usages)}."
+    return help_text
 
 
 def _format_metavar(field: Field) -> str:
@@ -442,15 +462,13 @@ def _describe_unknown_words(unknown_words: Sequence[str], cls: type, *, precedin
                     "it; leave that out."
                 )
         return f"'{first_word}' has no option before it."
-    flags = [
-        "config",
-        *(name for field in fields(cls) for name in (*field.names, *field.opposites)),
-    ]
-    unknown_names = [
-        word.lstrip("-").partition("=")[0] for word in unknown_words if re.match("-+[A-Za-z]", word)
-    ]
+    known_names = ["config"]
+    for field in fields(cls):
+        known_names += [*field.names, *field.opposites]
+    unknown_flags = [word for word in unknown_words if re.match("-+[A-Za-z]", word)]
+    unknown_names = dict.fromkeys(flag.lstrip("-").partition("=")[0] for flag in unknown_flags)
     return " ".join(
-        unknown_option_message(name, flags, dashes="--") for name in dict.fromkeys(unknown_names)
+        unknown_option_message(name, known_names, dashes="--") for name in unknown_names
     )
 
 
@@ -479,12 +497,11 @@ def check_library_versions() -> None:
             continue
         try:
             version = importlib.metadata.version(requirement.name)
+            is_satisfied = requirement.specifier.contains(version, prereleases=True)
         except importlib.metadata.PackageNotFoundError:
-            version = "missing"
-        else:
-            if requirement.specifier.contains(version, prereleases=True):
-                continue
-        mismatches.append(f"{requirement} ({requirement.name} is {version})")
+            version, is_satisfied = "missing", False
+        if not is_satisfied:
+            mismatches.append(f"{requirement} ({requirement.name} is {version})")
     if mismatches:
         raise ConfigError(
             f"This environment lacks {', '.join(mismatches)}: install it with pip, or load a "

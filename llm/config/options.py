@@ -215,17 +215,17 @@ class Field:
             unit_list = " or ".join(filter(None, (", ".join(units[:-1]), units[-1])))
             description_by_type[Duration] = f"a number of {unit_list}, such as '100 {units[0]}'"
         table_description = f"a table [[{self.name}]] of the TOML file"
+        described_types = [
+            member for member in self.members if member is not str or not self.choices
+        ]
         descriptions = [
-            description_by_type.get(member, table_description)
-            for member in self.members
-            if member is not str or not self.choices
+            description_by_type.get(member, table_description) for member in described_types
         ]
         if self.choices:
-            descriptions.append(
-                ("one of " if len(self.choices) > 1 else "") + ", ".join(self.choices)
-            )
-        text = " or ".join(descriptions)
-        return f"a list, each item {text}" if self.is_list else text
+            quantifier = "one of " if len(self.choices) > 1 else ""
+            descriptions.append(quantifier + ", ".join(self.choices))
+        description = " or ".join(descriptions)
+        return f"a list, each item {description}" if self.is_list else description
 
     def parse_duration(self, text: str) -> Duration:
         """Return a duration in one of the units that the option allows.
@@ -252,6 +252,7 @@ def fields(cls: type) -> tuple[Field, ...]:
 
 @functools.cache  # one start of a program asks seven times
 def _collect_fields(cls: type) -> tuple[Field, ...]:
+    """Return the result of `fields`."""
     hints = typing.get_type_hints(cls)
     field_by_name = {item.name: item for item in dataclasses.fields(cls)}
     annotations = [(name, base) for base in cls.__mro__ for name in inspect.get_annotations(base)]
@@ -323,8 +324,8 @@ def common_options(cls: type) -> tuple[str, ...]:
     The class variable COMMON names them, or their declaration says that they are common.
     """
     names: tuple[str, ...] = getattr(cls, "COMMON", ())
-    declared = (field.name for field in fields(cls) if field.option.common)
-    return (*names, *declared) if names else ()
+    declared_names = (field.name for field in fields(cls) if field.option.common)
+    return (*names, *declared_names) if names else ()
 
 
 def restricted_options(cls: type) -> dict[str, Any]:
@@ -338,15 +339,12 @@ def restricted_options(cls: type) -> dict[str, Any]:
     restricted_names = {
         field.name for field in option_fields if field.option.widens_trust or field.option.one_shot
     }
-    required_names_by_name = {
-        field.name: {requirement.partition("=")[0] for requirement in field.option.requires}
-        for field in option_fields
-    }
-    restricted_names |= {
-        name
-        for name, required_names in required_names_by_name.items()
-        if required_names and required_names <= restricted_names
-    }
+    dependent_names = set()
+    for field in option_fields:
+        required_names = {requirement.partition("=")[0] for requirement in field.option.requires}
+        if required_names and required_names <= restricted_names:
+            dependent_names.add(field.name)
+    restricted_names |= dependent_names
     return {field.name: field.default for field in option_fields if field.name in restricted_names}
 
 
@@ -377,30 +375,63 @@ def join_unit_aliases(cls: type, values: dict[str, Any], *, location: str = "") 
     Raises:
         ConfigError: Two names set one option to different durations.
     """
-    prefix, dashes = (f"{location}: ", "") if location else ("", "--")
+    prefix = f"{location}: " if location else "--"
     joined_options = dict(values)
     for field in fields(cls):
         unit_by_alias = {alias: unit for unit, alias in field.option.units.items() if alias}
         duration_by_name = {}
         for name in unit_by_alias.keys() & values.keys():
             value = joined_options.pop(name)
-            text = f"1 {value}" if isinstance(value, str) else f"{value} {unit_by_alias[name]}"
             try:
-                duration_by_name[name] = field.default if value is None else Duration(text)
+                duration_by_name[name] = _make_duration(field, value, unit_by_alias[name])
             except ValueError:
-                raise ConfigError(f"{prefix}{dashes}{name} cannot be {value}.") from None
-        if not duration_by_name:
-            continue
-        if field.name in values:
-            duration_by_name[field.name] = values[field.name]
-        names = sorted(name for name, value in duration_by_name.items() if value != field.default)
-        if len(names) > 1 and field.option.yields in names:
-            names.remove(field.option.yields)
-        if len({duration_by_name[name] for name in names}) > 1:
-            flags = " and ".join(f"{dashes}{name}" for name in names)
-            raise ConfigError(f"{prefix}{flags} each set {field.name}; give one of them.")
-        joined_options[field.name] = duration_by_name[names[0]] if names else field.default
+                raise ConfigError(f"{prefix}{name} cannot be {value}.") from None
+        if duration_by_name:
+            if field.name in values:
+                duration_by_name[field.name] = values[field.name]
+            joined_options[field.name] = _choose_duration(field, duration_by_name, location)
     return joined_options
+
+
+def _make_duration(field: Field, value: Any, unit: Unit) -> Duration:
+    """Return the duration that an alias of an option sets.
+
+    Args:
+        field: The option.
+        value: A number; the name of a unit, for one of it; or None for the default.
+        unit: The unit of the number.
+
+    Raises:
+        ValueError: The value is not a duration.
+    """
+    if value is None:
+        default: Duration = field.default
+        return default
+    return Duration(f"1 {value}" if isinstance(value, str) else f"{value} {unit}")
+
+
+def _choose_duration(
+    field: Field, duration_by_name: Mapping[str, Duration], location: str
+) -> Duration:
+    """Return the duration of an option that is set by several names.
+
+    Args:
+        field: The option.
+        duration_by_name: The duration by each name that sets it.
+        location: The TOML file, for messages; "" for the command line.
+
+    Raises:
+        ConfigError: Two names set different durations, neither of them the default.
+    """
+    names = sorted(name for name, value in duration_by_name.items() if value != field.default)
+    if len(names) > 1 and field.option.yields in names:
+        names.remove(field.option.yields)
+    if len({duration_by_name[name] for name in names}) > 1:
+        prefix, dashes = (f"{location}: ", "") if location else ("", "--")
+        flags = " and ".join(f"{dashes}{name}" for name in names)
+        raise ConfigError(f"{prefix}{flags} each set {field.name}; give one of them.")
+    default: Duration = field.default
+    return duration_by_name[names[0]] if names else default
 
 
 _SUGGESTION_CUTOFF = 0.83
@@ -441,7 +472,6 @@ def check_ranges(config: Any) -> None:
     """
     for field in fields(type(config)):
         value = getattr(config, field.name)
-        declaration = field.option
         for item in value if isinstance(value, tuple) else (value,):
             number = item.value if isinstance(item, Duration) else item
             if not isinstance(number, int | float) or isinstance(number, bool):
@@ -449,18 +479,23 @@ def check_ranges(config: Any) -> None:
             # `isfinite` overflows on large ints, which are finite.
             if isinstance(number, float) and not math.isfinite(number):
                 raise ConfigError(f"--{field.name} must be a finite number, not {number}.")
-            broken_bounds = [
-                f"{relation} {bound:.15g}"
-                for relation, bound, is_within in (
-                    ("at least", declaration.at_least, operator.ge),
-                    ("greater than", declaration.above, operator.gt),
-                    ("at most", declaration.at_most, operator.le),
-                    ("smaller than", declaration.below, operator.lt),
-                )
-                if bound is not None and not is_within(number, bound)
-            ]
-            if broken_bounds:
-                raise ConfigError(f"--{field.name} must be {broken_bounds[0]}, not {item}.")
+            broken_bound = _find_broken_bound(field.option, number)
+            if broken_bound is not None:
+                raise ConfigError(f"--{field.name} must be {broken_bound}, not {item}.")
+
+
+def _find_broken_bound(declaration: Option, number: float) -> str | None:
+    """Return the first bound that a number breaks, such as `at least 1`; None without one."""
+    bounds = (
+        ("at least", declaration.at_least, operator.ge),
+        ("greater than", declaration.above, operator.gt),
+        ("at most", declaration.at_most, operator.le),
+        ("smaller than", declaration.below, operator.lt),
+    )
+    for relation, bound, is_within in bounds:
+        if bound is not None and not is_within(number, bound):
+            return f"{relation} {bound:.15g}"
+    return None
 
 
 def non_default(config: Any) -> dict[str, Any]:
@@ -474,17 +509,17 @@ def missing_requirements(config: Any) -> list[str]:
     values = non_default(config)
     problems = []
     for field in fields(type(config)):
+        if field.name not in values or not field.option.requires:
+            continue
         requirements = [requirement.partition("=")[::2] for requirement in field.option.requires]
-        is_satisfied = any(
-            name in values and value in ("", values[name]) for name, value in requirements
+        if any(name in values and value in ("", values[name]) for name, value in requirements):
+            continue
+        flags = " or ".join(f"--{name} {value}".rstrip() for name, value in requirements)
+        pronoun = "one of them" if len(requirements) > 1 else "that"
+        option_value = f" {values[field.name]}" if Duration in field.members else ""
+        problems.append(
+            f"--{field.name}{option_value} needs {flags}; give {pronoun} too, or leave it out."
         )
-        if field.name in values and requirements and not is_satisfied:
-            flags = " or ".join(f"--{name} {value}".rstrip() for name, value in requirements)
-            pronoun = "one of them" if len(requirements) > 1 else "that"
-            value = f" {values[field.name]}" if Duration in field.members else ""
-            problems.append(
-                f"--{field.name}{value} needs {flags}; give {pronoun} too, or leave it out."
-            )
     return problems
 
 
@@ -511,8 +546,8 @@ def path_options(config: Any) -> list[tuple[str, str]]:
 
 def is_too_long(path: str) -> bool:
     """Return whether a path, with files below it, or a name in it exceeds the system's limits."""
-    encoded = os.fsencode(path)
-    return (
-        max(map(len, encoded.split(b"/"))) > os.pathconf("/", "PC_NAME_MAX")
-        or len(encoded) + _RESERVED_PATH_BYTES > os.pathconf("/", "PC_PATH_MAX")
-    )  # fmt: skip
+    encoded_path = os.fsencode(path)
+    longest_name = max(encoded_path.split(b"/"), key=len)
+    has_long_name = len(longest_name) > os.pathconf("/", "PC_NAME_MAX")
+    path_bytes = len(encoded_path) + _RESERVED_PATH_BYTES
+    return has_long_name or path_bytes > os.pathconf("/", "PC_PATH_MAX")

@@ -82,9 +82,8 @@ def _drop_removed_options(cls: type, table: dict[str, Any], *, location: str) ->
 
 def _resolve_aliases(cls: type, table: dict[str, Any], *, location: str) -> None:
     """Replace the aliases in a table by the names of their options."""
-    for name, alias in [
-        (field.name, alias) for field in fields(cls) for alias in field.option.aliases
-    ]:
+    pairs = [(field.name, alias) for field in fields(cls) for alias in field.option.aliases]
+    for name, alias in pairs:
         if alias not in table:
             continue
         value = table.pop(alias)
@@ -104,16 +103,7 @@ def _convert_value(field: Field, value: Any, *, location: str) -> Any:
     if type(value) is int and value.bit_length() > _MAX_INTEGER_BITS:
         raise ConfigError(f"{location} has a number of more than {_MAX_INTEGER_BITS} bits.")
     if field.is_list:
-        items = value if isinstance(value, list) else [value]
-        item_field = dataclasses.replace(field, is_list=False)
-        return tuple(
-            _convert_value(
-                item_field,
-                item,
-                location=f"{location} {item_number}" if isinstance(item, dict) else location,
-            )
-            for item_number, item in enumerate(items, start=1)
-        )
+        return _convert_items(field, value, location=location)
     for member in field.members:
         if dataclasses.is_dataclass(member) and isinstance(value, dict):
             return member(**_read_table(member, value, location=location))
@@ -125,11 +115,21 @@ def _convert_value(field: Field, value: Any, *, location: str) -> Any:
         if member is Duration and type(value) is str:
             with contextlib.suppress(ValueError):
                 return field.parse_duration(value)
-        if type(value) is member and (
-            member is not str or not field.choices or value in field.choices
-        ):
+        is_allowed = member is not str or not field.choices or value in field.choices
+        if type(value) is member and is_allowed:
             return value
     raise ConfigError(f"{location} {bad_value_message(field, value)}")
+
+
+def _convert_items(field: Field, value: Any, *, location: str) -> tuple[Any, ...]:
+    """Return the items of a list option, also from a single value; messages number its tables."""
+    items = value if isinstance(value, list) else [value]
+    item_field = dataclasses.replace(field, is_list=False)
+    converted_items = []
+    for item_number, item in enumerate(items, start=1):
+        item_location = f"{location} {item_number}" if isinstance(item, dict) else location
+        converted_items.append(_convert_value(item_field, item, location=item_location))
+    return tuple(converted_items)
 
 
 def to_toml(config: Any) -> str:
@@ -160,13 +160,8 @@ def values_as_toml(values: Mapping[str, Any]) -> str:
 
 def _to_toml_value(value: Any) -> str:
     if dataclasses.is_dataclass(value):  # an inline table, so other options may follow it
-        return (
-            "{"
-            + ", ".join(
-                f"{name} = {_to_toml_value(item)}" for name, item in non_default(value).items()
-            )
-            + "}"
-        )
+        entries = [f"{name} = {_to_toml_value(item)}" for name, item in non_default(value).items()]
+        return "{" + ", ".join(entries) + "}"
     if isinstance(value, tuple):
         return "[" + ", ".join(_to_toml_value(item) for item in value) + "]"
     # JSON's strings, numbers and booleans are valid TOML, except surrogate pairs and DEL.

@@ -313,9 +313,10 @@ class Health:
             silent_peers or late_peers, key=lambda peer: (peer.heartbeat["step"], peer.progress_at)
         )
         heartbeat = hung_peer.heartbeat
+        hung_name = heartbeat["name"]
         is_same_step = all(peer.heartbeat["step"] == heartbeat["step"] for peer in peers)
-        is_every_rank = is_same_step and not silent_peers
-        hung_name = self._describe_connected_ranks() if is_every_rank else heartbeat["name"]
+        if is_same_step and not silent_peers:
+            hung_name = self._describe_connected_ranks()
         limit = min(self._limits[peer.heartbeat["phase"]] for peer in late_peers)
         return (
             f"{hung_name} hangs: no progress for {checked_at - hung_peer.progress_at:.0f} s of its "

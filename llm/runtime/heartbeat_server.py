@@ -125,9 +125,7 @@ class HeartbeatServer:
                 lines += [(channel, line) for line in self._receive_lines(channel)]
             if not selector_events or time.monotonic() > receive_deadline:
                 break
-        for channel, key_deadline in [*self._key_deadlines.items()]:
-            if time.monotonic() > key_deadline:
-                self._drop_channel(channel)
+        self._drop_late_channels()
         if self._num_missing_ranks == 0 and self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -170,6 +168,12 @@ class HeartbeatServer:
             del self._key_deadlines[channel]
             self._num_missing_ranks -= 1
         return lines
+
+    def _drop_late_channels(self) -> None:
+        """Close the connections that have not sent the key in time."""
+        for channel, key_deadline in [*self._key_deadlines.items()]:
+            if time.monotonic() > key_deadline:
+                self._drop_channel(channel)
 
     def _drop_channel(self, channel: LineChannel) -> None:
         self._key_deadlines.pop(channel, None)

@@ -47,6 +47,7 @@ class _ConsoleHandler(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write a line; if the terminal or the reader of a pipe has gone, write no more."""
         # A process that has not imported tqdm shows no bar, so it can skip the import.
         tqdm = sys.modules.get("tqdm")
         write = print if tqdm is None else tqdm.tqdm.write
@@ -55,7 +56,6 @@ class _ConsoleHandler(logging.Handler):
             write(self.format(record) if short_line is None else short_line, file=sys.stdout)
             sys.stdout.flush()
         except Exception as error:  # training and log.txt continue
-            # The terminal or the reader of a pipe has gone.
             if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):
                 discard_output(sys.stdout)
 

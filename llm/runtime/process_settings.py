@@ -44,11 +44,11 @@ def restart_with_kept_memory() -> None:
     """
     if not _restart_helps(os.environ):
         return
-    settings = [f"{name}={value}" for name, value in TUNABLES.items()]
+    tunables = [f"{name}={value}" for name, value in TUNABLES.items()]
     user_tunables = os.environ.get("GLIBC_TUNABLES")
-    os.environ["GLIBC_TUNABLES"] = ":".join(
-        [*([user_tunables] if user_tunables else []), *settings]
-    )
+    if user_tunables:
+        tunables.insert(0, user_tunables)
+    os.environ["GLIBC_TUNABLES"] = ":".join(tunables)
     # exec drops the contents of the buffers.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -142,9 +142,7 @@ def use_private_compile_cache() -> None:
     folder = temporary_root / f"llm_compiled_{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    status = folder.lstat()
-    is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
-    if status.st_uid != os.geteuid() or not is_private:
+    if not _is_private_folder(folder):
         shared_folder, folder = folder, Path(tempfile.mkdtemp(prefix=f"{folder.name}_"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         logger.warning(
@@ -153,6 +151,13 @@ def use_private_compile_cache() -> None:
             f"or export {_COMPILE_CACHE_VARIABLE} with a folder that only you can write."
         )
     os.environ[_COMPILE_CACHE_VARIABLE] = str(folder)
+
+
+def _is_private_folder(path: Path) -> bool:
+    """Return whether a path is a folder, not a link, that only this user can open."""
+    status = path.lstat()
+    is_closed = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+    return is_closed and status.st_uid == os.geteuid()
 
 
 @contextlib.contextmanager

@@ -98,6 +98,7 @@ class Interruption:
             signal.signal(signal_number, signal.SIG_IGN)
 
     def _record_signal(self, signal_number: int, frame: FrameType | None) -> None:
+        """Record the first signal; end the process at another request."""
         received_at = time.monotonic()
         if self.received is None:
             self.received, self._first_received_at = signal.Signals(signal_number), received_at

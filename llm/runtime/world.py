@@ -54,10 +54,20 @@ def world_from_environment() -> World:
         ParallelError: A variable is missing, is not a number, or does not fit the others.
     """
     environ = {**rank_variables(os.environ), **os.environ}
-    rank, world_size = (
-        _read_integer(environ, "RANK", "0"),
-        _read_integer(environ, "WORLD_SIZE", "1"),
+    rank = _read_integer(environ, "RANK", "0")
+    world_size = _read_integer(environ, "WORLD_SIZE", "1")
+    _check_rank(environ, rank, world_size)
+    return World(
+        rank=rank, local_rank=_read_integer(environ, "LOCAL_RANK", "0"), world_size=world_size
     )
+
+
+def _check_rank(environ: Mapping[str, str], rank: int, world_size: int) -> None:
+    """Refuse a rank without a world size, or the reverse, or a rank that the world does not have.
+
+    Raises:
+        ParallelError: Names the variables.
+    """
     set_variables = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
     if len(set_variables) == 1:
         [set_variable] = set_variables
@@ -77,9 +87,6 @@ def world_from_environment() -> World:
             f"RANK is {rank}, and WORLD_SIZE {world_size} allows ranks up to {world_size - 1}: "
             "start the processes with torchrun, srun or mpiexec, or unset both variables."
         )
-    return World(
-        rank=rank, local_rank=_read_integer(environ, "LOCAL_RANK", "0"), world_size=world_size
-    )
 
 
 def _read_integer(environ: Mapping[str, str], name: str, default: str) -> int:
@@ -171,11 +178,10 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     variables = _mpi_variables(environ) or _slurm_variables(environ)
     # If srun or mpiexec started torchrun, torchrun's ranks and world size differ from theirs. If a
     # script exports RANK=$SLURM_PROCID, they are equal.
-    if any(
-        environ.get(name, variables.get(name)) != variables.get(name)
-        for name in _TORCHRUN_VARIABLES[:2]
-    ):
-        return {}
+    for name in ("RANK", "WORLD_SIZE"):
+        task_value = variables.get(name)
+        if environ.get(name, task_value) != task_value:
+            return {}
     return variables
 
 
@@ -203,14 +209,18 @@ def _slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     # If a job step calls sbatch, the batch script inherits the step's variables.
     is_same_step = environ.get("SLURM_NTASKS", num_tasks) == num_tasks
-    node_name = environ.get("SLURMD_NODENAME")
-    if not is_same_step or (
-        node_name
-        and node_name not in expand_nodelist(environ.get("SLURM_STEP_NODELIST", node_name))
-    ):
+    if not is_same_step or not _is_on_step_node(environ):
         return {}
     values = (environ["SLURM_PROCID"], num_tasks, environ["SLURM_LOCALID"])
     return dict(zip(_TORCHRUN_VARIABLES, values, strict=True))
+
+
+def _is_on_step_node(environ: Mapping[str, str]) -> bool:
+    """Return whether the nodes of the Slurm step include this one, as far as it is known."""
+    node_name = environ.get("SLURMD_NODENAME")
+    if not node_name:
+        return True
+    return node_name in expand_nodelist(environ.get("SLURM_STEP_NODELIST", node_name))
 
 
 def task_launcher(environ: Mapping[str, str]) -> str | None:
