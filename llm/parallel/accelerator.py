@@ -34,8 +34,8 @@ def check_device(device: torch.device) -> None:
     Raises:
         ParallelError: Says what to install, and how to ask for the CPU.
     """
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    if device.type != "cpu" or is_hidden or not NVIDIA_DRIVER.exists():
+    hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if device.type != "cpu" or hides_gpus or not NVIDIA_DRIVER.exists():
         return
     reason = f"reaches none of its GPUs: check that the driver supports CUDA {torch.version.cuda}"
     if torch.version.cuda is None:
@@ -88,13 +88,10 @@ def check_precision(options: PrecisionOptions, device: torch.device) -> None:
             f"--mixed_precision {precision} takes many times as long as {alternative} on this CPU, "
             f"which has no instructions for {precision} matrix products; use {alternative}."
         )
+    is_bf16_on_cuda = precision == "bf16" and device.type == "cuda"
     # PyTorch counts GPUs that emulate it, such as V100 and T4; they are many times slower than with
     # fp16.
-    if (
-        precision == "bf16"
-        and device.type == "cuda"
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
+    if is_bf16_on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ParallelError("--mixed_precision bf16 is not supported by this GPU; use fp16 or no.")
     if precision == "fp16" and device.type == "mps":
         raise ParallelError("--mixed_precision fp16 is not supported on mps; use bf16 or no.")

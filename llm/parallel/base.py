@@ -296,11 +296,16 @@ class AcceleratedStrategy:
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer and loss scale, by parameter name, as live tensors."""
-        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        named_parameters = self.model.named_parameters()
+        name_by_parameter: dict[Tensor, str] = {p: name for name, p in named_parameters}
         moments = self._optimizer_state()
         return {
             "model": model_tensors(self.model),
-            "optimizer": {names[p]: moments[p] for p in self.parameters if p in moments},
+            "optimizer": {
+                name_by_parameter[parameter]: moments[parameter]
+                for parameter in self.parameters
+                if parameter in moments
+            },
             "scaler": {} if self.scaler is None else self.scaler.state_dict(),
         }
 

@@ -192,10 +192,15 @@ class _ShardedAttention:
                 bias: Tensor = causal_lower_right(chunk_length, key_end)
             else:
                 bias = attention_mask[..., query_rows, :key_end]
-            tensors = query[..., query_rows, :], key[..., :key_end, :], value[..., :key_end, :]
-            chunk_outputs.append(
-                _scaled_dot_product(*tensors, bias, enable_gqa=enable_gqa, **kwargs)
+            chunk_output = _scaled_dot_product(
+                query[..., query_rows, :],
+                key[..., :key_end, :],
+                value[..., :key_end, :],
+                bias,
+                enable_gqa=enable_gqa,
+                **kwargs,
             )
+            chunk_outputs.append(chunk_output)
         return torch.cat(chunk_outputs, dim=1), None
 
 
@@ -233,9 +238,9 @@ def check_context_parallel(model: PreTrainedModel, *, num_ranks: int, block_size
         ConfigError: Its logits would differ from the whole sequence's.
     """
     chunks = torch.arange(block_size, device=model.device).view(2 * num_ranks, -1)
-    sampled_positions = chunks[:, -_CHECKED_TOKENS_PER_CHUNK:]
-    positions = sampled_positions.flatten()
+    positions = chunks[:, -_CHECKED_TOKENS_PER_CHUNK:].flatten()
     sequence = torch.arange(len(positions), device=model.device)
+    # Each rank's tokens are a row: a chunk from the front, and its mirror image from the back.
     first_half, second_half = sequence.view(2, num_ranks, -1).unbind()
     shards = torch.cat([first_half, second_half.flip(0)], dim=1)
     input_ids = random_tokens(model, len(sequence))
@@ -257,9 +262,9 @@ def check_context_parallel(model: PreTrainedModel, *, num_ranks: int, block_size
             max_difference(parallel_logits, full_logits),
             max_difference(last_shard_logits, shard_logits[-1:]),
         )
-        is_divisible = not model._is_stateful and max_error <= _MAX_RELATIVE_ERROR * max_difference(
-            shard_logits, full_logits
-        )
+        effect_of_other_shards = max_difference(shard_logits, full_logits)
+        is_exact = max_error <= _MAX_RELATIVE_ERROR * effect_of_other_shards
+        is_divisible = is_exact and not model._is_stateful
     except (TypeError, ValueError, IndexError, RuntimeError):
         is_divisible = False  # it takes no positions, or its attention has another interface
     finally:

@@ -98,17 +98,20 @@ class ShardedStrategy(AcceleratedStrategy):
             self.scaler = ShardedGradScaler(self.device.type)
 
     def _shard_model(self) -> None:
+        """Divide attention, layers and experts as the dims say, then shard the weights by FSDP."""
         if self._sequence is not None:
             divide_attention(self.model, self._sequence)
         self._divide_layers()
         if self._gradient_ranks > 1:
-            blocks, ends = [*find_blocks(self.model)], _untied_embedding_and_head(self.loss)
+            blocks = [*find_blocks(self.model)]
+            embedding_and_head = _untied_embedding_and_head(self.loss)
             self._divide_experts(self.model, self._fsdp_mesh)
-            self._shard_modules(self.loss, blocks, self._fsdp_mesh, ends=ends)
+            self._shard_modules(self.loss, blocks, self._fsdp_mesh, ends=embedding_and_head)
             register_fsdp_forward_method(self.loss, "predictions")
-            if ends:
-                self._shard_embedding_and_head(*ends)
-            _prefetch_in_order(self.loss, *ends[:1], *blocks, *ends[1:])
+            if embedding_and_head:
+                self._shard_embedding_and_head(*embedding_and_head)
+            embedding, head = embedding_and_head[:1], embedding_and_head[1:]
+            _prefetch_in_order(self.loss, *embedding, *blocks, *head)
         # The head belongs to the group of its loss, which is not inside the model.
         self._allocate_weights([self.loss, *([] if self._head is None else [self._head])])
 
@@ -161,12 +164,9 @@ class ShardedStrategy(AcceleratedStrategy):
         block_parameters = {
             parameter for module in (*blocks, *ends) for parameter in module.parameters()
         }
-        root_parameters = {
-            parameter
-            for block in blocks
-            for parameter in _float32_weights(block)
-            if gathers_in_bf16
-        }
+        root_parameters: set[nn.Parameter] = set()
+        if gathers_in_bf16:
+            root_parameters.update(*(_float32_weights(block) for block in blocks))
         fully_shard(root, mesh=mesh, ignored_params=block_parameters - root_parameters, **options)
         for block in blocks:
             ignored_params = set(self._divided_experts)
@@ -217,18 +217,19 @@ class ShardedStrategy(AcceleratedStrategy):
                 root.reshard()
 
     def _localize_optimizer(self) -> None:
+        """Let the optimizer update this rank's local shards, with shards of its state."""
         optimizer = self.optimizer
         state_by_parameter, optimizer.state = optimizer.state, defaultdict(dict)
         local_by_parameter: dict[Tensor, nn.Parameter] = {}
         for group in optimizer.param_groups:
-            parameters = group["params"]
-            group["params"] = [nn.Parameter(local_tensor(p.detach())) for p in parameters]
-            for parameter, local_parameter in zip(parameters, group["params"], strict=True):
-                optimizer.state[local_parameter] = {
-                    key: local_tensor(moment)
-                    for key, moment in state_by_parameter[parameter].items()
-                }
+            for parameter in group["params"]:
+                local_parameter = nn.Parameter(local_tensor(parameter.detach()))
                 local_by_parameter[parameter] = local_parameter
+                state = state_by_parameter[parameter]
+                optimizer.state[local_parameter] = {
+                    key: local_tensor(moment) for key, moment in state.items()
+                }
+            group["params"] = [local_by_parameter[parameter] for parameter in group["params"]]
         self.run_optimizer.localize(local_by_parameter)
 
     def _local_batch(self, micro_batch: MicroBatch) -> MicroBatch:
@@ -279,6 +280,7 @@ class ShardedStrategy(AcceleratedStrategy):
         return super().evaluate(micro_batch)
 
     def _reduce_gradients(self) -> None:
+        """Complete partial gradients, and give each local shard its gradient."""
         self._sum_partial_gradients()
         average_expert_gradients(self._divided_experts)
         for parameter, local_parameter in zip(self.parameters, self.local_parameters, strict=True):
@@ -335,12 +337,14 @@ class ShardedStrategy(AcceleratedStrategy):
         return slice_values.flatten(0, 1)
 
     def _optimizer_state(self) -> dict[Tensor, dict[str, Tensor]]:
-        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        """Return the optimizer's state by the model's parameters, as DTensors like these."""
+        named_parameters = self.model.named_parameters()
+        name_by_parameter: dict[Tensor, str] = {p: name for name, p in named_parameters}
         state_by_parameter = {}
         for parameter, local_parameter in zip(self.parameters, self.local_parameters, strict=True):
             state = dict(self.optimizer.state.get(local_parameter, {}))
             for key, value in state.items():
-                path = f"{OPTIMIZER_TENSORS}{names[parameter]}/{key}"
+                path = f"{OPTIMIZER_TENSORS}{name_by_parameter[parameter]}/{key}"
                 if self.run_optimizer.owner_of(path) is None:  # else whole, at its owner
                     state[key] = as_dtensor(value, like=parameter)
             if state:

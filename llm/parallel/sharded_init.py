@@ -220,6 +220,7 @@ class ShardedDraws(KeyedDraws):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Send a write to a parameter of the meta model to the parameter's whole tensor."""
         kwargs = dict(kwargs or {})
         if kwargs.get("device") == _META:
             # Values that will be copied to a weight are computed on the device.
@@ -305,11 +306,13 @@ def _copy_shard(target: Tensor, full_tensor: Any) -> None:
         )
     if list(target.shape) != list(shape):
         local_shard.zero_()
-    shard_slices = tuple(
-        slice(min(offset, size), min(offset + length, size))
-        for offset, length, size in zip(offsets, local_shard.shape, shape, strict=True)
-    )
-    lengths = [shard_slice.stop - shard_slice.start for shard_slice in shard_slices]
-    if all(length > 0 for length in lengths):
-        filled_part = local_shard[tuple(slice(length) for length in lengths)]
-        filled_part.copy_(full_tensor[shard_slices or ...])
+    # The shard may reach beyond the whole tensor, into padding.
+    source_slices, filled_slices = [], []
+    for offset, length, size in zip(offsets, local_shard.shape, shape, strict=True):
+        start, end = min(offset, size), min(offset + length, size)
+        source_slices.append(slice(start, end))
+        filled_slices.append(slice(end - start))
+    is_empty = any(filled_slice.stop == 0 for filled_slice in filled_slices)
+    if not is_empty:
+        source = full_tensor[tuple(source_slices) or ...]
+        local_shard[tuple(filled_slices)].copy_(source)

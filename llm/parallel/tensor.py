@@ -21,7 +21,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from llm.errors import ConfigError
 from llm.parallel.residual import ResidualStream
-from llm.parallel.tensor_plans import sequence_plan, tensor_plan
+from llm.parallel.tensor_plans import TensorPlan, sequence_plan, tensor_plan
 
 _NUM_FUSED_MATRICES = 3  # query, key and value, side by side in the columns of GPT-2
 _COLUMN_STYLES = ("colwise", "conv1d_heads")
@@ -58,16 +58,21 @@ def divide_layers(
     if sequence_parallel:
         _shard_residual_stream(model, stream, mesh)
     elif _dropout_fields(model, "att"):
-        rng = TensorParallelRNG(_device_of(mesh), mesh.get_local_rank())
-        for name, style in plan.styles.items():
-            if "att" in name and style in _COLUMN_STYLES:
-                rng.begin_after(model.get_submodule(name))
-            elif "att" in name and style in _ROW_STYLES:
-                rng.end_before(model.get_submodule(name))
+        _separate_attention_dropout(model, plan, mesh)
     for name, attribute in plan.per_rank.items():
         module = model.get_submodule(name)
         setattr(module, attribute, getattr(module, attribute) // mesh.size())
     model.tie_weights()
+
+
+def _separate_attention_dropout(model: PreTrainedModel, plan: TensorPlan, mesh: DeviceMesh) -> None:
+    """Draw another dropout mask on each rank between the column and row products of attention."""
+    rng = TensorParallelRNG(_device_of(mesh), mesh.get_local_rank())
+    for name, style in plan.styles.items():
+        if "att" in name and style in _COLUMN_STYLES:
+            rng.begin_after(model.get_submodule(name))
+        elif "att" in name and style in _ROW_STYLES:
+            rng.end_before(model.get_submodule(name))
 
 
 def check_compiled_dropout(model: PreTrainedModel, *, sequence_parallel: bool) -> None:
@@ -129,15 +134,13 @@ def partial_gradients(model: PreTrainedModel) -> list[str]:
     norm_plan, layer_plan = sequence_plan(model), tensor_plan(model)
     row_modules = {name for name, style in layer_plan.styles.items() if style in _ROW_STYLES}
     norm_modules = {*norm_plan.norms, norm_plan.last_norm}
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-        and (
-            (module_name := name.rpartition(".")[0]) in norm_modules
-            or (module_name in row_modules and "bias" in name)
-        )
-    ]
+    names = []
+    for name, parameter in model.named_parameters():
+        module_name, _, parameter_name = name.rpartition(".")
+        is_added_bias = module_name in row_modules and "bias" in parameter_name
+        if parameter.requires_grad and (module_name in norm_modules or is_added_bias):
+            names.append(name)
+    return names
 
 
 def _shard_input(module: Any, stream: ResidualStream) -> None:
@@ -293,6 +296,7 @@ class TensorParallelRNG:
         module.register_forward_pre_hook(lambda *_: self._use_shared_state())
 
     def _use_rank_state(self) -> None:
+        """Seed the generator from its shared state and the rank, and remember the shared state."""
         # A graph that torch.compile traces has no generator to change.
         if torch.compiler.is_compiling() or self._in_rank_state():
             return
@@ -304,11 +308,13 @@ class TensorParallelRNG:
         generator.manual_seed(self._seed)
 
     def _use_shared_state(self) -> None:
+        """Restore the generator's shared state, if it has a rank's."""
         if not torch.compiler.is_compiling() and self._in_rank_state():
             assert self._shared_state is not None
             self._default_generator().set_state(self._shared_state)
 
     def _in_rank_state(self) -> bool:
+        """Return whether the generator draws rank-specific numbers."""
         # The generator knows: recomputation may stop between the two hooks and restore its state.
         return bool(self._default_generator().initial_seed() == self._seed)
 

@@ -135,11 +135,8 @@ def check_tensor_parallel(config: PreTrainedConfig, num_ranks: int) -> None:
         )
     for name in ("num_attention_heads", "num_key_value_heads"):
         num_heads = getattr(text_config, name, None)
-        if (
-            num_heads is not None
-            and num_heads % num_ranks
-            and _divides_heads(model_type, text_config)
-        ):
+        is_divisible = num_heads is None or num_heads % num_ranks == 0
+        if not is_divisible and _divides_heads(model_type, text_config):
             raise ConfigError(
                 f"--tensor_parallel_size {num_ranks} does not divide the {num_heads} {name} of "
                 f"{model_type}; choose a size that does, and --data_parallel_shard_size for the "
@@ -213,11 +210,8 @@ def tensor_plan(model: PreTrainedModel) -> TensorPlan:
     for name, parameter in model.named_parameters():
         module_name = name.rpartition(".")[0]
         parent_name = module_name.rpartition(".")[0]
-        if (
-            parameter.requires_grad
-            and module_name not in styles
-            and {module_name, parent_name} & column_parents
-        ):
+        is_undivided = parameter.requires_grad and module_name not in styles
+        if is_undivided and {module_name, parent_name} & column_parents:
             raise ConfigError(
                 f"--tensor_parallel_size does not go with {model.config.model_type}: its plan "
                 f"divides what lies around {name}, but not that; use --data_parallel_shard_size."

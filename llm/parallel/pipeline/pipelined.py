@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from transformers import PreTrainedModel
 
@@ -24,7 +25,7 @@ from llm.parallel.fsdp import ShardedStrategy, full_tensor, reshard
 from llm.parallel.options import ParallelOptions
 from llm.parallel.pipeline.pipeline_schedule import bubble_fraction, make_schedule
 from llm.parallel.pipeline.split import find_pipeline_modules
-from llm.parallel.pipeline.stage import cut_model
+from llm.parallel.pipeline.stage import LocalStages, cut_model
 from llm.runtime.agreement import gather
 from llm.runtime.labels import IGNORED
 from llm.runtime.logging import counted
@@ -58,7 +59,8 @@ class PipelineStrategy(ShardedStrategy):
     ) -> None:
         super().__init__(options, accelerator, dims, init_weights=init_weights)
         self._schedule_name = options.pipeline_schedule
-        self._schedule: tuple[tuple[int, ...], Any] | None = None
+        self._schedule: Any = None
+        self._schedule_shape: tuple[int, int, int] | None = None
         self.num_stages = dims.pipeline * options.virtual_stages
         self._stage_rank = dims.coordinates(self.rank)["pipeline"]
         self.stage_indices = range(self._stage_rank, self.num_stages, dims.pipeline)
@@ -77,11 +79,10 @@ class PipelineStrategy(ShardedStrategy):
         super().prepare(loss, make_optimizer)
         parameter_by_name = dict(self.model.named_parameters())
         tied_parameters = {parameter_by_name[name] for name in self._cut.tied}
+        parameter_pairs = zip(self.parameters, self.local_parameters, strict=True)
         self._tied_params = [
             local_parameter
-            for parameter, local_parameter in zip(
-                self.parameters, self.local_parameters, strict=True
-            )
+            for parameter, local_parameter in parameter_pairs
             if parameter in tied_parameters
         ]
         # A weight on both the first and the last stage counts once in the norm.
@@ -89,6 +90,7 @@ class PipelineStrategy(ShardedStrategy):
         self._norm_params = [p for p in self.parameters if p not in counted_elsewhere]
 
     def _shard_model(self) -> None:
+        """Cut the model into stages, and shard those of this rank."""
         # In this order: stages are found in the plain model; then its layers are divided.
         modules = find_pipeline_modules(self.model)
         blocks = find_blocks(self.model)
@@ -101,45 +103,51 @@ class PipelineStrategy(ShardedStrategy):
             stage.sent_dtype = self._sent_dtype
         # The whole model has no reference left here: layers of other stages can be freed.
         self.loss, self.model = nn.ModuleList(self.stages), cut.model
+        self._log_stages(cut)
+        if self.mesh["shard"].size() > 1:
+            self._shard_stages(blocks, self.mesh["shard"])
+        self._allocate_weights(self.stages)
+
+    def _shard_stages(self, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+        """Shard this rank's stages, each with those of the model's blocks that it contains.
+
+        Weights stay gathered for all micro-batches of a step, and gradients unsharded: the schedule
+        reduce-scatters them once.
+        """
+        for stage in self.stages:
+            stage_modules = set(stage.modules())
+            stage_blocks = [block for block in blocks if block in stage_modules]
+            self._divide_experts(stage, mesh)
+            self._shard_modules(stage, stage_blocks, mesh, reshard_after_forward=False)
+
+    def _log_stages(self, cut: LocalStages) -> None:
+        """Log the rank, the layers and the size of each stage of the pipeline."""
         for stage_index, layers in enumerate(cut.layers):
             logger.info(
                 f"stage {stage_index} on rank {stage_index % self.dims.pipeline} of the pipeline: "
                 f"layers {layers.start} to {layers.stop - 1}, "
                 f"{cut.num_parameters[stage_index]:,} parameters"
             )
-        mesh = self.mesh["shard"]
-        if mesh.size() > 1:
-            # Weights stay gathered for all micro-batches of a step, and gradients unsharded: the
-            # schedule reduce-scatters them once.
-            for stage in self.stages:
-                stage_modules = set(stage.modules())
-                stage_blocks = [block for block in blocks if block in stage_modules]
-                self._divide_experts(stage, mesh)
-                self._shard_modules(stage, stage_blocks, mesh, reshard_after_forward=False)
-        self._allocate_weights(self.stages)
 
     def _wrap_loss(self) -> nn.Module:
         wrapped: nn.Module = self.loss
         return wrapped
 
     def _accumulate_gradients(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Run the pipeline's schedule of a step; return the sums for the log on all stages."""
         self._sums = []
         self.loss_scale()  # creates the scale on all stages: only the last one scales its loss
         if self._stage_rank:
             # Each stage draws separate dropout masks; all ranks of a slice share the step's seed.
             seed_torch((torch.initial_seed() + self._stage_rank) % 2**63)
-        shape = len(micro_batches), *micro_batches[0].input_ids.shape
-        if self._schedule is None or self._schedule[0] != shape:
-            self._schedule = shape, self._make_schedule(*shape)
-        arguments = [_stage_arguments(micro_batch) for micro_batch in micro_batches]
-        # The schedule splits them again.
-        step_arguments = {
-            name: torch.cat([values[name] for values in arguments]) for name in arguments[0]
-        }
+        num_samples, num_tokens = micro_batches[0].input_ids.shape
+        shape = len(micro_batches), num_samples, num_tokens
+        if self._schedule_shape != shape:
+            self._schedule, self._schedule_shape = self._make_schedule(*shape), shape
+        step_arguments = _join_arguments(micro_batches)  # the schedule splits them again
         stage_inputs = [step_arguments["input_ids"]] if self._stage_rank == 0 else []
-        schedule = self._schedule[1]
         with self._record_step():
-            schedule.step(
+            self._schedule.step(
                 *stage_inputs,
                 target=step_arguments["labels"],
                 return_outputs=False,
@@ -151,8 +159,10 @@ class PipelineStrategy(ShardedStrategy):
         """Make the schedule of a step with micro-batches of [num_samples, num_tokens]."""
         # Given the shapes, the stages do not need an extra forward pass to find them.
         ids = torch.empty(num_samples, num_tokens, dtype=torch.int64, device="meta")
-        shape, dtype = (num_samples, num_tokens, self._cut.width), self._sent_dtype
-        hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        hidden_shape = num_samples, num_tokens, self._cut.width
+        hidden = torch.empty(
+            hidden_shape, dtype=self._sent_dtype, device="meta", requires_grad=True
+        )
         losses = torch.empty((), device="meta"), self._zero_sums.to("meta")
         stages = [
             PipelineStage(
@@ -216,9 +226,8 @@ class PipelineStrategy(ShardedStrategy):
     @torch.no_grad()
     def evaluate(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the sum of token losses and the number of labels, of this rank's slice."""
-        total = self._sum_on_all_stages(
-            [sums for _, sums in self._run_stages(_stage_arguments(micro_batch))]
-        )
+        outputs = self._run_stages(_stage_arguments(micro_batch))
+        total = self._sum_on_all_stages([sums for _, sums in outputs])
         return total[0], (micro_batch.labels != IGNORED).sum()
 
     @torch.no_grad()
@@ -227,10 +236,8 @@ class PipelineStrategy(ShardedStrategy):
         outputs = self._run_stages(_stage_arguments(micro_batch), predicting=True)
         zeros = torch.zeros_like(micro_batch.input_ids)
         likeliest, log_probs = zip(*(outputs or [(zeros, zeros.float())]), strict=True)
-        return (
-            self._from_last_stage(torch.cat(likeliest)),
-            self._from_last_stage(torch.cat(log_probs)),
-        )
+        likeliest_on_all_stages = self._from_last_stage(torch.cat(likeliest))
+        return likeliest_on_all_stages, self._from_last_stage(torch.cat(log_probs))
 
     def _run_stages(self, arguments: dict[str, Tensor], *, predicting: bool = False) -> list[Any]:
         """Run a micro-batch through all stages; return the outputs of the last one, if it is here.
@@ -240,18 +247,15 @@ class PipelineStrategy(ShardedStrategy):
         if self.wrapped.training:
             self.wrapped.eval()
         num_ranks = self.dims.pipeline
-        previous_rank = (self._stage_rank - 1) % num_ranks
         next_rank = (self._stage_rank + 1) % num_ranks
         pending_sends, outputs = [], []
         for pieces in zip(*(tensor.chunk(num_ranks) for tensor in arguments.values()), strict=True):
             piece = dict(zip(arguments, pieces, strict=True))
             for stage_index, stage in zip(self.stage_indices, self.stages, strict=True):
-                received = piece["input_ids"]
+                stage_input = piece["input_ids"]
                 if stage_index > 0:
-                    shape, dtype = (*received.shape, self._cut.width), self._sent_dtype
-                    received = torch.empty(shape, dtype=dtype, device=self.device)
-                    dist.recv(received, group=self._pipeline_group, group_src=previous_rank)
-                output = stage(received, **piece, predicting=predicting)
+                    stage_input = self._receive_hidden(*stage_input.shape)
+                output = stage(stage_input, **piece, predicting=predicting)
                 if stage_index == self.num_stages - 1:
                     outputs.append(output)
                 else:
@@ -262,6 +266,14 @@ class PipelineStrategy(ShardedStrategy):
             if work is not None:
                 work.wait()
         return outputs
+
+    def _receive_hidden(self, num_samples: int, num_tokens: int) -> Tensor:
+        """Return the previous stage's hidden states [num_samples, num_tokens, width]."""
+        shape = num_samples, num_tokens, self._cut.width
+        hidden = torch.empty(shape, dtype=self._sent_dtype, device=self.device)
+        previous_rank = (self._stage_rank - 1) % self.dims.pipeline
+        dist.recv(hidden, group=self._pipeline_group, group_src=previous_rank)
+        return hidden
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`; this rank takes the names of its stages."""
@@ -310,6 +322,12 @@ class PipelineStrategy(ShardedStrategy):
 def _stage_arguments(micro_batch: MicroBatch) -> dict[str, Tensor]:
     """Return the arguments of a stage that are not None."""
     return {name: value for name, value in micro_batch._asdict().items() if value is not None}
+
+
+def _join_arguments(micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    """Return the arguments of a stage for all micro-batches, joined along the samples."""
+    arguments = [_stage_arguments(micro_batch) for micro_batch in micro_batches]
+    return {name: torch.cat([values[name] for values in arguments]) for name in arguments[0]}
 
 
 def _all_reduce(tensors: Sequence[Tensor], group: Any) -> None:

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -72,24 +72,48 @@ def assign_layers(
         epilogue_cost: Further computation of the last stage.
         num_stages: No more than layers.
     """
+    # The cost of all that comes before layer n, with the prologue if n > 0.
     cost_before = [0.0, *itertools.accumulate(costs, initial=prologue_cost)]
-    # cost_before[n] is the cost of all that comes before layer n, with the prologue if n > 0.
     del cost_before[1]
     cost_before[-1] += epilogue_cost
     num_layers = len(costs)
-    # By end_layer, for the stages of all layers before it: highest cost, sum of squares, and cuts.
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
-    for stage in range(1, num_stages + 1):
-        next_best = {}
-        for end_layer in range(stage, num_layers - (num_stages - stage) + 1):
-            next_best[end_layer] = min(
-                (max(highest_cost, stage_cost), sum_of_squares + stage_cost**2, (*cuts, end_layer))
-                for start_layer, (highest_cost, sum_of_squares, cuts) in best.items()
+    # The best cut of the layers before end_layer into the stages so far, by end_layer.
+    best_cut = {0: _Cut(highest_cost=0.0, sum_of_squares=0.0, borders=(0,))}
+    for num_cut_stages in range(1, num_stages + 1):
+        next_best_cut = {}
+        # Leave one layer at least for each later stage.
+        last_end_layer = num_layers - (num_stages - num_cut_stages)
+        for end_layer in range(num_cut_stages, last_end_layer + 1):
+            next_best_cut[end_layer] = min(
+                cut.add_stage(end_layer, cost_before[end_layer] - cost_before[start_layer])
+                for start_layer, cut in best_cut.items()
                 if start_layer < end_layer
-                for stage_cost in [cost_before[end_layer] - cost_before[start_layer]]
             )
-        best = next_best
-    return list(itertools.starmap(range, itertools.pairwise(best[num_layers][2])))
+        best_cut = next_best_cut
+    borders = best_cut[num_layers].borders
+    return [range(start_layer, end_layer) for start_layer, end_layer in itertools.pairwise(borders)]
+
+
+class _Cut(NamedTuple):
+    """A cut of the first layers into stages; the smallest tuple is the best cut.
+
+    Attributes:
+        highest_cost: Cost of the slowest stage.
+        sum_of_squares: Sum of the squares of the stages' costs.
+        borders: First layer of each stage, and the layer after the last stage.
+    """
+
+    highest_cost: float
+    sum_of_squares: float
+    borders: tuple[int, ...]
+
+    def add_stage(self, end_layer: int, stage_cost: float) -> "_Cut":
+        """Return the cut with a further stage, of the layers up to `end_layer`."""
+        return _Cut(
+            max(self.highest_cost, stage_cost),
+            self.sum_of_squares + stage_cost**2,
+            (*self.borders, end_layer),
+        )
 
 
 @torch.no_grad()
@@ -107,24 +131,27 @@ def find_pipeline_modules(model: PreTrainedModel) -> PipelineModules:
     except ValueError as error:
         raise cut_error(model, str(error)) from error
     layer_modules = {module for layer in layers for module in layer.modules()}
+    # The modules outside of the layers that hold parameters themselves.
     owners = [
         module
         for module in model.modules()
-        if module not in layer_modules and any(True for _ in module.parameters(recurse=False))
+        if module not in layer_modules and next(module.parameters(recurse=False), None) is not None
     ]
-    if any(True for owner in owners for _ in owner.children()):
+    if any(next(owner.children(), None) is not None for owner in owners):
         raise cut_error(
             model, "it has parameters outside of its layers that are not in a separate module"
         )
+
     calls, tuple_lengths = _trace_calls(model, [*owners, *layers])
-    if [module for module in calls if module in set(layers)] != layers:
+    layer_calls = [module for module in calls if module in set(layers)]
+    if layer_calls != layers:
         raise cut_error(model, "it does not use its layers in sequence")
     first_call, last_call = calls.index(layers[0]), calls.index(layers[-1])
     epilogue = {module for module in calls[last_call:] if module not in layer_modules}
     prologue = [module for module in owners if module not in epilogue]
-    if epilogue.intersection(calls[:first_call]) or set(calls[first_call:last_call]).intersection(
-        owners
-    ):
+    is_epilogue_used_early = not epilogue.isdisjoint(calls[:first_call])
+    is_owner_used_between = not set(owners).isdisjoint(calls[first_call:last_call])
+    if is_epilogue_used_early or is_owner_used_between:
         raise cut_error(model, "it uses other parameters between its layers")
     return PipelineModules(
         prologue=tuple(prologue),

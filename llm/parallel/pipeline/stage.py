@@ -190,22 +190,22 @@ def cut_model(
     """
     model = loss.model
     layers = modules.assign_layers(num_stages)
-    local_stages = [
-        _make_stage(loss, modules, layers[stage_index]) for stage_index in stage_indices
-    ]
-    model_view = _replace_submodules(
-        model, _common_placeholders([placeholders for _, placeholders in local_stages])
-    )
-    end_parameters = [
-        _parameters_of(modules.of_stage(layers[stage_index])) for stage_index in (0, -1)
-    ]
+    stages, placeholders_by_stage = [], []
+    for stage_index in stage_indices:
+        stage, placeholders = _make_stage(loss, modules, layers[stage_index])
+        stages.append(stage)
+        placeholders_by_stage.append(placeholders)
+    model_view = _replace_submodules(model, _common_placeholders(placeholders_by_stage))
+    first_parameters = _parameters_of(modules.of_stage(layers[0]))
+    last_parameters = _parameters_of(modules.of_stage(layers[-1]))
+    tied_parameters = first_parameters & last_parameters
     return LocalStages(
-        stages=[stage for stage, _ in local_stages],
+        stages=stages,
         model=model_view,
         tied=frozenset(
             name
             for name, parameter in model_view.named_parameters()
-            if all(parameter in parameters for parameters in end_parameters)
+            if parameter in tied_parameters
         ),
         width=model.config.get_text_config().hidden_size,
         layers=layers,
@@ -239,13 +239,14 @@ def check_cut(model: PreTrainedModel, num_stages: int) -> None:
             stage_inputs: list[Any] = [input_ids]
             for stage in stages:
                 stage_inputs.append(stage(stage_inputs[-1], input_ids=input_ids, labels=input_ids))
-            stage_inputs[-1] = loss(input_ids, input_ids)
-            loss(input_ids.flip(1), input_ids)
+            whole_model_output = loss(input_ids, input_ids)
+            expected_outputs = [*stage_inputs[1:-1], whole_model_output]
+
+            loss(input_ids.flip(1), input_ids)  # leaves other values behind in the layers
             for stage_index in reversed(range(num_stages)):
-                output = stages[stage_index](
-                    stage_inputs[stage_index], input_ids=input_ids, labels=input_ids
-                )
-                if not _are_close(output, stage_inputs[stage_index + 1]):
+                stage, stage_input = stages[stage_index], stage_inputs[stage_index]
+                output = stage(stage_input, input_ids=input_ids, labels=input_ids)
+                if not _are_close(output, expected_outputs[stage_index]):
                     raise ValueError("its layers pass each other more than their outputs")
     except Exception as error:
         raise cut_error(model, one_line(error)) from error

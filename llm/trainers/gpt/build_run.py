@@ -21,6 +21,7 @@ from llm.models.causality import check_causal, check_meta_model_causal
 from llm.models.compilation import compile_blocks
 from llm.models.init import copy_to_meta, dummy_weights
 from llm.models.loss import make_loss
+from llm.models.transforms import Transform
 from llm.models.unused_weights import find_unused_weights
 from llm.models.weight_files import find_weight_files
 from llm.optim.groups import scale_learning_rates
@@ -127,9 +128,10 @@ def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy
         unused_weights = find_unused_weights(model, length=run.block_size)
         # If they are unknown, DistributedDataParallel searches for them in each step.
         accelerator.ddp_handler.find_unused_parameters = unused_weights is None
+    transforms = transforms_of(run.extensions, run.model_config)
     init_weights = None
     if model.device.type == "meta":
-        init_weights = _make_weight_filler(run, model, accelerator.device)
+        init_weights = _make_weight_filler(run, model, accelerator.device, transforms)
     strategy = run.layout.make(run.config, run.dims, accelerator, init_weights=init_weights)
     source_names = [source.name for source in run.corpus.train]
     loss = make_loss(
@@ -149,7 +151,7 @@ def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy
 
     def make_run_optimizer(model: nn.Module, mesh: DeviceMesh | None) -> RunOptimizer:
         run_optimizer = factory.make(model, mesh)
-        for transform in transforms_of(run.extensions, run.model_config):
+        for transform in transforms:
             scale_learning_rates(run_optimizer.optimizer, model, transform.rate_factor)
         # DistributedDataParallel would wait for their gradients. The optimizer keeps their state,
         # so that checkpoints are the same in all layouts.
@@ -162,7 +164,7 @@ def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy
 
 
 def _make_weight_filler(
-    run: Run, model: PreTrainedModel, device: torch.device
+    run: Run, model: PreTrainedModel, device: torch.device, transforms: Sequence[Transform]
 ) -> Callable[[PreTrainedModel], None]:
     """Return the function that fills a model on the meta device once ranks hold shards of it."""
     files = find_weight_files(model, run.weights_from) if run.weights_from else None
@@ -172,7 +174,7 @@ def _make_weight_filler(
         seed=run.seed,
         device=device,
         files=files or (),
-        transforms=transforms_of(run.extensions, run.model_config),
+        transforms=transforms,
     )
 
 

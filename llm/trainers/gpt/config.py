@@ -290,6 +290,7 @@ def planned_run_problems(config: CoreConfig) -> list[str]:
 
 
 def _source_problems(config: CoreConfig) -> list[str]:
+    """Return the problems of a run without data or without a tokenizer."""
     problems = []
     if not any(getattr(config, name) for name in SOURCES):
         if not config.eval_only:
@@ -310,6 +311,7 @@ def _source_problems(config: CoreConfig) -> list[str]:
 
 
 def _run_problems(config: CoreConfig) -> list[str]:
+    """Return the problems of options about the run as a whole: its start, its end, its paths."""
     problems = []
     if config.init_from is not None and config.eval_only:
         problems.append(
@@ -328,9 +330,8 @@ def _run_problems(config: CoreConfig) -> list[str]:
         for name, text in path_options(config)
         if text.encode(errors="replace") != text.encode(errors="surrogatepass")
     ]
-    option_names = {field.name for field in fields(type(config))} | names_by_alias(
-        type(config)
-    ).keys()
+    option_names = {field.name for field in fields(type(config))}
+    option_names |= names_by_alias(type(config)).keys()
     for name in config.change_on_resume:
         if name not in option_names:
             problems.append(f"--change_on_resume names '{name}', which is not an option.")
@@ -338,12 +339,14 @@ def _run_problems(config: CoreConfig) -> list[str]:
 
 
 def _size_problems(config: CoreConfig) -> list[str]:
+    """Return the problems of options that need the whole model or plain attention on each rank."""
     sizes = sizes_above_one(config)
     if not sizes:
         return []
     kind = config.optimizer_kind
     problems = []
-    if not (kind.averaged_shards if config.several_models else kind.sharded):
+    allows_shards = kind.averaged_shards if config.several_models else kind.sharded
+    if not allows_shards:
         problems.append(
             f"--optimizer {config.optimizer} needs whole weights on every rank of a replica, which "
             f"--{sizes[0]} divides; take adamw or sgd."
@@ -363,6 +366,7 @@ def _size_problems(config: CoreConfig) -> list[str]:
 
 
 def _precision_problems(config: CoreConfig) -> list[str]:
+    """Return the problems of precisions with the sizes that divide the model."""
     precision = config.mixed_precision
     problems = [*_all_reduce_problems(config), *_fp8_gather_problems(config)]
     if precision in (None, "no", "fp16", "bf16"):
@@ -377,6 +381,7 @@ def _precision_problems(config: CoreConfig) -> list[str]:
 
 
 def _fp8_gather_problems(config: CoreConfig) -> list[str]:
+    """Return the problems of gathering weights in float8: it has been tried with few options."""
     if not config.fp8_all_gather:
         return []
     conflicts = [
@@ -401,6 +406,7 @@ def _fp8_gather_problems(config: CoreConfig) -> list[str]:
 
 
 def _all_reduce_problems(config: CoreConfig) -> list[str]:
+    """Return the problems of an all-reduce of gradients in another dtype than fp32."""
     if config.all_reduce_dtype == "fp32":
         return []
     conflicts = [f"--{name}" for name in sizes_above_one(config)]

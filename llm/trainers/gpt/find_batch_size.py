@@ -80,7 +80,8 @@ def find_batch_size(run: TrainingRun, strategy: AcceleratedStrategy, health: Hea
         growth = (usable_bytes - static_bytes) / max(1, peak_bytes - static_bytes)
         size_bounds = gather(min(_MAX_GROWTH, growth) * size)
         largest_size = int(min(size_bounds))
-        next_run = _largest_run(run, [other for other in sizes if size < other <= largest_size])
+        larger_sizes = [candidate for candidate in sizes if size < candidate <= largest_size]
+        next_run = _largest_run(run, larger_sizes)
         gc.collect()
         if device.type != "cpu":
             torch.accelerator.memory.empty_cache()
