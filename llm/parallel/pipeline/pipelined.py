@@ -108,7 +108,7 @@ class PipelineStrategy(ShardedStrategy):
             self._shard_stages(blocks, self.mesh["shard"])
         self._allocate_weights(self.stages)
 
-    def _shard_stages(self, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    def _shard_stages(self, blocks: nn.ModuleList, mesh: DeviceMesh) -> None:
         """Shard this rank's stages, each with those of the model's blocks that it contains.
 
         Weights stay gathered for all micro-batches of a step, and gradients unsharded: the schedule
