@@ -252,7 +252,7 @@ def fields(cls: type) -> tuple[Field, ...]:
 
 @functools.cache  # one start of a program asks seven times
 def _collect_fields(cls: type) -> tuple[Field, ...]:
-    """Return the result of `fields`."""
+    """Collect the options of a class and its bases; see `fields` for their order."""
     hints = typing.get_type_hints(cls)
     field_by_name = {item.name: item for item in dataclasses.fields(cls)}
     annotations = [(name, base) for base in cls.__mro__ for name in inspect.get_annotations(base)]

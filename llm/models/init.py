@@ -198,11 +198,11 @@ def dummy_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
     dummy_values = _DummyValues(device)
     dummy_by_tensor: dict[Tensor, Tensor] = {}  # one for all names of a tied parameter
     tensor_slots = _find_meta_tensors(model)
-    for slot in tensor_slots:
-        if slot.tensor not in dummy_by_tensor:
-            dummy_by_tensor[slot.tensor] = dummy_values.make(slot.tensor)
-        slot.module_tensors[slot.name] = dummy_by_tensor[slot.tensor]
     try:
+        for slot in tensor_slots:
+            if slot.tensor not in dummy_by_tensor:
+                dummy_by_tensor[slot.tensor] = dummy_values.make(slot.tensor)
+            slot.module_tensors[slot.name] = dummy_by_tensor[slot.tensor]
         yield
     finally:
         for slot in tensor_slots:

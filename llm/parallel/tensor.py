@@ -66,7 +66,7 @@ def divide_layers(
 
 
 def _separate_attention_dropout(model: PreTrainedModel, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Draw another dropout mask on each rank between the column and row products of attention."""
+    """Let each rank draw a separate dropout mask for the attention of its heads."""
     rng = TensorParallelRNG(_device_of(mesh), mesh.get_local_rank())
     for name, style in plan.styles.items():
         if "att" in name and style in _COLUMN_STYLES:

@@ -63,7 +63,7 @@ def world_from_environment() -> World:
 
 
 def _check_rank(environ: Mapping[str, str], rank: int, world_size: int) -> None:
-    """Refuse a rank without a world size, or the reverse, or a rank that the world does not have.
+    """Refuse a rank without a world size, a world size without a rank, or a rank beyond the world.
 
     Raises:
         ParallelError: Names the variables.
