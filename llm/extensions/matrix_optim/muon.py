@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,19 +95,28 @@ class MuonAndAdamW(MatrixOptimizer):
             closure: Not supported.
         """
         self._step_adamw()
-        groups = groups_of(self)
+        group_by_param = groups_of(self)
+        step_units = partial(self._step_units, group_by_param=group_by_param)
+        update_factor = partial(_update_factor, group_by_param=group_by_param)
+        for updates in self._matrix_owners.updates(self.units, step_units, dtype=torch.bfloat16):
+            self._add_updates(updates, update_factor)
 
-        def compute(units: Sequence[Unit], gradients: list[Tensor]) -> list[Tensor]:
-            return [
-                self._update_directions(units, gradients[0], groups[units[0].weight]["momentum"])
-            ]
+    def _step_units(
+        self,
+        units: Sequence[Unit],
+        gradients: list[Tensor],
+        *,
+        group_by_param: Mapping[Tensor, dict[str, Any]],
+    ) -> list[Tensor]:
+        """Update the momentum of equal units; return their unscaled steps in a list of one stack.
 
-        def factor_of(unit: Unit) -> float:
-            length_factor, *_ = _update_lengths(unit).values()
-            return -float(groups[unit.weight]["lr"]) * length_factor
-
-        for updates in self._matrix_owners.updates(self.units, compute, dtype=torch.bfloat16):
-            self._add_updates(updates, factor_of)
+        Args:
+            units: Equal units.
+            gradients: One stack of gradients [units, ...].
+            group_by_param: Parameter group of each parameter.
+        """
+        momentum = group_by_param[units[0].weight]["momentum"]
+        return [self._update_directions(units, gradients[0], momentum)]
 
     def _update_directions(
         self, units: Sequence[Unit], gradients: Tensor, momentum: float
@@ -135,6 +145,12 @@ class MuonAndAdamW(MatrixOptimizer):
             for name, direction in zip(parts, orthogonalize_all([*parts.values()]), strict=True)
         }
         return fusion.join(directions, fusion.dim + 1)
+
+
+def _update_factor(unit: Unit, *, group_by_param: Mapping[Tensor, dict[str, Any]]) -> float:
+    """Return the factor on a unit's update: minus its rate, times its first matrix's length."""
+    length_factor, *_ = _update_lengths(unit).values()
+    return -float(group_by_param[unit.weight]["lr"]) * length_factor
 
 
 def _update_lengths(unit: Unit) -> dict[str, float]:

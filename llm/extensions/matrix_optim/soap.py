@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -128,35 +129,50 @@ class SOAP(MatrixOptimizer):
         self._step_adamw()
         if not self.units:
             return
-        # Only owners know whether a unit has a basis. All ranks need it: weights decay from the
-        # first basis on.
-        update_mask = self._matrix_owners.sum_over_shards(
-            torch.stack([self._has_basis(unit) for unit in self.units])
-        )
-        if self.found_inf is not None:
-            update_mask = update_mask * (1.0 - self.found_inf)
-        groups = groups_of(self)
-
-        def compute(units: Sequence[Unit], gradients: list[Tensor]) -> list[Tensor]:
-            fusion = units[0].fusion
-            updates = {
-                name: self._step_matrices(
-                    [matrix_state(self.state[unit.weight], name) for unit in units],
-                    matrix_gradients,
-                    groups[units[0].weight],
-                    [self._offset_by_matrix[unit, name] for unit in units],
-                )
-                for name, matrix_gradients in fusion.split(gradients[0], fusion.dim + 1).items()
-            }
-            return [fusion.join(updates, fusion.dim + 1)]
-
-        decay_factors = self._decay_factors(update_mask)
-        for updates in self._matrix_owners.updates(self.units, compute):
+        decay_factors = self._decay_factors(self._update_mask())
+        step_units = partial(self._step_units, group_by_param=groups_of(self))
+        for updates in self._matrix_owners.updates(self.units, step_units):
             for unit, _ in updates:
                 unit.weight.mul_(decay_factors[unit])
             if updates:
                 weights: list[Tensor] = [unit.weight for unit, _ in updates]
                 torch._foreach_sub_(weights, [update for _, (update,) in updates])
+
+    def _update_mask(self) -> Tensor:
+        """Return 1.0 for each unit with a basis, 0.0 for the others or if the step is skipped.
+
+        Only owners know whether a unit has a basis. All ranks need it: weights decay from the first
+        basis on.
+        """
+        update_mask = self._matrix_owners.sum_over_shards(
+            torch.stack([self._has_basis(unit) for unit in self.units])
+        )
+        if self.found_inf is not None:
+            update_mask = update_mask * (1.0 - self.found_inf)
+        return update_mask
+
+    def _step_units(
+        self,
+        units: Sequence[Unit],
+        gradients: list[Tensor],
+        *,
+        group_by_param: Mapping[Tensor, dict[str, Any]],
+    ) -> list[Tensor]:
+        """Update the state of equal units; return the steps to subtract, in a list of one stack.
+
+        Args:
+            units: Equal units.
+            gradients: One stack of gradients [units, rows, columns].
+            group_by_param: Parameter group of each parameter.
+        """
+        fusion, group = units[0].fusion, group_by_param[units[0].weight]
+        gradients_by_name = fusion.split(gradients[0], fusion.dim + 1)
+        updates = {}
+        for name, matrix_gradients in gradients_by_name.items():
+            states = [matrix_state(self.state[unit.weight], name) for unit in units]
+            offsets = [self._offset_by_matrix[unit, name] for unit in units]
+            updates[name] = self._step_matrices(states, matrix_gradients, group, offsets)
+        return [fusion.join(updates, fusion.dim + 1)]
 
     def _decay_factors(self, update_mask: Tensor) -> dict[Unit, Tensor]:
         """Return the weight-decay factor of each unit's weight.
