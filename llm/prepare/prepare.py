@@ -42,11 +42,11 @@ def prepare(config: PrepareConfig, share: "Share") -> None:
             "finished; remove the files that exist."
         )
     outputs = _plan_outputs(config)
-    inputs = [file for sources, _ in outputs for source in sources for file in source.files]
+    input_files = [file for sources, _ in outputs for source in sources for file in source.files]
     tokenizer_files = (config.tokenizer_name, config.vocab_file, config.merges_file)
-    inputs += [Path(name) for name in tokenizer_files if name is not None and os.path.isfile(name)]
+    input_files += [Path(name) for name in tokenizer_files if name and os.path.isfile(name)]
     for _, output in outputs:
-        check_replaceable(output, inputs)
+        check_replaceable(output, input_files)
     encoding = _make_encoding(config)
     with ExitStack() as stack:
         workers: int | Cluster
@@ -104,58 +104,73 @@ def _make_encoding(config: PrepareConfig) -> "Encoding":
 def _plan_outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
     """Return the sources of each output."""
     from llm.data.formats.megatron import add_suffix
-    from llm.data.text_identity import bare_name
-    from llm.prepare.output_files import Output
     from llm.prepare.text.sources import text_sources
-
-    def make_output(prefix: Path) -> Output:
-        is_nanogpt = config.format == "nanogpt"
-        return Output(
-            prefix=prefix,
-            nanogpt=is_nanogpt,
-            parts=config.parts,
-            validation_percentage=config.validation_split_percentage if is_nanogpt else 0.0,
-            shuffle_seed=config.seed if config.shuffle == "documents" else None,
-            overwrite=config.overwrite,
-        )
 
     assert config.output_prefix is not None  # `check` asks for it
     prefix = Path(config.output_prefix)
-    key = "text" if config.text_column is None else config.text_column
+    text_column = "text" if config.text_column is None else config.text_column
     if config.dataset_name is not None:
-        sources = _dataset_sources(config, config.dataset_name, text_column=key)
+        sources = _find_dataset_sources(config, config.dataset_name, text_column=text_column)
     else:
-        sources = text_sources(config.input, text_column=key, text_unit=config.text_unit)
+        sources = text_sources(config.input, text_column=text_column, text_unit=config.text_unit)
     if config.shuffle == "documents" and any(source.one_document for source in sources):
         raise ConfigError(
             "--shuffle documents needs documents smaller than a txt file; choose --text_unit line "
             "or paragraph."
         )
     if config.format == "nanogpt":
-        return [(sources, make_output(prefix))]
+        return [(sources, _make_output(config, prefix))]
+    suffix = f"_{text_column}_document"
     if not config.output_per_input:
-        return [(sources, make_output(add_suffix(prefix, f"_{key}_document")))]
-    outputs: list[tuple[list[Source], Output]] = []
+        return [(sources, _make_output(config, add_suffix(prefix, suffix)))]
+    return _plan_output_per_input(config, prefix, sources, suffix=suffix)
+
+
+def _plan_output_per_input(
+    config: PrepareConfig, prefix: Path, sources: list["Source"], *, suffix: str
+) -> list[tuple[list["Source"], "Output"]]:
+    """Return an output for each source, named after it.
+
+    Raises:
+        ConfigError: Two sources have the same name.
+    """
+    from llm.data.formats.megatron import add_suffix
+    from llm.data.text_identity import bare_name
+
+    outputs = []
     source_name_by_prefix: dict[Path, str] = {}
     for source in sources:
-        source_output = make_output(
-            add_suffix(prefix, f"_{bare_name(Path(source.name))}_{key}_document")
-        )
-        if source_output.prefix in source_name_by_prefix:
+        source_prefix = add_suffix(prefix, f"_{bare_name(Path(source.name))}{suffix}")
+        if source_prefix in source_name_by_prefix:
             raise ConfigError(
-                f"--output_per_input would write {source_name_by_prefix[source_output.prefix]} and "
-                f"{source.name} to the same {source_output.prefix}.bin; rename one, or prepare "
+                f"--output_per_input would write {source_name_by_prefix[source_prefix]} and "
+                f"{source.name} to the same {source_prefix}.bin; rename one, or prepare "
                 "them one by one."
             )
-        source_name_by_prefix[source_output.prefix] = source.name
-        outputs.append(([source], source_output))
+        source_name_by_prefix[source_prefix] = source.name
+        outputs.append(([source], _make_output(config, source_prefix)))
     return outputs
 
 
-def _dataset_sources(
+def _make_output(config: PrepareConfig, prefix: Path) -> "Output":
+    """Return the output with this prefix, in the format of the options."""
+    from llm.prepare.output_files import Output
+
+    is_nanogpt = config.format == "nanogpt"
+    return Output(
+        prefix=prefix,
+        nanogpt=is_nanogpt,
+        parts=config.parts,
+        validation_percentage=config.validation_split_percentage if is_nanogpt else 0.0,
+        shuffle_seed=config.seed if config.shuffle == "documents" else None,
+        overwrite=config.overwrite,
+    )
+
+
+def _find_dataset_sources(
     config: PrepareConfig, dataset_name: str, *, text_column: str
 ) -> list["Source"]:
-    """Return the sources of a split of a data set."""
+    """Return the sources of a split of a data set: its files, or else a stream from the Hub."""
     from llm.data.dataset_folder import open_dataset_folder
     from llm.prepare.text.hub import dataset_sources
     from llm.prepare.text.sources import file_sources
@@ -166,22 +181,23 @@ def _dataset_sources(
             f"--streaming has no effect: {dataset_name} is a local folder, which is read without a "
             "copy"
         )
+    split = config.dataset_split
     if folder is not None:
         return file_sources(
-            folder.files(config.dataset_split),
+            folder.files(split),
             text_column=text_column,
             text_unit=config.text_unit,
             option="--dataset_name",
         )
-    splits = dataset_sources(
+    source_by_split = dataset_sources(
         dataset_name,
         config.dataset_config_name,
         text_column=text_column,
         trust_remote_code=config.trust_remote_code,
-        splits=[config.dataset_split],
+        splits=[split],
         streaming=config.streaming,
     )
-    return [splits[config.dataset_split]]
+    return [source_by_split[split]]
 
 
 @program

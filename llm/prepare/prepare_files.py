@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from llm.data.formats.megatron import add_suffix
 from llm.data.formats.parts import find_parts
@@ -85,21 +86,9 @@ def prepare_files(
         DataError: A text is broken or empty or changes while it is read, or an output exists or
             cannot be written.
     """
-    pending: list[tuple[_OutputWriter, Sequence[int]]] = []
-    num_shards = 0
-    for texts, output in jobs:
-        shard_bytes = _choose_shard_bytes(texts)
-        sources = _split_texts(texts, output, shard_bytes)
-        provenance = _file_provenance(sources, output, encoding, shard_bytes)
-        if not output.overwrite and _is_done(output, provenance_digest(provenance)):
-            _remove_leftovers(output, provenance)
-            logger.info(f"{output.names[0]}.bin already exists, made with the same options")
-        else:
-            stale_validation_files(output)  # refused now, rather than after the work
-            writer = _OutputWriter(sources, output, encoding, workers, log_seconds, provenance)
-            shard_indices = share.shard_indices(len(sources), num_preceding=num_shards)
-            pending.append((writer, shard_indices))
-        num_shards += len(sources)
+    pending = _find_pending_outputs(
+        jobs, encoding=encoding, workers=workers, log_seconds=log_seconds, share=share
+    )
     # Each rank starts with a different output: otherwise the slowest rank would be last everywhere,
     # and join the shards of all outputs.
     first_output = len(pending) * share.rank // share.world_size
@@ -113,6 +102,48 @@ def prepare_files(
             raise _write_failure(error, writer.output) from error
     if pending:
         wait_for_starts([writer.output.folder for writer, _ in pending], share)
+
+
+class _PendingOutput(NamedTuple):
+    """An output that does not exist yet, and the indices of this rank's shards of it."""
+
+    writer: "_OutputWriter"
+    shard_indices: Sequence[int]
+
+
+def _find_pending_outputs(
+    jobs: list[tuple[list[Source], Output]],
+    *,
+    encoding: Encoding,
+    workers: int | Cluster,
+    log_seconds: float,
+    share: Share,
+) -> list[_PendingOutput]:
+    """Return the outputs to write; refuse files that other options have made.
+
+    Args:
+        jobs: The texts of each output.
+        encoding: How texts become ids.
+        workers: Cores to use, or a cluster.
+        log_seconds: Seconds between two lines on the progress.
+        share: This rank's part of the work.
+    """
+    pending = []
+    num_shards = 0
+    for texts, output in jobs:
+        shard_bytes = _choose_shard_bytes(texts)
+        sources = _split_texts(texts, output, shard_bytes)
+        provenance = _file_provenance(sources, output, encoding, shard_bytes)
+        if not output.overwrite and _is_done(output, provenance_digest(provenance)):
+            _remove_leftovers(output, provenance)
+            logger.info(f"{output.names[0]}.bin already exists, made with the same options")
+        else:
+            stale_validation_files(output)  # refused now, rather than after the work
+            writer = _OutputWriter(sources, output, encoding, workers, log_seconds, provenance)
+            shard_indices = share.shard_indices(len(sources), num_preceding=num_shards)
+            pending.append(_PendingOutput(writer, shard_indices))
+        num_shards += len(sources)
+    return pending
 
 
 def _choose_shard_bytes(texts: list[Source]) -> int:
@@ -193,13 +224,7 @@ class _OutputWriter:
                 if _is_done(self.output, self._digest):  # since this rank looked
                     shutil.rmtree(folder)
                     return
-                try:
-                    if not self._parts_to_join():
-                        self._write_shards(shard_indices)
-                        check_unchanged([self._sources[index] for index in shard_indices])
-                except BaseException:
-                    self._log_finished_shards()
-                    raise
+                self._write_checked_shards(shard_indices)
                 mark_finished(folder, share)
             num_finished = num_ranks_finished(folder, share)
             logger.info(
@@ -209,6 +234,16 @@ class _OutputWriter:
             )
             if num_finished == share.world_size:
                 self._join_once(share)
+
+    def _write_checked_shards(self, shard_indices: Sequence[int]) -> None:
+        """Write shards, unless earlier parts are joined; refuse sources that have changed."""
+        try:
+            if not self._parts_to_join():
+                self._write_shards(shard_indices)
+                check_unchanged([self._sources[index] for index in shard_indices])
+        except BaseException:
+            self._log_finished_shards()
+            raise
 
     def _join_once(self, share: Share) -> None:
         """Join the shards, unless another rank does."""
@@ -282,19 +317,23 @@ class _OutputWriter:
                 f"Another rank joins the shards in {self._folder}, since this one did not answer "
                 "for a while."
             )
-        if self.output.parts:
-            if isinstance(self._workers, int):
-                os.sync()
-            else:
-                self._workers.sync()
-            publish_parts(stems, stats, self.output)
-        else:
-            publish(self.output)
+        self._publish_output(stems, stats)
         _remove_shards(self._folder)
         if stats:
             _log_summary(stats, seconds=time.monotonic() - self._start_time, is_resumed=is_resumed)
         for prefix in self.output.names:
             logger.info(f"wrote {prefix}.bin{' in parts' * self.output.parts}")
+
+    def _publish_output(self, stems: list[Path], stats: list[ShardStats]) -> None:
+        """Rename the files of the output, or the shards to its parts, which are synced first."""
+        if not self.output.parts:
+            publish(self.output)
+            return
+        if isinstance(self._workers, int):
+            os.sync()
+        else:
+            self._workers.sync()
+        publish_parts(stems, stats, self.output)
 
     def _assemble_shards(self, stems: list[Path], stats: list[ShardStats]) -> None:
         """Check all shards, and write the files to be renamed."""
@@ -330,24 +369,34 @@ def _check_shards(
     """Refuse shards without tokens, or a split that moves all of them to nanoGPT's `val.bin`."""
     num_documents = sum(shard.documents for shard in stats)
     if not num_documents:
-        names = list(dict.fromkeys(source.name for source in sources))
-        subject = (
-            f"{names[0]} and {len(names) - 1:,} more hold" if names[1:] else f"{names[0]} holds"
-        )
-        policy = BadRecordPolicy("skip")
-        if any(text for source in sources for batch in source.batches(policy) for text in batch):
-            raise ConfigError(
-                f"{subject} text, but the tokenizer {encoding.tokenizer.name} makes no token of "
-                f"it; check its vocabulary, which has {encoding.tokenizer.size:,} tokens."
-            )
         num_empty = sum(shard.empty for shard in stats)
-        reason = f": {num_empty:,} documents are empty" if num_empty else ""
-        raise DataError(f"{subject} no text{reason}.")
+        raise _no_tokens_error(sources, encoding, num_empty=num_empty)
     if output.nanogpt and output.num_validation(num_documents) == num_documents:
         raise DataError(
             f"--validation_split_percentage {output.validation_percentage:g} of {num_documents:,} "
             "documents leaves none for training; change it, or pass 0."
         )
+
+
+def _no_tokens_error(sources: list[Source], encoding: Encoding, *, num_empty: int) -> LLMError:
+    """Return the error for sources without tokens: no text, or a tokenizer that makes none of it.
+
+    Args:
+        sources: The sources; their text is read again.
+        encoding: How texts become ids.
+        num_empty: Number of documents without tokens.
+    """
+    names = list(dict.fromkeys(source.name for source in sources))
+    subject = f"{names[0]} and {len(names) - 1:,} more hold" if names[1:] else f"{names[0]} holds"
+    policy = BadRecordPolicy("skip")
+    has_text = any(text for source in sources for batch in source.batches(policy) for text in batch)
+    if has_text:
+        return ConfigError(
+            f"{subject} text, but the tokenizer {encoding.tokenizer.name} makes no token of "
+            f"it; check its vocabulary, which has {encoding.tokenizer.size:,} tokens."
+        )
+    reason = f": {num_empty:,} documents are empty" if num_empty else ""
+    return DataError(f"{subject} no text{reason}.")
 
 
 def _file_provenance(
@@ -384,10 +433,11 @@ def _is_done(output: Output, digest: str) -> bool:
             faults += find_damage(prefix, nanogpt=output.nanogpt, row_bytes=output.row_bytes)
             continue
         faults.append(f"{prefix}.bin is missing.")
-        for path in output.existing(prefix):
+        existing_path = next(iter(output.existing(prefix)), None)
+        if existing_path is not None:
             raise DataError(
-                f"{path} exists already; choose another --output_prefix, or pass --overwrite "
-                "to replace it."
+                f"{existing_path} exists already; choose another --output_prefix, or pass "
+                "--overwrite to replace it."
             )
     if num_complete and faults:
         logger.warning(f"{' '.join(faults)} The same options made it, so it is made again.")
@@ -405,9 +455,25 @@ def _lock_output(output: Output, *, is_shared: bool = False) -> Iterator[None]:
     Raises:
         DataError: Another program holds the lock.
     """
-    folder = output.folder
     # Next to the folder: any file system can then remove the folder while it is locked.
-    lock_path = add_suffix(folder, ".lock")
+    lock_path = add_suffix(output.folder, ".lock")
+    descriptor = _acquire_lock(lock_path, output, is_shared=is_shared)
+    try:
+        output.folder.mkdir(exist_ok=True)
+        yield
+    finally:
+        if not is_shared:
+            # Removed before it is released, so that no other program holds it.
+            lock_path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _acquire_lock(lock_path: Path, output: Output, *, is_shared: bool) -> int:
+    """Lock the file of an output; return its descriptor, which holds the lock until it is closed.
+
+    Raises:
+        DataError: Another program holds the lock.
+    """
     while True:
         descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -415,7 +481,7 @@ def _lock_output(output: Output, *, is_shared: bool = False) -> Iterator[None]:
         except BlockingIOError as error:
             os.close(descriptor)
             raise DataError(
-                f"Another program is writing to {folder}; wait for it, or choose another "
+                f"Another program is writing to {output.folder}; wait for it, or choose another "
                 f"{output.option}."
             ) from error
         if not is_locked and not is_shared:
@@ -426,15 +492,7 @@ def _lock_output(output: Output, *, is_shared: bool = False) -> Iterator[None]:
         # Another process may have removed the file between open and lock; a lock on a removed
         # file keeps nobody out.
         if lock_path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(lock_path)):
-            break
-        os.close(descriptor)
-    try:
-        folder.mkdir(exist_ok=True)
-        yield
-    finally:
-        if not is_shared:
-            # Removed before it is released, so that no other program holds it.
-            lock_path.unlink(missing_ok=True)
+            return descriptor
         os.close(descriptor)
 
 
@@ -518,24 +576,32 @@ def make_progress_logger(log_seconds: float) -> Callable[[Totals], None]:
         if current_time - last_log < log_seconds:
             return
         last_log = current_time
-        seconds = current_time - start_time
-        line = (
-            f"{totals.texts:,} documents | {totals.text_bytes / 1e6:,.1f} MB | "
-            f"{totals.texts / seconds:,.0f} documents/s | "
-            f"{totals.text_bytes / 1e6 / seconds:,.1f} MB/s | "
-            f"{totals.tokens / seconds:,.0f} tokens/s"
-        )
-        if totals.num_bytes:
-            # At most 1: chunks are read a little beyond their end.
-            fraction = min(1.0, totals.consumed / totals.num_bytes)
-            line += f" | {fraction:.1%} done"
-            if fraction:
-                line += f" | {_format_duration(seconds / fraction - seconds)} left"
-        else:
-            line += f" | {totals.shards_done:,} of {totals.num_shards:,} shards done"
-        logger.info(line)
+        logger.info(_describe_progress(totals, current_time - start_time))
 
     return log_progress
+
+
+def _describe_progress(totals: Totals, seconds: float) -> str:
+    """Return the line on the progress: texts, bytes, speed, and the fraction that is done.
+
+    Args:
+        totals: The progress.
+        seconds: Time since the start.
+    """
+    line = (
+        f"{totals.texts:,} documents | {totals.text_bytes / 1e6:,.1f} MB | "
+        f"{totals.texts / seconds:,.0f} documents/s | "
+        f"{totals.text_bytes / 1e6 / seconds:,.1f} MB/s | "
+        f"{totals.tokens / seconds:,.0f} tokens/s"
+    )
+    if not totals.num_bytes:
+        return f"{line} | {totals.shards_done:,} of {totals.num_shards:,} shards done"
+    # At most 1: chunks are read a little beyond their end.
+    fraction = min(1.0, totals.consumed / totals.num_bytes)
+    line += f" | {fraction:.1%} done"
+    if fraction:
+        line += f" | {_format_duration(seconds / fraction - seconds)} left"
+    return line
 
 
 def _log_summary(stats: list[ShardStats], *, seconds: float, is_resumed: bool) -> None:

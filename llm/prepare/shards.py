@@ -98,12 +98,7 @@ def write_shard(
         writer = _ShardWriter(source, temporary, encoding.dtype)
         try:
             for texts in source.batches(bad_records):
-                # The pieces of one document share one begin token and one end token.
-                ids, counts = encoder.encode(texts, ends=not source.one_document)
-                if source.one_document and not writer.stats.texts and ids.size:
-                    ids = np.concatenate([encoding.begin, ids])
-                    counts[np.flatnonzero(counts)[0]] += encoding.begin.size
-                writer.add_texts(texts, ids, counts)
+                writer.add_texts(texts, *_encode_batch(texts, writer, encoding, encoder))
                 on_progress(writer.stats)
             if source.one_document:
                 writer.end_document(encoding.end)
@@ -114,15 +109,38 @@ def write_shard(
         stats = dataclasses.replace(writer.stats, skipped=bad_records.skipped, fast=is_fast)
         if is_fast and needs_reference(stem.parent):
             raise WrongIdsError("another worker found wrong ids")
-        # Not synced, for speed: a restart compares every byte with the checksums.
-        record = json.dumps(dataclasses.asdict(stats))
-        temporary.with_suffix(".json").write_text(record, encoding="utf-8")
-        for suffix in (*_SUFFIXES, ".json"):
-            temporary.with_suffix(suffix).replace(stem.with_suffix(suffix))
+        _publish_shard(temporary, stem, stats)
         return stats
     except BaseException:
         remove_shard(temporary)
         raise
+
+
+def _encode_batch(
+    texts: list[str], writer: "_ShardWriter", encoding: Encoding, encoder: Encoder
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Encode a batch; the pieces of one document share one begin token and one end token.
+
+    Returns:
+        The concatenated ids of all texts [num_tokens], and how many belong to each text
+        [len(texts)].
+    """
+    is_piece = writer.stats.one_document
+    ids, counts = encoder.encode(texts, ends=not is_piece)
+    if is_piece and not writer.stats.texts and ids.size:
+        ids = np.concatenate([encoding.begin, ids])
+        first_text = np.flatnonzero(counts)[0]
+        counts[first_text] += encoding.begin.size
+    return ids, counts
+
+
+def _publish_shard(temporary: Path, stem: Path, stats: ShardStats) -> None:
+    """Write the contents of a finished shard, and rename its files; the contents come last."""
+    # Not synced, for speed: a restart compares every byte with the checksums.
+    record = json.dumps(dataclasses.asdict(stats))
+    temporary.with_suffix(".json").write_text(record, encoding="utf-8")
+    for suffix in (*_SUFFIXES, ".json"):
+        temporary.with_suffix(suffix).replace(stem.with_suffix(suffix))
 
 
 def working_stem(stem: Path) -> Path:
@@ -152,6 +170,7 @@ class _ShardWriter:
         self._lengths: list[NDArray[np.int32]] = []
 
     def add_texts(self, texts: list[str], ids: NDArray[Any], counts: NDArray[np.int64]) -> None:
+        """Add a batch; texts without ids are dropped and counted."""
         if counts.size and counts.max() > _MAX_TOKENS:
             raise DataError(
                 f"{self._name} holds a text of {counts.max():,} tokens, and a token file "

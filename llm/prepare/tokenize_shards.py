@@ -120,8 +120,7 @@ def tokenize_shards(
         OSError: The file system refused a write.
     """
     indices = range(len(sources)) if shard_indices is None else shard_indices
-    stems = [folder / f"{index:06d}" for index in indices]
-    shards = [(sources[index], stem) for index, stem in zip(indices, stems, strict=True)]
+    shards = [(sources[index], folder / f"{index:06d}") for index in indices]
     try:
         _encode_shards(
             shards, encoding, workers, on_progress, allow_fast=not needs_reference(folder)
@@ -132,16 +131,19 @@ def tokenize_shards(
         )
         require_reference(folder)
         _encode_shards(shards, encoding, workers, on_progress, allow_fast=False)
-    stats: list[ShardStats] = []
-    for stem in stems:
-        shard = read_shard(stem, verify=False)
-        if shard is None:
-            raise DataError(
-                f"{stem}.json has vanished or cannot be read: if no other program is at work in "
-                f"{folder}, give the same command again."
-            )
-        stats.append(shard)
-    return stems, stats
+    stems = [stem for _, stem in shards]
+    return stems, [_read_existing_shard(stem) for stem in stems]
+
+
+def _read_existing_shard(stem: Path) -> ShardStats:
+    """Return the contents of a shard that has just been written."""
+    stats = read_shard(stem, verify=False)
+    if stats is None:
+        raise DataError(
+            f"{stem}.json has vanished or cannot be read: if no other program is at work in "
+            f"{stem.parent}, give the same command again."
+        )
+    return stats
 
 
 class _Progress:
@@ -152,7 +154,9 @@ class _Progress:
     ) -> None:
         sizes = [source.num_bytes for source in sources]
         self._num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
-        self._num_shards, self._sources, self._on_progress = num_shards, sources, on_progress
+        self._num_shards = num_shards
+        self._sources = sources
+        self._on_progress = on_progress
         # For each missing shard: texts, tokens, bytes of text, bytes read and whether it is done.
         # Forked processes share an anonymous map.
         self._counts = np.frombuffer(mmap.mmap(-1, len(sources) * 5 * 8), np.int64).reshape(-1, 5)
@@ -165,6 +169,12 @@ class _Progress:
     def finish_shard(self, index: int) -> None:
         """Record that a shard is done."""
         self._counts[index, 3:] = self._sources[index].num_bytes or 0, 1
+
+    def add_result(self, result: tuple[int, ShardStats]) -> None:
+        """Record a shard that a cluster has finished: its index, and its contents."""
+        index, stats = result
+        self.update_shard(index, stats)
+        self.finish_shard(index)
 
     def report(self) -> None:
         """Report the sums over all shards."""
@@ -190,12 +200,12 @@ def _encode_shards(
     *,
     allow_fast: bool,
 ) -> None:
-    """Write the missing shards, in forked processes if there are several workers, or on a cluster.
+    """Write the missing shards, on this machine's cores or on a cluster.
 
     Raises:
         WrongIdsError: The fast encoder is wrong, also if another rank has found it.
     """
-    missing = [shard for shard in shards if read_shard(shard[1], verify=True) is None]
+    missing = [(source, stem) for source, stem in shards if read_shard(stem, verify=True) is None]
     if not missing:
         return
     sources = [source for source, _ in missing]
@@ -208,8 +218,32 @@ def _encode_shards(
     if any(source.one_document for source in sources):
         _warn_of_separate_lines(encoder)
 
+    if isinstance(workers, int):
+        _encode_on_cores(missing, encoding, encoder, progress, num_processes=num_processes)
+    else:
+        workers.encode(
+            missing,
+            encoding,
+            allow_fast=allow_fast,
+            on_result=progress.add_result,
+            on_progress=progress.report,
+        )
+    if allow_fast and needs_reference(missing[0][1].parent):
+        raise WrongIdsError("another rank found wrong ids")
+
+
+def _encode_on_cores(
+    shards: list[Shard],
+    encoding: Encoding,
+    encoder: Encoder,
+    progress: _Progress,
+    *,
+    num_processes: int,
+) -> None:
+    """Write shards in forked processes, or in this process if `num_processes` is 0."""
+
     def encode_shard(index: int) -> None:
-        source, stem = missing[index]
+        source, stem = shards[index]
 
         def on_batch(stats: ShardStats) -> None:
             progress.update_shard(index, stats)
@@ -219,30 +253,15 @@ def _encode_shards(
         write_shard(source, stem, encoding, encoder, on_progress=on_batch)
         progress.finish_shard(index)
 
-    def on_result(result: tuple[int, ShardStats]) -> None:
-        index, stats = result
-        progress.update_shard(index, stats)
-        progress.finish_shard(index)
-
-    indices = range(len(missing))
-    if not isinstance(workers, int):
-        workers.encode(
-            missing,
-            encoding,
-            allow_fast=allow_fast,
-            on_result=on_result,
-            on_progress=progress.report,
-        )
-    elif num_processes:
+    indices = range(len(shards))
+    if num_processes:
         run_in_processes(
             encode_shard, indices, processes=num_processes, on_progress=progress.report
         )
-    else:
-        for index in indices:
-            encode_shard(index)
-            progress.report()
-    if allow_fast and needs_reference(missing[0][1].parent):
-        raise WrongIdsError("another rank found wrong ids")
+        return
+    for index in indices:
+        encode_shard(index)
+        progress.report()
 
 
 def _warn_of_separate_lines(encoder: Encoder) -> None:

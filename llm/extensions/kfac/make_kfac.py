@@ -190,47 +190,86 @@ def make_kfac(
         ConfigError: No layer is covered, a stage has none, a pattern matches none, or a library is
             missing.
     """
-    coverage = (
-        cover_model(options, model) if coverage is None else coverage.restrict_to_stage(model)
-    )
-    method, intervals = kfac_method(options), _choose_intervals(options)
-    make_kfac_optimizer = partial(
-        KFAC,
-        model=model,
+    if coverage is None:
+        coverage = cover_model(options, model)
+    else:
+        coverage = coverage.restrict_to_stage(model)
+    intervals = _choose_intervals(options)
+    optimizer: torch.optim.Optimizer
+    recorder: Curvature | ExternalPreconditioner
+    preconditioner: Preconditioner | ExternalPreconditioner | None
+    if options.kfac_library == "kfac-pytorch":
+        optimizer = make_adamw(options, model)
+        recorder = preconditioner = _make_external(options, optimizer, coverage, intervals)
+    else:
+        recorder = curvature = _make_curvature(options, model, coverage, intervals, matrix_owners)
+        if kfac_method(options) == "ekfac":
+            preconditioner = None
+            optimizer = _make_ekfac(
+                options, model, curvature, matrix_owners=matrix_owners, basis_weights=basis_weights
+            )
+        else:
+            optimizer = make_adamw(options, model)
+            preconditioner = _make_preconditioner(options, optimizer, curvature, matrix_owners)
+    return KFAC(
+        optimizer,
+        model,
+        recorder=recorder,
+        preconditioner=preconditioner,
         method_description=_describe_method(options, intervals),
         matrix_owners=matrix_owners,
         with_ends=options.optimizer == "soap",
     )
-    damping, kl_clip = options.kfac_damping or DAMPING, options.kfac_kl_clip or KL_CLIP
-    if options.kfac_library == "kfac-pytorch":
-        adamw = make_adamw(options, model)
-        parameters = _parameters_of(adamw.param_groups)
-        external = ExternalPreconditioner(
-            coverage, parameters, damping=damping, kl_clip=kl_clip, **intervals
-        )
-        return make_kfac_optimizer(adamw, recorder=external, preconditioner=external)
-    curvature = Curvature(
+
+
+def _make_external(
+    options: KFACSettings,
+    optimizer: torch.optim.Optimizer,
+    coverage: Coverage,
+    intervals: Mapping[str, Any],
+) -> ExternalPreconditioner:
+    """Make the preconditioner of the library kfac-pytorch."""
+    return ExternalPreconditioner(
         coverage,
-        method=method,
+        _parameters_of(optimizer.param_groups),
+        damping=options.kfac_damping or DAMPING,
+        kl_clip=options.kfac_kl_clip or KL_CLIP,
+        **intervals,
+    )
+
+
+def _make_curvature(
+    options: KFACSettings,
+    model: nn.Module,
+    coverage: Coverage,
+    intervals: Mapping[str, Any],
+    matrix_owners: MatrixOwners | None,
+) -> Curvature:
+    """Make the factors of the covered layers."""
+    return Curvature(
+        coverage,
+        method=kfac_method(options),
         max_dim=max_block_width(options, model),
         spread=not options.torch_compile,  # else all factors are due at the same steps
         ranks=None if matrix_owners is None else matrix_owners.factor_ranks,
         **intervals,
     )
-    if method == "ekfac":
-        ekfac = _make_ekfac(
-            options, model, curvature, matrix_owners=matrix_owners, basis_weights=basis_weights
-        )
-        return make_kfac_optimizer(ekfac, recorder=curvature, preconditioner=None)
-    adamw = make_adamw(options, model)
-    preconditioner = Preconditioner(
+
+
+def _make_preconditioner(
+    options: KFACSettings,
+    optimizer: torch.optim.Optimizer,
+    curvature: Curvature,
+    matrix_owners: MatrixOwners | None,
+) -> Preconditioner:
+    """Make the preconditioner that changes the gradients of the covered layers."""
+    return Preconditioner(
         curvature,
-        _parameters_of(adamw.param_groups),
-        damping=damping,
-        kl_clip=kl_clip,
+        _parameters_of(optimizer.param_groups),
+        damping=options.kfac_damping or DAMPING,
+        kl_clip=options.kfac_kl_clip or KL_CLIP,
         matrix_owners=matrix_owners,
     )
-    return make_kfac_optimizer(adamw, recorder=curvature, preconditioner=preconditioner)
 
 
 def _make_ekfac(
@@ -242,7 +281,8 @@ def _make_ekfac(
     basis_weights: Sequence[str] | None,
 ) -> EKFAC:
     """Make EKFAC for the covered layers, and AdamW or SOAP for the rest."""
-    groups, make_soap_for_rest = parameter_groups(options, model), None
+    groups = parameter_groups(options, model)
+    make_soap_for_rest = None
     covered_params = {p for layer in curvature.layers for p in layer.parameters}
     if options.optimizer == "soap" and not covered_params.issuperset(_parameters_of(groups)):
         make_soap_for_rest = partial(
@@ -311,15 +351,14 @@ def _choose_intervals(options: KFACSettings) -> dict[str, Any]:
 def _describe_method(options: KFACSettings, intervals: Mapping[str, Any]) -> str:
     """Return a line for the log: the method, which options selected it, and its intervals."""
     flags = [f"--{name}" for name in preconditioner_options(options)]
-    is_selected_by_flags = options.kfac_method is None and flags
-    reason = (
-        f", which {' and '.join(flags)} selects (ekfac has no such thing)"
-        if is_selected_by_flags
-        else ""
-    )
-    return (
+    reason = ""
+    if options.kfac_method is None and flags:
+        reason = f", which {' and '.join(flags)} selects (ekfac has no such thing)"
+    description = (
         f"K-FAC's method is {kfac_method(options)}{reason}; "
         f"factor_update_steps={intervals['factor_update_steps']}, "
         f"inv_update_steps={intervals['inv_update_steps']}"
-        + (f"; {options.optimizer or 'adamw'} trains the rest" if not flags else "")
     )
+    if not flags:
+        description += f"; {options.optimizer or 'adamw'} trains the rest"
+    return description

@@ -67,22 +67,24 @@ def score(
     texts_per_round = batch_size * strategy.data_ranks
     order += order[-1:] * (-len(order) % texts_per_round)
     scores = []
-    for first_text in range(strategy.data_rank * batch_size, len(order), texts_per_round):
-        batch_texts = [
-            texts[text_index] for text_index in order[first_text : first_text + batch_size]
-        ]
+    for batch_start in range(strategy.data_rank * batch_size, len(order), texts_per_round):
+        text_indices = order[batch_start : batch_start + batch_size]
+        batch_texts = [texts[text_index] for text_index in text_indices]
         micro_batch = _micro_batch(batch_texts, length_multiple, strategy.device)
         predictions, log_probs = strategy.predict(micro_batch)
         is_wrong = (micro_batch.labels != IGNORED) & (predictions != micro_batch.labels)
-        scores.append(torch.stack([log_probs.sum(dim=1), (~is_wrong.any(dim=1)).float()], dim=1))
+        is_greedy = ~is_wrong.any(dim=1)
+        scores.append(torch.stack([log_probs.sum(dim=1), is_greedy.float()], dim=1))
         on_batch()
-    gathered_scores = strategy.gather(torch.stack(scores)).unflatten(0, (strategy.data_ranks, -1))
-    answers_by_order = gathered_scores.transpose(0, 1).flatten(0, 2).tolist()
-    answer_by_text = dict(zip(order, answers_by_order, strict=True))
-    return [
-        (answer_by_text[text_index][0], bool(answer_by_text[text_index][1]))
-        for text_index in range(len(texts))
-    ]
+    # [data_ranks, rounds, batch_size, 2] to the order of the texts: by round, then by rank.
+    scores_by_rank = strategy.gather(torch.stack(scores)).unflatten(0, (strategy.data_ranks, -1))
+    ordered_scores = scores_by_rank.transpose(0, 1).flatten(0, 2).tolist()
+    score_by_text = dict(zip(order, ordered_scores, strict=True))
+    answers = []
+    for text_index in range(len(texts)):
+        log_prob, is_greedy = score_by_text[text_index]
+        answers.append((log_prob, bool(is_greedy)))
+    return answers
 
 
 def _micro_batch(

@@ -47,11 +47,11 @@ class TasksOptions(CoreConfig):
 def _fetch_tasks(
     options: TasksOptions, folder: Path, fetch_dataset: FetchDataset
 ) -> dict[str, Any]:
-    """Return the YAML files of the tasks, after their data were downloaded."""
+    """Download the data of the tasks; return the option with the YAML files that read them."""
     from llm.extensions.tasks.fetch_tasks import fetch_task
 
-    tasks = (fetch_task(name, folder, fetch_dataset) for name in options.eval_tasks)
-    return {"eval_tasks": tuple(tasks)}
+    task_files = (fetch_task(name, folder, fetch_dataset) for name in options.eval_tasks)
+    return {"eval_tasks": tuple(task_files)}
 
 
 class TasksExtension(Extension[TasksOptions]):
@@ -78,13 +78,14 @@ class TasksExtension(Extension[TasksOptions]):
         self._tasks = Tasks(self.options.eval_tasks, run.tokenizer, run.model_config, run.dims)
 
     def in_loop(self, context: "LoopContext") -> LoopExtension | None:
-        """Return what runs the tasks; None without tasks."""
-        if self._tasks is None:
+        """Return the runner of the tasks during training; None without tasks."""
+        tasks = self._tasks
+        if tasks is None:
             return None
-        from llm.extensions.tasks.task_runs import TaskRuns
+        from llm.extensions.tasks.task_runs import TaskRuns  # here, because it imports lm-eval
 
         return TaskRuns(
-            self._tasks,
+            tasks,
             context,
             interval=self.options.eval_tasks_steps,
             batch_size=self.options.per_device_eval_batch_size,

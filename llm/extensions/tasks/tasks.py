@@ -73,30 +73,41 @@ class Tasks:
         self._loaded_tasks: dict[str, Any] = {"tasks": {}, "groups": {}}
         for file in files:
             loaded = _load_tasks(file)
-            for name, task in loaded["tasks"].items():
-                if name in self._loaded_tasks["tasks"]:
-                    raise ConfigError(f"--eval_tasks names the task {name} twice.")
-                if task.get_config("output_type") == "generate_until" and not layout.is_replicated:
-                    raise ConfigError(
-                        f"--eval_tasks {file}: the task {name} generates text, so each rank must "
-                        f"hold the whole model, but they divide it ({layout.describe()}); leave it "
-                        "out."
-                    )
-            try:
-                # Create all requests and compute all results once, with dummy answers.
-                results = self._evaluate_tasks(
-                    loaded,
-                    score=lambda texts: [(-1.0, False)] * len(texts),
-                    generate=lambda prompts: [""] * len(prompts),
-                )
-            except Exception as error:  # templates, metrics and users' functions may raise anything
-                reason = one_line(error)
-                raise ConfigError(
-                    f"--eval_tasks {file} does not fit the model or its data: {reason}."
-                ) from error
-            _check_results(file, loaded["tasks"], results)
+            self._check_tasks(file, loaded["tasks"], layout)
+            self._try_tasks(file, loaded)
             for kind, objects in self._loaded_tasks.items():
                 objects.update(loaded[kind])
+
+    def _check_tasks(self, file: str, tasks: Mapping[str, Any], layout: ParallelDims) -> None:
+        """Refuse tasks that another file has too, or that generate text with a divided model."""
+        for name, task in tasks.items():
+            if name in self._loaded_tasks["tasks"]:
+                raise ConfigError(f"--eval_tasks names the task {name} twice.")
+            if task.get_config("output_type") == "generate_until" and not layout.is_replicated:
+                raise ConfigError(
+                    f"--eval_tasks {file}: the task {name} generates text, so each rank must "
+                    f"hold the whole model, but they divide it ({layout.describe()}); leave it "
+                    "out."
+                )
+
+    def _try_tasks(self, file: str, loaded: dict[str, Any]) -> None:
+        """Create all requests and compute all results once, with dummy answers.
+
+        Raises:
+            ConfigError: That fails, or a task has no results.
+        """
+        try:
+            results = self._evaluate_tasks(
+                loaded,
+                score=lambda texts: [(-1.0, False)] * len(texts),
+                generate=lambda prompts: [""] * len(prompts),
+            )
+        except Exception as error:  # templates, metrics and users' functions may raise anything
+            reason = one_line(error)
+            raise ConfigError(
+                f"--eval_tasks {file} does not fit the model or its data: {reason}."
+            ) from error
+        _check_results(file, loaded["tasks"], results)
 
     def run(
         self,
@@ -257,47 +268,59 @@ class _Answers(TemplateLM):  # type: ignore[misc]
     ) -> list[float]:
         windows, request_indices = [], []
         for request_index, request in enumerate(requests):
-            for window in get_rolling_token_windows(
+            request_windows = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0], add_special_tokens=False),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
-            ):
+            )
+            for window in request_windows:
                 windows.append((None, *make_disjoint_window(window)))
                 request_indices.append(request_index)
+        scores = self._loglikelihood_tokens(windows)
         request_log_probs = [0.0] * len(requests)
-        for request_index, (log_prob, _) in zip(
-            request_indices, self._loglikelihood_tokens(windows), strict=True
-        ):
+        for request_index, (log_prob, _) in zip(request_indices, scores, strict=True):
             request_log_probs[request_index] += log_prob
         return request_log_probs
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
-        prompts, stop_sequences = [], []
+        prompts, stops_by_prompt = [], []
         for request in requests:
-            context, generation_arguments = request.args
-            generation: dict[str, Any] = normalize_gen_kwargs(
-                generation_arguments, DEFAULT_MAX_GEN_TOKS
-            )
-            max_new_tokens = generation.pop("max_gen_toks")
-            if max_new_tokens >= self.max_length:
-                raise ValueError(
-                    f"max_gen_toks is {max_new_tokens}, and the model has {self.max_length} "
-                    "positions"
-                )
-            tokens = self.tok_encode(context)[max_new_tokens - self.max_length :]
-            if not tokens:
-                raise ValueError("a prompt is empty")
-            eos_text = self.tokenizer.decode(self.eot_token_id)
-            stop_sequences.append(handle_stop_sequences(generation.pop("until"), eos=eos_text))
-            generation["stopping_criteria"] = stop_sequences_criteria(
-                self.tokenizer, stop_sequences[-1], len(tokens), 1
-            )
-            if not generation["do_sample"]:
-                generation.pop("temperature", None)
-            prompts.append(Prompt(tokens, max_new_tokens, generation))
+            prompt, stop_sequences = self._make_prompt(*request.args)
+            prompts.append(prompt)
+            stops_by_prompt.append(stop_sequences)
         texts = self._generate(prompts)
         return [
-            postprocess_generated_text(text, stops, None)
-            for text, stops in zip(texts, stop_sequences, strict=True)
+            postprocess_generated_text(text, stop_sequences, None)
+            for text, stop_sequences in zip(texts, stops_by_prompt, strict=True)
         ]
+
+    def _make_prompt(
+        self, context: str, generation_arguments: dict[str, Any]
+    ) -> tuple[Prompt, list[str]]:
+        """Return the prompt of a request, and the texts that end its continuation.
+
+        Args:
+            context: The text to continue.
+            generation_arguments: lm-eval's `generation_kwargs` of the task.
+        """
+        generation: dict[str, Any] = normalize_gen_kwargs(
+            generation_arguments, DEFAULT_MAX_GEN_TOKS
+        )
+        max_new_tokens = generation.pop("max_gen_toks")
+        if max_new_tokens >= self.max_length:
+            raise ValueError(
+                f"max_gen_toks is {max_new_tokens}, and the model has {self.max_length} positions"
+            )
+        tokens = self.tok_encode(context)[max_new_tokens - self.max_length :]
+        if not tokens:
+            raise ValueError("a prompt is empty")
+
+        eos_text = self.tokenizer.decode(self.eot_token_id)
+        stop_sequences: list[str] = handle_stop_sequences(generation.pop("until"), eos=eos_text)
+        generation["stopping_criteria"] = stop_sequences_criteria(
+            self.tokenizer, stop_sequences, len(tokens), 1
+        )
+        if not generation["do_sample"]:
+            generation.pop("temperature", None)
+        return Prompt(tokens, max_new_tokens, generation), stop_sequences

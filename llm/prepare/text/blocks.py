@@ -80,48 +80,72 @@ class FileChunk:
             with open(self.path, "rb") as file:
                 if is_compressed(self.path):
                     yield from self._decompress_blocks(file)
-                    return
-                end = None if self.stop is None else _line_start(file, self.stop)
-                position = _line_start(file, self.start)
-                file.seek(position)
-                while block := file.read(
-                    _BLOCK_BYTES if end is None else min(_BLOCK_BYTES, end - position)
-                ):
-                    position += len(block)
-                    self.consumed += len(block)
-                    yield block
+                else:
+                    yield from self._read_range(file)
         except OSError as error:
             raise DataError(f"{self.path} cannot be read: {error.strerror or error}.") from error
 
+    def _read_range(self, file: IO[bytes]) -> Iterator[bytes]:
+        """Yield the bytes of the lines that begin in the chunk's range."""
+        end = None if self.stop is None else _line_start(file, self.stop)
+        position = _line_start(file, self.start)
+        file.seek(position)
+        while True:
+            num_bytes = _BLOCK_BYTES if end is None else min(_BLOCK_BYTES, end - position)
+            block = file.read(num_bytes)
+            if not block:
+                return
+            position += len(block)
+            self.consumed += len(block)
+            yield block
+
     def _decompress_blocks(self, file: IO[bytes]) -> Iterator[bytes]:
+        """Yield the decompressed bytes of a file in blocks of `_BLOCK_BYTES` or a little more."""
+        pieces: list[bytes] = []
+        num_bytes = 0
+        for piece in self._decompress_pieces(file):
+            pieces.append(piece)
+            num_bytes += len(piece)
+            if num_bytes >= _BLOCK_BYTES:
+                yield b"".join(pieces)
+                pieces, num_bytes = [], 0
+        if num_bytes:
+            yield b"".join(pieces)
+
+    def _decompress_pieces(self, file: IO[bytes]) -> Iterator[bytes]:
+        """Yield the decompressed bytes of each few bytes of a file.
+
+        Raises:
+            DataError: The compressed data are cut short or broken.
+        """
         # Use the decompressors directly: gzip.open and similar functions take a broken second
         # stream for the end of the file.
         decompressor = None
-        pieces: list[bytes] = []
-        num_bytes = 0
-        while raw := file.read(_COMPRESSED_READ_BYTES):
-            self.consumed += len(raw)
-            # A file is one stream or several; zero bytes after a stream are padding.
-            while raw := raw if decompressor else raw.lstrip(b"\0"):
-                decompressor = decompressor or self._make_decompressor()
-                try:
-                    data = bytes(decompressor.decompress(raw))
-                except Exception as error:  # each library raises its own kind
-                    reason = str(error) or type(error).__name__
-                    raise DataError(f"{self.path} cannot be unpacked: {reason}.") from error
-                pieces.append(data)
-                num_bytes += len(data)
-                if num_bytes >= _BLOCK_BYTES:
-                    yield b"".join(pieces)
-                    pieces, num_bytes = [], 0
-                raw = decompressor.unused_data if decompressor.eof else b""
-                decompressor = None if decompressor.eof else decompressor
+        while compressed := file.read(_COMPRESSED_READ_BYTES):
+            self.consumed += len(compressed)
+            while compressed:
+                if decompressor is None:
+                    # A file is one stream or several; zero bytes after a stream are padding.
+                    compressed = compressed.lstrip(b"\0")
+                    if not compressed:
+                        break
+                    decompressor = self._make_decompressor()
+                yield self._decompress_piece(decompressor, compressed)
+                compressed = b""
+                if decompressor.eof:
+                    compressed, decompressor = decompressor.unused_data, None
         if decompressor is not None:
             raise DataError(
                 f"{self.path} is cut short: its compressed data end too early; copy it again."
             )
-        if num_bytes:
-            yield b"".join(pieces)
+
+    def _decompress_piece(self, decompressor: Any, compressed: bytes) -> bytes:
+        """Decompress a piece of a stream; raise a DataError if it is broken."""
+        try:
+            return bytes(decompressor.decompress(compressed))
+        except Exception as error:  # each library raises its own kind
+            reason = str(error) or type(error).__name__
+            raise DataError(f"{self.path} cannot be unpacked: {reason}.") from error
 
     def _make_decompressor(self) -> Any:
         match self.path.suffix.lower():
@@ -151,36 +175,39 @@ class FileChunk:
         """
         byte_order_mark = BOM if self.start == 0 else b""
         pieces: list[bytes] = []  # the beginning of a line; its end has not been read yet
-        num_bytes, line_number, is_skipped = 0, 1, False  # of this line
+        line_bytes, line_number, is_too_long = 0, 1, False  # of this line
         for block in self.blocks():
             line_end = block.find(b"\n")
-            num_bytes += len(block) if line_end < 0 else line_end
-            if num_bytes > MAX_DOCUMENT_BYTES:
-                if not is_skipped:
-                    error = self.error(
-                        line_number,
-                        f"the line has more than {MAX_DOCUMENT_BYTES:,} bytes, the limit of a "
-                        "document; cut it into several.",
-                    )
-                    if not is_skippable:
-                        raise error
-                    self.on_bad_record(error)
-                is_skipped, pieces = True, []
+            line_bytes += len(block) if line_end < 0 else line_end
+            if line_bytes > MAX_DOCUMENT_BYTES:
+                if not is_too_long:
+                    self._report_long_line(line_number, is_skippable=is_skippable)
+                is_too_long, pieces = True, []
                 block = b"" if line_end < 0 else block[line_end:]
-            end = block.rfind(b"\n") + 1
-            if end == 0:
+
+            lines_end = block.rfind(b"\n") + 1
+            if lines_end == 0:
                 pieces.append(block)
                 continue
-            lines = b"".join([*pieces, block[:end]])
+            lines = b"".join([*pieces, block[:lines_end]])
             yield lines.removeprefix(byte_order_mark)
-            pieces, byte_order_mark = [block[end:]], b""
-            num_bytes, line_number, is_skipped = (
-                len(block) - end,
-                line_number + lines.count(b"\n"),
-                False,
-            )
+            byte_order_mark = b""
+            pieces = [block[lines_end:]]
+            line_bytes, is_too_long = len(block) - lines_end, False
+            line_number += lines.count(b"\n")
         if last_line := b"".join(pieces).removeprefix(byte_order_mark):
             yield last_line
+
+    def _report_long_line(self, line_number: int, *, is_skippable: bool) -> None:
+        """Report a line that is too long as a bad record, or raise the error."""
+        error = self.error(
+            line_number,
+            f"the line has more than {MAX_DOCUMENT_BYTES:,} bytes, the limit of a "
+            "document; cut it into several.",
+        )
+        if not is_skippable:
+            raise error
+        self.on_bad_record(error)
 
     def error(self, line_number: int, message: str) -> DataError:
         """Return an error that names a line of the file.

@@ -10,7 +10,7 @@ import io
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llm.errors import DataError, one_line
 from llm.prepare.text.blocks import MAX_DOCUMENT_BYTES, BadRecordPolicy, FileChunk, check_size
@@ -70,17 +70,19 @@ def choose_column(
             hold the text; the message lists the columns of strings.
     """
     column = requested
-    if column is None:
-        column = texts[0] if "text" not in columns and len(texts) == 1 else "text"
+    if column is None and "text" not in columns and len(texts) == 1:
+        column = texts[0]
         reason = f"the only column with text {records}".rstrip()
-        if column != "text" and nulls:
+        if nulls:
             raise DataError(
                 f"{location} has no column 'text'. {column!r} is {reason}, but {nulls[0]!r} is "
                 "null there and may be the right one; choose with --text_column from: "
                 f"{', '.join((column, *nulls))}."
             )
-        if column != "text" and log_choice:
+        if log_choice:
             logger.info(f"{location}: no column is named 'text'; taking {column!r}, {reason}")
+    if column is None:
+        column = "text"
     if column not in columns:
         raise DataError(
             f"{location} has no column {column!r}; choose one with --text_column from: "
@@ -186,35 +188,48 @@ def bare_lines(chunk: FileChunk) -> Iterator[list[str]]:
 
 def paragraphs(chunk: FileChunk) -> Iterator[list[str]]:
     """Yield the paragraphs of a text file, separated by blank lines, without the last break."""
-
-    def records() -> Iterator[tuple[list[str], int]]:
-        """Yield the lines of each paragraph and its bytes; a paragraph too large has no lines."""
-        lines: list[str] = []
-        num_bytes = 0
-        for batch in text_lines(chunk):
-            for line in batch:
-                if line.strip():
-                    num_bytes += len(line.encode())
-                    lines.append(line)
-                    if num_bytes > MAX_DOCUMENT_BYTES:
-                        lines.clear()
-                elif num_bytes:
-                    yield lines, num_bytes
-                    lines, num_bytes = [], 0
-        if num_bytes:
-            yield lines, num_bytes
-
-    def text_of(record: tuple[list[str], int]) -> str:
-        lines, num_bytes = record
-        check_size(num_bytes)
-        return "".join(lines).rstrip("\r\n")
-
     return record_batches(
-        records(),
+        _read_paragraphs(chunk),
         lambda number: f"{chunk.path}, paragraph {number}",
         chunk.on_bad_record,
-        text_of,
+        _paragraph_text,
     )
+
+
+class _Paragraph(NamedTuple):
+    """A paragraph of a text file.
+
+    Attributes:
+        lines: Its lines with their line feeds; not all of them if it is too large.
+        num_bytes: Its bytes in UTF-8.
+    """
+
+    lines: list[str]
+    num_bytes: int
+
+
+def _read_paragraphs(chunk: FileChunk) -> Iterator[_Paragraph]:
+    """Yield the paragraphs of a text file; the lines of one that is too large are not collected."""
+    lines: list[str] = []
+    num_bytes = 0
+    for batch in text_lines(chunk):
+        for line in batch:
+            if line.strip():
+                num_bytes += len(line.encode())
+                lines.append(line)
+                if num_bytes > MAX_DOCUMENT_BYTES:
+                    lines.clear()
+            elif num_bytes:
+                yield _Paragraph(lines, num_bytes)
+                lines, num_bytes = [], 0
+    if num_bytes:
+        yield _Paragraph(lines, num_bytes)
+
+
+def _paragraph_text(paragraph: _Paragraph) -> str:
+    """Return the text of a paragraph; raise a DataError if it is too large."""
+    check_size(paragraph.num_bytes)
+    return "".join(paragraph.lines).rstrip("\r\n")
 
 
 def csv_records(chunk: FileChunk) -> Iterator[list[str]]:
@@ -247,23 +262,9 @@ def parquet_records(chunk: FileChunk) -> Iterator[list[str]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    def is_string_type(column_type: Any) -> bool:
-        if pa.types.is_dictionary(column_type):
-            column_type = column_type.value_type
-        checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-        return any(check(column_type) for check in checks)
-
     try:
         with pq.ParquetFile(chunk.path) as file:
-            schema = file.schema_arrow
-            column = choose_column(
-                schema.names,
-                chunk.text_column,
-                chunk.path,
-                texts=[field.name for field in schema if is_string_type(field.type)],
-                nulls=[field.name for field in schema if pa.types.is_null(field.type)],
-                log_choice=chunk.start == 0,
-            )
+            column = _choose_parquet_column(file, chunk)
             groups = range(file.num_row_groups)
             first_row = sum(file.metadata.row_group(i).num_rows for i in groups[: chunk.start])
             batches = file.iter_batches(
@@ -277,6 +278,31 @@ def parquet_records(chunk: FileChunk) -> Iterator[list[str]]:
             )
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
         raise DataError(f"{chunk.path} cannot be read as Parquet: {one_line(error)}.") from error
+
+
+def _choose_parquet_column(file: Any, chunk: FileChunk) -> str:
+    """Return the column of a Parquet file with the text, as `choose_column` does."""
+    import pyarrow as pa
+
+    schema = file.schema_arrow
+    return choose_column(
+        schema.names,
+        chunk.text_column,
+        chunk.path,
+        texts=[field.name for field in schema if _is_string_type(field.type)],
+        nulls=[field.name for field in schema if pa.types.is_null(field.type)],
+        log_choice=chunk.start == 0,
+    )
+
+
+def _is_string_type(column_type: Any) -> bool:
+    """Return whether a type of Arrow holds strings, directly or in a dictionary."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(column_type):
+        column_type = column_type.value_type
+    checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return any(check(column_type) for check in checks)
 
 
 def num_row_groups(path: Path) -> int:

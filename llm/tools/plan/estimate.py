@@ -48,102 +48,160 @@ def transfers(job: Job, dims: ParallelDims) -> list[Transfer]:
     a reduce-scatter, and twice as much for an all-reduce. If a node holds several ranks of a ring,
     the ring leaves the node once, and its bytes are divided among these ranks.
     """
-    options, ranks_per_node = job.options, job.options.gpus_per_node
-    param_counts, trace = job.param_counts(dims.tensor), job.trace(dims.tensor, dims.context)
-    micro_batches = job.batches(dims).accumulation
-    num_layers = max(map(len, job.layers_of_ranks(dims.pipeline)))
-    block = param_counts.blocks[param_counts.typical_layer]
-    block_elements = num_elements(block)
-    other_elements = num_elements(param_counts.other_weights)
-    experts = expert_costs(job, dims)
-    gathered_elements = block_elements - experts.elements
-    tensor, context, replicate = dims.tensor, dims.context, dims.replicate
-    shards = dims.shard * context
-    activation_width = FP32 if options.mixed_precision == "no" else 2
-    transfer_width = 2 if options.mixed_precision in ("bf16", "fp8") else FP32  # not in fp16
-    tokens = device_batch_size(options) * job.length // context
-    hidden_bytes = tokens * trace.width * activation_width
-    num_passes = 2 + (options.activation_checkpointing == "full")
-    transfers_of_rank = []
-    if tensor > 1:
-        layer_bytes: float = 2 * (num_passes - 1) * hidden_bytes
-        if options.sequence_parallel:
-            layer_bytes += (
-                2 * hidden_bytes
-            )  # a gather and a reduce-scatter send as much as an all-reduce
+    traffic = _RankTraffic(job, dims)
+    candidates = [
+        traffic.tensor_transfer(),
+        traffic.context_transfer(),
+        traffic.shard_transfer(),
+        traffic.expert_transfer(),
+        traffic.matrix_transfer(),
+        traffic.replicate_transfer(),
+        traffic.pipeline_transfer(),
+    ]
+    return [transfer for transfer in candidates if transfer is not None]
+
+
+class _RankTraffic:
+    """Transfers of one rank in one step, by purpose; a method returns None if it sends nothing."""
+
+    def __init__(self, job: Job, dims: ParallelDims) -> None:
+        self._job, self._dims = job, dims
+        self._ranks_per_node = job.options.gpus_per_node
+        self._shards = dims.shard * dims.context
+        self._counts = job.param_counts(dims.tensor)
+        self._trace = job.trace(dims.tensor, dims.context)
+        self._micro_batches = job.batches(dims).accumulation
+        self._num_layers = max(map(len, job.layers_of_ranks(dims.pipeline)))
+        self._block = self._counts.blocks[self._counts.typical_layer]
+        self._block_elements = num_elements(self._block)
+        self._other_elements = num_elements(self._counts.other_weights)
+        self._experts = expert_costs(job, dims)
+        self._tokens = device_batch_size(job.options) * job.length // dims.context
+
+    @property
+    def _activation_width(self) -> int:
+        """Bytes of an element of an activation."""
+        return FP32 if self._job.options.mixed_precision == "no" else HALF
+
+    @property
+    def _transfer_width(self) -> int:
+        """Bytes of an element of weights and hidden states in messages."""
+        is_half = self._job.options.mixed_precision in ("bf16", "fp8")  # not in fp16
+        return HALF if is_half else FP32
+
+    @property
+    def _hidden_bytes(self) -> int:
+        """Bytes of the hidden states of a micro-batch."""
+        return self._tokens * self._trace.width * self._activation_width
+
+    @property
+    def _num_passes(self) -> int:
+        """Passes through a block per micro-batch: forward, backward and recomputation."""
+        return 2 + (self._job.options.activation_checkpointing == "full")
+
+    def tensor_transfer(self) -> Transfer | None:
+        """Return the all-reduces of hidden states, or the gathers and reduce-scatters."""
+        tensor = self._dims.tensor
+        if tensor == 1:
+            return None
+        layer_bytes: float = 2 * (self._num_passes - 1) * self._hidden_bytes
+        if self._job.options.sequence_parallel:
+            # A gather and a reduce-scatter send as much as an all-reduce.
+            layer_bytes += 2 * self._hidden_bytes
         else:
             # The gradient of each matrix's input, in the precision of the residual stream.
-            layer_bytes += job.column_matrices * tokens * trace.width * FP32
-        size = num_layers * micro_batches * layer_bytes * 2 * (tensor - 1) / tensor
-        transfers_of_rank.append(
-            _ring_transfer("tensor", "sums of hidden states", size, tensor, ranks_per_node)
-        )
-    if context > 1:
-        key_bytes = tokens * trace.key_width * activation_width
-        size = num_passes * num_layers * micro_batches * (context - 1) * key_bytes
-        transfers_of_rank.append(
-            _ring_transfer("context", "keys and values", size, context, ranks_per_node // tensor)
-        )
-    if shards > 1:
-        gather_width = FP8 if options.fp8_all_gather else transfer_width
-        gather_bytes = 2 * num_layers * gathered_elements * gather_width
-        reduce_bytes = FP32 * (num_layers * gathered_elements + other_elements)
+            layer_bytes += self._job.column_matrices * self._tokens * self._trace.width * FP32
+        size = self._num_layers * self._micro_batches * layer_bytes * 2 * (tensor - 1) / tensor
+        return _ring_transfer("tensor", "sums of hidden states", size, tensor, self._ranks_per_node)
+
+    def context_transfer(self) -> Transfer | None:
+        """Return the keys and values that travel around the ring of context parallelism."""
+        context = self._dims.context
+        if context == 1:
+            return None
+        key_bytes = self._tokens * self._trace.key_width * self._activation_width
+        num_passes = self._num_passes * self._num_layers * self._micro_batches
+        size = num_passes * (context - 1) * key_bytes
+        ranks_per_node = self._ranks_per_node // self._dims.tensor
+        return _ring_transfer("context", "keys and values", size, context, ranks_per_node)
+
+    def shard_transfer(self) -> Transfer | None:
+        """Return the gathers of sharded weights, and the reduce-scatters of their gradients."""
+        shards, options = self._shards, self._job.options
+        if shards == 1:
+            return None
+        gathered_elements = self._num_layers * (self._block_elements - self._experts.elements)
+        gather_width = FP8 if options.fp8_all_gather else self._transfer_width
+        gather_bytes = 2 * gathered_elements * gather_width
+        reduce_bytes = FP32 * (gathered_elements + self._other_elements)
+        num_reductions = 1 if options.unsharded_gradients else self._micro_batches
+        message_bytes = self._micro_batches * gather_bytes + num_reductions * reduce_bytes
+
         # The weights outside the blocks stay gathered for all micro-batches of a step.
-        other_gather_bytes = FP32 * other_elements
-        if dims.pipeline == 1 and tensor == 1 and not param_counts.shares_embedding:
-            other_gather_bytes -= (FP32 - transfer_width) * num_elements(param_counts.head)
-        num_reductions = 1 if options.unsharded_gradients else micro_batches
-        message_bytes = micro_batches * gather_bytes + num_reductions * reduce_bytes
-        size = (message_bytes + other_gather_bytes) * (shards - 1) / shards
-        transfers_of_rank.append(
-            _ring_transfer("shard", "weights and gradients", size, shards, ranks_per_node // tensor)
+        message_bytes += FP32 * self._other_elements
+        has_whole_head = self._dims.pipeline == 1 and self._dims.tensor == 1
+        if has_whole_head and not self._counts.shares_embedding:
+            head_elements = num_elements(self._counts.head)
+            message_bytes -= (FP32 - self._transfer_width) * head_elements
+
+        size = message_bytes * (shards - 1) / shards
+        ranks_per_node = self._ranks_per_node // self._dims.tensor
+        return _ring_transfer("shard", "weights and gradients", size, shards, ranks_per_node)
+
+    def expert_transfer(self) -> Transfer | None:
+        """Return the all-to-alls of tokens with expert parallelism."""
+        if not self._experts.message_bytes:
+            return None
+        num_messages = _num_expert_layers(self._job, self._dims) * self._micro_batches
+        size = num_messages * self._experts.message_bytes
+        return _exchange_transfer(size, self._shards, self._ranks_per_node)
+
+    def matrix_transfer(self) -> Transfer | None:
+        """Return the shards of gradients sent to the owners of matrices, and their updates back."""
+        traffic = self._job.optimizer.traffic
+        num_ranks = self._shards * self._dims.tensor
+        if traffic is None or num_ranks == 1:
+            return None
+        layer_elements = self._block_elements
+        if not traffic.with_experts:
+            layer_elements -= num_elements(p for p in self._block if p in self._counts.experts)
+        sent_elements = self._num_layers * layer_elements
+        if traffic.with_ends:
+            sent_elements += self._other_elements
+        shard_bytes = traffic.bytes_per_element * sent_elements / self._shards
+        size = shard_bytes * (num_ranks - 1) / num_ranks
+        axis = "shard" if self._shards > 1 else "tensor"
+        what = "whole matrices to their owners and back"
+        ring = _ring_transfer(axis, what, size, num_ranks, self._ranks_per_node)
+        return dataclasses.replace(ring, overlapped=False)
+
+    def replicate_transfer(self) -> Transfer | None:
+        """Return the all-reduces of gradients over replicas."""
+        replicate = self._dims.replicate
+        if replicate == 1:
+            return None
+        reduce_width = HALF if self._job.options.all_reduce_dtype == "bf16" else FP32
+        gradient_elements = self._num_layers * self._block_elements + self._other_elements
+        size = 2 * (replicate - 1) / replicate * reduce_width * gradient_elements / self._shards
+        ranks_per_node = self._ranks_per_node // (self._dims.tensor * self._shards)
+        return _ring_transfer("replicate", "gradients", size, replicate, ranks_per_node)
+
+    def pipeline_transfer(self) -> Transfer | None:
+        """Return the hidden states between stages, and their gradients."""
+        if self._dims.pipeline == 1:
+            return None
+        num_messages = 2 * self._micro_batches * self._job.options.virtual_stages
+        relative_width = self._transfer_width / self._activation_width
+        size = num_messages * self._hidden_bytes * relative_width
+        ranks_per_stage = self._dims.tensor * self._shards * self._dims.replicate
+        fits_in_node = ranks_per_stage * 2 <= self._ranks_per_node
+        return Transfer(
+            axis="pipeline",
+            what="hidden states and their gradients",
+            in_node=size if fits_in_node else 0.0,
+            between_nodes=0.0 if fits_in_node else size,
+            overlapped=False,
         )
-    if experts.message_bytes:
-        size = _num_expert_layers(job, dims) * micro_batches * experts.message_bytes
-        transfers_of_rank.append(_exchange_transfer(size, shards, ranks_per_node))
-    traffic = job.optimizer.traffic
-    if traffic is not None and shards * tensor > 1:
-        # Each rank sends its shards of gradients, and later its updates.
-        expert_elements = num_elements(p for p in block if p in param_counts.experts)
-        sent_elements = num_layers * (
-            block_elements if traffic.with_experts else block_elements - expert_elements
-        )
-        sent_elements += other_elements if traffic.with_ends else 0
-        num_ranks = shards * tensor
-        size = traffic.bytes_per_element * sent_elements / shards * (num_ranks - 1) / num_ranks
-        axis = "shard" if shards > 1 else "tensor"
-        ring = _ring_transfer(
-            axis, "whole matrices to their owners and back", size, num_ranks, ranks_per_node
-        )
-        transfers_of_rank.append(dataclasses.replace(ring, overlapped=False))
-    if replicate > 1:
-        reduce_width = HALF if options.all_reduce_dtype == "bf16" else FP32
-        gradient_elements = num_layers * block_elements + other_elements
-        size = 2 * (replicate - 1) / replicate * reduce_width * gradient_elements / shards
-        transfers_of_rank.append(
-            _ring_transfer(
-                "replicate", "gradients", size, replicate, ranks_per_node // (tensor * shards)
-            )
-        )
-    if dims.pipeline > 1:
-        size = (
-            2
-            * micro_batches
-            * options.virtual_stages
-            * hidden_bytes
-            * (transfer_width / activation_width)
-        )
-        fits_in_node = tensor * shards * replicate * 2 <= ranks_per_node
-        transfers_of_rank.append(
-            Transfer(
-                axis="pipeline",
-                what="hidden states and their gradients",
-                in_node=size if fits_in_node else 0.0,
-                between_nodes=0.0 if fits_in_node else size,
-                overlapped=False,
-            )
-        )
-    return transfers_of_rank
 
 
 def _num_expert_layers(job: Job, dims: ParallelDims) -> int:
@@ -213,6 +271,36 @@ class Estimate:
     tokens_per_second: float
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _StepCosts:
+    """The work that determines the time of a step.
+
+    Attributes:
+        flops: FLOPs of a rank of the slowest stage.
+        peak_flops: FLOP/s of the device at its peak.
+        bubble: Fraction of a step that pipeline stages wait.
+        exposed_seconds: Time of the transfers that no arithmetic hides.
+        overlapped_seconds: Time of the transfers that arithmetic can hide.
+        optimizer_seconds: Time of the optimizer, which the memory's bandwidth limits.
+    """
+
+    flops: float
+    peak_flops: float
+    bubble: float
+    exposed_seconds: float
+    overlapped_seconds: float
+    optimizer_seconds: float
+
+    def seconds_at(self, efficiency: float) -> float:
+        """Return the time of a step at a fraction of the device's peak.
+
+        Overlapped transfers add only the time by which they are longer than the rest.
+        """
+        compute_seconds = self.flops / (self.peak_flops * efficiency)
+        busy_seconds = (compute_seconds + self.exposed_seconds) / (1 - self.bubble)
+        return max(busy_seconds, self.overlapped_seconds) + self.optimizer_seconds
+
+
 def estimate(job: Job, dims: ParallelDims) -> Estimate:
     """Estimate a layout.
 
@@ -233,21 +321,17 @@ def estimate(job: Job, dims: ParallelDims) -> Estimate:
     tokens = batches.global_batch_size * job.length
 
     device, is_fp32 = job.device, job.options.mixed_precision == "no"
-    peak_flops = (device.fp32_tflops if is_fp32 else device.tflops) * 1e12
-    exposed_seconds = sum(t.seconds(job) for t in transfers_of_rank if not t.overlapped)
-    overlapped_seconds = sum(t.seconds(job) for t in transfers_of_rank if t.overlapped)
     # The optimizer reads and writes weights and moments and reads gradients.
     optimizer_bytes = 2 * memory.weights + 2 * memory.optimizer + FP32 * memory.parameters
-
-    def seconds_at(efficiency: float) -> float:
-        """Return the time of a step; overlapped traffic adds only its excess."""
-        slowest_flops = max(stage_flops) + excess_flops
-        compute_seconds = slowest_flops * batches.accumulation / (peak_flops * efficiency)
-        busy_seconds = compute_seconds + exposed_seconds
-        optimizer_seconds = optimizer_bytes / (device.bandwidth * 1e9)
-        return max(busy_seconds / (1 - bubble), overlapped_seconds) + optimizer_seconds
-
-    step_seconds = seconds_at(job.options.efficiency)
+    costs = _StepCosts(
+        flops=(max(stage_flops) + excess_flops) * batches.accumulation,
+        peak_flops=(device.fp32_tflops if is_fp32 else device.tflops) * 1e12,
+        bubble=bubble,
+        exposed_seconds=sum(t.seconds(job) for t in transfers_of_rank if not t.overlapped),
+        overlapped_seconds=sum(t.seconds(job) for t in transfers_of_rank if t.overlapped),
+        optimizer_seconds=optimizer_bytes / (device.bandwidth * 1e9),
+    )
+    step_seconds = costs.seconds_at(job.options.efficiency)
     return Estimate(
         dims=dims,
         micro_batches=batches.accumulation,
@@ -257,7 +341,7 @@ def estimate(job: Job, dims: ParallelDims) -> Estimate:
         flops_per_step=sum(stage_flops) * batches.accumulation * (dims.world_size // dims.pipeline),
         bubble=bubble,
         transfers=transfers_of_rank,
-        floor_seconds=seconds_at(1.0),
+        floor_seconds=costs.seconds_at(1.0),
         step_seconds=step_seconds,
         tokens_per_second=tokens / step_seconds,
     )
@@ -276,22 +360,31 @@ def search(job: Job) -> list[Estimate]:
     for tensor, context in itertools.product(_divisors_of(job.options.gpus_per_node), (1, 2, 4, 8)):
         # Nobody has tried what an extension adds to the optimizer with divided layers.
         is_refused = tensor > 1 and job.options.besides_optimizer is not None
-        if tensor * context > job.options.gpus_per_node or is_refused:
-            continue
-        with contextlib.suppress(ConfigError):
-            job.trace(tensor, context)  # refuses sizes that are wrong for all these layouts
-            allows_pipelines = not (context > 1 or job.options.sequence_parallel)
-            for dims in _possible_layouts(
-                job.dims.world_size, tensor, context, allows_pipelines=allows_pipelines
-            ):
-                with contextlib.suppress(ConfigError):
-                    estimates.append(estimate(job, dims))
-                    if can_divide_experts(job, dims):
-                        expert_dims = dataclasses.replace(dims, expert=dims.shard)
-                        estimates.append(estimate(job, expert_dims))
+        if tensor * context <= job.options.gpus_per_node and not is_refused:
+            estimates += _estimate_layouts(job, tensor, context)
     return sorted(
         estimates, key=lambda e: (not e.fits, -e.tokens_per_second if e.fits else e.memory.total)
     )
+
+
+def _estimate_layouts(job: Job, tensor: int, context: int) -> list[Estimate]:
+    """Estimate the possible layouts with these sizes of tensor and context parallelism."""
+    try:
+        job.trace(tensor, context)
+    except ConfigError:  # the sizes are wrong for all these layouts
+        return []
+    allows_pipelines = not (context > 1 or job.options.sequence_parallel)
+    layouts = _possible_layouts(
+        job.dims.world_size, tensor, context, allows_pipelines=allows_pipelines
+    )
+    estimates = []
+    for dims in layouts:
+        with contextlib.suppress(ConfigError):  # a layout that the run cannot have
+            estimates.append(estimate(job, dims))
+            if can_divide_experts(job, dims):
+                expert_dims = dataclasses.replace(dims, expert=dims.shard)
+                estimates.append(estimate(job, expert_dims))
+    return estimates
 
 
 def can_divide_experts(job: Job, dims: ParallelDims) -> bool:

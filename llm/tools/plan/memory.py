@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 
+from torch import nn
+
 from llm.metrics.hardware import GIB
 from llm.optim.run_optimizer import MatrixTraffic, StateMemory
 from llm.parallel.dims import ParallelDims
@@ -99,52 +101,28 @@ class StagePlan:
 
     def __init__(self, job: Job, dims: ParallelDims, stage: int) -> None:
         self.job, self.dims, self.stage = job, dims, stage
+        self.is_last = stage == dims.pipeline - 1
+        self.ranks = dims.shard * dims.context
+        self.is_sharded = not dims.is_replicated and (self.ranks > 1 or dims.replicate > 1)
         self.param_counts = job.param_counts(dims.tensor)
         self.trace = job.trace(dims.tensor, dims.context)
         layer_indices = job.layers_of_ranks(dims.pipeline)[stage]
         self.num_layers = len(layer_indices)
-        self.is_last = stage == dims.pipeline - 1
-        ranks = self.ranks = dims.shard * dims.context
-        self.is_sharded = not dims.is_replicated and (ranks > 1 or dims.replicate > 1)
-        self.gathers_casts = self.is_sharded and job.options.mixed_precision in ("bf16", "fp8")
-        # With pipelines or tied weights, embedding and head share one group with the final norm.
-        self.has_separate_groups = dims.pipeline == 1 and not self.param_counts.shares_embedding
-        self.block_width = HALF if self.gathers_casts else FP32
-        if job.options.fp8_all_gather:
-            self.block_width = FP8
-        self.head_width = HALF if self.gathers_casts and dims.tensor == 1 else FP32
         expert_layers = self.param_counts.expert_layers.intersection(layer_indices)
         self.block = self.param_counts.blocks[min(expert_layers, default=layer_indices[0])]
         self.experts = expert_costs(job, dims)
-        head, is_first_stage = self.param_counts.head, stage == 0
-        # The head is on the last stage, and a tied one also on the first.
-        self.other_weights = [
-            p
-            for p in self.param_counts.other_weights
-            if (p in head and self.is_last)
-            or (is_first_stage and (p not in head or self.param_counts.is_tied))
-        ]
+        self.other_weights = self._find_other_weights()
+
         blocks = (self.param_counts.blocks[index] for index in layer_indices)
         parameters = [*itertools.chain(self.other_weights, *blocks)]
-        self.local_elements, self.trained_elements = shard_sizes(parameters, ranks)
-        expert_params = [p for p in parameters if p in self.param_counts.experts]
-        self.local_expert_elements, _ = shard_sizes(expert_params, ranks)
-        self.largest_stack_elements = max((p.numel() // ranks for p in expert_params), default=0)
+        self.local_elements, self.trained_elements = shard_sizes(parameters, self.ranks)
         self.unsharded_trained_elements = num_elements(p for p in parameters if p.requires_grad)
+        expert_params = [p for p in parameters if p in self.param_counts.experts]
+        self.local_expert_elements, _ = shard_sizes(expert_params, self.ranks)
+        stack_elements = (p.numel() // self.ranks for p in expert_params)
+        self.largest_stack_elements = max(stack_elements, default=0)
+
         self.micro_batches = job.batches(dims).accumulation
-        self.keeps_unsharded_gradients = (
-            self.is_sharded and job.options.unsharded_gradients and self.micro_batches > 1
-        )
-        # On a GPU the backward pass runs in a separate thread. There, the autocast of a recomputed
-        # block is the outermost one, and its end clears all copies.
-        is_recomputed = job.options.activation_checkpointing != "none"
-        is_recomputed_on_gpu = is_recomputed and job.options.device != "cpu"
-        self.caches_casts = (
-            dims.is_replicated
-            and self.micro_batches > 1
-            and job.options.mixed_precision != "no"
-            and not is_recomputed_on_gpu
-        )
         self.num_in_flight = max_in_flight(
             job.options.pipeline_schedule,
             stage=stage,
@@ -153,77 +131,176 @@ class StagePlan:
             virtual_stages=job.options.virtual_stages,
         )
 
+    def _find_other_weights(self) -> list[nn.Parameter]:
+        """Return the weights outside of blocks on this stage.
+
+        The head is on the last stage, and a tied one also on the first; the rest is on the first.
+        """
+        head, is_tied = self.param_counts.head, self.param_counts.is_tied
+        weights = []
+        for p in self.param_counts.other_weights:
+            is_on_first_stage = p not in head or is_tied
+            is_on_last_stage = p in head
+            if (is_on_last_stage and self.is_last) or (is_on_first_stage and self.stage == 0):
+                weights.append(p)
+        return weights
+
+    @property
+    def gathers_casts(self) -> bool:
+        """Whether weights are gathered in half precision."""
+        return self.is_sharded and self.job.options.mixed_precision in ("bf16", "fp8")
+
+    @property
+    def caches_casts(self) -> bool:
+        """Whether autocast caches its half-precision copies of weights until the step ends."""
+        options = self.job.options
+        # On a GPU the backward pass runs in a separate thread. There, the autocast of a recomputed
+        # block is the outermost one, and its end clears all copies.
+        is_recomputed_on_gpu = options.activation_checkpointing != "none" and (
+            options.device != "cpu"
+        )
+        return (
+            self.dims.is_replicated
+            and self.micro_batches > 1
+            and options.mixed_precision != "no"
+            and not is_recomputed_on_gpu
+        )
+
+    @property
+    def has_separate_groups(self) -> bool:
+        """Whether embedding and head are gathered apart from the final norm."""
+        # With pipelines or tied weights, they share one group with it.
+        return self.dims.pipeline == 1 and not self.param_counts.shares_embedding
+
+    @property
+    def block_width(self) -> int:
+        """Bytes of an element of a block's gathered weights."""
+        if self.job.options.fp8_all_gather:
+            return FP8
+        return HALF if self.gathers_casts else FP32
+
+    @property
+    def head_width(self) -> int:
+        """Bytes of an element of the gathered output head."""
+        return HALF if self.gathers_casts and self.dims.tensor == 1 else FP32
+
+    @property
+    def keeps_unsharded_gradients(self) -> bool:
+        """Whether gradients are reduced after the last micro-batch only."""
+        return self.is_sharded and self.job.options.unsharded_gradients and self.micro_batches > 1
+
     def moments(self) -> list[Memory]:
         """Return the memory at each moment that may be the peak."""
-        trace, param_counts = self.trace, self.param_counts
-        block_gradient = FP32 * num_elements(p for p in self.block if p.requires_grad)
-        unreduced_gradient = block_gradient - FP32 * (
-            self.experts.elements - self.experts.local_elements
-        )
-        head_gradient = FP32 * num_elements(p for p in param_counts.head if p.requires_grad)
-        head_gradient *= self.is_last
-        backward_extra = max(0, trace.block_backward_extra - block_gradient)
-        loss_activations = (
-            trace.backward_loss - trace.retained_loss if self.is_last else trace.hidden
-        )
-
-        freed_casts = trace.block_casts - trace.backward_casts
-        if self.gathers_casts or self.caches_casts:
-            freed_casts = 0
-        after_forward = self.num_in_flight * self._activation_bytes(self.num_layers)
-        in_last_layer = after_forward - self.num_in_flight * self.num_layers * freed_casts
-        in_first_layer = (
-            in_last_layer
-            - self._activation_bytes(self.num_layers)
-            + self._activation_bytes(1)
-            + (self.num_layers - 1) * freed_casts
-        )
-        head_cast = 0
-        if self.caches_casts:
-            if not self.job.is_compiled:  # else each block makes its copies itself
-                in_first_layer += (self.num_layers - 1) * trace.block_casts
-            head_cast = HALF * num_elements(param_counts.head)  # the loss counts it itself
-
         moments = [
-            self._memory_at(
-                "backward of its last layer",
-                in_last_layer + loss_activations + backward_extra + head_cast,
-                unreduced_bytes=head_gradient + unreduced_gradient,
-            ),
-            self._memory_at(
-                "backward of its first layer",
-                in_first_layer + backward_extra + head_cast,
-                has_gradients=True,
-            ),
+            self._memory_in_last_backward(),
+            self._memory_in_first_backward(),
             self._memory_at("optimizer's step", 0, has_gradients=True, is_optimizer_step=True),
-            self._memory_at(
-                "forward of its last layer",
-                after_forward + trace.block_forward_extra + head_cast,
-                gathers_head=True,
-            ),
+            self._memory_in_last_forward(),
         ]
         if self.has_separate_groups and self.is_sharded:
-            # The gradient, the message and the result of a reduce-scatter; gloo copies the message.
-            copies = 2 + 1 / self.ranks + (self.job.options.device == "cpu")
-            moments.append(
-                self._memory_at(
-                    "reduction of the head's gradient",
-                    in_last_layer + loss_activations,
-                    unreduced_bytes=int(copies * head_gradient),
-                    gathers_head=True,
-                )
-            )
+            moments.append(self._memory_in_head_reduction())
         if self.is_last:
-            moments.append(
-                self._memory_at(
-                    "loss",
-                    after_forward,
-                    unreduced_bytes=head_gradient,
-                    logits=max(0, trace.loss_extra - head_gradient),
-                    gathers_head=True,
-                )
-            )
+            moments.append(self._memory_in_loss())
         return moments
+
+    def _memory_in_last_backward(self) -> Memory:
+        """Return the memory in the backward pass of the last layer."""
+        unreduced_block = self._block_gradient() - FP32 * (
+            self.experts.elements - self.experts.local_elements
+        )
+        return self._memory_at(
+            "backward of its last layer",
+            self._activations_in_last_layer()
+            + self._loss_activations()
+            + self._backward_extra()
+            + self._head_cast(),
+            unreduced_bytes=self._head_gradient() + unreduced_block,
+        )
+
+    def _memory_in_first_backward(self) -> Memory:
+        """Return the memory in the backward pass of the first layer, where all others are done."""
+        num_done = self.num_layers - 1
+        activations = (
+            self._activations_in_last_layer()
+            - self._activation_bytes(self.num_layers)
+            + self._activation_bytes(1)
+            + num_done * self._freed_casts()
+        )
+        if self.caches_casts and not self.job.is_compiled:  # else each block makes its copies
+            activations += num_done * self.trace.block_casts
+        return self._memory_at(
+            "backward of its first layer",
+            activations + self._backward_extra() + self._head_cast(),
+            has_gradients=True,
+        )
+
+    def _memory_in_last_forward(self) -> Memory:
+        """Return the memory in the forward pass of the last layer."""
+        return self._memory_at(
+            "forward of its last layer",
+            self._activations_after_forward() + self.trace.block_forward_extra + self._head_cast(),
+            gathers_head=True,
+        )
+
+    def _memory_in_head_reduction(self) -> Memory:
+        """Return the memory while the gradient of the output head is reduced."""
+        # The gradient, the message and the result of a reduce-scatter; gloo copies the message.
+        num_copies = 2 + 1 / self.ranks + (self.job.options.device == "cpu")
+        return self._memory_at(
+            "reduction of the head's gradient",
+            self._activations_in_last_layer() + self._loss_activations(),
+            unreduced_bytes=int(num_copies * self._head_gradient()),
+            gathers_head=True,
+        )
+
+    def _memory_in_loss(self) -> Memory:
+        """Return the memory while the loss is computed."""
+        return self._memory_at(
+            "loss",
+            self._activations_after_forward(),
+            unreduced_bytes=self._head_gradient(),
+            logits=max(0, self.trace.loss_extra - self._head_gradient()),
+            gathers_head=True,
+        )
+
+    def _block_gradient(self) -> int:
+        """Return the bytes of the gradients of a block's weights."""
+        return FP32 * num_elements(p for p in self.block if p.requires_grad)
+
+    def _head_gradient(self) -> int:
+        """Return the bytes of the gradient of the output head; 0 before the last stage."""
+        if not self.is_last:
+            return 0
+        return FP32 * num_elements(p for p in self.param_counts.head if p.requires_grad)
+
+    def _head_cast(self) -> int:
+        """Return the bytes of autocast's copy of the output head; the loss counts its own copy."""
+        return HALF * num_elements(self.param_counts.head) if self.caches_casts else 0
+
+    def _backward_extra(self) -> int:
+        """Return the temporary bytes of a block's backward pass, without gradients of weights."""
+        return max(0, self.trace.block_backward_extra - self._block_gradient())
+
+    def _loss_activations(self) -> int:
+        """Return the bytes that remain of the loss, or the message of the next stage."""
+        if self.is_last:
+            return self.trace.backward_loss - self.trace.retained_loss
+        return self.trace.hidden
+
+    def _freed_casts(self) -> int:
+        """Return the bytes of a block's half-precision copies freed after the forward pass."""
+        if self.gathers_casts or self.caches_casts:
+            return 0
+        return self.trace.block_casts - self.trace.backward_casts
+
+    def _activations_after_forward(self) -> float:
+        """Return the bytes of activations of the micro-batches in flight after a forward pass."""
+        return self.num_in_flight * self._activation_bytes(self.num_layers)
+
+    def _activations_in_last_layer(self) -> float:
+        """Return the bytes of activations at the beginning of the last layer's backward pass."""
+        freed = self.num_in_flight * self.num_layers * self._freed_casts()
+        return self._activations_after_forward() - freed
 
     def _activation_bytes(self, num_layers: int) -> float:
         """Return the bytes of one micro-batch's activations at the end of its forward pass.
@@ -233,14 +310,14 @@ class StagePlan:
         """
         trace, experts = self.trace, self.experts
         casts = trace.block_casts if self.gathers_casts else 0
+        expert_bytes: float = 0
+        if experts.elements:
+            if casts == 0 < trace.block_casts:  # of all experts
+                casts = min(trace.block_casts, HALF * experts.elements)
+            is_recomputed = self.job.options.activation_checkpointing != "none"
+            num_expert_layers = 1 if is_recomputed else num_layers
+            expert_bytes = (experts.casts + experts.activations) * num_expert_layers
         input_bytes = trace.inputs if self.stage == 0 else trace.hidden
-        if not experts.elements:
-            return input_bytes + num_layers * (trace.block - casts)
-        is_recomputed = self.job.options.activation_checkpointing != "none"
-        if casts == 0 < trace.block_casts:  # of all experts
-            casts = min(trace.block_casts, HALF * experts.elements)
-        num_expert_layers = 1 if is_recomputed else num_layers
-        expert_bytes = (experts.casts + experts.activations) * num_expert_layers
         return input_bytes + num_layers * (trace.block - casts) + expert_bytes
 
     def _memory_at(
@@ -266,29 +343,19 @@ class StagePlan:
             gathers_head: Whether the output head is gathered, even without accumulation.
         """
         optimizer = self.job.optimizer
-        accumulates = self.micro_batches > 1
-        # DistributedDataParallel allocates buckets for all gradients at the start.
-        has_buckets = self.dims.is_replicated and self.dims.world_size > 1
-        gradients = (
-            FP32 * self.trained_elements if has_gradients or accumulates or has_buckets else 0
+        if logits is None:
+            logits = self.trace.retained_loss if self.is_last else 0
+        buffers = self._buffer_bytes(
+            unreduced_bytes=unreduced_bytes,
+            is_backward=unreduced_bytes > 0 or has_gradients,
+            is_optimizer_step=is_optimizer_step,
+            gathers_head=gathers_head,
         )
-        if self.keeps_unsharded_gradients and not is_optimizer_step:
-            gradients = FP32 * self.unsharded_trained_elements
-        buffers = self.param_counts.buffers + (0 if self.job.options.device == "cpu" else CONTEXT)
-        if self.is_sharded:
-            ranks = self.dims.shard * self.dims.context * self.dims.tensor
-            if is_optimizer_step and optimizer.traffic is not None and ranks > 1:
-                buffers += self._matrix_bytes(optimizer.traffic)
-            buffers += unreduced_bytes
-            if not is_optimizer_step:
-                buffers += self._gathered_bytes(
-                    is_backward=unreduced_bytes > 0 or has_gradients, gathers_head=gathers_head
-                )
-        else:
+        gradients = self._gradient_bytes(
+            has_gradients=has_gradients, is_optimizer_step=is_optimizer_step
+        )
+        if not self.is_sharded:
             gradients += unreduced_bytes
-            if accumulates and self.dims.world_size > 1:
-                # Gradients accumulate outside the buckets, which the last micro-batch fills.
-                buffers += FP32 * self.trained_elements
         return Memory(
             moment=moment,
             stage=self.stage,
@@ -301,9 +368,51 @@ class StagePlan:
                 for kind, state in optimizer.extra.items()
             },
             activations=int(activations),
-            logits=(self.trace.retained_loss if self.is_last else 0) if logits is None else logits,
+            logits=logits,
             buffers=buffers,
         )
+
+    def _gradient_bytes(self, *, has_gradients: bool, is_optimizer_step: bool) -> int:
+        """Return the bytes of accumulated gradients at a moment, as for `_memory_at`."""
+        if self.keeps_unsharded_gradients and not is_optimizer_step:
+            return FP32 * self.unsharded_trained_elements
+        # DistributedDataParallel allocates buckets for all gradients at the start.
+        has_buckets = self.dims.is_replicated and self.dims.world_size > 1
+        if has_gradients or has_buckets or self.micro_batches > 1:
+            return FP32 * self.trained_elements
+        return 0
+
+    def _buffer_bytes(
+        self,
+        *,
+        unreduced_bytes: int,
+        is_backward: bool,
+        is_optimizer_step: bool,
+        gathers_head: bool,
+    ) -> int:
+        """Return the bytes of buffers, gathered weights and messages at a moment.
+
+        Args:
+            unreduced_bytes: Bytes of this micro-batch's gradients that are not reduced yet.
+            is_backward: Whether the moment is in the backward pass.
+            is_optimizer_step: Whether the moment is in the optimizer's step.
+            gathers_head: Whether the output head is gathered, even without accumulation.
+        """
+        size = self.param_counts.buffers
+        if self.job.options.device != "cpu":
+            size += CONTEXT
+        if not self.is_sharded:
+            if self.micro_batches > 1 and self.dims.world_size > 1:
+                # Gradients accumulate outside the buckets, which the last micro-batch fills.
+                size += FP32 * self.trained_elements
+            return size
+        size += unreduced_bytes
+        if not is_optimizer_step:
+            return size + self._gathered_bytes(is_backward=is_backward, gathers_head=gathers_head)
+        traffic = self.job.optimizer.traffic
+        if traffic is not None and self.ranks * self.dims.tensor > 1:
+            size += self._matrix_bytes(traffic)
+        return size
 
     def _matrix_bytes(self, traffic: MatrixTraffic) -> int:
         """Return the temporary bytes of an update of whole matrices.
@@ -333,14 +442,19 @@ class StagePlan:
         Embedding and head are freed after their use in the last micro-batch if they have separate
         groups.
         """
-        block = num_elements(self.block) - self.experts.elements
+        counts = self.param_counts
         other_weights, size = self.other_weights, 0
         if self.has_separate_groups:
-            excluded_params = self.param_counts.embedding | self.param_counts.head
-            other_weights = [p for p in other_weights if p not in excluded_params]
+            separate_params = counts.embedding | counts.head
+            other_weights = [p for p in other_weights if p not in separate_params]
             if self.micro_batches > 1:
-                size += FP32 * num_elements(self.param_counts.embedding)
+                size += FP32 * num_elements(counts.embedding)
             if self.micro_batches > 1 or gathers_head:
-                size += self.head_width * num_elements(self.param_counts.head)
+                size += self.head_width * num_elements(counts.head)
         size += FP32 * num_elements(other_weights)
-        return size + 2 * self.block_width * block + (FP32 * block if is_backward else 0)
+
+        block_elements = num_elements(self.block) - self.experts.elements
+        size += 2 * self.block_width * block_elements
+        if is_backward:
+            size += FP32 * block_elements
+        return size
