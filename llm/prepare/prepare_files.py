@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from llm.prepare.output_files import (
     publish_parts,
     stale_validation_files,
 )
+from llm.prepare.preparation_log import log_summary, make_progress_logger
 from llm.prepare.shards import ShardStats, read_shard
 from llm.prepare.shares import (
     Share,
@@ -47,7 +48,7 @@ from llm.prepare.shares import (
 )
 from llm.prepare.text.blocks import BadRecordPolicy
 from llm.prepare.text.sources import Source, check_unchanged
-from llm.prepare.tokenize_shards import Cluster, Totals, tokenize_shards
+from llm.prepare.tokenize_shards import Cluster, tokenize_shards
 from llm.runtime.claims import Claim
 from llm.runtime.files import try_lock, write_whole
 from llm.runtime.logging import counted
@@ -320,7 +321,7 @@ class _OutputWriter:
         self._publish_output(stems, stats)
         _remove_shards(self._folder)
         if stats:
-            _log_summary(stats, seconds=time.monotonic() - self._start_time, is_resumed=is_resumed)
+            log_summary(stats, seconds=time.monotonic() - self._start_time, is_resumed=is_resumed)
         for prefix in self.output.names:
             logger.info(f"wrote {prefix}.bin{' in parts' * self.output.parts}")
 
@@ -433,10 +434,10 @@ def _is_done(output: Output, digest: str) -> bool:
             faults += find_damage(prefix, nanogpt=output.nanogpt, row_bytes=output.row_bytes)
             continue
         faults.append(f"{prefix}.bin is missing.")
-        existing_path = next(iter(output.existing(prefix)), None)
-        if existing_path is not None:
+        existing_paths = output.existing(prefix)
+        if existing_paths:
             raise DataError(
-                f"{existing_path} exists already; choose another --output_prefix, or pass "
+                f"{existing_paths[0]} exists already; choose another --output_prefix, or pass "
                 "--overwrite to replace it."
             )
     if num_complete and faults:
@@ -564,59 +565,3 @@ def _remove_leftovers(output: Output, provenance: Provenance) -> None:
         if _read_provenance(output.folder) in (provenance, None):
             _check_folder_names(output)
             _remove_shards(output.folder)
-
-
-def make_progress_logger(log_seconds: float) -> Callable[[Totals], None]:
-    """Return a function that logs the progress, with at least this many seconds between lines."""
-    start_time = last_log = time.monotonic()
-
-    def log_progress(totals: Totals) -> None:
-        nonlocal last_log
-        current_time = time.monotonic()
-        if current_time - last_log < log_seconds:
-            return
-        last_log = current_time
-        logger.info(_describe_progress(totals, current_time - start_time))
-
-    return log_progress
-
-
-def _describe_progress(totals: Totals, seconds: float) -> str:
-    """Return the line on the progress: texts, bytes, speed, and the fraction that is done.
-
-    Args:
-        totals: The progress.
-        seconds: Time since the start.
-    """
-    line = (
-        f"{totals.texts:,} documents | {totals.text_bytes / 1e6:,.1f} MB | "
-        f"{totals.texts / seconds:,.0f} documents/s | "
-        f"{totals.text_bytes / 1e6 / seconds:,.1f} MB/s | "
-        f"{totals.tokens / seconds:,.0f} tokens/s"
-    )
-    if not totals.num_bytes:
-        return f"{line} | {totals.shards_done:,} of {totals.num_shards:,} shards done"
-    # At most 1: chunks are read a little beyond their end.
-    fraction = min(1.0, totals.consumed / totals.num_bytes)
-    line += f" | {fraction:.1%} done"
-    if fraction:
-        line += f" | {_format_duration(seconds / fraction - seconds)} left"
-    return line
-
-
-def _log_summary(stats: list[ShardStats], *, seconds: float, is_resumed: bool) -> None:
-    """Log the contents of the shards, and the speed unless an earlier run made some of them."""
-    tokens = sum(shard.tokens for shard in stats)
-    text_bytes = sum(shard.text_bytes for shard in stats)
-    speed = "since it resumed" if is_resumed else f"{text_bytes / 1e6 / seconds:,.1f} MB/s"
-    logger.info(
-        f"{counted(sum(shard.documents for shard in stats), 'document')}, {tokens:,} tokens, "
-        f"{text_bytes:,} bytes of text ({text_bytes / tokens:.3f} per token); "
-        f"{sum(shard.empty for shard in stats if not shard.one_document):,} empty and "
-        f"{sum(shard.skipped for shard in stats):,} skipped documents; "
-        f"{_format_duration(seconds)}, {speed}"
-    )
-
-
-def _format_duration(seconds: float) -> str:
-    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"

@@ -208,24 +208,25 @@ def _list_checkpoints(folder: Path, *, verify: bool) -> tuple[list[str], int]:
     all_entries = [_read_entry(path, verify=verify) for path in checkpoint_folders(folder)]
     # A running training may have removed some in the meantime.
     entries = [entry for entry in all_entries if os.path.lexists(entry.path)]
-    unfinished = list_leftovers(folder)
-    if not entries and not unfinished:
+    leftovers = list_leftovers(folder)
+    if not entries and not leftovers:
         return [f"{folder} holds no checkpoint."], 0
     valid_entries = [entry for entry in entries if entry.problem is None]
     latest = valid_entries[-1].path if valid_entries else None
     best, best_remark = resolve_best_link(folder)
+    path_by_label = {"latest": latest, BEST_LINK: best}
+
     lines = [_ROW_FORMAT.format("step", "validation loss", "size", "saved", "ranks", "state")]
     for entry in entries:
-        labels = [
-            name for name, path in (("latest", latest), (BEST_LINK, best)) if path == entry.path
-        ]
+        labels = [label for label, path in path_by_label.items() if path == entry.path]
         lines.append(_format_row(entry, labels))
-    for path in unfinished:
+    for path in leftovers:
         lines.append(
             f"{path.name}, {_format_bytes(_folder_bytes(path))}: from a save or removal that is "
             "running or was interrupted; the next save or start removes it."
         )
     lines += _lineage_lines(valid_entries)
+
     lines.append(f"latest, where training resumes: {latest.name if latest else 'none'}")
     lines.append(f"best, with the lowest validation loss: {best_remark}")
     num_damaged = len(entries) - len(valid_entries)
@@ -299,12 +300,12 @@ def _format_bytes(num_bytes: float) -> str:
 
 def _export_checkpoint(run: Path, checkpoints_folder: Path, options: CheckpointsOptions) -> str:
     """Verify every file that the export needs, then write a Hugging Face folder."""
-    step, export_folder = options.export[0], Path(options.export[1])
+    step, folder_name = options.export
+    export_folder = Path(folder_name)
     _check_target(export_folder, f"--export {step}")
     config = _export_config(run, options)
-    saved_weights = next(
-        (candidate for candidate in _SAVED_WEIGHTS if getattr(options, candidate.part)), None
-    )
+    selected_weights = (weights for weights in _SAVED_WEIGHTS if getattr(options, weights.part))
+    saved_weights = next(selected_weights, None)
     _prepare_libraries()
 
     def read_checkpoint() -> tuple[Checkpoint, "PreTrainedModel", "PreTrainedTokenizerBase"]:
@@ -317,14 +318,14 @@ def _export_checkpoint(run: Path, checkpoints_folder: Path, options: Checkpoints
 
     checkpoint, model, tokenizer = read_while_training(checkpoints_folder, read_checkpoint)
     card_rows: dict[str, object] = {"steps": checkpoint.step}
-    loss = None if saved_weights else checkpoint.metadata.get("eval_loss")
+    results: dict[str, float] = {}
+    loss = checkpoint.metadata.get("eval_loss")
     if saved_weights is not None:
         card_rows["weights"] = saved_weights.card
     elif loss is not None:
         card_rows["eval loss"] = loss
-    card = _make_card(
-        run, config, checkpoint, model, card_rows, results={} if loss is None else {"loss": loss}
-    )
+        results["loss"] = loss
+    card = _make_card(run, config, checkpoint, model, card_rows, results=results)
     with _unfinished_export(export_folder, f"--export {step}"):
         _write_export(export_folder, config, model, tokenizer, model.state_dict(), card)
     return (
@@ -451,12 +452,8 @@ def _unfinished_export(target: Path, option: str) -> Iterator[None]:
                     "writes it."
                 )
             _clear_folder(target, except_path=marker)
-            try:
+            with _clear_on_error(target):
                 yield
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    _clear_folder(target)
-                raise
             marker.unlink()
     except BlockingIOError as error:
         raise ConfigError(
@@ -467,6 +464,17 @@ def _unfinished_export(target: Path, option: str) -> Iterator[None]:
         raise CheckpointError(
             f"{target} cannot be written: {one_line_with_path(error)}; {os_error_remedy(error)}."
         ) from error
+
+
+@contextlib.contextmanager
+def _clear_on_error(folder: Path) -> Iterator[None]:
+    """Remove the files of a folder if the context raises."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            _clear_folder(folder)
+        raise
 
 
 def _clear_folder(folder: Path, *, except_path: Path | None = None) -> None:

@@ -124,17 +124,7 @@ def fetch(config: GPTConfig, folder: Path) -> GPTConfig:
         ConfigError: The options name nothing on the Hub; or a repository is gated, missing,
             unreachable, or has no usable file.
     """
-    from llm.models.configuration import find_weights
-
-    changes: dict[str, Any] = {}
-    weights_name = find_weights(config)
-    for option_name in ("model_name_or_path", "config_name", "tokenizer_name"):
-        name = getattr(config, option_name)
-        if _is_on_hub(name):
-            target = folder / "models" / name
-            with _explain_hub_errors(option_name, name):
-                _fetch_model(name, target, with_weights=name == weights_name)
-            changes[option_name] = str(target)
+    changes: dict[str, Any] = _fetch_models(config, folder)
     if _is_on_hub(config.dataset_name):
         changes["dataset_name"] = _fetch_dataset(
             "dataset_name", config.dataset_name, config.dataset_config_name, folder
@@ -146,20 +136,40 @@ def fetch(config: GPTConfig, folder: Path) -> GPTConfig:
         local_paths = extension_fetch.download(
             config, folder, partial(_fetch_dataset, folder=folder)
         )
-        changes |= {
-            name: path for name, path in local_paths.items() if path != getattr(config, name)
-        }
+        for name, path in local_paths.items():
+            if path != getattr(config, name):
+                changes[name] = path
     if not changes:
-        names = (
-            field.name for extension_fetch in _FETCHES for field in fields(extension_fetch.options)
-        )
-        extension_options = "".join(f"--{name}, " for name in names)
         raise ConfigError(
             "There is nothing to fetch: the options name nothing on the Hub. Give "
-            f"--model_name_or_path, --dataset_name, {extension_options}or --eval_metrics, or a "
+            f"--model_name_or_path, --dataset_name, {_extension_flags()}or --eval_metrics, or a "
             "--config with one of them."
         )
     return dataclasses.replace(config, **changes)
+
+
+def _fetch_models(config: GPTConfig, folder: Path) -> dict[str, str]:
+    """Download the model, configuration and tokenizer; return the options with local paths."""
+    from llm.models.configuration import find_weights
+
+    path_by_option = {}
+    weights_name = find_weights(config)
+    for option_name in ("model_name_or_path", "config_name", "tokenizer_name"):
+        name = getattr(config, option_name)
+        if _is_on_hub(name):
+            target = folder / "models" / name
+            with _explain_hub_errors(option_name, name):
+                _fetch_model(name, target, with_weights=name == weights_name)
+            path_by_option[option_name] = str(target)
+    return path_by_option
+
+
+def _extension_flags() -> str:
+    """Return the flags of extensions that name something on the Hub, each with a comma."""
+    names = (
+        field.name for extension_fetch in _FETCHES for field in fields(extension_fetch.options)
+    )
+    return "".join(f"--{name}, " for name in names)
 
 
 def check_downloads(config: GPTConfig) -> None:

@@ -126,6 +126,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _generate_texts(options: GenerateOptions) -> None:
+    """Load the model, and write its texts to standard output."""
     prompt = _read_prompt() if options.prompt == "-" else options.prompt
     model, tokenizer = _open_model(options)
     from llm.models.sampling import sample_text
@@ -164,11 +165,9 @@ def _describe_divergence(options: GenerateOptions) -> str:
         for checkpoint in list_checkpoints(run / "checkpoints")
         if checkpoint.step < last_finite_step
     ]
-    remedy = (
-        f"use an earlier checkpoint, such as {earlier_checkpoints[-1]}."
-        if earlier_checkpoints
-        else "no earlier checkpoint exists, so train again with a lower --learning_rate."
-    )
+    remedy = "no earlier checkpoint exists, so train again with a lower --learning_rate."
+    if earlier_checkpoints:
+        remedy = f"use an earlier checkpoint, such as {earlier_checkpoints[-1]}."
     return f"No loss of {run} has been finite since step {first_bad_step}; {remedy}"
 
 
@@ -227,6 +226,7 @@ def _holds_model(folder: Path) -> bool:
 
 
 def _open_checkpoint(run: Path, name: str, options: GenerateOptions) -> "Model":
+    """Load the model of a run's checkpoint: a step, `latest`, `best`, or a folder."""
     config = read_config(run, trust_remote_code=options.trust_remote_code)
     quiet_libraries()
 
@@ -242,6 +242,7 @@ def _open_checkpoint(run: Path, name: str, options: GenerateOptions) -> "Model":
 
 
 def _open_export(folder: Path, *, trust_remote_code: bool) -> "Model":
+    """Load a model and its tokenizer from a folder that `from_pretrained` can load."""
     quiet_libraries()
     from llm.tokenizers.load_tokenizer import load_tokenizer
     from llm.tokenizers.options import TokenizerOptions
@@ -279,25 +280,26 @@ def _limit_new_tokens(
     if num_positions is None or prompt_positions + max_new_tokens <= num_positions:
         return max_new_tokens
     num_tokens = max(1, num_positions - prompt_positions)
-    _print_note(
+    note = (
         f"The model has {num_positions:,} positions, and the prompt takes {prompt_positions:,}: "
         f"at most {num_tokens:,} tokens are written instead of {max_new_tokens:,}"
-        + (
-            ", and the beginning of the prompt is left out."
-            if prompt_positions >= num_positions
-            else "."
-        )
     )
+    if prompt_positions >= num_positions:
+        note += ", and the beginning of the prompt is left out"
+    _print_note(f"{note}.")
     return num_tokens
 
 
 def _sampling_arguments(options: GenerateOptions) -> dict[str, Any]:
     """Return the arguments of the model's `generate`; without an option, the model's default."""
-    common = {"num_beams": 1}  # several beams have no text to print before they end
+    arguments: dict[str, Any] = {"num_beams": 1}  # several beams have no text before they end
     if options.temperature == 0:
-        return {**common, "do_sample": False}
-    values = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
-    return {**common, **{name: value for name, value in values.items() if value is not None}}
+        return {**arguments, "do_sample": False}
+    for name in ("temperature", "top_k", "top_p"):
+        value = getattr(options, name)
+        if value is not None:
+            arguments[name] = value
+    return arguments
 
 
 def make_printer(tokenizer: "PreTrainedTokenizerBase") -> Any:

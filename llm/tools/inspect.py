@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from llm.data.formats.megatron import TokenFile
     from llm.data.formats.parts import TokenFileParts
     from llm.data.formats.sidecar import Sidecar
+    from llm.trainers.gpt.step_samples import Passage
 
 _MAX_LENGTH_DOCUMENTS = 1_000_000  # for the statistics of lengths
 _MAX_END_DOCUMENTS = 1_000  # for the last tokens of documents
@@ -143,9 +144,9 @@ def _describe_step(options: InspectOptions, step_number: int) -> list[str]:
         data_ranks=options.data_ranks,
         trust_remote_code=options.trust_remote_code,
     )
-    sample_note = (
-        "" if options.rank is None else f"; these are the samples of number {options.rank}"
-    )
+    sample_note = ""
+    if options.rank is not None:
+        sample_note = f"; these are the samples of number {options.rank}"
     lines = [
         _format_row("run", str(run)),
         _format_row("step", f"{step_number:,} of {step_samples.total_steps:,}"),
@@ -165,21 +166,29 @@ def _describe_step(options: InspectOptions, step_number: int) -> list[str]:
         if not stream.file.num_documents:
             flat_sources.add(name)
         for passage in passages(stream, start, step_samples.num_tokens):
-            unit = "the file" if passage.document is None else f"document {passage.document:,}"
-            end = passage.offset + passage.tokens.size
-            ids = passage.tokens[: options.tokens].tolist()
-            ellipsis = " ..." if passage.tokens.size > len(ids) else ""
-            lines += [
-                f"{unit}, tokens {passage.offset:,} to {end - 1:,} of {passage.length:,}",
-                _quote_text(step_samples.tokenizer, ids) + ellipsis,
-            ]
+            lines += _describe_passage(passage, step_samples.tokenizer, max_tokens=options.tokens)
     if flat_sources:
         names = ", ".join(sorted(flat_sources))
         lines += ["", f"Flat token files do not say where documents begin: {names}."]
     return lines
 
 
+def _describe_passage(
+    passage: "Passage", tokenizer: "PreTrainedTokenizerBase", *, max_tokens: int
+) -> list[str]:
+    """Return the position of a passage in its document, and the text of its first tokens."""
+    unit = "the file" if passage.document is None else f"document {passage.document:,}"
+    end = passage.offset + passage.tokens.size
+    ids = passage.tokens[:max_tokens].tolist()
+    ellipsis = " ..." if passage.tokens.size > len(ids) else ""
+    return [
+        f"{unit}, tokens {passage.offset:,} to {end - 1:,} of {passage.length:,}",
+        _quote_text(tokenizer, ids) + ellipsis,
+    ]
+
+
 def _describe_tokens(options: InspectOptions) -> list[str]:
+    """Describe token files: the files, how they were made, and their first documents."""
     from llm.data.formats.flat import FlatTokenFile
     from llm.data.formats.sidecar import open_described
 
@@ -208,12 +217,7 @@ def _load_decoder(
     elif sidecar is None:
         return None, None
     else:
-        vocab_file, comma, merges_file = sidecar.tokenizer.partition(", ")
-        # `prepare` names the pair "vocab.json, merges.txt", but a path may contain a comma, too.
-        if comma and not Path(sidecar.tokenizer).exists():
-            tokenizer_options = TokenizerOptions(vocab_file=vocab_file, merges_file=merges_file)
-        else:
-            tokenizer_options = TokenizerOptions(tokenizer_name=sidecar.tokenizer)
+        tokenizer_options = _recorded_tokenizer(sidecar.tokenizer)
     from llm.runtime.logging import quiet_libraries
     from llm.tokenizers.load_tokenizer import fingerprint, load_tokenizer
 
@@ -237,39 +241,51 @@ def _load_decoder(
     )
 
 
+def _recorded_tokenizer(name: str) -> TokenizerOptions:
+    """Return the options of the tokenizer that `prepare` has recorded under a name."""
+    vocab_file, comma, merges_file = name.partition(", ")
+    # `prepare` names the pair "vocab.json, merges.txt", but a path may contain a comma, too.
+    if comma and not Path(name).exists():
+        return TokenizerOptions(vocab_file=vocab_file, merges_file=merges_file)
+    return TokenizerOptions(tokenizer_name=name)
+
+
 def _format_row(name: str, value: str) -> str:
     return f"{name:<18}{value}"
 
 
 def _describe_file(file: "AnyTokenFile") -> list[str]:
+    """Return the lines about a token file: name, kind, counts and size."""
     from llm.data.formats.flat import FlatTokenFile
     from llm.data.formats.megatron import add_suffix
     from llm.data.formats.parts import TokenFileParts
 
-    if not isinstance(file, FlatTokenFile):
-        name = file.prefix
-        kind = ".bin and .idx, as Megatron-LM and NeMo read them"
-        parts = [file.prefix]
-        if isinstance(file, TokenFileParts):
-            parts = [part.prefix for part in file.parts]
-            kind = f"{len(parts):,} parts, {parts[0].name} to {parts[-1].name}"
-        index_bytes = sum(add_suffix(part, ".idx").stat().st_size for part in parts)
-        size = f"{file.tokens.nbytes:,} bytes of .bin, {index_bytes:,} of .idx"
-        counts = [
-            _format_row("documents", f"{file.num_documents:,}"),
-            _format_row("sequences", f"{file.num_sequences:,}"),
-        ]
-    else:
-        name = file.path
-        kind = "flat .bin, as nanoGPT reads it"
-        size = f"{file.tokens.nbytes:,} bytes"
-        counts = [_format_row("documents", "not known")]
-    lines = [_format_row("token file", str(name)), _format_row("kind", kind), *counts]
-    lines += [
+    tokens = [
         _format_row("tokens", f"{file.num_tokens:,}"),
         _format_row("dtype", file.tokens.dtype.name),
     ]
-    return [*lines, _format_row("size", size)]
+    if isinstance(file, FlatTokenFile):
+        return [
+            _format_row("token file", str(file.path)),
+            _format_row("kind", "flat .bin, as nanoGPT reads it"),
+            _format_row("documents", "not known"),
+            *tokens,
+            _format_row("size", f"{file.tokens.nbytes:,} bytes"),
+        ]
+    kind = ".bin and .idx, as Megatron-LM and NeMo read them"
+    prefixes = [file.prefix]
+    if isinstance(file, TokenFileParts):
+        prefixes = [part.prefix for part in file.parts]
+        kind = f"{len(prefixes):,} parts, {prefixes[0].name} to {prefixes[-1].name}"
+    index_bytes = sum(add_suffix(prefix, ".idx").stat().st_size for prefix in prefixes)
+    return [
+        _format_row("token file", str(file.prefix)),
+        _format_row("kind", kind),
+        _format_row("documents", f"{file.num_documents:,}"),
+        _format_row("sequences", f"{file.num_sequences:,}"),
+        *tokens,
+        _format_row("size", f"{file.tokens.nbytes:,} bytes of .bin, {index_bytes:,} of .idx"),
+    ]
 
 
 def _describe_sidecar(sidecar: "Sidecar") -> list[str]:
@@ -298,6 +314,7 @@ def _describe_sidecar(sidecar: "Sidecar") -> list[str]:
 def _describe_documents(
     file: "TokenFile | TokenFileParts", tokenizer: "PreTrainedTokenizerBase | None"
 ) -> list[str]:
+    """Return the lines about the lengths and the last tokens of the first documents."""
     import numpy as np
 
     num_measured = min(file.num_documents, _MAX_LENGTH_DOCUMENTS)
@@ -309,9 +326,12 @@ def _describe_documents(
     )
     if num_measured < file.num_documents:
         length_summary += f" (of the first {num_measured:,})"
-    end_offsets = starts[1 : _MAX_END_DOCUMENTS + 1][lengths[:_MAX_END_DOCUMENTS] > 0]
+    length_row = _format_row("document length", length_summary)
+
+    has_tokens = lengths[:_MAX_END_DOCUMENTS] > 0
+    end_offsets = starts[1 : _MAX_END_DOCUMENTS + 1][has_tokens]
     if end_offsets.size == 0:
-        return [_format_row("document length", length_summary)]
+        return [length_row]
     last_tokens = np.unique(file.tokens.take(end_offsets - 1))
     if last_tokens.size == 1:
         text = _quote_text(tokenizer, last_tokens.tolist())
@@ -320,10 +340,7 @@ def _describe_documents(
         end_summary = f"with {last_tokens.size:,} different tokens"
     if end_offsets.size < file.num_documents:
         end_summary += f" (of the first {end_offsets.size:,})"
-    return [
-        _format_row("document length", length_summary),
-        _format_row("documents end", end_summary),
-    ]
+    return [length_row, _format_row("documents end", end_summary)]
 
 
 def _describe_contents(

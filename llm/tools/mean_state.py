@@ -42,19 +42,34 @@ def mean_state(checkpoints: Sequence[Checkpoint], model: nn.Module) -> dict[str,
     max_row_elements = max(math.prod(mean.shape[1:]) for mean in means.values())
     buffer = torch.empty(max(_BLOCK_ELEMENTS, max_row_elements), dtype=torch.float64)
     for name, mean in means.items():
-        rows = mean.view(-1) if mean.ndim == 0 else mean
-        rows_per_block = max(1, _BLOCK_ELEMENTS // max(1, math.prod(rows.shape[1:])))
-        for first in range(0, len(rows), rows_per_block):
-            block = rows[first : first + rows_per_block]
-            total = buffer[: block.numel()].view(block.shape).zero_()
-            for checkpoint_model in checkpoint_models:
-                for position, part in checkpoint_model.read_parts(name, first, first + len(block)):
-                    total[position].add_(part)
-            block.copy_(total.div_(len(checkpoint_models)))
+        _average_tensor(name, mean, checkpoint_models, buffer)
     named_tensors = [*model.named_parameters(), *model.named_buffers()]
     name_by_tensor_id = {id(tensor): name for name, tensor in named_tensors}
     state = model.state_dict(keep_vars=True)
     return {name: means[name_by_tensor_id[id(tensor)]] for name, tensor in state.items()}
+
+
+def _average_tensor(
+    name: str, mean: Tensor, checkpoint_models: Sequence["_CheckpointModel"], buffer: Tensor
+) -> None:
+    """Write the mean of a tensor over checkpoints, block by block.
+
+    Args:
+        name: Name of the tensor.
+        mean: The result.
+        checkpoint_models: The checkpoints.
+        buffer: Float64 memory for the sums of one block.
+    """
+    rows = mean.view(-1) if mean.ndim == 0 else mean
+    rows_per_block = max(1, _BLOCK_ELEMENTS // max(1, math.prod(rows.shape[1:])))
+    for first_row in range(0, len(rows), rows_per_block):
+        block = rows[first_row : first_row + rows_per_block]
+        total = buffer[: block.numel()].view(block.shape).zero_()
+        for checkpoint_model in checkpoint_models:
+            parts = checkpoint_model.read_parts(name, first_row, first_row + len(block))
+            for position, part in parts:
+                total[position].add_(part)
+        block.copy_(total.div_(len(checkpoint_models)))
 
 
 class _CheckpointModel:
@@ -86,9 +101,9 @@ class _CheckpointModel:
                 )
 
     def read_parts(
-        self, name: str, first: int, end: int
+        self, name: str, first_row: int, end_row: int
     ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-        """Yield each shard's part of the rows `first` to `end`, and its position in them."""
+        """Yield each shard's part of the rows `first_row` to `end_row`, and its position there."""
         tensor_name = MODEL_TENSORS + name
         for offset, shape, file_path in self._shards[tensor_name]:
             # Opened again for each part, because the pages of a mapped file count as memory until
@@ -97,12 +112,12 @@ class _CheckpointModel:
                 if not shape:
                     yield (slice(None),), file.get_tensor(tensor_name)
                     continue
-                first_row, end_row = max(first, offset[0]), min(end, offset[0] + shape[0])
-                if first_row < end_row:
-                    rows = slice(first_row - first, end_row - first)
-                    columns = zip(offset[1:], shape[1:], strict=True)
-                    position = (rows, *(slice(start, start + size) for start, size in columns))
-                    yield (
-                        position,
-                        file.get_slice(tensor_name)[first_row - offset[0] : end_row - offset[0]],
-                    )
+                shard_start, shard_end = offset[0], offset[0] + shape[0]
+                part_start, part_end = max(first_row, shard_start), min(end_row, shard_end)
+                if part_start >= part_end:
+                    continue
+                rows = slice(part_start - first_row, part_end - first_row)
+                other_dims = zip(offset[1:], shape[1:], strict=True)
+                position = (rows, *(slice(start, start + size) for start, size in other_dims))
+                shard = file.get_slice(tensor_name)
+                yield position, shard[part_start - shard_start : part_end - shard_start]

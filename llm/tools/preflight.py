@@ -179,26 +179,13 @@ def _check_together(options: PreflightOptions, world: World, description: dict[s
     board = Board(store, rank=world.rank, world_size=world.world_size)
     main_host = os.environ["MASTER_ADDR"]
     board.set("description", description)
-    deadline = time.monotonic() + options.timeout
-    if world.is_main:
-        board.wait("description", deadline)
-        descriptions = board.get_all("description")  # late answers count too
-        is_complete = len(descriptions) == world.world_size
-        problem = (
-            describe_differences(descriptions)
-            if is_complete
-            else describe_missing(descriptions, world, options.timeout)
-        )
-        board.set_global("verdict/description", problem)
-    failure = board.get_global("verdict/description", deadline + _EXTRA_WAIT_SECONDS)
+    failure = _compare_in_time(options, world, board)
     if failure == "":
         failure = _communicate_in_time(options, world, board)
     if failure is None:
         return _print_error(f"rank 0 at {main_host} does not answer rank {world.rank}")
     if world.is_main:
-        times = board.get_all("times")
-        for rank, description_of_rank in board.get_all("description").items():
-            sys.stdout.write(_format_rank(rank, description_of_rank, times.get(rank)) + "\n")
+        _print_ranks(board)
         code = _print_error(failure) if failure else _print_ok(options, board, world)
         # A launcher kills all ranks once one ends with an error, so the others wait until rank 0
         # has printed. Rank 0 ends last because it serves the store.
@@ -209,6 +196,24 @@ def _check_together(options: PreflightOptions, world: World, description: dict[s
     board.get_global("printed", time.monotonic() + _EXTRA_WAIT_SECONDS)
     board.set("finished", True)
     return 1 if failure else 0
+
+
+def _compare_in_time(options: PreflightOptions, world: World, board: Board) -> str | None:
+    """Compare the descriptions of the ranks on rank 0; return its verdict.
+
+    Returns:
+        What is wrong; empty if all ranks answer and agree, None if rank 0 does not answer.
+    """
+    deadline = time.monotonic() + options.timeout
+    if world.is_main:
+        board.wait("description", deadline)
+        descriptions = board.get_all("description")  # late answers count too
+        if len(descriptions) == world.world_size:
+            problem = describe_differences(descriptions)
+        else:
+            problem = describe_missing(descriptions, world, options.timeout)
+        board.set_global("verdict/description", problem)
+    return board.get_global("verdict/description", deadline + _EXTRA_WAIT_SECONDS)
 
 
 def _connect_store(timeout: float, *, is_server: bool = False) -> "Store":
@@ -331,30 +336,30 @@ def _short_name(host: str) -> str:
 
 def describe_differences(descriptions: dict[int, Any]) -> str:
     """Describe how the versions and devices of ranks differ; empty if they agree."""
+    versions_by_rank = {rank: entry["versions"] for rank, entry in descriptions.items()}
+    packages = sorted({name for versions in versions_by_rank.values() for name in versions})
     problems = []
-    for name in sorted(
-        {name for description in descriptions.values() for name in description["versions"]}
-    ):
-        problems.append(
-            _describe_difference(
-                name, {rank: entry["versions"].get(name) for rank, entry in descriptions.items()}
-            )
-        )
-    kinds = {
-        rank: description["device"].partition(":")[0] for rank, description in descriptions.items()
-    }
-    problems.append(_describe_difference("the kind of device", kinds))
+    for name in packages:
+        version_by_rank = {rank: versions.get(name) for rank, versions in versions_by_rank.items()}
+        problems.append(_describe_difference(name, version_by_rank))
+    kind_by_rank = {rank: entry["device"].partition(":")[0] for rank, entry in descriptions.items()}
+    problems.append(_describe_difference("the kind of device", kind_by_rank))
+    problems += _describe_shared_devices(descriptions)
+    return " ".join(filter(None, problems))
+
+
+def _describe_shared_devices(descriptions: dict[int, Any]) -> list[str]:
+    """Return a sentence about each device that several ranks use."""
     ranks_by_device: dict[str, list[int]] = {}
     for rank, description in descriptions.items():
         if description["id"] is not None:
             ranks_by_device.setdefault(description["id"], []).append(rank)
-    for ranks in ranks_by_device.values():
-        if len(ranks) > 1:
-            numbers = " and ".join(map(str, ranks))
-            problems.append(
-                f"Ranks {numbers} share one device of {descriptions[ranks[0]]['host']}."
-            )
-    return " ".join(filter(None, problems))
+    return [
+        f"Ranks {' and '.join(map(str, ranks))} share one device of "
+        f"{descriptions[ranks[0]]['host']}."
+        for ranks in ranks_by_device.values()
+        if len(ranks) > 1
+    ]
 
 
 def _describe_difference(name: str, value_by_rank: dict[int, Any]) -> str:
@@ -370,26 +375,27 @@ def _describe_difference(name: str, value_by_rank: dict[int, Any]) -> str:
 
 def describe_hang(board: Board, timeout: float) -> str:
     """Describe the ranks that failed in the collectives, or keep the others waiting."""
-    names = {
+    name_by_rank = {
         rank: f"rank {rank} on {description['host']}"
         for rank, description in board.get_all("description").items()
     }
     errors = board.get_all("failed")
     if errors:
-        return "; ".join(f"{names[rank]} fails: {error}" for rank, error in errors.items()) + "."
-    stages = dict.fromkeys(names, STAGES[0]) | board.get_all("stage")
-    lowest_stage = min(STAGES.index(stage) for stage in stages.values())
+        failures = [f"{name_by_rank[rank]} fails: {error}" for rank, error in errors.items()]
+        return "; ".join(failures) + "."
+    stage_by_rank = dict.fromkeys(name_by_rank, STAGES[0]) | board.get_all("stage")
+    first_stage = min(stage_by_rank.values(), key=STAGES.index)
     slow_ranks = [
-        names[rank] for rank, stage in stages.items() if STAGES.index(stage) == lowest_stage
+        name_by_rank[rank] for rank, stage in stage_by_rank.items() if stage == first_stage
     ]
     time_limit = f"within {timeout:g} s"
-    if len(slow_ranks) < len(names):
+    if len(slow_ranks) < len(name_by_rank):
         return (
-            f"{', '.join(slow_ranks)} did not get beyond {STAGES[lowest_stage]} {time_limit}; the "
+            f"{', '.join(slow_ranks)} did not get beyond {first_stage} {time_limit}; the "
             "others did."
         )
     return (
-        f"All ranks have answered, and none got beyond {STAGES[lowest_stage]} {time_limit}: they "
+        f"All ranks have answered, and none got beyond {first_stage} {time_limit}: they "
         "reach rank 0 but not each other. Set NCCL_DEBUG=INFO to see the network interface in use, "
         "and NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME without GPUs) to choose another."
     )
@@ -404,7 +410,15 @@ def _format_rank(rank: int, description: dict[str, Any], times: dict[str, float]
     return ", ".join(columns)
 
 
+def _print_ranks(board: Board) -> None:
+    """Print a line for each rank that has answered."""
+    times = board.get_all("times")
+    for rank, description in board.get_all("description").items():
+        sys.stdout.write(_format_rank(rank, description, times.get(rank)) + "\n")
+
+
 def _print_ok(options: PreflightOptions, board: Board, world: World) -> int:
+    """Print the verdict and the longest times, and perhaps a warning; return the exit code."""
     hosts = {description["host"] for description in board.get_all("description").values()}
     max_seconds: dict[str, float] = {}
     for times in board.get_all("times").values():
@@ -417,11 +431,11 @@ def _print_ok(options: PreflightOptions, board: Board, world: World) -> int:
         f"preflight: OK: {counted(world.world_size, 'rank')} on {', '.join(sorted(hosts))}; "
         f"{options.message_mb} MiB: {durations}.\n"
     )
-    if len(hosts) > 1 and (
-        warning := describe_slow_link(options.message_mb, max_seconds["broadcast"])
-    ):
-        sys.stdout.flush()
-        sys.stderr.write(f"preflight: warning: {warning}\n")
+    if len(hosts) > 1:
+        warning = describe_slow_link(options.message_mb, max_seconds["broadcast"])
+        if warning:
+            sys.stdout.flush()
+            sys.stderr.write(f"preflight: warning: {warning}\n")
     return 0
 
 

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from llm.prepare import prepare_files
+from llm.prepare import preparation_log
 from llm.prepare.tokenize_shards import Totals
 
 
@@ -13,9 +13,9 @@ def all_levels(caplog):
 
 
 def logged(monkeypatch, caplog, totals, seconds):
-    monkeypatch.setattr(prepare_files.time, "monotonic", lambda: 100.0)
-    report = prepare_files.make_progress_logger(10.0)
-    monkeypatch.setattr(prepare_files.time, "monotonic", lambda: 100.0 + seconds)
+    monkeypatch.setattr(preparation_log.time, "monotonic", lambda: 100.0)
+    report = preparation_log.make_progress_logger(10.0)
+    monkeypatch.setattr(preparation_log.time, "monotonic", lambda: 100.0 + seconds)
     report(totals)
     return caplog.messages
 

@@ -29,7 +29,7 @@ from llm.tools.jobs.scripts import (
     without_output,
     write_script,
 )
-from llm.tools.jobs.sites import SITES, choose_queue
+from llm.tools.jobs.sites import SITES, Site, choose_queue
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.main import parse_args
 from llm.trainers.gpt.seams import choose_layout, make_extensions
@@ -58,20 +58,19 @@ def main(argv: Sequence[str]) -> int:
         return print_output_dir(argv[1:])
     arguments = list(argv)
     separator = arguments.index("--") if "--" in arguments else len(arguments)
-    if separator == len(arguments) and not any(
-        word.startswith(("-h", "--help")) for word in arguments
-    ):
+    command, trainer_arguments = arguments[:separator], arguments[separator + 1 :]
+    asks_for_help = any(word.startswith(("-h", "--help")) for word in arguments)
+    if separator == len(arguments) and not asks_for_help:
         raise ConfigError(_NO_TRAINER_OPTIONS)
-    if [_option_name(word) for word in arguments[:separator] if word.startswith("--")].count(
-        "sweep"
-    ) > 1:
+    option_names = [_option_name(word) for word in command if word.startswith("--")]
+    if option_names.count("sweep") > 1:
         raise ConfigError(
             "--sweep is given twice; for a job per combination, list all options after one, as in "
             "--sweep learning_rate=1e-4,3e-4 seed=1,2."
         )
     options = parse(
         JobOptions,
-        arguments[:separator],
+        command,
         prog="llm-trainers jobs",
         description="Write a job script; the trainer's options follow after --. With the word "
         "prepare first, it prepares token files: llm-trainers jobs prepare --help.",
@@ -79,9 +78,7 @@ def main(argv: Sequence[str]) -> int:
         usage="SCHEDULER [--OPTION VALUE ...] -- TRAINER OPTIONS",
         example="slurm --nodes 8 --requeue --output job.sh -- --config run.toml",
     )
-    text, notes = job_script(
-        options, command=arguments[:separator], trainer_arguments=arguments[separator + 1 :]
-    )
+    text, notes = job_script(options, command=command, trainer_arguments=trainer_arguments)
     write_script(options.output, text)
     sys.stderr.write("".join(f"{note}\n" for note in notes))
     return 0
@@ -101,24 +98,12 @@ def job_script(
         ConfigError: An option does not fit the others, or the trainer refuses its arguments.
     """
     site = SITES[options.site]
-    gpus_per_node = options.gpus_per_node or site.gpus_per_node
-    job = replace(
-        options,
-        scheduler=options.scheduler or site.schedulers[0],
-        gpus_per_node=gpus_per_node,
-        cpus_per_gpu=options.cpus_per_gpu or site.cpus_per_gpu,
-        launcher=options.launcher or site.launcher,
-    )
+    job = _fill_in_site(options, site)
     _check_scheduler(job)
     if not trainer_arguments:
         raise ConfigError(_NO_TRAINER_OPTIONS)
     minutes = read_minutes(job.time)
-    for name in ("requeue", "chain"):
-        if getattr(job, name) and minutes <= _MIN_MINUTES:
-            raise ConfigError(
-                f"--{name} needs a --time of more than {_MIN_MINUTES} minutes, to start, train "
-                f"and save in; --time {job.time} is less."
-            )
+    _check_minutes(job, minutes)
     # Time for the job to start and to save its last checkpoint.
     exit_after = minutes - max(15, minutes // 20) if job.chain else None
     added_arguments = _resume_arguments(trainer_arguments, exit_after)
@@ -133,11 +118,8 @@ def job_script(
         sweep_arguments = [
             f"--{name}={value}" for name, value in zip(values_by_option, values, strict=True)
         ]
-        _check_ranks(
-            parse_args([*all_arguments, *sweep_arguments]),
-            ranks=job.nodes * gpus_per_node,
-            ranks_per_node=gpus_per_node,
-        )
+        _check_ranks(parse_args([*all_arguments, *sweep_arguments]), job)
+
     job = replace(job, queue=queue)
     text = load_template(f"{job.scheduler}.sh").render(
         job=job,
@@ -150,25 +132,53 @@ def job_script(
         trainer=_option_rows(all_arguments, excluded=values_by_option),
         made_by=shlex.join(without_output(command)),
     )
-    return text, describe_script(
+    notes = describe_script(
         job, config, trainer_arguments=trainer_arguments, added_arguments=added_arguments
+    )
+    return text, notes
+
+
+def _fill_in_site(options: JobOptions, site: Site) -> JobOptions:
+    """Return the options of a job with the site's values where you give none."""
+    return replace(
+        options,
+        scheduler=options.scheduler or site.schedulers[0],
+        gpus_per_node=options.gpus_per_node or site.gpus_per_node,
+        cpus_per_gpu=options.cpus_per_gpu or site.cpus_per_gpu,
+        launcher=options.launcher or site.launcher,
     )
 
 
-def _check_ranks(config: CoreConfig, *, ranks: int, ranks_per_node: int) -> None:
+def _check_minutes(job: JobOptions, minutes: int) -> None:
+    """Refuse a job that continues in another one, but has no time to train."""
+    for name in ("requeue", "chain"):
+        if getattr(job, name) and minutes <= _MIN_MINUTES:
+            raise ConfigError(
+                f"--{name} needs a --time of more than {_MIN_MINUTES} minutes, to start, train "
+                f"and save in; --time {job.time} is less."
+            )
+
+
+def _check_ranks(config: CoreConfig, job: JobOptions) -> None:
     """Refuse a number of ranks that layout or global batch do not allow.
 
     Args:
-        config: The options.
-        ranks: Number of all ranks.
-        ranks_per_node: Number of consecutive ranks on each node.
+        config: The options of the trainer.
+        job: The job, with the site's values.
 
     Raises:
         ConfigError: The ranks cannot be divided this way; the message is the trainer's.
     """
-    dims = parallel_dims(config, ranks)
-    extensions = make_extensions(config)
-    choose_layout(config, extensions, ranks=ranks, ranks_per_node=ranks_per_node, start=None)
+    assert job.gpus_per_node is not None
+    num_ranks = job.nodes * job.gpus_per_node
+    dims = parallel_dims(config, num_ranks)
+    choose_layout(
+        config,
+        make_extensions(config),
+        ranks=num_ranks,
+        ranks_per_node=job.gpus_per_node,
+        start=None,
+    )
     # Without the length, because it may need the model and the data.
     config = replace(config, max_duration=Duration("1 epoch"))
     plan_batches(config, num_windows=1, world_size=dims.data_ranks, block_size=1)
@@ -210,7 +220,8 @@ def _read_sweep(sweep: Sequence[str]) -> dict[str, list[str]]:
     values_by_option: dict[str, list[str]] = {}
     for text in sweep:
         name = _option_name(text)
-        values = [value for value in text.partition("=")[2].split(",") if value]
+        _, _, value_list = text.partition("=")
+        values = [value for value in value_list.split(",") if value]
         if len(values) < 2:
             raise ConfigError(
                 f"--sweep {text} expects an option and two values or more, as in "
@@ -240,12 +251,17 @@ def _option_rows(trainer_arguments: Sequence[str], *, excluded: Collection[str])
         trainer_arguments: The arguments.
         excluded: The options that an array varies, which the script adds.
     """
-    rows = quoted_rows(trainer_arguments)
-    for row in rows:
-        variable = _VARIABLE_BY_OPTION.get(_option_name(row[0]))
+    lines = []
+    for row in quoted_rows(trainer_arguments):
+        name = _option_name(row[0])
+        if name in excluded:
+            continue
+        variable = _VARIABLE_BY_OPTION.get(name)
         if variable is not None and len(row) == 2:
-            row[1] = f'"${{{variable}:-{row[1]}}}"'
-    return [" ".join(row) for row in rows if _option_name(row[0]) not in excluded]
+            flag, value = row
+            row = [flag, f'"${{{variable}:-{value}}}"']
+        lines.append(" ".join(row))
+    return lines
 
 
 def _option_name(word: str) -> str:

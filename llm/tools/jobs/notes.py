@@ -37,14 +37,11 @@ def describe_script(
     """
     assert job.gpus_per_node is not None
     lines = [f"Added: {' '.join(added_arguments)}."] if added_arguments else []
-    lines += [
-        f"Fill in {name} before you submit, or give {flag}." for name, flag in _unfilled_fields(job)
-    ]
-    lines += [
-        f"--{name} {path} is not on this machine; the job needs it."
-        for name, path in _input_files(config)
-        if not (glob(path) or Path(f"{path}.bin").exists() or glob(f"{escape(path)}-*-of-*.bin"))
-    ]
+    for placeholder, flag in _unfilled_fields(job):
+        lines.append(f"Fill in {placeholder} before you submit, or give {flag}.")
+    for name, path in _input_files(config):
+        if not _exists_here(path):
+            lines.append(f"--{name} {path} is not on this machine; the job needs it.")
     command = ["llm-trainers", "plan", "--nodes", str(job.nodes)]
     command += ["--gpus_per_node", str(job.gpus_per_node), *trainer_arguments]
     lines.append(
@@ -55,6 +52,13 @@ def describe_script(
         submit = "sbatch" if job.scheduler == "slurm" else "qsub"
         lines.append(f"Submit it: {shell_line([submit, Path(job.output)])}")
     return lines
+
+
+def _exists_here(path: str) -> bool:
+    """Return whether a file, a pattern, or the prefix of token files or parts exists."""
+    if glob(path) or Path(f"{path}.bin").exists():
+        return True
+    return bool(glob(f"{escape(path)}-*-of-*.bin"))
 
 
 def _unfilled_fields(job: JobOptions) -> list[tuple[str, str]]:

@@ -54,18 +54,7 @@ def write_preparation_job(argv: Sequence[str]) -> int:
         raise ConfigError("The options of llm-trainers prepare are missing: write them after --.")
     config = parse(PrepareConfig, prepare_arguments, prog="llm-trainers prepare", description="")
     check(config)
-    conflicts = {"executor dask": config.executor == "dask", "rank": config.rank is not None}
-    for name, is_given in conflicts.items():
-        if is_given:
-            raise ConfigError(
-                f"--{name} does not go into this script, which starts one rank on each node; "
-                "leave it out."
-            )
-    if config.overwrite and job.nodes > 1:
-        raise ConfigError(
-            f"--overwrite goes with one process only, and --nodes {job.nodes} starts one on each "
-            "node; remove the files that exist."
-        )
+    _check_one_rank_per_node(config, num_nodes=job.nodes)
     minutes = read_minutes(job.time)
     queue = choose_queue(site, queue_name=job.queue, nodes=job.nodes, minutes=minutes)
     text = load_template(f"prepare_{job.scheduler}.sh").render(
@@ -77,3 +66,19 @@ def write_preparation_job(argv: Sequence[str]) -> int:
     )
     write_script(options.output, text)
     return 0
+
+
+def _check_one_rank_per_node(config: PrepareConfig, *, num_nodes: int) -> None:
+    """Refuse options of `llm-trainers prepare` that do not go with one rank on each node."""
+    conflicts = {"executor dask": config.executor == "dask", "rank": config.rank is not None}
+    for name, is_set in conflicts.items():
+        if is_set:
+            raise ConfigError(
+                f"--{name} does not go into this script, which starts one rank on each node; "
+                "leave it out."
+            )
+    if config.overwrite and num_nodes > 1:
+        raise ConfigError(
+            f"--overwrite goes with one process only, and --nodes {num_nodes} starts one on each "
+            "node; remove the files that exist."
+        )

@@ -21,28 +21,37 @@ def check_job(job: SchedulerOptions) -> None:
         ConfigError: One of them does.
     """
     for name, value in vars(job).items():
-        for text in value if isinstance(value, tuple) else (value,):
-            if text == "":
-                raise ConfigError(f"--{name} is empty; give it a value, or leave it out.")
-            if isinstance(text, str) and not text.isprintable():
-                raise ConfigError(
-                    f"--{name} {text!a} contains a line break or another unprintable character; "
-                    "remove it."
-                )
+        values = value if isinstance(value, tuple) else (value,)
+        for text in filter(lambda value: isinstance(value, str), values):
+            _check_printable(name, text)
     schedulers = SITES[job.site].schedulers
     if job.scheduler not in schedulers:
         raise ConfigError(
             f"--site {job.site} knows {' and '.join(schedulers)}, not {job.scheduler}; write "
             f"llm-trainers jobs {schedulers[0]}."
         )
-    for name in ("name", "account", "queue"):
+    flag_by_option = {
+        "name": "--name",
+        "account": "--account",
+        "queue": "--queue, --partition or --qos",
+    }
+    for name, flag in flag_by_option.items():
         value = getattr(job, name)
         if value is not None and re.fullmatch(r"[\w.:,@+-]+", value) is None:
-            flag = "--queue, --partition or --qos" if name == "queue" else f"--{name}"
             raise ConfigError(
                 f"{flag} '{value}' contains a blank or another character that a directive cannot "
                 "have; use letters, digits and _.:,@+-."
             )
+
+
+def _check_printable(name: str, text: str) -> None:
+    """Refuse a value of an option that is empty, or would break a line of the script."""
+    if text == "":
+        raise ConfigError(f"--{name} is empty; give it a value, or leave it out.")
+    if not text.isprintable():
+        raise ConfigError(
+            f"--{name} {text!a} contains a line break or another unprintable character; remove it."
+        )
 
 
 def load_template(name: str) -> jinja2.Template:

@@ -119,23 +119,16 @@ class Job:
     """
 
     def __init__(self, options: PlanOptions) -> None:
-        is_cuda = options.device not in ("cpu", "pvc")
-        if options.mixed_precision is None:  # as the trainer chooses on the device
-            options = dataclasses.replace(options, mixed_precision="bf16" if is_cuda else "no")
-        if options.torch_compile is None:
-            compiles = is_cuda and not options.deterministic
-            options = dataclasses.replace(options, torch_compile=compiles)
+        options = _choose_defaults(options)
         self.options = options
         self._config = load_config(options)
         self.length = choose_block_size(options, self._config)
         self.dims = choose_dims(options, self._config, options.nodes * options.gpus_per_node)
         self.device = _make_device(options)
         self._memory_bytes = int(self.device.gib * GIB)
-        self.usable_bytes = (
-            self._memory_bytes
-            if options.device == "cpu"
-            else int(USABLE_FRACTION * self._memory_bytes)
-        )
+        self.usable_bytes = self._memory_bytes
+        if options.device != "cpu":
+            self.usable_bytes = int(USABLE_FRACTION * self._memory_bytes)
         self.optimizer = optimizer_memory(options, self.model)
         # Steps that record something of each layer run uncompiled.
         has_recording_steps = any(state.recording for state in self.optimizer.extra.values())
@@ -273,6 +266,17 @@ class Job:
         check_depth(num_layers, num_stages)
         stages = self._pipeline_modules.assign_layers(num_stages)
         return [[*itertools.chain(*stages[rank::pipeline])] for rank in range(pipeline)]
+
+
+def _choose_defaults(options: PlanOptions) -> PlanOptions:
+    """Return the options with the precision and the compilation that the trainer would choose."""
+    is_cuda = options.device not in ("cpu", "pvc")
+    if options.mixed_precision is None:
+        options = dataclasses.replace(options, mixed_precision="bf16" if is_cuda else "no")
+    if options.torch_compile is None:
+        compiles = is_cuda and not options.deterministic
+        options = dataclasses.replace(options, torch_compile=compiles)
+    return options
 
 
 def _make_device(options: PlanOptions) -> Device:

@@ -62,22 +62,21 @@ def count_columns(model: PreTrainedModel) -> int:
 def _split_residual_stream(model: PreTrainedModel, tensor: int) -> None:
     """Let norms and residual additions see a rank's tokens only; copies stand for messages."""
     plan, styles = sequence_plan(model), tensor_plan(model).styles
-    hidden_shards: list[
-        Tensor
-    ] = []  # recomputation frees the shard, but not the outputs of later blocks
+    # Recomputation frees the shard, but not the outputs of later blocks.
+    hidden_shards: list[Tensor] = []
 
     def shard(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden_shards.append(_rank_tokens(args[0], tensor))
         hidden_shards[-1].register_hook(lambda _: hidden_shards.clear())
         return hidden_shards[-1], *args[1:]
 
+    def gather_last(_module: nn.Module, _args: Any, local: Tensor) -> Tensor:
+        return torch.cat([local] * tensor, dim=1)
+
     def gather(_module: nn.Module, _args: Any, local: Tensor) -> Tensor:
         if torch.is_autocast_enabled(local.device.type):
             local = local.to(torch.get_autocast_dtype(local.device.type))
         return gather_last(_module, _args, local)
-
-    def gather_last(_module: nn.Module, _args: Any, local: Tensor) -> Tensor:
-        return torch.cat([local] * tensor, dim=1)
 
     def scatter(_module: nn.Module, _args: Any, product: Tensor) -> Tensor:
         return _rank_tokens(product, tensor)
@@ -86,8 +85,9 @@ def _split_residual_stream(model: PreTrainedModel, tensor: int) -> None:
     for name in plan.norms:
         model.get_submodule(name).register_forward_hook(gather)
     model.get_submodule(plan.last_norm).register_forward_hook(gather_last)
-    for name in (name for name, style in styles.items() if style in _ROWS):
-        model.get_submodule(name).register_forward_hook(scatter)
+    for name, style in styles.items():
+        if style in _ROWS:
+            model.get_submodule(name).register_forward_hook(scatter)
 
 
 def _rank_tokens(hidden: Tensor, tensor: int) -> Tensor:

@@ -29,10 +29,12 @@ def find_remedy(job: Job, ranking: list[Estimate] | None) -> dict[str, Any] | No
         job: A run that does not fit.
         ranking: The result of `search` for it, or None.
     """
-    options, recomputation = job.options, {"activation_checkpointing": "full"}
-    if options.activation_checkpointing == "full" or not job.model.supports_gradient_checkpointing:
-        recomputation = {}
-    for changes in ({}, recomputation) if recomputation else ({},):
+    is_recomputed = job.options.activation_checkpointing == "full"
+    recomputation = {}
+    if job.model.supports_gradient_checkpointing and not is_recomputed:
+        recomputation = {"activation_checkpointing": "full"}
+    alternatives: list[dict[str, Any]] = [{}, recomputation] if recomputation else [{}]
+    for changes in alternatives:
         micro_batch = _largest_micro_batch(job, changes)
         if micro_batch is not None:
             return {**micro_batch, **changes}
@@ -61,7 +63,9 @@ def _cheapest_layout(
         if changes in alternatives[:index]:
             continue
         candidates = ranking if ranking and not changes else search(job.with_micro_batch(changes))
-        for candidate in (candidate for candidate in candidates if candidate.fits):
+        for candidate in candidates:
+            if not candidate.fits:
+                continue
             cost = _layout_cost(candidate, job.dims, alternative=index)
             if best_cost is None or cost < best_cost:
                 best_cost = cost

@@ -27,21 +27,20 @@ def plan_lines(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> li
         remedy: Options that make it fit; None if it already fits, or nothing helps.
     """
     options, dims = job.options, plan.dims
-    samples = plan.tokens_per_step // job.length
+    num_samples = plan.tokens_per_step // job.length
     mixture = mixture_size(job.model)
+    mixture_lines = []
+    if mixture is not None:
+        mixture_lines = [f"experts: {mixture.describe()}; {mixture.describe_active()}"]
     return [
         f"{_model_name(job)}, {job.param_counts(1).parameters:,} parameters, on "
         f"{counted(options.nodes, 'node')} of {options.gpus_per_node} {options.device}: "
         f"{counted(dims.world_size, 'rank')}",
         f"layout: {dims.describe()}",
-        f"batch: {counted(samples, 'sample')} of {job.length:,} tokens ({plan.tokens_per_step:,} "
-        f"tokens per step) in {counted(plan.micro_batches, 'micro-batch')} of "
+        f"batch: {counted(num_samples, 'sample')} of {job.length:,} tokens "
+        f"({plan.tokens_per_step:,} tokens per step) in {counted(plan.micro_batches, 'micro-batch')} of "
         f"{device_batch_size(options)} on each rank",
-        *(
-            []
-            if mixture is None
-            else [f"experts: {mixture.describe()}; {mixture.describe_active()}"]
-        ),
+        *mixture_lines,
         "",
         *_memory_lines(job, plan),
         _verdict_line(job, plan, remedy),
@@ -148,21 +147,24 @@ def _days_of_run(job: Job, plan: Estimate) -> float | None:
 
 
 def _memory_lines(job: Job, plan: Estimate) -> list[str]:
+    """Return the lines about the peak of memory, by kind."""
     memory = plan.memory
     stage = f"stage {memory.stage}, " if plan.dims.pipeline > 1 else ""
+    kind_lines = [
+        f"  {kind:<12}{_format_gib(size):>11}{size / memory.total:>7.0%}"
+        for kind, size in memory.kinds.items()
+        if size
+    ]
     return [
         f"memory of the fullest rank ({stage}{memory.parameters:,} parameters), "
         f"at its peak, in the {memory.moment}:",
-        *(
-            f"  {kind:<12}{_format_gib(size):>11}{size / memory.total:>7.0%}"
-            for kind, size in memory.kinds.items()
-            if size
-        ),
+        *kind_lines,
         f"  {'total':<12}{_format_gib(memory.total):>11} of {_format_gib(job.usable_bytes)}",
     ]
 
 
 def _verdict_line(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> str:
+    """Return the line on whether the layout fits, and with which options it would."""
     free_bytes = job.usable_bytes - plan.memory.total
     if plan.fits:
         return f"It fits: {_format_gib(free_bytes)} are left."
@@ -176,6 +178,7 @@ def _verdict_line(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) ->
 
 
 def _traffic_lines(plan: Estimate) -> list[str]:
+    """Return the table of what a rank sends in a step."""
     if not plan.transfers:
         return ["nothing is sent: there is one rank"]
     rows = [("a rank sends in a step", "in node", "between nodes")]
@@ -195,11 +198,11 @@ def _expert_lines(job: Job, plan: Estimate) -> list[str]:
     comparison = compare_experts(job, plan.dims)
     if comparison is None:
         return []
+    divided, gathered = comparison
     divided_costs, gathered_costs = (
         f"{candidate.step_seconds:.3g} s and {_format_gib(candidate.memory.total)}"
-        for candidate in comparison
+        for candidate in (divided, gathered)
     )
-    divided, gathered = comparison
     speedup = gathered.step_seconds / divided.step_seconds
     verdict = f"it is {speedup:.2f} times as fast"
     if speedup < 1:
@@ -211,23 +214,29 @@ def _expert_lines(job: Job, plan: Estimate) -> list[str]:
 
 
 def _time_lines(job: Job, plan: Estimate) -> list[str]:
+    """Return the lines about the time of a step, of the run, and of a checkpoint."""
     tokens_per_second = plan.tokens_per_second
-    budget, days = job.token_budget(plan.dims), _days_of_run(job, plan)
     disk_gbps, num_bytes = job.options.disk_gbps, checkpoint_bytes(job)
-    node_hours = 0.0 if days is None else days * 24 * job.options.nodes
-    digits = 0 if node_hours >= 10 else 2
     return [
         f"{plan.flops_per_step:.4g} FLOPs per step; the pipeline's bubble is {plan.bubble:.1%} of "
         "it",
         f"a step takes {plan.floor_seconds:.3g} s at least, and {plan.step_seconds:.3g} s at "
         f"{job.options.efficiency:.0%} of the device's peak: {tokens_per_second:,.0f} tokens/s, "
         f"{tokens_per_second * _DAY_SECONDS / 1e9:,.2f} billion a day",
-        "days: give --num_tokens or a length, such as --max_duration"
-        if days is None
-        else f"{budget:,.0f} tokens take {_format_days(days)}, {node_hours:,.{digits}f} node-hours",
+        _run_line(job, plan),
         f"a checkpoint has {_format_gb(num_bytes)} and takes "
         f"{num_bytes / (disk_gbps * 1e9):,.1f} s at {disk_gbps:g} GB/s",
     ]
+
+
+def _run_line(job: Job, plan: Estimate) -> str:
+    """Return the line about the time of the whole run, or how to learn it."""
+    budget, days = job.token_budget(plan.dims), _days_of_run(job, plan)
+    if days is None:
+        return "days: give --num_tokens or a length, such as --max_duration"
+    node_hours = days * 24 * job.options.nodes
+    digits = 0 if node_hours >= 10 else 2
+    return f"{budget:,.0f} tokens take {_format_days(days)}, {node_hours:,.{digits}f} node-hours"
 
 
 def _format_days(days: float) -> str:

@@ -66,13 +66,7 @@ class MemoryMeter(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation and count its results."""
-        if func is torch.ops.aten._grouped_mm.default:
-            # For tensors without data, PyTorch has this product in bf16 only.
-            lhs, rhs, *arguments = args
-            half_operands = lhs.to(torch.bfloat16), rhs.to(torch.bfloat16)
-            result = func(*half_operands, *arguments, **(kwargs or {})).to(lhs.dtype)
-        else:
-            result = func(*args, **(kwargs or {}))
+        result = _run_operation(func, args, kwargs or {})
         is_copy = func is torch.ops.aten._to_copy.default
         is_cast = is_copy and args[0].untyped_storage()._cdata in self._existing
         for value in tree_leaves(result):
@@ -80,8 +74,8 @@ class MemoryMeter(TorchDispatchMode):
                 self._count_tensor(value, is_cast=is_cast)
         if is_copy:
             self._record_copy(args[0], result)
-        for value, size in _tensors_for_compiled_code(func, args, result):
-            key = value.untyped_storage()._cdata
+        for tensor, size in _tensors_for_compiled_code(func, args, result):
+            key = tensor.untyped_storage()._cdata
             if key in self._sizes and key not in self._marked:
                 self._compiled_sizes[key] = max(size, self._compiled_sizes.get(key, 0))
         return result
@@ -132,6 +126,16 @@ class MemoryMeter(TorchDispatchMode):
             value_by_key.pop(key, None)
 
 
+def _run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operation on tensors without data."""
+    if func is not torch.ops.aten._grouped_mm.default:
+        return func(*args, **kwargs)
+    # For tensors without data, PyTorch has this product in bf16 only.
+    lhs, rhs, *arguments = args
+    result = func(lhs.to(torch.bfloat16), rhs.to(torch.bfloat16), *arguments, **kwargs)
+    return result.to(lhs.dtype)
+
+
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 """Operations that the compiler leaves to libraries."""
 
@@ -147,18 +151,18 @@ def _tensors_for_compiled_code(
     smallest set of tensors from which it can recompute the others; this is nearly it.
     """
     name = func._schema.name.removeprefix("aten::")
+    if name == "add" and all(isinstance(term, Tensor) for term in args[:2]):
+        # A term that is broadcast, such as a bias, cannot replace the sum.
+        terms = (term for term in args[:2] if term.numel() == result.numel())
+        return [(result, min(term.nbytes for term in (result, *terms)))]
     values: list[Any] = []
     if name in _PRODUCTS or name.startswith("_scaled_dot_product"):
         values = [*tree_leaves(args), *tree_leaves(result)]
     elif name == "native_dropout":
-        values = [result[1]]
-    elif name == "add" and all(isinstance(term, Tensor) for term in args[:2]):
-        # A term that is broadcast, such as a bias, cannot replace the sum.
-        terms = (term for term in args[:2] if term.numel() == result.numel())
-        return [(result, min(term.nbytes for term in (result, *terms)))]
-    return [
-        (value, value.untyped_storage().nbytes()) for value in values if isinstance(value, Tensor)
-    ]
+        _, mask = result
+        values = [mask]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,28 +234,20 @@ def trace(
     Raises:
         ConfigError: The model reads values during its passes.
     """
-    # As in the trainer.
-    has_kernel = options.torch_compile and options.device not in ("cpu", "pvc") and tensor == 1
     is_cpu = options.device == "cpu"  # dropout and attention keep more on a CPU
     if not is_cpu:
         _use_accelerator_kernels(model)
     # Activations of fp8 count as bf16's.
     dtype = torch.float16 if options.mixed_precision == "fp16" else torch.bfloat16
+    autocast = torch.autocast("cpu", dtype, enabled=options.mixed_precision != "no")
     with FakeTensorMode(), _gather_keys(model, context):
         model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
         model.tie_weights()
         ids = torch.zeros(device_batch_size(options), length // context, dtype=torch.long)
         labels = torch.zeros_like(ids)
         meter = MemoryMeter([ids, labels, *model.parameters(), *model.buffers()])
-        loss = LanguageModelLoss(
-            model,
-            chunked=True,
-            chunk_bytes=None if is_cpu else accelerator_chunk_bytes(memory_bytes),
-            aligned=not is_cpu,
-            softmax=_softmax_kernel if has_kernel else None,
-        )
+        loss = _make_loss(model, options, memory_bytes=memory_bytes, tensor=tensor)
         marks = _Marks(find_blocks(model)[0], meter)
-        autocast = torch.autocast("cpu", dtype, enabled=options.mixed_precision != "no")
         try:
             _run_micro_batch(loss, ids, labels, autocast, marks)
         except LLMError:
@@ -264,6 +260,21 @@ def trace(
     return _make_trace(marks, model, tensor=tensor, is_compiled=is_compiled, is_cpu=is_cpu)
 
 
+def _make_loss(
+    model: PreTrainedModel, options: PlanOptions, *, memory_bytes: int, tensor: int
+) -> LanguageModelLoss:
+    """Make the loss as the trainer does on a device with this memory."""
+    is_cpu = options.device == "cpu"
+    has_kernel = options.torch_compile and options.device not in ("cpu", "pvc") and tensor == 1
+    return LanguageModelLoss(
+        model,
+        chunked=True,
+        chunk_bytes=None if is_cpu else accelerator_chunk_bytes(memory_bytes),
+        aligned=not is_cpu,
+        softmax=_softmax_kernel if has_kernel else None,
+    )
+
+
 def _make_trace(
     marks: "_Marks", model: PreTrainedModel, *, tensor: int, is_compiled: bool, is_cpu: bool
 ) -> Trace:
@@ -273,21 +284,24 @@ def _make_trace(
     config = model.config.get_text_config()
     levels, flops = marks.levels, marks.flops
     block_start, block_end = levels["block"], levels["block done"]
-    forward_flops = flops["block done"] - flops["block"]
-    block, casts = block_end.live - block_start.live, block_end.casts - block_start.casts
-    backward_casts = levels["backward"].casts
+    backward_start, backward_end = levels["backward"], levels["backward done"]
+
+    block_bytes = block_end.live - block_start.live
+    casts = block_end.casts - block_start.casts
     if is_compiled:  # it makes its copies of weights itself, and keeps what its backward pass needs
-        block, casts = block_end.compiled - casts + backward_casts, backward_casts
+        block_bytes = block_end.compiled - casts + backward_start.casts
+        casts = backward_start.casts
+    forward_flops = flops["block done"] - flops["block"]
     return Trace(
         inputs=block_start.live,
-        block=block,
+        block=block_bytes,
         block_casts=casts,
-        backward_casts=backward_casts,
+        backward_casts=backward_start.casts,
         block_forward_extra=block_end.peak - block_end.live,
-        loss_extra=max(levels["loss"].peak, levels["backward"].peak) - block_end.live,
-        backward_loss=max(0, levels["backward"].live - block_end.live - head_bytes),
+        loss_extra=max(levels["loss"].peak, backward_start.peak) - block_end.live,
+        backward_loss=max(0, backward_start.live - block_end.live - head_bytes),
         retained_loss=max(0, levels["end"].live - gradient_bytes) if is_cpu else 0,
-        block_backward_extra=levels["backward done"].peak - levels["backward"].live,
+        block_backward_extra=backward_end.peak - backward_start.live,
         block_flops=forward_flops + flops["backward done"] - flops["backward"],
         loss_flops=flops["backward"] - flops["block done"],
         hidden=marks.hidden,

@@ -172,18 +172,10 @@ class Charts:
         source, renderers = self._source_by_curve[curve_key], self._renderers_by_run[curve.run]
         if "low" in curve.points:
             renderers.append(chart.varea(self._x, "low", "high", fill_alpha=0.2, source=source))
-        is_validation = curve.key.startswith("eval_")
         line = chart.line(self._x, "y", source=source)
-        line.glyph.line_width = 1.7
-        line.glyph.line_dash = ("solid", "dotted", "dotdash")[curve.run // len(COLORS) % 3]
-        if is_validation:
-            line.glyph.line_width = 1.3
-            line.glyph.line_dash = [2, 3] if curve.is_average else "dashed"
-        line.tags = ["curve"]
-        line.name = "moving average" if curve.is_average else ""
-        if curve.key == "eval_loss":
-            line.name = "validation"
+        _style_line(line, curve)
         renderers.append(line)
+        is_validation = curve.key.startswith("eval_")
         num_points = len(curve.points["y"])
         if num_points == 1 or (is_validation and num_points <= 80):
             size = 4 if curve.is_average else 6
@@ -228,3 +220,16 @@ class Charts:
         """Return columns for charts, with time in the unit that the page shows."""
         seconds = np.asarray(columns["seconds"], dtype=np.float64)
         return ColumnDataSource({**columns, "seconds": seconds / self._divisor})
+
+
+def _style_line(line: Any, curve: Curve) -> None:
+    """Set width, dashes and name of a curve's line; page.js sets the color."""
+    line.glyph.line_width = 1.7
+    line.glyph.line_dash = ("solid", "dotted", "dotdash")[curve.run // len(COLORS) % 3]
+    if curve.key.startswith("eval_"):
+        line.glyph.line_width = 1.3
+        line.glyph.line_dash = [2, 3] if curve.is_average else "dashed"
+    line.tags = ["curve"]
+    line.name = "moving average" if curve.is_average else ""
+    if curve.key == "eval_loss":
+        line.name = "validation"

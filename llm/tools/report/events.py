@@ -46,32 +46,49 @@ def logged_events(lines: list[dict[str, Any]], *, saved_steps: set[int]) -> list
     for line in lines:
         kind, step = line["event"], line.get("step")
         if kind in ("start", "rewind"):
-            events = [
-                dataclasses.replace(
-                    event, is_current=event.is_current and (event.step or 0) <= (step or 0)
-                )
-                for event in events
-            ]
-        texts = {
-            "start": f"started on {counted(line.get('ranks', 0), 'rank')}",
-            "resume": "resumed",
-            "branch": f"branched from {line.get('checkpoint')}",
-            "save": "saved" if step in saved_steps else "saved; removed since",
-            "skip": f"skipped: its gradient is not finite (samples {line.get('first_sample')} to "
-            f"{line.get('last_sample')})",
-            "spike": f"the loss {line.get('loss') or math.inf:.4g} is a spike "
-            f"(samples {line.get('first_sample')} to {line.get('last_sample')})",
-            "rewind": f"back to this step, without the samples {line.get('skip_samples')}",
-            "stop": f"{line.get('status')}: {line.get('reason') or 'all steps are done'}",
-        }
-        if kind in texts:
+            events = [_take_back_after(event, step or 0) for event in events]
+        text = _describe_event(line, is_saved=step in saved_steps)
+        if text is not None:
             time = str(line.get("time", ""))[:19].replace("T", " ")
-            text = texts[kind]
             if line.get("status") == "finished":
                 kind = "finish"
             events.append(Event(kind=kind, step=step, text=text, time=time))
     unlogged_steps = saved_steps - {event.step for event in events if event.kind == "save"}
     return events + [Event(kind="save", step=step, text="saved") for step in sorted(unlogged_steps)]
+
+
+def _take_back_after(event: Event, step: int) -> Event:
+    """Return an event, not current if it is after the step that a run goes back to."""
+    is_current = event.is_current and (event.step or 0) <= step
+    return dataclasses.replace(event, is_current=is_current)
+
+
+def _describe_event(line: dict[str, Any], *, is_saved: bool) -> str | None:
+    """Return the text of an event for the page; None for kinds that it does not show.
+
+    Args:
+        line: A line of events.jsonl.
+        is_saved: Whether a checkpoint of its step exists.
+    """
+    samples = f"samples {line.get('first_sample')} to {line.get('last_sample')}"
+    match line["event"]:
+        case "start":
+            return f"started on {counted(line.get('ranks', 0), 'rank')}"
+        case "resume":
+            return "resumed"
+        case "branch":
+            return f"branched from {line.get('checkpoint')}"
+        case "save":
+            return "saved" if is_saved else "saved; removed since"
+        case "skip":
+            return f"skipped: its gradient is not finite ({samples})"
+        case "spike":
+            return f"the loss {line.get('loss') or math.inf:.4g} is a spike ({samples})"
+        case "rewind":
+            return f"back to this step, without the samples {line.get('skip_samples')}"
+        case "stop":
+            return f"{line.get('status')}: {line.get('reason') or 'all steps are done'}"
+    return None
 
 
 def planned_events(

@@ -5,7 +5,7 @@ import dataclasses
 import io
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -96,26 +96,30 @@ def expert_loads(lines: Sequence[dict[str, Any]]) -> list[ExpertLoads]:
 
 def snapshot_maps(records: Sequence[ExpertLoads]) -> list[HeatMap]:
     """Return maps of all experts at some steps: a row for each layer, a column for each expert."""
-    number = min(MAX_SNAPSHOTS, len(records))
-    chosen = np.linspace(0, len(records) - 1, number).round().astype(int)
-    return [
-        _make_map(
-            records[index].loads,
-            title=f"Step {records[index].step:,}",
-            layers=records[index].layers,
-            columns=("expert 0", str(records[index].loads.shape[1] - 1)),
+    num_snapshots = min(MAX_SNAPSHOTS, len(records))
+    record_indices = np.linspace(0, len(records) - 1, num_snapshots).round().astype(int)
+    maps = []
+    for record in (records[index] for index in record_indices):
+        _, num_experts = record.loads.shape
+        heat_map = _make_map(
+            record.loads,
+            title=f"Step {record.step:,}",
+            layers=record.layers,
+            columns=("expert 0", str(num_experts - 1)),
         )
-        for index in chosen
-    ]
+        maps.append(heat_map)
+    return maps
 
 
 def time_map(records: Sequence[ExpertLoads]) -> HeatMap:
     """Return a map of the largest load of each layer: a column for each record."""
-    largest = np.stack([np.nanmax(record.loads, axis=1) for record in records], axis=1)
-    size = math.ceil(len(records) / _MAX_COLUMNS)
-    padded = np.pad(largest, ((0, 0), (0, -len(records) % size)), mode="edge")
+    # [layers, records]
+    max_loads = np.stack([np.nanmax(record.loads, axis=1) for record in records], axis=1)
+    records_per_column = math.ceil(len(records) / _MAX_COLUMNS)
+    padding = -len(records) % records_per_column
+    padded = np.pad(max_loads, ((0, 0), (0, padding)), mode="edge")
     return _make_map(
-        padded.reshape(len(padded), -1, size).max(axis=2),
+        padded.reshape(len(padded), -1, records_per_column).max(axis=2),
         title="Largest load of each layer",
         layers=records[-1].layers,
         columns=(f"step {records[0].step:,}", f"{records[-1].step:,}"),
@@ -124,20 +128,26 @@ def time_map(records: Sequence[ExpertLoads]) -> HeatMap:
 
 def _read_record(step: int, layers: Any, table: Any) -> ExpertLoads | None:
     """Return a record; None if its values are of another kind than a run writes."""
-    if not isinstance(layers, list) or not isinstance(table, list) or not table:
+    if not isinstance(layers, list) or not all(map(is_count, layers)):
         return None
-    if len(layers) != len(table) or not all(map(is_count, layers)):
+    if not _is_load_table(table) or len(layers) != len(table):
         return None
-    if not all(isinstance(row, list) and row for row in table):
-        return None
-    if sum(map(len, table)) > _MAX_EXPERTS:
-        return None
-    if not all(type(load) in (int, float) and 0 <= load < 1e9 for row in table for load in row):
-        return None
-    loads = np.full((len(table), max(map(len, table))), math.nan)
-    for number, row in enumerate(table):
-        loads[number, : len(row)] = row
+    max_experts = max(map(len, table))
+    loads = np.full((len(table), max_experts), math.nan)
+    for row_index, row in enumerate(table):
+        loads[row_index, : len(row)] = row
     return ExpertLoads(step=step, layers=tuple(layers), loads=loads)
+
+
+def _is_load_table(table: Any) -> TypeGuard[list[list[float]]]:
+    """Return whether a value is a list of loads for each layer, with at least one layer."""
+    if not isinstance(table, list) or not table:
+        return False
+    if not all(isinstance(row, list) and row for row in table):
+        return False
+    if sum(map(len, table)) > _MAX_EXPERTS:
+        return False
+    return all(type(load) in (int, float) and 0 <= load < 1e9 for row in table for load in row)
 
 
 def _make_map(
@@ -161,11 +171,13 @@ def _make_map(
 
 def _colors(loads: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
     """Return the color of each load, [rows, columns, 4]: half and twice the mean are as strong."""
-    known = np.nan_to_num(loads, nan=1.0)
-    strength = np.where(known < 1, 1 - known, np.log2(known.clip(1, MOST)) / math.log2(MOST))
+    loads = np.nan_to_num(loads, nan=1.0)
+    is_below_mean = loads < 1
+    strength_above = np.log2(loads.clip(1, MOST)) / math.log2(MOST)
+    opacity = np.where(is_below_mean, 1 - loads, strength_above)
     colors = np.empty((*loads.shape, 4), dtype=np.uint8)
-    colors[..., :3] = np.where((known < 1)[..., None], _BELOW, _ABOVE)
-    colors[..., 3] = (255 * strength).round()
+    colors[..., :3] = np.where(is_below_mean[..., None], _BELOW, _ABOVE)
+    colors[..., 3] = (255 * opacity).round()
     return colors
 
 

@@ -32,47 +32,47 @@ def make_page(runs: list[Run], *, x: X) -> str:
     bokeh_library = Resources(mode="inline", components=["bokeh"])
     options = configuration_rows(runs)
     event_kinds = {event.kind for run in runs for event in run.events if event.is_current}
-    page: str = (
-        jinja2.Environment(
-            loader=jinja2.FileSystemLoader(Path(__file__).parent),
-            autoescape=True,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        .get_template("page.html")
-        .render(
-            title=", ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs)} runs",
-            made=time.strftime("%Y-%m-%d %H:%M %Z"),
-            version=__version__,
-            library=bokeh_library.render_js() if panels else "",
-            script=script,
-            places=elements,
-            panels=panels,
-            max_points=MAX_POINTS,
-            thinned=any("low" in curve.points for panel in panels for curve in panel.curves),
-            runs=runs,
-            colors=COLORS,
-            x=x,
-            marks=[
-                (mark.symbol, mark.label) for kind, mark in MARKS.items() if kind in event_kinds
-            ],
-            summary=summary_rows(runs),
-            configuration=options,
-            # Two runs never share a folder, so a difference in output_dir is not worth showing.
-            differences=[
-                (name, values)
-                for name, values in options
-                if len(set(values)) > 1 and name != "output_dir"
-            ],
-            events=event_rows(runs),
-            expert_maps=[
-                (number, time_map(run.expert_loads), snapshot_maps(run.expert_loads))
-                for number, run in enumerate(runs)
-                if run.expert_loads
-            ],
-        )
+    # Two runs never share a folder, so a difference in output_dir is not worth showing.
+    differences = [
+        (name, values) for name, values in options if len(set(values)) > 1 and name != "output_dir"
+    ]
+    expert_maps = [
+        (run_index, time_map(run.expert_loads), snapshot_maps(run.expert_loads))
+        for run_index, run in enumerate(runs)
+        if run.expert_loads
+    ]
+    page: str = _load_page_template().render(
+        title=", ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs)} runs",
+        made=time.strftime("%Y-%m-%d %H:%M %Z"),
+        version=__version__,
+        library=bokeh_library.render_js() if panels else "",
+        script=script,
+        places=elements,
+        panels=panels,
+        max_points=MAX_POINTS,
+        thinned=any("low" in curve.points for panel in panels for curve in panel.curves),
+        runs=runs,
+        colors=COLORS,
+        x=x,
+        marks=[(mark.symbol, mark.label) for kind, mark in MARKS.items() if kind in event_kinds],
+        summary=summary_rows(runs),
+        configuration=options,
+        differences=differences,
+        events=event_rows(runs),
+        expert_maps=expert_maps,
     )
     return page
+
+
+def _load_page_template() -> jinja2.Template:
+    """Load the template of the page from the folder of this file."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html")
 
 
 def summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:

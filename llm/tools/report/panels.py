@@ -11,6 +11,9 @@ from llm.tools.report.runs import X_KEYS, Run, X
 MAX_POINTS = 2000
 """Maximum points per curve; with more reports, a point is the mean of several."""
 
+Points = dict[str, npt.NDArray[np.float64]]
+"""The columns of a curve by name."""
+
 COLORS = (
     ("#2463c9", "#73a7ff"),
     ("#cf4a12", "#ff9161"),
@@ -37,7 +40,7 @@ class Curve:
 
     run: int
     key: str
-    points: dict[str, npt.NDArray[np.float64]]
+    points: Points
 
     @property
     def is_average(self) -> bool:
@@ -122,21 +125,26 @@ def make_panels(runs: list[Run]) -> list[Panel]:
         key for key in keys if key not in known_keys and not key.startswith(_HIDDEN_PREFIXES)
     ]
     candidates = [*_KNOWN_PANELS, *map(_make_panel, other_keys)]
-    panels = []
-    for panel in sorted(candidates, key=lambda panel: _SECTIONS.index(panel.section)):
-        curves = [
-            _make_curve(run, key, run_index=index, panel=panel)
-            for key in panel.keys
-            for index, run in enumerate(runs)
-            if any(key in row for row in run.rows)
-        ]
-        values = np.concatenate([[], *(curve.points["y"] for curve in curves)])
-        values = values[np.isfinite(values)]
-        min_values = 20 if panel.from_half else 1
-        if len(values) >= min_values and set(values) != {_DEFAULT_VALUES.get(panel.name)}:
-            is_log = panel.log and min(values) > 0 and max(values) / 30 > min(values)
-            panels.append(dataclasses.replace(panel, curves=curves, log=is_log))
-    return panels
+    candidates.sort(key=lambda panel: _SECTIONS.index(panel.section))
+    panels = [_fill_panel(panel, runs) for panel in candidates]
+    return [panel for panel in panels if panel is not None]
+
+
+def _fill_panel(panel: Panel, runs: list[Run]) -> Panel | None:
+    """Return a panel with the curves of the runs; None if there is nothing to see in them."""
+    curves = [
+        _make_curve(run, key, run_index=index, panel=panel)
+        for key in panel.keys
+        for index, run in enumerate(runs)
+        if any(key in row for row in run.rows)
+    ]
+    values = np.concatenate([[], *(curve.points["y"] for curve in curves)])
+    values = values[np.isfinite(values)]
+    min_values = 20 if panel.from_half else 1
+    if len(values) < min_values or set(values) == {_DEFAULT_VALUES.get(panel.name)}:
+        return None
+    is_log = panel.log and min(values) > 0 and max(values) / 30 > min(values)
+    return dataclasses.replace(panel, curves=curves, log=is_log)
 
 
 def last_x_values(runs: list[Run]) -> dict[X, float]:
@@ -157,15 +165,10 @@ def unit_of_time(seconds: float) -> tuple[float, str]:
 
 def _make_panel(key: str) -> Panel:
     """Return the panel of a metric without a known one, such as a metric of `--eval_metrics`."""
-    name = "".join(letter if letter.isalnum() else "_" for letter in key)
+    name = _panel_name(key)
     label = key.removeprefix("eval_").replace("_", " ")
     if key.startswith(("eval_", "loss/")):
-        split = "Validation" if key.startswith("eval_") else "Training"
-        source = key.partition("loss/")[2]
-        title = f"{split} loss, {source}" if source else f"{split} {label}"
-        unit = _NATS if source else ""
-        ema_key = key.replace("eval_", "eval_ema_")
-        return Panel(name=name, title=title, keys=(key, ema_key), unit=unit, section="Loss")
+        return _make_loss_panel(key)
     if key.startswith("task_"):
         task, _, metric = key.removeprefix("task_").partition("/")
         return Panel(name=name, title=f"{task}: {metric}", keys=(key,), section="Tasks")
@@ -179,6 +182,25 @@ def _make_panel(key: str) -> Panel:
     return Panel(name=name, title=label, keys=(key,), section=section, log=True)
 
 
+def _make_loss_panel(key: str) -> Panel:
+    """Return the panel of the loss on one source, or of another metric of the validation text."""
+    split = "Validation" if key.startswith("eval_") else "Training"
+    _, _, source = key.partition("loss/")
+    metric = key.removeprefix("eval_").replace("_", " ")
+    return Panel(
+        name=_panel_name(key),
+        title=f"{split} loss, {source}" if source else f"{split} {metric}",
+        keys=(key, key.replace("eval_", "eval_ema_")),
+        unit=_NATS if source else "",
+        section="Loss",
+    )
+
+
+def _panel_name(key: str) -> str:
+    """Return the name of a metric's panel, which is also a file name."""
+    return "".join(letter if letter.isalnum() else "_" for letter in key)
+
+
 def _make_curve(run: Run, key: str, *, run_index: int, panel: Panel) -> Curve:
     """Return the curve of a metric, with at most `MAX_POINTS` points."""
     rows = [row for row in run.rows if key in row]
@@ -186,17 +208,21 @@ def _make_curve(run: Run, key: str, *, run_index: int, panel: Panel) -> Curve:
     if is_branch and panel.section != "System":  # its devices may differ
         parent_rows = [row for row in run.inherited_rows if key in row]
         rows = [*parent_rows[-1:], *rows]  # the curve continues its parent's curve
-    points: dict[str, npt.NDArray[np.float64]] = {
-        name: np.array([row[name] for row in rows]) for name in X_KEYS
-    }
+    points: Points = {name: np.array([row[name] for row in rows]) for name in X_KEYS}
     points["y"] = np.array([row[key] * panel.factor for row in rows])
-    bin_size = math.ceil(len(rows) / MAX_POINTS)
-    if bin_size > 1:
-        bins = {name: _bin_values(values, bin_size) for name, values in points.items()}
-        points = {name: bins[name].mean(axis=1).filled(math.nan) for name in bins}
-        points["low"] = bins["y"].min(axis=1).filled(math.nan)
-        points["high"] = bins["y"].max(axis=1).filled(math.nan)
-    return Curve(run=run_index, key=key, points=points)
+    return Curve(run=run_index, key=key, points=_thin_out(points))
+
+
+def _thin_out(points: Points) -> Points:
+    """Return at most `MAX_POINTS` points: means of several, with their `low` and `high`."""
+    bin_size = math.ceil(len(points["y"]) / MAX_POINTS)
+    if bin_size <= 1:
+        return points
+    bins = {name: _bin_values(values, bin_size) for name, values in points.items()}
+    means = {name: bins[name].mean(axis=1).filled(math.nan) for name in bins}
+    means["low"] = bins["y"].min(axis=1).filled(math.nan)
+    means["high"] = bins["y"].max(axis=1).filled(math.nan)
+    return means
 
 
 def _bin_values(values: npt.NDArray[np.float64], bin_size: int) -> np.ma.MaskedArray:

@@ -82,16 +82,7 @@ def write_report(options: ReportOptions, runs: list[Run]) -> list[Path]:
         ConfigError: A target has the wrong kind, or a package of the extra `report` is missing.
     """
     output = Path(options.output or runs[0].path / "report.html")
-    if output.is_dir():
-        raise ConfigError(f"--output {output} is a folder; name an HTML file.")
-    if output.exists():
-        with output.open("rb") as file:
-            is_page = _PAGE_TITLE in file.read(_HEAD_BYTES)
-        if not is_page:
-            raise ConfigError(
-                f"--output {output} exists and was not written by llm-trainers report; name "
-                "another file."
-            )
+    _check_replaceable_page(output)
     x: X = {"steps": "step", "tokens": "tokens", "time": "seconds"}[options.x]  # type: ignore[assignment]
     try:
         # Imported here so that --help and a wrong folder do not need the extra's packages.
@@ -108,3 +99,17 @@ def write_report(options: ReportOptions, runs: list[Run]) -> list[Path]:
     # The name of a folder may contain any bytes.
     write_whole(output, make_page(runs, x=x).encode(errors="replace"))
     return [output, *images]
+
+
+def _check_replaceable_page(path: Path) -> None:
+    """Refuse to replace a file that is not a page of this program."""
+    if path.is_dir():
+        raise ConfigError(f"--output {path} is a folder; name an HTML file.")
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        is_page = _PAGE_TITLE in file.read(_HEAD_BYTES)
+    if not is_page:
+        raise ConfigError(
+            f"--output {path} exists and was not written by llm-trainers report; name another file."
+        )

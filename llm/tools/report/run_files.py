@@ -94,42 +94,49 @@ def read_numbers(path: Path) -> Row:
 
 def read_metrics(path: Path) -> tuple[list[Row], int]:
     """Return the numbers of each step in metrics.jsonl, and the number of unreadable lines."""
-    lines = [
-        line if line is not None and is_count(line.get("step")) else None
-        for line in read_json_lines(path)
-    ]
-    if lines and lines[-1] is None:
-        lines.pop()  # a running or killed run may have written half a line
     row_by_step: dict[int, Row] = {}
-    for line in filter(None, lines):
-        row_by_step.setdefault(line["step"], {}).update(_numbers_of(line))
-    return [row_by_step[step] for step in sorted(row_by_step)], lines.count(None)
+    num_unreadable = 0
+    is_readable = True
+    for line in read_json_lines(path):
+        is_readable = line is not None and is_count(line.get("step"))
+        if line is not None and is_readable:
+            row_by_step.setdefault(line["step"], {}).update(_numbers_of(line))
+        else:
+            num_unreadable += 1
+    if not is_readable:
+        num_unreadable -= 1  # a running or killed run may have written half of the last line
+    return [row_by_step[step] for step in sorted(row_by_step)], num_unreadable
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the lines of events.jsonl that name an event; other lines are left out."""
     events = []
     for line in filter(None, read_json_lines(path)):
-        event = {
-            name: line[name]
-            for name, types in _EVENT_FIELDS.items()
-            if type(line.get(name)) in types
-            and (type(line[name]) is not int or is_count(line[name]))
-        }
+        event = {name: line[name] for name in _EVENT_FIELDS if _is_event_value(name, line)}
         # The step of a stop may be unknown, and is null then.
         if "event" in event and ("step" in event or line.get("step", 0) is None):
             events.append(event)
     return events
 
 
+def _is_event_value(name: str, line: dict[str, Any]) -> bool:
+    """Return whether a line of events.jsonl has a field, with a value that a run writes."""
+    value = line.get(name)
+    if type(value) is int and not is_count(value):
+        return False
+    return type(value) in _EVENT_FIELDS[name]
+
+
 def _numbers_of(record: dict[str, Any]) -> Row:
     """Return the numbers of a record by name, NaN for null and for those that are too large."""
-    return {
-        to_utf8(name): math.nan if value is None or not abs(value) < _MAX_NUMBER else float(value)
-        for name, value in record.items()
-        if (value is None or type(value) in (int, float))
-        and 0 < len(name.encode(errors="replace")) <= _MAX_NAME_BYTES
-    }
+    numbers = {}
+    for name, value in record.items():
+        is_number = value is None or type(value) in (int, float)
+        has_valid_name = 0 < len(name.encode(errors="replace")) <= _MAX_NAME_BYTES
+        if is_number and has_valid_name:
+            is_finite = value is not None and abs(value) < _MAX_NUMBER
+            numbers[to_utf8(name)] = float(value) if is_finite else math.nan
+    return numbers
 
 
 def _is_within_depth(value: Any, max_depth: int) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from llm.checkpoint.format import MEAN_FILE, checkpoint_step
+from llm.checkpoint.format import MEAN_FILE, Checkpoint, checkpoint_step
 from llm.checkpoint.load import list_checkpoints
 from llm.checkpoint.run_folder import RunFolder
 from llm.errors import ConfigError, one_line
@@ -142,6 +142,11 @@ def best_evaluation(rows: list[Row]) -> Evaluation | None:
 
 
 def _read_run(path: Path, name: str) -> Run:
+    """Read a run folder, or the folder of a mean of checkpoints.
+
+    Raises:
+        ConfigError: The folder is neither.
+    """
     from llm.tools.report.expert_loads import expert_loads  # here, since --help loads no library
 
     if not path.is_dir():
@@ -156,9 +161,10 @@ def _read_run(path: Path, name: str) -> Run:
     for key in ("tokens", "seconds"):
         _interpolate_missing(rows, key)
     event_lines = read_events(folder.events)
+    starts: list[dict[str, Any]] = [line for line in event_lines if line["event"] == "start"]
+
     config = read_table(path / "config.toml", tomllib.loads)
     status = read_table(path / "status.json", json.loads)
-    starts: list[dict[str, Any]] = [line for line in event_lines if line["event"] == "start"]
     tables = {"config.toml": config, "status.json": status}
     unread = [f"{name}/{file} could not be read." for file in tables if tables[file] is None]
     if num_unread:
@@ -185,25 +191,27 @@ def _collect_events(run: Run, lines: list[dict[str, Any]]) -> list[Event]:
         for checkpoint in list_checkpoints(RunFolder(run.path).checkpoints)
         if is_count(checkpoint.step)
     ]
-    first_step = run.origin.steps[0] if run.origin else 0
-    cooldown_from = None
-    if run.origin and is_count(run.config.get("cooldown_tokens")):
-        # A branch of a run in its cooldown continues the cooldown.
-        branch = (checkpoints[-1].metadata.get("branch") if checkpoints else None) or {}
-        cooldown_start = branch.get("cooldown_from", first_step)
-        cooldown_from = cooldown_start if is_count(cooldown_start) else None
     events = logged_events(lines, saved_steps={checkpoint.step for checkpoint in checkpoints})
     if (best := best_evaluation(run.rows)) is not None:
         text = f"lowest validation loss, {best.loss:.4f}"
         events.append(Event(kind="best", step=best.step, text=text))
-    last_step = run.rows[-1]["step"] if run.rows else 0
     return events + planned_events(
         run.config,
         run.start,
-        first_step=first_step,
-        last_step=last_step,
-        cooldown_from=cooldown_from,
+        first_step=run.origin.steps[0] if run.origin else 0,
+        last_step=run.rows[-1]["step"] if run.rows else 0,
+        cooldown_from=_cooldown_start(run, checkpoints),
     )
+
+
+def _cooldown_start(run: Run, checkpoints: Sequence[Checkpoint]) -> int | None:
+    """Return the steps done before the cooldown of a branch; None if it has none."""
+    if run.origin is None or not is_count(run.config.get("cooldown_tokens")):
+        return None
+    # A branch of a run in its cooldown continues the cooldown.
+    branch = (checkpoints[-1].metadata.get("branch") if checkpoints else None) or {}
+    step = branch.get("cooldown_from", run.origin.steps[0])
+    return step if is_count(step) else None
 
 
 def _mean_origin(record: dict[str, Any]) -> Origin | None:
@@ -241,12 +249,17 @@ def _read_mean(path: Path, name: str, origin: Origin) -> Run:
 def _with_inherited_rows(run: Run, runs: list[Run]) -> Run:
     """Return a run with the rows of its origin, taken from the other runs of the report."""
     inherited_rows = _inherited_rows(run, runs)
+    if not inherited_rows:
+        return run
     steps = [row["step"] for row in inherited_rows]
     rows = []
     for row in run.rows:
-        missing = [x for x in ("tokens", "seconds") if inherited_rows and math.isnan(row[x])]
-        values = {x: [inherited[x] for inherited in inherited_rows] for x in missing}
-        rows.append(row | {x: _interpolate_at(steps, values[x], row["step"]) for x in missing})
+        filled_row = dict(row)
+        for x in ("tokens", "seconds"):
+            if math.isnan(row[x]):
+                values = [inherited_row[x] for inherited_row in inherited_rows]
+                filled_row[x] = _interpolate_at(steps, values, row["step"])
+        rows.append(filled_row)
     return dataclasses.replace(run, rows=rows, inherited_rows=inherited_rows)
 
 
