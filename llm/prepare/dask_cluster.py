@@ -144,10 +144,7 @@ def connect(scheduler_file: str | None) -> Iterator[DaskCluster]:
         )
     if scheduler_file is not None and not Path(scheduler_file).is_file():
         raise ConfigError(f"--scheduler_file {scheduler_file} does not exist; start the scheduler.")
-    # What fails becomes a sentence here; the library would write tracebacks, too.
-    for name in ("asyncio", *logging.root.manager.loggerDict):  # each sets its level
-        if name.partition(".")[0] in ("asyncio", "distributed", "tornado"):
-            logging.getLogger(name).disabled = True
+    _silence_libraries()
     scheduler = f"--scheduler_file {scheduler_file}" if scheduler_file else f"{address}"
     connection = {"scheduler_file": scheduler_file} if scheduler_file else {"address": address}
     try:
@@ -168,6 +165,13 @@ def connect(scheduler_file: str | None) -> Iterator[DaskCluster]:
         ) from error
     finally:
         client.close(timeout=5)
+
+
+def _silence_libraries() -> None:
+    """Turn off the loggers of Dask: failures become sentences, and it would write tracebacks."""
+    for name in ("asyncio", *logging.root.manager.loggerDict):  # each sets its level
+        if name.partition(".")[0] in ("asyncio", "distributed", "tornado"):
+            logging.getLogger(name).disabled = True
 
 
 def _publish_encoding(encoding: Encoding, shards: list[Shard]) -> Path:

@@ -130,21 +130,31 @@ def assemble_output(
         **common,
     )
     if output.parts:
-        part_stats = [shard for shard in stats if shard.tokens]
-        digests = {
-            f"{number:05d}{suffix}": shard.checksums[suffix]
-            for number, shard in enumerate(part_stats)
-            for suffix in (".bin", ".idx")
-        }
-        tokens = [shard.tokens for shard in part_stats]
-        write_sidecar(joined, replace(sidecar, checksums=digests, part_tokens=tokens))
+        write_sidecar(joined, _describe_parts(sidecar, stats))
         return
     write_sidecar(joined, replace(sidecar, checksums=_pair_checksums(joined)))
     if output.row_bytes:
-        with open(add_suffix(joined, ".bytes"), "wb") as file:
-            for block in iterate_text_bytes(stems, _BLOCK_ENTRIES):
-                file.write(np.ascontiguousarray(block).data)
-            sync(file)
+        _write_row_bytes(stems, add_suffix(joined, ".bytes"))
+
+
+def _describe_parts(sidecar: Sidecar, stats: list[ShardStats]) -> Sidecar:
+    """Return a sidecar with the checksums and the tokens of each part; empty shards are none."""
+    part_stats = [shard for shard in stats if shard.tokens]
+    checksums_by_file = {
+        f"{part_index:05d}{suffix}": shard.checksums[suffix]
+        for part_index, shard in enumerate(part_stats)
+        for suffix in (".bin", ".idx")
+    }
+    part_tokens = [shard.tokens for shard in part_stats]
+    return replace(sidecar, checksums=checksums_by_file, part_tokens=part_tokens)
+
+
+def _write_row_bytes(stems: list[Path], path: Path) -> None:
+    """Write the UTF-8 bytes of each text of all shards to one file, and sync it."""
+    with open(path, "wb") as file:
+        for block in iterate_text_bytes(stems, _BLOCK_ENTRIES):
+            file.write(np.ascontiguousarray(block).data)
+        sync(file)
 
 
 def _common_sidecar_entries(
@@ -201,15 +211,6 @@ def join_shards(stems: Sequence[Path], prefix: Path, *, dtype: np.dtype[Any]) ->
         num_sequences += file.num_sequences
         num_documents += file.num_documents
     _join_ids(stems, add_suffix(prefix, ".bin"))
-
-    def document_table() -> Iterator[NDArray[Any]]:
-        yield np.zeros(1, "<i8")
-        first_sequence = 0
-        for file in _open_shards(stems):
-            for first in range(1, file.num_documents + 1, _BLOCK_ENTRIES):
-                yield first_sequence + file.documents[first : first + _BLOCK_ENTRIES]
-            first_sequence += file.num_sequences
-
     with open(add_suffix(prefix, ".idx"), "wb") as idx:
         write_index(
             idx,
@@ -217,7 +218,7 @@ def join_shards(stems: Sequence[Path], prefix: Path, *, dtype: np.dtype[Any]) ->
             num_sequences=num_sequences,
             num_documents=num_documents,
             lengths=lambda: _iterate_lengths(stems),
-            documents=document_table(),
+            documents=_iterate_document_ends(stems),
         )
         sync(idx)
 
@@ -232,6 +233,17 @@ def _iterate_lengths(stems: Iterable[Path]) -> Iterator[NDArray[Any]]:
     for file in _open_shards(stems):
         for first in range(0, file.num_sequences, _BLOCK_ENTRIES):
             yield file.lengths[first : first + _BLOCK_ENTRIES]
+
+
+def _iterate_document_ends(stems: Iterable[Path]) -> Iterator[NDArray[Any]]:
+    """Yield 0, and the index of the text after each document, in blocks."""
+    yield np.zeros(1, "<i8")
+    first_sequence = 0
+    for file in _open_shards(stems):
+        for first_document in range(1, file.num_documents + 1, _BLOCK_ENTRIES):
+            end_document = first_document + _BLOCK_ENTRIES
+            yield first_sequence + file.documents[first_document:end_document]
+        first_sequence += file.num_sequences
 
 
 def join_shuffled(stems: Sequence[Path], prefix: Path, *, dtype: np.dtype[Any], seed: int) -> None:
@@ -305,20 +317,20 @@ def _assemble_flat(stems: list[Path], output: Output, common: dict[str, Any]) ->
         [np.zeros(1, np.int64), *iterate_text_bytes(stems, _BLOCK_ENTRIES)]
     )
     byte_offsets = np.cumsum(bytes_by_text)
-    for split, first, end in (
-        ("val", 0, num_validation),
-        ("train", num_validation, num_documents),
-    ):
-        if first == end:
+    document_ranges = {"val": (0, num_validation), "train": (num_validation, num_documents)}
+    for split, (first_document, end_document) in document_ranges.items():
+        if first_document == end_document:
             continue
-        tokens = joined.tokens[joined.document_start(first) : joined.document_start(end)]
+        first_token = joined.document_start(first_document)
+        end_token = joined.document_start(end_document)
+        tokens = joined.tokens[first_token:end_token]
         path = folder / f"out.{split}.bin"
         with open(path, "wb") as file:
             tokens.tofile(file)
             sync(file)
-        first_text, end_text = joined.documents[[first, end]]
+        first_text, end_text = joined.documents[[first_document, end_document]]
         sidecar = Sidecar(
-            documents=end - first,
+            documents=end_document - first_document,
             tokens=int(tokens.size),
             text_bytes=int(byte_offsets[end_text] - byte_offsets[first_text]),
             largest_token=int(tokens.max(initial=0)),
@@ -342,19 +354,11 @@ def check_replaceable(output: Output, inputs: Iterable[Path]) -> None:
     remedy = f"move it away, or choose another {output.option}."
     if output.nanogpt and output.prefix.exists() and not output.prefix.is_dir():
         raise DataError(f"{output.prefix} is a file, and --format nanogpt needs a folder; {remedy}")
-    output_by_inode: dict[tuple[int, int], Path] = {}
-    for path in [path for prefix in output.names for path in output.existing(prefix)]:
+    existing_paths = [path for prefix in output.names for path in output.existing(prefix)]
+    for path in existing_paths:
         if path.is_dir():
             raise DataError(f"{path} is a folder, and a file is to be written there; {remedy}")
-        output_by_inode[path.stat().st_dev, path.stat().st_ino] = path
-    folder = output.folder.resolve()
-    for path in inputs:
-        replaced_file = output_by_inode.get((path.stat().st_dev, path.stat().st_ino))
-        if replaced_file is not None or path.resolve().is_relative_to(folder):
-            raise DataError(
-                f"{replaced_file or output.folder} would be replaced, and the input {path} with "
-                f"it; choose another {output.option}."
-            )
+    _check_inputs_outside(output, existing_paths, inputs)
     for prefix in output.names:
         try:
             read_sidecar(prefix)
@@ -370,6 +374,21 @@ def check_replaceable(output: Output, inputs: Iterable[Path]) -> None:
             )
 
 
+def _check_inputs_outside(
+    output: Output, existing_paths: Iterable[Path], inputs: Iterable[Path]
+) -> None:
+    """Refuse inputs among the files that an output replaces, or in the folder of its shards."""
+    path_by_inode = {(path.stat().st_dev, path.stat().st_ino): path for path in existing_paths}
+    folder = output.folder.resolve()
+    for path in inputs:
+        replaced_path = path_by_inode.get((path.stat().st_dev, path.stat().st_ino))
+        if replaced_path is not None or path.resolve().is_relative_to(folder):
+            raise DataError(
+                f"{replaced_path or output.folder} would be replaced, and the input {path} with "
+                f"it; choose another {output.option}."
+            )
+
+
 def stale_validation_files(output: Output) -> list[Path]:
     """Return the files of an earlier `val.bin`; an output without validation text removes them.
 
@@ -382,9 +401,8 @@ def stale_validation_files(output: Output) -> list[Path]:
     if not output.nanogpt or output.validation_percentage:
         return []
     prefix = output.prefix / "val"
-    stale_files = [
-        path for suffix in output.suffixes if (path := add_suffix(prefix, suffix)).exists()
-    ]
+    paths = [add_suffix(prefix, suffix) for suffix in output.suffixes]
+    stale_files = [path for path in paths if path.exists()]
     if not stale_files:
         return []
     fault = (
@@ -443,10 +461,11 @@ def publish_parts(stems: Sequence[Path], stats: Sequence[ShardStats], output: Ou
     add_suffix(output.folder / "out", ".json").replace(add_suffix(output.prefix, ".json"))
     part_stems = [stem for stem, shard in zip(stems, stats, strict=True) if shard.tokens]
     for part_index, stem in enumerate(part_stems):
+        prefix = part_prefix(output.prefix, part_index, len(part_stems))
         for suffix in (".bin", ".idx"):
-            path = add_suffix(part_prefix(output.prefix, part_index, len(part_stems)), suffix)
+            shard_path, part_path = stem.with_suffix(suffix), add_suffix(prefix, suffix)
             try:
-                os.link(stem.with_suffix(suffix), path)
+                os.link(shard_path, part_path)
             except OSError:  # a file system without links
-                stem.with_suffix(suffix).replace(path)
+                shard_path.replace(part_path)
     sync_folder(output.prefix.parent)

@@ -86,36 +86,28 @@ def make_token_files(job: TextJob) -> None:
     for source in sources:
         paths = source.files if job.text.paths else map(Path, job.files)
         source.files = {path: job.files[str(path)] for path in paths}
-    is_absent = job.text.split == "validation" and not sources[0].exists()
+    is_split_missing = job.text.split == "validation" and not sources[0].exists()
     check_unchanged(sources)
-    if is_absent:
+    if is_split_missing:
         (prefix.parent / "absent").touch()
         return
     num_bytes = [source.num_bytes for source in sources if source.num_bytes is not None]
     size_note = f" ({sum(num_bytes) / 1e6:,.1f} MB)" if num_bytes else ""
     logger.info(f"tokenizing {job.text.name}{size_note}")
-    prepare_files(
-        [
-            (
-                sources,
-                Output(
-                    prefix=prefix,
-                    overwrite=True,
-                    row_bytes=True,
-                    lock_seconds=2
-                    * _SHUTDOWN_SECONDS,  # by then, the process of a killed run has ended
-                    option="--data_cache_dir",
-                ),
-            )
-        ],
-        encoding=Encoding(
-            tokenizer=_load_tokenizer_copy(job.tokenizer, job.text.trust_remote_code),
-            end_token=job.end_token,
-            begin_token=job.begin_token,
-            dtype=np.dtype(job.dtype),
-        ),
-        workers=job.workers,
+    output = Output(
+        prefix=prefix,
+        overwrite=True,
+        row_bytes=True,
+        lock_seconds=2 * _SHUTDOWN_SECONDS,  # by then, the process of a killed run has ended
+        option="--data_cache_dir",
     )
+    encoding = Encoding(
+        tokenizer=_load_tokenizer_copy(job.tokenizer, job.text.trust_remote_code),
+        end_token=job.end_token,
+        begin_token=job.begin_token,
+        dtype=np.dtype(job.dtype),
+    )
+    prepare_files([(sources, output)], encoding=encoding, workers=job.workers)
 
 
 def _open_sources(job: TextJob) -> list[Source]:
@@ -124,14 +116,14 @@ def _open_sources(job: TextJob) -> list[Source]:
     if text.split is not None:
         from llm.prepare.text.hub import dataset_sources
 
-        splits = dataset_sources(
+        source_by_split = dataset_sources(
             text.name,
             text.config_name,
             text_column=text.text_column,
             trust_remote_code=text.trust_remote_code,
             splits=[text.split],
         )
-        return [splits[text.split]]
+        return [source_by_split[text.split]]
     from llm.prepare.text.sources import file_sources
 
     return file_sources(
@@ -148,18 +140,23 @@ def _load_tokenizer_copy(copy: TokenizerCopy, trust_remote_code: bool) -> TextTo
     Raises:
         ConfigError: The saved tokenizer cannot be loaded, or gives other ids.
     """
-    if copy.backend is not None:
-        from tokenizers import Tokenizer
+    if copy.backend is None:
+        return _load_saved_tokenizer(copy, trust_remote_code)
+    from tokenizers import Tokenizer
 
-        return TextTokenizer(
-            name=copy.name,
-            backend=Tokenizer.from_str(copy.backend),
-            encode_slow=None,
-            eos_token_id=copy.eos_token_id,
-            bos_token_id=copy.bos_token_id,
-            size=copy.size,
-            fingerprint=copy.fingerprint,
-        )
+    return TextTokenizer(
+        name=copy.name,
+        backend=Tokenizer.from_str(copy.backend),
+        encode_slow=None,
+        eos_token_id=copy.eos_token_id,
+        bos_token_id=copy.bos_token_id,
+        size=copy.size,
+        fingerprint=copy.fingerprint,
+    )
+
+
+def _load_saved_tokenizer(copy: TokenizerCopy, trust_remote_code: bool) -> TextTokenizer:
+    """Load a tokenizer in Python from the folder of its copy, and compare the fingerprint."""
     from llm.prepare.text_tokenizer import from_transformers
     from llm.tokenizers.load_tokenizer import load_tokenizer
     from llm.tokenizers.options import TokenizerOptions

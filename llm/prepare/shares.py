@@ -88,14 +88,7 @@ def find_share(rank: int | None, world_size: int | None, environ: Mapping[str, s
     """
     array_index = environ.get("PBS_ARRAY_INDEX")
     if rank is None and world_size is not None:
-        if array_index is None or not re.fullmatch(r"[0-9]{1,9}", array_index):
-            raise ConfigError("--world_size needs --rank outside of a PBS job array; give both.")
-        if int(array_index) >= world_size:
-            raise ConfigError(
-                f"PBS_ARRAY_INDEX is {array_index}, and --world_size {world_size} has ranks from 0 "
-                f"to {world_size - 1}; submit -J 0-{world_size - 1}, or give --rank too."
-            )
-        rank = int(array_index)
+        rank = _pbs_array_rank(array_index, world_size)
     if rank is not None and world_size is not None:
         if rank >= world_size:
             raise ConfigError(
@@ -120,6 +113,18 @@ def find_share(rank: int | None, world_size: int | None, environ: Mapping[str, s
             "--rank and --world_size."
         )
     return Share(rank=world.rank, world_size=world.world_size, is_launched=True)
+
+
+def _pbs_array_rank(array_index: str | None, world_size: int) -> int:
+    """Return the rank of a task of a PBS job array of this size."""
+    if array_index is None or not re.fullmatch(r"[0-9]{1,9}", array_index):
+        raise ConfigError("--world_size needs --rank outside of a PBS job array; give both.")
+    if int(array_index) >= world_size:
+        raise ConfigError(
+            f"PBS_ARRAY_INDEX is {array_index}, and --world_size {world_size} has ranks from 0 "
+            f"to {world_size - 1}; submit -J 0-{world_size - 1}, or give --rank too."
+        )
+    return int(array_index)
 
 
 def _slurm_array_share(environ: Mapping[str, str]) -> Share:
@@ -147,15 +152,7 @@ def share_provenance(folder: Path, provenance: Provenance) -> None:
     """
     plan_path = folder / "plan.json"
     if not plan_path.exists():
-        temporary_path = folder / f".plan.{uuid4().hex}"
-        temporary_path.write_text(json.dumps(provenance), encoding="utf-8")
-        try:
-            os.link(temporary_path, plan_path)  # fails if another rank has been faster
-            temporary_path.unlink()
-        except FileExistsError:
-            temporary_path.unlink()
-        except OSError:  # a file system without links
-            temporary_path.replace(plan_path)
+        _write_first(plan_path, json.dumps(provenance))
     try:
         recorded = json.loads(plan_path.read_text(encoding="utf-8"))
     except ValueError:
@@ -175,6 +172,19 @@ def share_provenance(folder: Path, provenance: Provenance) -> None:
     )
 
 
+def _write_first(path: Path, text: str) -> None:
+    """Write a file completely, unless another rank has been faster."""
+    temporary_path = path.with_name(f".plan.{uuid4().hex}")
+    temporary_path.write_text(text, encoding="utf-8")
+    try:
+        os.link(temporary_path, path)
+        temporary_path.unlink()
+    except FileExistsError:
+        temporary_path.unlink()
+    except OSError:  # a file system without links
+        temporary_path.replace(path)
+
+
 def mark_started(folder: Path, share: Share) -> None:
     """Record that a rank has started."""
     _start_marker(folder, share.rank, share).touch()
@@ -192,11 +202,9 @@ def wait_for_starts(folders: Sequence[Path], share: Share) -> None:
     """
     start_time = time.monotonic()
     is_logged = False
-    while share.is_launched and (absent := _absent_ranks(folders, share)):
+    while share.is_launched and (absent_ranks := _absent_ranks(folders, share)):
         wait_seconds = time.monotonic() - start_time
-        names = f"rank {', '.join(map(str, absent[:_MAX_NAMED_RANKS]))}"
-        if len(absent) > _MAX_NAMED_RANKS:
-            names += f" and {len(absent) - _MAX_NAMED_RANKS:,} others"
+        names = _name_ranks(absent_ranks)
         remedy = (
             "If no other process was started, as in the shell of `srun -n "
             f"{share.world_size} --pty bash`, add --rank 0 --world_size 1 to prepare the text alone"
@@ -207,6 +215,14 @@ def wait_for_starts(folders: Sequence[Path], share: Share) -> None:
             logger.warning(f"{share} waits for {names} to start. {remedy}.")
             is_logged = True
         time.sleep(_POLL_SECONDS)
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    """Return the first ranks in words, and how many others there are."""
+    names = f"rank {', '.join(map(str, ranks[:_MAX_NAMED_RANKS]))}"
+    if len(ranks) > _MAX_NAMED_RANKS:
+        names += f" and {len(ranks) - _MAX_NAMED_RANKS:,} others"
+    return names
 
 
 def _absent_ranks(folders: Sequence[Path], share: Share) -> list[int]:

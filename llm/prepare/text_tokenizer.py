@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from llm.errors import ConfigError
 from llm.tokenizers.load_tokenizer import (
@@ -119,20 +119,20 @@ def from_transformers(tokenizer: "PreTrainedTokenizerBase", name: str) -> TextTo
 def _load_without_transformers(files: TokenizerFiles, name: str) -> TextTokenizer | None:
     """Load a tokenizer; return None if transformers is needed, or can explain the error."""
     try:
-        backend_and_tokens = _read_backend(files)
+        loaded = _read_backend(files)
     except ConfigError:
         raise
     except Exception:  # a broken file; load_tokenizer explains the error
         return None
-    if backend_and_tokens is None:
+    if loaded is None:
         return None
-    backend, bos_token, eos_token = backend_and_tokens
+    backend = loaded.backend
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
     boundary_tokens = {
-        "bos_token_id": None if bos_token is None else backend.token_to_id(bos_token),
-        "eos_token_id": None if eos_token is None else backend.token_to_id(eos_token),
+        "bos_token_id": _find_id(backend, loaded.bos_token),
+        "eos_token_id": _find_id(backend, loaded.eos_token),
     }
     return TextTokenizer(
         name=name,
@@ -144,38 +144,68 @@ def _load_without_transformers(files: TokenizerFiles, name: str) -> TextTokenize
     )
 
 
-def _read_backend(files: TokenizerFiles) -> "tuple[Tokenizer, str | None, str | None] | None":
-    """Return a backend and the tokens that begin and end a text."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+class _LoadedBackend(NamedTuple):
+    """A tokenizer of the library, and the names of the tokens that begin and end a text."""
 
-    if files.kind == "pair":  # as transformers' GPT2Tokenizer
-        affixes = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
-        backend = Tokenizer(models.BPE.from_file(files.name, files.merges_file, **affixes))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        backend.add_tokens([AddedToken(_END_OF_TEXT, special=True)])
-        return backend, _END_OF_TEXT, _END_OF_TEXT
+    backend: "Tokenizer"
+    bos_token: str | None
+    eos_token: str | None
+
+
+def _find_id(backend: "Tokenizer", token: str | None) -> int | None:
+    return None if token is None else backend.token_to_id(token)
+
+
+def _read_backend(files: TokenizerFiles) -> _LoadedBackend | None:
+    """Read a tokenizer without transformers; None if transformers could add or change anything."""
+    if files.kind == "pair":
+        return _read_pair(files.name, files.merges_file)
     if files.kind == "model":
         model = convert_sentencepiece(Path(files.name))
         special_tokens = model.special_tokens
-        return model.backend, special_tokens.get("bos_token"), special_tokens.get("eos_token")
-    file = Path(files.name)
-    config: dict[str, str] = {}
-    if files.kind == "named":
-        folder, file = file, file / "tokenizer.json"
-        if any((folder / file_name).exists() for file_name in _TRANSFORMERS_FILES):
-            return None
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        if (
-            config.get("tokenizer_class") not in _UNCHANGED_CLASSES
-            or not config.keys() <= _IGNORED_CONFIG_KEYS
-        ):
-            return None
-    backend = Tokenizer.from_file(str(file))
-    id_by_token = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
-    named_tokens = [token for key, token in config.items() if key.endswith("_token")]
-    padding_tokens = [backend.padding["pad_token"]] if backend.padding else []
-    if not {*named_tokens, *padding_tokens} <= id_by_token.keys():  # transformers would add them
+        return _LoadedBackend(
+            model.backend, special_tokens.get("bos_token"), special_tokens.get("eos_token")
+        )
+    if files.kind == "file":
+        return _read_tokenizer_json(Path(files.name), config=None)
+    folder = Path(files.name)
+    if any((folder / file_name).exists() for file_name in _TRANSFORMERS_FILES):
         return None
-    eos_token = find_end_of_text(id_by_token) if files.kind == "file" else config.get("eos_token")
-    return backend, config.get("bos_token"), eos_token
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    is_unchanged = config.get("tokenizer_class") in _UNCHANGED_CLASSES
+    if not is_unchanged or not config.keys() <= _IGNORED_CONFIG_KEYS:
+        return None
+    return _read_tokenizer_json(folder / "tokenizer.json", config)
+
+
+def _read_pair(vocab_file: str, merges_file: str) -> _LoadedBackend:
+    """Read GPT-2's two files as transformers' GPT2Tokenizer does."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    affixes = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
+    backend = Tokenizer(models.BPE.from_file(vocab_file, merges_file, **affixes))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(_END_OF_TEXT, special=True)])
+    return _LoadedBackend(backend, _END_OF_TEXT, _END_OF_TEXT)
+
+
+def _read_tokenizer_json(path: Path, config: dict[str, str] | None) -> _LoadedBackend | None:
+    """Read a tokenizer.json; None if transformers would add a token to it.
+
+    Args:
+        path: The file.
+        config: The tokenizer_config.json next to it; None without one.
+    """
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_file(str(path))
+    id_by_token = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
+    required_tokens = [token for key, token in (config or {}).items() if key.endswith("_token")]
+    if backend.padding:
+        required_tokens.append(backend.padding["pad_token"])
+    if not id_by_token.keys() >= set(required_tokens):  # transformers would add them
+        return None
+    if config is None:
+        return _LoadedBackend(backend, None, find_end_of_text(id_by_token))
+    return _LoadedBackend(backend, config.get("bos_token"), config.get("eos_token"))

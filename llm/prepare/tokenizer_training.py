@@ -50,33 +50,10 @@ def train_huggingface(
     """
     os.environ["RAYON_NUM_THREADS"] = str(num_threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-
-    trainer_options: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "special_tokens": [END_OF_TEXT],
-        "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(),
-        "show_progress": False,
-    }
-    trainer: Any
-    if model_type == "bpe":
-        tokenizer = Tokenizer(models.BPE())
-        # A pair that occurs only once does not become a token.
-        trainer = trainers.BpeTrainer(min_frequency=2, **trainer_options)
-    else:
-        logger.warning(
-            "The tokenizers library trains a slightly different unigram model each time; "
-            "--library sentencepiece trains the same one."
-        )
-        tokenizer = Tokenizer(models.Unigram())
-        trainer = trainers.UnigramTrainer(**trainer_options)
-    tokenizer.pre_tokenizer = byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if split_digits:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    if normalization != "identity":
-        tokenizer.normalizer = {"nfc": normalizers.NFC, "nfkc": normalizers.NFKC}[normalization]()
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = _make_untrained_tokenizer(
+        model_type, normalization=normalization, split_digits=split_digits
+    )
+    trainer = _make_trainer(model_type, vocab_size)
     tokenizer.train_from_iterator(iter(texts), trainer)
     size = tokenizer.get_vocab_size()
     if size < vocab_size:
@@ -84,6 +61,43 @@ def train_huggingface(
             f"The text fills only {size:,} of the {vocab_size:,} tokens of --vocab_size."
         )
     return tokenizer
+
+
+def _make_untrained_tokenizer(
+    model_type: str, *, normalization: str, split_digits: bool
+) -> "Tokenizer":
+    """Make a byte-level tokenizer without a vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE() if model_type == "bpe" else models.Unigram())
+    tokenizer.pre_tokenizer = byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if split_digits:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    if normalization != "identity":
+        tokenizer.normalizer = {"nfc": normalizers.NFC, "nfkc": normalizers.NFKC}[normalization]()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _make_trainer(model_type: str, vocab_size: int) -> Any:
+    """Make the library's trainer of a byte-level vocabulary."""
+    from tokenizers import pre_tokenizers, trainers
+
+    trainer_options: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "special_tokens": [END_OF_TEXT],
+        "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(),
+        "show_progress": False,
+    }
+    if model_type == "bpe":
+        # A pair that occurs only once does not become a token.
+        return trainers.BpeTrainer(min_frequency=2, **trainer_options)
+    logger.warning(
+        "The tokenizers library trains a slightly different unigram model each time; "
+        "--library sentencepiece trains the same one."
+    )
+    return trainers.UnigramTrainer(**trainer_options)
 
 
 def train_sentencepiece(

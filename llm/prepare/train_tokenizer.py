@@ -160,12 +160,7 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
     )
     output = Path(str(options.output_dir))
     sources = text_sources(options.input, text_column=options.text_column)
-    for path in (path for source in sources for path in source.files):
-        if path.resolve().is_relative_to(output.resolve()):
-            raise ConfigError(
-                f"--input {path} is in --output_dir {output}, which would replace it; name another "
-                "folder."
-            )
+    _check_inputs_outside(output, [path for source in sources for path in source.files])
     texts = TrainingTexts(
         sources,
         lines=options.library == "sentencepiece",
@@ -186,12 +181,7 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
             raise
         summary = _describe_result(temporary_folder, texts)
         check_output(output, overwrite=options.overwrite)  # again, because training may take hours
-        replaced_folder = temporary_folder.with_suffix(".replaced")
-        if output.exists():
-            output.rename(replaced_folder)
-        temporary_folder.rename(output)
-        if replaced_folder.is_dir():
-            shutil.rmtree(replaced_folder)
+        _publish_folder(temporary_folder, output)
     except OSError as error:
         raise ConfigError(
             f"--output_dir {output} cannot be written: {error.strerror or error}."
@@ -199,6 +189,26 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
     finally:
         shutil.rmtree(temporary_folder, ignore_errors=True)
     logger.info(f"{summary}, {time.monotonic() - start_time:.1f} s | {output}")
+
+
+def _check_inputs_outside(output: Path, input_files: Sequence[Path]) -> None:
+    """Refuse texts in the folder that the tokenizer would replace."""
+    for path in input_files:
+        if path.resolve().is_relative_to(output.resolve()):
+            raise ConfigError(
+                f"--input {path} is in --output_dir {output}, which would replace it; name another "
+                "folder."
+            )
+
+
+def _publish_folder(temporary_folder: Path, output: Path) -> None:
+    """Rename a finished folder to its final name, and remove the one that it replaces."""
+    replaced_folder = temporary_folder.with_suffix(".replaced")
+    if output.exists():
+        output.rename(replaced_folder)
+    temporary_folder.rename(output)
+    if replaced_folder.is_dir():
+        shutil.rmtree(replaced_folder)
 
 
 def _remove_leftovers(output: Path) -> None:
@@ -257,8 +267,11 @@ def check_output(output: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ConfigError(f"--output_dir {output} exists already; pass --overwrite to replace it.")
-    names = {path.name for path in output.iterdir()} if output.is_dir() else {output.name}
-    if other_files := sorted(names - _TOKENIZER_FILES if output.is_dir() else names):
+    if output.is_dir():
+        other_files = sorted({path.name for path in output.iterdir()} - _TOKENIZER_FILES)
+    else:
+        other_files = [output.name]
+    if other_files:
         raise ConfigError(
             f"--output_dir {output} holds more than a tokenizer from here ({other_files[0]}), so "
             "--overwrite does not replace it; name another folder."

@@ -93,12 +93,7 @@ def verify(path: Path) -> list[str]:
             check_parts(token_file, sidecar)
     except DataError as error:
         return [*faults, str(error)]
-    parts = [token_file] if isinstance(token_file, TokenFile) else []
-    if isinstance(token_file, TokenFileParts):
-        parts = token_file.parts
-    for part in parts:
-        index = add_suffix(part.prefix, ".idx")
-        faults += [f"{index} {fault}." for fault in part.index_faults(sample=False)]
+    faults += _find_index_faults(token_file)
     if token_file.num_tokens == 0:
         faults.append(f"{add_suffix(prefix, '.bin')} is empty: it contains no tokens.")
     if sidecar is not None:
@@ -109,35 +104,60 @@ def verify(path: Path) -> list[str]:
 def _find_changed_bytes(prefix: Path, sidecar: Sidecar) -> list[str]:
     """Compare the files with the checksums of their sidecar; return a sentence for each fault."""
     faults: list[str] = []
-    path_by_key = {kind: add_suffix(prefix, f".{kind}") for kind in ("bin", "idx")}
-    if num_parts := len(sidecar.part_tokens):
-        path_by_key = {
-            f"{number:05d}.{kind}": add_suffix(part_prefix(prefix, number, num_parts), f".{kind}")
-            for number in range(num_parts)
-            for kind in ("bin", "idx")
-        }
-    for key, path in path_by_key.items():
+    for key, path in _files_by_key(prefix, num_parts=len(sidecar.part_tokens)).items():
         expected = sidecar.checksums.get(key)
-        if expected is None:
-            if path.exists():
-                faults.append(f"{prefix}.json has no checksums of {path}.")
-            continue
-        try:
-            actual = checksums(path)
-        except DataError as error:
-            faults.append(str(error))
-            continue
-        size = path.stat().st_size
-        for chunk, digest in enumerate(actual):
-            if expected[chunk : chunk + 1] != [digest]:
-                start, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, size)
-                faults.append(
-                    f"{path}: somewhere in the bytes {start:,} to {end - 1:,} it has changed "
-                    "since it was written."
-                )
-        if len(actual) < len(expected):
-            faults.append(f"{path} ends after {size:,} bytes; it was longer when it was written.")
+        if expected is not None:
+            faults += _compare_checksums(path, expected)
+        elif path.exists():
+            faults.append(f"{prefix}.json has no checksums of {path}.")
     return faults
+
+
+def _files_by_key(prefix: Path, *, num_parts: int) -> dict[str, Path]:
+    """Return the files of a prefix by their keys in a sidecar; `num_parts` is 0 for one file."""
+    kinds = ("bin", "idx")
+    if not num_parts:
+        return {kind: add_suffix(prefix, f".{kind}") for kind in kinds}
+    path_by_key: dict[str, Path] = {}
+    for part_index in range(num_parts):
+        part = part_prefix(prefix, part_index, num_parts)
+        path_by_key |= {f"{part_index:05d}.{kind}": add_suffix(part, f".{kind}") for kind in kinds}
+    return path_by_key
+
+
+def _compare_checksums(path: Path, expected: list[str]) -> list[str]:
+    """Return a sentence for each chunk of a file with another checksum."""
+    try:
+        actual = checksums(path)
+    except DataError as error:
+        return [str(error)]
+    faults = []
+    size = path.stat().st_size
+    for chunk_index, digest in enumerate(actual):
+        if expected[chunk_index : chunk_index + 1] != [digest]:
+            start = chunk_index * CHUNK_BYTES
+            end = min(start + CHUNK_BYTES, size)
+            faults.append(
+                f"{path}: somewhere in the bytes {start:,} to {end - 1:,} it has changed "
+                "since it was written."
+            )
+    if len(actual) < len(expected):
+        faults.append(f"{path} ends after {size:,} bytes; it was longer when it was written.")
+    return faults
+
+
+def _find_index_faults(token_file: AnyTokenFile) -> list[str]:
+    """Return a sentence for each fault in the tables of the indices; reads them completely."""
+    parts: list[TokenFile] = []
+    if isinstance(token_file, TokenFile):
+        parts = [token_file]
+    elif isinstance(token_file, TokenFileParts):
+        parts = token_file.parts
+    return [
+        f"{add_suffix(part.prefix, '.idx')} {fault}."
+        for part in parts
+        for fault in part.index_faults(sample=False)
+    ]
 
 
 def _compare_sidecar(token_file: AnyTokenFile, sidecar: Sidecar) -> list[str]:

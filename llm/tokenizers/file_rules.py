@@ -34,20 +34,12 @@ def restore_file_rules(
         `PreTrainedTokenizerFast` with the special tokens of the first.
     """
     from transformers import PreTrainedTokenizerFast
-    from transformers.utils import cached_file
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     is_library_class = type(tokenizer).__module__.startswith("transformers.")
     if backend is None or not is_library_class or type(tokenizer) is PreTrainedTokenizerFast:
         return tokenizer
-    tokenizer_json = cached_file(
-        name,
-        "tokenizer.json",
-        local_files_only=True,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    if tokenizer_json is None:
+    if not _has_tokenizer_json(name):
         return tokenizer
     generic_tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(
         name, local_files_only=True
@@ -64,6 +56,20 @@ def restore_file_rules(
         f"{type(tokenizer).__name__} would replace some of them and could give other ids."
     )
     return generic_tokenizer
+
+
+def _has_tokenizer_json(name: str) -> bool:
+    """Return whether a folder, or the Hub's cache of a repository, has a tokenizer.json."""
+    from transformers.utils import cached_file
+
+    path = cached_file(
+        name,
+        "tokenizer.json",
+        local_files_only=True,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return path is not None
 
 
 def _id_rules(backend: "Tokenizer") -> Any:

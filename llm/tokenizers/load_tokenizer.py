@@ -5,6 +5,7 @@ import json
 import logging
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -88,25 +89,25 @@ def locate_tokenizer(
 def _locate_in_folder(folder: Path) -> TokenizerFiles:
     """Find the tokenizer in a folder; the kind of its files decides if none names a class."""
     models = sorted(folder.glob("*.model"))
-    if not models and not any(
-        (folder / file_name).is_file() for file_name in _TOKENIZER_FILE_NAMES
-    ):
+    if not models and not _has_any_file(folder, _TOKENIZER_FILE_NAMES):
         raise ConfigError(
             f"The folder {folder} holds no tokenizer (tokenizer.json, tokenizer_config.json, a "
             "SentencePiece .model, or vocab.json with merges.txt): set --tokenizer_name to one "
             "that does."
         )
-    if not any(
-        (folder / file_name).is_file() for file_name in ("tokenizer_config.json", "config.json")
-    ):
-        # No file names a class, so the kind of the files decides.
-        if (folder / "tokenizer.json").is_file():
-            return TokenizerFiles(kind="file", name=str(folder / "tokenizer.json"))
-        if (folder / "merges.txt").is_file():
-            return _locate_pair(str(folder / "vocab.json"), str(folder / "merges.txt"))
-        if len(models) == 1:
-            return TokenizerFiles(kind="model", name=str(models[0]))
+    if _has_any_file(folder, ("tokenizer_config.json", "config.json")):  # which name a class
+        return TokenizerFiles(kind="named", name=str(folder))
+    if (folder / "tokenizer.json").is_file():
+        return TokenizerFiles(kind="file", name=str(folder / "tokenizer.json"))
+    if (folder / "merges.txt").is_file():
+        return _locate_pair(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    if len(models) == 1:
+        return TokenizerFiles(kind="model", name=str(models[0]))
     return TokenizerFiles(kind="named", name=str(folder))
+
+
+def _has_any_file(folder: Path, names: Sequence[str]) -> bool:
+    return any((folder / name).is_file() for name in names)
 
 
 def _locate_pair(vocab_file: str | None, merges_file: str | None) -> TokenizerFiles:
@@ -150,29 +151,16 @@ def load_tokenizer(
         ConfigError: Nothing was named, a file is missing or broken, or the Hub cannot be reached.
     """
     files = locate_tokenizer(options, model_name_or_path=model_name_or_path)
-    # Imported late: the fast path of `fast.load_text_tokenizer` does not need it.
-    import transformers
-
-    tokenizer: PreTrainedTokenizerBase
     if files.kind == "model":
         tokenizer = _convert_sentencepiece(files.name)
     else:
         try:
-            if files.kind == "pair":
-                tokenizer = transformers.GPT2Tokenizer(vocab=files.name, merges=files.merges_file)
-            elif files.kind == "file":
-                tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=files.name)
-                tokenizer.eos_token = find_end_of_text(tokenizer.get_added_vocab())
-            else:
-                if not (local_files_only or Path(files.name).exists()):
-                    logger.info(f"asking the Hugging Face Hub for the tokenizer {files.name}")
-                tokenizer = transformers.AutoTokenizer.from_pretrained(
-                    files.name,
-                    use_fast=not options.use_slow_tokenizer,
-                    trust_remote_code=trust_remote_code,
-                    local_files_only=local_files_only,
-                )
-                tokenizer = restore_file_rules(tokenizer, files.name)
+            tokenizer = _read_files(
+                files,
+                use_fast=not options.use_slow_tokenizer,
+                trust_remote_code=trust_remote_code,
+                local_files_only=local_files_only,
+            )
         except Exception as error:  # the libraries raise many types of errors
             raise ConfigError(_explain_error(files, error, local_files_only)) from error
     # A setting of this call, which `save_pretrained` would write into the copies of the tokenizer.
@@ -184,6 +172,39 @@ def load_tokenizer(
         backend.no_truncation()
         backend.no_padding()
     return tokenizer
+
+
+def _read_files(
+    files: TokenizerFiles, *, use_fast: bool, trust_remote_code: bool, local_files_only: bool
+) -> "PreTrainedTokenizerBase":
+    """Read a tokenizer by transformers' class for its files.
+
+    Args:
+        files: The files; not of the kind `model`.
+        use_fast: Whether to prefer the tokenizer in Rust.
+        trust_remote_code: Run the Python code that comes with a tokenizer.
+        local_files_only: Do not ask the Hub.
+    """
+    # Imported late: `text_tokenizer.load_text_tokenizer` rarely needs it.
+    import transformers
+
+    tokenizer: PreTrainedTokenizerBase
+    if files.kind == "pair":
+        tokenizer = transformers.GPT2Tokenizer(vocab=files.name, merges=files.merges_file)
+        return tokenizer
+    if files.kind == "file":
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=files.name)
+        tokenizer.eos_token = find_end_of_text(tokenizer.get_added_vocab())
+        return tokenizer
+    if not (local_files_only or Path(files.name).exists()):
+        logger.info(f"asking the Hugging Face Hub for the tokenizer {files.name}")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        files.name,
+        use_fast=use_fast,
+        trust_remote_code=trust_remote_code,
+        local_files_only=local_files_only,
+    )
+    return restore_file_rules(tokenizer, files.name)
 
 
 def _convert_sentencepiece(path: str) -> "PreTrainedTokenizerBase":

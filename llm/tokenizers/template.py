@@ -28,6 +28,17 @@ def match_training_template(tokenizer: "PreTrainedTokenizerBase", begin_token: i
     begin_ids = [] if begin_token is None else [begin_token]
     if template_ids == begin_ids + plain_ids:
         return
+    _set_template(tokenizer, begin_ids)
+    template_tokens = _name_tokens(tokenizer, set(template_ids) - set(plain_ids))
+    training_tokens = _name_tokens(tokenizer, set(begin_ids))
+    logger.info(
+        f"The tokenizer's template adds {template_tokens} to a text. Training adds "
+        f"{training_tokens}, and so do prompts, tasks and the exported tokenizer."
+    )
+
+
+def _set_template(tokenizer: "PreTrainedTokenizerBase", begin_ids: list[int]) -> None:
+    """Make the template add these ids to the beginning of a text, or of a pair of texts."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         tokenizer.build_inputs_with_special_tokens = lambda ids, pair=None: [
@@ -35,18 +46,17 @@ def match_training_template(tokenizer: "PreTrainedTokenizerBase", begin_token: i
             *ids,
             *(pair or []),
         ]
-    else:
-        from tokenizers.processors import TemplateProcessing
+        return
+    from tokenizers.processors import TemplateProcessing
 
-        names = tokenizer.convert_ids_to_tokens(begin_ids)
-        single, pair = ([*names, *texts] for texts in (["$A"], ["$A", "$B"]))
-        tokens = list(zip(names, begin_ids, strict=True))
-        backend.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=tokens)
-    template_tokens, training_tokens = (
-        ", ".join(tokenizer.convert_ids_to_tokens(sorted(ids))) or "nothing"
-        for ids in (set(template_ids) - set(plain_ids), set(begin_ids))
+    names = tokenizer.convert_ids_to_tokens(begin_ids)
+    backend.post_processor = TemplateProcessing(
+        single=[*names, "$A"],
+        pair=[*names, "$A", "$B"],
+        special_tokens=list(zip(names, begin_ids, strict=True)),
     )
-    logger.info(
-        f"The tokenizer's template adds {template_tokens} to a text. Training adds "
-        f"{training_tokens}, and so do prompts, tasks and the exported tokenizer."
-    )
+
+
+def _name_tokens(tokenizer: "PreTrainedTokenizerBase", ids: set[int]) -> str:
+    """Return the names of tokens, for the log."""
+    return ", ".join(tokenizer.convert_ids_to_tokens(sorted(ids))) or "nothing"

@@ -76,32 +76,38 @@ class _DatasetLoader:
     def splits(self) -> dict[str, Any]:
         """Return the `datasets.Dataset` of each split."""
         if self._splits is None:
-            import datasets
-            from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
-
-            if self.folder is None and self.name in _PACKAGED_DATASETS_MODULES:
-                raise DataError(
-                    f"--dataset_name {self.name} is a file format of the `datasets` library, not a "
-                    "data set, and the folder does not exist; check the path."
-                )
-            logger.info(f"loading the data set {self.name}")
-            shows_progress = datasets.is_progress_bar_enabled()
-            datasets.disable_progress_bars()
-            try:
-                with self.explain_dataset_errors():
-                    dataset = self._load_dataset()
-            finally:
-                if shows_progress:
-                    datasets.enable_progress_bars()
-            is_one_split = isinstance(dataset, datasets.Dataset | datasets.IterableDataset)
-            self._splits = {"train": dataset} if is_one_split else dict(dataset)
-            # A data set that is already on the disk is not streamed.
-            self.streaming = all(
-                isinstance(split, datasets.IterableDataset) for split in self._splits.values()
-            )
+            self._splits = self._load_splits()
         return self._splits
 
+    def _load_splits(self) -> dict[str, Any]:
+        """Load the data set without progress bars; note whether its splits are streamed."""
+        import datasets
+        from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+        if self.folder is None and self.name in _PACKAGED_DATASETS_MODULES:
+            raise DataError(
+                f"--dataset_name {self.name} is a file format of the `datasets` library, not a "
+                "data set, and the folder does not exist; check the path."
+            )
+        logger.info(f"loading the data set {self.name}")
+        shows_progress = datasets.is_progress_bar_enabled()
+        datasets.disable_progress_bars()
+        try:
+            with self.explain_dataset_errors():
+                dataset = self._load_dataset()
+        finally:
+            if shows_progress:
+                datasets.enable_progress_bars()
+        is_one_split = isinstance(dataset, datasets.Dataset | datasets.IterableDataset)
+        splits = {"train": dataset} if is_one_split else dict(dataset)
+        # A data set that is already on the disk is not streamed.
+        self.streaming = all(
+            isinstance(split, datasets.IterableDataset) for split in splits.values()
+        )
+        return splits
+
     def _load_dataset(self) -> Any:
+        """Load the data set from the Hub, or from the folder of `save_to_disk`."""
         import datasets
 
         if self.folder is None:

@@ -34,29 +34,44 @@ def json_lines(chunk: FileChunk) -> Iterator[list[str]]:
         column = _choose_record_column(
             _first_records(chunk.path), chunk.path, log_choice=chunk.start == 0
         )
-    line_number = 0
+    num_preceding_lines = 0
     for block in chunk.line_blocks():
-        texts: list[str] = []
-        view, start = memoryview(block), 0  # a view, so that slices are not copied
-        while start < len(block):
-            end = block.find(b"\n", start)
-            end = len(block) if end < 0 else end
-            line_number += 1
-            # Fast path for nearly all lines; the others take the slow path below.
-            try:
-                text = orjson.loads(view[start:end])[column]
-            except (orjson.JSONDecodeError, KeyError, TypeError):
-                text = None
-            if type(text) is str:
-                texts.append(text)
-            elif raw := block[start:end].strip():
-                try:
-                    texts.append(_extract_text(_parse_line(raw), column))
-                except DataError as error:
-                    chunk.on_bad_record(chunk.error(line_number, str(error)))
-            start = end + 1
+        texts = _read_block(chunk, block, column, num_preceding_lines)
+        num_preceding_lines += block.count(b"\n")
         if texts:
             yield texts
+
+
+def _read_block(chunk: FileChunk, block: bytes, column: str, num_preceding_lines: int) -> list[str]:
+    """Return the texts of a block of whole lines; report lines that are bad records.
+
+    Args:
+        chunk: The file, for messages.
+        block: The lines.
+        column: The key of the text.
+        num_preceding_lines: Lines of the chunk before the block.
+    """
+    texts: list[str] = []
+    line_number = num_preceding_lines
+    view, start = memoryview(block), 0  # a view, so that slices are not copied
+    while start < len(block):
+        end = block.find(b"\n", start)
+        end = len(block) if end < 0 else end
+        line_number += 1
+        # Fast path for nearly all lines; the others take the slow path below.
+        try:
+            text = orjson.loads(view[start:end])[column]
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            text = None
+        if type(text) is str:
+            texts.append(text)
+        elif raw := block[start:end].strip():
+            try:
+                texts.append(_extract_text(_parse_line(raw), column))
+            except DataError as error:
+                chunk.on_bad_record(chunk.error(line_number, str(error)))
+        start = end + 1
+    return texts
 
 
 def _first_records(path: Path) -> Iterator[Any]:
@@ -80,20 +95,18 @@ def _choose_record_column(records: Iterable[Any], path: Path, *, log_choice: boo
                 values_by_column.setdefault(name, []).append(value)
     if not values_by_column:  # reading the records reports what is wrong
         return "text"
+    text_columns, null_columns = [], []
+    for name, values in values_by_column.items():
+        if any(isinstance(value, str) for value in values):
+            text_columns.append(name)
+        elif all(value is None for value in values):
+            null_columns.append(name)
     return choose_column(
         list(values_by_column),
         None,
         path,
-        texts=[
-            name
-            for name, values in values_by_column.items()
-            if any(isinstance(value, str) for value in values)
-        ],
-        nulls=[
-            name
-            for name, values in values_by_column.items()
-            if all(value is None for value in values)
-        ],
+        texts=text_columns,
+        nulls=null_columns,
         records=f"in the first {_NUM_COLUMN_RECORDS} records",
         log_choice=log_choice,
     )
@@ -138,31 +151,46 @@ def json_records(chunk: FileChunk) -> Iterator[list[str]]:
     An array is read as a whole.
     """
     path = chunk.path
-    block_starts = (block.removeprefix(BOM).lstrip()[:1] for block in FileChunk(path=path).blocks())
-    if next(filter(None, block_starts), b"") != b"[":
+    if not _holds_array(path):
         yield from json_lines(chunk)
         return
-    content = b"".join(chunk.blocks()).removeprefix(BOM)
-    try:
-        records = _parse_json(content.decode())
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: byte {error.start + 1} is not UTF-8; convert the file to UTF-8."
-        ) from error
-    except json.JSONDecodeError as error:
-        # In an array with broken syntax, single records cannot be skipped.
-        raise DataError(
-            f"{path}, line {error.lineno}: malformed JSON, {error.msg} (column {error.colno}); "
-            "mend the array, or write each of its records on a line of a .jsonl file."
-        ) from error
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
-    column = (
-        _choose_record_column(records, path) if chunk.text_column is None else chunk.text_column
-    )
+    records = _parse_array(path, b"".join(chunk.blocks()).removeprefix(BOM))
+    column = chunk.text_column
+    if column is None:
+        column = _choose_record_column(records, path)
     yield from record_batches(
         records,
         lambda number: f"{path}, record {number}",
         chunk.on_bad_record,
         lambda record: _extract_text(record, column),
     )
+
+
+def _holds_array(path: Path) -> bool:
+    """Return whether the first character of a file, except blanks, begins a JSON array."""
+    for block in FileChunk(path=path).blocks():
+        text = block.removeprefix(BOM).lstrip()
+        if text:
+            return text.startswith(b"[")
+    return False
+
+
+def _parse_array(path: Path, content: bytes) -> Any:
+    """Return the records of a file with a JSON array.
+
+    Raises:
+        DataError: It is not JSON; single records of such a file cannot be skipped.
+    """
+    try:
+        return _parse_json(content.decode())
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: byte {error.start + 1} is not UTF-8; convert the file to UTF-8."
+        ) from error
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path}, line {error.lineno}: malformed JSON, {error.msg} (column {error.colno}); "
+            "mend the array, or write each of its records on a line of a .jsonl file."
+        ) from error
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error

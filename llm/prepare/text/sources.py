@@ -175,21 +175,33 @@ def text_sources(
             files = [Path(name)]
             refuse_broken_links(files, "--input")
         else:
-            files = [Path(path) for path in sorted(glob.glob(name, recursive=True))]
-            folders = [folder for folder in Path(name).parents if glob.has_magic(str(folder))]
-            folder_paths = [
-                path for folder in folders for path in glob.glob(str(folder), recursive=True)
-            ]
-            refuse_broken_links([*files, *map(Path, folder_paths)], f"--input {name}:")
-            files = [path for path in files if os.path.isfile(path)]
-            if not files:
-                raise DataError(
-                    f"--input {name} matches no file that can be read; check the pattern, and the "
-                    "permissions of its folders."
-                )
+            files = _find_matching_files(name)
         paths += files
     refuse_duplicates(paths, "--input")
     return file_sources(paths, text_column=text_column, text_unit=text_unit, option="--input")
+
+
+def _find_matching_files(pattern: str) -> list[Path]:
+    """Return the files that match a pattern, sorted by name.
+
+    Raises:
+        DataError: It matches no file, or a broken link.
+    """
+    matches = [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
+    folder_patterns = [
+        str(folder) for folder in Path(pattern).parents if glob.has_magic(str(folder))
+    ]
+    folders = [
+        Path(path) for folder in folder_patterns for path in glob.glob(folder, recursive=True)
+    ]
+    refuse_broken_links([*matches, *folders], f"--input {pattern}:")
+    files = [path for path in matches if os.path.isfile(path)]
+    if not files:
+        raise DataError(
+            f"--input {pattern} matches no file that can be read; check the pattern, and the "
+            "permissions of its folders."
+        )
+    return files
 
 
 def _warn_of_mixed_splits(files: Sequence[Path], folder: Path) -> None:
@@ -235,13 +247,7 @@ class _FileSource:
 
     def split(self, num_bytes: int) -> list[Source]:
         size = self.files[self._path]["size"]
-        bounds = [0]
-        if self._reader is parquet_records:
-            num_groups = num_row_groups(self._path)
-            num_chunks = max(1, min(num_groups, round(size / num_bytes)))
-            bounds = [num_groups * index // num_chunks for index in range(num_chunks + 1)]
-        elif self._reader in (bare_lines, json_lines) and not is_compressed(self._path):
-            bounds = [*range(0, size, num_bytes), size]
+        bounds = self._chunk_bounds(size, num_bytes)
         if len(bounds) < 3 or self.one_document:
             return [self]
         chunks: list[Source] = []
@@ -251,6 +257,21 @@ class _FileSource:
             chunk.num_bytes = size * (end - start) // bounds[-1]
             chunks.append(chunk)
         return chunks
+
+    def _chunk_bounds(self, size: int, num_bytes: int) -> list[int]:
+        """Return the bounds of chunks, in row groups of Parquet, else in bytes.
+
+        Args:
+            size: Bytes of the file.
+            num_bytes: Bytes of a chunk.
+        """
+        if self._reader is parquet_records:
+            num_groups = num_row_groups(self._path)
+            num_chunks = max(1, min(num_groups, round(size / num_bytes)))
+            return [num_groups * index // num_chunks for index in range(num_chunks + 1)]
+        if self._reader in (bare_lines, json_lines) and not is_compressed(self._path):
+            return [*range(0, size, num_bytes), size]
+        return [0]
 
     def batches(self, on_bad_record: BadRecordPolicy | None = None) -> Iterator[list[str]]:
         self._chunk = dataclasses.replace(

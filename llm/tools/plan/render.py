@@ -38,7 +38,8 @@ def plan_lines(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> li
         f"{counted(dims.world_size, 'rank')}",
         f"layout: {dims.describe()}",
         f"batch: {counted(num_samples, 'sample')} of {job.length:,} tokens "
-        f"({plan.tokens_per_step:,} tokens per step) in {counted(plan.micro_batches, 'micro-batch')} of "
+        f"({plan.tokens_per_step:,} tokens per step) in "
+        f"{counted(plan.micro_batches, 'micro-batch')} of "
         f"{device_batch_size(options)} on each rank",
         *mixture_lines,
         "",
