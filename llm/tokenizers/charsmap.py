@@ -34,21 +34,11 @@ def charsmap_normalizers(charsmap: bytes) -> "list[Normalizer]":
     from tokenizers import Regex, normalizers
 
     rules = _read_rules(charsmap)
-    # The pairs of neighbors in the rules.
-    firsts_by_second: defaultdict[str, set[str]] = defaultdict(set)
-    for source in rules:
-        for first, second in itertools.pairwise(source):
-            firsts_by_second[second].add(first)
+    firsts_by_second = _find_neighbors(rules)
     joining_characters = {*firsts_by_second, *_find_composing_characters(rules, firsts_by_second)}
     joining_ranges = _format_class_ranges(joining_characters)
     joining_class = f"[{joining_ranges}\\p{{M}}]"
-    seconds_by_firsts: defaultdict[frozenset[str], set[str]] = defaultdict(set)
-    for second, firsts in firsts_by_second.items():
-        seconds_by_firsts[frozenset(firsts)].add(second)
-    joined_pairs = "|".join(
-        f"(?<=[{_format_class_ranges(firsts)}])(?=[{_format_class_ranges(seconds)}])"
-        for firsts, seconds in seconds_by_firsts.items()
-    )
+    joined_pairs = _joined_pairs_pattern(firsts_by_second)
     not_joined = f"(?!{joined_pairs})" if joined_pairs else ""
     # Not at the beginning of a text, where the library cannot insert an empty match.
     after_any_character = r"(?<=[\s\S])"
@@ -63,6 +53,26 @@ def charsmap_normalizers(charsmap: bytes) -> "list[Normalizer]":
         normalizers.NFC(),
         normalizers.Replace(_COMPOSITION_BARRIER, ""),
     ]
+
+
+def _find_neighbors(rules: Iterable[str]) -> Mapping[str, set[str]]:
+    """Return the characters in front of each character in the sequences of the rules."""
+    firsts_by_second: defaultdict[str, set[str]] = defaultdict(set)
+    for sequence in rules:
+        for first, second in itertools.pairwise(sequence):
+            firsts_by_second[second].add(first)
+    return firsts_by_second
+
+
+def _joined_pairs_pattern(firsts_by_second: Mapping[str, set[str]]) -> str:
+    """Return a pattern of the places between two neighbors of a rule; empty without rules."""
+    seconds_by_firsts: defaultdict[frozenset[str], set[str]] = defaultdict(set)
+    for second, firsts in firsts_by_second.items():
+        seconds_by_firsts[frozenset(firsts)].add(second)
+    return "|".join(
+        f"(?<=[{_format_class_ranges(firsts)}])(?=[{_format_class_ranges(seconds)}])"
+        for firsts, seconds in seconds_by_firsts.items()
+    )
 
 
 def _read_rules(charsmap: bytes) -> dict[str, str]:

@@ -170,52 +170,15 @@ def parse_model_proto(data: bytes) -> Any:
 
 def _make_backend(proto: Any) -> "Tokenizer":
     """Return a tokenizer of the `tokenizers` library with the pieces and rules of a model."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer
 
-    trainer_spec, pieces = proto.trainer_spec, proto.pieces
-    split_steps: list[Any] = []
-    if trainer_spec.model_type == _BPE:
-        model: Any = models.BPE(
-            vocab={piece.piece: piece_id for piece_id, piece in enumerate(pieces)},
-            merges=_rank_merges(proto),
-            unk_token=trainer_spec.unk_piece,
-            fuse_unk=True,
-            byte_fallback=trainer_spec.byte_fallback,
-        )
-    else:
-        # The library would take names such as <unk> or <0x0A> in a text for these pieces;
-        # SentencePiece does not.
-        scored_pieces = [
-            (piece.piece, piece.score if piece.type == _NORMAL else _UNREACHABLE_SCORE)
-            for piece in pieces
-        ]
-        model = models.Unigram(
-            scored_pieces, unk_id=trainer_spec.unk_id, byte_fallback=trainer_spec.byte_fallback
-        )
-        if pattern := _unknown_letters_pattern(proto):
-            split_steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
-    backend = Tokenizer(model)
+    backend = Tokenizer(_make_piece_model(proto))
     backend.normalizer = _make_normalizer(proto)
-    if proto.normalizer_spec.escape_whitespaces:
-        # If no piece crosses a space, words are encoded separately, and the library caches them.
-        split_at_spaces = not any(
-            _SPACE in piece.piece[1:] for piece in pieces if piece.type == _NORMAL
-        )
-        split_steps.append(
-            pre_tokenizers.Metaspace(_SPACE, prepend_scheme="never", split=split_at_spaces)
-        )
-    if split_steps:
-        backend.pre_tokenizer = (
-            split_steps[0] if len(split_steps) == 1 else pre_tokenizers.Sequence(split_steps)
-        )
-    decoder_steps: list[Any] = [decoders.Replace(_SPACE, " ")]
-    if trainer_spec.byte_fallback:
-        decoder_steps.append(decoders.ByteFallback())
-    decoder_steps.append(decoders.Fuse())
-    if proto.normalizer_spec.add_dummy_prefix:
-        decoder_steps.append(decoders.Strip(" ", 1, 0))
-    backend.decoder = decoders.Sequence(decoder_steps)
-    for piece in pieces:
+    pre_tokenizer = _make_pre_tokenizer(proto)
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    backend.decoder = _make_decoder(proto)
+    for piece in proto.pieces:
         if piece.type in (_CONTROL, _UNKNOWN):
             backend.add_special_tokens([AddedToken(piece.piece, special=True, normalized=False)])
         elif piece.type == _USER_DEFINED and " " not in piece.piece:
@@ -224,6 +187,62 @@ def _make_backend(proto: Any) -> "Tokenizer":
             backend.add_tokens([AddedToken(piece.piece, special=False, normalized=True)])
     backend.encode_special_tokens = True
     return backend
+
+
+def _make_piece_model(proto: Any) -> Any:
+    """Return the library's BPE or unigram model with the pieces of a model."""
+    from tokenizers import models
+
+    trainer_spec, pieces = proto.trainer_spec, proto.pieces
+    if trainer_spec.model_type == _BPE:
+        return models.BPE(
+            vocab={piece.piece: piece_id for piece_id, piece in enumerate(pieces)},
+            merges=_rank_merges(proto),
+            unk_token=trainer_spec.unk_piece,
+            fuse_unk=True,
+            byte_fallback=trainer_spec.byte_fallback,
+        )
+    # The library would take names such as <unk> or <0x0A> in a text for these pieces;
+    # SentencePiece does not.
+    scored_pieces = [
+        (piece.piece, piece.score if piece.type == _NORMAL else _UNREACHABLE_SCORE)
+        for piece in pieces
+    ]
+    return models.Unigram(
+        scored_pieces, unk_id=trainer_spec.unk_id, byte_fallback=trainer_spec.byte_fallback
+    )
+
+
+def _make_pre_tokenizer(proto: Any) -> Any:
+    """Return the steps that split a text before it is encoded; None without steps."""
+    from tokenizers import Regex, pre_tokenizers
+
+    steps: list[Any] = []
+    if proto.trainer_spec.model_type != _BPE and (pattern := _unknown_letters_pattern(proto)):
+        steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
+    if proto.normalizer_spec.escape_whitespaces:
+        # If no piece crosses a space, words are encoded separately, and the library caches them.
+        normal_pieces = [piece.piece for piece in proto.pieces if piece.type == _NORMAL]
+        split_at_spaces = not any(_SPACE in piece[1:] for piece in normal_pieces)
+        steps.append(
+            pre_tokenizers.Metaspace(_SPACE, prepend_scheme="never", split=split_at_spaces)
+        )
+    if not steps:
+        return None
+    return steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
+
+
+def _make_decoder(proto: Any) -> Any:
+    """Return the steps that turn pieces into a text."""
+    from tokenizers import decoders
+
+    steps: list[Any] = [decoders.Replace(_SPACE, " ")]
+    if proto.trainer_spec.byte_fallback:
+        steps.append(decoders.ByteFallback())
+    steps.append(decoders.Fuse())
+    if proto.normalizer_spec.add_dummy_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+    return decoders.Sequence(steps)
 
 
 def _rank_merges(proto: Any) -> list[tuple[str, str]]:
@@ -251,10 +270,9 @@ def _unknown_letters_pattern(proto: Any) -> str:
     letters_with_piece = {
         piece.piece for piece in proto.pieces if piece.type == _NORMAL and len(piece.piece) == 1
     }
+    names = {piece.piece for piece in proto.pieces if piece.type in (_UNKNOWN, _CONTROL)}
     patterns = []
-    for name in sorted(
-        {piece.piece for piece in proto.pieces if piece.type in (_UNKNOWN, _CONTROL)}
-    ):
+    for name in sorted(names):
         is_unknown = [letter not in letters_with_piece for letter in name]
         if any(is_unknown):
             run_start = is_unknown.index(True)
@@ -264,16 +282,22 @@ def _unknown_letters_pattern(proto: Any) -> str:
             )
             patterns.append(_pattern_between(prefix, unknown_run, suffix))
     if any(piece.type == _BYTE for piece in proto.pieces):
-        digits = "0123456789ABCDEF"
-        byte_patterns = ["<", "0", "x", f"[{digits}]", f"[{digits}]", ">"]
-        for letter_index, letters in enumerate(("<", "0", "x", digits, digits, ">")):
-            if unknown_letters := "".join(
-                letter for letter in letters if letter not in letters_with_piece
-            ):
-                prefix = "".join(byte_patterns[:letter_index])
-                suffix = "".join(byte_patterns[letter_index + 1 :])
-                patterns.append(_pattern_between(prefix, f"[{unknown_letters}]", suffix))
+        patterns += _unknown_byte_patterns(letters_with_piece)
     return "|".join(patterns)
+
+
+def _unknown_byte_patterns(letters_with_piece: set[str]) -> list[str]:
+    """Return patterns of the letters in names such as <0x0A> without a piece."""
+    digits = "0123456789ABCDEF"
+    name_patterns = ["<", "0", "x", f"[{digits}]", f"[{digits}]", ">"]
+    patterns = []
+    for letter_index, letters in enumerate(("<", "0", "x", digits, digits, ">")):
+        unknown_letters = [letter for letter in letters if letter not in letters_with_piece]
+        if unknown_letters:
+            prefix = "".join(name_patterns[:letter_index])
+            suffix = "".join(name_patterns[letter_index + 1 :])
+            patterns.append(_pattern_between(prefix, f"[{''.join(unknown_letters)}]", suffix))
+    return patterns
 
 
 def _pattern_between(prefix: str, pattern: str, suffix: str) -> str:
@@ -331,28 +355,38 @@ def _check_equal_ids(
         actual = backend.encode(text, add_special_tokens=False).ids
         if actual == expected or (is_unigram and _have_equal_scores(actual, expected, scores)):
             continue
-        pairs = zip(actual, expected, strict=False)
-        first_difference = next(
-            (
-                position
-                for position, (actual_id, expected_id) in enumerate(pairs)
-                if actual_id != expected_id
-            ),
-            min(len(actual), len(expected)),
-        )
-        decoded = processor.decode(expected[:first_difference])[-20:]
-        expected_pieces, actual_pieces = (
-            [
-                processor.id_to_piece(piece_id)
-                for piece_id in ids[first_difference : first_difference + 3]
-            ]
-            for ids in (expected, actual)
-        )
+        difference = _describe_difference(processor, actual, expected)
         raise ConfigError(
-            f"{subject} cannot be used: after {decoded!r} SentencePiece gives {expected_pieces}, "
-            f"and the tokenizers library {actual_pieces}. A model of the type bpe that was trained "
+            f"{subject} cannot be used: {difference}. A model of the type bpe that was trained "
             "with --normalization_rule_name identity works."
         )
+
+
+def _describe_difference(processor: Any, actual: list[int], expected: list[int]) -> str:
+    """Return the first pieces that differ between two encodings of a text.
+
+    Args:
+        processor: The SentencePiece model.
+        actual: The ids of the tokenizers library.
+        expected: The ids of SentencePiece.
+    """
+    first_difference = min(len(actual), len(expected))
+    for position, (actual_id, expected_id) in enumerate(zip(actual, expected, strict=False)):
+        if actual_id != expected_id:
+            first_difference = position
+            break
+    decoded = processor.decode(expected[:first_difference])[-20:]
+    expected_pieces, actual_pieces = (
+        [
+            processor.id_to_piece(piece_id)
+            for piece_id in ids[first_difference : first_difference + 3]
+        ]
+        for ids in (expected, actual)
+    )
+    return (
+        f"after {decoded!r} SentencePiece gives {expected_pieces}, "
+        f"and the tokenizers library {actual_pieces}"
+    )
 
 
 def _have_equal_scores(actual: list[int], expected: list[int], scores: list[float]) -> bool:

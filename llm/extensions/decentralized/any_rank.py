@@ -47,11 +47,10 @@ class FlagReducer:
             The same on all ranks; all False at calls without the end of an exchange.
         """
         local_flags = torch.tensor([float(flag) for flag in flags])
-        self._next_flags = (
-            local_flags
-            if self._next_flags is None
-            else torch.maximum(self._next_flags, local_flags)
-        )
+        if self._next_flags is None:
+            self._next_flags = local_flags
+        else:
+            self._next_flags = torch.maximum(self._next_flags, local_flags)
         self.wait_for_messages()
         if self._incoming_flags is not None and self._known_flags is not None:
             self._known_flags = torch.maximum(self._known_flags, self._incoming_flags)
@@ -62,6 +61,11 @@ class FlagReducer:
             # A flag set during an exchange waits for the next one: all ranks must see it at the
             # same time.
             self._known_flags, self._next_flags, self._round_index = self._next_flags, None, 0
+        self._start_round()
+        return flags_of_ranks
+
+    def _start_round(self) -> None:
+        """Send the known flags to the rank of this round, and receive from another."""
         assert self._known_flags is not None
         distance = 2**self._round_index
         self._incoming_flags = torch.empty_like(self._known_flags)
@@ -70,7 +74,6 @@ class FlagReducer:
             dist.irecv(self._incoming_flags, (self._rank - distance) % self._world_size),
         ]
         self._round_index += 1
-        return flags_of_ranks
 
     def wait_for_messages(self) -> None:
         """Wait for messages in flight."""

@@ -52,12 +52,23 @@ class OuterOptimizer:
         if self._num_inner_steps < self._diloco.inner_steps:
             return
         self._num_inner_steps.zero_()
+        self._average_replicas()
+        self._take_outer_step()
+
+    def _average_replicas(self) -> None:
+        """Overwrite the weights with their mean over all replicas."""
         for bucket in self._buckets:
             bucket.fill()
             if self._world_size > 1:
                 dist.all_reduce(bucket.flat)
                 bucket.flat.div_(self._world_size)
             bucket.empty()
+
+    def _take_outer_step(self) -> None:
+        """Update the starting weights by SGD with Nesterov momentum; the weights become equal.
+
+        The gradient is the difference between the starting weights and the mean weights.
+        """
         weights = list(self._tensors.values())
         start_weights = list(self._start_weights.values())
         velocity = list(self._velocity.values())

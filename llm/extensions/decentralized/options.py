@@ -1,13 +1,13 @@
 """The extension of decentralized training: its options, and the layout that they ask for."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from llm.config.options import option, option_group
 from llm.errors import CheckpointError, ConfigError
-from llm.extensions.decentralized.rounds import Round, Topology, check_topology, make_rounds
+from llm.extensions.decentralized.rounds import Topology, check_topology, make_rounds
 from llm.optim.options import ELEMENTWISE_WITH_BETAS, OptimizerKind
 from llm.parallel.options import sizes_above_one
 from llm.runtime.logging import counted
@@ -167,7 +167,13 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
 
         averaging: Gossip | DiLoCo
         if options.data_parallel == "gossip":
-            num_replicas, ranks_per_replica, rounds = self._divide_ranks(ranks, ranks_per_node)
+            ranks_per_replica = self._ranks_per_replica(ranks, ranks_per_node)
+            num_replicas = ranks // ranks_per_replica
+            rounds = make_rounds(
+                options.topology,
+                ranks=num_replicas,
+                ranks_per_node=ranks_per_node // ranks_per_replica,
+            )
             averaging = Gossip(rounds=rounds, overlap=options.gossip_order == "overlap")
         else:
             num_replicas, ranks_per_replica = ranks, 1
@@ -186,26 +192,20 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
             description=self._describe_replicas(num_replicas, ranks_per_replica, accum_steps),
         )
 
-    def _divide_ranks(self, ranks: int, ranks_per_node: int) -> tuple[int, int, Sequence[Round]]:
-        """Return the number of replicas, the ranks of each, and the rounds of gossip."""
+    def _ranks_per_replica(self, ranks: int, ranks_per_node: int) -> int:
+        """Return the ranks of a replica of gossip: one, or all ranks of a node."""
         options = self.options
         check_topology("complete", ranks=ranks, ranks_per_node=ranks_per_node)
-        num_replicas, ranks_per_replica, replicas_per_node = ranks, 1, ranks_per_node
-        if options.gossip_group == "nodes":
-            shard_size = options.data_parallel_shard_size
-            if shard_size not in (1, ranks_per_node):
-                raise ConfigError(
-                    "--gossip_group nodes divides a replica over all ranks of a node, and there "
-                    f"are {ranks_per_node} on each, not the {shard_size} of "
-                    "--data_parallel_shard_size."
-                )
-            num_replicas, ranks_per_replica = ranks // ranks_per_node, ranks_per_node
-            replicas_per_node = 1
-        return (
-            num_replicas,
-            ranks_per_replica,
-            make_rounds(options.topology, ranks=num_replicas, ranks_per_node=replicas_per_node),
-        )
+        if options.gossip_group == "world":
+            return 1
+        shard_size = options.data_parallel_shard_size
+        if shard_size not in (1, ranks_per_node):
+            raise ConfigError(
+                "--gossip_group nodes divides a replica over all ranks of a node, and there "
+                f"are {ranks_per_node} on each, not the {shard_size} of "
+                "--data_parallel_shard_size."
+            )
+        return ranks_per_node
 
     def _choose_accum_steps(self, num_replicas: int, start: "Checkpoint | None") -> int | None:
         """Return the steps of a block of AccumAdamW; None for another optimizer."""
@@ -225,6 +225,7 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
     def _describe_replicas(
         self, num_replicas: int, ranks_per_replica: int, accum_steps: int | None
     ) -> str:
+        """Return the line of the log on the replicas, their averaging and their optimizer."""
         options = self.options
         optimizer = options.optimizer or ("adamw" if accum_steps is None else "accumadamw")
         moments = f" with moments every {counted(accum_steps, 'step')}" if accum_steps else ""

@@ -35,6 +35,14 @@ def is_due(interval: int, step: int, phase: float = 0.0) -> bool:
     return step % interval == int(phase * interval)
 
 
+def _default_group_ranks() -> FactorRanks:
+    """Return all ranks of the default process group, or one rank without it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return FactorRanks(rank=0, size=1, counts_failures=True)
+    rank = dist.get_rank()
+    return FactorRanks(rank=rank, size=dist.get_world_size(), counts_failures=rank == 0)
+
+
 class Curvature:
     """Factors of all covered layers, and their eigenbases.
 
@@ -95,13 +103,8 @@ class Curvature:
     def _make_factors(self, max_dim: int, ranks: FactorRanks | None) -> dict[str, Factor]:
         """Assign the factors to ranks and create this rank's tensors."""
         self.is_replicated = ranks is None
-        is_distributed = dist.is_available() and dist.is_initialized()
         if ranks is None:
-            ranks = FactorRanks(
-                rank=dist.get_rank() if is_distributed else 0,
-                size=dist.get_world_size() if is_distributed else 1,
-                counts_failures=not is_distributed or dist.get_rank() == 0,
-            )
+            ranks = _default_group_ranks()
         # The decomposition of a block of width w takes about w^3 operations.
         costs = {
             group: {
@@ -119,19 +122,20 @@ class Curvature:
         )
         self.exchange = Exchange(self._assignment, ranks, broadcasts_bases=self.is_replicated)
         self._rank = ranks.rank
-        return {
-            name: Factor(
-                name,
-                size=size,
-                max_dim=max_dim,
-                device=self.layers[0].weight.device,
-                is_owned=self._assignment.owner_by_factor[name] == ranks.rank,
-                needs_bases=self.is_replicated
-                or self._assignment.owner_by_factor[name] == ranks.rank,
-            )
-            for group in input_names
-            for name, size in self.coverage.factor_sizes[group].items()
-        }
+
+        factors = {}
+        for group in input_names:
+            for name, size in self.coverage.factor_sizes[group].items():
+                is_owned = self._assignment.owner_by_factor[name] == ranks.rank
+                factors[name] = Factor(
+                    name,
+                    size=size,
+                    max_dim=max_dim,
+                    device=self.layers[0].weight.device,
+                    is_owned=is_owned,
+                    needs_bases=self.is_replicated or is_owned,
+                )
+        return factors
 
     def factors_of(self, layer: Layer) -> tuple[Factor, Factor]:
         """Return a layer's A and G."""
@@ -300,15 +304,18 @@ class Curvature:
             "fallbacks": self.exchange.all_reduce(self._num_fallbacks),
             **self._update_times.pop_means(),
         }
+        return {**metrics, "condition": self._largest_condition()}
+
+    def _largest_condition(self) -> Tensor:
+        """Return the largest condition number of a factor on this rank; 1 without bases."""
         conditions = [
             values.max() / values.min().clamp_min(1e-7 * values.max()).clamp_min(1e-30)
             for factor in self.factors
             for values in factor.values
         ]
-        largest_condition = (
-            torch.stack(conditions).max() if conditions else torch.ones_like(self._num_fallbacks)
-        )
-        return {**metrics, "condition": largest_condition}
+        if not conditions:
+            return torch.ones_like(self._num_fallbacks)
+        return torch.stack(conditions).max()
 
     def num_bytes(self) -> int:
         """Return the memory of averages, bases and eigenvalues on this rank, in bytes."""
@@ -317,11 +324,9 @@ class Curvature:
     def describe(self) -> str:
         """Return a few lines for the log: the coverage, and the memory on this rank."""
         num_divided = sum(len(factor.widths) > 1 for factor in self.factors)
-        blocks = (
-            f", {num_divided} of {len(self.factors)} factors in diagonal blocks"
-            if num_divided
-            else ""
-        )
+        blocks = ""
+        if num_divided:
+            blocks = f", {num_divided} of {len(self.factors)} factors in diagonal blocks"
         return (
             f"{self.coverage.describe()}\nK-FAC keeps {self.num_bytes() / 2**20:,.1f} MiB of "
             f"factors and bases on this rank{blocks}."

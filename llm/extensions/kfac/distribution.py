@@ -7,7 +7,7 @@ COMM-OPT). If weights are sharded, one rank owns the factors of a layer and comp
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -48,20 +48,32 @@ def assign(
     """
     loads = [0.0] * world_size
     owner_by_factor: dict[str, int] = {}
-    for group, _ in _sort_by_cost({name: sum(groups[name].values()) for name in groups}):
+    cost_by_group = {name: sum(costs.values()) for name, costs in groups.items()}
+    for group, _ in _sort_by_cost(cost_by_group):
         owner = loads.index(min(loads))
         for factor, cost in _sort_by_cost(groups[group]):
-            owner = owner_by_factor[factor] = owner if is_joint else loads.index(min(loads))
+            if not is_joint:
+                owner = loads.index(min(loads))
+            owner_by_factor[factor] = owner
             loads[owner] += cost
-    # The phases spread the factors over an interval by cost. They do not depend on the number of
-    # ranks, so the number of ranks does not affect a run's results.
-    all_groups = (model_groups or groups).values()
-    costs = {name: cost for factors in all_groups for name, cost in factors.items()}
+    phase_by_factor = _choose_phases((model_groups or groups).values())
+    return Assignment(owner_by_factor=owner_by_factor, phase_by_factor=phase_by_factor)
+
+
+def _choose_phases(groups: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the position of each factor in the update interval, spread by cost.
+
+    It does not depend on the number of ranks, so this number does not affect a run's results.
+
+    Args:
+        groups: The cost of each factor of the whole model by its name, in groups.
+    """
+    costs = {name: cost for factors in groups for name, cost in factors.items()}
     phase_by_factor, preceding_cost, total_cost = {}, 0.0, sum(costs.values())
     for factor, cost in _sort_by_cost(costs):
         phase_by_factor[factor] = preceding_cost / total_cost
         preceding_cost += cost
-    return Assignment(owner_by_factor=owner_by_factor, phase_by_factor=phase_by_factor)
+    return phase_by_factor
 
 
 def _sort_by_cost(costs: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -104,13 +116,10 @@ class Exchange:
             return {factor.name: factor.pop_step_sums() for factor in factors}
         sums_and_counts = {}
         for owner, owned_factors in self._group_by_owner(factors).items():
-            flat = torch.cat(
-                [
-                    tensor
-                    for factor in owned_factors
-                    for tensor in _pack_triangles(*factor.pop_step_sums())
-                ]
-            )
+            packed: list[Tensor] = []
+            for factor in owned_factors:
+                packed += _pack_triangles(*factor.pop_step_sums())
+            flat = torch.cat(packed)
             if ranks.size > 1:
                 dist.reduce(flat, group=ranks.group, group_dst=owner)
             if owner == ranks.rank:
@@ -141,9 +150,8 @@ class Exchange:
             ]
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             dist.broadcast(flat, src=owner)
-            for tensor, values in zip(
-                tensors, flat.split([t.numel() for t in tensors]), strict=True
-            ):
+            received = flat.split([tensor.numel() for tensor in tensors])
+            for tensor, values in zip(tensors, received, strict=True):
                 tensor.copy_(values.view(tensor.shape))
 
     def _group_by_owner(self, factors: Sequence[Factor]) -> dict[int, list[Factor]]:

@@ -198,11 +198,10 @@ def find_layers(
         )
     if sample_forward is not None:
         first_reader_by_layer = _find_shared_inputs(model, layers, sample_forward)
+        input_names = [first_reader_by_layer.get(layer.name, layer.input_name) for layer in layers]
         layers = [
-            dataclasses.replace(
-                layer, input_name=first_reader_by_layer.get(layer.name, layer.input_name)
-            )
-            for layer in layers
+            dataclasses.replace(layer, input_name=input_name)
+            for layer, input_name in zip(layers, input_names, strict=True)
         ]
     num_covered = sum(p.numel() for p in {p for layer in layers for p in layer.parameters})
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -237,7 +236,7 @@ def _divide_modules(
 ) -> tuple[list[Layer], dict[str, str]]:
     """Return the covered layers, and the reason why each other module is not covered, by name."""
     patterns = [_compile_pattern(pattern) for pattern in skip_layers]
-    unmatched = set(skip_layers)
+    unmatched_patterns = set(skip_layers)
     num_uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     head = output_head(model)
     layers: list[Layer] = []
@@ -246,43 +245,46 @@ def _divide_modules(
         weight_names = [weight_name for weight_name, _ in module.named_parameters(recurse=False)]
         if not weight_names:
             continue
-        is_conv1d = _is_conv1d(module)
-        is_linear = is_conv1d or isinstance(module, nn.Linear)
+        is_linear = _is_conv1d(module) or isinstance(module, nn.Linear)
         reason = None if is_linear else _module_skip_reason(module, stacks=stacks)
         if reason is not None:
             skipped[name] = reason
             continue
         for weight_name in ["weight"] if is_linear else weight_names:
-            full_name = name if is_linear else f"{name}.{weight_name}"
+            layer_name = name if is_linear else f"{name}.{weight_name}"
             matching_patterns = {
-                pattern.pattern for pattern in patterns if pattern.search(full_name)
+                pattern.pattern for pattern in patterns if pattern.search(layer_name)
             }
-            unmatched -= matching_patterns
+            unmatched_patterns -= matching_patterns
             weight_reason = _weight_skip_reason(
                 module, weight_name, num_uses=num_uses, is_matched=bool(matching_patterns)
             )
             if module is head:
                 weight_reason = "since it is the output head"
-            if weight_reason is not None:
-                skipped[full_name] = weight_reason
-                continue
-            outputs = getattr(module, weight_name).shape[-1 if is_conv1d else -2]
-            layers.append(
-                Layer(
-                    name=full_name,
-                    module=module,
-                    weight_name=weight_name,
-                    transposed=is_conv1d,
-                    input_name=full_name,
-                    fusion=Fusion(sizes={"": outputs}),
-                )
-            )
-    if unmatched:
+            if weight_reason is None:
+                layers.append(_make_layer(layer_name, module, weight_name))
+            else:
+                skipped[layer_name] = weight_reason
+    if unmatched_patterns:
         raise ConfigError(
-            f"--kfac_skip_layers {min(unmatched)!r} matches no Linear or Conv1D layer of this "
-            "model, nor a stack of experts; correct the pattern or leave it out."
+            f"--kfac_skip_layers {min(unmatched_patterns)!r} matches no Linear or Conv1D layer of "
+            "this model, nor a stack of experts; correct the pattern or leave it out."
         )
     return layers, skipped
+
+
+def _make_layer(name: str, module: nn.Module, weight_name: str) -> Layer:
+    """Return the layer of a weight; it shares no input and is not fused."""
+    is_conv1d = _is_conv1d(module)
+    num_outputs = getattr(module, weight_name).shape[-1 if is_conv1d else -2]
+    return Layer(
+        name=name,
+        module=module,
+        weight_name=weight_name,
+        transposed=is_conv1d,
+        input_name=name,
+        fusion=Fusion(sizes={"": num_outputs}),
+    )
 
 
 def _compile_pattern(pattern: str) -> re.Pattern[str]:
@@ -321,9 +323,8 @@ def _weight_skip_reason(
     """Return the reason why a weight is not covered, or None."""
     weight = getattr(module, weight_name)
     parameters = [weight] if weight.ndim == 3 else module.parameters(recurse=False)
-    if not isinstance(weight, nn.Parameter) or any(
-        num_uses[id(parameter)] > 1 for parameter in parameters
-    ):
+    is_tied = any(num_uses[id(parameter)] > 1 for parameter in parameters)
+    if is_tied or not isinstance(weight, nn.Parameter):
         return "since its weight is tied to another's or computed"
     if not weight.requires_grad:
         return "since its weight is frozen"

@@ -82,6 +82,11 @@ class MuPExtension(Extension[MuPOptions]):
                 f"--mup scales initial weights, and {run.weights_from} has trained ones; add "
                 "--from_scratch to start from initial ones, or leave --mup out."
             )
+        self._check_attention_scale(run)
+
+    def _check_attention_scale(self, run: "Run") -> None:
+        """Refuse a checkpoint that was trained with another scale of attention."""
+        options = self.options
         # Resumed runs and branches keep every option; the core checks this.
         source = run.start if options.eval_only else run.init_from
         if source is None:
