@@ -81,6 +81,12 @@ class AccumAdamW(torch.optim.Optimizer):
                 self._step_parameters(params, group)
 
     def _step_parameters(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        """Update parameters of one device and dtype, and their state.
+
+        Args:
+            params: The parameters; all have gradients.
+            group: Their parameter group.
+        """
         step_tensors, first_moments, second_moments, grad_means = (
             [self.state[p][key] for p in params]
             for key in ("step", "exp_avg", "exp_avg_sq", "grad_mean")
@@ -89,16 +95,7 @@ class AccumAdamW(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         lr, block_steps = group["lr"], group["accum_steps"]
 
-        device = params[0].device
-        # 1 - beta^n loses digits in float32 for a beta close to 1; MPS has no float64.
-        count_dtype = torch.float32 if device.type == "mps" else torch.float64
-        update_mask = torch.ones((), dtype=count_dtype, device=device)
-        if self.found_inf is not None:
-            update_mask = update_mask - self.found_inf.to(update_mask)
-            is_skipped = update_mask == 0
-            for grad in grads:
-                # Not multiplied by 0, because infinity times 0 is NaN.
-                grad.masked_fill_(is_skipped, 0.0)
+        update_mask = self._mask_skipped_gradients(grads)
         torch._foreach_add_(step_tensors, [update_mask] * len(step_tensors))
         torch._foreach_add_(grad_means, grads, alpha=1 / block_steps)
 
@@ -129,6 +126,20 @@ class AccumAdamW(torch.optim.Optimizer):
             (moment_mask * (1 - beta2)).unbind(),
         )
         torch._foreach_mul_(grad_means, (1 - block_ended).unbind())
+
+    def _mask_skipped_gradients(self, grads: list[Tensor]) -> Tensor:
+        """Return 1.0, or 0.0 if the step is skipped; gradients are then set to zero in place."""
+        device = grads[0].device
+        # 1 - beta^n loses digits in float32 for a beta close to 1; MPS has no float64.
+        count_dtype = torch.float32 if device.type == "mps" else torch.float64
+        update_mask = torch.ones((), dtype=count_dtype, device=device)
+        if self.found_inf is not None:
+            update_mask = update_mask - self.found_inf.to(update_mask)
+            is_skipped = update_mask == 0
+            for grad in grads:
+                # Not multiplied by 0, because infinity times 0 is NaN.
+                grad.masked_fill_(is_skipped, 0.0)
+        return update_mask
 
 
 def make_accum_adamw(

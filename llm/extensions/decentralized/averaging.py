@@ -142,18 +142,8 @@ class GossipAverager:
             bucket.fill()
         if len(replicas) == 2:
             (partner,) = set(replicas) - {self._replica}
-            partner_rank = partner * self._ranks_per_replica + self._slice_index
-            messages = []
-            for flat_slice, incoming in zip(self._slices, self._partner_slices, strict=True):
-                messages.append(
-                    dist.P2POp(dist.isend, flat_slice, partner_rank, group=self._pair_group)
-                )
-                messages.append(
-                    dist.P2POp(dist.irecv, incoming, partner_rank, group=self._pair_group)
-                )
-            # As one batch: a send and a receive in turn would deadlock with NCCL.
             self._in_flight = _Exchange(
-                dist.batch_isend_irecv(messages), replicas, self._partner_slices
+                self._exchange_with(partner), replicas, self._partner_slices
             )
             return
         works = [
@@ -161,6 +151,18 @@ class GossipAverager:
             for flat_slice in self._slices
         ]
         self._in_flight = _Exchange(works, replicas, [])
+
+    def _exchange_with(self, partner: int) -> list[Any]:
+        """Send this rank's slices to a replica, and receive its slices; return the handles."""
+        partner_rank = partner * self._ranks_per_replica + self._slice_index
+        messages = []
+        for flat_slice, incoming in zip(self._slices, self._partner_slices, strict=True):
+            send = dist.P2POp(dist.isend, flat_slice, partner_rank, group=self._pair_group)
+            receive = dist.P2POp(dist.irecv, incoming, partner_rank, group=self._pair_group)
+            messages += [send, receive]
+        # As one batch: a send and a receive in turn would deadlock with NCCL.
+        works: list[Any] = dist.batch_isend_irecv(messages)
+        return works
 
     @torch.no_grad()
     def _finish_round(self) -> None:

@@ -15,6 +15,7 @@ from llm.extensions.matrix_optim.fused import joint_state, matrix_state
 from llm.extensions.matrix_optim.matrix_owners import (
     MatrixOptimizer,
     MatrixOwners,
+    Updates,
     groups_of,
     make_adjacent,
     stacked_state,
@@ -89,11 +90,7 @@ class EKFAC(MatrixOptimizer):
         self._unit_of = {
             layer: unit for unit, layers in self._covered.layers.items() for layer in layers
         }
-        for group_index, group in enumerate(self.param_groups):
-            group_parameters = set(group["params"])
-            for unit in self.units:
-                if unit.weight in group_parameters:
-                    unit.kind = unit.kind, group_index
+        self._separate_groups()
         # Created here instead of in the first step, so that a checkpoint can be loaded.
         for unit, layers in self._covered.layers.items():
             # Empty for moments on other ranks: a checkpoint has the names of all.
@@ -110,6 +107,14 @@ class EKFAC(MatrixOptimizer):
             self.units += self._soap.units
         self._add_adamw_state()
 
+    def _separate_groups(self) -> None:
+        """Let units of different parameter groups count as unequal, so that none share a batch."""
+        for group_index, group in enumerate(self.param_groups):
+            group_parameters = set(group["params"])
+            for unit in self.units:
+                if unit.weight in group_parameters:
+                    unit.kind = unit.kind, group_index
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all weights that have a gradient."""
@@ -117,32 +122,19 @@ class EKFAC(MatrixOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        rotations, groups = self.curvature.update(self.found_inf), groups_of(self)
+        rotations, group_by_param = self.curvature.update(self.found_inf), groups_of(self)
         for unit, layers in self._covered.layers.items():
-            for layer in layers if self._covered.computes_update(unit) else ():
-                self._rotate_moments(layer, rotations)
+            if self._covered.computes_update(unit):
+                for layer in layers:
+                    self._rotate_moments(layer, rotations)
 
         def compute_update(layers: Sequence[Layer], gradients: Tensor) -> Tensor:
-            group = groups[self._unit_of[layers[0]].weight]
+            group = group_by_param[self._unit_of[layers[0]].weight]
             return self._adamw_updates(layers, gradients, group | {"weight_decay": 0.0})
 
         update_mask = 1.0 if self.found_inf is None else 1.0 - self.found_inf
         for updates in self._covered.updates(compute_update):
-            parameter_updates = [
-                (parameter, values)
-                for unit, unit_updates in updates
-                for parameter, values in zip(unit.parameters, unit_updates, strict=True)
-            ]
-            parameters_by_decay: dict[float, list[Tensor]] = {}
-            for parameter, _ in parameter_updates:
-                group = groups[parameter]
-                decay = group["lr"] * group["weight_decay"]
-                parameters_by_decay.setdefault(decay, []).append(parameter)
-            for decay, parameters in parameters_by_decay.items():
-                if decay:
-                    torch._foreach_mul_(parameters, 1 - decay * update_mask)
-            if parameter_updates:
-                torch._foreach_add_(*map(list, zip(*parameter_updates, strict=True)))
+            _apply_updates(updates, group_by_param, update_mask)
         if self._soap is None:
             self._step_adamw()
         else:
@@ -215,6 +207,33 @@ class EKFAC(MatrixOptimizer):
                 update.grad = gradient
             adamw_step(group, list(state_by_update), state_by_update, self.found_inf)
         return rotate_back(updates, row_bases, column_bases)
+
+
+def _apply_updates(
+    updates: Updates, group_by_param: Mapping[Tensor, dict[str, Any]], update_mask: Tensor | float
+) -> None:
+    """Decay the parameters of units, and add their updates.
+
+    Args:
+        updates: The updates; zero if the step is skipped.
+        group_by_param: Parameter group of each parameter.
+        update_mask: 1.0, or 0.0 if the step is skipped; a tensor is read on the device.
+    """
+    parameters: list[Tensor] = []
+    parameter_updates: list[Tensor] = []
+    for unit, unit_updates in updates:
+        parameters += unit.parameters
+        parameter_updates += unit_updates
+    parameters_by_decay: dict[float, list[Tensor]] = {}
+    for parameter in parameters:
+        group = group_by_param[parameter]
+        decay = group["lr"] * group["weight_decay"]
+        parameters_by_decay.setdefault(decay, []).append(parameter)
+    for decay, decayed_parameters in parameters_by_decay.items():
+        if decay:
+            torch._foreach_mul_(decayed_parameters, 1 - decay * update_mask)
+    if parameters:
+        torch._foreach_add_(parameters, parameter_updates)
 
 
 def nesterov_step(

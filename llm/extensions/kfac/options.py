@@ -67,6 +67,7 @@ class KFACExtension(Extension[KFACOptions]):
 
 
 def _method_problems(options: KFACOptions) -> list[str]:
+    """Return a sentence for each option that the method or the library does not have."""
     problems = []
     if options.kfac_method not in (None, "eigen"):
         problems += [
@@ -79,13 +80,13 @@ def _method_problems(options: KFACOptions) -> list[str]:
             "--nesterov is for --kfac_method ekfac; eigen changes AdamW's gradient, so leave "
             "it out."
         )
-    is_other = options.kfac_library not in (None, "native")
-    if is_other and options.per_device_train_batch_size == "auto":
+    is_external = options.kfac_library not in (None, "native")
+    if is_external and options.per_device_train_batch_size == "auto":
         problems.append(
             "--per_device_train_batch_size auto does not go with --kfac_library "
             f"{options.kfac_library}; give a number."
         )
-    if is_other and options.kfac_max_dim is not None:
+    if is_external and options.kfac_max_dim is not None:
         problems.append(
             "--kfac_max_dim is for --kfac_library native; leave it out with "
             f"{options.kfac_library}."
@@ -94,12 +95,13 @@ def _method_problems(options: KFACOptions) -> list[str]:
 
 
 def _optimizer_problems(options: KFACOptions) -> list[str]:
+    """Return a sentence if the optimizer does not go with K-FAC or its method."""
     optimizer, problems = options.optimizer, []
     if options.kfac and optimizer == "soap" and kfac_method(options) != "ekfac":
-        selecting_flags = [f"--{name}" for name in preconditioner_options(options)]
-        source = (
-            f" (selected by {' and '.join(selecting_flags)})" if not options.kfac_method else ""
-        )
+        source = ""
+        if not options.kfac_method:
+            selecting_flags = [f"--{name}" for name in preconditioner_options(options)]
+            source = f" (selected by {' and '.join(selecting_flags)})"
         problems.append(
             f"--optimizer soap does not go with --kfac by the method {kfac_method(options)}"
             f"{source}; choose ekfac, or leave --optimizer soap out."
@@ -113,6 +115,7 @@ def _optimizer_problems(options: KFACOptions) -> list[str]:
 
 
 def _layout_problems(options: KFACOptions) -> list[str]:
+    """Return a sentence for each option of layout or precision that does not go with K-FAC."""
     if not options.kfac:
         return []
     problems, sizes, precision = [], sizes_above_one(options), options.mixed_precision

@@ -68,14 +68,12 @@ class Preconditioner:
         """
         is_skipped = 1.0 - self._covered.all_finite(self._parameters)
         self.curvature.update(is_skipped)
-        results_by_unit = dict(
-            itertools.chain.from_iterable(self._covered.updates(self._precondition_layers))
-        )
+        updates = itertools.chain.from_iterable(self._covered.updates(self._precondition_layers))
+        results_by_unit = dict(updates)
         if not results_by_unit:
             return
-        self.kl_scale = self._kl_scale_of(
-            self._covered.inner_product(results_by_unit), learning_rate
-        )
+        inner_product = self._covered.inner_product(results_by_unit)
+        self.kl_scale = self._kl_scale_of(inner_product, learning_rate)
         for unit, unit_results in results_by_unit.items():
             for parameter, result in zip(unit.parameters, unit_results, strict=True):
                 if (gradient := parameter.grad) is not None:
@@ -93,15 +91,8 @@ class Preconditioner:
         products = row_values.unsqueeze(2) * column_values.unsqueeze(1) + damping.view(-1, 1, 1)
         if gradients.ndim > 3:  # a stack of experts, with the same factors
             products = products.unsqueeze(1)
-        results = rotate_back(
-            rotate(gradients, row_bases, column_bases) / products, row_bases, column_bases
-        )
-        gradient_norms, result_norms = (
-            torch.linalg.vector_norm(stack.flatten(1), dim=1) for stack in (gradients, results)
-        )
-        ratios = gradient_norms / result_norms.clamp_min(1e-30)
-        grafted: Tensor = results * ratios.view(-1, *[1] * (gradients.ndim - 1))
-        return grafted
+        rotated = rotate(gradients, row_bases, column_bases)
+        return _graft_norms(rotate_back(rotated / products, row_bases, column_bases), gradients)
 
     def _kl_scale_of(self, product: Tensor, learning_rate: float) -> Tensor:
         """Return the factor min(1, sqrt(kl_clip / (lr^2 sum <result, gradient>))) on all results.
@@ -137,3 +128,13 @@ class Preconditioner:
         self.curvature.load_state_dict(state)
         self._num_clipped.copy_(state["num_clipped"])
         self._num_steps = int(state["num_steps"])
+
+
+def _graft_norms(results: Tensor, gradients: Tensor) -> Tensor:
+    """Scale the result of each layer to the norm of its gradient; both are stacks of layers."""
+    gradient_norms, result_norms = (
+        torch.linalg.vector_norm(stack.flatten(1), dim=1) for stack in (gradients, results)
+    )
+    ratios = gradient_norms / result_norms.clamp_min(1e-30)
+    grafted: Tensor = results * ratios.view(-1, *[1] * (gradients.ndim - 1))
+    return grafted

@@ -81,6 +81,14 @@ class Scales(Transform):
     def _factor_of(
         self, name: str, ndim: int, *, matrix_factor: float, depth_ratio: float
     ) -> float:
+        """Return a parameter's factor from the factor of matrices in the layers.
+
+        Args:
+            name: The parameter's name in the whole model.
+            ndim: Its number of dimensions.
+            matrix_factor: Factor of matrices inside the layers.
+            depth_ratio: Divides the factor of the last matrix of each attention and MLP.
+        """
         if not _IN_BLOCK.search(name):
             return 1 / self.width if ndim == 1 else 1.0  # the last norm; embeddings and the head
         factor = matrix_factor if ndim == 2 else 1.0

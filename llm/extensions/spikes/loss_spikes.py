@@ -82,10 +82,11 @@ class LossSpikes(LoopExtension):
             spike_steps: The steps with a spike, counted from 0, in order.
             loader: The samples of the steps.
         """
-        first_sample, end_sample = loader.sample_range(spike_steps[0], spike_steps[-1] + 1)
-        command = inspect_command(self._folder, spike_steps[0] + 1)
+        first_step, last_step = spike_steps[0], spike_steps[-1]
+        first_sample, end_sample = loader.sample_range(first_step, last_step + 1)
+        command = inspect_command(self._folder, first_step + 1)
         message = (
-            f"The loss of step {spike_steps[0] + 1} spiked (--on_loss_spike {self._action}): "
+            f"The loss of step {first_step + 1} spiked (--on_loss_spike {self._action}): "
             f"look at its text with {command}, and continue from "
             f"the last checkpoint with --resume_from_checkpoint and --skip_samples "
             f"{first_sample}:{end_sample}, a lower --learning_rate, or --on_loss_spike warn. "
@@ -100,12 +101,13 @@ class LossSpikes(LoopExtension):
         self.num_rewinds += 1
         raise RestartError(
             message,
-            first=spike_steps[0] - self._margin_steps,
-            reason=f"the spike at step {spike_steps[0] + 1} (time {self.num_rewinds} of "
+            first=first_step - self._margin_steps,
+            reason=f"the spike at step {first_step + 1} (time {self.num_rewinds} of "
             f"--max_rewinds {self._max_rewinds})",
         )
 
     def _log_spike(self, step: int, loss: float, spike: Spike, loader: TrainLoader) -> None:
+        """Log a spike with its samples, and the command that shows their text."""
         first_sample, end_sample = loader.sample_range(step, step + 1)
         samples_by_source = self._count_samples(step, loader)
         blend = ", ".join(f"{name} {count}" for name, count in samples_by_source.items())

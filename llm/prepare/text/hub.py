@@ -178,19 +178,20 @@ class _DatasetSplit:
         elif self._range is not None:
             first_row, end_row = self._range
             data = data.select(range(first_row, end_row))
-
-        def values() -> Iterator[Any]:
-            with self._loader.explain_dataset_errors():  # a stream's network, a broken file
-                for batch in data.select_columns(column).iter(_BATCH_ROWS):
-                    yield from batch[column]
-
         yield from record_batches(
-            values(),
+            self._read_column(data, column),
             lambda number: f"{location}, row {first_row + number}",
             on_bad_record or BadRecordPolicy(),
         )
 
+    def _read_column(self, data: Any, column: str) -> Iterator[Any]:
+        """Yield the values of a column of a data set."""
+        with self._loader.explain_dataset_errors():  # a stream's network, a broken file
+            for batch in data.select_columns(column).iter(_BATCH_ROWS):
+                yield from batch[column]
+
     def _select_split(self) -> Any:
+        """Return the split's data; raise a DataError if the data set has no such split."""
         splits = self._loader.splits()
         if self._split not in splits:
             raise DataError(

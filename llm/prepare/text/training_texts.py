@@ -72,12 +72,7 @@ class TrainingTexts:
                 for text in filter(None, ["".join(batch)] if joins_batch else batch):
                     self.num_documents += not source.one_document
                     self.num_bytes += len(text.encode())
-                    for start in range(0, len(text), _SAMPLE_CHARACTERS):
-                        num_pieces += 1
-                        piece = text[start : start + _SAMPLE_CHARACTERS]
-                        _update_reservoir(
-                            self.sample, piece, num_pieces, size=_NUM_SAMPLES, generator=generator
-                        )
+                    num_pieces = self._sample_pieces(text, num_pieces, generator)
                     yield text
                 if time.monotonic() - last_log > _LOG_SECONDS:
                     last_log = time.monotonic()
@@ -86,6 +81,16 @@ class TrainingTexts:
         if not num_pieces:
             names = ", ".join(source.name for source in self.sources)
             raise DataError(f"No text was found in {names}; give an --input with text.")
+
+    def _sample_pieces(self, text: str, num_pieces: int, generator: random.Random) -> int:
+        """Add the pieces of a text to the sample; return the number of all pieces so far."""
+        for start in range(0, len(text), _SAMPLE_CHARACTERS):
+            num_pieces += 1
+            piece = text[start : start + _SAMPLE_CHARACTERS]
+            _update_reservoir(
+                self.sample, piece, num_pieces, size=_NUM_SAMPLES, generator=generator
+            )
+        return num_pieces
 
 
 def _draw_texts(texts: Iterable[str], size: int, seed: int) -> list[str]:
