@@ -202,7 +202,8 @@ def _compare_in_time(options: PreflightOptions, world: World, board: Board) -> s
     """Compare the descriptions of the ranks on rank 0; return its verdict.
 
     Returns:
-        What is wrong; empty if all ranks answer and agree, None if rank 0 does not answer.
+        A description of the fault; empty if all ranks answer and agree, None if rank 0 does not
+        answer.
     """
     deadline = time.monotonic() + options.timeout
     if world.is_main:

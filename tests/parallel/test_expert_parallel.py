@@ -47,7 +47,7 @@ def run(family, sizes, recompute="none", precision="no"):
     ("family", "ranks", "sizes", "recompute"),
     [
         ("mixtral", 2, EXPERTS2, "none"),
-        ("gpt_oss", 2, EXPERTS2, "full"),
+        pytest.param("gpt_oss", 2, EXPERTS2, "full", marks=pytest.mark.extended),
         pytest.param("mixtral", 2, EXPERTS2, "selective", marks=MORE),
         pytest.param("mixtral", 4, EXPERTS4, "none", marks=MORE),
         pytest.param("mixtral", 4, EXPERTS2, "none", marks=MORE),

@@ -165,7 +165,7 @@ def _memory_lines(job: Job, plan: Estimate) -> list[str]:
 
 
 def _verdict_line(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> str:
-    """Return the line on whether the layout fits, and with which options it would."""
+    """Return the line that says whether the layout fits, and names a remedy if it does not."""
     free_bytes = job.usable_bytes - plan.memory.total
     if plan.fits:
         return f"It fits: {_format_gib(free_bytes)} are left."
@@ -179,7 +179,7 @@ def _verdict_line(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) ->
 
 
 def _traffic_lines(plan: Estimate) -> list[str]:
-    """Return the table of what a rank sends in a step."""
+    """Return the table of the data that a rank sends in a step."""
     if not plan.transfers:
         return ["nothing is sent: there is one rank"]
     rows = [("a rank sends in a step", "in node", "between nodes")]
