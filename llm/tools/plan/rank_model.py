@@ -29,28 +29,30 @@ _COLUMNS = (*_LAYER_COLUMNS, "colwise_gather_output")
 _ROWS = ("rowwise", "conv1d_rowwise", "rowwise_split_input")
 
 
-def split_model(model: PreTrainedModel, tensor: int, *, sequence_parallel: bool = False) -> None:
+def split_model(
+    model: PreTrainedModel, tensor_size: int, *, sequence_parallel: bool = False
+) -> None:
     """Give the modules of a model on the meta device the shapes of the fullest rank.
 
     Args:
         model: Changed in place, by the trainer's table of divisions.
-        tensor: Size of tensor parallelism.
+        tensor_size: Size of tensor parallelism.
         sequence_parallel: Whether each rank holds only some tokens between the layers.
 
     Raises:
         ConfigError: The trainer cannot divide this model, or not over this number of ranks.
     """
-    if tensor == 1:
+    if tensor_size == 1:
         return
-    check_tensor_parallel(model.config, tensor)
+    check_tensor_parallel(model.config, tensor_size)
     plan = tensor_plan(model)
     modules = dict(model.named_modules())
     for name, style in plan.styles.items():
-        _split_module(modules[name], style, tensor)
+        _split_module(modules[name], style, tensor_size)
     for name, attribute in plan.per_rank.items():
-        setattr(modules[name], attribute, getattr(modules[name], attribute) // tensor)
+        setattr(modules[name], attribute, getattr(modules[name], attribute) // tensor_size)
     if sequence_parallel:
-        _split_residual_stream(model, tensor)
+        _split_residual_stream(model, tensor_size)
     model.tie_weights()
 
 
@@ -59,19 +61,23 @@ def count_columns(model: PreTrainedModel) -> int:
     return sum(style in _LAYER_COLUMNS for style in tensor_plan(model).styles.values())
 
 
-def _split_residual_stream(model: PreTrainedModel, tensor: int) -> None:
-    """Let norms and residual additions see a rank's tokens only; copies stand for messages."""
+def _split_residual_stream(model: PreTrainedModel, tensor_size: int) -> None:
+    """Let norms and residual additions see the tokens of one rank only, as in sequence parallelism.
+
+    One process stands for all ranks: where ranks would gather, a rank's tensor is repeated, which
+    takes the same memory.
+    """
     plan, styles = sequence_plan(model), tensor_plan(model).styles
     # Recomputation frees the shard, but not the outputs of later blocks.
     hidden_shards: list[Tensor] = []
 
     def shard(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden_shards.append(_rank_tokens(args[0], tensor))
+        hidden_shards.append(_rank_tokens(args[0], tensor_size))
         hidden_shards[-1].register_hook(lambda _: hidden_shards.clear())
         return hidden_shards[-1], *args[1:]
 
     def gather_last(_module: nn.Module, _args: Any, local: Tensor) -> Tensor:
-        return torch.cat([local] * tensor, dim=1)
+        return torch.cat([local] * tensor_size, dim=1)
 
     def gather(_module: nn.Module, _args: Any, local: Tensor) -> Tensor:
         if torch.is_autocast_enabled(local.device.type):
@@ -79,7 +85,7 @@ def _split_residual_stream(model: PreTrainedModel, tensor: int) -> None:
         return gather_last(_module, _args, local)
 
     def scatter(_module: nn.Module, _args: Any, product: Tensor) -> Tensor:
-        return _rank_tokens(product, tensor)
+        return _rank_tokens(product, tensor_size)
 
     model.get_submodule(plan.start).register_forward_pre_hook(shard)
     for name in plan.norms:
@@ -90,26 +96,26 @@ def _split_residual_stream(model: PreTrainedModel, tensor: int) -> None:
             model.get_submodule(name).register_forward_hook(scatter)
 
 
-def _rank_tokens(hidden: Tensor, tensor: int) -> Tensor:
-    return hidden.narrow(1, 0, hidden.shape[1] // tensor).clone()
+def _rank_tokens(hidden: Tensor, tensor_size: int) -> Tensor:
+    return hidden.narrow(1, 0, hidden.shape[1] // tensor_size).clone()
 
 
-def _split_module(module: Any, style: str, tensor: int) -> None:
+def _split_module(module: Any, style: str, tensor_size: int) -> None:
     """Narrow the weight and the bias of a module to a rank's part, by the style of its division."""
     if style == "embedding_rowwise":
-        module.weight = _narrow_parameter(module.weight, 0, tensor)
+        module.weight = _narrow_parameter(module.weight, 0, tensor_size)
     elif style in (*_COLUMNS, *_ROWS):
         is_conv1d = type(module).__name__ == "Conv1D"  # [inputs, outputs]
         dim = int((style in _COLUMNS) == is_conv1d)
-        module.weight = _narrow_parameter(module.weight, dim, tensor)
+        module.weight = _narrow_parameter(module.weight, dim, tensor_size)
         if style in _COLUMNS and isinstance(module.bias, nn.Parameter):
-            module.bias = _narrow_parameter(module.bias, 0, tensor)
+            module.bias = _narrow_parameter(module.bias, 0, tensor_size)
         if style in _COLUMNS and is_conv1d:
             module.nf = module.weight.shape[1]
 
 
-def _narrow_parameter(parameter: nn.Parameter, dim: int, tensor: int) -> nn.Parameter:
-    size = -(-parameter.shape[dim] // tensor)
+def _narrow_parameter(parameter: nn.Parameter, dim: int, tensor_size: int) -> nn.Parameter:
+    size = -(-parameter.shape[dim] // tensor_size)
     shard = parameter.detach().narrow(dim, 0, size).clone()
     return nn.Parameter(shard, requires_grad=parameter.requires_grad)
 

@@ -12,7 +12,6 @@ from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.recorded_options import (
     check_checkpoint_record,
     fixed_options,
-    growable_options,
     options_allowed_to_change,
     saved_options,
 )
@@ -59,7 +58,7 @@ def validated_branch_parent(
     parent = find_run_checkpoint(config.branch_from, option="branch_from")
     check_checkpoint_record(config, parent)
     parent_options = saved_options(config, parent, "fixed")
-    allowed_names = [*options_allowed_to_change(config), *growable_options(config, parent)]
+    allowed_names = options_allowed_to_change(config, parent)
     if config.cooldown_tokens is not None:
         allowed_names += _COOLDOWN_OPTIONS
     check_unchanged(

@@ -84,22 +84,25 @@ def _has_type(field: options.Field, value: Any) -> bool:
     return all(type(item) in types for item in (value if field.is_list else [value]))
 
 
-def growable_options(config: CoreConfig, checkpoint: Checkpoint) -> list[str]:
-    """Return `max_duration` if it may grow, because past learning rates do not change."""
-    options_in_checkpoint = _recorded_options(config, checkpoint, "fixed")
-    length = Duration(options_in_checkpoint["max_duration"])
-    scheduler = options_in_checkpoint.get("lr_scheduler_type")
-    if scheduler == "warmup_stable_decay":
-        default_decay = f"{max(1, int(length.value) // 10)} steps"
-        decay = Duration(options_in_checkpoint.get("decay") or default_decay)
-        has_steps = length.unit == "steps" and decay.unit == "steps"
-        if not has_steps or checkpoint.step > length.value - decay.value:
-            return []  # the decay has begun, or its start is not known here
-    elif not is_constant(scheduler):
-        return []
-    new_length = config.max_duration
-    has_grown = new_length.unit == length.unit and new_length.value >= length.value
-    return ["max_duration"] if has_grown else []
+def can_extend_training(config: CoreConfig, checkpoint: Checkpoint) -> bool:
+    """Return whether `max_duration` may be longer than in the checkpoint.
+
+    A longer run is the same up to the checkpoint only if its past learning rates do not change:
+    if the rate is constant, or if its decay has not begun.
+    """
+    recorded_options = _recorded_options(config, checkpoint, "fixed")
+    recorded_duration = Duration(recorded_options["max_duration"])
+    duration = config.max_duration
+    if duration.unit != recorded_duration.unit or duration.value < recorded_duration.value:
+        return False
+    scheduler = recorded_options.get("lr_scheduler_type")
+    if scheduler != "warmup_stable_decay":
+        return is_constant(scheduler)
+
+    default_decay = f"{max(1, int(recorded_duration.value) // 10)} steps"
+    decay = Duration(recorded_options.get("decay") or default_decay)
+    is_decay_start_known = recorded_duration.unit == "steps" and decay.unit == "steps"
+    return is_decay_start_known and checkpoint.step <= recorded_duration.value - decay.value
 
 
 def fixed_options(config: CoreConfig, *, defaults: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -181,7 +184,18 @@ def _recorded_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> 
         ) from error
 
 
-def options_allowed_to_change(config: CoreConfig) -> list[str]:
-    """Return the options in `change_on_resume`, with aliases resolved."""
-    names = options.names_by_alias(type(config))
-    return [names.get(name, name) for name in config.change_on_resume]
+def options_allowed_to_change(
+    config: CoreConfig, checkpoint: Checkpoint | None = None
+) -> list[str]:
+    """Return the options in `change_on_resume`, with aliases resolved.
+
+    Args:
+        config: The options.
+        checkpoint: If given, `max_duration` is among them where training can be extended from this
+            checkpoint.
+    """
+    names_by_alias = options.names_by_alias(type(config))
+    option_names = [names_by_alias.get(name, name) for name in config.change_on_resume]
+    if checkpoint is not None and can_extend_training(config, checkpoint):
+        option_names.append("max_duration")
+    return option_names

@@ -19,9 +19,9 @@ from llm.data.options import SOURCES
 from llm.errors import CheckpointError
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.recorded_options import (
+    can_extend_training,
     check_checkpoint_record,
     fixed_options,
-    growable_options,
     options_allowed_to_change,
     recorded_values,
     saved_options,
@@ -102,7 +102,7 @@ def _check_same_options(config: CoreConfig, checkpoint: Checkpoint) -> None:
     """
     checkpoint_options = saved_options(config, checkpoint, "fixed")
     run_options = fixed_options(config, defaults=checkpoint_options)
-    allowed_names = (*options_allowed_to_change(config), *growable_options(config, checkpoint))
+    allowed_names = tuple(options_allowed_to_change(config, checkpoint))
     # If an older checkpoint lacks an option, the option did not exist yet, so it has not changed.
     checkpoint_state = state_options(dataclasses.replace(config, **checkpoint_options))
     state_changes = describe_changes(checkpoint_state, state_options(config))
@@ -209,7 +209,7 @@ def log_changes(config: CoreConfig, checkpoint: Checkpoint, *, world_size: int) 
     if changes:
         logger.info(f"The run continues with other settings: {'; '.join(changes)}.")
     has_new_length = config.max_duration != fixed["max_duration"]
-    is_longer = bool(growable_options(config, checkpoint)) and has_new_length
+    is_longer = has_new_length and can_extend_training(config, checkpoint)
     is_cooldown_branch = config.cooldown_tokens is not None and checkpoint.metadata.get("branch")
     if is_longer and is_cooldown_branch:
         logger.warning(

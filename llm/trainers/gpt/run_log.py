@@ -261,29 +261,45 @@ def log_end(
 ) -> None:
     """Log the last validation loss, the paths of the files, and commands that use them."""
     _log_sources(run, state.samples, "served")
-    folder = run.folder.path
-    prefix, weights_label = "", ""
-    if exported_weights is not None:
-        prefix, weights_label = exported_weights.prefix, f" of {exported_weights.description}"
+    _log_validation_loss(state, results, exported_weights)
+    _log_output_paths(run)
+    _log_next_commands(run)
+
+
+def _log_validation_loss(
+    state: TrainState, results: dict[str, float], exported_weights: ExtraWeights | None
+) -> None:
+    """Log the validation loss of the exported weights, if the run evaluates."""
+    prefix = exported_weights.prefix if exported_weights else ""
+    weights_label = f" of {exported_weights.description}" if exported_weights else ""
     loss = results.get(f"{prefix}loss")
-    if loss is not None:
-        perplexity = results[f"{prefix}perplexity"]
-        logger.info(
-            f"validation loss{weights_label} {loss:.4f}, perplexity {perplexity:.2f} after "
-            f"{counted(state.step, 'step')}, {state.tokens:,} tokens, {state.seconds:.1f} s of "
-            "training"
-        )
-        if not math.isfinite(loss):
-            logger.warning("The validation loss is not finite: the run has diverged.")
+    if loss is None:
+        return
+    perplexity = results[f"{prefix}perplexity"]
+    logger.info(
+        f"validation loss{weights_label} {loss:.4f}, perplexity {perplexity:.2f} after "
+        f"{counted(state.step, 'step')}, {state.tokens:,} tokens, {state.seconds:.1f} s of training"
+    )
+    if not math.isfinite(loss):
+        logger.warning("The validation loss is not finite: the run has diverged.")
+
+
+def _log_output_paths(run: TrainingRun) -> None:
+    """Log where the run's model, results, metrics and checkpoints are."""
+    folder = run.folder.path
     logger.info(f"model and tokenizer: {folder} (AutoModelForCausalLM.from_pretrained loads it)")
     logger.info(f"results: {folder / 'all_results.json'}, metrics: {run.folder.metrics}")
     if run.folder.checkpoints.is_dir():
         logger.info(f"checkpoints: {run.folder.checkpoints}")
+
+
+def _log_next_commands(run: TrainingRun) -> None:
+    """Log commands that show the curves, repeat the run, and train its model further."""
+    folder, world_size = run.folder.path, run.dims.world_size
     if "tensorboard" in run.config.report_to:
         is_installed = shutil.which("tensorboard") is not None
         board = ["tensorboard"] if is_installed else [python_command(), "-m", "tensorboard.main"]
         logger.info("curves: " + shell_line([*board, "--logdir", folder / "tensorboard"]))
-    world_size = run.dims.world_size
     rerun_command = start_command(world_size, "--config", folder / "config.toml")
     logger.info(f"again with other settings: {rerun_command} --output_dir NEW")
     trust_flags = ["--trust_remote_code"] if run.config.trust_remote_code else []
