@@ -239,6 +239,27 @@ def load_weights_from_part(part: str, checkpoint: Checkpoint, model: "torch.nn.M
     read_tensors(checkpoint, weights, required_prefixes=[f"{part}/"])
 
 
+def list_tensors(checkpoint: Checkpoint) -> "dict[str, torch.Tensor]":
+    """Return the tensors of a checkpoint by path, on the meta device.
+
+    Raises:
+        CheckpointError: A file cannot be read.
+    """
+    import torch
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    try:
+        metadata = HuggingFaceStorageReader(str(checkpoint.path)).read_metadata()
+    except OSError as error:
+        raise CheckpointError(explain_os_error(error)) from error
+    return {
+        path: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for path, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
 def read_tensors(
     checkpoint: Checkpoint,
     tensors: Mapping[str, "torch.Tensor"],

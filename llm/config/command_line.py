@@ -405,7 +405,7 @@ def _make_converter(field: Field) -> Callable[[str], Any]:
         float: float,
         Tokens: Tokens,
         Duration: field.parse_duration,
-        str: functools.partial(_parse_choice, choices=field.choices),
+        str: functools.partial(_parse_choice, field=field),
     }
     # The flag cannot give a table of the TOML file.
     parsers = [parser_by_type[member] for member in field.members if member in parser_by_type]
@@ -434,14 +434,14 @@ def _parse_bool(text: str) -> bool:
     return text.lower() == "true"
 
 
-def _parse_choice(text: str, *, choices: Sequence[str]) -> str:
+def _parse_choice(text: str, *, field: Field) -> str:
     """Return a text that is one of the choices; any text if there are none.
 
     Raises:
         ValueError: The text is not one of the choices.
     """
-    if choices and text not in choices:
-        raise ValueError(f"{text!r} is not one of {', '.join(choices)}")
+    if not field.allows_text(text):
+        raise ValueError(f"{text!r} is not one of {', '.join(field.choices)}")
     return text
 
 

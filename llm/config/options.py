@@ -13,6 +13,7 @@ import inspect
 import math
 import operator
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -27,6 +28,11 @@ DeclarationParams = ParamSpec("DeclarationParams")
 
 _RESERVED_PATH_BYTES = 128
 """Bytes reserved for names below a path, such as checkpoint files in a run's folder."""
+
+CLASS_CHOICE = "package.module:Class"
+"""A choice that stands for the name of any class."""
+
+_CLASS_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 Resume = Literal["state", "fixed", "logged", "free"]
 """Whether a resumed run keeps an option's value, because the saved state depends on it (state) or
@@ -59,7 +65,7 @@ class Option:
         requires: Options that it depends on, as NAME or NAME=VALUE. Unless one of them is given, or
             has this value, the option is refused.
         choices: Returns the strings that it allows, from the class with all options; by default
-            its type lists them.
+            its type lists them. `CLASS_CHOICE` allows the name of any class.
         common: Whether `--help` shows it, although `COMMON` of the class does not name it.
         extension: Whether it belongs to an extension, as its class says.
     """
@@ -161,6 +167,11 @@ class Field:
     allows_none: bool
     is_list: bool
 
+    def allows_text(self, text: str) -> bool:
+        """Return whether a string is one of the choices; True if there are none."""
+        takes_class = CLASS_CHOICE in self.choices and names_class(text)
+        return takes_class or not self.choices or text in self.choices
+
     @property
     def is_switch(self) -> bool:
         """Whether the flag stands alone (`--flag`) and takes no value."""
@@ -237,6 +248,11 @@ class Field:
         if duration.unit not in self.option.units:
             raise ValueError(f"{duration} has another unit")
         return duration
+
+
+def names_class(text: str | None) -> bool:
+    """Return whether a string has the form `package.module:Class`."""
+    return text is not None and _CLASS_NAME.fullmatch(text) is not None
 
 
 def fields(cls: type) -> tuple[Field, ...]:

@@ -115,8 +115,7 @@ def _convert_value(field: Field, value: Any, *, location: str) -> Any:
         if member is Duration and type(value) is str:
             with contextlib.suppress(ValueError):
                 return field.parse_duration(value)
-        is_allowed = member is not str or not field.choices or value in field.choices
-        if type(value) is member and is_allowed:
+        if type(value) is member and (type(value) is not str or field.allows_text(value)):
             return value
     raise ConfigError(f"{location} {bad_value_message(field, value)}")
 

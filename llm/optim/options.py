@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from llm.config.duration import Duration, Tokens
-from llm.config.options import non_default, option, option_group
+from llm.config.options import CLASS_CHOICE, names_class, non_default, option, option_group
 from llm.errors import ConfigError
 
 _DECAYING_SCHEDULES = (
@@ -63,8 +63,9 @@ class OptimizerOptions:
         None,
         "AdamW; AccumAdamW, which updates its moments every moment_update_steps steps; torch's "
         "Muon for matrices inside the model, with AdamW for the rest; SOAP, AdamW in the "
-        "eigenbasis of Shampoo's factors; or gradient descent with momentum. By default accumadamw "
-        "for gossip, else adamw. With ekfac: optimizer for uncovered layers (adamw or soap).",
+        "eigenbasis of Shampoo's factors; gradient descent with momentum; or any class of "
+        "torch.optim.Optimizer. By default accumadamw for gossip, else adamw. With ekfac: "
+        "optimizer for uncovered layers (adamw or soap).",
         resume="state",
         choices=optimizer_kinds,
     )
@@ -154,7 +155,8 @@ class OptimizerOptions:
     @property
     def optimizer_kind(self) -> OptimizerKind:
         """The combinations that were tried with `optimizer`; none if no table names it."""
-        return optimizer_kinds(type(self)).get(self.optimizer or "adamw", OptimizerKind())
+        name = CLASS_CHOICE if names_class(self.optimizer) else self.optimizer or "adamw"
+        return optimizer_kinds(type(self)).get(name, OptimizerKind())
 
     @property
     def besides_optimizer(self) -> str | None:

@@ -93,6 +93,13 @@ class RunOptimizer:
         """
         return None
 
+    def begin_load(self, list_tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Allocate the state that is read from a checkpoint next, if it does not exist yet.
+
+        Args:
+            list_tensors: Returns the checkpoint's tensors by path, on the meta device.
+        """
+
     def parts(self) -> dict[str, Any]:
         """Return further parts of a checkpoint by name; each has a `state_dict`."""
         return {}

@@ -319,14 +319,14 @@ class AcceleratedStrategy:
         Raises:
             CheckpointError: The state belongs to another model.
         """
-        local_state = self.state_dict()
+        local_state, optimizer_state = self.state_dict(), self.optimizer.state
         for name in ("model", "optimizer"):
             check_same_parameters(name, local_state[name], state[name])
         with torch.no_grad():
             for name, tensor in local_state["model"].items():
                 tensor.copy_(state["model"][name])
             for name, parameter in self.model.named_parameters():
-                for key, tensor in self.optimizer.state.get(parameter, {}).items():
+                for key, tensor in optimizer_state.get(parameter, {}).items():
                     tensor.copy_(state["optimizer"][name][key])
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])

@@ -340,9 +340,9 @@ class ShardedStrategy(AcceleratedStrategy):
         """Return the optimizer's state by the model's parameters, as DTensors like these."""
         named_parameters = self.model.named_parameters()
         name_by_parameter: dict[Tensor, str] = {p: name for name, p in named_parameters}
-        state_by_parameter = {}
+        state_by_parameter, state_by_shard = {}, self.optimizer.state
         for parameter, local_parameter in zip(self.parameters, self.local_parameters, strict=True):
-            state = dict(self.optimizer.state.get(local_parameter, {}))
+            state = dict(state_by_shard.get(local_parameter, {}))
             for key, value in state.items():
                 path = f"{OPTIMIZER_TENSORS}{name_by_parameter[parameter]}/{key}"
                 if self.run_optimizer.owner_of(path) is None:  # else whole, at its owner

@@ -20,6 +20,11 @@ CLOZE = ROOT / "examples" / "tasks" / "shakespeare_cloze.yaml"
 MADE_WITH = {
     "averaging": ({"ema_decay": 0.9}, 0, "also holds ema, which this run does not continue"),
     "bf16_moments": ({"moment_dtype": "bf16"}, 2, "was trained with --moment_dtype"),
+    "custom_optim": (
+        {"optimizer": "torch.optim:Adamax"},
+        2,
+        "optimizer was 'torch.optim:Adamax' and is 'adamw'",
+    ),
     "decentralized": ({"data_parallel": "gossip"}, 2, "was trained with --data_parallel"),
     "kfac": ({"kfac": True}, 2, "was trained with --kfac,"),
     "matrix_optim": ({"optimizer": "muon"}, 2, "optimizer was 'muon' and is 'adamw'"),
@@ -66,6 +71,7 @@ for line in sys.stdin:
 """
 """Runs the trainers of copies of the package, which fork from one process with PyTorch."""
 REFUSED = {
+    "custom_optim": "not 'torch.optim:Adamax'",
     "matrix_optim": "not 'muon'",
 }
 """What a command with these options is answered without the extension, if it has no own option."""

@@ -23,7 +23,7 @@ LAYERS = [
 ]
 
 # The extensions that an extension may import: whoever deletes one of these deletes that first.
-USES = {"kfac": ["matrix_optim"]}
+USES = {"custom_optim": ["matrix_optim"], "kfac": ["matrix_optim"]}
 
 
 def name_of(path: Path) -> str:

@@ -144,12 +144,47 @@ class ShardedMatrices(MatrixOwners):
             del wait_for_previous_updates  # and the memory that it received into
         yield wait_for_updates()
 
+    def gather_matrices(
+        self, units: Sequence[Unit], shards_of: Callable[[Unit], list[Tensor]]
+    ) -> dict[Unit, list[Tensor]]:
+        """Return whole tensors of the units that this rank owns; all ranks send their shards.
+
+        Args:
+            units: Units with owners; the same on all ranks, in the same order.
+            shards_of: Returns this rank's shard of a tensor for each parameter of a unit.
+        """
+        if self._group is None:
+            return {unit: shards_of(unit) for unit in units}
+        tensors = dict[Unit, list[Tensor]]()
+        for bucket in _bucket_units(units):
+            tensors |= self._gather_shards(bucket, shards_of)()
+        return tensors
+
+    def scatter_matrices(
+        self, units: Sequence[Unit], tensors: Mapping[Unit, list[Tensor]]
+    ) -> Updates:
+        """Return this rank's shards of whole tensors; undoes `gather_matrices`."""
+        if self._group is None:
+            return [(unit, tensors[unit]) for unit in units]
+        dtype = units[0].weight.dtype
+        return [
+            shards
+            for bucket in _bucket_units(units)
+            for shards in self._scatter_updates(bucket, tensors, dtype)()
+        ]
+
     def _gather_gradients(self, bucket: Sequence[Unit]) -> Callable[[], dict[Unit, list[Tensor]]]:
         """Send gradients to their owners; return a function that waits for this rank's units."""
+        return self._gather_shards(bucket, lambda unit: gradients_of(unit.parameters) or [])
+
+    def _gather_shards(
+        self, bucket: Sequence[Unit], shards_of: Callable[[Unit], list[Tensor]]
+    ) -> Callable[[], dict[Unit, list[Tensor]]]:
+        """Send shards to the owners of units; return a function that waits for whole tensors."""
         shards_to_send: list[list[Tensor]] = [[] for _ in range(self.size)]
         for unit in bucket:
             assert unit.owner is not None
-            shards_to_send[unit.owner] += gradients_of(unit.parameters) or ()
+            shards_to_send[unit.owner] += shards_of(unit)
         owned_units = [unit for unit in bucket if self.owns(unit)]
         received_shapes = [self._shard_shapes(owned_units, rank) for rank in range(self.size)]
         device, dtype = bucket[0].weight.device, bucket[0].weight.dtype

@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING
 
-from llm.config.options import option, option_group
+from llm.config.options import names_class, option, option_group
 from llm.errors import ConfigError
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.seams import Extension
@@ -57,10 +57,9 @@ class MuPExtension(Extension[MuPOptions]):
                 "--mup needs --mup_base_width, the width of the model used to tune the learning "
                 "rate."
             )
-        supported_optimizers = (None, "adamw", "accumadamw", "muon")
-        if options.mup and (
-            options.besides_optimizer or options.optimizer not in supported_optimizers
-        ):
+        is_supported = options.optimizer in (None, "adamw", "accumadamw", "muon")
+        is_supported = is_supported or names_class(options.optimizer)  # by the rule of AdamW
+        if options.mup and (options.besides_optimizer or not is_supported):
             optimizer = options.besides_optimizer or f"--optimizer {options.optimizer}"
             problems.append(
                 f"--mup has learning rates for adamw, accumadamw and muon, and none for "

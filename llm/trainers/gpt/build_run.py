@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from llm.checkpoint.format import Checkpoint
-from llm.checkpoint.load import load_model, read_part_names
+from llm.checkpoint.load import list_tensors, load_model, read_part_names
 from llm.checkpoint.retention import mark_superseded
 from llm.errors import ParallelError
 from llm.metrics.hardware import device_memory
@@ -231,6 +231,7 @@ def load_start(trainer: Trainer) -> None:
     ]
     new_names = {extension.part for extension in new_extensions}
     saved_parts = {name: part for name, part in parts.items() if name not in new_names}
+    trainer.strategy.run_optimizer.begin_load(partial(list_tensors, run.start))
     run.layout.load(run.start, saved_parts)
     for extension in new_extensions:
         extension.begin()

@@ -3,7 +3,7 @@
 To delete an extension, remove its folder, its import and its line in the list. The command line,
 the TOML file and the configuration page are all generated from `GPTConfig`.
 
-The extension kfac imports matrix_optim: delete kfac first.
+The extensions custom_optim and kfac import matrix_optim: delete them first.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from llm.extensions.averaging.options import AveragingExtension
 from llm.extensions.bf16_moments.options import MomentExtension
+from llm.extensions.custom_optim.options import CustomOptimizerExtension
 from llm.extensions.decentralized.options import DecentralizedExtension
 from llm.extensions.kfac.options import KFACExtension
 from llm.extensions.matrix_optim.options import MatrixExtension
@@ -25,6 +26,7 @@ from llm.trainers.gpt.seams import Extension, option_classes
 EXTENSIONS: tuple[type[Extension[Any]], ...] = (
     AveragingExtension,
     MomentExtension,
+    CustomOptimizerExtension,
     DecentralizedExtension,
     KFACExtension,
     MatrixExtension,

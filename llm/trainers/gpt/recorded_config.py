@@ -6,7 +6,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from llm.config.options import check_ranges, non_default, restricted_options
+from llm.config.options import (
+    CLASS_CHOICE,
+    check_ranges,
+    fields,
+    names_class,
+    non_default,
+    restricted_options,
+)
 from llm.config.toml import read_toml
 from llm.errors import CheckpointError, ConfigError
 from llm.trainers.gpt.config import is_complete
@@ -67,7 +74,11 @@ def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
         )
     parent_run = _find_parent_run(parent)
     parent_options = non_default(_read_run_config(parent_run))
-    restricted_names = restricted_options(GPTConfig).keys()
+    restricted_names = restricted_options(GPTConfig).keys() | {
+        field.name  # a class, which the branch would import
+        for field in fields(GPTConfig)
+        if CLASS_CHOICE in field.choices and names_class(parent_options.get(field.name))
+    }
     if omitted_names := sorted((parent_options.keys() & restricted_names) - values.keys()):
         flags = ", ".join(f"--{name}" for name in omitted_names)
         logger.warning(

@@ -1,0 +1,254 @@
+"""An optimizer of any class, as the trainer needs it: skipped steps, owners, a state of tensors."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llm.errors import ConfigError
+from llm.extensions.custom_optim.import_class import MakeOptimizer
+from llm.extensions.matrix_optim.fused import Fusion
+from llm.extensions.matrix_optim.matrices import ShardedMatrices
+from llm.extensions.matrix_optim.matrix_owners import Unit
+
+NUMBER, GROUP = "number.", "group."
+"""Prefixes of the names of numbers in a parameter's state: Python numbers of the state, and numbers
+of the parameter's group that have changed."""
+
+_RUN_SETTINGS = ("params", "lr", "weight_decay")
+"""Entries of a group that the trainer sets."""
+
+
+class ClassOptimizer(torch.optim.Optimizer):
+    """Lets an optimizer of any class update parameters, or whole matrices at their owners.
+
+    The inner optimizer is made by the first step, when the groups are final and the parameters are
+    the tensors of this rank. The state is the inner one's, by the parameters of this optimizer; it
+    has only tensors, because checkpoints keep them for any layout.
+
+    Args:
+        make: Makes the inner optimizer.
+        groups: Parameter groups with their weight decay.
+        lr: Learning rate.
+        reads_found_inf: Whether the inner optimizer skips a step if its `found_inf` is 1.
+        scalar_devices: Devices of scalar tensors in the state, by their name; by default the
+            parameter's device.
+        matrices: Gives each parameter an owner; None if the inner optimizer updates the parameters
+            of this optimizer.
+
+    Attributes:
+        units: Parameters with owners; empty without `matrices`.
+        found_inf: 1.0 to skip the next step, else 0.0; None: no step is skipped.
+    """
+
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self,
+        make: MakeOptimizer,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float,
+        reads_found_inf: bool = False,
+        scalar_devices: Mapping[str, torch.device] | None = None,
+        matrices: ShardedMatrices | None = None,
+    ) -> None:
+        self._inner: torch.optim.Optimizer | None = None
+        self._inner_params: dict[Tensor, nn.Parameter] = {}
+        self._group_indices: dict[Tensor, int] = {}
+        self._initial_settings: list[dict[str, Any]] = []
+        self._numbers: dict[tuple[Tensor, str], Tensor] = {}
+        self._is_loaded = False
+        super().__init__(groups, {"lr": lr})
+        self._make, self._reads_found_inf = make, reads_found_inf
+        self._scalar_devices = scalar_devices or {}
+        self._matrices = matrices
+        self.units: list[Unit] = []
+        if matrices is not None:
+            self.units = [
+                Unit(parameters=[p], shapes=[p.shape], fusion=Fusion(sizes={"": 1}), cost=p.numel())
+                for group in self.param_groups
+                for p in group["params"]
+            ]
+            matrices.assign(self.units)
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The state by parameter: tensors of the inner optimizer, and numbers as scalar tensors."""
+        states = {p: dict(self._state_tensors(p, inner)) for p, inner in self._inner_params.items()}
+        return defaultdict(dict, states)
+
+    @state.setter
+    def state(self, state: object) -> None:
+        """Ignore another state: the inner optimizer has it."""
+
+    def _state_tensors(self, p: Tensor, inner_param: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+        """Yield the state of a parameter by key."""
+        assert self._inner is not None
+        for key, value in self._inner.state.get(inner_param, {}).items():
+            if isinstance(value, Tensor):
+                yield key, value
+            elif value is not None:
+                if not isinstance(key, str) or type(value) not in (bool, int, float):
+                    raise ConfigError(
+                        f"The optimizer keeps {key!r} in its state, a {type(value).__name__}, "
+                        "which checkpoints do not hold; let it keep tensors and numbers, by name."
+                    )
+                yield f"{NUMBER}{key}", self._number_tensor(p, f"{NUMBER}{key}", value)
+        group_index = self._group_indices[inner_param]
+        group, initial_settings = (
+            self._inner.param_groups[group_index],
+            self._initial_settings[group_index],
+        )
+        for key, initial_value in initial_settings.items():
+            if group[key] != initial_value or (p, f"{GROUP}{key}") in self._numbers:
+                yield f"{GROUP}{key}", self._number_tensor(p, f"{GROUP}{key}", group[key])
+
+    def _number_tensor(self, p: Tensor, key: str, value: float) -> Tensor:
+        """Return the tensor for a number; after a load it is newer than the number."""
+        tensor, dtype = self._numbers.get((p, key)), _dtype_of(value)
+        if tensor is not None and (self._is_loaded or tensor.dtype == dtype):
+            return tensor if self._is_loaded else tensor.fill_(value)
+        tensor = self._numbers[p, key] = torch.tensor(value, dtype=dtype)
+        return tensor
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient.
+
+        Unless the class reads `found_inf`, the host waits for it.
+
+        Args:
+            closure: Not supported.
+        """
+        if self._inner is None:
+            self._make_inner()
+        if self._is_loaded:
+            self._restore_numbers()
+        if self.found_inf is not None and not self._reads_found_inf and bool(self.found_inf):
+            return
+        if self._matrices is None:
+            self._step_inner()
+            return
+        units = [unit for unit in self.units if unit.weight.grad is not None]
+        gradients = self._matrices.gather_matrices(units, lambda unit: [_gradient(unit.weight)])
+        weights = self._matrices.gather_matrices(units, lambda unit: [unit.weight.detach()])
+        for unit in weights:
+            matrix = self._inner_params[unit.weight]
+            matrix.data, matrix.grad = weights[unit][0], gradients.pop(unit)[0]
+        self._step_inner()
+        for unit, (weight,) in self._matrices.scatter_matrices(units, weights):
+            unit.weight.copy_(weight)
+        self._free_matrices()
+
+    def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
+        """Replace the parameters of the model in all units by this rank's shards of them."""
+        if self._matrices is not None:
+            self._matrices.localize(local_of)
+
+    def _step_inner(self) -> None:
+        """Take a step of the inner optimizer at this rate, if it has parameters."""
+        if self._inner is None:
+            return
+        rate_by_param = {p: group["lr"] for group in self.param_groups for p in group["params"]}
+        rate_by_inner_param = {inner: rate_by_param[p] for p, inner in self._inner_params.items()}
+        for group in self._inner.param_groups:
+            group["lr"] = rate_by_inner_param[group["params"][0]]
+        if self._reads_found_inf:
+            self._inner.found_inf = self.found_inf  # type: ignore[attr-defined]
+        self._inner.step()
+
+    def _make_inner(self) -> None:
+        """Make the inner optimizer of the parameters, or of the matrices that this rank owns."""
+        units = {unit.weight: unit for unit in self.units}
+        self._inner_params, groups = {}, []
+        for group in self.param_groups:
+            for p in group["params"]:
+                if self._matrices is None:
+                    self._inner_params[p] = p
+                elif self._matrices.owns(units[p]):
+                    shape = units[p].shapes[0]
+                    matrix = torch.zeros(shape, dtype=p.dtype, device=p.device)
+                    self._inner_params[p] = nn.Parameter(matrix)
+            inner_params = [
+                self._inner_params[p] for p in group["params"] if p in self._inner_params
+            ]
+            settings = {key: group[key] for key in ("lr", "weight_decay")}
+            groups += [{"params": inner_params, **settings}] if inner_params else []
+        self._numbers, self._inner = {}, None
+        if not groups:
+            return  # other ranks own all matrices
+        self._inner = self._make(groups, self.defaults["lr"])
+        inner_groups = self._inner.param_groups
+        self._initial_settings = [
+            {
+                key: value
+                for key, value in group.items()
+                if key not in _RUN_SETTINGS and type(value) in (bool, int, float)
+            }
+            for group in inner_groups
+        ]
+        self._group_indices = {
+            p: group_index
+            for group_index, group in enumerate(inner_groups)
+            for p in group["params"]
+        }
+        self._free_matrices()
+
+    def _free_matrices(self) -> None:
+        """Free the weights and gradients that this rank had only for a step."""
+        if self._matrices is not None:
+            for matrix in self._inner_params.values():
+                matrix.data, matrix.grad = (
+                    torch.empty(0, dtype=matrix.dtype, device=matrix.device),
+                    None,
+                )
+
+    def allocate_state(self, saved: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        """Replace the state by one with other tensors, which a checkpoint then overwrites.
+
+        Args:
+            saved: State by parameter and key; tensors on the meta device, in the shapes of this
+                rank's shards or of matrices.
+        """
+        self._make_inner()
+        for p, inner_param in self._inner_params.items():
+            assert self._inner is not None
+            inner_state: dict[str, Any] = {}
+            for key, tensor in saved.get(p, {}).items():
+                device = p.device if tensor.ndim else self._scalar_devices.get(key, p.device)
+                if key.startswith((NUMBER, GROUP)):
+                    self._numbers[p, key] = torch.zeros_like(tensor, device="cpu")
+                    if key.startswith(NUMBER):
+                        inner_state[key.removeprefix(NUMBER)] = self._numbers[p, key].item()
+                else:
+                    inner_state[key] = torch.zeros_like(tensor, device=device)
+            if inner_state:
+                self._inner.state[inner_param] = inner_state
+        self._is_loaded = True
+
+    def _restore_numbers(self) -> None:
+        """Give the inner optimizer the numbers that were read from a checkpoint."""
+        self._is_loaded = False
+        for (p, key), tensor in self._numbers.items():
+            assert self._inner is not None
+            inner_param = self._inner_params[p]
+            if key.startswith(NUMBER):
+                state = self._inner.state[inner_param]
+                state[key.removeprefix(NUMBER)] = tensor.item()
+            else:
+                group = self._inner.param_groups[self._group_indices[inner_param]]
+                group[key.removeprefix(GROUP)] = tensor.item()
+
+
+def _dtype_of(value: float) -> torch.dtype:
+    """Return the dtype that holds a Python number exactly."""
+    dtype_by_type = {bool: torch.bool, int: torch.int64, float: torch.float64}
+    return dtype_by_type[type(value)]
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    assert weight.grad is not None
+    return weight.grad

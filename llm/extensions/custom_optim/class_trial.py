@@ -1,0 +1,234 @@
+"""A trial of an optimizer's class on small weights, before a run depends on it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from llm.errors import ConfigError, one_line
+from llm.extensions.custom_optim.class_optimizer import NUMBER, ClassOptimizer
+from llm.extensions.custom_optim.import_class import OptimizerClass
+
+_STEPS = 3
+_LEARNING_RATE, _WEIGHT_DECAY = 0.1, 0.1
+
+_HALVES: tuple[Callable[[Tensor], tuple[Tensor, ...]], ...] = (
+    lambda matrix: matrix.split(matrix.shape[0] // 2, 0),
+    lambda matrix: matrix.split(matrix.shape[1] // 2, 1),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """The behavior of a class in a trial.
+
+    Attributes:
+        reads_found_inf: Whether it skips a step if its `found_inf` is 1.
+        is_elementwise: Whether an update of a part of a matrix is a part of the matrix's update.
+        is_coupled: Whether the update of a weight depends on other weights.
+        is_random: Whether an update draws random numbers.
+        scalar_devices: Devices of scalar tensors in its state, by their name.
+        bytes_per_element: Bytes of state for each element of a matrix.
+    """
+
+    reads_found_inf: bool
+    is_elementwise: bool
+    is_coupled: bool
+    is_random: bool
+    scalar_devices: dict[str, torch.device]
+    bytes_per_element: float
+
+
+def try_class(optimizer_class: OptimizerClass, device: torch.device) -> Traits:
+    """Train a matrix and a vector by a class, and return what a run has to know about it.
+
+    Args:
+        optimizer_class: The class and its arguments.
+        device: Device of the run.
+
+    Raises:
+        ConfigError: The class fails, or a run could not resume it or skip its steps.
+    """
+    trial = _Trial(optimizer_class, device)
+    try:
+        return trial.find_traits()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"--optimizer {optimizer_class.name} fails in a trial on a matrix and a vector "
+            f"({type(error).__name__}: {one_line(error)}); check --optimizer_kwargs, or choose "
+            "another class."
+        ) from error
+
+
+class _Trial:
+    """Small weights with gradients, and optimizers of a class for them.
+
+    Args:
+        optimizer_class: The class.
+        device: Of all tensors.
+    """
+
+    def __init__(self, optimizer_class: OptimizerClass, device: torch.device) -> None:
+        self._class = optimizer_class
+        generator = torch.Generator().manual_seed(0)
+        draws = [
+            [torch.randn(shape, generator=generator).to(device) for shape in ((6, 4), (6,))]
+            for _ in range(1 + _STEPS)
+        ]
+        self._weights, *self._gradients = draws
+        self._reads_found_inf = hasattr(optimizer_class.cls, "found_inf")
+
+    def find_traits(self) -> Traits:
+        """Return the behavior of the class.
+
+        Raises:
+            ConfigError: A run could not resume it, or could not skip a step.
+        """
+        params = [nn.Parameter(weight.clone()) for weight in self._weights]
+        inner = self._class.make([{"params": params, "weight_decay": 0.0}], _LEARNING_RATE)
+        # torch's fused classes have no such attribute before a step.
+        self._reads_found_inf |= bool(getattr(inner, "_step_supports_amp_scaling", False))
+        optimizer = self._make(self._weights)
+        addresses = [p.data_ptr() for p in _params_of(optimizer)]
+        _take_steps(optimizer, self._gradients)
+        weights = _weights_of(optimizer)
+        if [p.data_ptr() for p in _params_of(optimizer)] != addresses:
+            raise ConfigError(
+                f"--optimizer {self._class.name} puts new tensors in the place of weights (p.data "
+                "= ...), which ranks that divide the weights do not see; let it change them in "
+                "place, as p.copy_(...) does."
+            )
+        self._check_resume(weights)
+        self._check_skip(optimizer)
+        state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+        tensors = {key: tensor for key, tensor in state.items() if tensor.ndim}
+        return Traits(
+            reads_found_inf=self._reads_found_inf,
+            is_elementwise=all(t.shape == weights[0].shape for t in tensors.values())
+            and all(_are_close(self._train_halves(split), [weights[0]]) for split in _HALVES),
+            is_coupled=not _are_close([self._train_alone(0), self._train_alone(1)], weights),
+            is_random=not all(map(torch.equal, self._train_with_another_seed(), weights)),
+            scalar_devices={
+                key: tensor.device
+                for key, tensor in state.items()
+                if tensor.ndim == 0 and not key.startswith(NUMBER)
+            },
+            bytes_per_element=sum(t.nbytes for t in tensors.values()) / weights[0].numel(),
+        )
+
+    def _make(self, weights: Sequence[Tensor]) -> ClassOptimizer:
+        """Return an optimizer of weights; matrices decay, and vectors do not."""
+        groups = [
+            {
+                "params": [nn.Parameter(weight.clone())],
+                "weight_decay": _WEIGHT_DECAY if weight.ndim > 1 else 0.0,
+            }
+            for weight in weights
+        ]
+        return ClassOptimizer(
+            self._class.make, groups, lr=_LEARNING_RATE, reads_found_inf=self._reads_found_inf
+        )
+
+    def _train(
+        self, weights: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+    ) -> ClassOptimizer:
+        """Return an optimizer after steps with the gradients of the weights."""
+        optimizer = self._make(weights)
+        _take_steps(optimizer, gradients)
+        return optimizer
+
+    def _train_with_another_seed(self) -> list[Tensor]:
+        optimizer = self._make(self._weights)
+        _take_steps(optimizer, self._gradients, seed=1)
+        return _weights_of(optimizer)
+
+    def _train_alone(self, index: int) -> Tensor:
+        """Return one of the weights, trained without the others."""
+        gradients = [[step_gradients[index]] for step_gradients in self._gradients]
+        return _weights_of(self._train([self._weights[index]], gradients))[0]
+
+    def _train_halves(self, split: Callable[[Tensor], tuple[Tensor, ...]]) -> list[Tensor]:
+        """Return the matrix after its halves were trained separately."""
+        halves = [
+            _weights_of(self._train([half], [[split(step[0])[index]] for step in self._gradients]))
+            for index, half in enumerate(split(self._weights[0]))
+        ]
+        dim = int(halves[0][0].shape[0] == self._weights[0].shape[0])
+        return [torch.cat([half for (half,) in halves], dim)]
+
+    def _check_resume(self, expected_weights: Sequence[Tensor]) -> None:
+        """Refuse a class that needs more than its state to continue.
+
+        Args:
+            expected_weights: The weights after all steps without an interruption.
+
+        Raises:
+            ConfigError: The resumed weights differ.
+        """
+        interrupted = self._train(self._weights, self._gradients[:-1])
+        resumed = self._make(_weights_of(interrupted))
+        state_by_param: dict[Tensor, dict[str, Tensor]] = dict(
+            zip(_params_of(resumed), interrupted.state.values(), strict=True)
+        )
+        resumed.allocate_state(
+            {p: {k: t.to("meta") for k, t in state.items()} for p, state in state_by_param.items()}
+        )
+        for p, state in resumed.state.items():
+            for key, tensor in state.items():
+                tensor.copy_(state_by_param[p][key])
+        _take_steps(resumed, self._gradients[-1:])
+        if not all(map(torch.equal, _weights_of(resumed), expected_weights)):
+            raise ConfigError(
+                f"--optimizer {self._class.name} keeps a value outside of its state that changes "
+                "its steps, so a resumed run would differ; keep it in self.state, or as a number "
+                "in its groups."
+            )
+
+    def _check_skip(self, optimizer: ClassOptimizer) -> None:
+        """Refuse a class that has the attribute `found_inf` and takes a step all the same.
+
+        Args:
+            optimizer: An optimizer after some steps.
+
+        Raises:
+            ConfigError: A skipped step changes a weight.
+        """
+        weights = _weights_of(optimizer)
+        optimizer.found_inf = torch.ones((), device=weights[0].device)
+        _take_steps(optimizer, self._gradients[:1])
+        if not all(map(torch.equal, _weights_of(optimizer), weights)):
+            raise ConfigError(
+                f"--optimizer {self._class.name} has the attribute found_inf, and changes weights "
+                "although it is 1; let it skip the step, or remove the attribute."
+            )
+
+
+def _params_of(optimizer: ClassOptimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _weights_of(optimizer: ClassOptimizer) -> list[Tensor]:
+    """Return copies of the weights of an optimizer."""
+    return [p.detach().clone() for p in _params_of(optimizer)]
+
+
+def _take_steps(
+    optimizer: ClassOptimizer, gradients: Sequence[Sequence[Tensor]], *, seed: int = 0
+) -> None:
+    """Take a step with each of the gradients, after seeding the generators, as a run does."""
+    for step_gradients in gradients:
+        torch.manual_seed(seed)
+        for p, gradient in zip(_params_of(optimizer), step_gradients, strict=True):
+            p.grad = gradient.clone()
+        optimizer.step()
+
+
+def _are_close(weights: Sequence[Tensor], expected_weights: Sequence[Tensor]) -> bool:
+    """Return whether weights are equal except for rounding."""
+    return all(
+        torch.allclose(weight, expected, rtol=1e-4, atol=1e-4)
+        for weight, expected in zip(weights, expected_weights, strict=True)
+    )
