@@ -141,6 +141,14 @@ def device_memory(device: torch.device) -> int | None:
     return memory
 
 
+def num_multiprocessors(device: torch.device) -> int | None:
+    """Return the number of multiprocessors of a GPU; None on other devices."""
+    if device.type != "cuda":
+        return None
+    number: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return number
+
+
 def memory_in_use(device: torch.device) -> int | None:
     """Return the bytes that this process uses; None if the system does not report them.
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from llm.models.attention import run_model
 from llm.models.compilation import can_compile
 from llm.models.cross_entropy import Softmax, chunked_cross_entropy
+from llm.models.loss_chunks import TILE, LossChunks, default_chunks
 from llm.models.options import ModelOptions
 from llm.models.patches.tied_embedding import TiedEmbedding
 from llm.models.sizes import find_blocks
@@ -22,14 +23,6 @@ from llm.runtime.labels import IGNORED
 
 _CPU_CHUNK_BYTES = 32 * 2**20
 _CPU_MIN_ROWS = 64
-# 5,248 tokens with GPT-2's vocabulary, twice as many with the softmax kernel. Each chunk reads and
-# writes the head's fp32 gradient, so few large chunks are faster. Logits and gradients in half
-# precision together take the same number of bytes; fp32 probabilities take them once more.
-_MAX_CHUNK_BYTES = 2**30
-_CHUNKS_PER_DEVICE = 64  # 1 GiB of 64 GiB; smaller devices get smaller chunks
-_DEFAULT_CHUNK_BYTES = 512 * 2**20  # if the memory is unknown
-_TILE = 128
-"""Rows and columns of the tiles in an accelerator's matrix products."""
 
 logger = logging.getLogger("llm.models")
 
@@ -41,7 +34,8 @@ class LanguageModelLoss(nn.Module):
         model: A Hugging Face causal language model; not changed.
         chunked: Whether to compute the loss in chunks. The logits must then be exactly `head(hidden
             states)`. By default `has_plain_head` decides.
-        chunk_bytes: Memory for the fp32 logits of one chunk; by default it depends on the device.
+        chunks: The size of a chunk on an accelerator; by default for one of unknown memory.
+        chunk_bytes: Memory for the fp32 logits of one chunk on a CPU.
         aligned: Whether matrix products have fast sizes for an accelerator: multiples of 128, in
             chunks of equal length. By default on all devices but a CPU.
         softmax: Computes the losses of a chunk and their gradient from its logits; by default by
@@ -60,6 +54,7 @@ class LanguageModelLoss(nn.Module):
         model: PreTrainedModel,
         *,
         chunked: bool | None = None,
+        chunks: LossChunks | None = None,
         chunk_bytes: int | None = None,
         aligned: bool | None = None,
         softmax: Softmax | None = None,
@@ -75,6 +70,7 @@ class LanguageModelLoss(nn.Module):
             chunked = has_plain_head(model)
         self.chunked = chunked
         self.head_loss = HeadLoss(model.get_output_embeddings()) if chunked else None
+        self._chunks = chunks or default_chunks(None, None)
         self._chunk_bytes = chunk_bytes
         self._aligned = aligned
         self._softmax = softmax
@@ -214,7 +210,7 @@ class LanguageModelLoss(nn.Module):
             labels.flatten(),
             vocab_size=self.vocab_size,
             chunk_rows=chunk_rows,
-            column_multiple=_TILE if self._is_aligned(hidden.device) else 1,
+            column_multiple=TILE if self._is_aligned(hidden.device) else 1,
             tied_embedding=tied_embedding,
             softmax=self._softmax,
             token_losses=token_losses,
@@ -229,10 +225,9 @@ class LanguageModelLoss(nn.Module):
     def _chunk_rows(self, hidden: Tensor, num_columns: int) -> int:
         """Return the tokens per chunk, for hidden states [tokens, width]."""
         if self._is_aligned(hidden.device):
-            chunk_bytes = self._chunk_bytes or _DEFAULT_CHUNK_BYTES
-            # The kernel's gradient replaces the logits: twice as many rows take the same memory.
-            is_in_place = self._softmax is not None
-            return aligned_rows(len(hidden), num_columns, chunk_bytes * (2 if is_in_place else 1))
+            num_tokens, width = hidden.shape
+            is_in_place = self._softmax is not None  # the kernel's gradient replaces the logits
+            return self._chunks.rows(num_tokens, num_columns, width, is_in_place=is_in_place)
         if self._chunk_bytes is None:
             return max(_CPU_MIN_ROWS, _CPU_CHUNK_BYTES // (4 * num_columns))
         return max(1, self._chunk_bytes // (4 * num_columns))
@@ -332,7 +327,7 @@ def make_loss(
     model: PreTrainedModel,
     *,
     device: torch.device,
-    device_bytes: int | None,
+    chunks: LossChunks | None,
     is_head_sharded: bool,
     sources: Sequence[str] = (),
 ) -> LanguageModelLoss:
@@ -342,7 +337,7 @@ def make_loss(
         options: How the loss is computed, and its terms.
         model: The model.
         device: The device that it will be on.
-        device_bytes: Memory of the device in bytes; None if unknown.
+        chunks: The size of a chunk on an accelerator; None for a CPU.
         is_head_sharded: Whether each rank has only some rows of the output head.
         sources: Names of the sources for per-source sums.
     """
@@ -352,39 +347,11 @@ def make_loss(
         from llm.models.softmax_kernel import softmax_in_place as softmax
     return LanguageModelLoss(
         model,
-        chunk_bytes=None if device.type == "cpu" else accelerator_chunk_bytes(device_bytes),
+        chunks=chunks,
         softmax=softmax,
         sources=sources,
         z_loss=options.z_loss,
     )
-
-
-def accelerator_chunk_bytes(device_bytes: int | None) -> int:
-    """Return the memory for the fp32 logits of one chunk on an accelerator.
-
-    Args:
-        device_bytes: Memory of the device in bytes; None if unknown.
-    """
-    if device_bytes is None:
-        return _DEFAULT_CHUNK_BYTES
-    return min(_MAX_CHUNK_BYTES, device_bytes // _CHUNKS_PER_DEVICE)
-
-
-def aligned_rows(num_tokens: int, num_columns: int, chunk_bytes: int) -> int:
-    """Return the tokens per chunk: a multiple of 128 that makes all chunks equally long.
-
-    The last chunk is shorter if the number of chunks times 128 does not divide the tokens.
-
-    Args:
-        num_tokens: Tokens of a micro-batch.
-        num_columns: Columns of the logits.
-        chunk_bytes: Memory for the fp32 logits of one chunk; exceeded if 128 tokens need more.
-    """
-    num_columns = -(-num_columns // _TILE) * _TILE
-    max_tiles = max(1, chunk_bytes // (4 * num_columns * _TILE))
-    num_tiles = max(1, -(-num_tokens // _TILE))
-    num_chunks = -(-num_tiles // max_tiles)
-    return _TILE * -(-num_tiles // num_chunks)
 
 
 @torch.no_grad()

@@ -18,10 +18,9 @@ from transformers import (
 from llm.models.cross_entropy import _softmax_losses, chunked_cross_entropy
 from llm.models.loss import (
     LanguageModelLoss,
-    accelerator_chunk_bytes,
-    aligned_rows,
     has_plain_head,
 )
+from llm.models.loss_chunks import LossChunks
 from tests.support.models import FAMILIES, tiny_config, tiny_model
 
 NARROW = {
@@ -324,23 +323,6 @@ def test_aligned_products_under_autocast_give_the_same_gradients(dtype):
         assert (found[1][name] - reference).norm() <= 0.02 * reference.norm(), name
 
 
-@pytest.mark.parametrize(
-    ("tokens", "columns", "chunk_bytes", "rows"),
-    [
-        (8192, 50257, 512 * 2**20, 2048),  # 2,668 tokens fit: four equal chunks, not three and 512
-        (16384, 50304, 512 * 2**20, 2432),  # seven chunks, the last of 1,792 tokens
-        (4096, 128256, 512 * 2**20, 1024),
-        (16384, 50304, 2**30, 4096),  # four chunks
-        (1024, 50257, 512 * 2**20, 1024),  # one chunk
-        (63, 320, 512 * 2**20, 128),
-        (8192, 262144, 2**20, 128),  # 128 tokens at least
-        (0, 320, 2**20, 128),
-    ],
-)
-def test_chunks_are_equal_and_multiples_of_128(tokens, columns, chunk_bytes, rows):
-    assert aligned_rows(tokens, columns, chunk_bytes) == rows
-
-
 def test_chunks_are_twice_as_long_where_the_gradient_replaces_the_logits():
     model = tiny_model(tiny_config("gpt2"))
     ids = torch.zeros(8, 64, dtype=torch.long)  # 512 tokens
@@ -350,17 +332,8 @@ def test_chunks_are_twice_as_long_where_the_gradient_replaces_the_logits():
         rows.append(len(logits))
         return _softmax_losses(None, logits, *arguments)
 
-    chunk_bytes = 128 * 384 * 4  # 128 tokens in fp32
+    chunks = LossChunks(num_bytes=128 * 384 * 4, num_multiprocessors=None)  # 128 tokens in fp32
     for softmax in (None, recorded):
-        loss = LanguageModelLoss(model, aligned=True, chunk_bytes=chunk_bytes, softmax=softmax)
+        loss = LanguageModelLoss(model, aligned=True, chunks=chunks, softmax=softmax)
         assert loss(ids, ids)[0].isfinite()
     assert rows == [256, 256]
-
-
-@pytest.mark.parametrize(
-    ("gibibytes", "mebibytes"),
-    [(8, 128), (32, 512), (48, 768), (64, 1024), (80, 1024), (141, 1024), (None, 512)],
-)
-def test_chunks_take_a_64th_of_the_devices_memory_up_to_1_gib(gibibytes, mebibytes):
-    memory = None if gibibytes is None else gibibytes * 2**30
-    assert accelerator_chunk_bytes(memory) == mebibytes * 2**20

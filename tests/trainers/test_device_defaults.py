@@ -1,17 +1,21 @@
 """Options whose default depends on the device: what a GPU gets, what resuming keeps."""
 
+import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from llm.checkpoint.format import Checkpoint
 from llm.errors import ConfigError
+from llm.models.loss_chunks import LossChunks
 from llm.parallel.accelerator import set_float32_precision
 from llm.parallel.options import PrecisionOptions
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.recorded_options import fixed_options
-from llm.trainers.gpt.run_defaults import choose_by_device
+from llm.trainers.gpt.run_defaults import choose_by_device, choose_loss_chunks
+from llm.trainers.gpt.training_run import checkpoint_metadata
 from tests.support.training import Bench
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -28,8 +32,8 @@ def gpu(monkeypatch):
     monkeypatch.setenv("CC", "cc")
 
 
-def saved(fixed: dict[str, object], logged: dict[str, object]) -> Checkpoint:
-    metadata = {"fixed": fixed, "logged": logged}
+def saved(fixed: dict[str, object], logged: dict[str, object], **facts: object) -> Checkpoint:
+    metadata = {"fixed": fixed, "logged": logged, **facts}
     return Checkpoint(
         path=Path("step"), step=1, saved_time="", world_size=1, metadata=metadata, files={}
     )
@@ -72,6 +76,38 @@ def test_a_resumed_run_keeps_what_it_began_with(gpu):
     assert choose_by_device(GPTConfig(torch_compile=True), older, CUDA)["torch_compile"]
     # An evaluation has no run to go on with.
     assert choose_by_device(GPTConfig(eval_only=True), older, CUDA) == FAST
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """A made-up H200."""
+    properties = SimpleNamespace(total_memory=141 * 2**30, multi_processor_count=132)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+
+
+def test_a_resumed_run_keeps_the_chunks_of_its_loss(h200):
+    chosen = LossChunks(num_bytes=2**30, num_multiprocessors=132)
+    assert choose_loss_chunks(GPTConfig(), None, CUDA) == chosen
+    assert choose_loss_chunks(GPTConfig(), None, CPU) is None
+    small_gpu = LossChunks(num_bytes=2**28, num_multiprocessors=46)
+    began_there = saved({}, {}, loss_chunks=dataclasses.asdict(small_gpu))
+    assert choose_loss_chunks(GPTConfig(), began_there, CUDA) == small_gpu
+    assert choose_loss_chunks(GPTConfig(), began_there, CPU) == small_gpu  # for a later GPU
+    assert choose_loss_chunks(GPTConfig(eval_only=True), began_there, CUDA) == chosen
+    assert choose_loss_chunks(GPTConfig(), saved({}, {}, loss_chunks=None), CUDA) == chosen
+    older = saved({}, {})  # whose chunks are equal
+    equal_chunks = LossChunks(num_bytes=2**30, num_multiprocessors=None)
+    assert choose_loss_chunks(GPTConfig(), older, CUDA) == equal_chunks
+
+
+def test_a_checkpoint_records_the_chunks_of_the_loss(tmp_path, monkeypatch):
+    bench = Bench(tmp_path)
+    assert checkpoint_metadata(bench.read())["loss_chunks"] is None
+    chunks = LossChunks(num_bytes=2**30, num_multiprocessors=132)
+    monkeypatch.setattr("llm.trainers.gpt.inputs.choose_loss_chunks", lambda *_: chunks)
+    recorded = checkpoint_metadata(bench.read())["loss_chunks"]
+    assert LossChunks(**recorded) == chunks
 
 
 def test_an_older_run_keeps_the_precision_of_its_routers_unless_told():

@@ -22,7 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llm.data.options import device_batch_size
 from llm.errors import ConfigError, LLMError, one_line
-from llm.models.loss import LanguageModelLoss, accelerator_chunk_bytes
+from llm.models.loss import LanguageModelLoss
+from llm.models.loss_chunks import default_chunks
 from llm.models.mixtures import find_experts
 from llm.models.sizes import find_blocks, head_width
 from llm.tools.plan.options import PlanOptions
@@ -269,7 +270,7 @@ def _make_loss(
     return LanguageModelLoss(
         model,
         chunked=True,
-        chunk_bytes=None if is_cpu else accelerator_chunk_bytes(memory_bytes),
+        chunks=default_chunks(memory_bytes, None),
         aligned=not is_cpu,
         softmax=_softmax_kernel if has_kernel else None,
     )

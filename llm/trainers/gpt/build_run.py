@@ -14,7 +14,6 @@ from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.load import list_tensors, load_model, read_part_names
 from llm.checkpoint.retention import mark_superseded
 from llm.errors import ParallelError
-from llm.metrics.hardware import device_memory
 from llm.models.attention import check_documents_apart, use_document_attention
 from llm.models.build import build_model, set_special_tokens
 from llm.models.causality import check_causal, check_meta_model_causal
@@ -138,7 +137,7 @@ def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy
         run.config,
         model,
         device=strategy.device,
-        device_bytes=device_memory(strategy.device),
+        chunks=run.loss_chunks,
         is_head_sharded=run.dims.tensor > 1,
         sources=source_names if run.config.log_source_losses else (),
     )

@@ -39,7 +39,12 @@ from llm.trainers.gpt.model_copies import log_config_changes, read_model_config,
 from llm.trainers.gpt.output_folder import check_folder, default_output_dir
 from llm.trainers.gpt.recorded_options import check_checkpoint_record
 from llm.trainers.gpt.resume import check_same_data, find_resume_checkpoint, find_run_checkpoint
-from llm.trainers.gpt.run_defaults import choose_by_device, choose_seed, with_checkpoint_batch_size
+from llm.trainers.gpt.run_defaults import (
+    choose_by_device,
+    choose_loss_chunks,
+    choose_seed,
+    with_checkpoint_batch_size,
+)
 from llm.trainers.gpt.seams import Run, choose_layout, make_extensions
 from llm.trainers.gpt.trackers import check_trackers
 from llm.trainers.gpt.training_run import TrainingRun, plan_training
@@ -195,6 +200,7 @@ def _read_run(
         dims=dims,
         layout=layout,
         extensions=extensions,
+        loss_chunks=choose_loss_chunks(config, start, device),
         corpus=Corpus(train=(), validation=()),
     )
     for extension in extensions:

@@ -7,7 +7,9 @@ import torch
 
 from llm.checkpoint.format import Checkpoint
 from llm.errors import ConfigError
+from llm.metrics.hardware import device_memory, num_multiprocessors
 from llm.models.compilation import can_compile
+from llm.models.loss_chunks import LossChunks, default_chunks
 from llm.parallel.accelerator import default_precision
 from llm.runtime.rng import draw_seed
 from llm.trainers.gpt.config import CoreConfig
@@ -40,6 +42,28 @@ def choose_by_device(
             "have other bits after a resume. Set --no_torch_compile, or leave --deterministic out."
         )
     return values
+
+
+def choose_loss_chunks(
+    config: CoreConfig, start: Checkpoint | None, device: torch.device
+) -> LossChunks | None:
+    """Return the chunks of the loss on an accelerator: the checkpoint's, or the device's.
+
+    On another device, other chunks would change the order of sums. Runs that began before
+    checkpoints recorded chunks have equal ones. A run that began on a CPU has none, and a CPU
+    ignores them.
+    """
+    recorded: dict[str, Any] | None = None
+    is_older_run = False
+    if start is not None and not config.eval_only:
+        recorded = start.metadata.get("loss_chunks")
+        is_older_run = "loss_chunks" not in start.metadata
+    if recorded is not None:
+        return LossChunks(**recorded)
+    if device.type == "cpu":
+        return None
+    multiprocessors = None if is_older_run else num_multiprocessors(device)
+    return default_chunks(device_memory(device), multiprocessors)
 
 
 def with_checkpoint_batch_size(config: CoreConfig, resume_from: Checkpoint | None) -> CoreConfig:

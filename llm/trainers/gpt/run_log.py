@@ -57,6 +57,8 @@ def log_start(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -
     _log_world(run, strategy, model)
     if strategy.device.type == "cuda":
         logger.info(f"GPU memory: {allocator_settings()}")
+    if strategy.device.type != "cpu" and run.loss_chunks is not None:
+        logger.info(f"loss: {run.loss_chunks.describe()}")
     logger.info(
         f"versions: llm-trainers {__version__}, Python {platform.python_version()}, "
         f"torch {torch.__version__}, transformers {transformers.__version__}, "

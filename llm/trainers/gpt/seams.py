@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from llm.data.corpus import Corpus
     from llm.data.loader import StepBatch, TrainLoader
     from llm.data.order import DocumentBoundaries
+    from llm.models.loss_chunks import LossChunks
     from llm.models.transforms import Transform
     from llm.optim.run_optimizer import OptimizerFactory
     from llm.parallel.base import AcceleratedStrategy
@@ -60,6 +61,7 @@ class Run:
         dims: How the ranks divide one model and its data.
         layout: How the ranks train.
         extensions: The extensions, in calling order.
+        loss_chunks: The size of the loss's chunks on an accelerator; None on a CPU.
         corpus: Training and validation tokens. It is empty when `Extension.read` is called.
     """
 
@@ -79,6 +81,7 @@ class Run:
     dims: "ParallelDims"
     layout: Layout
     extensions: "tuple[Extension[Any], ...]"
+    loss_chunks: "LossChunks | None"
     corpus: "Corpus"
 
     @property

@@ -60,6 +60,7 @@ def checkpoint_metadata(run: TrainingRun) -> dict[str, Any]:
         "tokenizer": fingerprint(run.tokenizer),
         "initial_weights": run.initial_weights,
         "skip_samples": str(run.skipped),
+        "loss_chunks": None if run.loss_chunks is None else dataclasses.asdict(run.loss_chunks),
         "branch": None if run.branch is None else dataclasses.asdict(run.branch),
         **run.layout.metadata(),
     }
