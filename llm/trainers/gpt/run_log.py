@@ -18,6 +18,8 @@ from llm.config.options import format_default, non_default
 from llm.config.shell import shell_line
 from llm.data.corpus import CorpusSource
 from llm.data.order import stage_starts
+from llm.models.attention import kernel_dtype
+from llm.models.attention_kernels import attention_kernel
 from llm.models.mixtures import mixture_size
 from llm.models.patches.routers import float32_routers
 from llm.models.sizes import flops_per_token, parameter_counts
@@ -55,6 +57,10 @@ def log_start(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -
     for line in strategy.run_optimizer.describe().splitlines():
         logger.info(line)
     _log_world(run, strategy, model)
+    with strategy.autocast():
+        dtype = kernel_dtype(torch.float32, strategy.device)
+    kernel = attention_kernel(model, device=strategy.device, dtype=dtype, block_size=run.block_size)
+    logger.info(f"attention: {kernel}")
     if strategy.device.type == "cuda":
         logger.info(f"GPU memory: {allocator_settings()}")
     if strategy.device.type != "cpu" and run.loss_chunks is not None:
