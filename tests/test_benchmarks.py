@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import before, data, kfac, report, train
+from benchmarks import before, bits, data, kfac, report, train
 from benchmarks.corpus import cut, make_corpus
 from benchmarks.decentralized_delay import DelaySetting, theory
 from benchmarks.delayed_link import DelayedNetwork, why_not
@@ -566,3 +566,27 @@ def test_the_benchmark_of_large_corpora_runs_at_toy_size(tmp_path):
     assert "The files are the same byte for byte." in done.stdout
     assert "| a shard's overhead with Dask: at most 10 ms |" in done.stdout
     assert "| memory of a worker for four times the text: at most 1.1x |" in done.stdout
+
+
+@pytest.mark.benchmarks
+def test_bits_compares_resumed_trainings_with_straight_ones():
+    conditions = ["reproducible, straight", "reproducible, resumed with the saved code"]
+    sizes = ["--backend", "aot_eager", "--layers", "1", "--width", "32"]
+    done = benchmark("bits", *sizes, "--conditions", *conditions)
+    assert [row[:2] for row in rows_of(done.stdout)[1:3]] == [
+        [f"| {name}", "none"] for name in conditions
+    ]
+    assert "other bits: at most 0 | 0 of 1 | yes |" in done.stdout
+
+
+def test_the_first_other_bits_are_found():
+    def training(**gradients: str) -> dict[str, object]:
+        steps = {"3": {"loss": "a", "norm": 1.0, "gradients": {"w": "b", "v": "c"}}}
+        steps["4"] = {"loss": "d", "norm": 2.0, "gradients": {"w": "e", "v": "f"} | gradients}
+        return {"steps": steps, "code": []}
+
+    assert bits.first_difference(training(), training()) is None
+    difference = bits.first_difference(training(), training(v="g"))
+    assert difference == bits.Difference(
+        step=5, is_loss_equal=True, tensors=["v"], norms=(2.0, 2.0)
+    )

@@ -47,6 +47,23 @@ def compile_blocks(model: nn.Module) -> None:
         block.compile(dynamic=False)
 
 
+def make_code_reproducible() -> None:
+    """Let compiled code have the bits of the uncompiled model, and not depend on timings.
+
+    Call it before anything is compiled, with `torch.use_deterministic_algorithms`, which turns off
+    most of Inductor's timings already.
+    """
+    import torch._inductor.config as inductor  # which takes a second
+
+    # Otherwise a fused kernel keeps in float32 what the model rounds to half precision, so that
+    # bits depend on what is fused and what is recomputed.
+    inductor.emulate_precision_casts = True
+    inductor.triton.autotune_pointwise = False  # else the fastest of several kernels is chosen
+    inductor.triton.mix_order_reduction = False  # wrong sums in some cases of PyTorch 2.10
+    inductor.shape_padding = False
+    inductor.compile_threads = 1
+
+
 @functools.cache
 def compile_for_fixed_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the compiled function, with a separate graph for each input shape."""

@@ -20,6 +20,7 @@ CLOZE = ROOT / "examples" / "tasks" / "shakespeare_cloze.yaml"
 MADE_WITH = {
     "averaging": ({"ema_decay": 0.9}, 0, "also holds ema, which this run does not continue"),
     "bf16_moments": ({"moment_dtype": "bf16"}, 2, "was trained with --moment_dtype"),
+    "compiled_code": ({"compiled_code": "code", "torch_compile": True}, 0, ""),
     "custom_optim": (
         {"optimizer": "torch.optim:Adamax"},
         2,
@@ -39,6 +40,7 @@ MADE_WITH = {
     "tasks": ({"eval_tasks": CLOZE}, 0, ""),
 }
 """Options of a run that uses the extension; exit code and log of a resume without them."""
+MARKS = {"matrix_optim": (), "compiled_code": pytest.mark.slow}  # it compiles for a minute
 SERVER = """
 import json, os, sys
 import accelerate, torch.distributed.fsdp, torch.utils.tensorboard  # once for all packages
@@ -160,10 +162,7 @@ def plain(bench) -> Run:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name == "matrix_optim" else pytest.mark.extended)
-        for name in EXTENSIONS
-    ],
+    [pytest.param(name, marks=MARKS.get(name, pytest.mark.extended)) for name in EXTENSIONS],
 )
 def test_runs_continue_without_an_extension_that_they_do_not_use(
     name, bench, plain, server, tmp_path

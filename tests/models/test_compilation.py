@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._inductor.config as inductor
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from llm.models.compilation import compile_blocks
+from llm.models.compilation import compile_blocks, make_code_reproducible
 from llm.models.loss import LanguageModelLoss
 from tests.support.models import tiny_config, tiny_model
 
@@ -62,3 +63,15 @@ def test_more_shapes_than_pytorchs_limit_are_compiled(batch_sizes):
     for size in range(2, 14):
         run(loss, size, training=True)
     assert batch_sizes == list(range(2, 14))
+
+
+def test_a_deterministic_run_rounds_as_the_model_and_times_no_kernel(monkeypatch):
+    names = ("emulate_precision_casts", "shape_padding", "compile_threads")
+    for name in names:
+        monkeypatch.setattr(inductor, name, getattr(inductor, name))  # restored at the end
+    for name in ("autotune_pointwise", "mix_order_reduction"):
+        monkeypatch.setattr(inductor.triton, name, True)
+    make_code_reproducible()
+    assert [getattr(inductor, name) for name in names] == [True, False, 1]
+    assert not inductor.triton.autotune_pointwise
+    assert not inductor.triton.mix_order_reduction

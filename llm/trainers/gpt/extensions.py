@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from llm.extensions.averaging.options import AveragingExtension
 from llm.extensions.bf16_moments.options import MomentExtension
+from llm.extensions.compiled_code.options import CompiledCodeExtension
 from llm.extensions.custom_optim.options import CustomOptimizerExtension
 from llm.extensions.decentralized.options import DecentralizedExtension
 from llm.extensions.kfac.options import KFACExtension
@@ -26,6 +27,7 @@ from llm.trainers.gpt.seams import Extension, option_classes
 EXTENSIONS: tuple[type[Extension[Any]], ...] = (
     AveragingExtension,
     MomentExtension,
+    CompiledCodeExtension,
     CustomOptimizerExtension,
     DecentralizedExtension,
     KFACExtension,
