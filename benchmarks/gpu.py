@@ -2,7 +2,7 @@
 
 python -m benchmarks.gpu --help. Each result is kept and the report written as soon as a program has
 been measured, and a benchmark that was stopped continues from there. Without a GPU `--models toy
-toy-moe` runs everything on the CPU, which only shows that the benchmark works.
+toy-llama toy-moe` runs everything on the CPU, which only shows that the benchmark works.
 """
 
 import importlib.metadata
@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from benchmarks.gpu_programs import (
     MODELS,
+    Model,
     Training,
     flops_per_token,
     nanogpt_program,
@@ -44,9 +45,9 @@ from benchmarks.report import (
 from llm.config.options import option
 from llm.errors import ConfigError
 
-ModelName = Literal["124M", "350M", "1.1B", "OLMoE", "toy", "toy-moe"]
-_TOYS = {"toy", "toy-moe"}
-Part = Literal["speed", "precisions", "kfac"]
+ModelName = Literal["124M", "350M", "1.1B", "3B", "8B", "OLMoE", "toy", "toy-llama", "toy-moe"]
+_TOYS = {"toy", "toy-llama", "toy-moe"}
+Part = Literal["speed", "precisions", "optimizers", "kfac"]
 _BF16 = ("--mixed_precision", "bf16", "--torch_compile")
 _KFAC_INTERVAL = 50
 """Steps between the updates of K-FAC's factors and bases."""
@@ -54,19 +55,30 @@ _KFAC_FLAGS = (
     *("--kfac", "--kfac_factor_update_steps", str(_KFAC_INTERVAL)),
     *("--kfac_inv_update_steps", str(_KFAC_INTERVAL)),
 )
-_FLAGS = {
-    "llm": _BF16,
+_PRECISIONS = {
     "llm, not compiled": ("--mixed_precision", "bf16", "--no_torch_compile"),
     "llm, fp16": ("--mixed_precision", "fp16", "--torch_compile"),
     "llm, TF32": ("--mixed_precision", "no", "--torch_compile"),
-    "llm, AdamW, 8k tokens": _BF16,
-    "llm, K-FAC, 8k tokens": (*_BF16, *_KFAC_FLAGS),
+    "llm, fp8": ("--mixed_precision", "fp8", "--torch_compile"),
 }
+"""Precisions other than compiled bf16."""
+_RECOMPUTED = "llm, recomputed"
+_OPTIMIZERS = {
+    "llm, Muon": ("--optimizer", "muon"),
+    "llm, SOAP": ("--optimizer", "soap"),
+    "llm, EKFAC": _KFAC_FLAGS,
+}
+_FLAGS = {
+    _RECOMPUTED: ("--activation_checkpointing", "full", "--moment_dtype", "bf16"),
+    **_OPTIMIZERS,
+    "llm, K-FAC, 8k tokens": _KFAC_FLAGS,
+}
+"""Options besides the precision."""
 _PEERS = {"plain loop": "plain_loop", "HF Trainer": "hf_trainer"}
 _NANOGPT = "nanoGPT"
-_PRECISIONS = ("llm, not compiled", "llm, fp16", "llm, TF32")
 _KFAC = ("llm, AdamW, 8k tokens", "llm, K-FAC, 8k tokens")
 _KFAC_TOKENS = 8192
+_PROGRAMS = ("llm", _NANOGPT, *_PEERS, _RECOMPUTED, *_PRECISIONS, *_OPTIMIZERS, *_KFAC)
 _WARM_UP = 30
 _LIMIT = 600.0
 _LEAST_MFU = {"124M": 0.5, "350M": 0.5, "1.1B": 0.55}
@@ -90,9 +102,15 @@ class GPUBenchmarkOptions(ReportOptions):
         at_least=2,
     )
     only: tuple[Part, ...] = option(
-        ("speed", "precisions", "kfac"),
-        "Parts to measure: all programs in bf16; our other precisions and uncompiled steps; "
-        "K-FAC's step and AdamW's.",
+        ("speed", "precisions", "optimizers", "kfac"),
+        "Parts to measure: all programs in bf16; our other precisions and uncompiled steps; our "
+        "other optimizers; K-FAC's step and AdamW's with few tokens.",
+        group="Run",
+    )
+    programs: tuple[str, ...] = option(
+        (),
+        "Programs to measure, such as llm and nanoGPT, which alternate with repeats; by default "
+        "all of the parts.",
         group="Run",
     )
     seconds: float = option(
@@ -150,6 +168,9 @@ def check(options: GPUBenchmarkOptions, card: Card | None) -> None:
             "--models " + " ".join(options.models) + " need a GPU, and torch sees none; --models "
             "toy runs the programs without one."
         )
+    unknown = [name for name in options.programs if name not in _PROGRAMS]
+    if unknown:
+        raise ConfigError(f"--programs {unknown[0]} is none of: {'; '.join(_PROGRAMS)}.")
     if options.nanogpt is not None and not Path(options.nanogpt, "train.py").is_file():
         raise ConfigError(f"--nanogpt {options.nanogpt} holds no train.py.")
     if shutil.which(options.peer_python) is None:
@@ -175,20 +196,39 @@ def rows_of(options: GPUBenchmarkOptions) -> list[Row]:
     for repeat in range(options.repeats):
         for model in options.models:
             for length in options.lengths:
-                programs: list[str] = []
-                is_gpt2 = not (MODELS[model].is_llama or MODELS[model].num_experts)
-                if "speed" in options.only:
-                    has_peer = options.nanogpt is not None and is_gpt2
-                    programs += ["llm", *[_NANOGPT] * has_peer, *_PEERS]
-                if length == options.lengths[0]:
-                    programs += _PRECISIONS if "precisions" in options.only else ()
-                    has_kfac = "kfac" in options.only and not MODELS[model].num_experts
-                    programs += _KFAC if has_kfac else ()
+                programs = _programs_of(
+                    options, MODELS[model], is_first=length == options.lengths[0]
+                )
                 found += [
                     Row(model=model, length=length, program=program, repeat=repeat)
                     for program in programs
                 ]
     return found
+
+
+def _programs_of(options: GPUBenchmarkOptions, shape: Model, *, is_first: bool) -> list[str]:
+    """Return the programs to measure for a model at one length.
+
+    Args:
+        options: The options.
+        shape: The model.
+        is_first: Whether it is the first length, which all parts use.
+    """
+    programs: list[str] = []
+    is_gpt2 = not (shape.is_llama or shape.num_experts)
+    if "speed" in options.only and shape.recomputes:
+        programs.append(_RECOMPUTED)
+    elif "speed" in options.only:
+        has_peer = options.nanogpt is not None and is_gpt2
+        programs += ["llm", *[_NANOGPT] * has_peer, *_PEERS]
+    if is_first and not shape.recomputes:
+        if "precisions" in options.only:
+            # GPT-2's layers have another type than those that multiply in float8.
+            programs += [name for name in _PRECISIONS if name != "llm, fp8" or shape.is_llama]
+        if not shape.num_experts:
+            programs += _OPTIMIZERS if "optimizers" in options.only else ()
+            programs += _KFAC if "kfac" in options.only else ()
+    return [name for name in programs if not options.programs or name in options.programs]
 
 
 class Kept:
@@ -263,9 +303,10 @@ class Measurer:
             on_gpu=self._card is not None,
         )
         period = Period(warm_up=_WARM_UP, seconds=self._options.seconds)
-        if row.program in _KFAC:
+        if row.program in (*_OPTIMIZERS, *_KFAC):
             # Its first steps update more often; then whole intervals, with the steps that update.
             period = replace(period, warm_up=2 * _KFAC_INTERVAL, multiple=_KFAC_INTERVAL)
+        if row.program in _KFAC:
             samples = max(1, _KFAC_TOKENS // row.length)
             training = replace(training, batch_size=min(training.batch_size, samples))
         while True:
@@ -288,9 +329,9 @@ class Measurer:
             python = str(Path(shutil.which(self._options.peer_python) or "").absolute())
             checkout = Path(self._options.nanogpt).resolve()
             return nanogpt_program(training, folder, checkout=checkout, python=python)
-        flags: Sequence[str] = _FLAGS[row.program]
-        if self._card is None:  # in the precision that is fast there, and not compiled
-            flags = _KFAC_FLAGS if row.program == _KFAC[1] else ()
+        flags = _FLAGS.get(row.program, ())
+        if self._card is not None:  # else in the precision that is fast there, and not compiled
+            flags = (*_PRECISIONS.get(row.program, _BF16), *flags)
         return our_program(training, folder, flags)
 
 

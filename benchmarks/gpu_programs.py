@@ -30,8 +30,10 @@ class Model:
         heads: Attention heads.
         vocab_size: Size of the vocabulary.
         batch_tokens: Tokens of a micro-batch that nearly fills 80 GB, full logits included.
-        is_llama: Whether it is a Llama with an untied head, 8 key-value heads and an MLP of four
-            times the width; else it is a GPT-2.
+        key_value_heads: Key-value heads of a Llama; 0 for another family.
+        inner: Width of a Llama's MLP.
+        is_tied: Whether a Llama's head is its embedding.
+        recomputes: Whether it needs recomputation of activations.
         num_experts: Experts of each layer of an OLMoE, which sends a token to an eighth of them; 0
             for a dense model.
     """
@@ -42,8 +44,16 @@ class Model:
     heads: int
     vocab_size: int
     batch_tokens: int
-    is_llama: bool = False
+    key_value_heads: int = 0
+    inner: int = 0
+    is_tied: bool = False
+    recomputes: bool = False
     num_experts: int = 0
+
+    @property
+    def is_llama(self) -> bool:
+        """Whether it is a Llama; without experts, it is else a GPT-2."""
+        return self.key_value_heads > 0
 
     def batch_size(self, length: int, *, memory: float) -> int:
         """Return the samples of a micro-batch, a power of two.
@@ -64,8 +74,17 @@ MODELS = {
         name="GPT-2 350M", layers=24, width=1024, heads=16, vocab_size=50_257, batch_tokens=32_768
     ),
     "1.1B": Model(
-        name="Llama 1.1B", layers=16, width=2048, heads=32, vocab_size=32_000, batch_tokens=16_384,
-        is_llama=True,
+        name="TinyLlama 1.1B", layers=22, width=2048, heads=32, vocab_size=32_000,
+        batch_tokens=16_384, key_value_heads=4, inner=5632,
+    ),
+    "3B": Model(
+        name="Llama 3.2 3B", layers=28, width=3072, heads=24, vocab_size=128_256,
+        batch_tokens=16_384, key_value_heads=8, inner=8192, is_tied=True, recomputes=True,
+    ),
+    # 12 bytes for each weight with moments in bf16: 96 GB, which an H200 has.
+    "8B": Model(
+        name="Llama 3.1 8B", layers=32, width=4096, heads=32, vocab_size=128_256,
+        batch_tokens=8192, key_value_heads=8, inner=14_336, recomputes=True,
     ),
     # Six of the 16 layers of OLMoE-1B-7B: 2.7B parameters, 0.6B of them active.
     "OLMoE": Model(
@@ -75,6 +94,10 @@ MODELS = {
     "toy-moe": Model(
         name="toy mixture", layers=2, width=32, heads=2, vocab_size=320, batch_tokens=64,
         num_experts=8,
+    ),
+    "toy-llama": Model(
+        name="toy Llama", layers=2, width=32, heads=2, vocab_size=320, batch_tokens=64,
+        key_value_heads=1, inner=64, recomputes=True,
     ),
     "toy": Model(name="toy", layers=2, width=32, heads=2, vocab_size=320, batch_tokens=64),
 }  # fmt: skip
@@ -113,13 +136,13 @@ def write_model(shape: Model, length: int, folder: Path) -> None:
             "num_hidden_layers": shape.layers,
             "hidden_size": shape.width,
             "num_attention_heads": shape.heads,
-            "num_key_value_heads": 8,
-            "intermediate_size": 4 * shape.width,
+            "num_key_value_heads": shape.key_value_heads,
+            "intermediate_size": shape.inner,
             "max_position_embeddings": length,
             "vocab_size": shape.vocab_size,
             "bos_token_id": 0,
             "eos_token_id": 0,
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": shape.is_tied,
         }
         (folder / "config.json").write_text(json.dumps(config))
     if shape.num_experts:
@@ -146,13 +169,14 @@ def write_model(shape: Model, length: int, folder: Path) -> None:
 def write_tokens(vocab_size: int, folder: Path, number: int = _TOKENS) -> None:
     """Write token ids as a nanoGPT data folder; id k is drawn 1 / (k + 1) as often as id 0.
 
-    Frequent tokens matter: the gradient of an embedding adds up the rows of equal ids.
+    Frequent tokens matter: the gradient of an embedding adds up the rows of equal ids. The file has
+    ids of 16 bits, so the rarest tokens of larger vocabularies are absent.
     """
     import numpy as np
 
-    shares = np.cumsum(1 / np.arange(1, vocab_size + 1))
+    shares = np.cumsum(1 / np.arange(1, min(vocab_size, 2**16) + 1))
     draws = np.random.default_rng(0).random(number) * shares[-1]
-    ids = np.searchsorted(shares, draws).clip(0, vocab_size - 1).astype(np.uint16)
+    ids = np.searchsorted(shares, draws).clip(0, len(shares) - 1).astype(np.uint16)
     folder.mkdir(parents=True)
     ids.tofile(folder / "train.bin")
     ids[: number // 100].tofile(folder / "val.bin")

@@ -134,15 +134,17 @@ def test_a_micro_batch_fills_the_memory_of_the_gpu():
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("124M", 124e6), ("350M", 355e6), ("1.1B", 1.1e9)]
+    ("name", "parameters"),
+    [("124M", 124e6), ("350M", 355e6), ("1.1B", 1.1e9), ("3B", 3.21e9), ("8B", 8.03e9)],
 )
 def test_models_have_the_size_of_their_name(tmp_path, name, parameters):
     write_model(MODELS[name], 1024, tmp_path / "model")
     shape = MODELS[name]
     attention = 12 * shape.layers * shape.width * 1024
     weights = (flops_per_token(tmp_path / "model", 1024) - attention) / 6
+    has_embedding = shape.is_llama and not shape.is_tied
     # Without positions, and of an untied pair of embedding and head only the head.
-    assert weights + shape.vocab_size * shape.width * shape.is_llama == pytest.approx(
+    assert weights + shape.vocab_size * shape.width * has_embedding == pytest.approx(
         parameters, rel=0.02
     )
 
@@ -239,6 +241,43 @@ def test_every_program_runs_once_before_one_is_repeated():
     assert not any(row.program == "nanoGPT" for row in rows if row.model == "1.1B")
 
 
+def test_only_the_given_programs_run_and_alternate():
+    options = gpu.GPUBenchmarkOptions(
+        models=("124M",), lengths=(1024,), repeats=2, nanogpt="x", programs=("llm", "nanoGPT")
+    )
+    assert [row.program for row in rows_of(options)] == ["llm", "nanoGPT", "llm", "nanoGPT"]
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("8B", {"llm, recomputed"}),
+        ("1.1B", {"llm, fp8", "llm, SOAP", "llm, Muon", "llm, EKFAC", "llm"}),
+    ],
+)
+def test_a_model_has_the_programs_that_can_train_it(model, expected):
+    rows = rows_of(gpu.GPUBenchmarkOptions(models=(model,)))
+    assert expected <= {row.program for row in rows}
+    assert ("llm" in {row.program for row in rows}) == (model == "1.1B")
+    gpt2 = rows_of(gpu.GPUBenchmarkOptions(models=("124M",)))
+    assert not {"llm, fp8", "llm, recomputed"} & {row.program for row in gpt2}
+
+
+def test_a_program_has_its_options_in_the_precision_of_its_row(h100, tmp_path, monkeypatch):
+    names = ["llm, SOAP", "llm, fp16"]
+    report = ["--output", str(tmp_path / "report.md")]
+    ran = measured(monkeypatch, "--programs", *names, *report, results=[TIMED, TIMED])
+    assert "--mixed_precision fp16 --torch_compile" in ran[0]
+    assert "--optimizer" not in ran[0]
+    assert ran[1].endswith("--mixed_precision bf16 --torch_compile --optimizer soap")
+
+
+def test_tokens_of_a_large_vocabulary_fit_16_bits(tmp_path):
+    write_tokens(128_256, tmp_path / "tokens", 20_000)
+    ids = np.fromfile(tmp_path / "tokens" / "train.bin", dtype=np.uint16)
+    assert (ids < 100).mean() > 0.3  # frequent ids stay frequent
+
+
 def test_neither_nanogpt_nor_kfac_trains_a_mixture_of_experts():
     rows = rows_of(gpu.GPUBenchmarkOptions(models=("OLMoE",), nanogpt="nanoGPT"))
     programs = {row.program for row in rows}
@@ -260,6 +299,22 @@ def test_the_mixture_is_olmoe_with_fewer_layers(tmp_path):
 
 
 @pytest.mark.benchmarks
+@pytest.mark.parametrize(
+    ("model", "program"), [("toy-llama", "llm, recomputed"), ("toy", "llm, SOAP")]
+)
+def test_one_program_of_a_toy_is_timed(model, program):
+    command = [
+        *(sys.executable, "-m", "benchmarks.gpu", "--models", model, "--lengths", "32"),
+        *("--seconds", "0.2", "--programs", program),
+    ]
+    hidden = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| llm")]
+    assert [row.split(" | ")[0] for row in rows] == [f"| {program}"]
+
+
+@pytest.mark.benchmarks
 def test_a_toy_mixture_is_timed(tmp_path):
     command = [
         *(sys.executable, "-m", "benchmarks.gpu", "--models", "toy-moe", "--lengths", "32"),
@@ -277,6 +332,7 @@ def test_a_toy_mixture_is_timed(tmp_path):
     [
         ((), "need a GPU, and torch sees none"),
         (("--models", "toy", "--nanogpt", "nowhere"), "--nanogpt nowhere holds no train.py."),
+        (("--models", "toy", "--programs", "nanoGTP"), "--programs nanoGTP is none of: llm; nano"),
         (("--models", "toy", "--rows", "no/folder/x"), "a folder that does not exist"),
     ],
 )
