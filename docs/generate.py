@@ -2,10 +2,12 @@
 
 configuration.md: the trainer's options, all below the page's introduction. data-tools.md, cli.md:
 a table for each program, between two comments that name it. architecture.md: every package
-and the first paragraph of its docstring, between two comments. api/: a page for each package.
+and the first paragraph of its docstring, between two comments. benchmarks.md: what ran where. api/:
+a page for each package.
 """
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -25,6 +27,7 @@ from llm.trainers.gpt.extensions import GPTConfig
 
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "llm"
+WHAT_RAN = DOCS.parent / "benchmarks" / "results" / "what_ran.json"
 PROGRAM_PAGES = {
     "data-tools.md": {
         "tokenizer": TrainTokenizerOptions,
@@ -140,11 +143,31 @@ def architecture_page(page: str) -> str:
     return f"{text_before}{start_marker}\n{table}\n\n{end_marker}{text_after}"
 
 
+def benchmarks_page(page: str) -> str:
+    """Return the page with the table of what ran where, from benchmarks/results/what_ran.json."""
+    rows = json.loads(WHAT_RAN.read_text(encoding="utf-8"))
+    lines: list[str] = []
+    group = ""
+    for row in rows:
+        if row["group"] != group:
+            group = row["group"]
+            header = f"| {group} | CPU | made-up GPU | one GPU | several GPUs |"
+            lines += ["", header, "|---|---|---|---|---|"]
+        cells = [row["what"], *(row[name] for name in ("cpu", "made_up", "gpu", "gpus"))]
+        lines.append(f"| {' | '.join(cells)} |")
+    start_marker, end_marker = "<!-- what ran where -->", "<!-- end of what ran where -->"
+    text_before, _, rest = page.partition(start_marker)
+    _, _, text_after = rest.partition(end_marker)
+    tables = "\n".join(lines)
+    return f"{text_before}{start_marker}\n{tables}\n\n{end_marker}{text_after}"
+
+
 def pages() -> dict[Path, str]:
     """Return every page with generated parts, up to date."""
     update_by_page = {
         "configuration.md": configuration_page,
         "architecture.md": architecture_page,
+        "benchmarks.md": benchmarks_page,
         **{
             name: partial(programs_page, programs=programs)
             for name, programs in PROGRAM_PAGES.items()

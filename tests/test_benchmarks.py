@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import before, bits, data, kfac, report, train
+from benchmarks import before, bits, data, kfac, killed_curve, report, train
 from benchmarks.corpus import cut, make_corpus
 from benchmarks.decentralized_delay import DelaySetting, theory
 from benchmarks.delayed_link import DelayedNetwork, why_not
@@ -590,3 +590,28 @@ def test_the_first_other_bits_are_found():
     assert difference == bits.Difference(
         step=5, is_loss_equal=True, tensors=["v"], norms=(2.0, 2.0)
     )
+
+
+def test_a_run_is_killed_once_in_each_part():
+    steps = killed_curve.kill_steps(800, 3)
+    assert [step // 200 for step in steps] == [0, 1, 2]
+    assert killed_curve.kill_steps(800, 3) == steps
+
+
+def test_curves_are_compared_where_both_have_a_loss():
+    straight = {1: 3.0, 2: 2.0, 3: 1.0}
+    assert killed_curve.compare(straight, {1: 3.0, 2: 2.0}) == (0.0, None)
+    assert killed_curve.compare(straight, {1: 3.0, 2: 2.5, 3: 0.75, 4: 9.0}) == (0.5, 2)
+
+
+@pytest.mark.benchmarks
+def test_the_curve_of_a_killed_toy_is_that_of_an_uninterrupted_one(tmp_path):
+    output = tmp_path / "curve.md"
+    text = ROOT / "examples" / "data" / "shakespeare.txt"
+    sizes = ["--size", "toy", "--steps", "60", "--kills", "2", "--batch_size", "16"]
+    done = benchmark("killed_curve", *sizes, "--text", str(text), "--output", str(output))
+    assert "| Largest difference of two losses: at most 0 | 0 | yes |" in done.stdout
+    assert "| Bits of the final weights: equal | equal | yes |" in done.stdout
+    ends = [row[3].rstrip(" |") for row in rows_of(done.stdout)[1:5]]
+    assert ends == ["finished", "killed", "killed", "finished"]
+    assert len(Path(f"{output}.tsv").read_text().splitlines()) == 61
