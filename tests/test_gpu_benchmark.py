@@ -183,11 +183,11 @@ def test_a_stopped_benchmark_has_written_its_rows_and_continues(h100, tmp_path, 
     assert "Not measured yet: 124M 1024 llm, fp16, 124M 1024 llm, TF32" in text
     assert "HF Trainer failed: no kernel" in text
 
-    ran = measured(monkeypatch, *arguments, results=[TIMED, TIMED, TIMED])
+    ran = measured(monkeypatch, *arguments, results=[TIMED, TIMED, TIMED, TIMED])
     failed, *missing = ran
     assert "benchmarks.peers.hf_trainer" in failed
-    assert ["--mixed_precision fp16" in command for command in missing] == [True, False]
-    assert ["--mixed_precision no" in command for command in missing] == [False, True]
+    assert ["--mixed_precision fp16" in command for command in missing] == [True, False, False]
+    assert ["--mixed_precision no" in command for command in missing] == [False, True, False]
     assert "Not measured yet" not in report.read_text()
 
 
@@ -283,7 +283,7 @@ def test_neither_nanogpt_nor_kfac_trains_a_mixture_of_experts():
     programs = {row.program for row in rows}
     assert programs == {
         *("llm", "plain loop", "HF Trainer"),
-        *("llm, not compiled", "llm, fp16", "llm, TF32"),
+        *("llm, not compiled", "llm, fp16", "llm, TF32", "llm, fp8 head"),
     }
 
 

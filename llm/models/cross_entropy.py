@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from llm.models.float8_head import Float8Weight
 from llm.models.patches.tied_embedding import TiedEmbedding
 from llm.models.weight_casts import copy_once
 from llm.runtime.labels import IGNORED
@@ -48,6 +49,7 @@ def chunked_cross_entropy(
     softmax: Softmax | None = None,
     token_losses: Tensor | None = None,
     z_loss: float = 0.0,
+    is_float8: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sums of the cross-entropies and of the z-losses of `hidden @ weight.T + bias`.
 
@@ -69,6 +71,8 @@ def chunked_cross_entropy(
             `softmax_in_place`; by default, and with a sharded head, by torch's operations.
         token_losses: Fp32 [tokens]; receives the cross-entropy of each token.
         z_loss: Coefficient of the z-loss.
+        is_float8: Whether the logits and the gradient of the hidden states are products in float8;
+            not with a sharded head.
 
     Returns:
         Two fp32 scalars; the second is None without z-loss. A backward pass from the first computes
@@ -82,6 +86,7 @@ def chunked_cross_entropy(
         shard, tied_embedding, logits_buffer = _HeadShard(mesh.get_group(), first_row), None, None
         weight, bias = weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
     product_weight = copy_once(full_weight, lambda: _cast_and_pad_weight(weight, column_multiple))
+    float8_weight = Float8Weight(product_weight) if is_float8 else None
     if softmax is None or shard is not None:
         softmax = partial(_softmax_losses, shard)
     # Inside the function, gradients are disabled.
@@ -89,6 +94,7 @@ def chunked_cross_entropy(
     sums: tuple[Tensor, Tensor | None] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         *(hidden, weight, bias, labels, vocab_size, chunk_rows, product_weight),
         *(shard, tied_embedding, logits_buffer, softmax, grad_enabled, token_losses, z_loss),
+        float8_weight,
     )
     return sums
 
@@ -146,7 +152,7 @@ class _Gradients:
         chunk_hidden: Tensor,
         grad_logits: Tensor,
         labels: Tensor,
-        product_weight: Tensor,
+        product_weight: Tensor | Float8Weight,
     ) -> None:
         """Add the gradients of a chunk.
 
@@ -157,9 +163,13 @@ class _Gradients:
             labels: [rows]; tokens without a label have no gradient.
             product_weight: [columns, width], the weight in the precision of the products.
         """
-        label_mask = (labels != IGNORED).to(product_weight.dtype).unsqueeze(1)
+        label_mask = (labels != IGNORED).to(grad_logits.dtype).unsqueeze(1)
         if self.hidden is not None:
-            self.hidden[token_slice] = (grad_logits @ product_weight) * label_mask
+            if isinstance(product_weight, Float8Weight):
+                hidden_gradient = product_weight.hidden_gradient(grad_logits)
+            else:
+                hidden_gradient = grad_logits @ product_weight
+            self.hidden[token_slice] = hidden_gradient * label_mask
         if self.weight is not None:
             _add_product(self.weight, grad_logits, chunk_hidden * label_mask)
         if self.bias is not None:
@@ -191,6 +201,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_enabled: bool,
         token_losses: Tensor | None,
         z_loss: float,
+        float8_weight: Float8Weight | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the sums; takes the arguments of `chunked_cross_entropy`."""
         needs_grad = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
@@ -206,7 +217,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for chunk_start in range(0, len(labels), chunk_rows):
                 token_slice = slice(chunk_start, chunk_start + chunk_rows)
                 chunk_hidden = hidden[token_slice].to(dtype)
-                logits = _chunk_logits(chunk_hidden, product_weight, product_bias, logits_buffer)
+                if float8_weight is None:
+                    logits = _chunk_logits(
+                        chunk_hidden, product_weight, product_bias, logits_buffer
+                    )
+                else:
+                    logits = float8_weight.logits(chunk_hidden)
                 num_vocab_columns = min(num_columns, max(0, vocab_size - first_row))
                 token_losses[token_slice], chunk_squares, grad_logits = softmax(
                     logits, labels[token_slice], num_vocab_columns, any(needs_grad), z_loss
@@ -215,7 +231,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     squared_log_sums[token_slice] = chunk_squares
                 if grad_logits is not None:
                     gradients.add(
-                        token_slice, chunk_hidden, grad_logits, labels[token_slice], product_weight
+                        token_slice,
+                        chunk_hidden,
+                        grad_logits,
+                        labels[token_slice],
+                        float8_weight or product_weight,
                     )
         if shard is not None:
             # Each rank has the losses of labels in its rows, and the gradient through its rows.
@@ -244,7 +264,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if ctx.tied is not None:
             # The lookup's backward pass adds its rows and returns the sum.
             ctx.tied.head_gradient, weight_gradient = weight_gradient, None
-        return hidden_gradient, weight_gradient, bias_gradient, *[None] * 11
+        return hidden_gradient, weight_gradient, bias_gradient, *[None] * 12
 
 
 @torch.no_grad()

@@ -11,9 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from llm.errors import ConfigError
 from llm.models.attention import run_model
 from llm.models.compilation import can_compile
 from llm.models.cross_entropy import Softmax, chunked_cross_entropy
+from llm.models.float8_head import SIZE_MULTIPLE
 from llm.models.loss_chunks import TILE, LossChunks, default_chunks
 from llm.models.options import ModelOptions
 from llm.models.patches.tied_embedding import TiedEmbedding
@@ -42,6 +44,7 @@ class LanguageModelLoss(nn.Module):
             torch's operations.
         sources: Names of the sources for per-source sums; none without.
         z_loss: Coefficient of the z-loss, part of the objective in training mode.
+        is_float8: Whether the head multiplies in float8 in training mode.
 
     Attributes:
         chunked: Whether the loss is computed in chunks.
@@ -60,6 +63,7 @@ class LanguageModelLoss(nn.Module):
         softmax: Softmax | None = None,
         sources: Sequence[str] = (),
         z_loss: float = 0.0,
+        is_float8: bool = False,
     ) -> None:
         super().__init__()
         text_config = model.config.get_text_config()
@@ -76,6 +80,7 @@ class LanguageModelLoss(nn.Module):
         self._softmax = softmax
         self._num_sources = len(sources)
         self._z_loss = z_loss
+        self._is_float8 = is_float8
         z_names = ("z_loss",) if z_loss else ()
         name_pairs = [(f"loss/{source}", f"#loss/{source}") for source in sources]
         source_names = (name for pair in name_pairs for name in pair)
@@ -215,6 +220,7 @@ class LanguageModelLoss(nn.Module):
             softmax=self._softmax,
             token_losses=token_losses,
             z_loss=self._z_loss if self.training else 0.0,
+            is_float8=self._is_float8 and self.training,
         )
         return sums
 
@@ -329,6 +335,7 @@ def make_loss(
     device: torch.device,
     chunks: LossChunks | None,
     is_head_sharded: bool,
+    is_float8: bool = False,
     sources: Sequence[str] = (),
 ) -> LanguageModelLoss:
     """Make the loss of a model, with a softmax and chunks that suit a device.
@@ -339,8 +346,14 @@ def make_loss(
         device: The device that it will be on.
         chunks: The size of a chunk on an accelerator; None for a CPU.
         is_head_sharded: Whether each rank has only some rows of the output head.
+        is_float8: Whether the head multiplies in float8 in training mode.
         sources: Names of the sources for per-source sums.
+
+    Raises:
+        ConfigError: The head cannot multiply in float8.
     """
+    if is_float8:
+        _check_float8_head(model)
     softmax: Softmax | None = None
     # A sharded head uses torch's operations.
     if options.torch_compile and not is_head_sharded and can_compile(device):
@@ -351,7 +364,28 @@ def make_loss(
         softmax=softmax,
         sources=sources,
         z_loss=options.z_loss,
+        is_float8=is_float8,
     )
+
+
+def _check_float8_head(model: PreTrainedModel) -> None:
+    """Refuse a head that cannot multiply in float8.
+
+    Raises:
+        ConfigError: It has a bias, logits that are more than its product, or another width.
+    """
+    head = model.get_output_embeddings()
+    reason = None
+    if not has_plain_head(model):
+        reason = "changes its logits after the output head"
+    elif head.bias is not None:
+        reason = "has an output head with a bias"
+    elif head.weight.shape[1] % SIZE_MULTIPLE:
+        reason = f"has {head.weight.shape[1]} columns, not a multiple of {SIZE_MULTIPLE}"
+    if reason is not None:
+        raise ConfigError(
+            f"--fp8_head does not go with {model.config.model_type}, which {reason}; leave it out."
+        )
 
 
 @torch.no_grad()

@@ -70,9 +70,10 @@ def check_precision(options: PrecisionOptions, device: torch.device) -> None:
         ParallelError: Names the precision, the device and an alternative.
     """
     precision = options.mixed_precision
+    is_cuda = device.type == "cuda"
+    has_float8_products = is_cuda and torch.cuda.get_device_capability(device) >= (8, 9)
     if precision == "fp8":
-        is_cuda = device.type == "cuda"
-        if not (is_cuda and torch.cuda.get_device_capability(device) >= (8, 9)):
+        if not has_float8_products:
             raise ParallelError(
                 f"--mixed_precision fp8 needs an NVIDIA GPU of compute capability 8.9 or more, and "
                 f"this process runs on {device.type}; use bf16 or no."
@@ -80,6 +81,17 @@ def check_precision(options: PrecisionOptions, device: torch.device) -> None:
         if not is_torchao_available():
             raise ParallelError(
                 "--mixed_precision fp8 needs a library with its kernels: pip install torchao."
+            )
+    if options.fp8_head:
+        if not has_float8_products or torch.version.hip is not None:
+            raise ParallelError(
+                "--fp8_head needs an NVIDIA GPU of compute capability 8.9 or more, and this "
+                f"process runs on {device.type}; leave it out."
+            )
+        if precision not in ("bf16", "fp8"):
+            raise ParallelError(
+                f"--fp8_head goes with --mixed_precision bf16 or fp8, not {precision}; leave it "
+                "out."
             )
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     if precision in ("bf16", "fp16") and not has_half_products(device, dtype):

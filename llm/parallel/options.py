@@ -28,6 +28,11 @@ class PrecisionOptions:
         "Let float32 matrix products round their inputs to TF32. On by default on CUDA GPUs; no "
         "effect elsewhere.",
     )
+    fp8_head: bool = option(
+        False,
+        "Let the output head multiply in float8 in training, which rounds logits and their "
+        "gradients more coarsely. With mixed_precision bf16 or fp8.",
+    )
     all_reduce_dtype: Literal["fp32", "bf16"] = option(
         "fp32",
         "Precision of gradients in messages between ranks that hold whole weights. bf16 halves the "

@@ -141,6 +141,7 @@ def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy
         device=strategy.device,
         chunks=run.loss_chunks,
         is_head_sharded=run.dims.tensor > 1,
+        is_float8=run.config.fp8_head,
         sources=source_names if run.config.log_source_losses else (),
     )
     if run.config.torch_compile:

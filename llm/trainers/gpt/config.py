@@ -368,7 +368,11 @@ def _size_problems(config: CoreConfig) -> list[str]:
 def _precision_problems(config: CoreConfig) -> list[str]:
     """Return the problems of precisions with the sizes that divide the model."""
     precision = config.mixed_precision
-    problems = [*_all_reduce_problems(config), *_fp8_gather_problems(config)]
+    problems = [
+        *_all_reduce_problems(config),
+        *_fp8_gather_problems(config),
+        *_fp8_head_problems(config),
+    ]
     if precision in (None, "no", "fp16", "bf16"):
         return problems
     allowed = ("data_parallel_shard_size", "context_parallel_size") if precision == "fp8" else ()
@@ -378,6 +382,21 @@ def _precision_problems(config: CoreConfig) -> list[str]:
         if name not in allowed
     ]
     return problems
+
+
+_MAX_FLOAT8_Z_LOSS = 1e-3
+"""Gradients of logits stay below 1.75, the largest that fits, up to log-sum-exps of 375."""
+
+
+def _fp8_head_problems(config: CoreConfig) -> list[str]:
+    """Return the problems of an output head in float8: it has been tried with whole weights."""
+    if not config.fp8_head:
+        return []
+    conflicts = [f"--{name}" for name in sizes_above_one(config)]
+    conflicts += [name for name in (config.several_models, config.besides_optimizer) if name]
+    if config.z_loss > _MAX_FLOAT8_Z_LOSS:
+        conflicts.append(f"--z_loss above {_MAX_FLOAT8_Z_LOSS:g}")  # the gradient would overflow
+    return [f"--fp8_head does not go with {name}; leave one of them out." for name in conflicts]
 
 
 def _fp8_gather_problems(config: CoreConfig) -> list[str]:
