@@ -1,4 +1,8 @@
-"""metrics.jsonl: a line of numbers for each report, whole also after a kill and on a full disk."""
+"""metrics.jsonl: a line of numbers for each report, whole also after a kill and on a full disk.
+
+Lines are on the disk when `flush` returns, as before each checkpoint. A line alone is not waited
+for: a GPU would idle meanwhile, because the host has just read the loss.
+"""
 
 import json
 import logging
@@ -15,7 +19,8 @@ logger = logging.getLogger("llm")
 class MetricsFile:
     """The open metrics.jsonl of a run.
 
-    Lines that cannot be written, such as on a full disk, stay in memory until they can.
+    Lines stay in memory until they are on the disk, so those that cannot be written, such as on a
+    full disk, are written later.
 
     Args:
         path: The file; it need not exist.
@@ -29,8 +34,10 @@ class MetricsFile:
         self.names_at_start = truncate_metrics(path, step=step)
         self._path = path
         self._file = path.open("ab", buffering=0)
-        self._size = path.stat().st_size
-        self._unwritten = b""
+        self._size = path.stat().st_size  # on the disk
+        self._unsynced = b""  # the lines after it
+        self._num_written = 0  # bytes of them in the file
+        self._has_failed = False
         self._lock = threading.Lock()  # the thread that saves calls `flush`
 
     def append(self, record: Mapping[str, float], *, step: int) -> None:
@@ -38,37 +45,44 @@ class MetricsFile:
         values = {name: json_safe(value) for name, value in record.items()}
         line = json.dumps({"step": step} | values) + "\n"
         with self._lock:
-            is_first_failure = not self._unwritten
-            self._unwritten += line.encode()
-        try:
-            self.flush()
-        except OSError as error:
-            if is_first_failure:
-                logger.warning(
-                    f"{self._path} cannot be written ({one_line(error)}). Training continues, and "
-                    "its lines are kept in memory until they can be written."
-                )
+            self._unsynced += line.encode()
+            try:
+                self._write()
+                self._has_failed = False
+            except OSError as error:
+                if not self._has_failed:
+                    logger.warning(
+                        f"{self._path} cannot be written ({one_line(error)}). Training continues, "
+                        "and its lines are kept in memory until they can be written."
+                    )
+                self._has_failed = True
 
     def flush(self) -> None:
-        """Write the lines that are still in memory to the disk.
+        """Write all lines to the disk, and wait for it.
 
         Raises:
             OSError: The file cannot be written.
         """
         with self._lock:
-            if not self._unwritten:
+            if not self._unsynced:
                 return
             try:
-                self._file.truncate(self._size)  # a failed attempt may have written a part
-                unwritten = memoryview(self._unwritten)
-                while unwritten:
-                    unwritten = unwritten[self._file.write(unwritten) :]
+                self._write()
                 sync(self._file)
             except OSError as error:
+                self._num_written = 0  # the system may have dropped them: all are written again
                 error.filename = str(self._path)
                 raise
-            self._size += len(self._unwritten)
-            self._unwritten = b""
+            self._size += len(self._unsynced)
+            self._unsynced, self._num_written, self._has_failed = b"", 0, False
+
+    def _write(self) -> None:
+        """Write the lines that are not in the file, without waiting for the disk."""
+        self._file.truncate(self._size + self._num_written)  # an attempt may have written a part
+        unwritten = memoryview(self._unsynced)[self._num_written :]
+        while unwritten:
+            unwritten = unwritten[self._file.write(unwritten) :]
+        self._num_written = len(self._unsynced)
 
     def close(self) -> None:
         """Write what is still in memory, and close the file."""
