@@ -7,6 +7,8 @@ CONSTRAINTS ?= constraints.txt
 ARGS ?=
 # Test processes, of one thread each.
 JOBS ?= 2
+# The same on a GPU, whose memory they share.
+GPU_JOBS ?= 4
 
 BIN := $(VENV)/bin
 
@@ -71,7 +73,7 @@ test-cluster: $(VENV)/.dev
 
 # On one GPU; without one they are skipped.
 test-gpu: $(VENV)/.dev
-	LLM_TEST_DEVICE=cuda $(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+	LLM_TEST_DEVICE=cuda $(BIN)/python -m pytest -n $(GPU_JOBS) -m gpu tests/gpu $(ARGS)
 
 # The import fails where pytest would only skip.
 test-peers: $(VENV)/.peers

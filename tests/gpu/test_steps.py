@@ -54,6 +54,8 @@ def train(bench: GPUBench, name: str, **options: Any) -> Run:
 
 def check_losses(run: Run, reference: list[float], rel: float) -> None:
     assert f"world: 1 rank, {DEVICE.type}," in run.output
+    assert "attention: " in run.output
+    assert ("loss: chunks of about" in run.output) == (DEVICE != CPU)
     # Torch's warnings that a block runs uncompiled.
     assert "WON'T CONVERT" not in run.output
     assert "recompile_limit" not in run.output
