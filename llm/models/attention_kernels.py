@@ -18,6 +18,8 @@ _HOPPER = 9
 """Major compute capability of H100 and H200."""
 _FIRST_PREFERRED_CUDNN = 91501
 """The first version of cuDNN that PyTorch prefers on Hopper; earlier ones have known faults."""
+_MAX_TOKENS = 2048
+"""Tokens that PyTorch is asked about at most, which take little memory."""
 _DROPOUT_NAMES = ("attn_pdrop", "attention_dropout")
 """Names that configurations have for the dropout of attention."""
 
@@ -77,7 +79,7 @@ def _choose_kernel(
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
 
     def make_heads(number: int) -> Tensor:
-        shape = (1, number, block_size, head_dim)
+        shape = (1, number, min(block_size, _MAX_TOKENS), head_dim)
         return torch.empty(shape, device=device, dtype=dtype, requires_grad=True)
 
     key = make_heads(num_key_heads)
