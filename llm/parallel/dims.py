@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from llm.errors import ConfigError
 from llm.parallel.options import ParallelOptions
+from llm.runtime.logging import counted
 
 Axis = Literal["pipeline", "replicate", "shard", "context", "tensor"]
 AXES: tuple[Axis, ...] = get_args(Axis)
@@ -23,8 +24,8 @@ class ParallelDims:
         shard: Ranks that train on different samples and each hold a shard of every weight.
         context: Ranks that each hold a shard of every sample.
         tensor: Ranks that each compute some heads and columns of every layer.
-        expert: Ranks that each compute some experts of every layer. They are ranks of `shard`, so
-            this does not count in the product.
+        expert: Ranks that each compute some experts of every layer. They are neighbors on the axis
+            `shard`, or `replicate` if `shard` is 1, so this does not count in the product.
     """
 
     pipeline: int = 1
@@ -52,7 +53,19 @@ class ParallelDims:
     @property
     def is_replicated(self) -> bool:
         """Whether each rank holds the whole model, as with DistributedDataParallel."""
-        return self.replicate == self.world_size
+        return self.replicate == self.world_size and self.expert == 1
+
+    @property
+    def experts_alone(self) -> bool:
+        """Whether experts are the only weights that are divided within a stage."""
+        return self.expert > 1 and self.shard == 1
+
+    @property
+    def mesh_sizes(self) -> tuple[int, int, int, int]:
+        """Pipeline stages, replicas, ranks that hold different shards or experts, and tensor."""
+        if self.experts_alone:
+            return self.pipeline, self.replicate // self.expert, self.expert, self.tensor
+        return self.pipeline, self.replicate, self.shard * self.context, self.tensor
 
     def coordinates(self, rank: int) -> dict[Axis, int]:
         """Return a rank's position on each axis."""
@@ -81,6 +94,21 @@ class ParallelDims:
             )
             ranks_by_coordinates.setdefault(fixed_coordinates, []).append(rank)
         return list(ranks_by_coordinates.values())
+
+    def exchange_groups(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the groups of ranks that divide all experts, and that hold the same ones.
+
+        The first are neighbors, because they send tokens to each other. The ranks of a group of
+        the second kind share their experts' weights, as shards.
+        """
+        shard_groups = self.groups("shard")
+        exchanging = [
+            ranks[start : start + self.expert]
+            for ranks in shard_groups
+            for start in range(0, self.shard, self.expert)
+        ]
+        sharing = [ranks[i :: self.expert] for ranks in shard_groups for i in range(self.expert)]
+        return exchanging, sharing
 
     def describe(self) -> str:
         """Return the axes of more than one rank, for the log."""
@@ -111,11 +139,17 @@ def parallel_dims(options: ParallelOptions, world_size: int) -> ParallelDims:
             "there are; use a number of ranks that is a multiple of "
             f"{ranks_per_replica}, or make a size smaller."
         )
+    replicate, expert = world_size // ranks_per_replica, options.expert_parallel_size
+    if options.data_parallel_shard_size == 1 and replicate % expert:
+        raise ConfigError(
+            f"--expert_parallel_size {expert} does not divide the {counted(replicate, 'rank')} "
+            "that train on different samples; choose a divisor."
+        )
     return ParallelDims(
         pipeline=options.pipeline_parallel_size,
-        replicate=world_size // ranks_per_replica,
+        replicate=replicate,
         shard=options.data_parallel_shard_size,
         context=options.context_parallel_size,
         tensor=options.tensor_parallel_size,
-        expert=options.expert_parallel_size,
+        expert=expert,
     )

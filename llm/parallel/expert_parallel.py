@@ -1,13 +1,14 @@
 """Expert parallelism: ranks divide the experts of a layer, and tokens are sent to them.
 
-The ranks are those that share the weights. Each holds the experts that sharding gives it, with the
-same placement, but they are never gathered: an all-to-all brings each token to the ranks of its
-experts, and a second one brings the results back (Lepikhin et al. 2020, arXiv:2006.16668).
+Each rank holds the experts that sharding gives it, with the same placement. An all-to-all brings
+each token to the ranks of its experts, and a second one brings the results back (Lepikhin et al.
+2020, arXiv:2006.16668). If more ranks shard the weights than exchange tokens, the ranks at the same
+place of each exchange gather the experts of one another.
 """
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,21 +20,50 @@ from transformers import PreTrainedModel
 
 from llm.errors import ConfigError
 from llm.models.mixtures import find_experts
+from llm.parallel.dims import ParallelDims
 
 
-def check_expert_parallel(model: PreTrainedModel, num_ranks: int) -> None:
+class ExpertGroups(NamedTuple):
+    """The process groups of a rank for its experts.
+
+    Attributes:
+        exchange: Ranks that divide all experts of a layer, and send tokens to each other.
+        sharing: Ranks that hold shards of the same experts, and gather them; None if a rank has
+            all of its experts.
+    """
+
+    exchange: dist.ProcessGroup
+    sharing: dist.ProcessGroup | None
+
+
+def make_expert_groups(dims: ParallelDims, mesh: DeviceMesh) -> ExpertGroups:
+    """Make the groups for experts; every rank must call it.
+
+    Args:
+        dims: How many ranks each kind of parallelism has.
+        mesh: With the axis `shard`, which divides the experts.
+    """
+    if mesh["shard"].size() == dims.expert:
+        return ExpertGroups(mesh.get_group("shard"), None)
+    exchanging, sharing = (
+        dist.new_subgroups_by_enumeration(groups)[0] for groups in dims.exchange_groups()
+    )
+    return ExpertGroups(exchanging, sharing)
+
+
+def check_expert_parallel(model: PreTrainedModel, dims: ParallelDims) -> None:
     """Refuse a model with experts that cannot be divided over ranks.
 
     Args:
         model: The whole model; its weights may be on the meta device.
-        num_ranks: Number of ranks that divide the experts of a layer.
+        dims: How many ranks each kind of parallelism has.
 
     Raises:
         ConfigError: The model has no experts, they lack transformers' common interface, or the
             number of ranks does not divide the experts of a layer.
     """
     expert_counts = sorted({experts.num_experts for experts in find_experts(model).values()})
-    model_type, option = model.config.model_type, f"--expert_parallel_size {num_ranks}"
+    model_type, option = model.config.model_type, f"--expert_parallel_size {dims.expert}"
     if not expert_counts:
         settings = model.config.get_text_config().to_dict()
         if any("experts" in name and value for name, value in settings.items()):
@@ -42,22 +72,28 @@ def check_expert_parallel(model: PreTrainedModel, num_ranks: int) -> None:
                 "common interface of experts; leave it out."
             )
         raise ConfigError(f"{option} divides experts, and {model_type} has none; leave it out.")
+    sizes = [(option, dims.expert)]
+    if dims.shard > 1:  # a shard has the same number of whole experts on each rank
+        sizes.append((f"--data_parallel_shard_size {dims.shard}", dims.shard))
     for num_experts in expert_counts:
-        if num_experts % num_ranks:
-            divisors = [str(n) for n in range(2, num_experts + 1) if num_experts % n == 0]
-            raise ConfigError(
-                f"{option} does not divide the {num_experts} experts of a layer of {model_type}; "
-                f"choose one of {', '.join(divisors)} for it and for --data_parallel_shard_size."
-            )
+        divisors = [str(n) for n in range(2, num_experts + 1) if num_experts % n == 0]
+        for size_option, size in sizes:
+            if num_experts % size:
+                raise ConfigError(
+                    f"{size_option} does not divide the {num_experts} experts of a layer of "
+                    f"{model_type}, which --expert_parallel_size needs; choose one of "
+                    f"{', '.join(divisors)}."
+                )
 
 
-def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
+def divide_experts(model: nn.Module, mesh: DeviceMesh, groups: ExpertGroups) -> list[nn.Parameter]:
     """Give each rank its experts of each layer, and send tokens to them.
 
     Args:
         model: The model, or a rank's stages of it; changed in place.
         mesh: The ranks that FSDP would shard the experts over, with the last axis `shard`; if there
             is another one before it, its ranks are replicas.
+        groups: The ranks of `shard` that send tokens to each other, or gather experts.
 
     Returns:
         The divided parameters, which FSDP must not touch. Their gradients are the sums over the
@@ -73,7 +109,7 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
             ).clone()
             experts.register_parameter(name, nn.Parameter(shard, parameter.requires_grad))
             divided_parameters.append(experts.get_parameter(name))
-        experts.forward = torch.compiler.disable(_ExpertDispatch(experts, mesh["shard"]))
+        experts.forward = torch.compiler.disable(_ExpertDispatch(experts, groups))
     return divided_parameters
 
 
@@ -102,11 +138,17 @@ class _ExpertDispatch:
     host.
     """
 
-    def __init__(self, experts: Any, mesh: DeviceMesh) -> None:
-        self._experts, self._group, self._num_ranks = experts, mesh.get_group(), mesh.size()
+    def __init__(self, experts: Any, groups: ExpertGroups) -> None:
+        self._experts, self._groups = experts, groups
         self._forward = experts.forward
         self._num_experts = int(experts.num_experts)
+        self._num_ranks = groups.exchange.size()
         self._num_local_experts = self._num_experts // self._num_ranks
+        num_sharing = 1 if groups.sharing is None else groups.sharing.size()
+        # A rank's experts are chunks that are `num_ranks` apart.
+        chunks = torch.arange(self._num_experts + 1)
+        chunks[:-1] = chunks[:-1].view(self._num_ranks, num_sharing, -1).transpose(0, 1).flatten()
+        self._positions = chunks if num_sharing > 1 else None
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, [tokens, width].
@@ -117,23 +159,26 @@ class _ExpertDispatch:
             top_k_weights: [tokens, k].
         """
         expert_ids, k = top_k_index.reshape(-1), top_k_index.shape[-1]
+        if self._positions is not None:
+            self._positions = self._positions.to(expert_ids.device)
+            expert_ids = self._positions[expert_ids]
         sent_order = expert_ids.argsort(stable=True)  # by expert, and so by rank
         counts = expert_ids.new_zeros(self._num_experts + 1)
         counts = counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids))
         counts = counts[: self._num_experts]
         local_counts = torch.empty_like(counts)  # of this rank's experts, by sending rank
-        dist.all_to_all_single(local_counts, counts, group=self._group)
+        dist.all_to_all_single(local_counts, counts, group=self._groups.exchange)
         counts_by_rank = torch.stack([counts, local_counts]).view(2, self._num_ranks, -1)
         num_sent, num_received = counts_by_rank.sum(2).tolist()
         sent_order = sent_order[: sum(num_sent)]
 
         tokens = _to_autocast_dtype(hidden_states[sent_order // k])
-        tokens = all_to_all_single_autograd(tokens, num_received, num_sent, self._group)
+        tokens = all_to_all_single_autograd(tokens, num_received, num_sent, self._groups.exchange)
         local_ids = torch.arange(self._num_local_experts, device=tokens.device)
         local_ids = local_ids.repeat(self._num_ranks)
         local_ids = local_ids.repeat_interleave(local_counts, output_size=sum(num_received))
         outputs = self._run_local_experts(tokens, local_ids).contiguous()
-        outputs = all_to_all_single_autograd(outputs, num_sent, num_received, self._group)
+        outputs = all_to_all_single_autograd(outputs, num_sent, num_received, self._groups.exchange)
 
         outputs = outputs.new_zeros(len(expert_ids), outputs.shape[1]).index_copy(
             0, sent_order, outputs
@@ -152,28 +197,94 @@ class _ExpertDispatch:
         tokens = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
         local_ids = torch.cat([local_ids, local_ids.new_zeros(1)])
         weights = tokens.new_ones(len(tokens), 1)
-        with self._local_weights():
-            outputs: Tensor = self._forward(tokens, local_ids.unsqueeze(1), weights)
+        shards = {
+            name: parameter.to_local()
+            for name, parameter in self._experts.named_parameters(recurse=False)
+            if isinstance(parameter, DTensor)
+        }
+        sharing = self._groups.sharing
+        if sharing is None:
+            with self._local_weights(shards):
+                outputs: Tensor = self._forward(tokens, local_ids.unsqueeze(1), weights)
+            return outputs[:-1]
+        gathered = {
+            name: _GatherExperts.apply(shard, sharing)  # type: ignore[no-untyped-call]
+            for name, shard in shards.items()
+        }
+        with self._local_weights(gathered):
+            outputs = self._forward(tokens, local_ids.unsqueeze(1), weights)
+        outputs = _FreeExperts.apply(  # type: ignore[no-untyped-call]
+            outputs, sharing, *shards.values(), *gathered.values()
+        )
         return outputs[:-1]
 
     @contextlib.contextmanager
-    def _local_weights(self) -> Iterator[None]:
+    def _local_weights(self, weight_by_name: dict[str, Tensor]) -> Iterator[None]:
         """Show this rank's experts to their class as all experts of the layer."""
         experts = self._experts
-        local_weights = {
-            name: parameter.to_local()
-            for name, parameter in experts.named_parameters(recurse=False)
-            if isinstance(parameter, DTensor)
-        }
         # Python looks up an attribute here before torch looks up the parameters.
-        experts.__dict__.update(local_weights)
+        experts.__dict__.update(weight_by_name)
         experts.num_experts = self._num_local_experts
         try:
             yield
         finally:
             experts.num_experts = self._num_experts
-            for name in local_weights:
+            for name in weight_by_name:
                 del experts.__dict__[name]
+
+
+class _GatherExperts(torch.autograd.Function):
+    """Gathers experts from the ranks that hold shards of them; its gradient is a reduce-scatter.
+
+    Matrices travel in the dtype in which autocast multiplies them, and gradients in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return the experts of all ranks, [experts of the group, ...]."""
+        ctx.group, ctx.dtype = group, shard.dtype
+        if shard.ndim == 3:
+            shard = _to_autocast_dtype(shard)
+        gathered = shard.new_empty(group.size() * len(shard), *shard.shape[1:])
+        dist.all_gather_into_tensor(gathered, shard.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return the sum over ranks of the gradient of this rank's shard."""
+        gradient = gradients[0].to(ctx.dtype).contiguous()
+        shard_gradient = gradient.new_empty(len(gradient) // ctx.group.size(), *gradient.shape[1:])
+        dist.reduce_scatter_tensor(shard_gradient, gradient, group=ctx.group)
+        return shard_gradient, None
+
+
+class _FreeExperts(torch.autograd.Function):
+    """The identity on outputs of gathered experts, which frees these until the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, group: dist.ProcessGroup, *weights: Tensor) -> Tensor:
+        """Return the outputs; the weights are shards, and then what was gathered of each."""
+        ctx.group = group
+        # A recomputation replaces the saved tensors by those that its products have saved.
+        ctx.save_for_backward(*weights)
+        is_recomputation = torch._C._current_graph_task_id() != -1
+        if not is_recomputation:  # else the backward pass follows at once
+            for gathered in weights[len(weights) // 2 :]:
+                gathered.untyped_storage().resize_(0)
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Gather the weights again, into the memory that the products refer to."""
+        weights = ctx.saved_tensors
+        middle = len(weights) // 2
+        for shard, weight in zip(weights[:middle], weights[middle:], strict=True):
+            gathered = weight.data  # autograd would take a write for a change of the weight
+            if gathered.untyped_storage().size() == 0:
+                gathered.untyped_storage().resize_(gathered.nbytes)
+                shard_cast = shard.detach().to(gathered.dtype).contiguous()
+                dist.all_gather_into_tensor(gathered, shard_cast, group=ctx.group)
+        return gradients[0], None, *[None] * len(weights)
 
 
 def _to_autocast_dtype(tokens: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from llm.checkpoint.format import OPTIMIZER_TENSORS
@@ -35,7 +36,11 @@ from llm.models.sizes import find_blocks
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context import SequenceShard, divide_attention
 from llm.parallel.dims import ParallelDims
-from llm.parallel.expert_parallel import average_expert_gradients, divide_experts
+from llm.parallel.expert_parallel import (
+    average_expert_gradients,
+    divide_experts,
+    make_expert_groups,
+)
 from llm.parallel.float8 import scaled_for_gathers, unwrap_float8_weight
 from llm.parallel.options import ParallelOptions
 from llm.parallel.tensor import divide_layers, partial_gradients
@@ -61,7 +66,6 @@ class ShardedStrategy(AcceleratedStrategy):
     """
 
     mesh: DeviceMesh
-    _uses_ddp = False
 
     def __init__(
         self,
@@ -78,9 +82,11 @@ class ShardedStrategy(AcceleratedStrategy):
         # Context-parallel ranks shard the weights too, as ranks with other samples do.
         self.mesh = init_device_mesh(
             self.device.type,
-            (dims.pipeline, dims.replicate, dims.shard * dims.context, dims.tensor),
+            dims.mesh_sizes,
             mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
         )
+        self._expert_groups = make_expert_groups(dims, self.mesh) if dims.expert > 1 else None
+        self._uses_ddp = dims.experts_alone
         self._sequence = SequenceShard(dims, self.rank) if dims.context > 1 else None
         self._sequence_parallel = options.sequence_parallel
         self._partial_gradients: list[str] = []
@@ -102,11 +108,13 @@ class ShardedStrategy(AcceleratedStrategy):
         if self._sequence is not None:
             divide_attention(self.model, self._sequence)
         self._divide_layers()
-        if self._gradient_ranks > 1:
+        if self.dims.experts_alone:
+            self._divide_experts(self.model, self._gradient_mesh)
+        elif self._gradient_ranks > 1:
             blocks = [*find_blocks(self.model)]
             embedding_and_head = _untied_embedding_and_head(self.loss)
-            self._divide_experts(self.model, self._fsdp_mesh)
-            self._shard_modules(self.loss, blocks, self._fsdp_mesh, ends=embedding_and_head)
+            self._divide_experts(self.model, self._gradient_mesh)
+            self._shard_modules(self.loss, blocks, self._gradient_mesh, ends=embedding_and_head)
             register_fsdp_forward_method(self.loss, "predictions")
             if embedding_and_head:
                 self._shard_embedding_and_head(*embedding_and_head)
@@ -125,13 +133,13 @@ class ShardedStrategy(AcceleratedStrategy):
 
     def _divide_experts(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Apply expert parallelism before FSDP, which ignores the results."""
-        if self.dims.expert > 1:
-            self._divided_experts += divide_experts(model, mesh)
+        if self._expert_groups is not None:
+            self._divided_experts += divide_experts(model, mesh, self._expert_groups)
 
     @property
-    def _fsdp_mesh(self) -> DeviceMesh:
-        """The ranks that average gradients: all shards and their replicas."""
-        if self.dims.replicate > 1:
+    def _gradient_mesh(self) -> DeviceMesh:
+        """The ranks that average gradients: all shards, or experts, and their replicas."""
+        if self.mesh["replicate"].size() > 1:
             return self.mesh["replicate", "shard"]
         return self.mesh["shard"]
 
@@ -187,7 +195,7 @@ class ShardedStrategy(AcceleratedStrategy):
         runs the loss uses the head in bf16, so it is gathered in bf16. Its gradient stays float32
         because the loss sums it in float32.
         """
-        mesh = self._fsdp_mesh
+        mesh = self._gradient_mesh
         self._embedding = fully_shard(embedding, mesh=mesh)
         self._embedding.set_unshard_in_backward(False)  # the gradient of a lookup needs no rows
         # The gradient of a DTensor passes through a view, which would round it.
@@ -215,6 +223,14 @@ class ShardedStrategy(AcceleratedStrategy):
             if isinstance(root, FSDPModule):
                 root.unshard()
                 root.reshard()
+
+    def _wrap_loss(self) -> nn.Module:
+        """Let DistributedDataParallel, if it is used, ignore the experts."""
+        if self._uses_ddp:
+            experts = set(self._divided_experts)
+            names = [name for name, p in self.loss.named_parameters() if p in experts]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.loss, names)
+        return super()._wrap_loss()
 
     def _localize_optimizer(self) -> None:
         """Let the optimizer update this rank's local shards, with shards of its state."""
@@ -259,6 +275,8 @@ class ShardedStrategy(AcceleratedStrategy):
         sent once per step. In the last micro-batch, the embedding is freed after its lookup and the
         head after its backward pass.
         """
+        if self._uses_ddp:
+            return super()._gradient_sync(is_last)
         if isinstance(self.loss, FSDPModule):
             self.loss.set_requires_all_reduce(is_last)
             if self._unsharded_gradients:

@@ -82,8 +82,8 @@ class ParallelOptions:
     expert_parallel_size: int = option(
         1,
         "Number of ranks that share the experts of every layer: tokens are sent to experts, and "
-        "weights of experts are not gathered. The same number as data_parallel_shard_size.",
-        requires=("data_parallel_shard_size",),
+        "weights of experts are gathered at most from ranks with the same experts. It divides "
+        "data_parallel_shard_size; without shards, the rest of the model is whole on each rank.",
         at_least=1,
     )
     pipeline_parallel_size: int = option(
@@ -123,11 +123,11 @@ def parallel_problems(options: ParallelOptions) -> list[str]:
             "gradients are then reduce-scattered once per step already; leave it out."
         )
     expert_size, shard_size = options.expert_parallel_size, options.data_parallel_shard_size
-    if expert_size > 1 and expert_size != shard_size > 1:
+    if shard_size > 1 and shard_size % expert_size:
         problems.append(
-            f"--expert_parallel_size {expert_size} has to be the same as "
-            f"--data_parallel_shard_size {shard_size}, because the ranks that share the weights "
-            f"divide the experts; with {expert_size} for both, the remaining ranks hold copies."
+            f"--expert_parallel_size {expert_size} has to divide --data_parallel_shard_size "
+            f"{shard_size}, because the ranks that share the weights divide the experts; with "
+            f"{expert_size} for both, the remaining ranks hold copies."
         )
     if expert_size > 1 and options.unsharded_gradients:
         problems.append(

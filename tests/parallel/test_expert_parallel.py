@@ -12,7 +12,8 @@ from llm.models.loss import LanguageModelLoss
 from llm.models.patches.experts import autocast_grouped_products
 from llm.models.patches.recomputation import recompute_activations
 from llm.optim.run_optimizer import OptimizerFactory
-from llm.parallel.expert_parallel import divide_experts
+from llm.parallel.dims import ParallelDims
+from llm.parallel.expert_parallel import ExpertGroups, divide_experts, make_expert_groups
 from llm.parallel.fsdp import full_tensor
 from tests.support.layouts import make_optimizer, make_strategy
 from tests.support.matrix_runs import train, whole_weights
@@ -22,6 +23,8 @@ from tests.support.ranks import run_ranks, values
 MORE = pytest.mark.layouts
 EXPERTS2 = {"shard": 2, "expert": 2}
 EXPERTS4 = {"shard": 4, "expert": 4}
+SHARED = {"shard": 4, "expert": 2}
+ALONE = {"expert": 2}
 
 
 def run(family, sizes, recompute="none", precision="no"):
@@ -52,6 +55,13 @@ def run(family, sizes, recompute="none", precision="no"):
         pytest.param("mixtral", 4, EXPERTS4, "none", marks=MORE),
         pytest.param("mixtral", 4, EXPERTS2, "none", marks=MORE),
         pytest.param("qwen3_moe", 4, EXPERTS2 | {"pipeline": 2}, "none", marks=MORE),
+        ("mixtral", 4, SHARED, "none"),
+        pytest.param("gpt_oss", 4, SHARED, "full", marks=MORE),
+        pytest.param("mixtral", 4, SHARED, "selective", marks=MORE),
+        ("gpt_oss", 2, ALONE, "none"),
+        pytest.param("mixtral", 4, ALONE, "full", marks=MORE),
+        pytest.param("mixtral", 4, {"expert": 4}, "none", marks=MORE),
+        pytest.param("qwen3_moe", 4, ALONE | {"pipeline": 2}, "none", marks=MORE),
     ],
 )
 def test_divided_experts_train_as_on_one_rank(family, ranks, sizes, recompute):
@@ -61,21 +71,32 @@ def test_divided_experts_train_as_on_one_rank(family, ranks, sizes, recompute):
         for name, weight in divided.items():
             torch.testing.assert_close(weight, weights[name], rtol=1e-5, atol=1e-5)
         stacks = sum(weight.numel() for weight in weights.values() if weight.ndim == 3)
-        assert local <= stacks // sizes["expert"]
+        assert local <= stacks // sizes.get("shard", sizes["expert"])
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=MORE)])
-def test_divided_experts_train_in_half_precision(precision):
-    """The weights of experts move as on one rank; losses hardly show it in a few steps."""
+@pytest.mark.parametrize(
+    ("precision", "ranks", "sizes"),
+    [
+        ("bf16", 2, EXPERTS2),
+        ("bf16", 2, ALONE),
+        pytest.param("fp16", 2, EXPERTS2, marks=MORE),
+        pytest.param("fp16", 2, ALONE, marks=MORE),
+        pytest.param("bf16", 4, SHARED, marks=MORE),
+        pytest.param("fp16", 4, SHARED, marks=MORE),
+        pytest.param("bf16", 4, ALONE, marks=MORE),
+        pytest.param("bf16", 4, ALONE | {"pipeline": 2}, marks=MORE),
+    ],
+)
+def test_divided_experts_train_in_half_precision(precision, ranks, sizes):
+    """The weights move as on one rank; losses hardly show it in a few steps."""
     initial = dict(still_model("mixtral").named_parameters())
-    experts = [name for name, weight in initial.items() if weight.ndim == 3]
-    layouts = ((1, {}), (2, EXPERTS2))
+    matrices = [name for name, weight in initial.items() if weight.ndim >= 2]
     alone, divided = (
-        values(run_ranks(run, ranks, "mixtral", sizes, "none", precision))[0][1]
-        for ranks, sizes in layouts
+        values(run_ranks(run, number, "mixtral", layout, "none", precision))[0][1]
+        for number, layout in ((1, {}), (ranks, sizes))
     )
-    assert experts
-    for name in experts:
+    assert any("experts" in name for name in matrices)
+    for name in matrices:
         movement = alone[name] - initial[name]
         assert movement.norm() > 0
         assert (divided[name] - alone[name]).norm() < 0.2 * movement.norm()
@@ -112,7 +133,7 @@ def run_layer(name, recompute, rank=0, mesh=None):
         layer.experts.config._experts_implementation = "eager"  # it knows the number for none
         part = slice(None)
     else:
-        divide_experts(layer, mesh)
+        divide_experts(layer, mesh, ExpertGroups(mesh.get_group(), None))
         part = slice(rank, rank + 1)
     generator = torch.Generator().manual_seed(0)
     hidden, weights = (torch.randn(2, 3, n, generator=generator)[part] for n in (32, 2))
@@ -158,3 +179,53 @@ def test_tokens_get_the_outputs_and_gradients_of_undivided_experts():
         assert len(sent) == (8 if recompute else 5)
         # A hook sees the tokens of its rank, and all experts.
         assert seen == also_seen == [(4, 3, 3, 3)] * (2 if recompute else 1)
+
+
+def run_shared_layer(recompute):
+    """Return a layer's outputs and gradients where two ranks share each of two experts.
+
+    Also returned are the bytes of the gathered experts in the forward pass, after it, and at the
+    end.
+    """
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    layer = still_model("mixtral", num_hidden_layers=1).model.layers[0].mlp
+    divide_experts(layer, mesh, make_expert_groups(ParallelDims(shard=4, expert=2), mesh))
+    gathered = []
+    layer.experts.act_fn.register_forward_hook(
+        lambda *_: gathered.append(layer.experts.gate_up_proj)
+    )
+    hidden, index, weights = (t[mesh.get_rank() :: 4] for t in tokens_of_a_layer())
+    hidden.requires_grad_()
+    arguments = hidden, index, weights
+    if recompute:
+        output = checkpoint(layer.experts, *arguments, use_reentrant=False)
+    else:
+        output = layer.experts(*arguments)
+    after_forward = [tensor.untyped_storage().size() for tensor in gathered]
+    output.square().sum().backward()
+    gradients = [full_tensor(p.grad) for p in layer.experts.parameters()]
+    return output.detach(), hidden.grad, gradients, len(gathered[0]), after_forward
+
+
+def tokens_of_a_layer():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(8, 32, generator=generator)
+    index = torch.tensor([[0, 3], [2, 1], [3, 2], [1, 0], [0, 2], [3, 1], [1, 2], [3, 0]])
+    return hidden, index, torch.rand(8, 2, generator=generator)
+
+
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=MORE)])
+def test_shards_of_an_expert_are_gathered_for_its_passes_only(recompute):
+    layer = still_model("mixtral", num_hidden_layers=1).model.layers[0].mlp
+    hidden, index, weights = tokens_of_a_layer()
+    hidden.requires_grad_()
+    expected = layer.experts(hidden, index, weights)
+    expected.square().sum().backward()
+    for rank, result in enumerate(values(run_ranks(run_shared_layer, 4, recompute))):
+        output, gradient, gradients, num_gathered, after_forward = result
+        torch.testing.assert_close(output, expected[rank::4])
+        torch.testing.assert_close(gradient, hidden.grad[rank::4])
+        for ours, parameter in zip(gradients, layer.experts.parameters(), strict=True):
+            torch.testing.assert_close(ours, parameter.grad)
+        assert num_gathered == 2
+        assert after_forward == [0]

@@ -55,6 +55,31 @@ def test_divided_experts_send_tokens_and_not_their_weights():
     assert weights["shard"].in_node - tokens["shard"].in_node == 3 * 4 * stacks * 3 / 4
 
 
+def test_ranks_that_share_experts_gather_them_from_one_another():
+    """Two ranks divide the experts, and two others have the other half of each part."""
+    shared, divided = (
+        {t.what: t for t in plan_of(**MIXTURE, **sizes).transfers}
+        for sizes in ({**EXPERTS, "expert_parallel_size": 2}, EXPERTS)
+    )
+    stacks = 2 * 8 * (64 * 64 + 32 * 64)
+    # Two gathers and a reduce-scatter in fp32 of half of the experts, of which a rank has half.
+    experts = shared["weights and gradients of experts"]
+    assert experts.in_node == 3 * 4 * stacks / 2 / 2
+    # Half of the rows stay on their rank, and not a fourth.
+    tokens = "tokens to their experts and back"
+    assert shared[tokens].in_node / divided[tokens].in_node == (1 / 2) / (3 / 4)
+    assert "weights and gradients of experts" not in divided
+
+
+def test_replicas_divide_experts_and_hold_the_rest():
+    plain, divided = (plan_of(**MIXTURE, **sizes) for sizes in ({}, {"expert_parallel_size": 2}))
+    stacks = 2 * 8 * (64 * 64 + 32 * 64)
+    assert plain.memory.parameters - divided.memory.parameters == stacks / 2
+    sent = [{t.axis: t.in_node for t in plan.transfers} for plan in (plain, divided)]
+    assert sent[0]["replicate"] - sent[1]["replicate"] == 2 * 3 / 4 * 4 * stacks / 2
+    assert sent[0].keys() | {"expert"} == sent[1].keys()
+
+
 def test_a_first_layer_without_experts_does_not_stand_for_the_others():
     dense_layers = {0: ",first_k_dense_replace=0", 1: ",first_k_dense_replace=1"}
     tokens = {
@@ -122,9 +147,11 @@ def test_the_search_divides_experts_where_the_trainer_does():
     assert ParallelDims(shard=4, expert=4) in layouts
     assert ParallelDims(replicate=2, shard=2, expert=2) in layouts
     assert ParallelDims(pipeline=2, shard=2, expert=2) in layouts
+    assert ParallelDims(shard=4, expert=2) in layouts
+    assert ParallelDims(replicate=4, expert=2) in layouts
     assert not any(lay.expert > 1 and lay.tensor * lay.context > 1 for lay in layouts)
     assert not can_divide_experts(
-        Job(PlanOptions(model_type="gpt2", device="cpu")), ParallelDims(shard=4)
+        Job(PlanOptions(model_type="gpt2", device="cpu")), ParallelDims(shard=4, expert=4)
     )
 
 

@@ -105,3 +105,26 @@ def test_only_a_page_of_a_run_with_such_records_has_maps(tmp_path, recorded):
     assert page.count('<img src="data:image/png;base64,') == (2 if recorded else 0)
     assert "Largest load of an expert" in page
     assert "moe max load/0" not in page
+
+
+def test_images_have_the_loads_of_each_run_in_the_colors_of_the_page(tmp_path, capsys):
+    for name, loads in {"a": [[4.0, 0.0], [1.0, 1.0]], "b": None, "c": [[0.0, 4.0]]}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.toml").write_text("")
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 10, "loss": 2.0}) + "\n")
+        if loads:
+            (folder / "events.jsonl").write_text(json.dumps(record(10, *loads)) + "\n")
+    runs = [str(tmp_path / name) for name in "abc"]
+    images = tmp_path / "png"
+    assert main([*runs, "--png", str(images)]) == 0
+    assert sorted(path.name for path in images.glob("experts*")) == [
+        "experts-1.png",
+        "experts-3.png",
+    ]
+    assert str(images / "experts-3.png") in capsys.readouterr().out
+
+    assert main([runs[0], "--png", str(images)]) == 0
+    colors = (255 * imread(images / "experts.png")).round().astype(int)[..., :3]
+    for color in (ORANGE, BLUE):  # half of a row of two, and of a row of one, in a 7-inch figure
+        assert (colors == color).all(-1).sum() > 10_000

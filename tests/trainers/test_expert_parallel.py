@@ -13,6 +13,7 @@ from tests.support.training import Bench, Run
 
 EXPERTS = {"data_parallel_shard_size": 2, "expert_parallel_size": 2}
 FOUR = {"data_parallel_shard_size": 4, "expert_parallel_size": 4}
+ALONE = {"expert_parallel_size": 2}
 LAYOUTS = {
     "EP2": (2, EXPERTS),
     "EP2 recomputed": (2, EXPERTS | {"activation_checkpointing": "full"}),
@@ -20,6 +21,11 @@ LAYOUTS = {
     "EP4": (4, FOUR),
     "EP2xDP2": (4, EXPERTS),
     "PP2xEP2": (4, EXPERTS | {"pipeline_parallel_size": 2}),
+    "EP2 of FSDP4": (4, {"data_parallel_shard_size": 4, "expert_parallel_size": 2}),
+    "EP2 of DDP2": (2, ALONE),
+    "EP2 of DDP4": (4, ALONE),
+    "EP4 of DDP4": (4, {"expert_parallel_size": 4}),
+    "EP2 of PP2xDP2": (4, ALONE | {"pipeline_parallel_size": 2}),
 }
 SAMPLES = 8
 
@@ -65,7 +71,16 @@ def test_a_run_with_divided_experts_is_that_of_one_rank(bench, alone, layout):
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("layouts", [("EP2", "EP4", None), ("EP2xDP2", None, "PP2xEP2")], ids=str)
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ("EP2", "EP4", None),
+        ("EP2xDP2", None, "PP2xEP2"),
+        ("EP2 of FSDP4", "EP2 of DDP2", "EP4"),
+        ("EP2 of DDP4", "EP2 of PP2xDP2", None),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "soap"])
 def test_a_run_resumes_with_experts_divided_in_other_ways(bench, layouts, optimizer):
     options = {"optimizer": optimizer, "max_train_steps": 8}
@@ -108,6 +123,11 @@ def test_half_precision_is_that_of_one_rank(bench):
     [
         ("gpt2", EXPERTS, "--expert_parallel_size 2 divides experts, and gpt2 has none"),
         ("qwen3_moe", FOUR, "does not divide the 6 experts of a layer .* choose one of 2, 3, 6"),
+        (
+            "qwen3_moe",
+            EXPERTS | {"data_parallel_shard_size": 4},
+            "--data_parallel_shard_size 4 does not divide the 6 experts .* choose one of 2, 3, 6",
+        ),
         ("jetmoe", EXPERTS, "cannot divide the experts of jetmoe, which lack transformers' common"),
     ],
 )
@@ -119,14 +139,14 @@ def test_a_model_whose_experts_cannot_be_divided_is_refused(family, sizes, words
         sizes_of_model = {"num_hidden_layers": 1, "hidden_size": 32, "num_local_experts": 4}
         JetMoeConfig(vocab_size=320, **sizes_of_model).save_pretrained(bench.model)
     with pytest.raises(ConfigError, match=words):
-        bench.read(ranks=sizes["expert_parallel_size"], per_device_train_batch_size=1, **sizes)
+        bench.read(ranks=sizes["data_parallel_shard_size"], per_device_train_batch_size=1, **sizes)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"data_parallel_shard_size": 1}, "--expert_parallel_size .*--data_parallel_shard_size"),
-        ({"data_parallel_shard_size": 4}, "to be the same as --data_parallel_shard_size 4"),
+        ({"data_parallel_shard_size": 3}, "2 has to divide --data_parallel_shard_size 3"),
+        ({"expert_parallel_size": 4}, "4 has to divide --data_parallel_shard_size 2"),
         ({"unsharded_gradients": True}, "--unsharded_gradients does not go with --expert_par"),
         ({"mixed_precision": "fp8"}, "--mixed_precision fp8 .* --expert_parallel_size"),
         (

@@ -54,7 +54,7 @@ class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
             self.scaler = ShardedGradScaler(self.device.type, process_group=group)
 
     @property
-    def _fsdp_mesh(self) -> DeviceMesh:
+    def _gradient_mesh(self) -> DeviceMesh:
         return self.mesh["shard"]  # gradients stay inside a replica
 
     @contextlib.contextmanager

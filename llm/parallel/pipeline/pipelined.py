@@ -118,7 +118,8 @@ class PipelineStrategy(ShardedStrategy):
             stage_modules = set(stage.modules())
             stage_blocks = [block for block in blocks if block in stage_modules]
             self._divide_experts(stage, mesh)
-            self._shard_modules(stage, stage_blocks, mesh, reshard_after_forward=False)
+            if not self.dims.experts_alone:
+                self._shard_modules(stage, stage_blocks, mesh, reshard_after_forward=False)
 
     def _log_stages(self, cut: LocalStages) -> None:
         """Log the rank, the layers and the size of each stage of the pipeline."""
@@ -208,12 +209,20 @@ class PipelineStrategy(ShardedStrategy):
 
     def _reduce_gradients(self) -> None:
         super()._reduce_gradients()
-        gradients = [p.grad for p in self.local_parameters if p.grad is not None]
-        if self.dims.replicate > 1:
-            _all_reduce(gradients, self.mesh.get_group("replicate"))
-            torch._foreach_div_(gradients, self.dims.replicate)
+        if self.dims.experts_alone:  # the other weights are the same on the ranks of `shard`
+            experts = {p.grad for p in self._divided_experts}
+            others = [p.grad for p in self.parameters if p.grad is not None]
+            self._average([g for g in others if g not in experts], "shard")
+        self._average([p.grad for p in self.local_parameters if p.grad is not None], "replicate")
         # A tied weight gets the sum of its gradients as embedding and as output head.
         _all_reduce([p.grad for p in self._tied_params if p.grad is not None], self._tied_group)
+
+    def _average(self, gradients: list[Tensor], axis: str) -> None:
+        """Average gradients over the ranks of an axis, in place."""
+        num_ranks = self.mesh[axis].size()
+        if num_ranks > 1:
+            _all_reduce(gradients, self.mesh.get_group(axis))
+            torch._foreach_div_(gradients, num_ranks)
 
     def _norm_parameters(self) -> list[Tensor]:
         return self._norm_params

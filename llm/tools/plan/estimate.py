@@ -54,6 +54,7 @@ def transfers(job: Job, dims: ParallelDims) -> list[Transfer]:
         traffic.context_transfer(),
         traffic.shard_transfer(),
         traffic.expert_transfer(),
+        traffic.shared_expert_transfer(),
         traffic.matrix_transfer(),
         traffic.replicate_transfer(),
         traffic.pipeline_transfer(),
@@ -154,7 +155,24 @@ class _RankTraffic:
             return None
         num_messages = _num_expert_layers(self._job, self._dims) * self._micro_batches
         size = num_messages * self._experts.message_bytes
-        return _exchange_transfer(size, self._shards, self._ranks_per_node)
+        return _exchange_transfer(size, self._dims.expert, self._ranks_per_node)
+
+    def shared_expert_transfer(self) -> Transfer | None:
+        """Return the gathers of experts that ranks share, and the reduce-scatters of gradients."""
+        if not self._experts.gathered_elements:
+            return None
+        expert = self._dims.expert
+        num_sharing = self._shards // expert  # ranks that are `expert` apart
+        num_passes = _num_expert_layers(self._job, self._dims) * self._micro_batches
+        element_bytes = 2 * self._activation_width + FP32  # two gathers, and a reduce-scatter
+        size = num_passes * self._experts.gathered_elements * element_bytes
+        return _ring_transfer(
+            "expert",
+            "weights and gradients of experts",
+            size * (num_sharing - 1) / num_sharing,
+            num_sharing,
+            self._ranks_per_node // expert,
+        )
 
     def matrix_transfer(self) -> Transfer | None:
         """Return the shards of gradients sent to the owners of matrices, and their updates back."""
@@ -182,6 +200,9 @@ class _RankTraffic:
             return None
         reduce_width = HALF if self._job.options.all_reduce_dtype == "bf16" else FP32
         gradient_elements = self._num_layers * self._block_elements + self._other_elements
+        if self._dims.experts_alone:  # replicas have other experts
+            elements_elsewhere = self._experts.elements - self._experts.local_elements
+            gradient_elements -= self._num_layers * elements_elsewhere
         size = 2 * (replicate - 1) / replicate * reduce_width * gradient_elements / self._shards
         ranks_per_node = self._ranks_per_node // (self._dims.tensor * self._shards)
         return _ring_transfer("replicate", "gradients", size, replicate, ranks_per_node)
@@ -381,20 +402,20 @@ def _estimate_layouts(job: Job, tensor: int, context: int) -> list[Estimate]:
     for dims in layouts:
         with contextlib.suppress(ConfigError):  # a layout that the run cannot have
             estimates.append(estimate(job, dims))
-            if can_divide_experts(job, dims):
-                expert_dims = dataclasses.replace(dims, expert=dims.shard)
-                estimates.append(estimate(job, expert_dims))
+            estimates += [estimate(job, expert_dims) for expert_dims in _expert_layouts(job, dims)]
     return estimates
 
 
 def can_divide_experts(job: Job, dims: ParallelDims) -> bool:
-    """Return whether the trainer accepts expert parallelism on the shards of a layout."""
+    """Return whether the trainer accepts a layout with expert parallelism."""
     counts = job.param_counts(1).num_experts
-    if dims.shard == 1 or not counts or any(count % dims.shard for count in counts):
+    if not counts or any(count % size for count in counts for size in (dims.shard, dims.expert)):
+        return False
+    if (dims.replicate if dims.shard == 1 else dims.shard) % dims.expert:
         return False
     sizes: dict[str, Any] = {
         "data_parallel_shard_size": dims.shard,
-        "expert_parallel_size": dims.shard,
+        "expert_parallel_size": dims.expert,
         "tensor_parallel_size": dims.tensor,
         "context_parallel_size": dims.context,
         "pipeline_parallel_size": dims.pipeline,
@@ -403,16 +424,26 @@ def can_divide_experts(job: Job, dims: ParallelDims) -> bool:
 
 
 def compare_experts(job: Job, dims: ParallelDims) -> tuple[Estimate, Estimate] | None:
-    """Estimate a layout with expert parallelism on its shards, and without it.
+    """Estimate a layout with expert parallelism, by default over all its shards, and without it.
 
     Returns:
-        Both estimates, or None if the trainer refuses expert parallelism.
+        Both estimates, or None if the layout has neither shards nor expert parallelism, or the
+        trainer refuses it.
     """
-    if not can_divide_experts(job, dims):
+    expert_dims = dataclasses.replace(dims, expert=dims.expert if dims.expert > 1 else dims.shard)
+    if expert_dims.expert == 1 or not can_divide_experts(job, expert_dims):
         return None
-    divided = estimate(job, dataclasses.replace(dims, expert=dims.shard))
-    gathered = estimate(job, dataclasses.replace(dims, expert=1))
-    return divided, gathered
+    return estimate(job, expert_dims), estimate(job, dataclasses.replace(dims, expert=1))
+
+
+def _expert_layouts(job: Job, dims: ParallelDims) -> Iterator[ParallelDims]:
+    """Yield the layouts with expert parallelism that divide the ranks in the same way."""
+    for expert in _divisors_of(dims.replicate if dims.shard == 1 else dims.shard)[1:]:
+        expert_dims = dataclasses.replace(dims, expert=expert)
+        # Tokens between nodes take longest; all shards may divide the experts nevertheless.
+        is_near = expert <= job.options.gpus_per_node or expert == dims.shard
+        if is_near and can_divide_experts(job, expert_dims):
+            yield expert_dims
 
 
 def _possible_layouts(

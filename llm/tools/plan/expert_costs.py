@@ -18,9 +18,11 @@ class ExpertCosts:
 
     Attributes:
         elements: Elements of the layer's experts, which are not gathered.
-        local_elements: Elements of a rank's experts.
+        local_elements: Elements of the experts that a rank computes.
         activations: Bytes that the fullest rank keeps in addition, for the tokens above the mean.
-        casts: Bytes of a rank's experts in half precision.
+        casts: Bytes of a rank's experts in half precision, kept from a forward to a backward pass.
+        gathered_elements: Elements of experts that a rank gathers for a layer's pass, from the
+            ranks that share them; 0 if it has all of its experts.
         flops: FLOPs of the fullest rank in addition.
         message_bytes: Bytes that the fullest rank sends, to itself too.
     """
@@ -29,6 +31,7 @@ class ExpertCosts:
     local_elements: int = 0
     activations: float = 0.0
     casts: int = 0
+    gathered_elements: int = 0
     flops: float = 0.0
     message_bytes: float = 0.0
 
@@ -54,11 +57,13 @@ def expert_costs(job: Job, dims: ParallelDims) -> ExpertCosts:
     num_messages = 4 + 2 * is_recomputed
     excess_rows = (FULLEST_LOAD - 1) * trace.expert_rows
     local_elements = num_elements(experts) // dims.expert
+    is_gathered = dims.shard > dims.expert
     return ExpertCosts(
         elements=num_elements(experts),
         local_elements=local_elements,
         activations=excess_rows * element_bytes * sum(p.shape[1] + p.shape[2] for p in stacks),
-        casts=_HALF * local_elements * is_half,
+        casts=_HALF * local_elements * is_half * (not is_gathered),
+        gathered_elements=local_elements * is_gathered,
         flops=excess_rows * 2 * num_products * sum(p.numel() / len(p) for p in stacks),
         message_bytes=num_messages * FULLEST_LOAD * trace.expert_rows * trace.width * element_bytes,
     )

@@ -103,7 +103,8 @@ class StagePlan:
         self.job, self.dims, self.stage = job, dims, stage
         self.is_last = stage == dims.pipeline - 1
         self.ranks = dims.shard * dims.context
-        self.is_sharded = not dims.is_replicated and (self.ranks > 1 or dims.replicate > 1)
+        self.uses_ddp = dims.replicate == dims.world_size
+        self.is_sharded = not self.uses_ddp and (self.ranks > 1 or dims.replicate > 1)
         self.param_counts = job.param_counts(dims.tensor)
         self.trace = job.trace(dims.tensor, dims.context)
         layer_indices = job.layers_of_ranks(dims.pipeline)[stage]
@@ -115,11 +116,15 @@ class StagePlan:
 
         blocks = (self.param_counts.blocks[index] for index in layer_indices)
         parameters = [*itertools.chain(self.other_weights, *blocks)]
-        self.local_elements, self.trained_elements = shard_sizes(parameters, self.ranks)
         self.unsharded_trained_elements = num_elements(p for p in parameters if p.requires_grad)
         expert_params = [p for p in parameters if p in self.param_counts.experts]
-        self.local_expert_elements, _ = shard_sizes(expert_params, self.ranks)
-        stack_elements = (p.numel() // self.ranks for p in expert_params)
+        other_params = [p for p in parameters if p not in self.param_counts.experts]
+        expert_ranks = dims.expert if dims.experts_alone else self.ranks
+        self.local_expert_elements, trained_experts = shard_sizes(expert_params, expert_ranks)
+        local_elements, trained_elements = shard_sizes(other_params, self.ranks)
+        self.local_elements = local_elements + self.local_expert_elements
+        self.trained_elements = trained_elements + trained_experts
+        stack_elements = (p.numel() // expert_ranks for p in expert_params)
         self.largest_stack_elements = max(stack_elements, default=0)
 
         self.micro_batches = job.batches(dims).accumulation
@@ -377,7 +382,7 @@ class StagePlan:
         if self.keeps_unsharded_gradients and not is_optimizer_step:
             return FP32 * self.unsharded_trained_elements
         # DistributedDataParallel allocates buckets for all gradients at the start.
-        has_buckets = self.dims.is_replicated and self.dims.world_size > 1
+        has_buckets = self.uses_ddp and self.dims.world_size > 1
         if has_gradients or has_buckets or self.micro_batches > 1:
             return FP32 * self.trained_elements
         return 0
@@ -457,4 +462,6 @@ class StagePlan:
         size += 2 * self.block_width * block_elements
         if is_backward:
             size += FP32 * block_elements
-        return size
+        # Of this layer; their gradient counts as unreduced.
+        expert_width = FP32 if self.job.options.mixed_precision == "no" else HALF
+        return size + expert_width * self.experts.gathered_elements

@@ -209,7 +209,7 @@ def _expert_lines(job: Job, plan: Estimate) -> list[str]:
     if speedup < 1:
         verdict = f"without it, a step is {1 / speedup:.2f} times as fast"
     return [
-        f"experts: with --expert_parallel_size {plan.dims.shard} a step takes {divided_costs}, "
+        f"experts: with --expert_parallel_size {divided.dims.expert} a step takes {divided_costs}, "
         f"without it {gathered_costs}; {verdict}"
     ]
 

@@ -50,7 +50,7 @@ class HeatMap:
     Attributes:
         title: Title of the picture.
         remark: The largest load in words.
-        image: A PNG image of a pixel for each cell, transparent at the mean load, as a data URL.
+        colors: A color for each cell, transparent at the mean load, [rows, columns, 4].
         height: Height in pixels of the page.
         top: Label of the first row.
         bottom: Label of the last row.
@@ -60,12 +60,21 @@ class HeatMap:
 
     title: str
     remark: str
-    image: str
+    colors: npt.NDArray[np.uint8]
     height: int
     top: str
     bottom: str
     left: str
     right: str
+
+    @property
+    def image(self) -> str:
+        """A PNG image of a pixel for each cell, as a data URL."""
+        from matplotlib.image import imsave
+
+        file = io.BytesIO()
+        imsave(file, self.colors, format="png")
+        return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def expert_loads(lines: Sequence[dict[str, Any]]) -> list[ExpertLoads]:
@@ -160,7 +169,7 @@ def _make_map(
     return HeatMap(
         title=title,
         remark=f"largest {np.nanmax(loads):.2f}x",
-        image=_data_url(_colors(loads)),
+        colors=_colors(loads),
         height=min(_CELL * len(loads), max(_MAP_HEIGHT, 3 * len(loads))),
         top=f"layer {layers[0]}",
         bottom=str(layers[-1]) if len(layers) > 1 else "",
@@ -179,11 +188,3 @@ def _colors(loads: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
     colors[..., :3] = np.where(is_below_mean[..., None], _BELOW, _ABOVE)
     colors[..., 3] = (255 * opacity).round()
     return colors
-
-
-def _data_url(colors: npt.NDArray[np.uint8]) -> str:
-    from matplotlib.image import imsave
-
-    file = io.BytesIO()
-    imsave(file, colors, format="png")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

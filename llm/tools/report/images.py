@@ -1,5 +1,6 @@
 """The panels as PNG files, for papers and slides."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from llm.errors import ConfigError
+from llm.tools.report.expert_loads import HeatMap, snapshot_maps, time_map
 from llm.tools.report.panels import COLORS, Curve, last_x_values, make_panels, unit_of_time
 from llm.tools.report.runs import Run, X
 
@@ -17,7 +19,10 @@ _DASHES = ("-", "-.", ":")
 
 @rc_context({"text.parse_math": False})  # names may contain dollar signs
 def write_images(runs: list[Run], folder: Path, *, x: X) -> list[Path]:
-    """Write each panel to `folder/NAME.png`.
+    """Write each panel to `folder/NAME.png`, and the loads of experts to `folder/experts.png`.
+
+    If several runs have recorded loads, the files are `experts-1.png` and so on, by the run's
+    number in the report.
 
     Args:
         runs: The runs to show.
@@ -54,6 +59,12 @@ def write_images(runs: list[Run], folder: Path, *, x: X) -> list[Path]:
         plot.legend(frameon=False, fontsize="small")
         paths.append(folder / f"{panel.name}.png")
         figure.savefig(paths[-1])
+    recorded_runs = [(number, run) for number, run in enumerate(runs, 1) if run.expert_loads]
+    for number, run in recorded_runs:
+        suffix = f"-{number}" if len(recorded_runs) > 1 else ""
+        paths.append(folder / f"experts{suffix}.png")
+        maps = [time_map(run.expert_loads), *snapshot_maps(run.expert_loads)]
+        _draw_heat_maps(maps, title=f"load of experts, {run.name}").savefig(paths[-1])
     return paths
 
 
@@ -87,3 +98,19 @@ def _draw_curve(
     if "low" in curve.points:
         low, high = curve.points["low"], curve.points["high"]
         plot.fill_between(x_values, low, high, alpha=0.2, linewidth=0, color=light_color)
+
+
+def _draw_heat_maps(heat_maps: Sequence[HeatMap], *, title: str) -> Figure:
+    """Return a figure with a row for each heat map, in the colors of the page."""
+    heights = [heat_map.height for heat_map in heat_maps]
+    inches = 0.7 + sum(0.75 + height / 100 for height in heights)
+    figure = Figure(figsize=(7, inches), dpi=160, layout="constrained")
+    figure.suptitle(title)
+    plots = figure.subplots(len(heat_maps), squeeze=False, height_ratios=heights)
+    for plot, heat_map in zip(plots[:, 0], heat_maps, strict=True):
+        plot.imshow(heat_map.colors, aspect="auto", interpolation="nearest")
+        num_rows, num_columns, _ = heat_map.colors.shape
+        plot.set_yticks([0, num_rows - 1], [heat_map.top, heat_map.bottom])
+        plot.set_xticks([0, num_columns - 1], [heat_map.left, heat_map.right])
+        plot.set_title(f"{heat_map.title}, {heat_map.remark}", fontsize="medium")
+    return figure

@@ -40,7 +40,9 @@ class ReportOptions:
         path=True,
     )
     png: str | None = option(
-        None, "Folder for the charts as PNG files, in addition to the page.", path=True
+        None,
+        "Folder for the charts and heat maps as PNG files, in addition to the page.",
+        path=True,
     )
     x: Literal["steps", "tokens", "time"] = option(
         "steps", "The x axis of the PNG files, and of the page when you open it."

@@ -125,7 +125,8 @@ def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy
         run.config, device=device_of(run.world), timeout=run.config.timeout
     )
     unused_weights: Sequence[str] | None = ()
-    if run.dims.is_replicated and accelerator.distributed_type != DistributedType.NO:
+    uses_ddp = run.dims.replicate == run.dims.world_size
+    if uses_ddp and accelerator.distributed_type != DistributedType.NO:
         unused_weights = find_unused_weights(model, length=run.block_size)
         # If they are unknown, DistributedDataParallel searches for them in each step.
         accelerator.ddp_handler.find_unused_parameters = unused_weights is None

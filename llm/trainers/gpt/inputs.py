@@ -288,7 +288,7 @@ def choose_dims(
             device=torch.device("meta"),
             vocab_size=model_config.get_text_config().vocab_size,
         )
-        check_expert_parallel(meta_model, dims.expert)
+        check_expert_parallel(meta_model, dims)
     return dims
 
 
