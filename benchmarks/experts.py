@@ -1,6 +1,6 @@
 """Kinds of balancing of a small mixture of experts on real text, and Hugging Face's Trainer.
 
-python -m benchmarks.experts [--corpus FILE] [--steps 1000] [--seeds 3]
+python -m benchmarks.experts [--corpus FILE] [--steps 1000] [--seeds 3] [--plot FILE]
 
 The model is an ERNIE 4.5 mixture: its routers have a bias, and Hugging Face has a loss for them.
 All runs have the same size, text, steps and learning rates; initial weights and order depend on the
@@ -22,11 +22,13 @@ from benchmarks.report import (
     ReportOptions,
     Section,
     at_most,
+    check_folder,
     machine,
     program_table,
     render,
     run_benchmark,
     spread,
+    table,
 )
 from llm.config.options import option
 from llm.errors import ConfigError
@@ -47,6 +49,9 @@ class ExpertsBenchmarkOptions(ReportOptions):
     )
     steps: int = option(1000, "Optimizer steps of each run.", group="Run", at_least=2 * _LAST_STEPS)
     seeds: int = option(3, "Runs of each kind.", group="Run", at_least=1)
+    plot: str | None = option(
+        None, "File for a picture of the loads over the run, and of the losses.", group="Run"
+    )
     learning_rate: float = option(3e-3, "Peak rate, cosine to 0.", group="Run", above=0)
     bias_rate: float = option(0.01, "Rate of the bias, for short runs.", group="Run", above=0)
     batch_size: int = option(8, "Samples of a step.", group="Run", at_least=1)
@@ -145,6 +150,7 @@ def _our_figures(folder: Path, tokens: int) -> dict[str, Any]:
         "eval_loss": json.loads((folder / "all_results.json").read_text())["eval_loss"],
         "max_load": reports[-1]["moe_max_load"],
         "idle_experts": reports[-1]["moe_idle_experts"],
+        "load_by_step": {line["step"]: line["moe_max_load"] for line in reports},
         "tokens_per_second": 1000 * tokens / statistics.median(counted),
     }
 
@@ -175,8 +181,8 @@ def trainer_case(
     )
 
 
-def measure(options: ExpertsBenchmarkOptions, folder: Path) -> Section:
-    """Train all kinds with all seeds."""
+def measure(options: ExpertsBenchmarkOptions, folder: Path) -> list[Section]:
+    """Train all kinds with all seeds, and draw the picture."""
     write_model(options, folder / "model")
     split_text(options, folder)
     results: dict[str, list[Usage]] = {}
@@ -193,8 +199,10 @@ def measure(options: ExpertsBenchmarkOptions, folder: Path) -> Section:
         ]
         for name, runs in interleave(cases, 1, say).items():
             results.setdefault(name, []).extend(runs)
+    if options.plot is not None:
+        plot(options.plot, results)
     head = ["balancing", "validation loss", "largest load", "idle", "tokens/s", "peak MB"]
-    return Section(
+    section = Section(
         title=f"{options.layers} layers of {options.experts} experts, width {options.width}",
         lines=[
             f"Medians of {options.seeds} seeds, and the range. Validation loss in nats a token "
@@ -210,6 +218,56 @@ def measure(options: ExpertsBenchmarkOptions, folder: Path) -> Section:
             if name != "none" and results[name]
         ],
     )
+    ours = {name: runs for name, runs in results.items() if name in balancings(options.bias_rate)}
+    steps = [*next(iter(ours.values()))[0].reported["load_by_step"]]
+    rows = [
+        [str(step), *(f"{statistics.median(_loads(runs, step)):.2f}" for runs in ours.values())]
+        for step in steps
+    ]
+    curves = Section(
+        title="Largest load by step",
+        lines=[
+            f"Medians of {options.seeds} seeds, of the {_LAST_STEPS} steps before each.",
+            "",
+            *table(["step", *ours], rows),
+        ],
+    )
+    return [section, curves]
+
+
+def _loads(runs: Sequence[Usage], step: int) -> list[float]:
+    return [run.reported["load_by_step"][step] for run in runs]
+
+
+def plot(path: str, results: Mapping[str, Sequence[Usage]]) -> None:
+    """Draw the loads of our runs by step, and the validation losses of all, with their ranges."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (load_axis, loss_axis) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for number, (name, runs) in enumerate(results.items()):
+        color = f"C{number}"
+        if "load_by_step" in runs[0].reported:
+            steps = [*runs[0].reported["load_by_step"]]
+            loads = [_loads(runs, step) for step in steps]
+            medians = [statistics.median(values) for values in loads]
+            load_axis.plot(steps, medians, color=color, label=name)
+            load_axis.fill_between(
+                steps, [*map(min, loads)], [*map(max, loads)], color=color, alpha=0.15, linewidth=0
+            )
+        losses = [float(run.reported["eval_loss"]) for run in runs]
+        median = statistics.median(losses)
+        distances = [[median - min(losses)], [max(losses) - median]]
+        loss_axis.errorbar([median], [name], xerr=distances, fmt="o", color=color, capsize=3)
+    load_axis.set_ylim(bottom=1)
+    load_axis.set_xlabel("step")
+    load_axis.set_ylabel("largest load, relative to the mean of its layer")
+    load_axis.legend(frameon=False, fontsize="small")
+    loss_axis.invert_yaxis()
+    loss_axis.set_xlabel("validation loss at the end, nats a token")
+    figure.savefig(path, dpi=120)
 
 
 def _cells(name: str, runs: Sequence[Usage]) -> Sequence[str]:
@@ -229,7 +287,8 @@ def _median(results: Mapping[str, Sequence[Usage]], name: str, figure: str) -> f
 def report(options: ExpertsBenchmarkOptions, folder: Path) -> str:
     """Measure, and return the report."""
     facts = [*machine(["torch", "transformers"]), f"text: {options.corpus or 'Shakespeare'}"]
-    return render("Balancing of experts", facts, [measure(options, folder)])
+    check_folder("plot", options.plot)
+    return render("Balancing of experts", facts, measure(options, folder))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def mixture_size(model: PreTrainedModel) -> MixtureSize | None:
     Args:
         model: The whole model, perhaps without weights.
     """
-    experts = find_experts(model).values()
+    experts = find_routed_experts(model).values()
     if not experts:
         return None
     return MixtureSize(
@@ -69,6 +69,18 @@ def find_experts(model: nn.Module) -> dict[str, Any]:
         name: module
         for name, module in model.named_modules()
         if all(hasattr(module, attribute) for attribute in _EXPERT_ATTRIBUTES)
+    }
+
+
+def find_routed_experts(model: nn.Module) -> dict[str, Any]:
+    """Return the modules that are called as in `find_experts`, with weights of any kind, by name.
+
+    DBRX keeps its weights in another module, as one matrix for all experts.
+    """
+    return find_experts(model) | {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).__name__ == "DbrxExperts"
     }
 
 

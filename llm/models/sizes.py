@@ -45,8 +45,8 @@ SIZES = {
 SHAPED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
 """Architectures with sizes that the options can set."""
 
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
-"""Names of the number of chosen experts: most configurations, AriaText, Gemma 4."""
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_top_k")
+"""Names of the number of chosen experts: most configurations, AriaText, Gemma 4, DBRX."""
 
 _MLP_WIDTH_MULTIPLE = 128
 """The width of a gated MLP becomes a multiple of this number."""
@@ -194,13 +194,25 @@ def active_parameters(model: PreTrainedModel) -> int:
     num_chosen = experts_per_token(model.config.get_text_config())
     num_active = parameter_counts(model)["total"]
     for module in model.modules():
-        num_experts = getattr(module, "num_experts", None)
-        if num_chosen and num_experts:
-            # A layer's experts are stacked in tensors; the router's matrix is not a stack.
-            stacks = [p for p in module.parameters(recurse=False) if p.ndim == 3]
-            num_unused_experts = int(num_experts) - num_chosen
-            num_active -= sum(p.numel() for p in stacks) * num_unused_experts // int(num_experts)
+        num_experts, stacks = _expert_stacks(module)
+        if num_chosen and stacks:
+            num_unused_experts = num_experts - num_chosen
+            num_active -= sum(p.numel() for p in stacks) * num_unused_experts // num_experts
     return num_active
+
+
+def _expert_stacks(module: nn.Module) -> tuple[int, list[nn.Parameter]]:
+    """Return the number of experts in a module, and the weights that stack their matrices.
+
+    A stack is [experts, rows, columns], or [experts * rows, columns] in DBRX. The router's matrix
+    is not a stack.
+    """
+    matrices = [p for p in module.parameters(recurse=False) if p.ndim >= 2]
+    num_experts = getattr(module, "num_experts", None)
+    if num_experts:
+        return int(num_experts), [p for p in matrices if p.ndim == 3]
+    num_experts = getattr(module, "moe_num_experts", None)
+    return (int(num_experts), matrices) if num_experts else (0, [])
 
 
 def flops_per_token(model: PreTrainedModel, *, block_size: int) -> float:
@@ -222,12 +234,8 @@ def flops_per_token(model: PreTrainedModel, *, block_size: int) -> float:
         if isinstance(module, nn.Embedding):
             continue
         matrices = [p for p in module.parameters(recurse=False) if p.ndim >= 2]
-        num_experts = getattr(module, "num_experts", None)
-        # A stack holds the matrices of a layer's experts, [experts, rows, columns].
-        is_stack = any(p.ndim == 3 for p in matrices)
-        used_fraction = 1.0
-        if num_experts and num_chosen and is_stack:
-            used_fraction = num_chosen / int(num_experts)
+        num_experts, stacks = _expert_stacks(module)
+        used_fraction = num_chosen / num_experts if num_chosen and stacks else 1.0
         num_used_weights += used_fraction * sum(p.numel() for p in matrices)
     num_heads = int(getattr(config, "num_attention_heads", None) or 0)
     attention_width = num_heads * head_width(config) if num_heads else 0
@@ -241,7 +249,8 @@ def experts_per_token(config: PreTrainedConfig) -> int | None:
     Args:
         config: The text configuration of a model.
     """
-    values = [getattr(config, name, None) for name in EXPERTS_PER_TOKEN]
+    sources = config, getattr(config, "ffn_config", None)  # DBRX
+    values = [getattr(source, name, None) for source in sources for name in EXPERTS_PER_TOKEN]
     return next((int(value) for value in values if value is not None), None)
 
 

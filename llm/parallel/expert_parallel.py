@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from transformers import PreTrainedModel
 
 from llm.errors import ConfigError
-from llm.models.mixtures import find_experts
+from llm.models.mixtures import find_experts, find_routed_experts
 from llm.parallel.dims import ParallelDims
 
 
@@ -66,7 +66,8 @@ def check_expert_parallel(model: PreTrainedModel, dims: ParallelDims) -> None:
     model_type, option = model.config.model_type, f"--expert_parallel_size {dims.expert}"
     if not expert_counts:
         settings = model.config.get_text_config().to_dict()
-        if any("experts" in name and value for name, value in settings.items()):
+        has_experts = any("experts" in name and value for name, value in settings.items())
+        if has_experts or find_routed_experts(model):
             raise ConfigError(
                 f"{option} cannot divide the experts of {model_type}, which lack transformers' "
                 "common interface of experts; leave it out."

@@ -197,6 +197,15 @@ def test_experts_on_several_ranks_are_refused_with_the_plan(bench):
         bench.read(ranks=2, per_device_train_batch_size="auto", **experts)
 
 
+def test_trials_with_the_losses_of_routers_do_not_count_in_the_run(tmp_path):
+    bench = Bench(tmp_path, family="mixtral")
+    options = {"global_batch_size": 4, "router_z_loss": 0.1, "max_train_steps": 2}
+    found = bench.train_well("found", per_device_train_batch_size="auto", **options)
+    assert "--per_device_train_batch_size auto: 4 samples" in found.output
+    given = bench.train_well("given", per_device_train_batch_size=4, **options)
+    assert without_times(found) == without_times(given)
+
+
 @pytest.mark.parametrize(
     ("options", "precision"), [({}, "no"), ({}, "fp16"), ({"kfac": True}, "no")], ids=str
 )

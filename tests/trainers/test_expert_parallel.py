@@ -2,7 +2,7 @@
 
 import pytest
 from safetensors.torch import load_file
-from transformers import JetMoeConfig
+from transformers import DbrxConfig, JetMoeConfig
 
 from llm.errors import ConfigError
 from llm.trainers.gpt.config import check
@@ -128,6 +128,7 @@ def test_half_precision_is_that_of_one_rank(bench):
             EXPERTS | {"data_parallel_shard_size": 4},
             "--data_parallel_shard_size 4 does not divide the 6 experts .* choose one of 2, 3, 6",
         ),
+        ("dbrx", EXPERTS, "cannot divide the experts of dbrx, which lack transformers' common"),
         ("jetmoe", EXPERTS, "cannot divide the experts of jetmoe, which lack transformers' common"),
     ],
 )
@@ -138,6 +139,10 @@ def test_a_model_whose_experts_cannot_be_divided_is_refused(family, sizes, words
     elif family == "jetmoe":
         sizes_of_model = {"num_hidden_layers": 1, "hidden_size": 32, "num_local_experts": 4}
         JetMoeConfig(vocab_size=320, **sizes_of_model).save_pretrained(bench.model)
+    elif family == "dbrx":
+        attention = {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}
+        sizes_of_model = {"n_layers": 1, "d_model": 32, "n_heads": 4, "attn_config": attention}
+        DbrxConfig(vocab_size=320, **sizes_of_model).save_pretrained(bench.model)
     with pytest.raises(ConfigError, match=words):
         bench.read(ranks=sizes["data_parallel_shard_size"], per_device_train_batch_size=1, **sizes)
 

@@ -1,7 +1,9 @@
 """Balances the routers of a model in training, and measures the load of its experts."""
 
+import contextlib
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.hooks import RemovableHandle
 
 from llm.data.loader import StepBatch
 from llm.extensions.moe.balancing import (
@@ -62,7 +65,6 @@ class Routers(LoopExtension):
         layers: The layers with experts of the whole model, perhaps without weights.
         is_pretrained: Whether the run starts from pretrained weights.
         record_interval: Steps between two records of the load of every expert; None for no record.
-        searches_batch_size: Whether the micro-batch was searched for, without these losses.
 
     Attributes:
         balancing: How the run is balanced.
@@ -85,9 +87,7 @@ class Routers(LoopExtension):
         *,
         is_pretrained: bool,
         record_interval: int | None,
-        searches_batch_size: bool,
     ) -> None:
-        self._searches_batch_size = searches_batch_size
         self._settings, self._strategy = settings, context.strategy
         self._model, self._layers = context.model, layers
         self._config: PreTrainedConfig = context.model.config.get_text_config()
@@ -121,8 +121,10 @@ class Routers(LoopExtension):
         self._num_comparisons = 0  # steps, without skipped ones
         self._has_warned = False
         self.is_real_sample = torch.ones(0, dtype=torch.bool, device=device)
-        for module in _modules_with_labels(context.strategy.loss):
+        self._hooks = [
             module.register_forward_pre_hook(self._find_real_samples, with_kwargs=True)
+            for module in _modules_with_labels(context.strategy.loss)
+        ]
         row_by_layer = {layer.name: row for row, layer in enumerate(layers)}
         self._routers = [
             _Router(self, layer, row_by_layer[layer.name])
@@ -130,6 +132,21 @@ class Routers(LoopExtension):
         ]
         if record_interval is not None:
             self.periodic = Periodic("expert_loads", record_interval, self._record_loads)
+
+    @contextlib.contextmanager
+    def losses_for_trial(self) -> Iterator[None]:
+        """Add the losses to the passes inside the context, as when all scores are known.
+
+        The routers are not usable afterwards.
+        """
+        for row in self._rows_without_score():
+            has_bias = self._layers[row].bias is not None
+            self.scores[row] = assume_score(self._config, has_bias=has_bias)
+        try:
+            yield
+        finally:
+            for hook in itertools.chain(self._hooks, *(router.hooks for router in self._routers)):
+                hook.remove()
 
     def _set_balancing(self, kind: Kind, reason: str = "") -> None:
         self.balancing = make_balancing(
@@ -247,11 +264,6 @@ class Routers(LoopExtension):
         lines = [
             f"experts: {size.describe()}; {size.describe_active()}; {self.balancing.describe()}"
         ]
-        if self.balancing.has_losses and self._searches_batch_size:
-            lines.append(
-                "--per_device_train_batch_size auto measured the memory without the losses of "
-                "routers, which come on top of it."
-            )
         layers_without_logits = [
             str(layer.layer_index) for layer in self._layers if layer.router is None
         ]
@@ -422,11 +434,12 @@ class _Router:
     def __init__(self, routers: Routers, layer: ExpertLayer, row: int) -> None:
         self._routers, self._layer, self._row = routers, layer, row
         self._logits: Tensor | None = None  # of the present forward pass
+        self.hooks: list[RemovableHandle] = []
         if layer.router is not None:
-            layer.router.register_forward_hook(torch.compiler.disable(self._keep_logits))
-        layer.experts.register_forward_pre_hook(
-            torch.compiler.disable(self._add_losses), with_kwargs=True
-        )
+            keep_logits = torch.compiler.disable(self._keep_logits)
+            self.hooks.append(layer.router.register_forward_hook(keep_logits))
+        add_losses = torch.compiler.disable(self._add_losses)
+        self.hooks.append(layer.experts.register_forward_pre_hook(add_losses, with_kwargs=True))
 
     @property
     def _score(self) -> str | None:

@@ -1,6 +1,8 @@
 """The extension of mixtures of experts."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from llm.config.options import option, option_group
@@ -10,6 +12,7 @@ from llm.trainers.gpt.seams import Extension, LoopExtension
 if TYPE_CHECKING:
     from torch import nn
 
+    from llm.extensions.moe.balanced_routers import Routers
     from llm.trainers.gpt.seams import LoopContext
 
 logger = logging.getLogger("llm")
@@ -92,7 +95,7 @@ class MoEExtension(Extension[MoEOptions]):
         Raises:
             ConfigError: The model cannot be balanced as the options ask.
         """
-        options, run = self.options, context.run
+        options = self.options
         if options.eval_only:
             return None
         if not _has_experts(context.model):
@@ -107,16 +110,30 @@ class MoEExtension(Extension[MoEOptions]):
                 f"{options.several_models} trains several models."
             )
             return None
-        from llm.extensions.moe.balanced_routers import Routers
-        from llm.extensions.moe.balancing import RouterSettings
-        from llm.extensions.moe.expert_layers import find_layers
-
-        layers = find_layers(context.model)
-        if not layers:
+        routers = self._make_routers(context)
+        if routers is None:
             logger.warning(
                 f"The load of the experts of {context.model.config.model_type} cannot be measured, "
                 "and nothing balances it: the model lacks the interface of experts in transformers."
             )
+        return routers
+
+    @contextlib.contextmanager
+    def in_trial(self, context: "LoopContext") -> Iterator[None]:
+        """Add the losses of routers to trial steps; a training knows their scores later."""
+        routers = None if self.options.several_models else self._make_routers(context)
+        with contextlib.nullcontext() if routers is None else routers.losses_for_trial():
+            yield
+
+    def _make_routers(self, context: "LoopContext") -> "Routers | None":
+        """Return the routers of a model in training; None if their load cannot be measured."""
+        from llm.extensions.moe.balanced_routers import Routers
+        from llm.extensions.moe.balancing import RouterSettings
+        from llm.extensions.moe.expert_layers import find_layers
+
+        options, run = self.options, context.run
+        layers = find_layers(context.model)
+        if not layers:
             return None
         settings = RouterSettings(
             balancing=options.router_balancing,
@@ -132,7 +149,6 @@ class MoEExtension(Extension[MoEOptions]):
             layers,
             is_pretrained=run.weights_from is not None or run.init_from is not None,
             record_interval=options.expert_load_steps,
-            searches_batch_size=options.per_device_train_batch_size == "auto",
         )
 
     def _changed_options(self) -> list[str]:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Sequence
 
 import torch
+from transformers import PreTrainedModel
 
 from llm.data.batch_plan import micro_batch_sizes
 from llm.data.loader import TrainLoader
@@ -32,6 +33,7 @@ from llm.runtime.agreement import gather, on_all_ranks
 from llm.runtime.health import Health
 from llm.runtime.logging import counted
 from llm.runtime.world import ranks_per_node
+from llm.trainers.gpt.seams import LoopContext
 from llm.trainers.gpt.training_run import TrainingRun, plan_training
 from llm.trainers.gpt.trial_step import trial_step
 
@@ -42,12 +44,15 @@ one: on a CPU, memory that was freed and not returned to the system hides some o
 logger = logging.getLogger("llm")
 
 
-def find_batch_size(run: TrainingRun, strategy: AcceleratedStrategy, health: Health) -> TrainingRun:
+def find_batch_size(
+    run: TrainingRun, strategy: AcceleratedStrategy, model: PreTrainedModel, health: Health
+) -> TrainingRun:
     """Return the run with the largest micro-batch that fits; every rank calls it.
 
     Args:
         run: The run, with a micro-batch of one sample.
         strategy: The prepared model; neither its weights nor its optimizer change.
+        model: The model for the log's description.
         health: Learns that the trials make progress.
 
     Raises:
@@ -71,7 +76,7 @@ def find_batch_size(run: TrainingRun, strategy: AcceleratedStrategy, health: Hea
         run = next_run
         health.heartbeat(step=0, phase="start")
         reset_peak_memory(device)
-        _try_step(run, strategy)
+        _try_step(run, strategy, model)
         peak_bytes = peak_memory(device)
         free_bytes = usable_memory(device, ranks_on_host=ranks_on_host) - extension_bytes
         usable_bytes = max(1, free_bytes)
@@ -137,7 +142,7 @@ def _with_batch_size(run: TrainingRun, size: int) -> TrainingRun:
     return dataclasses.replace(run, batch_plan=plan, skipped=skipped, schedule=schedule)
 
 
-def _try_step(run: TrainingRun, strategy: AcceleratedStrategy) -> None:
+def _try_step(run: TrainingRun, strategy: AcceleratedStrategy, model: PreTrainedModel) -> None:
     """Run a step that takes as much memory as the largest one of the run."""
     plan = run.batch_plan
     num_micro_batches = max(plan.micro_batch_shape(phase.first_step)[0] for phase in plan.phases)
@@ -157,6 +162,12 @@ def _try_step(run: TrainingRun, strategy: AcceleratedStrategy) -> None:
         device=strategy.device,
         document_boundaries=run.document_boundaries,
     )
-    with contextlib.closing(loader.steps(0)) as batches:
+    context = LoopContext(
+        run, strategy, model, keep_alive=lambda: None, paused=contextlib.nullcontext
+    )
+    with contextlib.ExitStack() as stack:
+        for extension in run.extensions:
+            stack.enter_context(extension.in_trial(context))
+        batches = stack.enter_context(contextlib.closing(loader.steps(0)))
         batch = next(batches)
         trial_step(strategy, batch.micro_batches, num_tokens=batch.num_tokens)

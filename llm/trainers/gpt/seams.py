@@ -7,7 +7,7 @@ the subclass. The core calls extensions in the order of that list. `docs/extend.
 
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -342,6 +342,13 @@ class Extension(Generic[OptionsT]):
     def in_loop(self, context: LoopContext) -> LoopExtension | None:
         """Return the object that takes part in the loop; None if the options do not ask for it."""
         return None
+
+    def in_trial(self, context: LoopContext) -> AbstractContextManager[None]:
+        """Return a context for trial steps, which measure the memory of a micro-batch.
+
+        Inside it, a forward and backward pass has the activations that `in_loop` adds to it.
+        """
+        return nullcontext()
 
     def bytes_per_parameter(self) -> float:
         """Return the device memory that `in_loop` takes for each trained parameter.

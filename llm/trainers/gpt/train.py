@@ -96,7 +96,7 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
             if searches_batch_size:
                 from llm.trainers.gpt.find_batch_size import find_batch_size
 
-                run = find_batch_size(run, strategy, health)
+                run = find_batch_size(run, strategy, model, health)
             trainer = make_trainer(run, strategy, model, health, interruption)
             # From here on a signal saves and stops; earlier it ends the process at once.
             interruption.watch()

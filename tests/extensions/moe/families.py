@@ -87,6 +87,19 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "axk2": {"num_key_value_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
+    "dbrx": {
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": 64,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {
+            "hidden_size": 32,
+            "ffn_hidden_size": 16,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+        },
+    },
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1},
@@ -95,7 +108,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
 
 COVERED = (
     *("afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe"),
-    *("deepseek_v2", "gemma4_text"),
+    *("dbrx", "deepseek_v2", "gemma4_text"),
     *("deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "dots3_note_text", "ernie4_5_moe"),
     *("exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss"),
     *("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe"),
@@ -106,7 +119,6 @@ COVERED = (
 )
 """Families that are balanced and measured."""
 UNMEASURED = {
-    "dbrx": "Its experts lack the common interface, and its configuration cannot be built.",
     "doge": "Its experts are embeddings of keys, without the common interface.",
     "jetmoe": "Its experts lack the common interface; its attention has experts too.",
     "llama4_text": "Its experts lack the common interface: each computes all tokens.",

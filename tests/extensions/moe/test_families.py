@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llm.extensions.moe.expert_layers import find_layers
-from llm.models.mixtures import find_experts
+from llm.models.mixtures import find_routed_experts
 from tests.extensions.moe.families import (
     COVERED,
     OF_SEVERAL_MODELS,
@@ -25,7 +25,7 @@ def skip_without(family: str) -> None:
 def choices_of(model: PreTrainedModel) -> list[list[int]]:
     """The choices that hooks see in the forward passes of each layer, once the list is read."""
     counts: list[list[int]] = []
-    for experts in find_experts(model).values():
+    for experts in find_routed_experts(model).values():
         row = [0] * int(experts.num_experts)
         counts.append(row)
 
@@ -75,7 +75,7 @@ def test_a_family_is_balanced_counted_resumed_and_exported(family, tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("family", [name for name in UNMEASURED if name != "dbrx"])
+@pytest.mark.parametrize("family", UNMEASURED)
 def test_a_family_without_the_interface_says_that_it_trains_unbalanced(family, caplog):
     skip_without(family)
     assert loop_of(tiny_model(family_config(family))) is None

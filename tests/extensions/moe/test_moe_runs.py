@@ -53,6 +53,25 @@ LAYOUTS = {
             "expert_parallel_size": 2,
         },
     ),
+    "EP2 of DDP2": (2, {"per_device_train_batch_size": 4, "expert_parallel_size": 2}),
+    "EP2 of FSDP4": (
+        4,
+        {
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 2,
+            "data_parallel_shard_size": 4,
+            "expert_parallel_size": 2,
+        },
+    ),
+    "EP2 of PP2xDP2": (
+        4,
+        {
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "pipeline_parallel_size": 2,
+            "expert_parallel_size": 2,
+        },
+    ),
     "CP2": (2, {"per_device_train_batch_size": 8, "context_parallel_size": 2}),
 }
 IN_SHORT = ("recomputed", "FSDP2")
@@ -146,6 +165,19 @@ def test_biases_are_the_same_on_shards(biased):
     biases = [name for name in weights[0] if name.endswith("correction_bias")]
     assert len(biases) == 2
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in biases)
+
+
+def test_an_average_of_the_weights_has_the_last_bias(biased):
+    options = {"router_balancing": "bias", "max_train_steps": 3, "learning_rate": 1e-2}
+    average = biased.train_well("average", ema_decay=0.5, export_ema=True, **options)
+    live = biased.train_well("live", **options)
+    assert average.losses == live.losses
+    exported, last = (load_file(run.folder / "model.safetensors") for run in (average, live))
+    averaged_names = [name for name in last if not torch.equal(exported[name], last[name])]
+    biases = [name for name in last if name.endswith("correction_bias")]
+    assert len(biases) == 2
+    assert all(last[name].any() for name in biases)
+    assert averaged_names == [name for name in last if name not in biases]
 
 
 @pytest.mark.extended

@@ -4,6 +4,7 @@ import logging
 import re
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from llm.trainers.gpt.extensions import GPTConfig
 from tests.extensions.moe.toy import (
     deepseek_v4,
     ernie4_5_moe,
+    extension_of,
     glm4_moe,
     jetmoe,
     loop_of,
@@ -358,14 +360,39 @@ def test_layers_that_a_hash_routes_are_named():
     ]
 
 
-def test_a_searched_micro_batch_does_not_include_the_losses_of_routers():
-    _, routers = routers_of(mixtral(), per_device_train_batch_size="auto")
-    assert routers.describe()[1:] == [
-        "--per_device_train_batch_size auto measured the memory without the losses of routers, "
-        "which come on top of it."
-    ]
-    _, routers = routers_of(glm4_moe(), per_device_train_batch_size="auto")
-    assert len(routers.describe()) == 1
+def saved_bytes(loss: Any) -> int:
+    """The bytes that a forward pass keeps for its backward pass, which runs, too."""
+    sizes = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        objective, _ = loss(*tokens())
+    objective.backward()
+    return sum(sizes)
+
+
+@pytest.mark.parametrize("config", [mixtral(), glm4_moe()], ids=["loss", "bias and z-loss"])
+def test_a_trial_keeps_the_activations_of_the_losses_of_routers(config):
+    options = {"router_z_loss": 0.1}
+    model, routers = routers_of(config, **options)
+    take_step(model, routers)  # the scores are known from the first step on
+    in_training = saved_bytes(routers._strategy.loss)
+
+    extension, context = extension_of(tiny_model(config).train(), **options)
+    plain = saved_bytes(context.strategy.loss)
+    with extension.in_trial(context):
+        assert saved_bytes(context.strategy.loss) == in_training > plain
+    assert saved_bytes(context.strategy.loss) == plain
+
+
+def test_a_trial_of_a_model_without_experts_is_a_plain_pass():
+    extension, context = extension_of(tiny_model(tiny_config("gpt2")))
+    plain = saved_bytes(context.strategy.loss)
+    with extension.in_trial(context):
+        assert saved_bytes(context.strategy.loss) == plain
 
 
 @pytest.mark.parametrize(

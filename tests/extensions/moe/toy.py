@@ -78,6 +78,14 @@ def loop_of(
     model: PreTrainedModel, *, pretrained: bool = False, **options: Any
 ) -> LoopExtension | None:
     """The part of the extension in a run on one rank."""
+    extension, context = extension_of(model, pretrained=pretrained, **options)
+    return extension.in_loop(context)
+
+
+def extension_of(
+    model: PreTrainedModel, *, pretrained: bool = False, **options: Any
+) -> tuple[MoEExtension, Any]:
+    """The extension, and the context that a run on one rank gives it."""
     strategy = SimpleNamespace(
         model=model,
         loss=LanguageModelLoss(model),
@@ -90,7 +98,7 @@ def loop_of(
     extension = MoEExtension(GPTConfig(**options))
     weights_from = "a folder" if pretrained else None
     run = SimpleNamespace(weights_from=weights_from, init_from=None)
-    return extension.in_loop(SimpleNamespace(run=run, strategy=strategy, model=model))
+    return extension, SimpleNamespace(run=run, strategy=strategy, model=model)
 
 
 def routers_of(config: PreTrainedConfig, **options: Any) -> tuple[PreTrainedModel, Routers]:
