@@ -52,6 +52,7 @@ class ExpertsBenchmarkOptions(ReportOptions):
     plot: str | None = option(
         None, "File for a picture of the loads over the run, and of the losses.", group="Run"
     )
+    without_trainer: bool = option(False, "Leave out Hugging Face's Trainer.", group="Run")
     learning_rate: float = option(3e-3, "Peak rate, cosine to 0.", group="Run", above=0)
     bias_rate: float = option(0.01, "Rate of the bias, for short runs.", group="Run", above=0)
     batch_size: int = option(8, "Samples of a step.", group="Run", at_least=1)
@@ -193,12 +194,14 @@ def measure(options: ExpertsBenchmarkOptions, folder: Path) -> list[Section]:
         ]
         # Hugging Face's loss is K times ours, and a mean over layers where ours is a sum.
         coefficients = {_HF_NONE: 0.0, _HF_LOSS: _COEFFICIENT * options.layers / 2}
-        cases += [
-            trainer_case(options, folder, name=name, coefficient=coefficient, seed=seed)
-            for name, coefficient in coefficients.items()
-        ]
+        if not options.without_trainer:
+            cases += [
+                trainer_case(options, folder, name=name, coefficient=coefficient, seed=seed)
+                for name, coefficient in coefficients.items()
+            ]
         for name, runs in interleave(cases, 1, say).items():
             results.setdefault(name, []).extend(runs)
+    results = {name: runs for name, runs in results.items() if runs}
     if options.plot is not None:
         plot(options.plot, results)
     head = ["balancing", "validation loss", "largest load", "idle", "tokens/s", "peak MB"]
@@ -215,7 +218,7 @@ def measure(options: ExpertsBenchmarkOptions, folder: Path) -> list[Section]:
         goals=[
             at_most(f"largest load with {name}", _median(results, name, "max_load"), 2.0, "x")
             for name in balancings(options.bias_rate)
-            if name != "none" and results[name]
+            if name != "none" and name in results
         ],
     )
     ours = {name: runs for name, runs in results.items() if name in balancings(options.bias_rate)}

@@ -6,8 +6,6 @@ each token to the ranks of its experts, and a second one brings the results back
 place of each exchange gather the experts of one another.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -135,8 +133,9 @@ class _ExpertDispatch:
     rank with the numbers of all experts. All ranks run the same operations in the same order,
     whatever the routers choose, so that their collectives match in a recomputation too.
 
-    The host waits for the device once in a pass of a layer: an all-to-all takes its sizes from the
-    host.
+    The host waits for the device once in a forward pass of a layer: an all-to-all takes its sizes
+    from the host. Meanwhile the device sorts the tokens and gathers experts. Backward passes have
+    the sizes.
     """
 
     def __init__(self, experts: Any, groups: ExpertGroups) -> None:
@@ -163,22 +162,31 @@ class _ExpertDispatch:
         if self._positions is not None:
             self._positions = self._positions.to(expert_ids.device)
             expert_ids = self._positions[expert_ids]
-        sent_order = expert_ids.argsort(stable=True)  # by expert, and so by rank
         counts = expert_ids.new_zeros(self._num_experts + 1)
         counts = counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids))
         counts = counts[: self._num_experts]
         local_counts = torch.empty_like(counts)  # of this rank's experts, by sending rank
         dist.all_to_all_single(local_counts, counts, group=self._groups.exchange)
         counts_by_rank = torch.stack([counts, local_counts]).view(2, self._num_ranks, -1)
-        num_sent, num_received = counts_by_rank.sum(2).tolist()
-        sent_order = sent_order[: sum(num_sent)]
-
+        sizes = _HostCopy(counts_by_rank.sum(2))
+        # The device has this to do while the host waits for the sizes.
+        sent_order = expert_ids.argsort(stable=True)  # by expert, and so by rank
         tokens = _to_autocast_dtype(hidden_states[sent_order // k])
+        shards, weights = self._local_weights()
+        num_sent, num_received = sizes.wait()
+        if sum(num_sent) < len(sent_order):  # the last ones have no expert
+            sent_order, tokens = sent_order[: sum(num_sent)], tokens[: sum(num_sent)]
+
         tokens = all_to_all_single_autograd(tokens, num_received, num_sent, self._groups.exchange)
         local_ids = torch.arange(self._num_local_experts, device=tokens.device)
         local_ids = local_ids.repeat(self._num_ranks)
         local_ids = local_ids.repeat_interleave(local_counts, output_size=sum(num_received))
-        outputs = self._run_local_experts(tokens, local_ids).contiguous()
+        outputs = self._run_local_experts(tokens, local_ids, weights)
+        if self._groups.sharing is not None:
+            outputs = _FreeExperts.apply(  # type: ignore[no-untyped-call]
+                outputs, self._groups.sharing, *shards.values(), *weights.values()
+            )
+        outputs = outputs.contiguous()
         outputs = all_to_all_single_autograd(outputs, num_sent, num_received, self._groups.exchange)
 
         outputs = outputs.new_zeros(len(expert_ids), outputs.shape[1]).index_copy(
@@ -187,17 +195,8 @@ class _ExpertDispatch:
         weighted = outputs.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
         return weighted.sum(1).to(hidden_states.dtype)
 
-    def _run_local_experts(self, tokens: Tensor, local_ids: Tensor) -> Tensor:
-        """Return the output of one of this rank's experts for each token, [tokens, width].
-
-        Args:
-            tokens: Hidden states, [tokens, width].
-            local_ids: Index of each token's expert among the experts of this rank, [tokens].
-        """
-        # One more token, dropped below, so that a rank without tokens runs the same operations.
-        tokens = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
-        local_ids = torch.cat([local_ids, local_ids.new_zeros(1)])
-        weights = tokens.new_ones(len(tokens), 1)
+    def _local_weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return this rank's shards of experts, and the weights of the experts that it computes."""
         shards = {
             name: parameter.to_local()
             for name, parameter in self._experts.named_parameters(recurse=False)
@@ -205,33 +204,56 @@ class _ExpertDispatch:
         }
         sharing = self._groups.sharing
         if sharing is None:
-            with self._local_weights(shards):
-                outputs: Tensor = self._forward(tokens, local_ids.unsqueeze(1), weights)
-            return outputs[:-1]
+            return shards, shards
         gathered = {
             name: _GatherExperts.apply(shard, sharing)  # type: ignore[no-untyped-call]
             for name, shard in shards.items()
         }
-        with self._local_weights(gathered):
-            outputs = self._forward(tokens, local_ids.unsqueeze(1), weights)
-        outputs = _FreeExperts.apply(  # type: ignore[no-untyped-call]
-            outputs, sharing, *shards.values(), *gathered.values()
-        )
-        return outputs[:-1]
+        return shards, gathered
 
-    @contextlib.contextmanager
-    def _local_weights(self, weight_by_name: dict[str, Tensor]) -> Iterator[None]:
-        """Show this rank's experts to their class as all experts of the layer."""
-        experts = self._experts
-        # Python looks up an attribute here before torch looks up the parameters.
-        experts.__dict__.update(weight_by_name)
+    def _run_local_experts(
+        self, tokens: Tensor, local_ids: Tensor, weights: dict[str, Tensor]
+    ) -> Tensor:
+        """Return the output of one of this rank's experts for each token, [tokens, width].
+
+        Args:
+            tokens: Hidden states, [tokens, width].
+            local_ids: Index of each token's expert among the experts of this rank, [tokens].
+            weights: The weights of these experts, by name.
+        """
+        # One more token, dropped below, so that a rank without tokens runs the same operations.
+        tokens = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
+        local_ids = torch.cat([local_ids, local_ids.new_zeros(1)])
+        experts, factors = self._experts, tokens.new_ones(len(tokens), 1)
+        # Their class takes them for all experts of the layer. Python looks up an attribute here
+        # before torch looks up the parameters.
+        experts.__dict__.update(weights)
         experts.num_experts = self._num_local_experts
         try:
-            yield
+            outputs: Tensor = self._forward(tokens, local_ids.unsqueeze(1), factors)
         finally:
             experts.num_experts = self._num_experts
-            for name in weight_by_name:
+            for name in weights:
                 del experts.__dict__[name]
+        return outputs[:-1]
+
+
+class _HostCopy:
+    """A copy of a small tensor to the host, which does not wait for it before `wait`."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values.to("cpu", non_blocking=True)  # in pinned memory, from a GPU
+        self._event = None
+        if values.device.type != "cpu":
+            self._event = torch.get_device_module(values.device).Event()
+            self._event.record()
+
+    def wait(self) -> list[list[int]]:
+        """Return the values, [rows, columns]."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[list[int]] = self._values.tolist()
+        return values
 
 
 class _GatherExperts(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,6 +13,7 @@ from llm.models.loss import LanguageModelLoss
 from llm.models.patches.experts import autocast_grouped_products
 from llm.models.patches.recomputation import recompute_activations
 from llm.optim.run_optimizer import OptimizerFactory
+from llm.parallel import expert_parallel
 from llm.parallel.dims import ParallelDims
 from llm.parallel.expert_parallel import ExpertGroups, divide_experts, make_expert_groups
 from llm.parallel.fsdp import full_tensor
@@ -108,6 +110,42 @@ INDEX = {
     "a choice of no expert": [[[0, 4], [2, 1], [3, 2]], [[1, 0], [0, 2], [3, 1]]],
 }
 """Experts of [ranks, tokens, 2]; there are 4, and the number 4 stands for none."""
+
+
+GATHER = "_allgather_base_"
+
+
+def order_of_operations():
+    """Return what a forward pass and its backward pass give the device, and when the host waits."""
+    order = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            order.append(func._schema.name.rpartition("::")[2])
+            return func(*args, **(kwargs or {}))
+
+    wait = expert_parallel._HostCopy.wait
+
+    def note(copy):
+        order.append("wait")
+        return wait(copy)
+
+    expert_parallel._HostCopy.wait = note
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    layer = still_model("mixtral", num_hidden_layers=1).model.layers[0].mlp
+    # Two ranks that share all experts, as two of four ranks with half of them.
+    exchange = dist.new_subgroups(1)[0]
+    divide_experts(layer, mesh, ExpertGroups(exchange, mesh.get_group()))
+    hidden, index, weights = tokens_of_a_layer()
+    with Operations():
+        layer.experts(hidden.requires_grad_(), index, weights).sum().backward()
+    return [name for name in order if name in ("wait", "sort", "alltoall_base_", GATHER)]
+
+
+def test_the_host_waits_once_while_the_device_sorts_and_gathers():
+    for order in values(run_ranks(order_of_operations, 2)):
+        assert order[: order.index("wait")] == ["alltoall_base_", "sort", GATHER, GATHER]
+        assert order.count("wait") == 1
 
 
 class Exchanges(TorchDispatchMode):
