@@ -201,9 +201,9 @@ def measure(options: ExpertsBenchmarkOptions, folder: Path) -> list[Section]:
             ]
         for name, runs in interleave(cases, 1, say).items():
             results.setdefault(name, []).extend(runs)
-    results = {name: runs for name, runs in results.items() if runs}
+    complete = {name: runs for name, runs in results.items() if runs}
     if options.plot is not None:
-        plot(options.plot, results)
+        plot(options.plot, complete)
     head = ["balancing", "validation loss", "largest load", "idle", "tokens/s", "peak MB"]
     section = Section(
         title=f"{options.layers} layers of {options.experts} experts, width {options.width}",
@@ -218,10 +218,10 @@ def measure(options: ExpertsBenchmarkOptions, folder: Path) -> list[Section]:
         goals=[
             at_most(f"largest load with {name}", _median(results, name, "max_load"), 2.0, "x")
             for name in balancings(options.bias_rate)
-            if name != "none" and name in results
+            if name != "none" and name in complete
         ],
     )
-    ours = {name: runs for name, runs in results.items() if name in balancings(options.bias_rate)}
+    ours = {name: runs for name, runs in complete.items() if name in balancings(options.bias_rate)}
     steps = [*next(iter(ours.values()))[0].reported["load_by_step"]]
     rows = [
         [str(step), *(f"{statistics.median(_loads(runs, step)):.2f}" for runs in ours.values())]

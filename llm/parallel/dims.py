@@ -7,7 +7,6 @@ from typing import Literal, get_args
 
 from llm.errors import ConfigError
 from llm.parallel.options import ParallelOptions
-from llm.runtime.logging import counted
 
 Axis = Literal["pipeline", "replicate", "shard", "context", "tensor"]
 AXES: tuple[Axis, ...] = get_args(Axis)
@@ -142,8 +141,8 @@ def parallel_dims(options: ParallelOptions, world_size: int) -> ParallelDims:
     replicate, expert = world_size // ranks_per_replica, options.expert_parallel_size
     if options.data_parallel_shard_size == 1 and replicate % expert:
         raise ConfigError(
-            f"--expert_parallel_size {expert} does not divide the {counted(replicate, 'rank')} "
-            "that train on different samples; choose a divisor."
+            f"--expert_parallel_size {expert} has to divide the number of ranks with different "
+            f"samples, which is {replicate}; choose a divisor, or other sizes."
         )
     return ParallelDims(
         pipeline=options.pipeline_parallel_size,

@@ -131,8 +131,8 @@ def parallel_problems(options: ParallelOptions) -> list[str]:
         )
     if expert_size > 1 and options.unsharded_gradients:
         problems.append(
-            "--unsharded_gradients does not go with --expert_parallel_size, which has whole "
-            "gradients of its experts already; leave one of them out."
+            "--unsharded_gradients does not go with --expert_parallel_size, because the gradients "
+            "of experts stay divided; leave one of them out."
         )
     if options.sequence_parallel:
         problems += [

@@ -147,6 +147,11 @@ def test_a_model_whose_experts_cannot_be_divided_is_refused(family, sizes, words
         bench.read(ranks=sizes["data_parallel_shard_size"], per_device_train_batch_size=1, **sizes)
 
 
+def test_a_number_of_ranks_that_cannot_divide_experts_is_refused(bench):
+    with pytest.raises(ConfigError, match="2 has to divide the number of ranks .* which is 3"):
+        bench.read(ranks=3, per_device_train_batch_size=1, **ALONE)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
