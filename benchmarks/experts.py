@@ -1,6 +1,6 @@
 """Kinds of balancing of a small mixture of experts on real text, and Hugging Face's Trainer.
 
-python -m benchmarks.experts [--corpus FILE] [--steps 1000] [--seeds 3] [--plot FILE]
+python -m benchmarks.experts [--corpus FILE] [--steps 1000] [--seeds 3]
 
 The model is an ERNIE 4.5 mixture: its routers have a bias, and Hugging Face has a loss for them.
 All runs have the same size, text, steps and learning rates; initial weights and order depend on the
@@ -22,7 +22,6 @@ from benchmarks.report import (
     ReportOptions,
     Section,
     at_most,
-    check_folder,
     machine,
     program_table,
     render,
@@ -49,9 +48,6 @@ class ExpertsBenchmarkOptions(ReportOptions):
     )
     steps: int = option(1000, "Optimizer steps of each run.", group="Run", at_least=2 * _LAST_STEPS)
     seeds: int = option(3, "Runs of each kind.", group="Run", at_least=1)
-    plot: str | None = option(
-        None, "File for a picture of the loads over the run, and of the losses.", group="Run"
-    )
     without_trainer: bool = option(False, "Leave out Hugging Face's Trainer.", group="Run")
     learning_rate: float = option(3e-3, "Peak rate, cosine to 0.", group="Run", above=0)
     bias_rate: float = option(0.01, "Rate of the bias, for short runs.", group="Run", above=0)
@@ -183,7 +179,7 @@ def trainer_case(
 
 
 def measure(options: ExpertsBenchmarkOptions, folder: Path) -> list[Section]:
-    """Train all kinds with all seeds, and draw the picture."""
+    """Train all kinds with all seeds."""
     write_model(options, folder / "model")
     split_text(options, folder)
     results: dict[str, list[Usage]] = {}
@@ -202,8 +198,6 @@ def measure(options: ExpertsBenchmarkOptions, folder: Path) -> list[Section]:
         for name, runs in interleave(cases, 1, say).items():
             results.setdefault(name, []).extend(runs)
     complete = {name: runs for name, runs in results.items() if runs}
-    if options.plot is not None:
-        plot(options.plot, complete)
     head = ["balancing", "validation loss", "largest load", "idle", "tokens/s", "peak MB"]
     section = Section(
         title=f"{options.layers} layers of {options.experts} experts, width {options.width}",
@@ -224,13 +218,12 @@ def measure(options: ExpertsBenchmarkOptions, folder: Path) -> list[Section]:
     ours = {name: runs for name, runs in complete.items() if name in balancings(options.bias_rate)}
     steps = [*next(iter(ours.values()))[0].reported["load_by_step"]]
     rows = [
-        [str(step), *(f"{statistics.median(_loads(runs, step)):.2f}" for runs in ours.values())]
-        for step in steps
+        [str(step), *(_spread_of_loads(runs, step) for runs in ours.values())] for step in steps
     ]
     curves = Section(
         title="Largest load by step",
         lines=[
-            f"Medians of {options.seeds} seeds, of the {_LAST_STEPS} steps before each.",
+            f"Medians of {options.seeds} seeds, and the range, of the {_LAST_STEPS} steps before.",
             "",
             *table(["step", *ours], rows),
         ],
@@ -238,39 +231,9 @@ def measure(options: ExpertsBenchmarkOptions, folder: Path) -> list[Section]:
     return [section, curves]
 
 
-def _loads(runs: Sequence[Usage], step: int) -> list[float]:
-    return [run.reported["load_by_step"][step] for run in runs]
-
-
-def plot(path: str, results: Mapping[str, Sequence[Usage]]) -> None:
-    """Draw the loads of our runs by step, and the validation losses of all, with their ranges."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (load_axis, loss_axis) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for number, (name, runs) in enumerate(results.items()):
-        color = f"C{number}"
-        if "load_by_step" in runs[0].reported:
-            steps = [*runs[0].reported["load_by_step"]]
-            loads = [_loads(runs, step) for step in steps]
-            medians = [statistics.median(values) for values in loads]
-            load_axis.plot(steps, medians, color=color, label=name)
-            load_axis.fill_between(
-                steps, [*map(min, loads)], [*map(max, loads)], color=color, alpha=0.15, linewidth=0
-            )
-        losses = [float(run.reported["eval_loss"]) for run in runs]
-        median = statistics.median(losses)
-        distances = [[median - min(losses)], [max(losses) - median]]
-        loss_axis.errorbar([median], [name], xerr=distances, fmt="o", color=color, capsize=3)
-    load_axis.set_ylim(bottom=1)
-    load_axis.set_xlabel("step")
-    load_axis.set_ylabel("largest load, relative to the mean of its layer")
-    load_axis.legend(frameon=False, fontsize="small")
-    loss_axis.invert_yaxis()
-    loss_axis.set_xlabel("validation loss at the end, nats a token")
-    figure.savefig(path, dpi=120)
+def _spread_of_loads(runs: Sequence[Usage], step: int) -> str:
+    loads = [float(run.reported["load_by_step"][step]) for run in runs]
+    return f"{statistics.median(loads):.2f} ({min(loads):.2f}-{max(loads):.2f})"
 
 
 def _cells(name: str, runs: Sequence[Usage]) -> Sequence[str]:
@@ -290,7 +253,6 @@ def _median(results: Mapping[str, Sequence[Usage]], name: str, figure: str) -> f
 def report(options: ExpertsBenchmarkOptions, folder: Path) -> str:
     """Measure, and return the report."""
     facts = [*machine(["torch", "transformers"]), f"text: {options.corpus or 'Shakespeare'}"]
-    check_folder("plot", options.plot)
     return render("Balancing of experts", facts, measure(options, folder))
 
 

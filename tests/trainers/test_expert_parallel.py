@@ -148,7 +148,7 @@ def test_a_model_whose_experts_cannot_be_divided_is_refused(family, sizes, words
 
 
 def test_a_number_of_ranks_that_cannot_divide_experts_is_refused(bench):
-    with pytest.raises(ConfigError, match="2 has to divide the number of ranks .* which is 3"):
+    with pytest.raises(ConfigError, match=r"2 has to divide the number of ranks .* which is 3"):
         bench.read(ranks=3, per_device_train_batch_size=1, **ALONE)
 
 
