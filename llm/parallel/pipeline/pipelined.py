@@ -212,12 +212,14 @@ class PipelineStrategy(ShardedStrategy):
         if self.dims.experts_alone:  # the other weights are the same on the ranks of `shard`
             experts = {p.grad for p in self._divided_experts}
             others = [p.grad for p in self.parameters if p.grad is not None]
-            self._average([g for g in others if g not in experts], "shard")
-        self._average([p.grad for p in self.local_parameters if p.grad is not None], "replicate")
+            self._average_gradients([g for g in others if g not in experts], "shard")
+        self._average_gradients(
+            [p.grad for p in self.local_parameters if p.grad is not None], "replicate"
+        )
         # A tied weight gets the sum of its gradients as embedding and as output head.
         _all_reduce([p.grad for p in self._tied_params if p.grad is not None], self._tied_group)
 
-    def _average(self, gradients: list[Tensor], axis: str) -> None:
+    def _average_gradients(self, gradients: list[Tensor], axis: str) -> None:
         """Average gradients over the ranks of an axis, in place."""
         num_ranks = self.mesh[axis].size()
         if num_ranks > 1:
