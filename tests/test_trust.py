@@ -309,6 +309,7 @@ def test_a_folder_cannot_set_the_options_that_widen_trust(received):
     assert restricted == {
         "trust_remote_code": False,
         "eval_metrics": (),
+        "compiled_code": None,
         "eval_tasks": (),
         "eval_tasks_steps": None,
         "change_on_resume": (),

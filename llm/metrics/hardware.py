@@ -142,11 +142,11 @@ def device_memory(device: torch.device) -> int | None:
 
 
 def num_multiprocessors(device: torch.device) -> int | None:
-    """Return the number of multiprocessors of a GPU; None on other devices."""
-    if device.type != "cuda":
+    """Return the number of multiprocessors of a device; None if it does not report one."""
+    backend = torch.get_device_module(device)
+    if not (hasattr(backend, "get_device_properties") and backend.is_available()):
         return None
-    number: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return number
+    return getattr(backend.get_device_properties(device), "multi_processor_count", None)
 
 
 def memory_in_use(device: torch.device) -> int | None:

@@ -8,6 +8,7 @@ from tests.support.package import MODULES, PACKAGE, name_of
 
 ONLY_ON_CUDA = {
     "extensions.matrix_optim.eigenbases": "asks whether a GPU has TF32",
+    "models.attention_kernels": "asks whether a GPU is a Hopper",
     "parallel.accelerator": "asks whether a GPU has fp8 and bf16",
     "tools.preflight": "names the GPU and the version of NCCL",
 }

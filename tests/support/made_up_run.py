@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from llm.checkpoint import snapshot
 from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import Saver
+from llm.data.corpus import Corpus
 from llm.data.loader import MicroBatch
 from llm.metrics.meter import Meter
 from llm.models.configuration import load_config
@@ -36,6 +37,7 @@ from llm.parallel.dims import parallel_dims
 from llm.runtime.world import World
 from llm.trainers.gpt import build_run
 from llm.trainers.gpt.extensions import GPTConfig
+from llm.trainers.gpt.run_defaults import choose_loss_chunks
 from llm.trainers.gpt.seams import choose_layout, make_extensions
 from tests.support import made_up_device
 from tests.support.models import VOCAB_SIZE, tiny_config
@@ -169,6 +171,8 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
         start=None,
         block_size=case.shape[1],
         document_boundaries=None,
+        corpus=Corpus(train=(), validation=()),
+        loss_chunks=choose_loss_chunks(config, None, device),
         dims=parallel_dims(config, case.world_size),
         extensions=make_extensions(config),
         layout=choose_layout(
