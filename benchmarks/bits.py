@@ -164,8 +164,10 @@ def report(options: BitsOptions, folder: Path) -> str:
                 rows.append([name, "nothing to compare with", "", ""])
                 continue
             difference = first_difference(expected, result)
-            is_code_equal = {*result["code"]} <= {*expected["code"]}
-            rows.append(_cells(name, difference, is_code_equal=is_code_equal))
+            code = ""
+            if result["code"]:
+                code = "the same" if {*result["code"]} <= {*expected["code"]} else "other"
+            rows.append(_cells(name, difference, code))
             if name.startswith("reproducible, resumed"):
                 num_resumed += 1
                 num_different += difference is not None
@@ -226,9 +228,8 @@ def _train(
     return result
 
 
-def _cells(name: str, difference: Difference | None, *, is_code_equal: bool) -> list[str]:
-    """Return the row of a training."""
-    code = "the same" if is_code_equal else "other"
+def _cells(name: str, difference: Difference | None, code: str) -> list[str]:
+    """Return the row of a training; `code` says whether its generated code is the same."""
     if difference is None:
         return [name, "none", "", code]
     count = len(difference.tensors)

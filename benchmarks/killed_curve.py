@@ -3,7 +3,7 @@
 python -m benchmarks.killed_curve --output killed_curve.md [--steps 800] [--kills 3]
 
 GPT-2 124M trains on a text: by default source code of this machine, so that nothing needs to be
-carried to it. Both runs are deterministic, so all losses must be equal. The report, and
+carried to it. Both runs are deterministic by default, so all losses must be equal. The report, and
 `OUTPUT.tsv` with both curves, are also written if the time ends before the runs do.
 """
 
@@ -62,10 +62,8 @@ class CurveOptions(ReportOptions):
     tokenizer: str = option(
         str(ROOT / "examples" / "tokenizer"), "Folder of the tokenizer.", group="Data"
     )
-    flags: tuple[str, ...] = option(
-        ("deterministic",),
-        "Further options of the trainer without a value, by name.",
-        group="Run",
+    deterministic: bool = option(
+        True, "Use deterministic kernels, and so compile nothing on a GPU.", group="Run"
     )
 
 
@@ -191,7 +189,7 @@ class _Runs:
             *("--checkpointing_steps", str(interval), "--keep_checkpoints", "1"),
             *("--seed", "1", "--report_to", "none", "--output_dir", str(self._folder / name)),
             "--resume_from_checkpoint",
-            *(f"--{flag}" for flag in options.flags),
+            *(("--deterministic",) if options.deterministic else ()),
         ]
 
 
@@ -253,7 +251,8 @@ def report(options: CurveOptions, folder: Path) -> str:
         *machine(("torch", "transformers", "accelerate")),
         f"GPU: {card.name if card else 'none'}",
         f"GPT-2 {options.size} on {text.name}, {text.stat().st_size / 1e6:.1f} MB; {options.steps} "
-        f"steps of {options.batch_size} samples; {' '.join(options.flags) or 'no further options'}",
+        f"steps of {options.batch_size} samples"
+        + ("; deterministic, not compiled on a GPU" if options.deterministic else ""),
     ]
     sections = [
         Section(
