@@ -36,7 +36,7 @@ def avoid_wrong_kernels(device: torch.device, *, block_size: int) -> None:
         device: The device of this process.
         block_size: Tokens of a sample.
     """
-    if _is_hopper(device) and block_size % 128 == 64:
+    if block_size % 128 == 64 and _is_hopper(device):
         torch.backends.cuda.enable_cudnn_sdp(False)
         logger.info(
             f"Attention does not use cuDNN, which may return gradients that are not finite with "
