@@ -62,10 +62,11 @@ class OptimizerOptions:
     optimizer: str | None = option(
         None,
         "AdamW; AccumAdamW, which updates its moments every moment_update_steps steps; torch's "
-        "Muon for matrices inside the model, with AdamW for the rest; SOAP, AdamW in the "
-        "eigenbasis of Shampoo's factors; gradient descent with momentum; or any class of "
-        "torch.optim.Optimizer. By default accumadamw for gossip, else adamw. With ekfac: "
-        "optimizer for uncovered layers (adamw or soap).",
+        "Muon for matrices inside the model, with AdamW for the rest; NorMuon, which also "
+        "normalizes the rows of Muon's steps; SOAP, AdamW in the eigenbasis of Shampoo's factors; "
+        "gradient descent with momentum; or any class of torch.optim.Optimizer. By default "
+        "accumadamw for gossip, else adamw. With ekfac: optimizer for uncovered layers (adamw or "
+        "soap).",
         resume="state",
         choices=optimizer_kinds,
     )
@@ -77,8 +78,8 @@ class OptimizerOptions:
     )
     momentum: float | None = option(
         None,
-        "Momentum of sgd (by default 0.9) or muon (0.95).",
-        requires=("optimizer=sgd", "optimizer=muon"),
+        "Momentum of sgd (by default 0.9), or of muon and normuon (0.95).",
+        requires=("optimizer=sgd", "optimizer=muon", "optimizer=normuon"),
         at_least=0,
         below=1,
     )

@@ -464,18 +464,20 @@ def as_dtensor(local: Tensor, *, like: Tensor) -> Tensor:
     """Return a local tensor, such as a moment, as the shard of a whole one, in the same memory.
 
     Args:
-        local: A tensor in the shape of the parameter's shard; a scalar is returned unchanged.
+        local: A tensor in the shape of the parameter's shard, apart from dimensions of size 1 that
+            ranks do not divide; a scalar is returned unchanged.
         like: The parameter.
     """
     if not isinstance(like, DTensor) or local.ndim == 0:
         return local
+    shape, stride = like.shape, like.stride()
+    local_shape = local_tensor(like).shape
+    if local.shape != local_shape:
+        sides = zip(local.shape, local_shape, shape, strict=True)
+        shape = torch.Size([whole if side == shard else side for side, shard, whole in sides])
+        stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
+        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
     )
 
 

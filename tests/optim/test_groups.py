@@ -137,7 +137,7 @@ def test_a_parameter_has_the_schedules_rate_times_its_factor():
 
 def test_muons_groups_have_separate_factors():
     model = AutoModelForCausalLM.from_config(tiny_config("gpt2"))
-    optimizer = make_muon(OptimizerOptions(learning_rate=0.5), model)
+    optimizer = make_muon(GPTConfig(optimizer="muon", learning_rate=0.5), model)
     scale_learning_rates(
         optimizer, model, lambda name, ndim, group: 0.25 if group["is_muon"] else 1.0
     )

@@ -15,6 +15,7 @@ from tests.support.models import still_model
 _INTERVALS = {"kfac_factor_update_steps": 2, "kfac_inv_update_steps": 4}
 KINDS: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon"},
+    "normuon": {"optimizer": "normuon", "muon_coefficients": "polar_express"},
     "soap": {"optimizer": "soap", "soap_update_steps": 4},
     "ekfac": {"kfac": True, **_INTERVALS},
     "ekfac-soap": {

@@ -21,7 +21,11 @@ OPTIONS = {
     "context": [{"context_parallel_size": 2}],
     "experts": [{"data_parallel_shard_size": 2, "expert_parallel_size": 2}],
     "`--kfac`": [{"kfac": True}],
-    "`--optimizer muon`, `soap`": [{"optimizer": "muon"}, {"optimizer": "soap"}],
+    "`--optimizer muon`, `normuon`, `soap`": [
+        {"optimizer": "muon"},
+        {"optimizer": "normuon"},
+        {"optimizer": "soap"},
+    ],
     "`--data_parallel gossip`, `diloco`": [
         {"data_parallel": "gossip"},
         {"data_parallel": "diloco"},

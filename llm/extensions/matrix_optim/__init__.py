@@ -1,1 +1,1 @@
-"""Muon and SOAP, which update whole matrices: one rank owns each where weights are sharded."""
+"""Muon, NorMuon and SOAP update whole matrices: one rank owns each where weights are sharded."""

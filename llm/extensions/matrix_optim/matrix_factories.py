@@ -13,7 +13,6 @@ from llm.extensions.matrix_optim.matrix_owners import MatrixOwners, units_of
 from llm.extensions.matrix_optim.matrix_settings import MatrixSettings
 from llm.extensions.matrix_optim.muon import make_muon
 from llm.extensions.matrix_optim.soap import list_basis_weights, make_soap
-from llm.optim.options import OptimizerOptions
 from llm.optim.run_optimizer import MatrixTraffic, OptimizerFactory, RunOptimizer
 
 FP32, BF16 = 4, 2
@@ -83,13 +82,13 @@ def make_matrix_owners(mesh: DeviceMesh | None) -> MatrixOwners:
 
 
 class MuonFactory(OptimizerFactory):
-    """Makes Muon.
+    """Makes Muon or NorMuon.
 
     Args:
         options: The learning rate and both optimizers' settings.
     """
 
-    def __init__(self, options: OptimizerOptions) -> None:
+    def __init__(self, options: MatrixSettings) -> None:
         self._options = options
         self._description = ""
 
@@ -99,8 +98,8 @@ class MuonFactory(OptimizerFactory):
         matrices = sum(p.shape[0] * len(fusion.sizes) for p, fusion in stacks.items())
         if matrices:
             self._description = (
-                f"muon: trains the {matrices:,} matrices of experts one by one; adamw trains their "
-                "routers and biases"
+                f"{self._options.optimizer}: trains the {matrices:,} matrices of experts one by "
+                "one; adamw trains their routers and biases"
             )
 
     def make(self, model: nn.Module, mesh: DeviceMesh | None) -> RunOptimizer:

@@ -1,4 +1,6 @@
-"""Settings of SOAP, which K-FAC's optimizer shares."""
+"""Settings of Muon and SOAP; K-FAC's optimizer shares SOAP's."""
+
+from typing import Literal
 
 from llm.config.options import option, option_group
 from llm.trainers.gpt.config import CoreConfig
@@ -19,4 +21,18 @@ class MatrixSettings(CoreConfig):
         "Steps between two updates of soap's eigenbases; by default 10.",
         requires=("optimizer=soap",),
         at_least=1,
+    )
+    muon_coefficients: Literal["quintic", "polar_express"] = option(
+        "quintic",
+        "Polynomials that orthogonalize the momentum of muon and normuon in five steps: the same "
+        "quintic in each (Jordan et al. 2024), or the best one for each step (Polar Express, Amsel "
+        "et al. 2025), which end closer to an orthogonal matrix.",
+        requires=("optimizer=muon", "optimizer=normuon"),
+    )
+    normuon_beta2: float = option(
+        0.95,
+        "Decay of normuon's second moments of rows.",
+        requires=("optimizer=normuon",),
+        at_least=0,
+        below=1,
     )

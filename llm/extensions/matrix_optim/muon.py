@@ -1,9 +1,9 @@
-"""Muon for the matrices inside a model, and AdamW for the rest, as one optimizer."""
+"""Muon or NorMuon for the matrices inside a model, and AdamW for the rest, as one optimizer."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,43 @@ from llm.extensions.matrix_optim.matrix_owners import (
     groups_of,
     stacked_state,
 )
+from llm.extensions.matrix_optim.matrix_settings import MatrixSettings
 from llm.models.mixtures import router_weights
 from llm.optim.groups import inner_matrices, parameter_groups, split_groups
 from llm.optim.optimizers import adamw_settings
-from llm.optim.options import OptimizerOptions
 from llm.runtime.float32 import has_half_products
+
+
+class Iteration(NamedTuple):
+    """A Newton-Schulz iteration, which brings the singular values of a matrix close to 1.
+
+    Attributes:
+        margin: The matrix is divided by its norm times this, because bf16 rounds.
+        coefficients: The a, b and c of each step X <- a X + b (X X^T) X + c (X X^T)^2 X.
+    """
+
+    margin: float
+    coefficients: Sequence[tuple[float, float, float]]
+
+
+QUINTIC = Iteration(1.0, [(3.4445, -4.7750, 2.0315)] * 5)
+"""The five equal steps of Jordan et al. 2024."""
+
+POLAR_EXPRESS = Iteration(
+    1.01,
+    [
+        (a / 1.01, b / 1.01**3, c / 1.01**5)
+        for a, b, c in (
+            (8.28721201814563, -23.595886519098837, 17.300387312530933),
+            (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+            (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+            (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+            (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+        )
+    ],
+)
+"""Each step is the best polynomial for the singular values that the previous steps leave, with a
+margin of 1 % (Amsel et al. 2025, arXiv:2505.16932, algorithm 1)."""
 
 
 class MuonAndAdamW(MatrixOptimizer):
@@ -33,12 +65,18 @@ class MuonAndAdamW(MatrixOptimizer):
     Its length is scaled as in Liu et al. 2025 (arXiv:2502.16982), so that AdamW's learning rate and
     weight decay apply.
 
+    NorMuon (Li et al. 2025, arXiv:2510.05491) divides each row of the orthogonalized momentum, the
+    weights of one output, by the root of the moving average of its mean square, and scales the
+    result back to the length of Muon's step. As in its authors' code, the momentum looks ahead.
+
     Args:
         groups: Parameter groups with their weight decay.
         matrices: The parameters that Muon trains: matrices, and stacks of the matrices of experts
             [experts, rows, columns].
         lr: Learning rate of both.
         momentum: Momentum of Muon.
+        row_beta: Decay of NorMuon's second moments of rows; None for Muon, which has none.
+        iteration: Orthogonalizes the momentum.
         betas: Decay of AdamW's first and second moments.
         eps: Added to the root of AdamW's second moment.
         fusions: How fused weights divide into matrices.
@@ -52,6 +90,8 @@ class MuonAndAdamW(MatrixOptimizer):
         *,
         lr: float,
         momentum: float = 0.95,
+        row_beta: float | None = None,
+        iteration: Iteration = QUINTIC,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         fusions: Mapping[nn.Parameter, Fusion] | None = None,
@@ -73,17 +113,25 @@ class MuonAndAdamW(MatrixOptimizer):
             for param_index, p in enumerate(group["params"])
             if group["is_muon"]
         ]
+        self._row_beta, self._iteration = row_beta, iteration
         self._matrix_owners = matrix_owners or MatrixOwners()
         self._matrix_owners.assign(self.units)
         # Created here instead of in the first step, so that a checkpoint can be loaded.
         for unit in self.units:
             p = unit.weight
-            self.state[p] = {}
-            if unit.owner is None:  # if the weight is a shard, so is its momentum
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            elif self._matrix_owners.owns(unit):
-                zeros = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
-                self.state[p]["momentum_buffer"] = zeros
+            if not self._matrix_owners.owns(unit):
+                self.state[p] = {}
+                continue
+            # If the weight is a shard, so is its state.
+            is_whole = unit.owner is not None
+            zeros = (
+                torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+                if is_whole
+                else torch.zeros_like(p)
+            )
+            self.state[p] = {"momentum_buffer": zeros}
+            if row_beta is not None:
+                self.state[p]["row_second_moment"] = zeros.sum(_input_dim(unit), keepdim=True)
         self._make_state_adjacent(batches([u for u in self.units if self._matrix_owners.owns(u)]))
         self._add_adamw_state()
 
@@ -138,13 +186,52 @@ class MuonAndAdamW(MatrixOptimizer):
         fusion, length_by_matrix = units[0].fusion, _update_lengths(units[0])
         parts = fusion.split(lookahead, fusion.dim + 1)
         first_length, *_ = length_by_matrix.values()
+        orthogonal = orthogonalize_all([*parts.values()], self._iteration)
+        directions = dict(zip(parts, orthogonal, strict=True))
+        if self._row_beta is not None:
+            directions = self._normalize_rows(units, directions, self._row_beta)
         directions = {
             name: direction
             if length_by_matrix[name] == first_length
             else direction * (length_by_matrix[name] / first_length)
-            for name, direction in zip(parts, orthogonalize_all([*parts.values()]), strict=True)
+            for name, direction in directions.items()
         }
         return fusion.join(directions, fusion.dim + 1)
+
+    def _normalize_rows(
+        self, units: Sequence[Unit], directions: dict[str, Tensor], row_beta: float
+    ) -> dict[str, Tensor]:
+        """Update the second moments of rows; return directions with rows of equal length, in bf16.
+
+        Args:
+            units: Equal units.
+            directions: Orthogonal matrices [units, ...] by the matrix's name.
+            row_beta: Decay of the second moments.
+        """
+        fusion, input_dim = units[0].fusion, _input_dim(units[0]) + 1
+        dtype = units[0].weight.dtype
+        matrices = {name: direction.to(dtype) for name, direction in directions.items()}
+        squares = {
+            name: matrix.square().mean(input_dim, keepdim=True) for name, matrix in matrices.items()
+        }
+        with stacked_state([self.state[unit.weight] for unit in units]) as state:
+            second_moment = state["row_second_moment"]
+            updated = second_moment.lerp(fusion.join(squares, fusion.dim + 1), 1 - row_beta)
+            self._overwrite_state(second_moment, updated)
+        for name, rows in fusion.split(updated, fusion.dim + 1).items():
+            normalized = matrices[name] / (rows.sqrt() + 1e-10)
+            norm = torch.linalg.vector_norm(normalized, dim=(-2, -1), keepdim=True)
+            # The norm of an orthogonal matrix is the root of its shorter side.
+            length = math.sqrt(min(normalized.shape[-2:]))
+            # In bf16 like orthogonal matrices, so that it does not matter whether it is sent.
+            matrices[name] = (normalized * (length / norm.clamp(min=1e-10))).bfloat16()
+        return matrices
+
+
+def _input_dim(unit: Unit) -> int:
+    """Return the dimension of a weight's inputs; it is next to the dimension of the outputs."""
+    last_dims = len(unit.shapes[0]) - 2, len(unit.shapes[0]) - 1
+    return sum(last_dims) - unit.fusion.dim
 
 
 def _update_factor(unit: Unit, *, group_by_param: Mapping[Tensor, dict[str, Any]]) -> float:
@@ -159,11 +246,18 @@ def _update_lengths(unit: Unit) -> dict[str, float]:
     return {name: 0.2 * math.sqrt(max(shape[-2:])) for name, shape in shapes.items()}
 
 
-def orthogonalize_all(stacks: Sequence[Tensor]) -> list[Tensor]:
-    """Orthogonalize matrices in stacks [..., rows, columns]; equal stacks are computed as one."""
+def orthogonalize_all(stacks: Sequence[Tensor], iteration: Iteration) -> list[Tensor]:
+    """Orthogonalize matrices in stacks [..., rows, columns]; equal stacks are computed as one.
+
+    Args:
+        stacks: The matrices.
+        iteration: As for `orthogonalize`.
+    """
     if not batch_cost(stacks[0].device):  # on a CPU, one at a time is faster
         matrices = [stack.flatten(0, -3).split(1) for stack in stacks]
-        results = [torch.cat([orthogonalize(matrix) for matrix in stack]) for stack in matrices]
+        results = [
+            torch.cat([orthogonalize(matrix, iteration) for matrix in stack]) for stack in matrices
+        ]
         return [result.view_as(stack) for result, stack in zip(results, stacks, strict=True)]
     direction_by_stack: dict[int, Tensor] = {}
     for shape in dict.fromkeys(stack.shape for stack in stacks):
@@ -171,28 +265,29 @@ def orthogonalize_all(stacks: Sequence[Tensor]) -> list[Tensor]:
             stack_index for stack_index, stack in enumerate(stacks) if stack.shape == shape
         ]
         joint = torch.stack([stacks[stack_index] for stack_index in stack_indices])
-        directions = orthogonalize(joint.flatten(0, -3)).view_as(joint)
+        directions = orthogonalize(joint.flatten(0, -3), iteration).view_as(joint)
         direction_by_stack |= zip(stack_indices, directions, strict=True)
     return [direction_by_stack[stack_index] for stack_index in range(len(stacks))]
 
 
-def orthogonalize(matrices: Tensor) -> Tensor:
-    """Return U V^T of matrices U S V^T, roughly, in bf16: the singular values are 0.7 to 1.2.
+def orthogonalize(matrices: Tensor, iteration: Iteration) -> Tensor:
+    """Return U V^T of matrices U S V^T, roughly, in bf16.
 
-    Runs five steps of the quintic Newton-Schulz iteration of Jordan et al. 2024, as in torch's
-    Muon, but in float32 if the device is slow in bf16.
+    Runs a Newton-Schulz iteration as torch's Muon does, but in float32 if the device is slow in
+    bf16. With `QUINTIC`, singular values become 0.7 to 1.2; with `POLAR_EXPRESS` close to 1.
 
     Args:
         matrices: [number, rows, columns].
+        iteration: Its margin and coefficients.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
     wide = matrices.bfloat16() if has_half_products(matrices.device) else matrices.float()
     is_tall = matrices.shape[1] > matrices.shape[2]
     if is_tall:
         wide = wide.mT
     # So that no singular value is above 1.
-    wide = wide / torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(5):
+    norms = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
+    wide = wide / (norms * iteration.margin).clamp(min=1e-7)
+    for a, b, c in iteration.coefficients:
         gram = wide @ wide.mT
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         wide = torch.baddbmm(wide, factor, wide, beta=a)
@@ -201,34 +296,51 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def make_muon(
-    options: OptimizerOptions, model: nn.Module, matrix_owners: MatrixOwners | None = None
+    options: MatrixSettings, model: nn.Module, matrix_owners: MatrixOwners | None = None
 ) -> MuonAndAdamW:
-    """Make Muon for the matrices inside a model.
+    """Make Muon or NorMuon for the matrices inside a model.
 
     Each matrix of each expert is one by itself. AdamW trains the rest: embeddings, the output head,
     and the routers of a mixture, which score experts as the head scores tokens.
+
+    Args:
+        options: The rates, and the settings of both optimizers.
+        model: The model, or this rank's stages and shards of it.
+        matrix_owners: Owners of matrices; by default every rank updates all.
 
     Raises:
         ConfigError: The model has no such matrix.
     """
     groups = parameter_groups(options, model)
-    expert_fusions, router_params = fused_experts(model), router_weights(model)
-    matrices = [
-        p
-        for p in inner_matrices(model)
-        if p in expert_fusions or (p.ndim == 2 and p not in router_params)
-    ]
-    if not matrices:
+    fusion_by_matrix = layer_matrices(model)
+    if not fusion_by_matrix:
         raise ConfigError(
-            "--optimizer muon found no matrix to train between the embedding and the output head "
-            "of this model; use --optimizer adamw."
+            f"--optimizer {options.optimizer} found no matrix to train between the embedding and "
+            "the output head of this model; use --optimizer adamw."
         )
     momentum = 0.95 if options.momentum is None else options.momentum
     return MuonAndAdamW(
         groups,
-        matrices,
+        fusion_by_matrix,
         momentum=momentum,
-        fusions=fused_weights(model) | expert_fusions,
+        row_beta=options.normuon_beta2 if options.optimizer == "normuon" else None,
+        iteration=POLAR_EXPRESS if options.muon_coefficients == "polar_express" else QUINTIC,
+        fusions=fusion_by_matrix,
         matrix_owners=matrix_owners,
         **adamw_settings(options),
     )
+
+
+def layer_matrices(model: nn.Module) -> dict[nn.Parameter, Fusion]:
+    """Return the trained weights of a model's layers that are matrices, and how they divide.
+
+    These are the weights between embeddings and output head, and stacks of experts; but not the
+    routers.
+    """
+    expert_fusions, router_params = fused_experts(model), router_weights(model)
+    fusions = fused_weights(model) | expert_fusions
+    return {
+        p: fusion_of(p, fusions)
+        for p in inner_matrices(model)
+        if p in expert_fusions or (p.ndim == 2 and p not in router_params)
+    }

@@ -1,4 +1,4 @@
-"""Muon and SOAP among the optimizers of a run."""
+"""Muon, NorMuon and SOAP among the optimizers of a run."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
@@ -19,18 +19,19 @@ class MatrixOptions(MatrixSettings):
 
     OPTIMIZERS: ClassVar[Mapping[str, OptimizerKind]] = {
         "muon": OptimizerKind(has_betas=True, sharded=True, averaged=True),
+        "normuon": OptimizerKind(has_betas=True, sharded=True, averaged=True),
         "soap": OptimizerKind(has_betas=True, sharded=True, state="bases"),
     }
 
 
 class MatrixExtension(Extension[MatrixOptions]):
-    """Makes Muon and SOAP."""
+    """Makes Muon, NorMuon and SOAP."""
 
     def optimizer_factory(self, *, seed: int, layout: "Layout | None") -> "OptimizerFactory | None":
-        """Return what makes Muon or SOAP; None for other optimizers."""
+        """Return what makes one of them; None for other optimizers."""
         if self.options.optimizer not in MatrixOptions.OPTIMIZERS:
             return None
         from llm.extensions.matrix_optim.matrix_factories import MuonFactory, SOAPFactory
 
         options = self.options
-        return MuonFactory(options) if options.optimizer == "muon" else SOAPFactory(options)
+        return SOAPFactory(options) if options.optimizer == "soap" else MuonFactory(options)

@@ -68,7 +68,8 @@ class Scales(Transform):
         """Return the factor of a parameter's learning rate.
 
         Muon's step is an orthogonal matrix of n x n times 0.2 sqrt(n), which changes the output of
-        a layer by the order of sqrt(n): it has the factor of the deviation.
+        a layer by the order of sqrt(n): it has the factor of the deviation. NorMuon's has the same
+        norm.
 
         Args:
             name: The parameter's name in the whole model.

@@ -57,12 +57,12 @@ class MuPExtension(Extension[MuPOptions]):
                 "--mup needs --mup_base_width, the width of the model used to tune the learning "
                 "rate."
             )
-        is_supported = options.optimizer in (None, "adamw", "accumadamw", "muon")
+        is_supported = options.optimizer in (None, "adamw", "accumadamw", "muon", "normuon")
         is_supported = is_supported or names_class(options.optimizer)  # by the rule of AdamW
         if options.mup and (options.besides_optimizer or not is_supported):
             optimizer = options.besides_optimizer or f"--optimizer {options.optimizer}"
             problems.append(
-                f"--mup has learning rates for adamw, accumadamw and muon, and none for "
+                "--mup has learning rates for adamw, accumadamw, muon and normuon, and none for "
                 f"{optimizer}; leave one of them out."
             )
         return problems

@@ -30,7 +30,11 @@ def state_bytes(strategy: AcceleratedStrategy) -> int:
 
 def kinds_of(sizes):
     """Those that go with a layout: K-FAC needs the inputs and outputs of whole layers."""
-    return [kind for kind in KINDS if "tensor" not in (sizes or {}) or kind in ("muon", "soap")]
+    return [
+        kind
+        for kind in KINDS
+        if "tensor" not in (sizes or {}) or kind in ("muon", "normuon", "soap")
+    ]
 
 
 def run(sizes, steps, options):

@@ -6,12 +6,18 @@ import pytest
 import torch
 
 from llm.errors import ConfigError
-from llm.extensions.matrix_optim.muon import make_muon, orthogonalize
-from llm.optim.options import OptimizerOptions
+from llm.extensions.matrix_optim.muon import (
+    POLAR_EXPRESS,
+    QUINTIC,
+    make_muon,
+    orthogonalize,
+)
+from llm.trainers.gpt.extensions import GPTConfig
+from tests.extensions.matrix_optim.toy import put_gradients, quintic, state_of
 from tests.support.models import FAMILIES, still_model
 from tests.support.operations import Reads
 
-OPTIONS = OptimizerOptions(learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95))
+OPTIONS = GPTConfig(optimizer="muon", learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95))
 
 
 def muons(model) -> set[str]:
@@ -20,17 +26,6 @@ def muons(model) -> set[str]:
     return {
         names[p] for group in optimizer.param_groups if group["is_muon"] for p in group["params"]
     }
-
-
-def put_gradients(model, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        p.grad = torch.randn(p.shape, generator=generator)
-
-
-def state_of(model, optimizer) -> list[torch.Tensor]:
-    moments = [t for p in model.parameters() for t in optimizer.state[p].values()]
-    return [t.detach().clone() for t in (*model.parameters(), *moments)]
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("mamba", "mixtral")])
@@ -91,18 +86,46 @@ def test_every_step_is_torchs_muon_and_torchs_adamw(monkeypatch):
         assert torch.equal(p, named[name]), name
 
 
+def polar_express(values):
+    """Algorithm 1 of Amsel et al. 2025 on singular values, with its coefficients to 8 digits."""
+    values = values / 1.01
+    for a, b, c in (
+        (8.2872120, -23.5958865, 17.3003873),
+        (4.1070591, -2.9478499, 0.5448431),
+        (3.9486909, -2.9089021, 0.5518191),
+        (3.3184197, -2.4884880, 0.5100489),
+        (2.3006520, -1.6689040, 0.4188073),
+    ):
+        values = a / 1.01 * values + b / 1.01**3 * values**3 + c / 1.01**5 * values**5
+    return values
+
+
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
-def test_without_bf16_arithmetic_the_iteration_is_in_float32(monkeypatch, shape):
+@pytest.mark.parametrize(
+    ("iteration", "polynomial"), [(QUINTIC, quintic), (POLAR_EXPRESS, polar_express)]
+)
+def test_without_bf16_arithmetic_the_iteration_is_in_float32(
+    monkeypatch, shape, iteration, polynomial
+):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     u, values, vh = torch.linalg.svd(matrix.double() / matrix.double().norm(), full_matrices=False)
-    for _ in range(5):
-        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-    exact = u * values @ vh
+    exact = u * polynomial(values) @ vh
     monkeypatch.setattr("llm.extensions.matrix_optim.muon.has_half_products", lambda device: False)
-    [ours] = orthogonalize(matrix[None])
+    [ours] = orthogonalize(matrix[None], iteration)
     assert ours.dtype == torch.bfloat16
     # Only the result is rounded, to eight bits.
     torch.testing.assert_close(ours.double(), exact, rtol=2**-8, atol=1e-5)
+
+
+def test_polar_express_comes_closer_to_an_orthogonal_matrix():
+    matrix = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+
+    def distance(iteration) -> float:
+        [ours] = orthogonalize(matrix[None], iteration)
+        return (torch.linalg.svdvals(ours.float()) - 1).square().mean().sqrt().item()
+
+    assert distance(QUINTIC) == pytest.approx(0.20, abs=0.02)
+    assert distance(POLAR_EXPRESS) == pytest.approx(0.09, abs=0.02)
 
 
 def test_a_skipped_step_changes_nothing():

@@ -6,7 +6,6 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from llm.extensions.matrix_optim.muon import make_muon
-from llm.optim.options import OptimizerOptions
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import choose_factory, make_extensions
 from tests.support.checkpoints import load_strategy, save_strategy
@@ -14,7 +13,7 @@ from tests.support.matrix_runs import make_strategy, train, whole_weights
 from tests.support.models import still_model
 from tests.support.ranks import run_ranks, values
 
-OPTIONS = OptimizerOptions(learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95))
+OPTIONS = GPTConfig(optimizer="muon", learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95))
 
 
 def gpt_oss():
@@ -110,9 +109,9 @@ def test_routers_and_the_biases_of_experts_stay_with_adamw(make):
     }
 
 
-def run_muon(sizes):
+def run_muon(kind, sizes):
     """Return losses, weights, and the elements of a rank's momentum of experts."""
-    strategy = make_strategy("muon", sizes, still_model("mixtral"))
+    strategy = make_strategy(kind, sizes, still_model("mixtral"))
     losses = train(strategy, range(3), accumulation=1, clip=0.0)
     momentum = [
         state["momentum_buffer"].numel()
@@ -124,9 +123,12 @@ def run_muon(sizes):
     return losses, weights, sum(momentum)
 
 
-def test_a_rank_updates_the_experts_of_its_shard_bit_for_bit():
+@pytest.mark.parametrize("kind", ["muon", "normuon"])
+def test_a_rank_updates_the_experts_of_its_shard_bit_for_bit(kind):
     """They are whole in its shard, so that no other rank has to own them."""
-    shards, replicas = (values(run_ranks(run_muon, 2, sizes)) for sizes in ({"shard": 2}, None))
+    shards, replicas = (
+        values(run_ranks(run_muon, 2, kind, sizes)) for sizes in ({"shard": 2}, None)
+    )
     assert shards[0][0] == replicas[0][0]
     for name, weight in replicas[0][1].items():
         assert torch.equal(shards[0][1][name], weight), name
@@ -164,8 +166,8 @@ def test_soap_trains_experts_as_adamw_does_on_shards_and_on_replicas():
         assert torch.equal(shards[name], weight), name
 
 
-def saved_and_trained_on(sizes, folder):
-    strategy = make_strategy("muon", sizes, still_model("mixtral"))
+def saved_and_trained_on(kind, sizes, folder):
+    strategy = make_strategy(kind, sizes, still_model("mixtral"))
     train(strategy, range(3))
     save_strategy(strategy, folder, 3)
     train(strategy, range(3, 5))
@@ -174,8 +176,8 @@ def saved_and_trained_on(sizes, folder):
     return weights
 
 
-def loaded_and_saved(sizes, folder, copy):
-    strategy = make_strategy("muon", sizes, still_model("mixtral"))
+def loaded_and_saved(kind, sizes, folder, copy):
+    strategy = make_strategy(kind, sizes, still_model("mixtral"))
     load_strategy(strategy, folder)
     save_strategy(strategy, copy, 3)
     train(strategy, range(3, 5))
@@ -184,10 +186,11 @@ def loaded_and_saved(sizes, folder, copy):
     return weights
 
 
-def test_momentum_of_experts_resumes_exactly_on_other_layouts(tmp_path):
+@pytest.mark.parametrize("kind", ["muon", "normuon"])
+def test_moments_of_experts_resume_exactly_on_other_layouts(kind, tmp_path):
     first, again, alone = (tmp_path / name for name in ("first", "again", "alone"))
-    straight = values(run_ranks(saved_and_trained_on, 2, {"shard": 2}, first))[0]
-    values(run_ranks(loaded_and_saved, 1, {}, first, alone))
-    resumed = values(run_ranks(loaded_and_saved, 2, {"shard": 2}, alone, again))[0]
+    straight = values(run_ranks(saved_and_trained_on, 2, kind, {"shard": 2}, first))[0]
+    values(run_ranks(loaded_and_saved, 1, kind, {}, first, alone))
+    resumed = values(run_ranks(loaded_and_saved, 2, kind, {"shard": 2}, alone, again))[0]
     for name, weight in straight.items():
         assert torch.equal(resumed[name], weight), name

@@ -148,7 +148,7 @@ def with_multipliers(model: torch.nn.Module, scales: Scales) -> torch.nn.Module:
     return other
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_model_trains_as_one_with_multipliers_in_the_forward_pass(family, optimizer):
     """The factors of tables 8 and 1 of the two papers, instead of ours in the weights."""
