@@ -19,12 +19,15 @@ class StateMemory:
         divided: Permanent memory of all ranks together that divide the model.
         recording: Memory of a rank during the forward and backward passes.
         stepping: Memory of a rank during the update.
+        divided_stepping: Memory during the update of all ranks together that divide the model,
+            instead of `stepping`; 0 if each takes the same.
     """
 
     replicated: int = 0
     divided: int = 0
     recording: int = 0
     stepping: int = 0
+    divided_stepping: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

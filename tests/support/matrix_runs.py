@@ -16,6 +16,9 @@ _INTERVALS = {"kfac_factor_update_steps": 2, "kfac_inv_update_steps": 4}
 KINDS: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon"},
     "normuon": {"optimizer": "normuon", "muon_coefficients": "polar_express"},
+    "adamw-hyperball": {"optimizer": "adamw", "hyperball": True},
+    "normuon-hyperball": {"optimizer": "normuon", "hyperball": True},
+    "soap-hyperball": {"optimizer": "soap", "soap_update_steps": 4, "hyperball": True},
     "soap": {"optimizer": "soap", "soap_update_steps": 4},
     "ekfac": {"kfac": True, **_INTERVALS},
     "ekfac-soap": {

@@ -10,7 +10,7 @@ from tests.support.training import NO_DROPOUT, Bench
 
 LOSS = "llm.models.loss:LanguageModelLoss.forward"
 MORE = pytest.mark.layouts
-RATES = {"muon": 3e-3, "soap": 3e-3, "sgd": 0.1}
+RATES = {"muon": 3e-3, "normuon --hyperball": 0.02, "soap": 3e-3, "sgd": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,7 @@ def dropout(tmp_path_factory) -> Bench:
     [
         pytest.param("muon", 2, "fp16", None, None, marks=MORE),
         pytest.param("muon", 2, "fp16", None, 2, marks=pytest.mark.extended),
+        pytest.param("normuon --hyperball", 2, "fp16", None, 2, marks=pytest.mark.extended),
         pytest.param("soap", 1, "no", None, None, marks=MORE),
         pytest.param("soap", 2, "fp16", None, None, marks=MORE),
         pytest.param("soap", 2, "fp16", None, 2, marks=MORE),
@@ -38,7 +39,8 @@ def dropout(tmp_path_factory) -> Bench:
 def test_a_resumed_run_is_bit_identical(dropout, optimizer, ranks, precision, momentum, shards):
     """Dropout is on, an interval of the log is open at the checkpoint, bases are due after it."""
     options = {
-        "optimizer": optimizer,
+        "optimizer": optimizer.partition(" ")[0],
+        "hyperball": "hyperball" in optimizer,
         "ranks": ranks,
         "mixed_precision": precision,
         "learning_rate": RATES[optimizer],
@@ -52,7 +54,8 @@ def test_a_resumed_run_is_bit_identical(dropout, optimizer, ranks, precision, mo
         "gradient_accumulation_steps": 2,
         "logging_steps": 4,
     }
-    check_resume(dropout, f"{optimizer}-{ranks}-{precision}-{shards}", **options)
+    name = optimizer.replace(" --", "-")
+    check_resume(dropout, f"{name}-{ranks}-{precision}-{shards}", **options)
 
 
 @pytest.mark.parametrize(

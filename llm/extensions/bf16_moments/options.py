@@ -32,8 +32,8 @@ class MomentExtension(Extension[MomentOptions]):
         conflicts = (
             [] if options.optimizer in (None, "adamw") else [f"--optimizer {options.optimizer}"]
         )
-        conflicts += [options.besides_optimizer] if options.besides_optimizer else []
-        conflicts += [options.several_models] if options.several_models else []
+        changes = options.besides_optimizer, options.around_optimizer, options.several_models
+        conflicts += [change for change in changes if change is not None]
         if options.moment_dtype == "fp32" or not conflicts:
             return []
         return [

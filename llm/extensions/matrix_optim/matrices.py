@@ -101,6 +101,16 @@ class ShardedMatrices(MatrixOwners):
         """Return this rank's shard of a parameter of the model."""
         return self._shard_by_parameter.get(parameter, parameter)
 
+    def shard_of(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a tensor with the shape of a parameter of the model."""
+        return self._shard_of_rank(tensor, _sharded_dims(parameter), self.rank)
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Return whether this is the first of the ranks with the same shard of a parameter."""
+        shard_index, tensor_index = divmod(self.rank, self._sizes["tensor"])
+        dims = _sharded_dims(parameter)
+        return ("shard" in dims or shard_index == 0) and ("tensor" in dims or tensor_index == 0)
+
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """Return the sum of values over the ranks that share the units of a stage."""
         return _sum_over_group(values, self._group)

@@ -30,6 +30,9 @@ class MatrixRunOptimizer(RunOptimizer):
         with_ends: Whether embeddings and output head are such matrices too.
         with_experts: Whether a stack of experts has one owner.
         description: For the beginning of the log.
+
+    Attributes:
+        matrix_owners: The same.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class MatrixRunOptimizer(RunOptimizer):
     ) -> None:
         super().__init__(optimizer)
         self._description = description
-        self._matrix_owners = matrix_owners
+        self.matrix_owners = matrix_owners
         self._traffic = MatrixTraffic(
             bytes_per_element=FP32 + update_bytes,
             with_ends=with_ends,
@@ -65,7 +68,7 @@ class MatrixRunOptimizer(RunOptimizer):
 
     def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
         """Replace the parameters of all matrices by this rank's shards."""
-        self._matrix_owners.localize(local_of)
+        self.matrix_owners.localize(local_of)
 
     def owner_of(self, path: str) -> int | None:
         """Return the rank that keeps the whole state of a matrix; None elsewhere."""

@@ -92,6 +92,18 @@ class MatrixOwners:
     def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
         """Replace the parameters of the model in all units by this rank's shards of them."""
 
+    def shard_of(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a tensor with the shape of a parameter of the model."""
+        return tensor
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Return whether this rank adds its shard to `sum_over_shards`, so that each counts once.
+
+        Args:
+            parameter: Of the model.
+        """
+        return True
+
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """Return the sum of values over the ranks that share the units; one rank has each unit."""
         return values

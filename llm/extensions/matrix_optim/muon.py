@@ -338,7 +338,13 @@ def layer_matrices(model: nn.Module) -> dict[nn.Parameter, Fusion]:
     routers.
     """
     expert_fusions, router_params = fused_experts(model), router_weights(model)
-    fusions = fused_weights(model) | expert_fusions
+    # Hugging Face's Conv1D has weights [inputs, outputs].
+    conv1d_fusions = {
+        module.weight: Fusion(sizes={"": module.weight.shape[1]}, dim=1)
+        for module in model.modules()
+        if hasattr(module, "nf")
+    }
+    fusions = conv1d_fusions | fused_weights(model) | expert_fusions
     return {
         p: fusion_of(p, fusions)
         for p in inner_matrices(model)

@@ -1,9 +1,10 @@
 """Muon, NorMuon and SOAP among the optimizers of a run."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from llm.config.options import option_group
+from llm.config.options import option, option_group
 from llm.extensions.matrix_optim.matrix_settings import MatrixSettings
 from llm.optim.options import OptimizerKind
 from llm.trainers.gpt.seams import Extension
@@ -23,15 +24,52 @@ class MatrixOptions(MatrixSettings):
         "soap": OptimizerKind(has_betas=True, sharded=True, state="bases"),
     }
 
+    hyperball: bool = option(
+        False,
+        "Keep the norms of matrices inside the model, instead of weight decay, with adamw, muon, "
+        "normuon or soap: learning_rate becomes the length of a step relative to the weights (Wen "
+        "et al. 2026).",
+    )
+
+    @property
+    def around_optimizer(self) -> str | None:
+        """Hyperball, which changes the steps of the optimizer."""
+        return "--hyperball" if self.hyperball else None
+
 
 class MatrixExtension(Extension[MatrixOptions]):
-    """Makes Muon, NorMuon and SOAP."""
+    """Makes Muon, NorMuon and SOAP, and takes steps on spheres."""
+
+    def problems(self) -> list[str]:
+        """Return a sentence if Hyperball was not tried with another option."""
+        options = self.options
+        if not options.hyperball:
+            return []
+        conflicts = [options.besides_optimizer, options.several_models]
+        if options.optimizer not in (None, "adamw", *MatrixOptions.OPTIMIZERS):
+            conflicts.append(f"--optimizer {options.optimizer}")
+        return [
+            "--hyperball takes the steps of adamw, muon, normuon and soap with one model, not with "
+            f"{conflict}; leave one of them out."
+            for conflict in conflicts
+            if conflict is not None
+        ]
 
     def optimizer_factory(self, *, seed: int, layout: "Layout | None") -> "OptimizerFactory | None":
         """Return what makes one of them; None for other optimizers."""
-        if self.options.optimizer not in MatrixOptions.OPTIMIZERS:
-            return None
-        from llm.extensions.matrix_optim.matrix_factories import MuonFactory, SOAPFactory
-
         options = self.options
-        return SOAPFactory(options) if options.optimizer == "soap" else MuonFactory(options)
+        if options.optimizer not in MatrixOptions.OPTIMIZERS and not options.hyperball:
+            return None
+        from llm.extensions.matrix_optim.hyperball import HyperballFactory
+        from llm.extensions.matrix_optim.matrix_factories import MuonFactory, SOAPFactory
+        from llm.optim.optimizers import make_adamw
+        from llm.optim.run_optimizer import OptimizerFactory
+
+        factory: OptimizerFactory
+        if options.optimizer in (None, "adamw"):
+            factory = OptimizerFactory(partial(make_adamw, options))
+        elif options.optimizer == "soap":
+            factory = SOAPFactory(options)
+        else:
+            factory = MuonFactory(options)
+        return HyperballFactory(factory, options) if options.hyperball else factory

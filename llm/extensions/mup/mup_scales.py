@@ -69,7 +69,7 @@ class Scales(Transform):
 
         Muon's step is an orthogonal matrix of n x n times 0.2 sqrt(n), which changes the output of
         a layer by the order of sqrt(n): it has the factor of the deviation. NorMuon's has the same
-        norm.
+        norm. Hyperball's step is relative to the weights, so it has the deviation's factor already.
 
         Args:
             name: The parameter's name in the whole model.
@@ -77,6 +77,8 @@ class Scales(Transform):
             group: The settings of its group in the optimizer; Muon marks those that it trains.
         """
         matrix_factor = 1 / (math.sqrt(self.width) if group.get("is_muon") else self.width)
+        if group.get("on_sphere"):
+            return matrix_factor * math.sqrt(self.width)
         return self._factor_of(name, ndim, matrix_factor=matrix_factor, depth_ratio=self.depth)
 
     def _factor_of(

@@ -438,6 +438,8 @@ class StagePlan:
             return state.replicated + temporary
         fraction = self.num_layers / len(self.param_counts.blocks)
         num_owners = dims.shard * dims.context
+        if is_optimizer_step and state.divided_stepping:
+            temporary = state.divided_stepping // num_owners
         return int(fraction * (state.divided / num_owners + temporary))
 
     def _gathered_bytes(self, *, is_backward: bool, gathers_head: bool) -> int:

@@ -32,8 +32,8 @@ def kinds_of(sizes):
     """Those that go with a layout: K-FAC needs the inputs and outputs of whole layers."""
     return [
         kind
-        for kind in KINDS
-        if "tensor" not in (sizes or {}) or kind in ("muon", "normuon", "soap")
+        for kind, options in KINDS.items()
+        if "tensor" not in (sizes or {}) or "kfac" not in options
     ]
 
 

@@ -84,10 +84,15 @@ def test_twenty_steps_are_those_of_the_paper():
     )
 
 
-def test_queries_keys_and_values_of_gpt2_are_matrices_with_rows_apart():
+def test_rows_of_gpt2_are_outputs_and_queries_keys_and_values_are_apart():
     model = still_model("gpt2", n_layer=1)
-    weight = model.transformer.h[0].attn.c_attn.weight  # [inputs, outputs]
-    check_steps(make_muon(OPTIONS, model), model, lambda read: read(weight).T.chunk(3))
+    block = model.transformer.h[0]  # its weights are [inputs, outputs]
+
+    def matrices(read):
+        feed_forward = [read(block.mlp.c_fc.weight).T, read(block.mlp.c_proj.weight).T]
+        return [*read(block.attn.c_attn.weight).T.chunk(3), *feed_forward]
+
+    check_steps(make_muon(OPTIONS, model), model, matrices)
 
 
 def test_each_expert_has_matrices_with_rows_apart():

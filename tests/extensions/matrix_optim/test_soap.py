@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from llm.extensions.matrix_optim.soap import SOAP, make_soap
 from llm.optim.groups import embeddings_and_head
 from llm.trainers.gpt.extensions import GPTConfig
+from tests.extensions.matrix_optim.toy import soap_updates
 from tests.support.models import tiny_config
 from tests.support.operations import Reads
 
@@ -45,30 +46,17 @@ def state_of(weight, optimizer) -> dict[str, torch.Tensor]:
 
 
 def by_definition(grads, sides, *, update_steps, decay=0.0) -> np.ndarray:
-    lr, (beta1, beta2), eps = SETTINGS.values()
     theta = matrix(grads[0].shape).detach().double().numpy().copy()
-    first, second = np.zeros_like(theta), np.zeros_like(theta)
-    factors = [np.zeros((n, n)) for n in theta.shape]
-    bases = [np.eye(n) for n in theta.shape]
-    for step, grad in enumerate(grads):
-        g = grad.double().numpy()
+    updates = soap_updates(
+        [grad.double().numpy() for grad in grads],
+        sides,
+        betas=SETTINGS["betas"],
+        eps=SETTINGS["eps"],
+        update_steps=update_steps,
+    )
+    for step, update in enumerate(updates):
         if step > 0:
-            turned = bases[0].T @ g @ bases[1]
-            first = beta1 * first + (1 - beta1) * g
-            second = beta2 * second + (1 - beta2) * turned**2
-            m = (bases[0].T @ first @ bases[1]) / (1 - beta1**step)
-            update = m / (np.sqrt(second / (1 - beta2**step)) + eps)
-            theta = theta * (1 - lr * decay) - lr * bases[0] @ update @ bases[1].T
-        for side, square in ((0, g @ g.T), (1, g.T @ g)):
-            factors[side] = beta2 * factors[side] + (1 - beta2) * square
-        for side in sides:
-            if step == 0:
-                bases[side] = np.linalg.eigh(factors[side])[1][:, ::-1]
-            elif step % update_steps == 0:
-                product = factors[side] @ bases[side]
-                order = np.argsort(-(bases[side] * product).sum(axis=0))
-                second = np.take(second, order, axis=side)
-                bases[side] = np.linalg.qr(product[:, order])[0]
+            theta = theta * (1 - SETTINGS["lr"] * decay) - SETTINGS["lr"] * update
     return theta
 
 

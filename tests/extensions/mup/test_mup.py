@@ -148,18 +148,28 @@ def with_multipliers(model: torch.nn.Module, scales: Scales) -> torch.nn.Module:
     return other
 
 
+@pytest.mark.parametrize("hyperball", [False, True])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_model_trains_as_one_with_multipliers_in_the_forward_pass(family, optimizer):
+def test_a_model_trains_as_one_with_multipliers_in_the_forward_pass(family, optimizer, hyperball):
     """The factors of tables 8 and 1 of the two papers, instead of ours in the weights."""
     scales = Scales(width=2, depth=2, starts_by_depth=family == "gpt2")
     folded = scaled_model(tiny_config(family), **HALF).eval().double()
     multiplied = with_multipliers(folded, scales)
-    settings = GPTConfig(optimizer=optimizer, learning_rate=1e-2, weight_decay=0.1, eps=1e-300)
+    settings = GPTConfig(
+        optimizer=optimizer,
+        hyperball=hyperball,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        eps=1e-300,
+    )
 
     def rate_in_the_papers(name: str, ndim: int, group: dict) -> float:
-        inside = ".h." in name or ".layers." in name
-        return (0.5**0.5 if group.get("is_muon") else 0.5) if inside and ndim == 2 else 1.0
+        if ndim != 2 or not (".h." in name or ".layers." in name):
+            return 1.0
+        rate = 0.5**0.5 if group.get("is_muon") else 0.5
+        # The initial deviation of 0.5 ** 0.5 is in Hyperball's steps.
+        return rate / 0.5**0.5 if hyperball else rate
 
     ids = torch.randint(320, (4, 17), generator=torch.Generator().manual_seed(0))
     losses = []

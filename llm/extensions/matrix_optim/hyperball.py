@@ -1,0 +1,313 @@
+"""Hyperball: matrices keep the norm of their initial values, around the step of any optimizer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from llm.errors import ConfigError
+from llm.extensions.matrix_optim.fused import Fusion
+from llm.extensions.matrix_optim.matrix_factories import (
+    FP32,
+    MatrixRunOptimizer,
+    make_matrix_owners,
+)
+from llm.extensions.matrix_optim.matrix_owners import MatrixOwners, groups_of
+from llm.extensions.matrix_optim.matrix_settings import MatrixSettings
+from llm.extensions.matrix_optim.muon import layer_matrices
+from llm.optim.groups import split_groups
+from llm.optim.run_optimizer import MatrixTraffic, OptimizerFactory, RunOptimizer, StateMemory
+
+
+class _Matrices(NamedTuple):
+    """The matrices of a weight, and this rank's shard of them.
+
+    Attributes:
+        input_dim: The weight's dimension of inputs.
+        stack: Which matrices of a stack this rank has a part of; all of them for a single weight.
+        membership: [outputs of the shard, matrices side by side]: 1.0 where an output belongs to a
+            matrix, else 0.0.
+        counts: Whether this rank adds its shard to sums; another rank may have the same one.
+    """
+
+    input_dim: int
+    stack: slice
+    membership: Tensor
+    counts: bool
+
+
+class Hyperball:
+    """Takes the steps of an optimizer on spheres (Wen et al. 2026, arXiv:2606.16899).
+
+    For a matrix W with the initial Frobenius norm R, and the optimizer's update u:
+
+    W <- R normalize(W - lr R normalize(u))
+
+    The learning rate is the length of a step relative to the weights, and weight decay has no
+    effect. A step that is skipped, and one with an update of zero, changes nothing.
+
+    The optimizer steps from zero, so that the weights become its update exactly; its update must
+    not depend on the weights. Norms are sums in float64 over the ranks that divide a matrix.
+
+    A checkpoint has R as a part, because norms computed in each step would drift. It is 0 before
+    the first step, since pretrained weights are loaded after the optimizer is made.
+
+    Args:
+        optimizer: Its groups are divided: those of matrices get `on_sphere`, and no weight decay.
+        model: The model, or this rank's stages and shards of it.
+        matrix_owners: Sums over the ranks that divide the weights.
+
+    Attributes:
+        num_matrices: Number of matrices in the weights of this rank's stages.
+        num_elements: Number of their elements.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, matrix_owners: MatrixOwners
+    ) -> None:
+        fusion_by_weight = layer_matrices(model)
+        names = {p: name for name, p in model.named_parameters()}
+        optimizer.param_groups = split_groups(
+            optimizer.param_groups,
+            set(fusion_by_weight),
+            chosen_settings={"on_sphere": True, "weight_decay": 0.0},
+            other_settings={},
+        )
+        self._matrix_owners = matrix_owners
+        self._matrices_by_weight: dict[Tensor, _Matrices] = {}
+        self._radius_by_name: dict[str, Tensor] = {}
+        for weight, fusion in fusion_by_weight.items():
+            name = names[weight]
+            self._matrices_by_weight[weight] = _find_shard(weight, fusion, matrix_owners)
+            stack_size = weight.shape[0] if weight.ndim == 3 else 1
+            self._radius_by_name[name] = torch.zeros(
+                stack_size, len(fusion.sizes), dtype=torch.float32, device=weight.device
+            )
+        self.num_matrices = sum(radius.numel() for radius in self._radius_by_name.values())
+        self.num_elements = sum(weight.numel() for weight in fusion_by_weight)
+        self._previous: dict[Tensor, Tensor] = {}
+        self._has_checked_radii = False
+        optimizer.register_step_pre_hook(self._begin_step)
+        optimizer.register_step_post_hook(self._end_step)
+
+    def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
+        """Replace the weights of the model by this rank's shards of them."""
+        self._matrices_by_weight = {
+            local_of[weight]: matrices for weight, matrices in self._matrices_by_weight.items()
+        }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the radii [stack, matrices side by side] by the weights' names; live tensors."""
+        return self._radius_by_name
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load what `state_dict` returned."""
+        for name, radius in self._radius_by_name.items():
+            radius.copy_(state[name])
+
+    @torch.no_grad()
+    def _begin_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Store the weights, and let the optimizer step from zero."""
+        for weight in self._matrices_by_weight:
+            self._previous[weight] = weight.detach().clone()
+            weight.zero_()
+
+    @torch.no_grad()
+    def _end_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Take the step along the spheres, from the stored weights."""
+        groups = groups_of(optimizer)
+        radii = list(self._radius_by_name.values())
+        weights = list(self._matrices_by_weight)
+        if not self._has_checked_radii:
+            self._begin_radii(weights, radii)
+            self._has_checked_radii = True
+        update_norms = self._norms(weights)
+        for weight, radius, norm in zip(weights, radii, update_norms, strict=True):
+            length = torch.where(norm > 0, groups[weight]["lr"] * radius / norm, 0.0)
+            # What the optimizer left is the update with its negative sign.
+            weight.mul_(self._factors(weight, length)).add_(self._previous[weight])
+        norms = self._norms(weights)
+        for weight, radius, update_norm, norm in zip(
+            weights, radii, update_norms, norms, strict=True
+        ):
+            weight.mul_(self._factors(weight, torch.where(update_norm > 0, radius / norm, 1.0)))
+        self._previous.clear()
+
+    def _begin_radii(self, weights: Sequence[Tensor], radii: Sequence[Tensor]) -> None:
+        """Set the radii that no checkpoint has set, once per start; the host waits for the device.
+
+        Raises:
+            ConfigError: A matrix begins at zero.
+        """
+        norms = self._norms([self._previous[weight] for weight in weights], weights)
+        for radius, norm in zip(radii, norms, strict=True):
+            radius.copy_(torch.where(radius > 0, radius, norm))
+        empty = torch.stack([(radius == 0).sum() for radius in radii] or [torch.zeros(())])
+        num_empty = int(self._matrix_owners.sum_over_ranks(empty.sum().float()))
+        if num_empty:
+            names = [name for name, radius in self._radius_by_name.items() if (radius == 0).any()]
+            example = f", such as {names[0]}" if names else ""
+            raise ConfigError(
+                "--hyperball keeps the norms of the matrices inside the model, and some of them "
+                f"begin at zero{example}; give them other initial values, or leave it out."
+            )
+
+    def _norms(
+        self, tensors: Sequence[Tensor], weights: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Return the norms of all matrices [stack, matrices side by side], over all shards.
+
+        Args:
+            tensors: Tensors with the shapes of the weights.
+            weights: The weights; by default the tensors.
+        """
+        radii, squares = list(self._radius_by_name.values()), []
+        for tensor, weight, radius in zip(tensors, weights or tensors, radii, strict=True):
+            matrices = self._matrices_by_weight[weight]
+            sums = torch.zeros_like(radius, dtype=_sum_dtype(radius.device))
+            if tensor.numel() and matrices.counts:
+                rows = torch.linalg.vector_norm(tensor, dim=matrices.input_dim, dtype=sums.dtype)
+                sums[matrices.stack] = rows.square() @ matrices.membership
+            squares.append(sums.flatten())
+        if not squares:
+            return []
+        total = self._matrix_owners.sum_over_shards(torch.cat(squares)).sqrt()
+        parts = total.split([radius.numel() for radius in radii])
+        return [part.view_as(radius) for part, radius in zip(parts, radii, strict=True)]
+
+    def _factors(self, weight: Tensor, factors: Tensor) -> Tensor:
+        """Return factors for this rank's shard of a weight, from one for each of its matrices."""
+        matrices = self._matrices_by_weight[weight]
+        # Exact: each output belongs to one matrix.
+        by_output = factors[matrices.stack].to(matrices.membership) @ matrices.membership.T
+        shape = list(weight.shape)
+        shape[matrices.input_dim] = 1
+        return by_output.to(weight.dtype).view(shape)
+
+
+class HyperballRunOptimizer(RunOptimizer):
+    """An optimizer whose steps Hyperball takes.
+
+    Args:
+        run_optimizer: The optimizer, and what else it does in a step.
+        hyperball: Takes its steps.
+        weight_decay: Weight decay of the other matrices, for the log.
+    """
+
+    def __init__(
+        self, run_optimizer: RunOptimizer, hyperball: Hyperball, *, weight_decay: float
+    ) -> None:
+        super().__init__(run_optimizer.optimizer)
+        self._run_optimizer, self._hyperball = run_optimizer, hyperball
+        self._weight_decay = weight_decay
+
+    def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
+        """Use the local shards that replace the parameters in the optimizer's groups."""
+        self._run_optimizer.localize(local_of)
+        self._hyperball.localize(local_of)
+
+    def owner_of(self, path: str) -> int | None:
+        """Return the rank that keeps the whole state of a matrix; None elsewhere."""
+        return self._run_optimizer.owner_of(path)
+
+    def parts(self) -> dict[str, Any]:
+        """Return the radii."""
+        return {"hyperball": self._hyperball}
+
+    def describe(self) -> str:
+        """Return lines for the beginning of the log."""
+        line = (
+            f"hyperball: {self._hyperball.num_matrices:,} matrices keep their initial norms; the "
+            "learning rate is the length of their steps relative to them"
+        )
+        if self._weight_decay:
+            line += (
+                f"; --weight_decay {self._weight_decay:g} applies to other matrices only, such as "
+                "embeddings"
+            )
+        return "\n".join(filter(None, [self._run_optimizer.describe(), line]))
+
+    def memory(self) -> dict[str, StateMemory]:
+        """Return the memory of the weights before a step."""
+        num_bytes = FP32 * self._hyperball.num_elements
+        copies = StateMemory(stepping=num_bytes, divided_stepping=num_bytes)
+        return self._run_optimizer.memory() | {"hyperball": copies}
+
+    def traffic(self) -> MatrixTraffic | None:
+        """Return what the optimizer sends; Hyperball sends two numbers for each matrix."""
+        return self._run_optimizer.traffic()
+
+
+class HyperballFactory(OptimizerFactory):
+    """Makes an optimizer whose steps Hyperball takes.
+
+    Args:
+        factory: Makes the optimizer.
+        options: The weight decay.
+    """
+
+    def __init__(self, factory: OptimizerFactory, options: MatrixSettings) -> None:
+        self._factory, self._options = factory, options
+
+    def inspect_model(self, model: nn.Module) -> None:
+        """Look at the whole model before it is divided."""
+        self._factory.inspect_model(model)
+
+    def make(self, model: nn.Module, mesh: DeviceMesh | None) -> RunOptimizer:
+        """Return the optimizer of the weights that this rank has.
+
+        Raises:
+            ConfigError: Muon has no matrix to train.
+        """
+        run_optimizer = self._factory.make(model, mesh)
+        matrix_owners = (
+            run_optimizer.matrix_owners
+            if isinstance(run_optimizer, MatrixRunOptimizer)
+            else make_matrix_owners(mesh)
+        )
+        hyperball = Hyperball(run_optimizer.optimizer, model, matrix_owners)
+        return HyperballRunOptimizer(
+            run_optimizer, hyperball, weight_decay=self._options.weight_decay
+        )
+
+
+def _find_shard(weight: nn.Parameter, fusion: Fusion, matrix_owners: MatrixOwners) -> _Matrices:
+    """Return which matrices this rank's shard of a weight has parts of.
+
+    Args:
+        weight: The weight of the model.
+        fusion: How it divides into matrices.
+        matrix_owners: Know the shards.
+    """
+    output_dim = fusion.dim
+    input_dim = 2 * weight.ndim - 3 - output_dim  # the other one of the last two
+    num_outputs = weight.shape[output_dim]
+    whole_membership = torch.zeros(
+        num_outputs, len(fusion.sizes), dtype=_sum_dtype(weight.device), device=weight.device
+    )
+    for index, outputs in enumerate(fusion.split(torch.arange(num_outputs), 0).values()):
+        whole_membership[outputs, index] = 1.0
+
+    def local_range(dim: int) -> slice:
+        shape = [1] * weight.ndim
+        shape[dim] = -1
+        indices = torch.arange(weight.shape[dim]).view(shape).expand(weight.shape)
+        local_indices = matrix_owners.shard_of(weight, indices)
+        if not local_indices.numel():
+            return slice(0, 0)
+        first = int(local_indices.flatten()[0])
+        return slice(first, first + local_indices.shape[dim])
+
+    return _Matrices(
+        input_dim=input_dim,
+        stack=local_range(0) if weight.ndim == 3 else slice(0, 1),
+        membership=whole_membership[local_range(output_dim)],
+        counts=matrix_owners.counts(weight),
+    )
+
+
+def _sum_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of sums: float64, unless the device has none."""
+    return torch.float32 if device.type == "mps" else torch.float64
