@@ -36,7 +36,11 @@ from benchmarks.report import (
 from llm.config.options import option
 from llm.errors import ConfigError
 
-Method = Literal["adamw", "ekfac", "ekfac-soap", "muon", "soap", "soap-nesterov", "soap-library"]
+Method = Literal[
+    *("adamw", "ekfac", "ekfac-soap", "muon", "muon-polar-express", "normuon"),
+    *("soap", "soap-nesterov", "soap-library"),
+    *("adamw-hyperball", "muon-hyperball", "normuon-hyperball", "soap-hyperball"),
+]
 Part = Literal["convergence", "bases", "step"]
 ROWS = {
     "ekfac-soap": "ekfac, soap, Nesterov",
@@ -46,6 +50,9 @@ ROWS = {
 ADAMW_BETAS = ((0.9, 0.95), (0.9, 0.99), (0.9, 0.999))
 BETAS = ((0.95, 0.95), (0.95, 0.98), (0.95, 0.995))
 FIRST_EMBEDDING_FACTOR = 4.0
+HYPERBALL_FACTOR = 8.0
+"""The rates of Hyperball's methods over those of the others: its steps are relative to the weights.
+The rates of the embeddings are the same."""
 BASES_TRAINING = {"learning_rate": 0.004, "betas": (0.95, 0.95)}
 
 
@@ -61,13 +68,15 @@ class KFACBenchmarkOptions(ReportOptions):
     )
     learning_rates: tuple[float, ...] = option(
         (1e-3, 2e-3, 4e-3, 8e-3),
-        "Peak rates to begin with; the neighbours of the best one, by a factor of sqrt(2), follow.",
+        "Peak rates to begin with, 8 times as high with Hyperball; the neighbours of the best one, "
+        "by a factor of sqrt(2), follow.",
         group="Methods",
         above=0,
     )
     embedding_factors: tuple[float, ...] = option(
         (1.0, 2.0, 4.0, 8.0, 16.0),
-        "Rates of the embeddings to try, as multiples of the best rate.",
+        "Rates of the embeddings to try, as multiples of the best rate; an eighth of them with "
+        "Hyperball.",
         group="Methods",
         above=0,
     )
@@ -249,6 +258,9 @@ def try_settings(options: KFACBenchmarkOptions, trainings: Trainings) -> Trials:
         for (method, setting), loss in zip(cases, losses, strict=True):
             trials[method][setting] = loss
 
+    def scale(method: str) -> float:
+        return HYPERBALL_FACTOR if "hyperball" in method else 1.0
+
     def vary(name: str, best: Setting, values: Iterable[Any]) -> list[Setting]:
         return [replace(best, **{name: value}) for value in values]
 
@@ -258,8 +270,15 @@ def try_settings(options: KFACBenchmarkOptions, trainings: Trainings) -> Trials:
 
     def with_rates(method: str) -> list[Setting]:
         betas = (ADAMW_BETAS if method == "adamw" else BETAS)[0]
-        first = Setting(learning_rate=0, embedding_factor=FIRST_EMBEDDING_FACTOR, betas=betas)
-        return vary("learning_rate", first, options.learning_rates)
+        factor = scale(method)
+        first = Setting(
+            learning_rate=0, embedding_factor=FIRST_EMBEDDING_FACTOR / factor, betas=betas
+        )
+        return vary("learning_rate", first, [factor * rate for rate in options.learning_rates])
+
+    def with_embedding_factors(method: str) -> list[Setting]:
+        factors = [factor / scale(method) for factor in options.embedding_factors]
+        return vary("embedding_factor", best_of(trials[method]), factors)
 
     def with_betas(method: str) -> list[Setting]:
         best = best_of(trials[method])
@@ -269,8 +288,7 @@ def try_settings(options: KFACBenchmarkOptions, trainings: Trainings) -> Trials:
 
     run(with_rates)
     run(lambda method: near(best_of(trials[method])))
-    factors = options.embedding_factors
-    run(lambda method: vary("embedding_factor", best_of(trials[method]), factors))
+    run(with_embedding_factors)
     run(with_betas)
     return trials
 

@@ -25,19 +25,19 @@ class OptimizerKind:
     Attributes:
         has_betas: It takes `betas` and `eps`.
         sharded: It trains weights that ranks divide.
-        averaged: Several models can average its state.
+        replicated: Each of several models can have its own state.
+        averaged: The mean of their states is one, for a resume with another number of models.
         averaged_shards: The same where ranks divide each model.
-        state: What it keeps, for messages.
     """
 
     has_betas: bool = False
     sharded: bool = False
+    replicated: bool = False
     averaged: bool = False
     averaged_shards: bool = False
-    state: str = "a state"
 
 
-_ELEMENTWISE = OptimizerKind(sharded=True, averaged=True, averaged_shards=True)
+_ELEMENTWISE = OptimizerKind(sharded=True, replicated=True, averaged=True, averaged_shards=True)
 ELEMENTWISE_WITH_BETAS = replace(_ELEMENTWISE, has_betas=True)
 
 
@@ -61,12 +61,11 @@ class OptimizerOptions:
 
     optimizer: str | None = option(
         None,
-        "AdamW; AccumAdamW, which updates its moments every moment_update_steps steps; torch's "
-        "Muon for matrices inside the model, with AdamW for the rest; NorMuon, which also "
-        "normalizes the rows of Muon's steps; SOAP, AdamW in the eigenbasis of Shampoo's factors; "
-        "gradient descent with momentum; or any class of torch.optim.Optimizer. By default "
-        "accumadamw for gossip, else adamw. With ekfac: optimizer for uncovered layers (adamw or "
-        "soap).",
+        "AdamW, the default; AccumAdamW, which updates its moments every moment_update_steps "
+        "steps; torch's Muon for matrices inside the model, with AdamW for the rest; NorMuon, "
+        "which also normalizes the rows of Muon's steps; SOAP, AdamW in the eigenbasis of "
+        "Shampoo's factors; gradient descent with momentum; or any class of torch.optim.Optimizer. "
+        "With ekfac: optimizer for uncovered layers (adamw or soap).",
         resume="state",
         choices=optimizer_kinds,
     )

@@ -23,14 +23,21 @@ def test_every_folder_is_listed_once():
 def test_no_two_extensions_answer_the_same_question_of_the_core():
     answers = (name for each in option_classes(EXTENSIONS) for name in vars(each))
     number = Counter(name for name in answers if isinstance(getattr(CoreConfig, name, 0), property))
-    assert number == {"several_models": 1, "default_optimizer": 1, "besides_optimizer": 1}
+    assert number == {"several_models": 1, "around_optimizer": 1, "besides_optimizer": 1}
 
 
 def test_every_part_of_a_checkpoint_has_another_name():
     for module in pkgutil.walk_packages(extensions.__path__, "llm.extensions."):
         import_module(module.name)
     shipped = [each for each in LoopExtension.__subclasses__() if each.__module__[:4] == "llm."]
-    parts = ["strategy", "train", "meter", "kfac", *(each.part for each in shipped if each.part)]
+    parts = [
+        "strategy",
+        "train",
+        "meter",
+        "kfac",
+        "hyperball",
+        *(each.part for each in shipped if each.part),
+    ]
     assert {"ema", "spikes"} < {*parts}
     assert len(parts) == len({*parts})
 
@@ -59,4 +66,4 @@ def test_the_page_lists_every_hook():
     listed = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (`[^|]*) \|", page, re.M))))
     hooks = {name for cls in (Extension, LoopExtension) for name in vars(cls) if name[0] != "_"}
     answers = {name for name, value in vars(CoreConfig).items() if isinstance(value, property)}
-    assert listed == {*hooks, *answers, "OPTIMIZERS", "besides_optimizer"}
+    assert listed == {*hooks, *answers, "OPTIMIZERS", "around_optimizer", "besides_optimizer"}

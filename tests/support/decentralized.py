@@ -12,12 +12,13 @@ from llm.extensions.decentralized.accum_adamw import make_accum_adamw
 from llm.extensions.decentralized.decentralized import DecentralizedStrategy
 from llm.extensions.decentralized.modes import DiLoCo, Gossip
 from llm.extensions.decentralized.rounds import Round, make_rounds
+from llm.extensions.matrix_optim.muon import make_muon
 from llm.optim.groups import parameter_groups
 from llm.optim.optimizers import make_adamw
-from llm.optim.options import OptimizerOptions
 from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel import buckets
 from llm.parallel.base import AcceleratedStrategy
+from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.layouts import cpu_accelerator
 
 VOCAB, WIDTH, LENGTH, BATCH = 11, 4, 5, 24
@@ -87,11 +88,13 @@ class Case:
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    options = OptimizerOptions(learning_rate=0.03, weight_decay=0.1, betas=(0.9, 0.95))
+    options = GPTConfig(optimizer=name, learning_rate=0.03, weight_decay=0.1, betas=(0.9, 0.95))
     if name == "adamw":
         return make_adamw(options, model)
     if name == "accumadamw":
         return make_accum_adamw(options, model, accum_steps=3)
+    if name in ("muon", "normuon"):
+        return make_muon(options, model)
     groups = parameter_groups(options, model)
     return torch.optim.SGD(groups, lr=0.5, fused=True)
 

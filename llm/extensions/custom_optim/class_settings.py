@@ -22,7 +22,7 @@ class CustomOptimizerOptions(CoreConfig):
     """The settings of an optimizer that is named by its class."""
 
     OPTIMIZERS: ClassVar[Mapping[str, OptimizerKind]] = {
-        CLASS_CHOICE: OptimizerKind(sharded=True, state="a state"),
+        CLASS_CHOICE: OptimizerKind(sharded=True),
     }
 
     optimizer_kwargs: str | None = option(

@@ -211,11 +211,13 @@ class DecentralizedStrategy(AcceleratedStrategy):
     ) -> None:
         """Load the means of weights and moments from another number of replicas.
 
-        The loss scale comes from the first saved replica.
+        The loss scale comes from the first saved replica. The mean weights are saved; moments are
+        averaged here.
 
         Args:
             read_tensors: Overwrites tensors, by their path in the result of `state_dict`.
-            num_replicas: Number of replicas saved.
+            num_replicas: Number of saved replicas that have their moments averaged: all, or 1 to
+                take the state of the first one.
         """
         live_state = super().state_dict()
         averaging_state = self._averager.state_dict()

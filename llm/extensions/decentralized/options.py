@@ -82,11 +82,6 @@ class DecentralizedOptions(CoreConfig):
         mode = self.data_parallel
         return None if mode == "allreduce" else f"--data_parallel {mode}"
 
-    @property
-    def default_optimizer(self) -> str:
-        """AccumAdamW for gossip."""
-        return "accumadamw" if self.data_parallel == "gossip" else "adamw"
-
 
 class DecentralizedExtension(Extension[DecentralizedOptions]):
     """Trains replicas of the model."""
@@ -96,19 +91,23 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
         options = self.options
         optimizer, mode = options.optimizer, options.data_parallel
         problems = []
-        is_accum_adamw = optimizer == "accumadamw" or (optimizer is None and mode == "gossip")
-        if options.moment_update_steps is not None and not is_accum_adamw:
+        # Gossip's default was AccumAdamW when older runs began.
+        may_be_old_run = mode == "gossip" and optimizer is None and options.resume_from_checkpoint
+        if (
+            options.moment_update_steps is not None
+            and optimizer != "accumadamw"
+            and not may_be_old_run
+        ):
             problems.append(
                 "--moment_update_steps needs --optimizer accumadamw; give that too, or leave it "
                 "out."
             )
         if mode == "allreduce":
             return problems
-        if not options.optimizer_kind.averaged:
-            state = options.optimizer_kind.state
+        if not options.optimizer_kind.replicated:
             problems.append(
-                f"--optimizer {optimizer} has {state} that cannot be averaged over ranks with "
-                f"separate weights, as with --data_parallel {mode}; choose another optimizer."
+                f"--optimizer {optimizer} was not tried on ranks with separate weights, as with "
+                f"--data_parallel {mode}; choose another optimizer."
             )
         return [*problems, *self._size_problems()]
 
@@ -150,6 +149,13 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
                 f"{run.start.path} was written with --data_parallel {mode}, and its optimizer "
                 "state cannot be converted; start another run from its weights with --init_from."
             )
+        has_accum_adamw = run.start.metadata.get("accum_steps") is not None
+        if has_accum_adamw and self.options.optimizer not in (None, "accumadamw"):
+            raise CheckpointError(
+                f"{run.start.path} holds the moments of accumadamw, not of --optimizer "
+                f"{self.options.optimizer}; leave the option out, or start another run from its "
+                "weights with --init_from."
+            )
 
     def layout(
         self, *, ranks: int, ranks_per_node: int, start: "Checkpoint | None"
@@ -189,6 +195,7 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
             ranks_per_replica=ranks_per_replica,
             averaging=averaging,
             accum_steps=accum_steps,
+            averages_moments=options.optimizer_kind.averaged,
             description=self._describe_replicas(num_replicas, ranks_per_replica, accum_steps),
         )
 
@@ -216,11 +223,8 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
             # The optimizer counts steps within a block, regardless of the number of replicas.
             saved_steps: int | None = start.metadata["accum_steps"]
             return saved_steps
-        steps = min(MAX_ACCUM_STEPS, num_replicas)
-        if options.optimizer is None:
-            # With blocks of one step it would be AdamW, which has a fused kernel.
-            return steps if options.data_parallel == "gossip" and steps > 1 else None
-        return steps if options.optimizer == "accumadamw" else None
+        is_accum_adamw = options.optimizer == "accumadamw"
+        return min(MAX_ACCUM_STEPS, num_replicas) if is_accum_adamw else None
 
     def _describe_replicas(
         self, num_replicas: int, ranks_per_replica: int, accum_steps: int | None

@@ -30,6 +30,7 @@ class ReplicaLayout(Layout):
         ranks_per_replica: Number of consecutive ranks that train one of them.
         averaging: Gossip or DiLoCo, with its settings.
         accum_steps: Steps of a block of AccumAdamW; None for another optimizer.
+        averages_moments: Whether the mean of several replicas' optimizer states is one.
         description: A line for the log.
     """
 
@@ -37,6 +38,7 @@ class ReplicaLayout(Layout):
     ranks_per_replica: int
     averaging: Gossip | DiLoCo
     accum_steps: int | None
+    averages_moments: bool
     description: str
 
     def make(
@@ -77,11 +79,16 @@ class ReplicaLayout(Layout):
                 {f"strategy/{path}": tensor for path, tensor in tensors.items()},
                 required_prefixes=(),
             ),
-            num_replicas=num_saved_replicas,
+            num_replicas=num_saved_replicas if self.averages_moments else 1,
+        )
+        source = (
+            "the mean of the weights and moments"
+            if self.averages_moments
+            else "the mean of the weights, and the optimizer's state of the first replica"
         )
         logger.info(
             f"The checkpoint holds {counted(num_saved_replicas, 'replica')} of the model and this "
-            f"run has {self.num_replicas}: they begin with the mean of the weights and moments."
+            f"run has {self.num_replicas}: they begin with {source}."
         )
 
     def metadata(self) -> dict[str, Any]:

@@ -339,10 +339,11 @@ def layer_matrices(model: nn.Module) -> dict[nn.Parameter, Fusion]:
     """
     expert_fusions, router_params = fused_experts(model), router_weights(model)
     # Hugging Face's Conv1D has weights [inputs, outputs].
+    conv1d_weights = [module.weight for module in model.modules() if hasattr(module, "nf")]
     conv1d_fusions = {
-        module.weight: Fusion(sizes={"": module.weight.shape[1]}, dim=1)
-        for module in model.modules()
-        if hasattr(module, "nf")
+        weight: Fusion(sizes={"": weight.shape[1]}, dim=1)
+        for weight in conv1d_weights
+        if isinstance(weight, nn.Parameter)
     }
     fusions = conv1d_fusions | fused_weights(model) | expert_fusions
     return {

@@ -19,9 +19,10 @@ class MatrixOptions(MatrixSettings):
     """Optimizers of whole matrices, and their settings."""
 
     OPTIMIZERS: ClassVar[Mapping[str, OptimizerKind]] = {
-        "muon": OptimizerKind(has_betas=True, sharded=True, averaged=True),
-        "normuon": OptimizerKind(has_betas=True, sharded=True, averaged=True),
-        "soap": OptimizerKind(has_betas=True, sharded=True, state="bases"),
+        "muon": OptimizerKind(has_betas=True, sharded=True, replicated=True, averaged=True),
+        "normuon": OptimizerKind(has_betas=True, sharded=True, replicated=True, averaged=True),
+        # The mean of bases is no basis.
+        "soap": OptimizerKind(has_betas=True, sharded=True, replicated=True),
     }
 
     hyperball: bool = option(

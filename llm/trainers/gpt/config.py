@@ -188,11 +188,6 @@ class CoreConfig(
         """The option that gives ranks separate weights; None if they train one model."""
         return None
 
-    @property
-    def default_optimizer(self) -> str:
-        """The optimizer of a run that names none."""
-        return "adamw"
-
 
 def preset_options(values: dict[str, Any]) -> dict[str, Any]:
     """Return the options set by the preset.

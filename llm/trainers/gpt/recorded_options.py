@@ -27,7 +27,7 @@ def state_options(config: CoreConfig) -> dict[str, Any]:
     fields = options.fields(type(config))
     names = [field.name for field in fields if field.option.resume == "state"]
     values = {name: getattr(config, name) for name in names}
-    return values | {"optimizer": config.optimizer or config.default_optimizer}
+    return values | {"optimizer": config.optimizer or "adamw"}
 
 
 def check_checkpoint_record(config: CoreConfig, checkpoint: Checkpoint) -> None:

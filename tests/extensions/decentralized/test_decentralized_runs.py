@@ -1,6 +1,7 @@
 """Gossip and DiLoCo through the trainer: whole runs, kills, other numbers of ranks, bad input."""
 
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from safetensors.torch import load_file
 
 from llm.checkpoint.load import find_newest_checkpoint
 from llm.errors import ConfigError, LLMError
+from llm.extensions.decentralized.options import DecentralizedExtension
+from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from tests.support.faults import Fault
 from tests.support.package import ROOT
@@ -16,8 +19,10 @@ from tests.support.token_files import write_flat
 from tests.support.training import Bench, Run
 
 EXAMPLES = ROOT / "examples"
-RING = {"data_parallel": "gossip"}
+GOSSIP = {"data_parallel": "gossip"}
+RING = {**GOSSIP, "optimizer": "accumadamw"}
 DILOCO = {"data_parallel": "diloco", "inner_steps": 3}
+MULOCO = {**DILOCO, "optimizer": "muon"}
 STEP = "llm.trainers.gpt.loop:Trainer.train_step"
 LOSS = "llm.models.loss:LanguageModelLoss.forward"
 FORWARD = "llm.parallel.base:AcceleratedStrategy.forward_backward"
@@ -112,12 +117,15 @@ def test_the_mean_is_what_is_evaluated(bench):
         pytest.param(4, RING, marks=pytest.mark.layouts),
         pytest.param(2, {**RING, "topology": "alternating-exp-ring"}, marks=pytest.mark.extended),
         pytest.param(2, DILOCO, marks=pytest.mark.layouts),
+        pytest.param(2, MULOCO, marks=pytest.mark.extended),
+        pytest.param(4, MULOCO, marks=pytest.mark.layouts),
+        pytest.param(2, {**DILOCO, "optimizer": "soap"}, marks=pytest.mark.layouts),
     ],
-    ids=["ring", "alternating-exp-ring", "diloco"],
+    ids=["ring", "alternating-exp-ring", "diloco", "muon inside", "4 with muon", "soap inside"],
 )
 def test_a_killed_run_resumes_bit_for_bit_on_every_rank(bench, ranks, options):
     """Dropout is on; a logging interval, a block of moments and an inner phase are open."""
-    name = f"{options.get('topology', options['data_parallel'])}-{ranks}"
+    name = f"{options.get('topology', options['data_parallel'])}-{options.get('optimizer')}-{ranks}"
     options = {
         **options,
         "ranks": ranks,
@@ -150,11 +158,12 @@ def test_a_signal_to_one_of_four_ranks_stops_all_after_the_same_step(bench):
         pytest.param(RING, 2, marks=pytest.mark.extended),
         pytest.param(RING, 4, marks=pytest.mark.layouts),
         pytest.param(DILOCO, 4, marks=pytest.mark.layouts),
+        pytest.param({**DILOCO, "optimizer": "soap"}, 2, marks=pytest.mark.extended),
     ],
-    ids=["gossip", "gossip of 4", "diloco of 4"],
+    ids=["gossip", "gossip of 4", "diloco of 4", "soap inside diloco"],
 )
 def test_a_run_resumes_under_another_world_size(bench, options, first):
-    name = f"grows-{options['data_parallel']}-{first}"
+    name = f"grows-{options['data_parallel']}-{options.get('optimizer')}-{first}"
     # The schedule has no end, and so a run may become longer.
     sizes = {"global_batch_size": 8, "checkpointing_steps": 4, "log_source_losses": True}
     options = {**options, **sizes}
@@ -172,6 +181,8 @@ def test_a_run_resumes_under_another_world_size(bench, options, first):
         saved[steps] = run.output
     assert first == 2 or "holds 4 replicas of the model and this run has 2" in saved[8]
     assert "holds 2 replicas of the model and this run has 1" in saved[12]
+    source = "the first replica" if options.get("optimizer") == "soap" else "weights and moments"
+    assert f"{source}." in saved[12]
     assert "holds 1 replica of the model and this run has 2" in saved[16]
     losses = run.losses
     assert len(losses) == 16
@@ -199,7 +210,7 @@ def test_a_step_skipped_by_one_rank_is_reported_and_the_others_continue(bench):
 
 
 @pytest.mark.parametrize(
-    "options", [RING, pytest.param(DILOCO, marks=pytest.mark.extended)], ids=["gossip", "diloco"]
+    "options", [GOSSIP, pytest.param(DILOCO, marks=pytest.mark.extended)], ids=["gossip", "diloco"]
 )
 def test_one_rank_is_a_plain_run_bit_for_bit(bench, plain, options):
     name = f"alone-{options['data_parallel']}"
@@ -230,7 +241,7 @@ def test_all_reduce_with_accumadamw_of_one_step_follows_adamw(bench, plain):
         ({"outer_momentum": 0.5}, "--outer_momentum needs --data_parallel diloco"),
         ({"moment_update_steps": 4}, "--moment_update_steps needs --optimizer accumadamw"),
         (
-            {"moment_update_steps": 4, "optimizer": "adamw", **RING},
+            {"moment_update_steps": 4, "optimizer": "adamw", **GOSSIP},
             "--moment_update_steps needs --optimizer",
         ),
         ({"kfac": True, **RING}, "--kfac needs the gradients of all ranks.*gossip"),
@@ -241,6 +252,39 @@ def test_all_reduce_with_accumadamw_of_one_step_follows_adamw(bench, plain):
 def test_options_that_do_not_fit_the_mode_are_refused(bench, options, sentence):
     with pytest.raises(ConfigError, match=sentence):
         parse_args(bench.command("refused", **options))
+
+
+def test_gossip_trains_by_adamw_unless_another_optimizer_is_named(bench):
+    run = bench.train_well("default", ranks=2, max_train_steps=2, **GOSSIP)
+    assert "averaged in each step (ring, overlap), optimizer adamw\n" in run.output
+
+
+def test_an_older_run_of_gossip_resumes_with_accumadamw(bench):
+    """Its checkpoints record blocks of moments, and no optimizer."""
+    options = {"ranks": 2, "checkpointing_steps": 2, "moment_update_steps": 2, **GOSSIP}
+    options |= {"resume_from_checkpoint": True}
+    bench.train_well("older", max_train_steps=2, **options)
+    resumed = bench.train_well("older", max_train_steps=4, **options)
+    assert "optimizer accumadamw with moments every 2 steps\n" in resumed.output
+    del options["moment_update_steps"]
+    with pytest.raises(LLMError, match="moment_update_steps was 2 and is None"):
+        bench.read("older", max_train_steps=6, **options)
+
+
+@pytest.mark.parametrize(("optimizer", "accum_steps"), [(None, 4), ("accumadamw", 4)])
+def test_the_blocks_of_moments_are_those_of_the_checkpoint(optimizer, accum_steps):
+    start = SimpleNamespace(metadata={"accum_steps": 4, "fixed": GOSSIP}, path="step_00000008")
+    extension = DecentralizedExtension(GPTConfig(optimizer=optimizer, **GOSSIP))
+    extension.read(SimpleNamespace(start=start))
+    layout = extension.layout(ranks=2, ranks_per_node=2, start=start)
+    assert layout.accum_steps == accum_steps
+
+
+def test_adamw_does_not_continue_the_moments_of_accumadamw():
+    start = SimpleNamespace(metadata={"accum_steps": 4, "fixed": GOSSIP}, path="step_00000008")
+    extension = DecentralizedExtension(GPTConfig(optimizer="adamw", **GOSSIP))
+    with pytest.raises(LLMError, match="holds the moments of accumadamw, not of --optimizer adamw"):
+        extension.read(SimpleNamespace(start=start))
 
 
 def test_an_invalid_number_of_ranks_is_refused_with_the_valid_ones(bench):
