@@ -37,9 +37,19 @@ from llm.config.options import option
 from llm.errors import ConfigError
 
 Method = Literal[
-    *("adamw", "ekfac", "ekfac-soap", "muon", "muon-polar-express", "normuon"),
-    *("soap", "soap-nesterov", "soap-library"),
-    *("adamw-hyperball", "muon-hyperball", "normuon-hyperball", "soap-hyperball"),
+    "adamw",
+    "ekfac",
+    "ekfac-soap",
+    "muon",
+    "muon-polar-express",
+    "normuon",
+    "soap",
+    "soap-nesterov",
+    "soap-library",
+    "adamw-hyperball",
+    "muon-hyperball",
+    "normuon-hyperball",
+    "soap-hyperball",
 ]
 Part = Literal["convergence", "bases", "step"]
 ROWS = {

@@ -149,15 +149,7 @@ def test_no_change_on_resume_makes_one_optimizer_of_another(plain):
             "--embedding_learning_rate 0.001 follows .* --learning_rate, which must be above 0",
         ),
         ({"optimizer": "sgd", "kfac": True}, "--optimizer sgd does not go with --kfac"),
-        (
-            {"optimizer": "soap", "data_parallel": "gossip"},
-            "--optimizer soap has bases that cannot be averaged .* --data_parallel gossip",
-        ),
-        (
-            {"optimizer": "soap", "data_parallel": "diloco"},
-            "--optimizer soap has bases that cannot be averaged .* --data_parallel diloco",
-        ),
-        ({"optimizer": "lion"}, "adamw, accumadamw, muon, soap, sgd"),
+        ({"optimizer": "lion"}, "adamw, accumadamw, muon, normuon, soap, sgd"),
     ],
 )
 def test_options_that_do_not_fit_an_optimizer_are_refused(plain, options, sentence):
