@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.track3 import (
     TOY,
+    Shape,
     Tokens,
     Track3Model,
     Track3Options,
