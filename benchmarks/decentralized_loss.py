@@ -1,36 +1,86 @@
-"""Final loss of gossip and DiLoCo against all-reduce, each at its best learning rate.
+"""Trainings by gossip, DiLoCo and all-reduce, in which all ranks' models are in one process.
 
-The ranks' models train side by side in one process. Models, optimizers, rounds and DiLoCo's outer
-step are those of the trainer; the tests show that ranks on a network compute the same.
+Models, optimizers, rounds and DiLoCo's outer step are those of the trainer; the tests show that
+ranks on a network compute the same. `python -m benchmarks.decentralized_loss` is the process of
+trainings that `benchmarks.decentralized_report` starts.
 """
 
+import functools
 import math
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import transformers
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 from benchmarks.characters import BETAS, WEIGHT_DECAY, Text, make_model, validation_loss
-from benchmarks.measure import say
-from benchmarks.report import Section, table
+from benchmarks.kfac_trainings import serve
+from llm.errors import ConfigError
 from llm.extensions.decentralized.accum_adamw import AccumAdamW
 from llm.extensions.decentralized.diloco import OuterOptimizer
 from llm.extensions.decentralized.modes import DiLoCo
 from llm.extensions.decentralized.rounds import TOPOLOGIES, make_rounds
+from llm.extensions.matrix_optim.fused import Fusion
+from llm.extensions.matrix_optim.muon import MuonAndAdamW
 from llm.models.loss import LanguageModelLoss
-from llm.optim.groups import decays
+from llm.optim.groups import decays, inner_matrices
 from llm.optim.options import OptimizerOptions
 from llm.optim.schedule import make_schedule
 from tests.support.decentralized import mixing_matrix
 
-_MOST_EXTENSIONS = 3
 MAX_GRAD_NORM = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """How replicas train, from a name such as `ring-accumadamw` or `diloco-30-muon`.
+
+    Attributes:
+        mode: `allreduce`, `diloco`, or a topology of gossip.
+        optimizer: `adamw`, `accumadamw`, `accumadamw-power` with the betas to the power of the
+            steps of a block, or `muon`.
+        inner_steps: Of DiLoCo.
+        outer_momentum: Of DiLoCo.
+    """
+
+    mode: str
+    optimizer: str
+    inner_steps: int
+    outer_momentum: float
+
+
+def parse_method(name: str) -> Method:
+    """Return the method of a name: MODE, then INNER_STEPS of diloco, `low` and OPTIMIZER.
+
+    MODE alone has AdamW; `low` is an outer momentum of 0.5 instead of 0.9.
+
+    Raises:
+        ConfigError: The name has another form.
+    """
+    pattern = (
+        rf"(allreduce|{'|'.join(TOPOLOGIES)}|diloco-(\d+)(-low)?)(?:-({'|'.join(OPTIMIZERS)}))?"
+    )
+    match = re.fullmatch(pattern, name)
+    if match is None:
+        raise ConfigError(
+            f"--methods {name} is none of allreduce, {', '.join(TOPOLOGIES)}, diloco-STEPS and "
+            f"diloco-STEPS-low, with one of {', '.join(OPTIMIZERS)} after a hyphen or nothing."
+        )
+    mode, inner_steps, is_low, optimizer = match.groups()
+    return Method(
+        mode="diloco" if inner_steps else mode,
+        optimizer=optimizer or "adamw",
+        inner_steps=int(inner_steps or 0),
+        outer_momentum=0.5 if is_low else 0.9,
+    )
+
+
+OPTIMIZERS = ("adamw", "accumadamw-power", "accumadamw", "muon")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,25 +91,23 @@ class Setting:
         text: A text, read as characters.
         ranks: Simulated ranks, among which a step's samples are divided.
         ranks_per_node: Ranks of a node.
-        steps: Optimizer steps.
         batch_size: Samples of a step over all ranks.
         block_size: Characters of a sample.
         width: Width of the model.
         layers: Layers of the model.
-        sync_every: Inner steps of DiLoCo.
         accum_steps: Steps of a block of AccumAdamW.
+        embedding_factor: Rate of embeddings, gains and biases over the rate of the matrices.
     """
 
     text: str
     ranks: int
     ranks_per_node: int
-    steps: int
     batch_size: int
     block_size: int
     width: int
     layers: int
-    sync_every: int
     accum_steps: int
+    embedding_factor: float
 
 
 class _Replicas:
@@ -90,16 +138,36 @@ class _Replicas:
         mean: Tensor = objective / inputs.numel()
         return mean
 
-    def groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups of one element-wise optimizer for all models."""
-        named = list(self._loss.named_parameters())
-        return [
+    @property
+    def matrices(self) -> dict[Tensor, int]:
+        """The weights of matrices inside the layers, [replicas, outputs, inputs]: the outputs."""
+        inner = set(inner_matrices(self._loss))
+        return {
+            self.weights[name]: p.shape[0]
+            for name, p in self._loss.named_parameters()
+            if p in inner
+        }
+
+    def groups(self, embedding_factor: float) -> list[dict[str, Any]]:
+        """Return the parameter groups of one element-wise optimizer for all models.
+
+        Args:
+            embedding_factor: Rate of all weights but the matrices over the rate of the matrices.
+        """
+        named, matrices = list(self._loss.named_parameters()), self.matrices
+        groups = [
             {
-                "params": [self.weights[name] for name, p in named if decays(name, p) == decayed],
-                "weight_decay": WEIGHT_DECAY if decayed else 0.0,
+                "params": [
+                    self.weights[name]
+                    for name, p in named
+                    if decays(name, p) is is_decayed and (self.weights[name] in matrices) is inner
+                ],
+                "weight_decay": WEIGHT_DECAY if is_decayed else 0.0,
+                "rate_factor": 1.0 if inner else embedding_factor,
             }
-            for decayed in (True, False)
+            for is_decayed, inner in ((True, True), (True, False), (False, False))
         ]
+        return [group for group in groups if group["params"]]
 
     def compute_gradients(self, inputs: Tensor, labels: Tensor) -> None:
         """Compute each model's gradient on its samples, clipped by its own norm."""
@@ -153,12 +221,15 @@ def _make_loss(setting: Setting, *, vocab_size: int, seed: int) -> LanguageModel
     return LanguageModelLoss(model, chunked=False)
 
 
-def train(setting: Setting, method: str, *, learning_rate: float, seed: int) -> tuple[float, float]:
+def train(
+    setting: Setting, method: str, *, steps: int, learning_rate: float, seed: int
+) -> tuple[float, float]:
     """Train by a method; the samples depend only on the seed.
 
     Args:
         setting: The settings of all trainings.
-        method: `allreduce`, a topology, a topology with `-adamw`, or `diloco`.
+        method: As `parse_method` reads it.
+        steps: Optimizer steps.
         learning_rate: Peak of a cosine with warm-up.
         seed: Seed of the weights and the samples.
 
@@ -166,63 +237,83 @@ def train(setting: Setting, method: str, *, learning_rate: float, seed: int) -> 
         Validation loss of the mean of the weights, in nats a character, and the distance of ranks
         from that mean.
     """
-    text = Text(Path(setting.text), batch_size=setting.batch_size, block_size=setting.block_size)
-    number = 1 if method == "allreduce" else setting.ranks
+    parsed = parse_method(method)
+    text = _open_text(setting)
+    number = 1 if parsed.mode == "allreduce" else setting.ranks
     replicas = _Replicas(setting, number, vocab_size=len(text.vocab), seed=seed)
-    optimizer = _make_optimizer(setting, method, replicas, learning_rate)
-    topology = method.removesuffix("-adamw")
+    optimizer = _make_optimizer(setting, parsed.optimizer, replicas, learning_rate)
     matrices: list[Tensor] = []
-    if topology in TOPOLOGIES:
-        rounds = make_rounds(topology, ranks=setting.ranks, ranks_per_node=setting.ranks_per_node)
+    if parsed.mode in TOPOLOGIES:
+        rounds = make_rounds(
+            parsed.mode, ranks=setting.ranks, ranks_per_node=setting.ranks_per_node
+        )
         matrices = [torch.from_numpy(mixing_matrix(groups)).float() for groups in rounds]
-    outer = _Outer(replicas, setting.sync_every) if method == "diloco" else None
+    outer = _Outer(replicas, parsed) if parsed.mode == "diloco" else None
     schedule = make_schedule(
         OptimizerOptions(
             lr_scheduler_type="cosine",
             learning_rate=learning_rate,
             min_learning_rate=0.1 * learning_rate,
         ),
-        total_steps=setting.steps,
-        warmup_steps=setting.steps // 10,
+        total_steps=steps,
+        warmup_steps=steps // 10,
     )
     generator = torch.Generator().manual_seed(seed)
-    for step in range(setting.steps):
+    for step in range(steps):
         replicas.compute_gradients(*text.batch("train", generator))
         if matrices and step > 0:  # the exchange that began after the last step
             replicas.mix(matrices[(step - 1) % len(matrices)])
         for group in optimizer.param_groups:
-            group["lr"] = schedule(step)
+            group["lr"] = schedule(step) * group["rate_factor"]
         optimizer.step()
         if outer is not None:
             outer.after_step(step)
     return replicas.validation_loss(text), replicas.distance()
 
 
+@functools.cache
+def _open_text(setting: Setting) -> Text:
+    return Text(Path(setting.text), batch_size=setting.batch_size, block_size=setting.block_size)
+
+
 def _make_optimizer(
-    setting: Setting, method: str, replicas: _Replicas, learning_rate: float
+    setting: Setting, name: str, replicas: _Replicas, learning_rate: float
 ) -> torch.optim.Optimizer:
-    groups = replicas.groups()
-    if method in TOPOLOGIES:
-        return AccumAdamW(
-            groups, lr=learning_rate, betas=BETAS, eps=1e-8, accum_steps=setting.accum_steps
-        )
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, eps=1e-8, fused=True)
+    groups = replicas.groups(setting.embedding_factor)
+    if name == "muon":
+        fusions: Any = {
+            weight: Fusion(sizes={"": outputs}, dim=1)
+            for weight, outputs in replicas.matrices.items()
+        }
+        return MuonAndAdamW(groups, fusions, lr=learning_rate, betas=BETAS, fusions=fusions)
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, eps=1e-8, fused=True)
+    power = setting.accum_steps if name == "accumadamw-power" else 1
+    return AccumAdamW(
+        groups,
+        lr=learning_rate,
+        betas=(BETAS[0] ** power, BETAS[1] ** power),
+        eps=1e-8,
+        accum_steps=setting.accum_steps,
+    )
 
 
 class _Outer:
     """DiLoCo's outer step on the mean of the replicas."""
 
-    def __init__(self, replicas: _Replicas, sync_every: int) -> None:
+    def __init__(self, replicas: _Replicas, method: Method) -> None:
         self._replicas = replicas
-        self._sync_every = sync_every
+        self._inner_steps = method.inner_steps
         self._mean = replicas.mean()
-        settings = DiLoCo(inner_steps=1, outer_learning_rate=0.7, outer_momentum=0.9)
+        settings = DiLoCo(
+            inner_steps=1, outer_learning_rate=0.7, outer_momentum=method.outer_momentum
+        )
         self._optimizer = OuterOptimizer(settings, self._mean, world_size=1)
         self._optimizer.before_step()
 
     def after_step(self, step: int) -> None:
         """Count a step; if an outer step is due, take it and give its result to all replicas."""
-        if (step + 1) % self._sync_every == 0:
+        if (step + 1) % self._inner_steps == 0:
             for name, mean in self._replicas.mean().items():
                 self._mean[name].copy_(mean)
             self._optimizer.after_step()
@@ -231,89 +322,15 @@ class _Outer:
             self._optimizer.before_step()
 
 
-class Losses:
-    """The results of trainings by method, learning rate and seed, each of which runs once.
-
-    Args:
-        setting: The settings of all trainings.
-    """
-
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
-        self._found: dict[tuple[str, float, int], tuple[float, float]] = {}
-
-    def of(self, method: str, rate: float, seed: int) -> tuple[float, float]:
-        """Return validation loss and distance from the mean, and train if that is not done yet."""
-        key = method, rate, seed
-        if key not in self._found:
-            self._found[key] = train(self._setting, method, learning_rate=rate, seed=seed)
-            loss, distance = self._found[key]
-            say(f"{method} at {rate:g} from seed {seed}: {loss:.4f} (distance {distance:.2g})")
-        return self._found[key]
-
-    def tune(self, method: str, rates: Sequence[float]) -> tuple[float, dict[float, float]]:
-        """Return the best rate of seed 0, and the losses by rate.
-
-        Further rates, doubled or halved, are tried while the best rate is the largest or smallest.
-        """
-        losses = {rate: self.of(method, rate, 0)[0] for rate in sorted(rates)}
-        for _ in range(_MOST_EXTENSIONS):
-            best = min(losses, key=losses.__getitem__)
-            if best == max(losses):
-                further = 2 * best
-            elif best == min(losses):
-                further = best / 2
-            else:
-                break
-            losses[further] = self.of(method, further, 0)[0]
-        return min(losses, key=losses.__getitem__), losses
+def train_case(case: dict[str, Any]) -> tuple[float, float]:
+    """Train a case: the fields of a `Setting`, and the arguments of `train` by their names."""
+    names = [field.name for field in fields(Setting)]
+    setting = Setting(**{name: case[name] for name in names})
+    arguments = ("method", "steps", "learning_rate", "seed")
+    return train(setting, **{name: case[name] for name in arguments})
 
 
-def loss_section(
-    setting: Setting, methods: Sequence[str], rates: Sequence[float], seeds: int
-) -> Section:
-    """Tune each method, train the other seeds at its rate, and compare.
-
-    Args:
-        setting: The settings of all trainings.
-        methods: The methods, `allreduce` first.
-        rates: Learning rates to begin with.
-        seeds: Trainings of each method at its best rate, the one that chose it included.
-    """
-    losses = Losses(setting)
-    rows, tuning, means = [], [], {}
-    for method in methods:
-        rate, by_rate = losses.tune(method, rates)
-        runs = [losses.of(method, rate, seed) for seed in range(seeds)]
-        finals = [loss for loss, _ in runs]
-        means[method] = statistics.fmean(finals)
-        rows.append(
-            [
-                method,
-                f"{rate:g}",
-                f"{means[method]:.4f} ({min(finals):.4f}-{max(finals):.4f})",
-                f"{means[method] - means['allreduce']:+.4f}",
-                f"{statistics.fmean(distance for _, distance in runs):.2g}",
-            ]
-        )
-        tried = ", ".join(f"{loss:.4f} at {rate:g}" for rate, loss in sorted(by_rate.items()))
-        tuning.append(f"- {method}: {tried}")
-    tokens = setting.batch_size * setting.block_size
-    lines = [
-        f"GPT-Neo of {setting.layers} layers, width {setting.width}, on characters; "
-        f"{setting.ranks} simulated ranks in nodes of {setting.ranks_per_node}, {tokens:,} "
-        f"characters a step over all of them, {setting.steps} steps. Gossip by AccumAdamW with "
-        f"moments of {setting.accum_steps} steps, or by AdamW where the name says so; DiLoCo with "
-        f"{setting.sync_every} inner steps. Means of {seeds} seeds, smallest and largest in "
-        "brackets.",
-        "",
-        *table(
-            ("method", "best rate", "final validation loss", "to allreduce", "distance from mean"),
-            rows,
-        ),
-        "",
-        "Validation loss of the seed that chose the rate:",
-        "",
-        *tuning,
-    ]
-    return Section(title="Final loss", lines=lines)
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    serve({"train": train_case})

@@ -6,11 +6,6 @@ methods, one after the other on the same batches, and prints the milliseconds of
 """
 
 import contextlib
-import json
-import os
-import queue
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -24,6 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from benchmarks.kfac_report import StepTimes
+from benchmarks.kfac_trainings import serve
 from llm.models.build import build_model
 from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
@@ -276,24 +272,6 @@ def time_steps(options: dict[str, Any]) -> StepTimes:
     return step_times
 
 
-def serve() -> None:
-    """Answer each line of the input, a task and its settings, by a line.
-
-    The process ends when its input does, also amid a training: then the benchmark has ended.
-    """
-    lines: queue.Queue[str] = queue.Queue()
-
-    def read() -> None:
-        for line in sys.stdin:
-            lines.put(line)
-        os._exit(0)
-
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        task, settings = json.loads(lines.get())
-        print(json.dumps({"train": train, "steps": time_steps}[task](settings)), flush=True)
-
-
 if __name__ == "__main__":
     restart_with_kept_memory()  # as the trainer does
-    serve()
+    serve({"train": train, "steps": time_steps})
