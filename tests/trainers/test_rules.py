@@ -26,6 +26,7 @@ OPTIONS = {
         {"optimizer": "normuon"},
         {"optimizer": "soap"},
     ],
+    "`--optimizer package.module:Class`": [{"optimizer": "torch.optim:Adamax"}],
     "`--data_parallel gossip`, `diloco`": [
         {"data_parallel": "gossip"},
         {"data_parallel": "diloco"},
@@ -34,6 +35,7 @@ OPTIONS = {
     "`--torch_compile`": [{"torch_compile": True}],
     "`--mixed_precision bf16`, `fp16`": [{"mixed_precision": "bf16"}, {"mixed_precision": "fp16"}],
     "`--mixed_precision fp8`": [{"mixed_precision": "fp8"}],
+    "`--fp8_head`": [{"fp8_head": True, "mixed_precision": "bf16"}],
 }
 
 
@@ -51,7 +53,7 @@ def cells() -> list[tuple[str, str, str]]:
 
 
 def test_the_table_has_all_pairs_of_ways_to_parallelise():
-    assert len(cells()) == 5 * 4 + 7 * 5
+    assert len(cells()) == 5 * 4 + 9 * 5
     assert {row for row, _, _ in cells()} == set(OPTIONS)
 
 
