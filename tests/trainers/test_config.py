@@ -224,6 +224,7 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
             ["--fp8_all_gather has been tried", "not go with --data_parallel gossip;"],
         ),
         ({**GATHERED, "kfac": True}, ["--fp8_all_gather has been tried", "go with --kfac;"]),
+        ({**GATHERED, "hyperball": True}, ["--fp8_all_gather has been tried", "--hyperball;"]),
         ({**GATHERED, "optimizer": "muon"}, ["not go with --optimizer muon;"]),
         ({"sequence_parallel": True}, ["--sequence_parallel needs --tensor_parallel_size"]),
         (

@@ -407,8 +407,8 @@ def _fp8_gather_problems(config: CoreConfig) -> list[str]:
         conflicts.append("--unsharded_gradients")
     if config.several_models is not None:
         conflicts.append(config.several_models)
-    if config.besides_optimizer is not None:
-        conflicts.append(config.besides_optimizer)
+    changes = config.besides_optimizer, config.around_optimizer
+    conflicts += [change for change in changes if change is not None]
     problems = [
         f"--fp8_all_gather has been tried with one sharded model and elementwise optimizers only, "
         f"and does not go with {conflict}; leave one of them out."
