@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from llm.optim.run_optimizer import RunOptimizer
 from llm.parallel.accelerator import order_buckets
 from llm.parallel.float8 import convert_to_fp8
 from llm.runtime.labels import IGNORED
+
+if TYPE_CHECKING:
+    from llm.parallel.context import SequenceShard
 
 MakeOptimizer = Callable[[nn.Module, DeviceMesh | None], RunOptimizer]
 """From the model, or this rank's shards of it, and the ranks that divide it."""
@@ -41,6 +44,7 @@ class AcceleratedStrategy:
         data_ranks: Number of equal slices of a global batch.
         rng_rank: Seed offset for dropout; ranks that process the same tokens share it.
         mesh: The ranks that divide the model; None if every rank has all of it.
+        sequence: This rank's shard of each sample; None if every rank has whole samples.
         run_optimizer: The optimizer, and what else it does in a step; `prepare` makes it.
         optimizer: The optimizer alone.
         answer_delay: Maximum calls of `any_rank` between a flag and its answer.
@@ -52,6 +56,7 @@ class AcceleratedStrategy:
     """
 
     mesh: DeviceMesh | None = None
+    sequence: "SequenceShard | None" = None
     answer_delay: int = 1
     _uses_ddp = True
     _gathers_in_fp8 = False

@@ -79,14 +79,14 @@ class SequenceShard:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
             positions = positions.expand_as(input_ids)
         return MicroBatch(
-            self._local_chunks(input_ids),
-            self._local_chunks(labels),
-            self._local_chunks(positions),
-            None if documents is None else self._local_chunks(documents),
+            self.local_chunks(input_ids),
+            self.local_chunks(labels),
+            self.local_chunks(positions),
+            None if documents is None else self.local_chunks(documents),
             sources,
         )
 
-    def _local_chunks(self, tensor: Tensor) -> Tensor:
+    def local_chunks(self, tensor: Tensor) -> Tensor:
         """Return this rank's two chunks of a tensor [samples, tokens]."""
         chunks = tensor.chunk(self.num_chunks, dim=1)
         return torch.cat([chunks[chunk_index] for chunk_index in self.chunks], dim=1)

@@ -87,7 +87,7 @@ class ShardedStrategy(AcceleratedStrategy):
         )
         self._expert_groups = make_expert_groups(dims, self.mesh) if dims.expert > 1 else None
         self._uses_ddp = dims.experts_alone
-        self._sequence = SequenceShard(dims, self.rank) if dims.context > 1 else None
+        self.sequence = SequenceShard(dims, self.rank) if dims.context > 1 else None
         self._sequence_parallel = options.sequence_parallel
         self._partial_gradients: list[str] = []
         self._divided_experts: list[nn.Parameter] = []
@@ -105,8 +105,8 @@ class ShardedStrategy(AcceleratedStrategy):
 
     def _shard_model(self) -> None:
         """Divide attention, layers and experts as the dims say, then shard the weights by FSDP."""
-        if self._sequence is not None:
-            divide_attention(self.model, self._sequence)
+        if self.sequence is not None:
+            divide_attention(self.model, self.sequence)
         self._divide_layers()
         if self.dims.experts_alone:
             self._divide_experts(self.model, self._gradient_mesh)
@@ -249,15 +249,15 @@ class ShardedStrategy(AcceleratedStrategy):
         self.run_optimizer.localize(local_by_parameter)
 
     def _local_batch(self, micro_batch: MicroBatch) -> MicroBatch:
-        return micro_batch if self._sequence is None else self._sequence.local_batch(micro_batch)
+        return micro_batch if self.sequence is None else self.sequence.local_batch(micro_batch)
 
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return likeliest next tokens and labels' log-probabilities, of whole samples."""
         self._keep_embedding_gathered(is_kept=True)
         likeliest, log_probs = super().predict(micro_batch)
-        if self._sequence is None:
+        if self.sequence is None:
             return likeliest, log_probs
-        return self._sequence.gather(likeliest, 1), self._sequence.gather(log_probs, 1)
+        return self.sequence.gather(likeliest, 1), self.sequence.gather(log_probs, 1)
 
     @property
     def _gradient_ranks(self) -> int:

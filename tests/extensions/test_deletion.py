@@ -31,6 +31,11 @@ MADE_WITH = {
     "matrix_optim": ({"optimizer": "muon"}, 2, "optimizer was 'muon' and is 'adamw'"),
     "moe": ({"router_balancing": "none"}, 2, "was trained with --router_balancing,"),
     "mup": ({"mup": True, "mup_base_width": 16}, 2, "was trained with --mup and --mup_base_width"),
+    "norms": (
+        {"log_norms": 1},
+        0,
+        "also holds norms, which this run does not continue",
+    ),
     "profiler": ({"profile": "0:1"}, 0, ""),
     "spikes": (
         {"on_loss_spike": "stop"},

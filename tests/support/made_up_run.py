@@ -29,6 +29,7 @@ from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import Saver
 from llm.data.corpus import Corpus
 from llm.data.loader import MicroBatch
+from llm.extensions.norms.norm_records import NormRecords
 from llm.metrics.meter import Meter
 from llm.models.configuration import load_config
 from llm.parallel import base, context
@@ -136,6 +137,20 @@ def launches_of_updates(case: Case, steps: int) -> list[Counter[str]]:
             strategy.optimizer_step(config.max_grad_norm)
             counts.append(strict.take_notes().launches)
         return counts
+
+
+def notes_of_a_record(case: Case) -> Notes:
+    """Return the notes of all that `--log_norms` adds to a step, on one rank."""
+    with _prepared(case) as (strategy, strict, _, _):
+        tokens = torch.zeros(case.shape, dtype=torch.long, device=strategy.device)
+        batch: Any = SimpleNamespace(micro_batches=[MicroBatch(tokens, tokens)])
+        records = NormRecords(strategy, interval_steps=1, has_several_models=False)
+        records.before_step(0)
+        strategy.forward_backward(batch.micro_batches, num_tokens=tokens.numel())
+        strict.take_notes()
+        records._measure_gradients()
+        records.after_step(1, batch)
+        return strict.take_notes()
 
 
 def _prepare(case: Case, config: GPTConfig, device: torch.device) -> AcceleratedStrategy:

@@ -230,6 +230,6 @@ def _style_line(line: Any, curve: Curve) -> None:
         line.glyph.line_width = 1.3
         line.glyph.line_dash = [2, 3] if curve.is_average else "dashed"
     line.tags = ["curve"]
-    line.name = "moving average" if curve.is_average else ""
+    line.name = "moving average" if curve.is_average else curve.layer
     if curve.key == "eval_loss":
         line.name = "validation"

@@ -56,7 +56,8 @@ def write_images(runs: list[Run], folder: Path, *, x: X) -> list[Path]:
         plot.set_ylabel(panel.unit)
         plot.set_title(panel.title)
         plot.grid(alpha=0.25)
-        plot.legend(frameon=False, fontsize="small")
+        if not all(curve.layer for curve in panel.curves):
+            plot.legend(frameon=False, fontsize="small")
         paths.append(folder / f"{panel.name}.png")
         figure.savefig(paths[-1])
     recorded_runs = [(number, run) for number, run in enumerate(runs, 1) if run.expert_loads]
@@ -84,6 +85,9 @@ def _draw_curve(
     if is_validation:
         label += ", moving average" if curve.is_average else ", validation"
         style = ":" if curve.is_average else "--"
+    if curve.layer:  # a legend of all layers would cover the curves
+        label = "_"
+        plot.annotate(curve.layer, (x_values[-1], curve.points["y"][-1]), fontsize="xx-small")
     light_color, _ = COLORS[curve.run % len(COLORS)]
     plot.plot(
         x_values,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,12 @@ class Curve:
     def is_average(self) -> bool:
         """Whether it shows the moving average of the weights."""
         return self.key.startswith("eval_ema_")
+
+    @property
+    def layer(self) -> str:
+        """The layer of its values, such as `3.attention`; empty for values of the whole model."""
+        prefix, _, layer = self.key.partition("/")
+        return layer if prefix in _TITLES_BY_PREFIX else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +119,16 @@ _HIDDEN_KEYS = {
 }
 _HIDDEN_PREFIXES = ("eval_ema_", "moe_max_load/")
 """Prefixes of metrics that share the panel of others, or are in the maps of experts."""
-_SECTIONS = ("First", "Loss", "Optimization", "System", "K-FAC", "Experts", "Tasks", "Other")
+_TITLES_BY_PREFIX = {
+    "norm_weight": "Norm of weights, by layer",
+    "norm_gradient": "Norm of gradients, by layer",
+    "norm_update": "Norm of updates, by layer",
+    "max_attention_logit": "Largest attention logit, by layer",
+}
+"""Titles of the panels of metrics PREFIX/GROUP, with a curve for each group."""
+_SECTIONS = (
+    *("First", "Loss", "Optimization", "Layers", "System", "K-FAC", "Experts", "Tasks", "Other"),
+)
 _DEFAULT_VALUES = {"loss_scale": 1.0, "skipped_steps": 0.0}
 """Panels with only this value are left out."""
 
@@ -124,10 +140,28 @@ def make_panels(runs: list[Run]) -> list[Panel]:
     other_keys = [
         key for key in keys if key not in known_keys and not key.startswith(_HIDDEN_PREFIXES)
     ]
-    candidates = [*_KNOWN_PANELS, *map(_make_panel, other_keys)]
+    layer_panels = _make_layer_panels(other_keys)
+    layer_keys = {key for panel in layer_panels for key in panel.keys}
+    other_panels = [_make_panel(key) for key in other_keys if key not in layer_keys]
+    candidates = [*_KNOWN_PANELS, *layer_panels, *other_panels]
     candidates.sort(key=lambda panel: _SECTIONS.index(panel.section))
     panels = [_fill_panel(panel, runs) for panel in candidates]
     return [panel for panel in panels if panel is not None]
+
+
+def _make_layer_panels(keys: Sequence[str]) -> list[Panel]:
+    """Return the panels of metrics that have a value for each layer."""
+    keys_by_prefix = {
+        prefix: [key for key in keys if key.startswith(f"{prefix}/")]
+        for prefix in _TITLES_BY_PREFIX
+    }
+    return [
+        Panel(
+            name=prefix, title=title, keys=tuple(keys_by_prefix[prefix]), section="Layers", log=True
+        )
+        for prefix, title in _TITLES_BY_PREFIX.items()
+        if keys_by_prefix[prefix]
+    ]
 
 
 def _fill_panel(panel: Panel, runs: list[Run]) -> Panel | None:

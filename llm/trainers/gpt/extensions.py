@@ -18,6 +18,7 @@ from llm.extensions.kfac.options import KFACExtension
 from llm.extensions.matrix_optim.options import MatrixExtension
 from llm.extensions.moe.options import MoEExtension
 from llm.extensions.mup.options import MuPExtension
+from llm.extensions.norms.options import NormExtension
 from llm.extensions.profiler.options import ProfilerExtension
 from llm.extensions.spikes.options import SpikeExtension
 from llm.extensions.tasks.options import TasksExtension
@@ -34,6 +35,7 @@ EXTENSIONS: tuple[type[Extension[Any]], ...] = (
     MatrixExtension,
     MoEExtension,
     MuPExtension,
+    NormExtension,
     ProfilerExtension,
     SpikeExtension,
     TasksExtension,

@@ -179,6 +179,9 @@ class Trainer:
         # The loss is the sum over tokens divided by the tokens of the whole step on all ranks, so
         # micro-batches, ranks and a short last window do not change the mean.
         sums = strategy.forward_backward(batch.micro_batches, num_tokens=batch.num_tokens)
+        for extension in self.extensions:
+            if extension.before_update is not None:
+                extension.before_update()
         self.saver.before_update()
         # All ranks skip the step if any gradient is not finite. Norm and flag stay on the device:
         # reading them here would wait for the whole step.
@@ -393,7 +396,8 @@ class Trainer:
     def run_periodic(self, periodic: Periodic) -> None:
         """Do the work of an extension, and report its values."""
         self.health.heartbeat(step=self.state.step, phase="evaluation")
-        self.tracker.write(periodic.run(self.state.step), step=self.state.step)
+        if values := periodic.run(self.state.step):
+            self.tracker.write(values, step=self.state.step)
         self.state.last_periodic_steps[periodic.name] = self.state.step
 
     def evaluate_weights(self) -> dict[str, float]:

@@ -194,12 +194,16 @@ class LoopExtension:
         description: Description of the state, for the log.
         weights: Other weights for the model, or None.
         periodic: Work to do every few steps, or None.
+        before_update: Called between the backward passes and the update of a step, or None.
+            Gradients are averaged over ranks and unscaled, and not clipped. Its time counts as
+            training, and it should not read from the device.
     """
 
     part: ClassVar[str | None] = None
     description: ClassVar[str] = ""
     weights: ExtraWeights | None = None
     periodic: Periodic | None = None
+    before_update: Callable[[], None] | None = None
 
     def describe(self) -> list[str]:
         """Return lines for the log at the start; the state has been loaded."""

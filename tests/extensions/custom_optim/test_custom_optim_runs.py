@@ -129,11 +129,11 @@ def test_steps_on_other_layouts_are_those_of_one_rank(alone, ranks, sizes):
 
 
 @pytest.mark.layouts
-def test_experts_that_ranks_divide_train_as_on_one_rank():
-    family = "mixtral"
+@pytest.mark.parametrize("sizes", [{"shard": 2, "expert": 2}, {"expert": 2}])
+def test_experts_that_ranks_divide_train_as_on_one_rank(sizes):
     divided, whole = (
-        values(run_ranks(run, ranks, sizes, family))[0]
-        for ranks, sizes in ((2, {"shard": 2, "expert": 2}), (1, {}))
+        values(run_ranks(run, ranks, sizes_of_ranks, "mixtral"))[0]
+        for ranks, sizes_of_ranks in ((2, sizes), (1, {}))
     )
     for kind in KINDS:
         for name, weight in divided[kind][0].items():

@@ -1,0 +1,48 @@
+"""The extension of norms: its option and its memory."""
+
+from llm.config.options import option, option_group
+from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.seams import Extension, LoopContext, LoopExtension
+
+
+@option_group("Norms of layers", extension=True)
+class NormOptions(CoreConfig):
+    """How often norms are measured."""
+
+    log_norms: int | None = option(
+        None,
+        "Steps between two records of the norms of weights, gradients and updates, and of the "
+        "largest attention logits, by layer; a multiple of logging_steps.",
+        at_least=1,
+    )
+
+
+class NormExtension(Extension[NormOptions]):
+    """Records norms, if the option asks for them."""
+
+    def problems(self) -> list[str]:
+        """Return a sentence if a record would make the host wait for the device."""
+        interval, logging_steps = self.options.log_norms, self.options.logging_steps
+        if interval is None or interval % logging_steps == 0:
+            return []
+        return [
+            f"--log_norms {interval} is not a multiple of --logging_steps {logging_steps}, where "
+            "the host reads from the device anyway; give a multiple."
+        ]
+
+    def in_loop(self, context: LoopContext) -> LoopExtension | None:
+        """Return what records the norms of a training; None without the option."""
+        interval = self.options.log_norms
+        if interval is None or self.options.eval_only:
+            return None
+        from llm.extensions.norms.norm_records import NormRecords
+
+        return NormRecords(
+            context.strategy,
+            interval_steps=interval,
+            has_several_models=self.options.several_models is not None,
+        )
+
+    def bytes_per_parameter(self) -> float:
+        """Return the memory of a copy of the weights; an update is its difference from them."""
+        return 0.0 if self.options.log_norms is None else 4.0
