@@ -103,7 +103,7 @@ SLOW = pytest.mark.slow
 HALF = "--mixed_precision bf16 --block_size 64 --config_overrides vocab_size=8192"
 MIXTURE = (
     "--model_type qwen3_moe --block_size 128 --per_device_train_batch_size 4 --device cpu "
-    "--nodes 1 --data_parallel_shard_size 2 --expert_parallel_size 2 --config_overrides "
+    "--nodes 1 --config_overrides "
     "vocab_size=1024,num_hidden_layers=4,hidden_size=128,num_attention_heads=4,"
     "num_key_value_heads=2,head_dim=32,num_experts=16,num_experts_per_tok=2,"
     "moe_intermediate_size=256"
@@ -143,12 +143,26 @@ def test_the_planned_memory_is_within_a_tenth_of_the_measured_peak(ranks, words)
     assert planned(words) == pytest.approx(max(peaks), rel=0.1)
 
 
+SHARDED = "--data_parallel_shard_size 2 --expert_parallel_size 2"
+SHARED = "--data_parallel_shard_size 4 --expert_parallel_size 2"
+
+
 @SLOW
 @pytest.mark.parametrize(
-    "words", ["", "--activation_checkpointing full", "--mixed_precision bf16", "--optimizer muon"]
+    ("ranks", "words"),
+    [
+        (2, SHARDED),
+        (2, f"{SHARDED} --activation_checkpointing full"),
+        (2, f"{SHARDED} --mixed_precision bf16"),
+        (2, f"{SHARDED} --optimizer muon"),
+        (4, SHARED),
+        (4, f"{SHARED} --activation_checkpointing full"),
+        (2, "--expert_parallel_size 2"),
+        (2, "--expert_parallel_size 2 --gradient_accumulation_steps 2"),
+    ],
 )
-def test_the_planned_memory_of_divided_experts_is_near_the_measured_peak(words):
+def test_the_planned_memory_of_divided_experts_is_near_the_measured_peak(ranks, words):
     """The load of the fullest rank is a guess, and the routers of two steps are not trained."""
-    words = f"{MIXTURE} {words} --gpus_per_node 2"
-    peaks = values(run_ranks(measure, 2, words))
+    words = f"{MIXTURE} {words} --gpus_per_node {ranks}"
+    peaks = values(run_ranks(measure, ranks, words))
     assert planned(words) == pytest.approx(max(peaks), rel=0.15)

@@ -124,6 +124,7 @@ class StagePlan:
         local_elements, trained_elements = shard_sizes(other_params, self.ranks)
         self.local_elements = local_elements + self.local_expert_elements
         self.trained_elements = trained_elements + trained_experts
+        self.bucket_elements = trained_elements if dims.experts_alone else self.trained_elements
         stack_elements = (p.numel() // expert_ranks for p in expert_params)
         self.largest_stack_elements = max(stack_elements, default=0)
 
@@ -381,11 +382,11 @@ class StagePlan:
         """Return the bytes of accumulated gradients at a moment, as for `_memory_at`."""
         if self.keeps_unsharded_gradients and not is_optimizer_step:
             return FP32 * self.unsharded_trained_elements
-        # DistributedDataParallel allocates buckets for all gradients at the start.
+        # DistributedDataParallel allocates its buckets of gradients at the start.
         has_buckets = self.uses_ddp and self.dims.world_size > 1
-        if has_gradients or has_buckets or self.micro_batches > 1:
+        if has_gradients or self.micro_batches > 1:
             return FP32 * self.trained_elements
-        return 0
+        return FP32 * self.bucket_elements if has_buckets else 0
 
     def _buffer_bytes(
         self,
@@ -409,7 +410,7 @@ class StagePlan:
         if not self.is_sharded:
             if self.micro_batches > 1 and self.dims.world_size > 1:
                 # Gradients accumulate outside the buckets, which the last micro-batch fills.
-                size += FP32 * self.trained_elements
+                size += FP32 * self.bucket_elements
             return size
         size += unreduced_bytes
         if not is_optimizer_step:
