@@ -366,6 +366,9 @@ _METADATA_CHECKS: dict[str, Callable[[Any], bool]] = {
     "tokenizer": lambda value: isinstance(value, str),
     "initial_weights": lambda value: isinstance(value, str),
     "skip_samples": lambda value: isinstance(value, str),
+    "packages": lambda value: (
+        isinstance(value, dict) and all(isinstance(version, str) for version in value.values())
+    ),
     "branch": _is_branch_record,
 }
 """The metadata that the core records in the checkpoints of a run, with a check of each value."""

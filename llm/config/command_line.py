@@ -334,9 +334,10 @@ def _make_parser(option_fields: Sequence[Field]) -> _Parser:
     )
     group_by_heading: dict[str, Any] = {}
     for field in option_fields:
-        if field.option.group not in group_by_heading:
-            group_by_heading[field.option.group] = parser.add_argument_group(field.option.group)
-        _add_flag(group_by_heading[field.option.group], field)
+        heading = field.option.heading
+        if heading not in group_by_heading:
+            group_by_heading[heading] = parser.add_argument_group(heading)
+        _add_flag(group_by_heading[heading], field)
     return parser
 
 

@@ -17,7 +17,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 from llm.config.duration import Duration, Tokens, Unit
 from llm.config.other_trainers import find_counterpart
@@ -38,6 +38,21 @@ Resume = Literal["state", "fixed", "logged", "free"]
 """Whether a resumed run keeps an option's value, because the saved state depends on it (state) or
 unless the user allows the change (fixed), may change it and logs the change, because rounding or
 evaluation change too (logged), or may change it (free)."""
+
+
+class Package(NamedTuple):
+    """An installed package that declares options.
+
+    Attributes:
+        name: Its name, as pip knows it.
+        version: Its version.
+    """
+
+    name: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +83,7 @@ class Option:
             its type lists them. `CLASS_CHOICE` allows the name of any class.
         common: Whether `--help` shows it, although `COMMON` of the class does not name it.
         extension: Whether it belongs to an extension, as its class says.
+        package: The installed package that declares it; None if it belongs to this package.
     """
 
     help: str
@@ -89,6 +105,12 @@ class Option:
     choices: Callable[[type], Iterable[str]] | None = None
     common: bool = False
     extension: bool = False
+    package: Package | None = None
+
+    @property
+    def heading(self) -> str:
+        """The heading that lists it, with the installed package that declares it."""
+        return self.group if self.package is None else f"{self.group} ({self.package})"
 
 
 def _field_maker(
@@ -275,13 +297,26 @@ def _collect_fields(cls: type) -> tuple[Field, ...]:
     class_by_name: dict[str, type] = {}
     for name, base in annotations:
         if name in field_by_name and class_by_name.setdefault(name, base) is not base:
+            packages = [_package_of(each, name) for each in (base, class_by_name[name])]
+            first, second = (
+                each.__name__ + (f" in {package}" if package else "")
+                for each, package in zip((base, class_by_name[name]), packages, strict=True)
+            )
+            remedy = ", or uninstall the package" if any(packages) else ""
             raise ConfigError(
-                f"The option {name} of {base.__name__} is declared again by "
-                f"{class_by_name[name].__name__}; give it another name there."
+                f"The option {name} of {first} is declared again by {second}; give it another name "
+                f"there{remedy}."
             )
     option_fields = [_make_field(field_by_name[name], hints[name], cls) for name in class_by_name]
     _check_unique_names(option_fields)
     return tuple(sorted(option_fields, key=lambda field: field.option.extension))
+
+
+def _package_of(cls: type, name: str) -> Package | None:
+    """Return the installed package of a class that declares an option."""
+    field = vars(cls).get("__dataclass_fields__", {}).get(name)
+    package: Package | None = None if field is None else field.metadata["option"].package
+    return package
 
 
 def _check_unique_names(option_fields: Iterable[Field]) -> None:
@@ -290,14 +325,18 @@ def _check_unique_names(option_fields: Iterable[Field]) -> None:
     Raises:
         ConfigError: Names both options.
     """
-    option_by_name: dict[str, str] = {}
+    field_by_name: dict[str, Field] = {}
     for field in option_fields:
         for name in (*field.names, *field.opposites):
-            option_name = option_by_name.setdefault(name, field.name)
-            if option_name != field.name:
+            other = field_by_name.setdefault(name, field)
+            if other is not field:
+                first, second = (
+                    f"{each.name} of {each.option.package}" if each.option.package else each.name
+                    for each in (other, field)
+                )
                 raise ConfigError(
-                    f"The name {name} belongs to the options {option_name} and {field.name}; give "
-                    "one of them another name or alias."
+                    f"The name {name} belongs to the options {first} and {second}; give one of "
+                    "them another name or alias."
                 )
 
 

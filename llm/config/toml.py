@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,7 +38,8 @@ def read_toml(cls: type, path: Path) -> dict[str, Any]:
             nearest one), or a value has the wrong type.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        table = tomllib.loads(text)
     except IsADirectoryError as error:
         raise ConfigError(
             f"--config {path} is a folder; name a TOML file, such as a run's config.toml."
@@ -46,7 +48,23 @@ def read_toml(cls: type, path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, thousands of digits, nesting
         raise ConfigError(f"--config {path} is not valid TOML: {one_line(error)}.") from error
-    return _read_table(cls, table, location=str(path))
+    try:
+        return _read_table(cls, table, location=str(path))
+    except ConfigError as error:
+        missing_packages = _missing_packages(cls, text)
+        if not missing_packages:
+            raise
+        raise ConfigError(
+            f"{error} The file has options of {' and '.join(missing_packages)}, which this "
+            "installation does not have; install it."
+        ) from error
+
+
+def _missing_packages(cls: type, text: str) -> list[str]:
+    """Return the packages in the headings of `to_toml` that declare none of a class's options."""
+    packages = re.findall(r"^# .* \((\S+ \S+)\)$", text, flags=re.MULTILINE)
+    installed = {str(field.option.package) for field in fields(cls)}
+    return [package for package in packages if package not in installed]
 
 
 def _read_table(cls: type, table: dict[str, Any], *, location: str) -> dict[str, Any]:
@@ -142,8 +160,8 @@ def to_toml(config: Any) -> str:
         value = getattr(config, field.name)
         if field.option.one_shot or (field.option.extension and value == field.default):
             continue
-        if field.option.group != group:
-            group = field.option.group
+        if field.option.heading != group:
+            group = field.option.heading
             lines.append(f"\n# {group}")
         if value is None:
             lines.append(f"# {field.name} is not set")

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.package import PACKAGE, ROOT, USES
+from tests.support.trainer_server import TrainerServer, trainer_server
 from tests.support.training import Bench, Run
 
 EXTENSIONS = sorted(path.parent.name for path in PACKAGE.glob("extensions/*/__init__.py"))
@@ -46,37 +46,6 @@ MADE_WITH = {
 }
 """Options of a run that uses the extension; exit code and log of a resume without them."""
 MARKS = {"matrix_optim": (), "compiled_code": pytest.mark.slow}  # it compiles for a minute
-SERVER = """
-import json, os, sys
-import accelerate, torch.distributed.fsdp, torch.utils.tensorboard  # once for all packages
-import transformers.models.auto.tokenization_auto, transformers.models.gpt2.modeling_gpt2
-
-def wait(child):
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-def live(package, lives, log):
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 1)
-    os.dup2(1, 2)
-    os.chdir(package)
-    os.environ["PYTHONPATH"] = sys.path[0] = package
-    import llm.trainers.gpt.train  # once; each start is a forked process
-    from llm.trainers.gpt.main import main
-    codes = []
-    for argv in lives:
-        child = os.fork()
-        if child == 0:
-            os._exit(main(argv))
-        codes.append(wait(child))
-    open(log + ".codes", "w").write(json.dumps(codes))
-
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        live(*json.loads(line))
-        os._exit(0)
-    print(wait(child), flush=True)
-"""
-"""Runs the trainers of copies of the package, which fork from one process with PyTorch."""
 REFUSED = {
     "custom_optim": "not 'torch.optim:Adamax'",
     "matrix_optim": "not 'muon'",
@@ -125,33 +94,10 @@ def add_counter(package: Path) -> None:
     listed_in(package).write_text(source, encoding="utf-8")
 
 
-class Server:
-    """Runs the trainer of a copy once for each command line; returns exit codes and output."""
-
-    def __init__(self) -> None:
-        environment = os.environ | {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-
-    def run(self, package: Path, *lives: list[str]) -> tuple[list[int], str]:
-        log = package / "lives.log"
-        print(json.dumps([str(package), lives, str(log)]), file=self.process.stdin, flush=True)
-        code = self.process.stdout.readline()
-        output = log.read_text(encoding="utf-8")
-        assert code == "0\n", output
-        return json.loads(Path(f"{log}.codes").read_text()), output
-
-
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.process.communicate()
+def server() -> Iterator[TrainerServer]:
+    with trainer_server() as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,9 @@ import llm.extensions.matrix_optim.matrix_factories
 import llm.extensions.spikes.loss_spikes
 import llm.parallel.fsdp
 import llm.parallel.pipeline.pipelined
+import llm.trainers.gpt.extensions
 import llm.trainers.gpt.main
+import llm.trainers.gpt.recorded_config
 import llm.trainers.gpt.train
 from llm.config.command_line import check_library_versions
 

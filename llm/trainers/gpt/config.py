@@ -20,9 +20,11 @@ from typing import Any, ClassVar, Literal
 from llm.checkpoint.options import CheckpointOptions, checkpoint_problems
 from llm.config.duration import Duration
 from llm.config.options import (
+    Package,
     fields,
     missing_requirements,
     names_by_alias,
+    non_default,
     option,
     option_group,
     path_options,
@@ -189,6 +191,23 @@ class CoreConfig(
         return None
 
 
+def packages_in_use(config: CoreConfig) -> tuple[Package, ...]:
+    """Return the installed packages with an option that is not at its default."""
+    declared = {field.name: field.option.package for field in fields(type(config))}
+    packages = {declared[name] for name in non_default(config)}
+    return tuple(sorted(package for package in packages if package is not None))
+
+
+def extensions_in_use(config: CoreConfig) -> tuple[type[Any], ...]:
+    """Return the extensions that take part in a run, in calling order.
+
+    An extension of an installed package takes part only if one of the package's options is not at
+    its default, so that other runs need not have the package.
+    """
+    packages = (None, *packages_in_use(config))
+    return tuple(extension for extension in config.EXTENSIONS if extension.package in packages)
+
+
 def preset_options(values: dict[str, Any]) -> dict[str, Any]:
     """Return the options set by the preset.
 
@@ -279,7 +298,11 @@ def planned_run_problems(config: CoreConfig) -> list[str]:
         *parallel_problems(config),
         *_size_problems(config),
         *_precision_problems(config),
-        *(problem for extension in config.EXTENSIONS for problem in extension(config).problems()),
+        *(
+            problem
+            for extension in extensions_in_use(config)
+            for problem in extension(config).problems()
+        ),
         *missing_requirements(config),
     ]
 

@@ -1,7 +1,8 @@
-"""All options of the trainer: the core's, and options of the extensions listed here.
+"""All options of the trainer: the core's, and options of the extensions.
 
-To delete an extension, remove its folder, its import and its line in the list. The command line,
-the TOML file and the configuration page are all generated from `GPTConfig`.
+The list has the extensions of this package, and after them the installed ones. To delete one,
+remove its folder, its import and its line in the list. The command line, the TOML file and the
+configuration page are all generated from `GPTConfig`.
 
 The extensions custom_optim and kfac import matrix_optim: delete them first.
 """
@@ -23,6 +24,7 @@ from llm.extensions.profiler.options import ProfilerExtension
 from llm.extensions.spikes.options import SpikeExtension
 from llm.extensions.tasks.options import TasksExtension
 from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.installed_extensions import load_installed_extensions
 from llm.trainers.gpt.seams import Extension, option_classes
 
 EXTENSIONS: tuple[type[Extension[Any]], ...] = (
@@ -39,6 +41,7 @@ EXTENSIONS: tuple[type[Extension[Any]], ...] = (
     ProfilerExtension,
     SpikeExtension,
     TasksExtension,
+    *load_installed_extensions(),
 )
 """The extensions, in calling order."""
 

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llm.config.command_line import parse, split_config_file
 from llm.config.terminal import accept_any_text, flush_output
@@ -36,8 +36,9 @@ from llm.runtime.process_settings import (
 from llm.runtime.signals import watch_launcher
 from llm.runtime.world import World, adopt_launcher, world_from_environment
 from llm.trainers.gpt.config import check, preset_options
-from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.recorded_config import inherited_options
+
+if TYPE_CHECKING:
+    from llm.trainers.gpt.extensions import GPTConfig
 
 GRACE_SECONDS = 3.0
 """Grace period for the failing rank to print its error before the launcher kills the job."""
@@ -92,12 +93,17 @@ def _train_or_explain(argv: Sequence[str] | None) -> int:
         return 2
 
 
-def parse_args(argv: Sequence[str]) -> GPTConfig:
+def parse_args(argv: Sequence[str]) -> "GPTConfig":
     """Read the options and check them against each other.
 
     Raises:
-        ConfigError: An option is unknown, malformed, or does not fit the others.
+        ConfigError: An option is unknown, malformed, or does not fit the others; or an installed
+            extension is broken.
     """
+    # Imported here, so that a broken extension is refused with one sentence.
+    from llm.trainers.gpt.extensions import GPTConfig
+    from llm.trainers.gpt.recorded_config import inherited_options
+
     config = parse(
         GPTConfig,
         argv,
@@ -128,7 +134,7 @@ def _log_refusal(error: Exception, sentence: str, world: World) -> None:
         logger.error(f"error: {sentence}")  # still alive, so no other rank failed with this error
 
 
-def run(config: GPTConfig, world: World, *, config_file: Path | None) -> int:
+def run(config: "GPTConfig", world: World, *, config_file: Path | None) -> int:
     """Train or evaluate as configured and return the exit code.
 
     Args:

@@ -11,6 +11,7 @@ from llm.config.duration import Duration, Tokens
 from llm.errors import CheckpointError, ConfigError
 from llm.optim.schedule import is_constant
 from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.seams import changes_schedule
 
 DEVICE_OPTIONS = ("mixed_precision", "tf32", "torch_compile", "router_dtype")
 """Options with a default that depends on the device, or on the version that began the run."""
@@ -48,10 +49,12 @@ def check_checkpoint_record(config: CoreConfig, checkpoint: Checkpoint) -> None:
     unknown_names = saved_options(config, checkpoint, "fixed").keys() - option_names
     if unknown_names:
         flags = " and ".join(f"--{name}" for name in sorted(unknown_names))
+        packages = " and ".join(f"{name} {v}" for name, v in recorded_packages(checkpoint).items())
+        source = packages or "the extension or the version of llm-trainers that has them"
         raise CheckpointError(
             f"{checkpoint.path} was trained with {flags}, which this installation does not have. "
-            "Install the extension or the version of llm-trainers that has them, or start another "
-            "run from the exported model by --model_name_or_path."
+            f"Install {source}, or start another run from the exported model by "
+            "--model_name_or_path."
         )
 
 
@@ -88,8 +91,10 @@ def can_extend_training(config: CoreConfig, checkpoint: Checkpoint) -> bool:
     """Return whether `max_duration` may be longer than in the checkpoint.
 
     A longer run is the same up to the checkpoint only if its past learning rates do not change:
-    if the rate is constant, or if its decay has not begun.
+    if the rate is constant, or if its decay has not begun, and no extension changes it.
     """
+    if changes_schedule(config):
+        return False
     recorded_options = _recorded_options(config, checkpoint, "fixed")
     recorded_duration = Duration(recorded_options["max_duration"])
     duration = config.max_duration
@@ -117,6 +122,12 @@ def fixed_options(config: CoreConfig, *, defaults: dict[str, Any] | None = None)
         if defaults is not None and name in fixed and fixed[name] is None:
             fixed[name] = defaults.get(name)
     return fixed
+
+
+def recorded_packages(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the versions of the installed packages with extensions in a run, by name."""
+    packages: dict[str, str] = checkpoint.metadata.get("packages", {})
+    return packages
 
 
 def recorded_values(config: CoreConfig, kind: str) -> dict[str, Any]:

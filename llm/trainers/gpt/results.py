@@ -21,7 +21,7 @@ from llm.models.model_card import Card, mixture_rows
 from llm.models.sizes import parameter_counts
 from llm.runtime.files import json_safe, write_whole
 from llm.runtime.logging import counted
-from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.config import CoreConfig, packages_in_use
 from llm.trainers.gpt.load_trained_model import export_trained
 from llm.trainers.gpt.loop import Trainer
 
@@ -188,7 +188,8 @@ def make_card(
         initial_weights: Source of the weights at step 0, such as `from gpt2`.
         ranks: Ranks of the run.
     """
-    software = f"llm-trainers {__version__}, torch {torch.__version__}"
+    packages = "".join(f", {package}" for package in packages_in_use(config))
+    software = f"llm-trainers {__version__}, torch {torch.__version__}{packages}"
     base_model = initial_weights.removeprefix("from ")
     torchrun = f"torchrun --standalone --nproc_per_node={ranks} -m llm.trainers.gpt"
     program = "llm-trainers train" if ranks == 1 else torchrun

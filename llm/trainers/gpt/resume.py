@@ -17,12 +17,13 @@ from llm.checkpoint.run_folder import RunFolder, check_unchanged, describe_chang
 from llm.data.data_digest import data_has_changed
 from llm.data.options import SOURCES
 from llm.errors import CheckpointError
-from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.config import CoreConfig, packages_in_use
 from llm.trainers.gpt.recorded_options import (
     can_extend_training,
     check_checkpoint_record,
     fixed_options,
     options_allowed_to_change,
+    recorded_packages,
     recorded_values,
     saved_options,
     state_options,
@@ -196,6 +197,15 @@ def check_same_data(
         )
 
 
+def _package_changes(saved: dict[str, str], current: dict[str, str]) -> list[str]:
+    """Return a clause for each installed package that has changed, or takes part no more."""
+    return [
+        f"the package {name} was {version} and is {current.get(name, 'not used')}"
+        for name, version in saved.items()
+        if current.get(name) != version
+    ]
+
+
 def log_changes(config: CoreConfig, checkpoint: Checkpoint, *, world_size: int) -> None:
     """Log settings that affect the numbers and differ from the checkpoint."""
     fixed, logged = (saved_options(config, checkpoint, kind) for kind in ("fixed", "logged"))
@@ -205,6 +215,7 @@ def log_changes(config: CoreConfig, checkpoint: Checkpoint, *, world_size: int) 
         *describe_changes(
             {"number of ranks": checkpoint.world_size}, {"number of ranks": world_size}
         ),
+        *_package_changes(recorded_packages(checkpoint), dict(packages_in_use(config))),
     ]
     if changes:
         logger.info(f"The run continues with other settings: {'; '.join(changes)}.")

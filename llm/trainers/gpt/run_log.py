@@ -28,7 +28,7 @@ from llm.runtime.agreement import gather
 from llm.runtime.logging import counted, event
 from llm.runtime.process_settings import allocator_settings
 from llm.trainers.gpt.commands import python_command, start_command
-from llm.trainers.gpt.config import values_of_preset
+from llm.trainers.gpt.config import packages_in_use, values_of_preset
 from llm.trainers.gpt.seams import ExtraWeights, Run
 from llm.trainers.gpt.step_samples import sample_order
 from llm.trainers.gpt.training_run import TrainingRun
@@ -65,10 +65,11 @@ def log_start(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -
         logger.info(f"GPU memory: {allocator_settings()}")
     if strategy.device.type != "cpu" and run.loss_chunks is not None:
         logger.info(f"loss: {run.loss_chunks.describe()}")
+    package_versions = "".join(f", {package}" for package in packages_in_use(run.config))
     logger.info(
         f"versions: llm-trainers {__version__}, Python {platform.python_version()}, "
         f"torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"accelerate {accelerate.__version__}"
+        f"accelerate {accelerate.__version__}{package_versions}"
     )
 
 
@@ -99,6 +100,7 @@ def _start_event(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel
     experts = {}
     if mixture is not None:
         experts = {"active_parameters": mixture.active, "experts": mixture.describe()}
+    packages = packages_in_use(run.config)
     return event(
         "start",
         step=run.start.step if run.start else 0,
@@ -106,6 +108,7 @@ def _start_event(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel
         architecture=run.model_config.model_type,
         parameters=parameter_counts(model)["total"],
         **experts,
+        **({"packages": dict(packages)} if packages else {}),
         ranks=strategy.world_size,
         device=strategy.device.type,
         mixed_precision=run.config.mixed_precision,

@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+from llm.config.options import Package
+from llm.errors import ConfigError
 from llm.parallel.dims import parallel_dims
 from llm.parallel.layout import Layout
-from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.config import CoreConfig, extensions_in_use
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -28,11 +30,18 @@ if TYPE_CHECKING:
     from llm.models.loss_chunks import LossChunks
     from llm.models.transforms import Transform
     from llm.optim.run_optimizer import OptimizerFactory
+    from llm.optim.schedule import Schedule
     from llm.parallel.base import AcceleratedStrategy
     from llm.parallel.dims import ParallelDims
     from llm.runtime.world import World
 
 OptionsT = TypeVar("OptionsT", bound=CoreConfig)
+
+_CORE_PARTS = ("strategy", "train", "meter")
+"""The parts of every checkpoint, apart from those of optimizers."""
+
+_CORE_WORK = "evaluated"
+"""The name in the state of a run that no periodic work can have: NAME_at is its last step."""
 
 FetchDataset = Callable[[str, str, str | None], str]
 """Takes the name of an option, and the name and configuration of a data set; downloads it and
@@ -290,8 +299,10 @@ class Extension(Generic[OptionsT]):
         options: The same. The class is the argument of the base: `Extension[SpikeOptions]`.
         saved_weights: Further weights in checkpoints.
         fetch: Inputs on the Hub.
+        package: The installed package that it belongs to; None if it belongs to this package.
     """
 
+    package: ClassVar[Package | None] = None
     saved_weights: ClassVar[SavedWeights | None] = None
     fetch: ClassVar[Fetch | None] = None
 
@@ -333,6 +344,20 @@ class Extension(Generic[OptionsT]):
     def transform(self, model_config: "PreTrainedConfig") -> "Transform | None":
         """Return the extension's change to the model, or None."""
         return None
+
+    def schedule(self, schedule: "Schedule", *, total_steps: int) -> "Schedule":
+        """Return the learning rate by step: another function, or the given one.
+
+        A run whose schedule an extension changes cannot grow on resume.
+
+        Args:
+            schedule: The core's, or the result of the extension before.
+            total_steps: Optimizer steps of the run.
+
+        Raises:
+            ConfigError: The schedule does not fit into the run.
+        """
+        return schedule
 
     def optimizer_factory(self, *, seed: int, layout: Layout | None) -> "OptimizerFactory | None":
         """Return the factory of the optimizer; None if the core or another extension has it.
@@ -379,8 +404,8 @@ def option_classes(extensions: Iterable[type[Extension[Any]]]) -> list[type]:
 
 
 def make_extensions(config: CoreConfig) -> tuple[Extension[Any], ...]:
-    """Return an object of each listed extension, in calling order."""
-    return tuple(extension(config) for extension in config.EXTENSIONS)
+    """Return an object of each extension that takes part, in calling order."""
+    return tuple(extension(config) for extension in extensions_in_use(config))
 
 
 def choose_layout(
@@ -442,10 +467,35 @@ def choose_factory(
     return factory or OptimizerFactory(partial(make_optimizer, config))
 
 
+def changes_schedule(config: CoreConfig) -> bool:
+    """Return whether an extension that takes part may change the learning rates."""
+    return any(
+        extension.schedule is not Extension.schedule for extension in extensions_in_use(config)
+    )
+
+
 def make_loop_extensions(context: LoopContext) -> list[LoopExtension]:
-    """Return the objects of all extensions that take part in training or in an evaluation."""
-    loop_extensions = (extension.in_loop(context) for extension in context.run.extensions)
-    return [extension for extension in loop_extensions if extension is not None]
+    """Return the objects of all extensions that take part in training or in an evaluation.
+
+    Raises:
+        ConfigError: Two have the same name for their state or their periodic work.
+    """
+    loop_extensions = [
+        loop_extension
+        for extension in context.run.extensions
+        if (loop_extension := extension.in_loop(context)) is not None
+    ]
+    parts = [*_CORE_PARTS, *context.strategy.run_optimizer.parts()]
+    parts += [extension.part for extension in loop_extensions if extension.part is not None]
+    work = [_CORE_WORK, *(each.periodic.name for each in loop_extensions if each.periodic)]
+    for kind, names in (("part of checkpoints", parts), ("periodic work", work)):
+        repeated_names = [name for name in names if names.count(name) > 1]
+        if repeated_names:
+            raise ConfigError(
+                f"Two extensions have a {kind} named {repeated_names[0]}; leave one of them out, "
+                "or give its part another name."
+            )
+    return loop_extensions
 
 
 def evaluate_weights(

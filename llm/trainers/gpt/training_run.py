@@ -21,7 +21,7 @@ from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
 from llm.tokenizers.load_tokenizer import fingerprint
 from llm.trainers.gpt.branch import Branch
-from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.config import CoreConfig, packages_in_use
 from llm.trainers.gpt.recorded_options import recorded_options
 from llm.trainers.gpt.seams import Run
 
@@ -52,8 +52,10 @@ def checkpoint_metadata(run: TrainingRun) -> dict[str, Any]:
     batch_option = run.config.global_batch_size  # with the user's units, for messages
     if batch_option is None and run.start is not None and not run.config.change_on_resume:
         batch_option = run.start.metadata.get("batch_option")
+    packages = dict(packages_in_use(run.config))
     return {
         **recorded_options(run.config),
+        **({"packages": packages} if packages else {}),
         "global_batch_size": run.batch_plan.batch_schedule(run.block_size),
         "batch_option": batch_option,
         "data": run.data_digest,
@@ -253,6 +255,8 @@ def plan_training(
     )
     batch_plan, schedule = _add_cooldown(run.config, branch, batch_plan, block_size=run.block_size)
     _check_steps_left(run, batch_plan.total_steps)
+    for extension in run.extensions:
+        schedule = extension.schedule(schedule, total_steps=batch_plan.total_steps)
     for phase in batch_plan.phases:
         num_micro_batches, _ = batch_plan.micro_batch_shape(phase.first_step)
         check_micro_batches(

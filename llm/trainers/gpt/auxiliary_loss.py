@@ -1,0 +1,106 @@
+"""An auxiliary loss of the model's last hidden states, for extensions."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from llm.errors import ConfigError
+from llm.runtime.float32 import sums_dtype
+from llm.runtime.labels import IGNORED
+
+if TYPE_CHECKING:
+    from llm.trainers.gpt.seams import LoopContext
+
+
+class AuxiliaryLoss:
+    """Adds a loss of the last hidden states to the objective of each training step.
+
+    Like the loss of the tokens, it is summed over the tokens of a step on all ranks and divided
+    once by their number, so the number of ranks and micro-batches does not change it. The logged
+    `loss` and all evaluations are without it.
+
+    Args:
+        context: The run with its prepared model.
+        loss: Takes the last hidden states, [sequences, tokens, width], and returns the loss of each
+            sequence, summed over its tokens, [sequences].
+
+    Raises:
+        ConfigError: The layout has not been tried: it has other ranks than replicas and shards.
+    """
+
+    def __init__(self, context: "LoopContext", loss: Callable[[Tensor], Tensor]) -> None:
+        dims, config = context.run.dims, context.run.config
+        if dims.data_ranks != dims.world_size or dims.expert > 1 or config.several_models:
+            raise ConfigError(
+                "An auxiliary loss of an extension has been tried on replicas and shards of one "
+                "model only; leave out the other kinds of parallelism, or the extension."
+            )
+        self._strategy, self._loss = context.strategy, loss
+        self._is_real_sample = torch.ones(0, dtype=torch.bool)
+        # The loss, and the number of tokens.
+        device = context.strategy.device
+        self._sums = torch.zeros(2, dtype=sums_dtype(device), device=device)
+        context.strategy.loss.register_forward_pre_hook(self._find_real_samples, with_kwargs=True)
+        context.strategy.model.base_model.register_forward_hook(torch.compiler.disable(self._add))
+
+    def mean(self) -> float:
+        """Return the mean per token since the last call; all ranks call it.
+
+        The host waits for the device.
+        """
+        loss, num_tokens = self._strategy.reduce_sum(self._sums).tolist()
+        self._sums = torch.zeros_like(self._sums)
+        return float(loss / num_tokens) if num_tokens else 0.0
+
+    def _find_real_samples(
+        self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
+    ) -> None:
+        """Note which samples of a micro-batch have labels; copies in a short last step do not."""
+        labels = kwargs["labels"] if "labels" in kwargs else args[1]
+        self._is_real_sample = (labels != IGNORED).any(1)
+
+    def _add(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Pass the last hidden states through `_AttachLoss`, in training."""
+        hidden = output.last_hidden_state
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            losses = self._loss(hidden)
+            output.last_hidden_state = _AttachLoss.apply(  # type: ignore[no-untyped-call]
+                hidden, losses, self, self._is_real_sample
+            )
+        return output
+
+    def count(self, losses: Tensor, is_real_sample: Tensor, *, num_tokens: int) -> Tensor:
+        """Count the losses of a micro-batch; return the gradient of the rank's objective by them.
+
+        Args:
+            losses: The loss of each sequence, [sequences].
+            is_real_sample: Which sequences count, bool [sequences].
+            num_tokens: Tokens of a sequence.
+        """
+        mask = is_real_sample.to(losses.dtype)
+        self._sums += torch.stack([(mask * losses).sum(), num_tokens * mask.sum()])
+        weight = self._strategy.token_weight * self._strategy.loss_scale()
+        return weight.to(losses.dtype) * mask
+
+
+class _AttachLoss(torch.autograd.Function):
+    """The identity on hidden states, through which a loss of them gets its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, losses: Tensor, auxiliary: AuxiliaryLoss, is_real_sample: Tensor
+    ) -> Tensor:
+        """Return the hidden states; the other arguments are for the backward pass."""
+        ctx.auxiliary, ctx.is_real_sample = auxiliary, is_real_sample
+        ctx.num_tokens = hidden.shape[1]
+        ctx.save_for_backward(losses)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Count the losses, and return the gradients of hidden states and losses."""
+        [losses] = ctx.saved_tensors
+        gradient = ctx.auxiliary.count(losses, ctx.is_real_sample, num_tokens=ctx.num_tokens)
+        return gradients[0], gradient, None, None
