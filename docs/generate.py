@@ -4,6 +4,7 @@ configuration.md: the trainer's options, all below the page's introduction. data
 a table for each program, between two comments that name it. architecture.md: every package
 and the first paragraph of its docstring, between two comments. benchmarks.md: what ran where. api/:
 a page for each package.
+tutorials/notebook.md: the cells and outputs of the notebook python.ipynb.
 """
 
 import ast
@@ -162,12 +163,36 @@ def benchmarks_page(page: str) -> str:
     return f"{text_before}{start_marker}\n{tables}\n\n{end_marker}{text_after}"
 
 
+def notebook_page(page: str) -> str:
+    """Return the cells and outputs of the notebook as a page, instead of the given one."""
+    notebook = json.loads((DOCS / "tutorials" / "python.ipynb").read_text(encoding="utf-8"))
+    blocks = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            blocks.append(source)
+            continue
+        blocks.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            if "text/html" in data:
+                blocks.append("".join(data["text/html"]))
+            else:
+                text = "".join(output.get("text", data.get("text/plain", ""))).rstrip("\n")
+                blocks.append(f"```text\n{text}\n```")
+    blocks.append("This page is a notebook: [python.ipynb](python.ipynb).")
+    return "\n\n".join(blocks) + "\n"
+
+
 def pages() -> dict[Path, str]:
     """Return every page with generated parts, up to date."""
     update_by_page = {
         "configuration.md": configuration_page,
         "architecture.md": architecture_page,
         "benchmarks.md": benchmarks_page,
+
+
+        "tutorials/notebook.md": notebook_page,
         **{
             name: partial(programs_page, programs=programs)
             for name, programs in PROGRAM_PAGES.items()

@@ -78,6 +78,19 @@ class PeerLostError(LLMError):
         self.reported = reported
 
 
+class ProgramError(LLMError, ValueError):
+    """A program that a function such as `llm.train` has started refuses its options, or fails.
+
+    Args:
+        message: The sentence of the program.
+        exit_code: The exit code of the program; None if it was not started.
+    """
+
+    def __init__(self, message: str, *, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 def one_line(error: BaseException) -> str:
     """Return another library's error as one line of at most 240 characters, without a full stop.
 

@@ -14,6 +14,10 @@ EXIT_PREEMPTED = 75
 SAME_REQUEST_SECONDS = 3.0
 _LAUNCHER_POLL_SECONDS = 1.0
 _launcher_pid: int | None = None  # the process id, once `watch_launcher` was called
+_caller_pid: int | None = None
+
+CALLER_VARIABLE = "LLM_CALLER_PID"
+"""Variable with the id of the Python process that has started this one by a function."""
 
 
 def watch_launcher() -> None:
@@ -21,15 +25,26 @@ def watch_launcher() -> None:
 
     Before training, the process then ends as on SIGTERM; during training, `Interruption` stops it.
     A process that was started by hand may outlive its shell.
+
+    A Python process that has started this one by `llm.train` counts as a launcher.
     """
-    global _launcher_pid
+    global _launcher_pid, _caller_pid
     if is_launched():
         _launcher_pid = os.getppid()
+    caller = os.environ.get(CALLER_VARIABLE, "")
+    if caller.isdigit():
+        _caller_pid = int(caller)
+    if _launcher_pid is not None or _caller_pid is not None:
         threading.Thread(target=_end_if_orphaned, name="launcher-watch", daemon=True).start()
 
 
 def _is_orphaned() -> bool:
-    """Return whether the launcher that `watch_launcher` recorded is dead."""
+    """Return whether the launcher or the caller that `watch_launcher` recorded is dead."""
+    if _caller_pid is not None:
+        try:
+            os.kill(_caller_pid, 0)  # only asks whether it exists
+        except OSError:  # it does not, or the number belongs to somebody else's process now
+            return True
     return _launcher_pid is not None and os.getppid() != _launcher_pid
 
 

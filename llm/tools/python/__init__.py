@@ -1,0 +1,1 @@
+"""The programs as Python functions: `llm.train(...)`, for scripts and notebooks."""

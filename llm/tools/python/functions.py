@@ -1,0 +1,206 @@
+"""Functions that start a program with the options of its command, in another process.
+
+The package offers them as `llm.train` and so on, and imports them when they are used first. A
+keyword is the name of an option. `True` turns a switch on and `False` off, a sequence holds several
+values, and `None` unsets an option, as the word `none` does on the command line.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from llm.errors import LLMError, ProgramError
+from llm.runtime.signals import EXIT_PREEMPTED
+from llm.tools.python.child_process import (
+    ChildProcess,
+    program_command,
+    program_error,
+    run_program,
+)
+from llm.tools.python.live_curves import make_display, show_line
+from llm.tools.python.trained_run import Run
+
+Value: TypeAlias = bool | int | float | str | os.PathLike[str]
+OptionValue: TypeAlias = Value | Sequence[Value] | None
+"""The value of an option."""
+
+
+def train(*, num_processes: int = 1, show: bool = True, **options: OptionValue) -> Run:
+    """Train a model, as `llm-trainers train` does.
+
+    An interruption (Ctrl-C, or the stop button of a notebook) lets the run save a checkpoint and
+    end, and is raised again. The run also ends if this process dies.
+
+    Args:
+        num_processes: Number of processes on this machine, started by torchrun if it is more than
+            one; usually the number of GPUs.
+        show: Whether to show the progress: curves in a notebook, otherwise the lines of the log.
+        options: Options of the trainer.
+
+    Returns:
+        The run. Its status is `preempted` if it stopped early, as after `exit_after` minutes.
+
+    Raises:
+        ProgramError: The trainer refuses an option or an input, or the run fails. The message is
+            the sentence of the command.
+    """
+    words = to_words(options)
+    run = Run(_find_output_dir(words))
+    output, exit_code = _run_trainer(
+        words,
+        num_processes=num_processes,
+        display=make_display(run.path) if show else None,
+    )
+    # torchrun hides the exit codes of its processes.
+    has_stopped = exit_code == EXIT_PREEMPTED or (num_processes > 1 and run.status == "preempted")
+    if exit_code != 0 and not has_stopped:
+        raise program_error("train", output, exit_code)
+    return run
+
+
+def evaluate(
+    *, num_processes: int = 1, show: bool = True, **options: OptionValue
+) -> dict[str, float]:
+    """Evaluate a model or the checkpoint of a run, as `llm-trainers train --eval_only` does.
+
+    Args:
+        num_processes: Number of processes on this machine.
+        show: Whether to show the lines of the log.
+        options: Options of the trainer.
+
+    Returns:
+        The results by name, as in `eval_results.json`.
+
+    Raises:
+        ProgramError: The trainer refuses an option or an input, or the evaluation fails.
+    """
+    words = [*to_words(options), "--eval_only"]
+    path = _find_output_dir(words) / "eval_results.json"
+    output, exit_code = _run_trainer(
+        words, num_processes=num_processes, display=show_line if show else None
+    )
+    if exit_code != 0:
+        raise program_error("train", output, exit_code)
+    results: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+    return results
+
+
+def plan(**options: OptionValue) -> dict[str, Any]:
+    """Predict memory, traffic and time of a run, as `llm-trainers plan --json` does.
+
+    Args:
+        options: Options of the program, which are the options of the trainer and the devices.
+
+    Returns:
+        The numbers by their keys in the JSON, and `fits`: whether the run fits into the memory.
+
+    Raises:
+        ProgramError: An option cannot work.
+    """
+    words = to_words({**options, "json": True})
+    output, exit_code = run_program("plan", words, expected_codes=(0, 1))
+    values: dict[str, Any] = json.loads(output)
+    return {**values, "fits": exit_code == 0}
+
+
+def generate(run: str | os.PathLike[str], **options: OptionValue) -> list[str]:
+    """Generate text with a trained model, as `llm-trainers generate` does.
+
+    Args:
+        run: A run or its folder, a checkpoint's folder, or a folder that from_pretrained can load.
+        options: Options of the program, such as `prompt`.
+
+    Returns:
+        The texts, `num_samples` of them.
+
+    Raises:
+        ProgramError: An option cannot work, a file cannot be read, or the model has diverged.
+    """
+    words = to_words({"run": run, **options})
+    output, _ = run_program("generate", words)
+    texts = re.split(r"^--- text \d+ of \d+, --seed \d+\n", output, flags=re.MULTILINE)
+    return [text.removesuffix("\n") for text in (texts[1:] or texts)]
+
+
+def to_words(options: dict[str, OptionValue]) -> list[str]:
+    """Return options as words of a command line.
+
+    Raises:
+        ProgramError: `help` is not an option.
+    """
+    words: list[str] = []
+    for name, value in options.items():
+        if name in ("h", "help"):
+            raise ProgramError(
+                f"{name} is not an option of a function; llm-trainers PROGRAM --help lists them."
+            )
+        if value is True:
+            words.append(f"--{name}")
+        elif value is False:
+            words.append(f"--no_{name}")
+        elif value is None:
+            words.append(f"--{name}=none")
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            texts = [_to_word(item) for item in value] or ["none"]
+            # A value after "=" may begin with a dash.
+            words += [f"--{name}={texts[0]}"] if len(texts) == 1 else [f"--{name}", *texts]
+        else:
+            words.append(f"--{name}={_to_word(value)}")
+    return words
+
+
+def _to_word(value: Value) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+
+
+def _find_output_dir(words: Sequence[str]) -> Path:
+    """Return the folder that the trainer writes to.
+
+    Raises:
+        ProgramError: The trainer refuses the options.
+    """
+    from llm.trainers.gpt.main import parse_args
+    from llm.trainers.gpt.output_folder import default_output_dir
+
+    try:
+        config = parse_args(words)
+    except LLMError as error:
+        raise ProgramError(str(error), exit_code=2) from error
+    return Path(config.output_dir or default_output_dir(config))
+
+
+def _run_trainer(
+    words: Sequence[str], *, num_processes: int, display: Callable[[str], None] | None
+) -> tuple[str, int]:
+    """Run the trainer; return what it has written, and its exit code.
+
+    Args:
+        words: Arguments of the trainer.
+        num_processes: Number of processes.
+        display: Shows a line of the log; None to show nothing.
+
+    Raises:
+        ProgramError: The number of processes is not positive.
+        KeyboardInterrupt: The call was interrupted, and the trainer has ended.
+    """
+    if num_processes < 1:
+        raise ProgramError(f"num_processes must be at least 1, not {num_processes}.")
+    command = program_command("train", words)
+    if num_processes > 1:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launcher += ["--nproc_per_node", str(num_processes)]
+        command = [*launcher, "-m", "llm.trainers.gpt", *words]
+    lines: list[str] = []
+    with ChildProcess(command, is_merged=True) as child:
+        for line in child.lines():
+            lines.append(line)
+            if display is not None and not line.startswith("error: "):  # which is raised
+                display(line)
+        _, _, exit_code = child.finish()
+    return "".join(lines), exit_code

@@ -1,0 +1,144 @@
+"""The progress of a run in a notebook: a bar, and curves of its losses."""
+
+import html
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from llm.runtime.files import read_json_lines
+from llm.tools.python.trained_run import Metrics, Run
+
+_UPDATE_SECONDS = 0.5
+_WIDTH, _HEIGHT, _MARGIN = 560, 180, 44
+_MAX_POINTS = 1000
+_MAX_LINES = 200
+_CURVES = {"loss": ("training loss", "#3366cc"), "eval_loss": ("validation loss", "#dd7711")}
+"""Names in metrics.jsonl, with the label and the color of their curve."""
+
+
+def make_display(folder: Path) -> Callable[[str], None]:
+    """Return a function that shows the progress of a run; it takes each line of the log.
+
+    Args:
+        folder: The run's folder.
+    """
+    handle = _make_notebook_output()
+    return show_line if handle is None else NotebookDisplay(folder, handle)
+
+
+def show_line(line: str) -> None:
+    """Write a line of the log to standard output."""
+    sys.stdout.write(line)
+    sys.stdout.flush()
+
+
+def _make_notebook_output() -> Any:
+    """Return the handle of an output that can be replaced; None outside of a notebook."""
+    ipython = sys.modules.get("IPython")  # a notebook has imported it
+    shell = None if ipython is None else ipython.get_ipython()
+    if shell is None or not hasattr(shell, "kernel"):
+        return None
+    from IPython.display import HTML, display
+
+    return display(HTML(""), display_id=True)
+
+
+class NotebookDisplay:
+    """Shows a progress bar, the last line of the log, and the curves of the losses.
+
+    Args:
+        folder: The run's folder.
+        handle: The handle of an output, with the method `update`.
+    """
+
+    def __init__(self, folder: Path, handle: Any) -> None:
+        self._run, self._handle = Run(folder), handle
+        self._lines: deque[str] = deque(maxlen=_MAX_LINES)
+        self._updated_at = 0.0
+        self._num_earlier_events = len(read_json_lines(folder / "events.jsonl"))
+
+    def __call__(self, line: str) -> None:
+        """Add a line of the log; the output changes at most twice a second."""
+        self._lines.append(line)
+        # The last lines come together, after training; the last update must not be left out.
+        is_step = line.startswith("step ")
+        if not is_step or time.monotonic() - self._updated_at >= _UPDATE_SECONDS:
+            self._updated_at = time.monotonic()
+            self._handle.update(_Html(self.render()))
+
+    def render(self) -> str:
+        """Return the present state as HTML."""
+        metrics = self._run.metrics
+        done = int(metrics[-1]["step"]) if metrics else 0
+        total = self._find_total_steps()
+        bar = ""
+        if total:
+            bar = f'<progress value="{done}" max="{total}" style="width:{_WIDTH}px"></progress>'
+            bar += f" step {done:,} of {total:,}"
+        log = html.escape("".join(self._lines))
+        last_line = html.escape(self._lines[-1].strip()) if self._lines else ""
+        return (
+            f"<div>{bar}</div>{draw_curves(metrics)}<div><code>{last_line}</code></div>"
+            f"<details><summary>log</summary><pre>{log}</pre></details>"
+        )
+
+    def _find_total_steps(self) -> int | None:
+        """Return the steps of the run, once this start has reported them."""
+        events = read_json_lines(self._run.path / "events.jsonl")[self._num_earlier_events :]
+        totals = [event["total_steps"] for event in events if event and event.get("total_steps")]
+        return int(totals[-1]) if totals else None
+
+
+class _Html:
+    """HTML that a notebook shows."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def _repr_html_(self) -> str:
+        return self._text
+
+
+def draw_curves(metrics: Metrics) -> str:
+    """Return the losses of a run by step as an SVG image; "" if there is nothing to draw."""
+    points_by_name = {
+        name: [(step, y) for step, y in zip(*metrics.column(name), strict=True) if y == y]
+        for name in _CURVES
+    }
+    points = [point for points in points_by_name.values() for point in points]
+    if len({step for step, _ in points}) < 2:
+        return ""
+    first, last = min(x for x, _ in points), max(x for x, _ in points)
+    lowest, highest = min(y for _, y in points), max(y for _, y in points)
+
+    def place(step: int, value: float) -> tuple[float, float]:
+        x = _MARGIN + (step - first) / (last - first) * (_WIDTH - _MARGIN - 8)
+        share = (value - lowest) / (highest - lowest or 1.0)
+        return x, 8 + (1 - share) * (_HEIGHT - 32)
+
+    parts = []
+    for index, (name, (label, color)) in enumerate(_CURVES.items()):
+        curve = [place(*point) for point in _thin(points_by_name[name])]
+        if curve:
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in curve)
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{color}"/>')
+            x, y = curve[-1]
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"/>')
+            parts.append(_text(_WIDTH - 120, 18 + 14 * index, label, color=color))
+    parts += [_text(2, 16, f"{highest:.3g}"), _text(2, _HEIGHT - 24, f"{lowest:.3g}")]
+    parts += [_text(_MARGIN, _HEIGHT - 6, f"step {first:,}")]
+    parts += [_text(_WIDTH - 80, _HEIGHT - 6, f"step {last:,}")]
+    return f'<svg width="{_WIDTH}" height="{_HEIGHT}">{"".join(parts)}</svg>'
+
+
+def _thin(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    """Return at most `_MAX_POINTS` of the points, with the last one."""
+    stride = -(-len(points) // _MAX_POINTS) or 1
+    return points[::-1][::stride][::-1]
+
+
+def _text(x: float, y: float, text: str, *, color: str = "gray") -> str:
+    return f'<text x="{x}" y="{y}" font-size="11" fill="{color}">{text}</text>'
