@@ -297,26 +297,25 @@ def _collect_fields(cls: type) -> tuple[Field, ...]:
     class_by_name: dict[str, type] = {}
     for name, base in annotations:
         if name in field_by_name and class_by_name.setdefault(name, base) is not base:
-            packages = [_package_of(each, name) for each in (base, class_by_name[name])]
-            first, second = (
-                each.__name__ + (f" in {package}" if package else "")
-                for each, package in zip((base, class_by_name[name]), packages, strict=True)
-            )
-            remedy = ", or uninstall the package" if any(packages) else ""
-            raise ConfigError(
-                f"The option {name} of {first} is declared again by {second}; give it another name "
-                f"there{remedy}."
-            )
+            raise ConfigError(_repeated_option_message(name, (base, class_by_name[name])))
     option_fields = [_make_field(field_by_name[name], hints[name], cls) for name in class_by_name]
     _check_unique_names(option_fields)
     return tuple(sorted(option_fields, key=lambda field: field.option.extension))
 
 
-def _package_of(cls: type, name: str) -> Package | None:
-    """Return the installed package of a class that declares an option."""
-    field = vars(cls).get("__dataclass_fields__", {}).get(name)
-    package: Package | None = None if field is None else field.metadata["option"].package
-    return package
+def _repeated_option_message(name: str, classes: Iterable[type]) -> str:
+    """Return a sentence about an option that two classes declare, perhaps of installed packages."""
+    labels, remedy = [], ""
+    for cls in classes:
+        field = vars(cls).get("__dataclass_fields__", {}).get(name)
+        package = None if field is None else field.metadata["option"].package
+        labels.append(cls.__name__ if package is None else f"{cls.__name__} in {package}")
+        if package is not None:
+            remedy = ", or uninstall the package"
+    return (
+        f"The option {name} of {' is declared again by '.join(labels)}; give it another name "
+        f"there{remedy}."
+    )
 
 
 def _check_unique_names(option_fields: Iterable[Field]) -> None:
@@ -328,14 +327,14 @@ def _check_unique_names(option_fields: Iterable[Field]) -> None:
     field_by_name: dict[str, Field] = {}
     for field in option_fields:
         for name in (*field.names, *field.opposites):
-            other = field_by_name.setdefault(name, field)
-            if other is not field:
-                first, second = (
-                    f"{each.name} of {each.option.package}" if each.option.package else each.name
-                    for each in (other, field)
-                )
+            first_field = field_by_name.setdefault(name, field)
+            if first_field is not field:
+                labels = [
+                    owner.name + (f" of {owner.option.package}" if owner.option.package else "")
+                    for owner in (first_field, field)
+                ]
                 raise ConfigError(
-                    f"The name {name} belongs to the options {first} and {second}; give one of "
+                    f"The name {name} belongs to the options {' and '.join(labels)}; give one of "
                     "them another name or alias."
                 )
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import llm
 from llm.errors import CheckpointError, LLMError, ProgramError
-from llm.tools.python.functions import to_words
+from llm.tools.python.functions import to_arguments
 from llm.tools.python.live_curves import draw_curves, make_display
 from llm.tools.python.trained_run import Metrics
 from llm.trainers.gpt.main import parse_args
@@ -64,7 +64,7 @@ def test_importing_the_package_loads_no_library_and_offers_the_functions():
 
 
 def test_options_become_the_words_of_a_command():
-    assert to_words(
+    assert to_arguments(
         {
             "seed": 3,
             "learning_rate": 1e-3,
@@ -128,11 +128,11 @@ def test_a_run_from_python_has_the_bits_and_the_metrics_of_the_command(bench, ca
     ],
 )
 def test_refusals_are_the_sentences_of_the_command(options):
-    words = [
+    arguments = [
         f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
     ]
     with pytest.raises(LLMError) as expected:
-        parse_args(words)
+        parse_args(arguments)
     with pytest.raises(ValueError, match=r"^.+\.") as caught:
         llm.train(**options)
     assert isinstance(caught.value, ProgramError)
@@ -162,9 +162,9 @@ def test_a_plan_has_the_numbers_of_the_program_and_whether_the_run_fits():
     options = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "block_size": 64}
     options |= {"per_device_train_batch_size": 2, "memory_gib": 0.001}
     planned = llm.plan(**options)
-    words = [f"--{name}={value}" for name, value in options.items()]
+    arguments = [f"--{name}={value}" for name, value in options.items()]
     done = subprocess.run(
-        [sys.executable, "-m", "llm", "plan", "--json", *words], capture_output=True, text=True
+        [sys.executable, "-m", "llm", "plan", "--json", *arguments], capture_output=True, text=True
     )
     assert planned == {**json.loads(done.stdout), "fits": False}
 

@@ -24,7 +24,7 @@ class ChildProcess:
     if this process dies.
 
     Args:
-        command: The words of the command.
+        command: The arguments of the command.
         is_merged: Whether standard error goes into standard output.
 
     Attributes:
@@ -89,19 +89,19 @@ class ChildProcess:
             os.killpg(self._process.pid, signal.SIGINT)
 
 
-def program_command(program: str, words: Sequence[str]) -> list[str]:
+def program_command(program: str, arguments: Sequence[str]) -> list[str]:
     """Return the command that starts a program of this package."""
-    return [sys.executable, "-m", "llm", program, *words]
+    return [sys.executable, "-m", "llm", program, *arguments]
 
 
 def run_program(
-    program: str, words: Sequence[str], *, expected_codes: Collection[int] = (0,)
+    program: str, arguments: Sequence[str], *, expected_codes: Collection[int] = (0,)
 ) -> tuple[str, int]:
     """Run a program of this package.
 
     Args:
         program: Its name.
-        words: Its arguments.
+        arguments: Its arguments.
         expected_codes: The exit codes that are not errors.
 
     Returns:
@@ -111,7 +111,7 @@ def run_program(
         ProgramError: The program has ended with another exit code.
         KeyboardInterrupt: This process was interrupted, and the program has ended.
     """
-    with ChildProcess(program_command(program, words)) as child:
+    with ChildProcess(program_command(program, arguments)) as child:
         output, errors, exit_code = child.finish()
     if exit_code not in expected_codes or (exit_code != 0 and not output):
         raise program_error(program, errors, exit_code)

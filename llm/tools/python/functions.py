@@ -48,10 +48,10 @@ def train(*, num_processes: int = 1, show: bool = True, **options: OptionValue) 
         ProgramError: The trainer refuses an option or an input, or the run fails. The message is
             the sentence of the command.
     """
-    words = to_words(options)
-    run = Run(_find_output_dir(words))
+    arguments = to_arguments(options)
+    run = Run(_find_output_dir(arguments))
     output, exit_code = _run_trainer(
-        words,
+        arguments,
         num_processes=num_processes,
         display=make_display(run.path) if show else None,
     )
@@ -78,10 +78,10 @@ def evaluate(
     Raises:
         ProgramError: The trainer refuses an option or an input, or the evaluation fails.
     """
-    words = [*to_words(options), "--eval_only"]
-    path = _find_output_dir(words) / "eval_results.json"
+    arguments = [*to_arguments(options), "--eval_only"]
+    path = _find_output_dir(arguments) / "eval_results.json"
     output, exit_code = _run_trainer(
-        words, num_processes=num_processes, display=show_line if show else None
+        arguments, num_processes=num_processes, display=show_line if show else None
     )
     if exit_code != 0:
         raise program_error("train", output, exit_code)
@@ -101,8 +101,8 @@ def plan(**options: OptionValue) -> dict[str, Any]:
     Raises:
         ProgramError: An option cannot work.
     """
-    words = to_words({**options, "json": True})
-    output, exit_code = run_program("plan", words, expected_codes=(0, 1))
+    arguments = to_arguments({**options, "json": True})
+    output, exit_code = run_program("plan", arguments, expected_codes=(0, 1))
     values: dict[str, Any] = json.loads(output)
     return {**values, "fits": exit_code == 0}
 
@@ -120,46 +120,46 @@ def generate(run: str | os.PathLike[str], **options: OptionValue) -> list[str]:
     Raises:
         ProgramError: An option cannot work, a file cannot be read, or the model has diverged.
     """
-    words = to_words({"run": run, **options})
-    output, _ = run_program("generate", words)
+    arguments = to_arguments({"run": run, **options})
+    output, _ = run_program("generate", arguments)
     texts = re.split(r"^--- text \d+ of \d+, --seed \d+\n", output, flags=re.MULTILINE)
     return [text.removesuffix("\n") for text in (texts[1:] or texts)]
 
 
-def to_words(options: dict[str, OptionValue]) -> list[str]:
-    """Return options as words of a command line.
+def to_arguments(options: dict[str, OptionValue]) -> list[str]:
+    """Return options as arguments of a command line.
 
     Raises:
         ProgramError: `help` is not an option.
     """
-    words: list[str] = []
+    arguments: list[str] = []
     for name, value in options.items():
         if name in ("h", "help"):
             raise ProgramError(
                 f"{name} is not an option of a function; llm-trainers PROGRAM --help lists them."
             )
         if value is True:
-            words.append(f"--{name}")
+            arguments.append(f"--{name}")
         elif value is False:
-            words.append(f"--no_{name}")
+            arguments.append(f"--no_{name}")
         elif value is None:
-            words.append(f"--{name}=none")
+            arguments.append(f"--{name}=none")
         elif isinstance(value, Sequence) and not isinstance(value, str):
-            texts = [_to_word(item) for item in value] or ["none"]
+            texts = [_to_argument(item) for item in value] or ["none"]
             # A value after "=" may begin with a dash.
-            words += [f"--{name}={texts[0]}"] if len(texts) == 1 else [f"--{name}", *texts]
+            arguments += [f"--{name}={texts[0]}"] if len(texts) == 1 else [f"--{name}", *texts]
         else:
-            words.append(f"--{name}={_to_word(value)}")
-    return words
+            arguments.append(f"--{name}={_to_argument(value)}")
+    return arguments
 
 
-def _to_word(value: Value) -> str:
+def _to_argument(value: Value) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
 
 
-def _find_output_dir(words: Sequence[str]) -> Path:
+def _find_output_dir(arguments: Sequence[str]) -> Path:
     """Return the folder that the trainer writes to.
 
     Raises:
@@ -169,19 +169,19 @@ def _find_output_dir(words: Sequence[str]) -> Path:
     from llm.trainers.gpt.output_folder import default_output_dir
 
     try:
-        config = parse_args(words)
+        config = parse_args(arguments)
     except LLMError as error:
         raise ProgramError(str(error), exit_code=2) from error
     return Path(config.output_dir or default_output_dir(config))
 
 
 def _run_trainer(
-    words: Sequence[str], *, num_processes: int, display: Callable[[str], None] | None
+    arguments: Sequence[str], *, num_processes: int, display: Callable[[str], None] | None
 ) -> tuple[str, int]:
     """Run the trainer; return what it has written, and its exit code.
 
     Args:
-        words: Arguments of the trainer.
+        arguments: Arguments of the trainer.
         num_processes: Number of processes.
         display: Shows a line of the log; None to show nothing.
 
@@ -191,11 +191,11 @@ def _run_trainer(
     """
     if num_processes < 1:
         raise ProgramError(f"num_processes must be at least 1, not {num_processes}.")
-    command = program_command("train", words)
+    command = program_command("train", arguments)
     if num_processes > 1:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         launcher += ["--nproc_per_node", str(num_processes)]
-        command = [*launcher, "-m", "llm.trainers.gpt", *words]
+        command = [*launcher, "-m", "llm.trainers.gpt", *arguments]
     lines: list[str] = []
     with ChildProcess(command, is_merged=True) as child:
         for line in child.lines():

@@ -63,7 +63,7 @@ class NotebookDisplay:
     def __call__(self, line: str) -> None:
         """Add a line of the log; the output changes at most twice a second."""
         self._lines.append(line)
-        # The last lines come together, after training; the last update must not be left out.
+        # Only the lines of steps come so often. The last line of a run is another one.
         is_step = line.startswith("step ")
         if not is_step or time.monotonic() - self._updated_at >= _UPDATE_SECONDS:
             self._updated_at = time.monotonic()
@@ -111,34 +111,34 @@ def draw_curves(metrics: Metrics) -> str:
     points = [point for points in points_by_name.values() for point in points]
     if len({step for step, _ in points}) < 2:
         return ""
-    first, last = min(x for x, _ in points), max(x for x, _ in points)
+    first_step, last_step = min(x for x, _ in points), max(x for x, _ in points)
     lowest, highest = min(y for _, y in points), max(y for _, y in points)
 
     def place(step: int, value: float) -> tuple[float, float]:
-        x = _MARGIN + (step - first) / (last - first) * (_WIDTH - _MARGIN - 8)
+        x = _MARGIN + (step - first_step) / (last_step - first_step) * (_WIDTH - _MARGIN - 8)
         share = (value - lowest) / (highest - lowest or 1.0)
         return x, 8 + (1 - share) * (_HEIGHT - 32)
 
     parts = []
     for index, (name, (label, color)) in enumerate(_CURVES.items()):
-        curve = [place(*point) for point in _thin(points_by_name[name])]
+        curve = [place(*point) for point in _thin_points(points_by_name[name])]
         if curve:
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in curve)
             parts.append(f'<polyline points="{path}" fill="none" stroke="{color}"/>')
             x, y = curve[-1]
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"/>')
-            parts.append(_text(_WIDTH - 120, 18 + 14 * index, label, color=color))
-    parts += [_text(2, 16, f"{highest:.3g}"), _text(2, _HEIGHT - 24, f"{lowest:.3g}")]
-    parts += [_text(_MARGIN, _HEIGHT - 6, f"step {first:,}")]
-    parts += [_text(_WIDTH - 80, _HEIGHT - 6, f"step {last:,}")]
+            parts.append(_draw_text(_WIDTH - 120, 18 + 14 * index, label, color=color))
+    parts += [_draw_text(2, 16, f"{highest:.3g}"), _draw_text(2, _HEIGHT - 24, f"{lowest:.3g}")]
+    parts += [_draw_text(_MARGIN, _HEIGHT - 6, f"step {first_step:,}")]
+    parts += [_draw_text(_WIDTH - 80, _HEIGHT - 6, f"step {last_step:,}")]
     return f'<svg width="{_WIDTH}" height="{_HEIGHT}">{"".join(parts)}</svg>'
 
 
-def _thin(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+def _thin_points(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
     """Return at most `_MAX_POINTS` of the points, with the last one."""
     stride = -(-len(points) // _MAX_POINTS) or 1
     return points[::-1][::stride][::-1]
 
 
-def _text(x: float, y: float, text: str, *, color: str = "gray") -> str:
+def _draw_text(x: float, y: float, text: str, *, color: str = "gray") -> str:
     return f'<text x="{x}" y="{y}" font-size="11" fill="{color}">{text}</text>'

@@ -116,8 +116,8 @@ class Run:
         if not checkpoint_folders(self.path / "checkpoints"):
             raise CheckpointError(f"{self.path} has no model: it has neither finished nor saved.")
         export = target / "model"
-        words = [str(self.path), "--export", "latest", str(export)]
-        run_program("checkpoints", [*words, *["--trust_remote_code"] * trust_remote_code])
+        arguments = [str(self.path), "--export", "latest", str(export)]
+        run_program("checkpoints", [*arguments, *["--trust_remote_code"] * trust_remote_code])
         return export
 
     def _read_json(self, name: str) -> dict[str, Any]:

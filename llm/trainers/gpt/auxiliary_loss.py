@@ -43,7 +43,9 @@ class AuxiliaryLoss:
         device = context.strategy.device
         self._sums = torch.zeros(2, dtype=sums_dtype(device), device=device)
         context.strategy.loss.register_forward_pre_hook(self._find_real_samples, with_kwargs=True)
-        context.strategy.model.base_model.register_forward_hook(torch.compiler.disable(self._add))
+        context.strategy.model.base_model.register_forward_hook(
+            torch.compiler.disable(self._add_losses)
+        )
 
     def mean(self) -> float:
         """Return the mean per token since the last call; all ranks call it.
@@ -61,7 +63,7 @@ class AuxiliaryLoss:
         labels = kwargs["labels"] if "labels" in kwargs else args[1]
         self._is_real_sample = (labels != IGNORED).any(1)
 
-    def _add(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _add_losses(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Pass the last hidden states through `_AttachLoss`, in training."""
         hidden = output.last_hidden_state
         if torch.is_grad_enabled() and hidden.requires_grad:

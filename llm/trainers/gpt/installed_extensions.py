@@ -47,7 +47,7 @@ def load_installed_extensions() -> tuple[type[Extension[Any]], ...]:
     entry_points.sort(key=lambda item: (item[0].name.lower(), item[1].name))
     extensions: list[type[Extension[Any]]] = []
     for package, entry_point in entry_points:
-        extensions.append(_load(entry_point, package))
+        extensions.append(_load_extension(entry_point, package))
         try:
             type("Options", (*option_classes(extensions), CoreConfig), {})
         except TypeError as error:
@@ -79,7 +79,7 @@ def _is_group_on_path() -> bool:
     return False
 
 
-def _load(entry_point: "EntryPoint", package: Package) -> type[Extension[Any]]:
+def _load_extension(entry_point: "EntryPoint", package: Package) -> type[Extension[Any]]:
     """Return an extension of a package, with its options marked as the package's.
 
     Raises:

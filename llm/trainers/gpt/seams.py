@@ -487,7 +487,8 @@ def make_loop_extensions(context: LoopContext) -> list[LoopExtension]:
     ]
     parts = [*_CORE_PARTS, *context.strategy.run_optimizer.parts()]
     parts += [extension.part for extension in loop_extensions if extension.part is not None]
-    work = [_CORE_WORK, *(each.periodic.name for each in loop_extensions if each.periodic)]
+    work = [_CORE_WORK]
+    work += [extension.periodic.name for extension in loop_extensions if extension.periodic]
     for kind, names in (("part of checkpoints", parts), ("periodic work", work)):
         repeated_names = [name for name in names if names.count(name) > 1]
         if repeated_names:
