@@ -310,3 +310,21 @@ def test_parts_and_their_joined_file_train_alike_and_resume_each_other(bench, ra
         )
         assert "at step 2" in again.output
         assert again.losses[-1] == runs["joined"].losses[-1]
+
+
+def test_a_run_that_names_no_tokenizer_takes_the_one_of_its_token_files(bench, caplog):
+    prefix = bench.folder / "recorded_text_document"
+    write_pair(prefix, random_documents(60, seed=3))
+    options = {"model_name_or_path": None, "train_file": None, "data_path": prefix}
+    options |= {"model_type": "gpt2", "config_overrides": "n_layer=1,n_embd=32,n_head=2"}
+    with pytest.raises(LLMError, match="No tokenizer is named: give --tokenizer_name"):
+        bench.read(**options)
+    made_by = {"fingerprint": fingerprint(tiny_tokenizer()), "largest_token": 319}
+    describe(prefix, tokenizer=str(bench.model), **made_by)
+
+    with caplog.at_level("INFO", logger="llm"):
+        run = bench.read(**options)
+
+    assert run.config.tokenizer_name == str(bench.model)
+    assert fingerprint(run.tokenizer) == made_by["fingerprint"]
+    assert f"tokenizer: {bench.model}, which {prefix}.json names" in caplog.text

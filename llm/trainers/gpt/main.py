@@ -36,6 +36,7 @@ from llm.runtime.process_settings import (
 from llm.runtime.signals import watch_launcher
 from llm.runtime.world import World, adopt_launcher, world_from_environment
 from llm.trainers.gpt.config import check, preset_options
+from llm.trainers.gpt.data_tokenizer import with_tokenizer_of_data
 
 if TYPE_CHECKING:
     from llm.trainers.gpt.extensions import GPTConfig
@@ -111,6 +112,7 @@ def parse_args(argv: Sequence[str]) -> "GPTConfig":
         description="Pretrain any Hugging Face causal language model on any text.",
         inherit=lambda values: preset_options(values) | inherited_options(values),
     )
+    config = with_tokenizer_of_data(config)
     if config.mixed_precision in (None, "no"):
         # `accelerate launch --mixed_precision bf16` and `accelerate config` set this variable.
         precision: Any = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
