@@ -17,8 +17,8 @@ logger = logging.getLogger("llm")
 def with_tokenizer_of_data(config: _ConfigT) -> _ConfigT:
     """Return options with the tokenizer that the sidecar of the token files names.
 
-    Nothing changes if the options name a tokenizer, or the first token file has no sidecar. Whether
-    the tokenizer is the same still is checked later, by its fingerprint.
+    Nothing changes if the options name a tokenizer, or the first token file has no sidecar. The
+    fingerprint of the tokenizer is compared when the data are opened.
     """
     if config.tokenizer_name or config.vocab_file or config.model_name_or_path:
         return config
@@ -32,7 +32,7 @@ def with_tokenizer_of_data(config: _ConfigT) -> _ConfigT:
     prefix = paths[0].removesuffix(".bin")
     try:
         sidecar = read_sidecar(Path(prefix))
-    except DataError:  # which is raised again when the data are opened
+    except DataError:  # no tokenizer is named then, which `check` refuses
         return config
     if sidecar is None:
         return config
