@@ -27,8 +27,8 @@ from llm.config.options import (
     is_too_long,
     join_unit_aliases,
     path_options,
-    unknown_option_message,
 )
+from llm.config.other_trainers import unknown_option_message
 from llm.config.program import COMMAND
 from llm.config.toml import read_toml
 from llm.errors import ConfigError

@@ -7,7 +7,6 @@ documentation (`docs/generate.py`).
 """
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import math
@@ -20,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 from llm.config.duration import Duration, Tokens, Unit
-from llm.config.other_trainers import find_counterpart
 from llm.errors import ConfigError
 
 T = TypeVar("T")
@@ -486,31 +484,6 @@ def _choose_duration(
         raise ConfigError(f"{prefix}{flags} each set {field.name}; give one of them.")
     default: Duration = field.default
     return duration_by_name[names[0]] if names else default
-
-
-_SUGGESTION_CUTOFF = 0.83
-"""Likeness required for a suggestion. `save_steps` and sample_steps have 0.82, `learnig_rate` and
-learning_rate 0.96."""
-
-
-def unknown_option_message(name: str, known_names: list[str], *, dashes: str) -> str:
-    """Return a sentence about an unknown name, such as `--max_steps is --max_train_steps here.`.
-
-    It names the option that does the same here, or a similar name.
-
-    Args:
-        name: The unknown name.
-        known_names: Known names. The nearest one is suggested.
-        dashes: What precedes the name of an option: "--" on the command line, "" in a file.
-    """
-    remark = find_counterpart(name, known_names, dashes=dashes)
-    if remark is not None:
-        return f"{dashes}{name} {remark}."
-    positive_name = name.removeprefix("no_")  # a file has `x = false` instead of `--no_x`
-    close_names = difflib.get_close_matches(name, known_names, n=1, cutoff=_SUGGESTION_CUTOFF)
-    close_names = [positive_name] if positive_name in known_names else close_names
-    hint = f"; did you mean {close_names[0]}?" if close_names else "."
-    return f"There is no option {dashes}{name}{hint}"
 
 
 def bad_value_message(field: Field, value: Any) -> str:

@@ -1,9 +1,10 @@
-"""Option names of other trainers, with the option that does the same here.
+"""Unknown names of options, most of them of other trainers, with the option to use instead.
 
 A program that does not know a name looks it up in these tables before it suggests a similar one.
 Each program answers with its own options only.
 """
 
+import difflib
 import re
 from collections.abc import Collection
 
@@ -233,3 +234,28 @@ def find_counterpart(name: str, options: Collection[str], *, dashes: str) -> str
         return None
     mentioned_options = set(re.findall(r"(?<!llm-trainers )--(\w+)", remark))
     return remark if mentioned_options <= {*options} else None
+
+
+_SUGGESTION_CUTOFF = 0.83
+"""Likeness required for a suggestion. `save_steps` and sample_steps have 0.82, `learnig_rate` and
+learning_rate 0.96."""
+
+
+def unknown_option_message(name: str, known_names: list[str], *, dashes: str) -> str:
+    """Return a sentence about an unknown name, such as `--max_steps is --max_train_steps here.`.
+
+    It names the option that does the same here, or a similar name.
+
+    Args:
+        name: The unknown name.
+        known_names: Known names. The nearest one is suggested.
+        dashes: What precedes the name of an option: "--" on the command line, "" in a file.
+    """
+    remark = find_counterpart(name, known_names, dashes=dashes)
+    if remark is not None:
+        return f"{dashes}{name} {remark}."
+    positive_name = name.removeprefix("no_")  # a file has `x = false` instead of `--no_x`
+    close_names = difflib.get_close_matches(name, known_names, n=1, cutoff=_SUGGESTION_CUTOFF)
+    close_names = [positive_name] if positive_name in known_names else close_names
+    hint = f"; did you mean {close_names[0]}?" if close_names else "."
+    return f"There is no option {dashes}{name}{hint}"

@@ -18,8 +18,8 @@ from llm.config.options import (
     join_unit_aliases,
     non_default,
     removed_options,
-    unknown_option_message,
 )
+from llm.config.other_trainers import unknown_option_message
 from llm.errors import ConfigError, one_line
 
 _MAX_INTEGER_BITS = 63

@@ -76,11 +76,13 @@ def test_options_become_the_words_of_a_command():
             "eval_metrics": [],
             "data_path": ["a b"],
             "sample_prompt": "--- and",
+            "optimizer_kwargs": {"betas": [0.9, 0.95]},
         }
     ) == [
         *("--seed=3", "--learning_rate=0.001", "--output_dir=runs/a", "--resume_from_checkpoint"),
         *("--no_torch_compile", "--warmup=none", "--betas", "0.9", "0.95", "--eval_metrics=none"),
         *("--data_path=a b", "--sample_prompt=--- and"),
+        '--optimizer_kwargs={"betas": [0.9, 0.95]}',
     ]
 
 

@@ -2,14 +2,15 @@
 
 The package offers them as `llm.train` and so on, and imports them when they are used first. A
 keyword is the name of an option. `True` turns a switch on and `False` off, a sequence holds several
-values, and `None` unsets an option, as the word `none` does on the command line.
+values, a mapping becomes JSON, and `None` unsets an option, as the word `none` does on the command
+line.
 """
 
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,7 +26,7 @@ from llm.tools.python.live_curves import make_display, show_line
 from llm.tools.python.trained_run import Run
 
 Value: TypeAlias = bool | int | float | str | os.PathLike[str]
-OptionValue: TypeAlias = Value | Sequence[Value] | None
+OptionValue: TypeAlias = Value | Sequence[Value] | Mapping[str, Any] | None
 """The value of an option."""
 
 
@@ -144,6 +145,8 @@ def to_arguments(options: dict[str, OptionValue]) -> list[str]:
             arguments.append(f"--no_{name}")
         elif value is None:
             arguments.append(f"--{name}=none")
+        elif isinstance(value, Mapping):
+            arguments.append(f"--{name}={json.dumps(value)}")
         elif isinstance(value, Sequence) and not isinstance(value, str):
             texts = [_to_argument(item) for item in value] or ["none"]
             # A value after "=" may begin with a dash.
