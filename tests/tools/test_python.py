@@ -160,6 +160,7 @@ def test_refusals_of_inputs_are_raised_and_write_nothing(bench, capfd):
     assert llm.Run(bench.folder / "x").metrics == []
 
 
+@pytest.mark.extended
 def test_a_plan_has_the_numbers_of_the_program_and_whether_the_run_fits():
     options = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "block_size": 64}
     options |= {"per_device_train_batch_size": 2, "memory_gib": 0.001}
@@ -222,6 +223,7 @@ def test_a_run_stops_and_saves_when_the_process_that_called_it_dies(bench):
     assert len([*folder.glob("checkpoints/step_*")]) == 1
 
 
+@pytest.mark.extended
 def test_several_processes_train_one_model(bench):
     run = llm.train(
         num_processes=2, show=False, **options_of(bench, "two", per_device_train_batch_size=2)

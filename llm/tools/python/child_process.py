@@ -20,8 +20,8 @@ _NUM_SHOWN_LINES = 5
 class ChildProcess:
     """A program without standard input; a context around it passes interruptions on.
 
-    It has its own process group, so that an interruption of this process reaches it once. It ends
-    if this process dies.
+    It has its own process group, so that an interruption of this process reaches it once. A trainer
+    also ends if this process dies.
 
     Args:
         command: The arguments of the command.
@@ -33,37 +33,50 @@ class ChildProcess:
 
     def __init__(self, command: Sequence[str], *, is_merged: bool = False) -> None:
         self.is_interrupted = False
+        self._command, self._is_merged = command, is_merged
         self._handler: Any = None
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT if is_merged else subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-            env={**os.environ, CALLER_VARIABLE: str(os.getpid())},
-            start_new_session=True,
-        )
+        self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
-        """Pass interruptions on from here, instead of raising KeyboardInterrupt.
+        """Start the program; from here on interruptions do not raise KeyboardInterrupt.
 
         Python delivers signals to the main thread, so that only a call there is interrupted.
         """
         if threading.current_thread() is threading.main_thread():
             self._handler = signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT if self._is_merged else subprocess.PIPE,
+                encoding="utf-8",
+                errors="replace",
+                env={**os.environ, CALLER_VARIABLE: str(os.getpid())},
+                start_new_session=True,
+            )
+        except BaseException:
+            self._restore_handler()
+            raise
+        if self.is_interrupted:  # before it was started
+            self._interrupt()
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Wait until the program has ended, after an interruption if the context raises."""
+        assert self._process is not None
         if exception[0] is not None and self._process.poll() is None:
             self._interrupt()
             self._process.communicate()
+        self._restore_handler()
+
+    def _restore_handler(self) -> None:
         if self._handler is not None:
             signal.signal(signal.SIGINT, self._handler)
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of standard output."""
+        assert self._process is not None
         assert self._process.stdout is not None
         yield from self._process.stdout
 
@@ -76,6 +89,7 @@ class ChildProcess:
         Raises:
             KeyboardInterrupt: This process was interrupted, and the program has ended.
         """
+        assert self._process is not None
         output, errors = self._process.communicate()
         exit_code = self._process.returncode
         if self.is_interrupted or exit_code == _EXIT_INTERRUPTED:
@@ -85,8 +99,9 @@ class ChildProcess:
     def _interrupt(self, *signal_arguments: object) -> None:
         """Send Ctrl-C to the processes of the program."""
         self.is_interrupted = True
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-            os.killpg(self._process.pid, signal.SIGINT)
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.killpg(self._process.pid, signal.SIGINT)
 
 
 def program_command(program: str, arguments: Sequence[str]) -> list[str]:
