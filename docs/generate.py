@@ -190,8 +190,6 @@ def pages() -> dict[Path, str]:
         "configuration.md": configuration_page,
         "architecture.md": architecture_page,
         "benchmarks.md": benchmarks_page,
-
-
         "tutorials/notebook.md": notebook_page,
         **{
             name: partial(programs_page, programs=programs)
