@@ -29,7 +29,7 @@ def can_compile(device: torch.device) -> bool:
     return device.type == "cuda" and compiler is not None and has_triton()
 
 
-def compile_blocks(model: nn.Module) -> None:
+def compile_blocks(model: nn.Module, *, fuse_backward: bool = False) -> None:
     """Compile the blocks of a model, in place, when they first run.
 
     Equal blocks share one graph. Each batch shape has a separate graph: otherwise the second shape
@@ -40,11 +40,23 @@ def compile_blocks(model: nn.Module) -> None:
 
     Args:
         model: A model that is not sharded yet, so that FSDP's hooks run around the graphs.
+        fuse_backward: Whether to use the kernels of `fused_backward`, and to compile the norms
+            between and after blocks, too. They need a GPU with Triton.
     """
     torch._dynamo.config.suppress_errors = True
     _allow_recompilations()
-    for block in find_blocks(model):
-        block.compile(dynamic=False)
+    blocks: list[nn.Module] = list(find_blocks(model))
+    if not fuse_backward:
+        for block in blocks:
+            block.compile(dynamic=False)
+        return
+    from llm.models import fused_backward  # imports Triton
+
+    fused_backward.fuse_gelu_backward(model)
+    norms = fused_backward.fuse_norms(model)
+    inner_modules = {module for block in blocks for module in block.modules()}
+    for module in (*blocks, *(norm for norm in norms if norm not in inner_modules)):
+        module.compile(dynamic=False, options=fused_backward.inductor_options())
 
 
 def make_code_reproducible() -> None:

@@ -87,14 +87,15 @@ def chunked_cross_entropy(
         weight, bias = weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
     product_weight = copy_once(full_weight, lambda: _cast_and_pad_weight(weight, column_multiple))
     float8_weight = Float8Weight(product_weight) if is_float8 else None
-    if softmax is None or shard is not None:
+    has_kernel = softmax is not None and shard is None
+    if softmax is None or not has_kernel:
         softmax = partial(_softmax_losses, shard)
     # Inside the function, gradients are disabled.
     grad_enabled = torch.is_grad_enabled()
     sums: tuple[Tensor, Tensor | None] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         *(hidden, weight, bias, labels, vocab_size, chunk_rows, product_weight),
-        *(shard, tied_embedding, logits_buffer, softmax, grad_enabled, token_losses, z_loss),
-        float8_weight,
+        *(shard, tied_embedding, logits_buffer, softmax, has_kernel, grad_enabled, token_losses),
+        *(z_loss, float8_weight),
     )
     return sums
 
@@ -116,10 +117,10 @@ class _HeadShard:
 class _Gradients:
     """Gradients of the inputs, summed over chunks; None for inputs that need no gradient.
 
-    They are in fp32, because in bf16 each addition would round.
+    Sums are in fp32, because in bf16 each addition would round.
 
     Attributes:
-        hidden: [tokens, width].
+        hidden: [tokens, width], in the precision of the products, or in fp32 to sum over ranks.
         weight: [columns, width], with the padding of `product_weight`.
         bias: [columns], with the same padding.
     """
@@ -130,7 +131,7 @@ class _Gradients:
 
     @classmethod
     def allocate(
-        cls, hidden: Tensor, product_weight: Tensor, needs_grad: Sequence[bool]
+        cls, hidden: Tensor, product_weight: Tensor, needs_grad: Sequence[bool], is_sharded: bool
     ) -> "_Gradients":
         """Return gradients before the first chunk.
 
@@ -138,10 +139,12 @@ class _Gradients:
             hidden: [tokens, width].
             product_weight: [columns, width], the weight in the precision of the products.
             needs_grad: Whether hidden states, weight and bias need a gradient.
+            is_sharded: Whether the gradient of the hidden states is summed over ranks.
         """
         fp32 = torch.float32
+        hidden_dtype = fp32 if is_sharded else product_weight.dtype
         return cls(
-            torch.empty_like(hidden, dtype=fp32) if needs_grad[0] else None,
+            torch.empty_like(hidden, dtype=hidden_dtype) if needs_grad[0] else None,
             torch.zeros_like(product_weight, dtype=fp32) if needs_grad[1] else None,
             product_weight.new_zeros(len(product_weight), dtype=fp32) if needs_grad[2] else None,
         )
@@ -151,7 +154,7 @@ class _Gradients:
         token_slice: slice,
         chunk_hidden: Tensor,
         grad_logits: Tensor,
-        labels: Tensor,
+        labels: Tensor | None,
         product_weight: Tensor | Float8Weight,
     ) -> None:
         """Add the gradients of a chunk.
@@ -160,20 +163,31 @@ class _Gradients:
             token_slice: The tokens of the chunk.
             chunk_hidden: [rows, width], their hidden states, in the precision of the products.
             grad_logits: [rows, columns], the gradient of their logits.
-            labels: [rows]; tokens without a label have no gradient.
+            labels: [rows]; tokens without a label have no gradient. None if their gradient of the
+                logits is zero already.
             product_weight: [columns, width], the weight in the precision of the products.
         """
-        label_mask = (labels != IGNORED).to(grad_logits.dtype).unsqueeze(1)
+        hidden_gradient = None
         if self.hidden is not None:
+            hidden_gradient = self.hidden[token_slice]
             if isinstance(product_weight, Float8Weight):
-                hidden_gradient = product_weight.hidden_gradient(grad_logits)
+                hidden_gradient.copy_(product_weight.hidden_gradient(grad_logits))
+            elif hidden_gradient.dtype == product_weight.dtype:
+                torch.mm(grad_logits, product_weight, out=hidden_gradient)
             else:
-                hidden_gradient = grad_logits @ product_weight
-            self.hidden[token_slice] = hidden_gradient * label_mask
+                hidden_gradient.copy_(grad_logits @ product_weight)
+        if labels is not None:
+            label_mask = (labels != IGNORED).to(grad_logits.dtype).unsqueeze(1)
+            chunk_hidden = chunk_hidden * label_mask
+            if hidden_gradient is not None:
+                hidden_gradient *= label_mask
         if self.weight is not None:
-            _add_product(self.weight, grad_logits, chunk_hidden * label_mask)
+            _add_product(self.weight, grad_logits, chunk_hidden)
         if self.bias is not None:
-            self.bias.add_((grad_logits.float() * label_mask.float()).sum(dim=0))
+            bias_gradient = grad_logits.float()
+            if labels is not None:
+                bias_gradient *= label_mask
+            self.bias.add_(bias_gradient.sum(dim=0))
 
     def trim_padding(self, num_columns: int) -> list[Tensor | None]:
         """Return the gradients of weight and bias without the rows of padding."""
@@ -198,6 +212,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         tied_embedding: TiedEmbedding | None,
         logits_buffer: Tensor | None,
         softmax: Softmax,
+        has_kernel: bool,
         grad_enabled: bool,
         token_losses: Tensor | None,
         z_loss: float,
@@ -213,7 +228,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         num_product_rows, dtype = len(product_weight), product_weight.dtype
         with torch.autocast(hidden.device.type, enabled=False):
             product_bias = None if bias is None else _pad_rows(bias, num_product_rows, dtype)
-            gradients = _Gradients.allocate(hidden, product_weight, needs_grad)
+            gradients = _Gradients.allocate(hidden, product_weight, needs_grad, shard is not None)
             for chunk_start in range(0, len(labels), chunk_rows):
                 token_slice = slice(chunk_start, chunk_start + chunk_rows)
                 chunk_hidden = hidden[token_slice].to(dtype)
@@ -230,11 +245,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if squared_log_sums is not None and chunk_squares is not None:
                     squared_log_sums[token_slice] = chunk_squares
                 if grad_logits is not None:
+                    # A kernel has zeroed the gradient of logits without a label.
+                    mask_labels = None if has_kernel else labels[token_slice]
                     gradients.add(
                         token_slice,
                         chunk_hidden,
                         grad_logits,
-                        labels[token_slice],
+                        mask_labels,
                         float8_weight or product_weight,
                     )
         if shard is not None:
@@ -256,7 +273,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         """Scale the gradients of the forward pass by the gradient of the loss."""
         scale, _ = grad_outputs
         hidden_gradient, weight_gradient, bias_gradient = (
-            None if gradient is None else gradient.mul_(scale) for gradient in ctx.saved_tensors
+            None if gradient is None else _scale(gradient, scale) for gradient in ctx.saved_tensors
         )
         if hidden_gradient is not None:
             hidden_gradient = hidden_gradient.to(ctx.dtype)
@@ -264,7 +281,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if ctx.tied is not None:
             # The lookup's backward pass adds its rows and returns the sum.
             ctx.tied.head_gradient, weight_gradient = weight_gradient, None
-        return hidden_gradient, weight_gradient, bias_gradient, *[None] * 12
+        return hidden_gradient, weight_gradient, bias_gradient, *[None] * 13
+
+
+def _scale(gradient: Tensor, scale: Tensor) -> Tensor:
+    """Return the product of a gradient and an fp32 scalar, in fp32; may overwrite the gradient."""
+    if gradient.dtype == scale.dtype:
+        return gradient.mul_(scale)
+    return gradient * scale.view(1, 1)  # a scalar would be rounded to the gradient's dtype
 
 
 @torch.no_grad()

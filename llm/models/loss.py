@@ -357,7 +357,11 @@ def make_loss(
     softmax: Softmax | None = None
     # A sharded head uses torch's operations.
     if options.torch_compile and not is_head_sharded and can_compile(device):
-        from llm.models.softmax_kernel import softmax_in_place as softmax
+        from llm.models.softmax_kernel import choose_softmax, softmax_in_place
+
+        softmax = softmax_in_place
+        if options.fused_kernels == "all":
+            softmax = choose_softmax(device, model.config.get_text_config().vocab_size)
     return LanguageModelLoss(
         model,
         chunks=chunks,

@@ -130,6 +130,14 @@ class ModelOptions:
         group=SPEED,
         resume="logged",
     )
+    fused_kernels: Literal["measured", "all"] = option(
+        "measured",
+        "Kernels of compiled runs on a GPU: those that ran on one before (measured), or also those "
+        "that no GPU has run yet (all): few programs for the softmax of the loss, and fused "
+        "backward passes of norms, GELU and biases.",
+        group=SPEED,
+        resume="logged",
+    )
 
 
 def model_problems(options: ModelOptions) -> list[str]:

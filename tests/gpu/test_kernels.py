@@ -1,11 +1,14 @@
 """The kernels that the device runs, against float64 or the plain operations that they replace."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from llm.checkpoint.snapshot import copy_to_host
 from llm.models.attention import run_model, use_document_attention
+from llm.models.compilation import compile_blocks
 from llm.models.cross_entropy import chunked_cross_entropy
 from llm.models.loss import LanguageModelLoss
 from llm.trainers.gpt.extensions import GPTConfig
@@ -28,9 +31,12 @@ def tokens(samples: int, length: int) -> torch.Tensor:
     return torch.randint(VOCAB_SIZE, (samples, length), generator=generator).to(DEVICE)
 
 
-@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=only_on_a_gpu)])
+@pytest.mark.parametrize(
+    "softmax",
+    [None, *(pytest.param(name, marks=only_on_a_gpu) for name in ("kernel", "few programs"))],
+)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 1e-2), (torch.float16, 3e-3)])
-def test_the_chunked_loss_and_its_gradients_are_those_in_float64(fused, dtype, bound):
+def test_the_chunked_loss_and_its_gradients_are_those_in_float64(softmax, dtype, bound):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(700, 96, generator=generator, dtype=torch.float64)
     weight = torch.randn(1000, 96, generator=generator, dtype=torch.float64) / 10
@@ -40,9 +46,11 @@ def test_the_chunked_loss_and_its_gradients_are_those_in_float64(fused, dtype, b
     expected = cross_entropy(exact[0] @ exact[1].T, labels, reduction="sum")
     expected.backward()
 
-    softmax = None
-    if fused:
-        from llm.models.softmax_kernel import softmax_in_place as softmax
+    kernel = None
+    if softmax is not None:
+        from llm.models.softmax_kernel import softmax_in_place
+
+        kernel = partial(softmax_in_place, num_programs=9 if softmax == "few programs" else None)
 
     ours = [tensor.to(DEVICE, torch.float32).requires_grad_() for tensor in (hidden, weight)]
     with torch.autocast(DEVICE.type, dtype):
@@ -53,7 +61,7 @@ def test_the_chunked_loss_and_its_gradients_are_those_in_float64(fused, dtype, b
             vocab_size=1000,
             chunk_rows=256,
             column_multiple=128,
-            softmax=softmax,
+            softmax=kernel,
         )
     loss.backward()
 
@@ -61,6 +69,25 @@ def test_the_chunked_loss_and_its_gradients_are_those_in_float64(fused, dtype, b
     for tensor, reference in zip(ours, exact, strict=True):
         assert tensor.grad.dtype == torch.float32
         assert distance(tensor.grad, reference.grad) < bound
+
+
+@only_on_a_gpu
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_blocks_with_fused_backward_passes_have_the_gradients_of_plain_ones(monkeypatch, family):
+    ids = tokens(4, 65)
+    dropout = NO_DROPOUT if family == "gpt2" else {}
+    gradients = []
+    for fused in (False, True):
+        model = tiny_model(tiny_config(family, **dropout), device=DEVICE, fused_gelu=True)
+        if fused:
+            compile_blocks(model, fuse_backward=True)
+            monkeypatch.setattr(torch._dynamo.config, "suppress_errors", False)
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            objective, _ = LanguageModelLoss(model)(ids[:, :-1], ids[:, 1:])
+        objective.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    plain, found = gradients
+    assert {name for name in plain if distance(found[name], plain[name]) > 2e-2} == set()
 
 
 def test_the_one_gradient_of_a_tied_embedding_is_the_sum_of_both():

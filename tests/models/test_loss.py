@@ -1,3 +1,4 @@
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -337,3 +338,40 @@ def test_chunks_are_twice_as_long_where_the_gradient_replaces_the_logits():
         loss = LanguageModelLoss(model, aligned=True, chunks=chunks, softmax=softmax)
         assert loss(ids, ids)[0].isfinite()
     assert rows == [256, 256]
+
+
+class OperationCounts(TorchDispatchMode):
+    """Counts the operations inside the context by name, without views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view:
+            self.counts[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_softmax_kernel_leaves_a_cast_and_products_for_each_chunk():
+    def kernel(
+        logits: Tensor, labels: Tensor, num_vocab_columns: int, needs_gradient: bool, z_loss: float
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return torch.empty(len(logits)), None, logits
+
+    hidden, weight = torch.empty(40, 32, requires_grad=True), torch.empty(320, 32)
+    labels = torch.zeros(40, dtype=torch.long)
+    with FakeTensorMode(allow_non_fake_inputs=True), OperationCounts() as forward:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, _ = chunked_cross_entropy(
+                *(hidden, weight, None, labels), vocab_size=320, chunk_rows=10, softmax=kernel
+            )
+        with OperationCounts() as backward:
+            loss.backward()
+    # Four chunks: logits and the gradient of the hidden states; the weight needs no gradient.
+    assert forward.counts["mm"] - backward.counts["mm"] == 8
+    assert forward.counts["_to_copy"] == 1 + 4  # of the weight, and of the hidden states
+    assert forward.counts["mul"] == backward.counts["mul"] == 1  # by the gradient of the loss
+    assert forward.counts["ne"] == 0  # no mask

@@ -14,7 +14,8 @@ def lowest_versions() -> list[str]:
     project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
     requirements = sum(project["optional-dependencies"].values(), project["dependencies"])
     bounds = [
-        re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?>=([\d.]+?)(?:\.0a0)?", each) for each in requirements
+        re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?>=([\d.]+?)(?:\.0a0)?(?:;.*)?", each)
+        for each in requirements
     ]
     return [f"{bound[1]}=={bound[2]}" for bound in bounds if bound]
 

@@ -210,6 +210,18 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
             {**UNSHARDED, "data_parallel": "gossip", "gossip_group": "nodes"},
             ["--unsharded_gradients does not go with --data_parallel gossip"],
         ),
+        (
+            {"fused_kernels": "all", "data_parallel_shard_size": 2, "kfac": True},
+            ["not go with --data_parallel_shard_size;", "not go with --kfac;"],
+        ),
+        (
+            {"fused_kernels": "all", "activation_checkpointing": "selective"},
+            ["--fused_kernels all has been tried", "with --activation_checkpointing selective;"],
+        ),
+        (
+            {"fused_kernels": "all", "mixed_precision": "fp8"},
+            ["--fused_kernels all has been tried", "not go with --mixed_precision fp8;"],
+        ),
         ({"fp8_all_gather": True}, ["--fp8_all_gather needs --data_parallel_shard_size"]),
         (
             {**GATHERED, "mixed_precision": "bf16"},

@@ -18,7 +18,7 @@ from llm.models.attention import check_documents_apart, use_document_attention
 from llm.models.attention_kernels import avoid_wrong_kernels
 from llm.models.build import build_model, set_special_tokens
 from llm.models.causality import check_causal, check_meta_model_causal
-from llm.models.compilation import compile_blocks, make_code_reproducible
+from llm.models.compilation import can_compile, compile_blocks, make_code_reproducible
 from llm.models.init import copy_to_meta, dummy_weights
 from llm.models.loss import make_loss
 from llm.models.transforms import Transform
@@ -148,7 +148,8 @@ def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy
     if run.config.torch_compile:
         if run.config.deterministic:
             make_code_reproducible()
-        compile_blocks(model)
+        fuse_backward = run.config.fused_kernels == "all" and can_compile(strategy.device)
+        compile_blocks(model, fuse_backward=fuse_backward)
 
     factory = choose_factory(run.config, run.extensions, seed=run.seed, layout=run.layout)
     with dummy_weights(model, strategy.device), strategy.autocast():

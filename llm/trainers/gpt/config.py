@@ -298,6 +298,7 @@ def planned_run_problems(config: CoreConfig) -> list[str]:
         *parallel_problems(config),
         *_size_problems(config),
         *_precision_problems(config),
+        *_fused_kernels_problems(config),
         *(
             problem
             for extension in extensions_in_use(config)
@@ -415,6 +416,28 @@ def _fp8_head_problems(config: CoreConfig) -> list[str]:
     if config.z_loss > _MAX_FLOAT8_Z_LOSS:
         conflicts.append(f"--z_loss above {_MAX_FLOAT8_Z_LOSS:g}")  # the gradient would overflow
     return [f"--fp8_head does not go with {name}; leave one of them out." for name in conflicts]
+
+
+def _fused_kernels_problems(config: CoreConfig) -> list[str]:
+    """Return the problems of kernels that have been tried with few options."""
+    if config.fused_kernels == "measured":
+        return []
+    conflicts = [f"--{name}" for name in sizes_above_one(config)]
+    if config.activation_checkpointing == "selective":
+        conflicts.append("--activation_checkpointing selective")
+    if config.fp8_head:
+        conflicts.append("--fp8_head")
+    if config.mixed_precision not in (None, "no", "fp16", "bf16"):
+        conflicts.append(f"--mixed_precision {config.mixed_precision}")
+    if config.several_models is not None:
+        conflicts.append(config.several_models)
+    if config.besides_optimizer is not None:
+        conflicts.append(config.besides_optimizer)
+    return [
+        f"--fused_kernels {config.fused_kernels} has been tried with whole weights that all ranks "
+        f"share, and does not go with {conflict}; leave one of them out."
+        for conflict in conflicts
+    ]
 
 
 def _fp8_gather_problems(config: CoreConfig) -> list[str]:

@@ -119,7 +119,10 @@ def _start_event(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel
 def _options_without_effect(
     run: TrainingRun, strategy: AcceleratedStrategy
 ) -> Iterator[tuple[str, str]]:
-    """Yield each option that sets communication which this run does not have, and the reason."""
+    """Yield each option that concerns something which this run does not have, and the reason."""
+    is_compiled_for_gpu = run.config.torch_compile and strategy.device.type == "cuda"
+    if run.config.fused_kernels != "measured" and not is_compiled_for_gpu:
+        yield f"fused_kernels {run.config.fused_kernels}", "without compiled blocks on a GPU"
     if run.config.all_reduce_dtype != "fp32" and strategy.world_size == 1:
         yield f"all_reduce_dtype {run.config.all_reduce_dtype}", "with one rank"
     batch_plan = run.batch_plan
