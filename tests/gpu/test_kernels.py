@@ -73,7 +73,7 @@ def test_the_chunked_loss_and_its_gradients_are_those_in_float64(softmax, dtype,
 
 @only_on_a_gpu
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_blocks_with_fused_backward_passes_have_the_gradients_of_plain_ones(monkeypatch, family):
+def test_fused_backward_passes_have_the_gradients_of_plain_blocks(monkeypatch, family):
     ids = tokens(4, 65)
     dropout = NO_DROPOUT if family == "gpt2" else {}
     gradients = []
