@@ -13,7 +13,7 @@ ROWS = json.loads((ROOT / "benchmarks" / "results" / "what_ran.json").read_text(
 FIELDS = {field.name: field for field in fields(GPTConfig)}
 CHOICES = (
     *("mixed_precision", "all_reduce_dtype", "moment_dtype", "optimizer"),
-    *("data_parallel", "kfac_method", "pipeline_schedule"),
+    *("data_parallel", "kfac_method", "pipeline_schedule", "fused_kernels"),
 )
 """Options with a row for each choice."""
 
