@@ -1,7 +1,7 @@
 """Fused backward passes of norms, GELU and biases in compiled blocks.
 
-Inductor computes the backward pass of a norm in three kernels, and reads a large gradient once more
-for the gradient of each bias. Here, the modules' backward passes are operations of
+Inductor computes the backward pass of a norm in two or three kernels, and reads a large gradient
+once more for the gradient of each bias. Here, the modules' backward passes are operations of
 `backward_kernels`, and a pass over the compiled graph gives these operations what surrounds them:
 the sum of gradients in front of them, the gradient of the residual stream, casts, and sums over
 tokens. The pass leaves all else unchanged.
