@@ -9,6 +9,7 @@ from tests.support.package import MODULES, PACKAGE, name_of
 ONLY_ON_CUDA = {
     "extensions.matrix_optim.eigenbases": "asks whether a GPU has TF32",
     "models.attention_kernels": "asks whether a GPU is a Hopper",
+    "models.softmax_kernel": "asks for the multiprocessors and the cache of a GPU",
     "parallel.accelerator": "asks whether a GPU has fp8 and bf16",
     "tools.preflight": "names the GPU and the version of NCCL",
 }
