@@ -123,6 +123,20 @@ def form_default_group(device: torch.device, *, timeout: timedelta) -> None:
         return
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(f"cpu:gloo,{device.type}:{backend}", device_id=device, timeout=timeout)
+    allow_new_groups(device)
+
+
+def allow_new_groups(device: torch.device) -> None:
+    """Let meshes form their groups one by one if the device's backend cannot split the default one.
+
+    PyTorch splits the default group as soon as it is bound to a device. Of the backends, only
+    NCCL (and RCCL) can: Intel's `xccl` raises an error (pytorch 186548). Without a bound device,
+    PyTorch calls `new_group`, which every backend has. The binding has no other effect there:
+    barriers use gloo, and collectives the device of their tensor.
+    """
+    group: Any = dist.group.WORLD
+    if not group._get_backend(device).supports_splitting:
+        group.bound_device_id = None
 
 
 def ddp_settings(device: torch.device, options: PrecisionOptions) -> DistributedDataParallelKwargs:

@@ -398,6 +398,7 @@ def test_the_default_group_knows_its_device_and_time_out(device, backends, monke
         "torch.distributed.init_process_group",
         lambda *args, **kwargs: formed.append((args, kwargs)),
     )
+    monkeypatch.setattr("llm.parallel.accelerator.allow_new_groups", lambda device: None)
 
     form_default_group(torch.device(device), timeout=timedelta(minutes=31))
 
