@@ -18,6 +18,7 @@ from llm.config.options import fields, format_default
 from llm.prepare.options import PrepareConfig
 from llm.prepare.train_tokenizer import TrainTokenizerOptions
 from llm.tools.checkpoints import CheckpointsOptions
+from llm.tools.evidence.options import EvidenceOptions
 from llm.tools.fetch import FetchOptions
 from llm.tools.generate import GenerateOptions
 from llm.tools.inspect import InspectOptions
@@ -40,6 +41,7 @@ PROGRAM_PAGES = {
         "report": ReportOptions,
         "generate": GenerateOptions,
         "preflight": PreflightOptions,
+        "evidence": EvidenceOptions,
         "jobs": JobOptions,
         "fetch": FetchOptions,
     },

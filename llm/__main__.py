@@ -19,6 +19,9 @@ PROGRAMS = {
     "plan": Program("llm.tools.plan.plan:main", "predict memory, traffic and time of a run"),
     "jobs": Program("llm.tools.jobs.jobs:main", "write job scripts for Slurm and PBS"),
     "preflight": Program("llm.tools.preflight:run", "check every rank before a job begins"),
+    "evidence": Program(
+        "llm.tools.evidence.evidence:main", "check a machine, for one file to send"
+    ),
     "checkpoints": Program("llm.tools.checkpoints:main", "list, verify, export, average them"),
     "generate": Program("llm.tools.generate:main", "generate text with a trained model"),
     "report": Program("llm.tools.report.report:main", "show runs as an HTML page of curves"),

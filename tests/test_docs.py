@@ -21,6 +21,7 @@ from llm.prepare.train_tokenizer import TrainTokenizerOptions, check_options
 from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.signals import EXIT_PREEMPTED
 from llm.tools.checkpoints import CheckpointsOptions
+from llm.tools.evidence.options import EvidenceOptions
 from llm.tools.fetch import FetchOptions
 from llm.tools.generate import GenerateOptions
 from llm.tools.inspect import InspectOptions
@@ -39,6 +40,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *S
 
 OPTIONS = {
     "checkpoints": (CheckpointsOptions, "run"),
+    "evidence": (EvidenceOptions, None),
     "fetch": (FetchOptions, "folder"),
     "generate": (GenerateOptions, "run"),
     "inspect": (InspectOptions, "path"),

@@ -238,6 +238,7 @@ NO_RUN_IS_READ = {
     "fetch": "reads the Hub, and a configuration that the user names",
     "jobs": "writes commands",
     "preflight": "reads no file",
+    "evidence": "trains on the text that ships with the package",
 }
 
 

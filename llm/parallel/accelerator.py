@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from llm.errors import ParallelError
 from llm.parallel.options import PrecisionOptions
 from llm.runtime.float32 import has_half_products
-from llm.runtime.world import world_from_environment
+from llm.runtime.world import is_cpu_chosen, world_from_environment
 
 CPU_BUCKET_MB = 25
 """Size of the gradients in one all-reduce, in MiB; torch's default."""
@@ -34,7 +34,7 @@ def check_device(device: torch.device) -> None:
     Raises:
         ParallelError: Says what to install, and how to ask for the CPU.
     """
-    hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") == "" or is_cpu_chosen()
     if device.type != "cpu" or hides_gpus or not NVIDIA_DRIVER.exists():
         return
     reason = f"reaches none of its GPUs: check that the driver supports CUDA {torch.version.cuda}"
@@ -129,7 +129,7 @@ def form_default_group(device: torch.device, *, timeout: timedelta) -> None:
 def allow_new_groups(device: torch.device) -> None:
     """Let meshes form their groups one by one if the device's backend cannot split the default one.
 
-    PyTorch splits the default group as soon as it is bound to a device. Of the backends, only
+    PyTorch splits a default group that is bound to a device. Of the backends, only
     NCCL (and RCCL) can: Intel's `xccl` raises an error (pytorch 186548). Without a bound device,
     PyTorch calls `new_group`, which every backend has. The binding has no other effect there:
     barriers use gloo, and collectives the device of their tensor.

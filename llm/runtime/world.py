@@ -7,7 +7,7 @@ sets. srun and mpiexec set different variables; `adopt_launcher` translates them
 import itertools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,7 +100,7 @@ def _read_integer(environ: Mapping[str, str], name: str, default: str) -> int:
     return int(value)
 
 
-def ignore_ranks() -> None:
+def ignore_ranks(environ: MutableMapping[str, str] = os.environ) -> None:
     """Let a program that does not share its work run as a single process under any launcher."""
     for variable in (
         *_TORCHRUN_VARIABLES,
@@ -108,7 +108,12 @@ def ignore_ranks() -> None:
         *_LOCAL_SIZE_VARIABLES,
         *_SLURM_VARIABLES,
     ):
-        os.environ.pop(variable, None)
+        environ.pop(variable, None)
+
+
+def is_cpu_chosen() -> bool:
+    """Return whether the user asks for the CPU, by the variable of `accelerate launch --cpu`."""
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
 
 
 def is_launched() -> bool:
@@ -120,6 +125,8 @@ def device_of(world: World) -> "torch.device":
     """Return the device that this process trains on."""
     import torch
 
+    if is_cpu_chosen():
+        return torch.device("cpu")
     if torch.cuda.is_available():
         return torch.device("cuda", world.local_rank % torch.cuda.device_count())
     if hasattr(torch, "xpu") and torch.xpu.is_available():

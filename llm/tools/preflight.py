@@ -173,10 +173,7 @@ class Board:
 
 def _check_together(options: PreflightOptions, world: World, description: dict[str, Any]) -> int:
     """Run the checks of several ranks through a store; return the exit code of this rank."""
-    # torchrun serves a store already.
-    is_server = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = _connect_store(options.timeout, is_server=is_server)
-    board = Board(store, rank=world.rank, world_size=world.world_size)
+    board = open_board(world, timeout=options.timeout)
     main_host = os.environ["MASTER_ADDR"]
     board.set("description", description)
     failure = _compare_in_time(options, world, board)
@@ -217,8 +214,27 @@ def _compare_in_time(options: PreflightOptions, world: World, board: Board) -> s
     return board.get_global("verdict/description", deadline + _EXTRA_WAIT_SECONDS)
 
 
-def _connect_store(timeout: float, *, is_server: bool = False) -> "Store":
-    """Connect to rank 0's store; rank 0 serves it."""
+def open_board(world: World, *, timeout: float, program_name: str = "preflight") -> Board:
+    """Return the board of all ranks; rank 0 serves its store.
+
+    Args:
+        world: Rank and world size of this process.
+        timeout: Seconds that a connection may take.
+        program_name: Prefix of the keys.
+
+    Raises:
+        RuntimeError: Rank 0 cannot be reached.
+    """
+    # torchrun serves a store already.
+    is_server = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = _connect_store(timeout, is_server=is_server, program_name=program_name)
+    return Board(store, rank=world.rank, world_size=world.world_size)
+
+
+def _connect_store(
+    timeout: float, *, is_server: bool = False, program_name: str = "preflight"
+) -> "Store":
+    """Connect to rank 0's store."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(
@@ -229,7 +245,7 @@ def _connect_store(timeout: float, *, is_server: bool = False) -> "Store":
         wait_for_workers=False,
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefixed_store: Store = PrefixStore(f"preflight/{attempt}", store)
+    prefixed_store: Store = PrefixStore(f"{program_name}/{attempt}", store)
     return prefixed_store
 
 

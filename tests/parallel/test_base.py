@@ -377,6 +377,10 @@ def test_a_run_on_gpus_that_torch_does_not_see_is_refused(cuda, remedy, tmp_path
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     check_device(torch.device("cpu"))
 
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    check_device(torch.device("cpu"))
+
 
 def test_bf16_that_a_gpu_only_emulates_is_refused(monkeypatch):
     monkeypatch.setattr(

@@ -11,6 +11,7 @@ from llm.runtime.srun_shell import is_interactive_shell
 from llm.runtime.world import (
     World,
     adopt_launcher,
+    device_of,
     expand_nodelist,
     is_on_one_host,
     job_hosts,
@@ -296,3 +297,13 @@ def test_the_shell_of_srun_has_one_rank():
     assert world_size_in(["bash"], terminal) == 1
     assert world_size_in(["bash", "-c"], terminal) == 4  # the task of a job step
     assert world_size_in(["bash"], TASK_3_OF_4) == 4
+
+
+def test_the_variable_of_accelerate_chooses_the_cpu_of_a_machine_with_gpus(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    world = World(rank=3, local_rank=3, world_size=4)
+    assert str(device_of(world)) == "cuda:1"
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert str(device_of(world)) == "cpu"

@@ -8,6 +8,7 @@ To train and to read what a run has written:
   in the processes of a launcher).
 - `loaded_samples`: the samples that a run has read.
 - `processes`: the trainer under torchrun; waiting for a process, and its memory.
+- `forked_programs`: Python programs that are forked from the process of a test.
 - `programs`: `llm-trainers` and `docs/generate.py` in the process of a test.
 - `hub_server`: a Hugging Face Hub on this machine (the fixture `hub`).
 

@@ -1,0 +1,242 @@
+"""Checks a machine and writes one file that you can send: `llm-trainers evidence`.
+
+Start it alone, or like a training, with one process per device under torchrun, srun or mpiexec. It
+trains small models in separate processes, so that a crash or a hang ends one check only.
+
+Exit codes: 0 every check has passed; 1 a check has failed or was not run; 2 an option, the file or
+the launcher cannot work.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llm.config.command_line import parse
+from llm.config.program import program
+from llm.errors import ConfigError, ParallelError, one_line
+from llm.runtime.process_settings import raise_file_limit
+from llm.runtime.world import World, adopt_launcher, world_from_environment
+from llm.tools.evidence.checks import Checks
+from llm.tools.evidence.evidence_file import (
+    EvidenceFile,
+    Result,
+    personal_words,
+    without_personal_data,
+)
+from llm.tools.evidence.machine import describe_job, site_name
+from llm.tools.evidence.options import EvidenceOptions, PartName
+from llm.tools.evidence.rank_programs import RankPrograms, describe_failure
+from llm.tools.evidence.trainings import CheckFailed
+from llm.tools.preflight import Board, open_board
+
+_SHARES: dict[PartName, float] = {
+    "preflight": 0.1,
+    "losses": 0.2,
+    "resume": 0.15,
+    "layouts": 0.35,
+    "speed": 0.2,
+}
+"""Shares of the time. The next parts get the time that a part does not use."""
+_MIN_CHECK_SECONDS = 5.0
+"""Less time is not enough to start a program."""
+_FULL_CHECK_SECONDS = 90.0
+"""A check gets this if there is time, and otherwise half of the remaining time of its part."""
+_MACHINE_SECONDS = 120.0
+_CONNECT_SECONDS, _REFUSAL_SECONDS = 60.0, 5.0
+_DESCRIBE_MACHINE = "from llm.tools.evidence.machine import print_process; print_process()"
+
+
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    options = parse(
+        EvidenceOptions,
+        argv,
+        prog="llm-trainers evidence",
+        description="Check what a machine computes, and write one file to send.",
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # to stop the programs, too
+    adopt_launcher()
+    raise_file_limit()
+    world = world_from_environment()
+    deadline = time.monotonic() + 60 * options.minutes
+    try:
+        board = None
+        if world.world_size > 1:
+            board = open_board(world, timeout=_CONNECT_SECONDS, program_name="evidence")
+        if world.is_main:
+            return _collect(options, world, board, deadline)
+        assert board is not None
+        return _serve(world, board, deadline)
+    except RuntimeError as error:  # of the store
+        raise ParallelError(
+            f"Rank {world.rank} does not reach rank 0: {one_line(error)}."
+        ) from error
+
+
+def _serve(world: World, board: Board, deadline: float) -> int:
+    """Start what rank 0 posts; return its exit code."""
+    posted_folder = board.get_global("folder", time.monotonic() + _CONNECT_SECONDS)
+    if not posted_folder:  # rank 0 refuses the options, and says why, or is not there
+        board.set("refused", True)
+        return 2
+    folder = Path(posted_folder)
+    board.set("folder_seen", folder.is_dir())
+    board.set("personal_words", personal_words())
+    return RankPrograms(world, board, folder).serve(deadline=deadline + 2 * _MACHINE_SECONDS)
+
+
+def _collect(options: EvidenceOptions, world: World, board: Board | None, deadline: float) -> int:
+    """Run all checks on rank 0 and write the file; return the exit code."""
+    path = Path(options.output)
+    folder = Path(f"{path}.work").absolute()
+    try:
+        evidence_file = EvidenceFile(path, site=options.site or site_name(os.environ))
+        _make_folder(folder, path)
+    except ConfigError:
+        if board is not None:
+            board.set_global("folder", "")
+            board.set("refused", True)
+            board.wait("refused", time.monotonic() + _REFUSAL_SECONDS)
+        raise
+    programs = RankPrograms(world, board, folder)
+    try:
+        words = personal_words()
+        if board is not None:
+            words += _meet_ranks(board, world, folder, path)
+        all_passed = _run_parts(options, programs, evidence_file, deadline, words)
+        sys.stdout.write("\n".join(evidence_file.summary()) + "\n")
+        sys.stdout.write(f"Everything is in {path}; read it before you send it.\n")
+        exit_code = 0 if all_passed else 1
+        programs.finish(exit_code)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return exit_code
+
+
+def _make_folder(folder: Path, path: Path) -> None:
+    """Make the folder of the trainings; an empty file is removed if that fails.
+
+    Raises:
+        ConfigError: It exists, or cannot be made.
+    """
+    try:
+        folder.mkdir()
+    except OSError as error:
+        path.unlink()
+        raise ConfigError(
+            f"The folder for the trainings, {path}.work, cannot be made: {one_line(error)}; remove "
+            "it if no other run uses it, or name another --output."
+        ) from error
+
+
+def _meet_ranks(board: Board, world: World, folder: Path, path: Path) -> list[str]:
+    """Wait for all ranks; return the names of their users and hosts.
+
+    Raises:
+        ParallelError: A rank does not answer, or does not see the folder of the trainings.
+    """
+    board.set("folder_seen", True)
+    board.set("personal_words", personal_words())
+    board.set_global("folder", str(folder))
+    board.wait("personal_words", time.monotonic() + _CONNECT_SECONDS)
+    words_by_rank = board.get_all("personal_words")
+    blind_ranks = [rank for rank, is_seen in board.get_all("folder_seen").items() if not is_seen]
+    missing_ranks = [rank for rank in range(world.world_size) if rank not in words_by_rank]
+    if missing_ranks or blind_ranks:
+        path.unlink()
+    if missing_ranks:
+        raise ParallelError(
+            f"Rank {missing_ranks[0]} has not answered within {_CONNECT_SECONDS:.0f} s; "
+            "llm-trainers preflight, started in the same way, names its host."
+        )
+    if blind_ranks:
+        raise ParallelError(
+            f"Rank {blind_ranks[0]} does not see the folder of --output; name a file on a file "
+            "system that all nodes share."
+        )
+    return [word for words in words_by_rank.values() for word in words]
+
+
+def _run_parts(
+    options: EvidenceOptions,
+    programs: RankPrograms,
+    evidence_file: EvidenceFile,
+    deadline: float,
+    words: Sequence[str],
+) -> bool:
+    """Run the checks of all parts; return whether every one has passed."""
+    start = time.monotonic()
+
+    def add(part: str, check_name: str, error: Exception | None, **figures: Any) -> None:
+        if error is not None:
+            text = str(error)
+            if not isinstance(error, CheckFailed):
+                text = f"{type(error).__name__}: {one_line(error)}"
+            figures["reason"] = text
+        figures = {
+            name: without_personal_data(value, words) if isinstance(value, str) else value
+            for name, value in figures.items()
+        }
+        result: Result = "passed" if error is None else "failed"
+        seconds = time.monotonic() - check_start
+        evidence_file.add(part, check_name, result, seconds=seconds, **figures)
+        sys.stdout.write(f"{part}: {check_name} {result} after {seconds:.0f} s\n")
+        sys.stdout.flush()
+
+    check_start = start
+    job = {"ranks": programs.world.world_size, "nodes": 1, "device": "cpu", "card": "unknown"}
+    job |= {"memory_gib": None, "default_precision": "no"}
+    try:
+        job = _describe_machine(programs, min(_MACHINE_SECONDS, deadline - start))
+        evidence_file.set_machine(job)
+        add("machine", "versions and devices", None)
+    except CheckFailed as error:
+        add("machine", "versions and devices", error)
+    checks = Checks(programs, job)
+    parts = list(dict.fromkeys(options.parts))
+    seconds_per_share = (deadline - start) / sum(_SHARES[part] for part in parts or _SHARES)
+    share_end = start
+    for part in parts:
+        share_end += _SHARES[part] * seconds_per_share
+        for check in checks.of_part(part):
+            check_start = time.monotonic()
+            remaining = share_end - check_start
+            if remaining < _MIN_CHECK_SECONDS:
+                evidence_file.add(part, check.name, "not run", seconds=0, reason="no time was left")
+                continue
+            try:
+                figures = check.run(max(min(remaining, _FULL_CHECK_SECONDS), remaining / 2))
+                add(part, check.name, None, **figures)
+            except CheckFailed as error:
+                add(part, check.name, error, **error.figures)
+            except Exception as error:  # recorded, so that the next checks run
+                add(part, check.name, error)
+    return evidence_file.finish()
+
+
+def _describe_machine(programs: RankPrograms, seconds: float) -> dict[str, Any]:
+    """Ask every rank for its device and versions.
+
+    Raises:
+        CheckFailed: A rank fails.
+    """
+    outcomes = programs.run(["-c", _DESCRIBE_MACHINE], seconds=seconds)
+    failure = describe_failure(outcomes, seconds=seconds)
+    if failure is not None:
+        raise CheckFailed(failure)
+    try:
+        lines_by_rank = [outcome.output.splitlines() for outcome in outcomes]
+        descriptions = [
+            json.loads([line for line in lines if line.startswith("{")][-1])
+            for lines in lines_by_rank
+        ]
+    except (ValueError, IndexError) as error:
+        raise CheckFailed("a rank has printed no description of itself.") from error
+    return describe_job(descriptions)

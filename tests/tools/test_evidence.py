@@ -1,0 +1,337 @@
+"""`llm-trainers evidence`: what it checks, what it records of failures, and what it leaves out."""
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from llm.parallel.dims import parallel_dims
+from llm.runtime.files import json_safe
+from llm.runtime.world import World
+from llm.tools.evidence import checks, rank_programs
+from llm.tools.evidence.checks import planned_device
+from llm.tools.evidence.evidence import main
+from llm.tools.evidence.evidence_file import EvidenceFile, without_personal_data
+from llm.tools.evidence.layout_cases import expert_parallel_ranks, layout_cases
+from llm.tools.evidence.machine import describe_job, site_name
+from llm.tools.evidence.rank_programs import Outcome, RankPrograms, describe_failure
+from llm.tools.evidence.trainings import CheckFailed, compare_steps, compare_weights
+from llm.trainers.gpt.config import check
+from llm.trainers.gpt.extensions import GPTConfig
+from tests.support.forked_programs import ForkedProgram
+from tests.support.ranks import run_ranks, values
+
+ALONE = World(rank=0, local_rank=0, world_size=1)
+
+
+def collect(folder: Path, *words: str) -> int:
+    """Run the program on a rank, with programs that are forked."""
+    os.chdir(folder)
+    rank_programs.start_program = ForkedProgram
+    return main(words)
+
+
+def collect_shards(folder: Path, *words: str) -> int:
+    """The same, with FSDP as the only layout."""
+    checks.layout_cases = lambda num_ranks: layout_cases(num_ranks)[1:2]
+    return collect(folder, *words)
+
+
+def read_evidence(folder: Path) -> dict:
+    return json.loads((folder / "evidence.json").read_text(encoding="utf-8"))
+
+
+def results(evidence: dict) -> dict[str, str]:
+    """The result of each check by its part and name."""
+    return {
+        f"{part}: {record['check']}": record["result"]
+        for part, records in evidence["parts"].items()
+        for record in records
+    }
+
+
+def test_one_rank_writes_a_file_in_which_every_check_has_passed(tmp_path):
+    [outcome] = run_ranks(collect, 1, tmp_path)
+
+    assert outcome.value == 0, outcome.output
+    evidence = read_evidence(tmp_path)
+    assert evidence["finished"]
+    assert results(evidence) == {
+        "machine: versions and devices": "passed",
+        "preflight: all ranks": "passed",
+        "losses: CPU, fp32": "passed",
+        "losses: cpu, fp32": "passed",
+        "losses: cpu, bf16": "passed",
+        "resume: one rank": "passed",
+        "speed: one rank": "passed",
+    }, evidence
+    assert evidence["machine"]["versions"]["torch"] == torch.__version__
+    assert evidence["parts"]["resume"][0]["weight_difference"] == 0
+    # Only the file is left, and no name of this user, host or folder is in it.
+    assert [path.name for path in tmp_path.iterdir()] == ["evidence.json"]
+    text = (tmp_path / "evidence.json").read_text()
+    for word in (socket.gethostname(), str(tmp_path), str(Path.home()), sys.prefix):
+        assert word not in text
+
+
+def test_two_ranks_compare_a_layout_with_one_rank(tmp_path):
+    words = ("--parts", "preflight", "layouts", "--site", "testbed")
+    outcomes = run_ranks(collect_shards, 2, tmp_path, *words)
+
+    assert values(outcomes) == [0, 0], outcomes[0].output
+    evidence = read_evidence(tmp_path)
+    assert results(evidence) == {
+        "machine: versions and devices": "passed",
+        "preflight: all ranks": "passed",
+        "layouts: one rank": "passed",
+        "layouts: FSDP": "passed",
+    }
+    assert evidence["site"] == "testbed"
+    assert evidence["machine"]["ranks"] == 2
+    assert evidence["parts"]["preflight"][0]["all_reduce_ms"] > 0
+    assert evidence["parts"]["layouts"][1]["options"] == "--data_parallel_shard_size 2"
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_layout_passes_on_several_ranks(ranks, tmp_path):
+    outcomes = run_ranks(collect, ranks, tmp_path, timeout=1200)
+
+    assert values(outcomes) == [0] * ranks, read_evidence(tmp_path)
+    names = {record["check"] for record in read_evidence(tmp_path)["parts"]["layouts"]}
+    cases = {case.name for case in layout_cases(ranks)}
+    assert names == cases | {"one rank", "one rank, experts"}
+    assert {"DDP", "FSDP", "TP", "CP", "PP", "EP"} <= cases
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12, 16, 24, 512])
+def test_the_trainer_accepts_every_layout(ranks):
+    for case in layout_cases(ranks):
+        flags = {"sequence_parallel": True} if case.is_sequence_parallel else {}
+        config = GPTConfig(
+            model_type="gpt2", data_path=("tokens.bin",), tokenizer_name="gpt2",
+            **case.sizes, **flags,
+        )  # fmt: skip
+        check(config)
+        assert parallel_dims(config, ranks).world_size == ranks
+        assert (case.name == "DDP") == parallel_dims(config, ranks).is_replicated
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (1, []),
+        (2, ["DDP", "FSDP", "TP", "CP", "PP", "EP", "SP"]),
+        (3, ["DDP", "FSDP", "EP"]),
+        (11, ["DDP", "FSDP"]),
+    ],
+)
+def test_the_number_of_ranks_decides_which_layouts_are_compared(ranks, names):
+    assert [case.name for case in layout_cases(ranks)] == names
+
+
+def test_at_most_eight_ranks_divide_the_experts():
+    assert [expert_parallel_ranks(ranks) for ranks in (1, 4, 12, 16, 22)] == [1, 4, 6, 8, 2]
+
+
+def hide(text: str) -> str:
+    return without_personal_data(text, ["x1921c3s25", "alice", "x1921c3s25.site.example"])
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("/home/alice/runs/wiki holds no run", "<path> holds no run"),
+        ('File "/home/alice/venv/lib/torch/nn.py", line 3', 'File "<path>/nn.py", line 3'),
+        ("rank 1 on x1921c3s25: cuda:0", "rank 1 on <name>: cuda:0"),
+        ("connect to x1921c3s25.site.example:29500", "connect to <name>:29500"),
+        ("connect to 10.140.57.3:29500", "connect to <address>:29500"),
+        ("[fe80::1ff:fe23:4567:890a]", "[<address>]"),
+        ("in ~/runs", "in <path>"),
+        ("torch 2.13.0+cpu at 12:30:45", "torch 2.13.0+cpu at 12:30:45"),
+        ("alice-like names and 3/4 of it stay", "alice-like names and 3/4 of it stay"),
+    ],
+)
+def test_names_paths_and_addresses_are_not_written(text, written):
+    assert hide(text) == written
+
+
+def write_run(folder: Path, losses: list[float], weight: float) -> Path:
+    folder.mkdir()
+    records = [
+        {"step": step, "loss": json_safe(loss), "grad_norm": json_safe(2 * loss)}
+        for step, loss in enumerate(losses, start=1)
+    ]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "metrics.jsonl").write_text(lines)
+    save_file({"weight": torch.tensor([weight])}, folder / "model.safetensors")
+    return folder
+
+
+def test_runs_are_compared_by_losses_norms_and_weights(tmp_path):
+    reference = write_run(tmp_path / "reference", [4.0, 2.0], 1.0)
+    other = write_run(tmp_path / "other", [4.0, 2.002], 1.25)
+
+    figures = compare_steps(other, reference, tolerance=1e-2, steps=[1, 2])
+    assert figures["loss_difference"] == pytest.approx(1e-3)
+    assert figures["grad_norm_difference"] == pytest.approx(1e-3)
+    with pytest.raises(CheckFailed, match=r"losses differ by 0\.001 .* tolerance of 0\.0001") as e:
+        compare_steps(other, reference, tolerance=1e-4, steps=[1, 2])
+    assert e.value.figures["losses"] == [4.0, 2.002]
+    with pytest.raises(CheckFailed, match="has not logged step 3"):
+        compare_steps(other, reference, tolerance=1, steps=[3])
+    assert compare_weights(other, reference, tolerance=0.25) == {"weight_difference": 0.25}
+    with pytest.raises(CheckFailed, match=r"weights differ by up to 0\.25"):
+        compare_weights(other, reference, tolerance=0.0)
+
+
+def test_a_loss_that_is_not_a_number_fails(tmp_path):
+    nan = float("nan")
+    reference = write_run(tmp_path / "reference", [4.0, 2.0], 1.0)
+    diverged = write_run(tmp_path / "diverged", [4.5, nan], nan)
+    with pytest.raises(CheckFailed, match="losses differ by nan"):
+        compare_steps(diverged, reference, tolerance=1.0, steps=[1, 2])
+    with pytest.raises(CheckFailed, match="weights differ by up to nan"):
+        compare_weights(diverged, reference, tolerance=1.0)
+
+
+def run_code(folder: Path, code: str, seconds: float = 30.0) -> list[Outcome]:
+    return RankPrograms(ALONE, None, folder).run(["-c", code], seconds=seconds)
+
+
+def test_a_program_that_fails_or_hangs_is_described_by_its_last_lines(tmp_path):
+    failed = run_code(tmp_path, "print('about to fail'); raise SystemExit(7)")
+    assert failed == [Outcome(code=7, output="about to fail\n")]
+    sentence = "the program ended with code 7\nabout to fail"
+    assert describe_failure(failed, seconds=30) == sentence
+
+    late = run_code(tmp_path, "import time; time.sleep(3600)", seconds=2)
+    assert late[0].code is None
+    assert "the program had not ended after 2 s" in str(describe_failure(late, seconds=2))
+
+    assert describe_failure(run_code(tmp_path, ""), seconds=30) is None
+
+
+def test_of_several_ranks_the_one_that_failed_by_itself_is_described():
+    outcomes = [Outcome(code=None, output="waits"), Outcome(code=1, output="no memory")]
+    sentence = "rank 1 ended with code 1\nno memory"
+    assert describe_failure(outcomes, seconds=30) == sentence
+
+
+FAILS_ON_RANK_1 = """
+import os, time
+if os.environ["RANK"] == "1":
+    raise SystemExit("rank 1 has no device")
+time.sleep(3600)
+"""
+
+
+def run_on_two_ranks(folder: Path) -> list[Outcome] | int:
+    from llm.runtime.world import world_from_environment
+    from llm.tools.preflight import open_board
+
+    rank_programs._GRACE_SECONDS = 0.5
+    world = world_from_environment()
+    board = open_board(world, timeout=30, program_name="evidence")
+    programs = RankPrograms(world, board, folder)
+    if not world.is_main:
+        return programs.serve(deadline=time.monotonic() + 3600)
+    assert programs.run(["-c", ""], seconds=50, is_alone=True)[0].code == 0
+    outcomes = programs.run(["-c", FAILS_ON_RANK_1], seconds=3600)
+    outcomes += programs.run(["-c", "print('fine')"], seconds=50)
+    programs.finish(0)
+    return outcomes
+
+
+def test_a_rank_that_fails_ends_the_program_of_the_others_and_not_the_next(tmp_path):
+    # Otherwise it would take longer than the limit of the ranks.
+    [outcomes, code] = values(run_ranks(run_on_two_ranks, 2, tmp_path))
+    assert outcomes == [
+        Outcome(code=None, output=""),
+        Outcome(code=1, output="rank 1 has no device\n"),
+        Outcome(code=0, output="fine\n"),
+        Outcome(code=0, output="fine\n"),
+    ]
+    assert code == 0
+
+
+def test_an_existing_file_is_never_replaced(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    EvidenceFile(Path("evidence.json"), site=None)
+    content = Path("evidence.json").read_bytes()
+
+    assert main([]) == 2
+
+    assert "--output evidence.json exists, and evidence never replaces" in capsys.readouterr().err
+    assert Path("evidence.json").read_bytes() == content
+    assert os.listdir() == ["evidence.json"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["--output", "missing/file.json"],
+            "--output missing/file.json cannot be written: No such",
+        ),
+        (["--minutes", "0"], "--minutes"),
+        (["--parts", "everything"], "--parts"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_written(
+    words, sentence, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert sentence in capsys.readouterr().err
+    assert os.listdir() == []
+
+
+def test_the_working_folder_of_another_run_is_not_touched(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("evidence.json.work").mkdir()
+    assert main([]) == 2
+    assert "evidence.json.work, cannot be made: File exists" in capsys.readouterr().err
+    assert os.listdir() == ["evidence.json.work"]
+
+
+def describe(**values: object) -> dict:
+    machine = {"device": "cuda", "card": "NVIDIA A100-SXM4-40GB", "memory_gib": 39.4}
+    machine |= {"default_precision": "bf16", "processor": "x86_64"}
+    return {**machine, "versions": {"torch": "2.13.0"}, "host": "node1", **values}
+
+
+def test_a_machine_is_described_by_the_values_of_its_ranks():
+    job = describe_job([describe(), describe(host="node2"), describe(host="node2")])
+    assert (job["ranks"], job["nodes"], job["card"]) == (3, 2, "NVIDIA A100-SXM4-40GB")
+    assert "host" not in job
+    differing = describe_job([describe(), describe(versions={"torch": "2.10.0"})])
+    assert differing["versions"] == [{"torch": "2.13.0"}, {"torch": "2.10.0"}]
+
+
+def test_the_site_is_what_the_system_calls_itself():
+    assert site_name({"NERSC_HOST": "perlmutter"}) == "perlmutter"
+    assert site_name({"SLURM_CLUSTER_NAME": "frontier", "NERSC_HOST": ""}) == "frontier"
+    assert site_name({"HOSTNAME": "x1921c3s25"}) is None
+
+
+@pytest.mark.parametrize(
+    ("card", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H200", "h200-141gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("AMD Instinct MI250X", "mi250x"),
+        ("Intel(R) Data Center GPU Max 1550", "pvc"),
+        ("NVIDIA L40S", None),
+    ],
+)
+def test_a_card_is_compared_with_the_plan_of_its_own_kind(card, name):
+    assert planned_device("cuda", card) == name
