@@ -96,7 +96,8 @@ class OptimizerOptions:
     lr_scheduler_kwargs: str | None = option(
         None,
         "Settings of the schedule, as num_cycles=3 or as JSON: num_cycles of cosine (by default "
-        "0.5) and of cosine_with_restarts (1), power of polynomial (1).",
+        "0.5) and of cosine_with_restarts (1), power of polynomial and of a linear decay of "
+        "warmup_stable_decay (1).",
     )
     warmup: Duration = option(
         Duration("0 steps"),
@@ -211,9 +212,14 @@ def schedule_problems(options: OptimizerOptions) -> list[str]:
             "none; choose constant_with_warmup."
         )
     try:
-        scheduler_kwargs(options.lr_scheduler_kwargs, kind=kind)
+        settings = scheduler_kwargs(options.lr_scheduler_kwargs, kind=kind)
     except ConfigError as error:
-        problems.append(str(error))
+        return [*problems, str(error)]
+    if "power" in settings and options.cooldown_shape != "linear":
+        problems.append(
+            f"--lr_scheduler_kwargs {options.lr_scheduler_kwargs} is for a linear decay, not for "
+            f"--cooldown_shape {options.cooldown_shape}; leave one of them out."
+        )
     return problems
 
 
@@ -227,6 +233,7 @@ _SETTING_BY_SCHEDULER_TYPE = {
     "cosine": "num_cycles",
     "cosine_with_restarts": "num_cycles",
     "polynomial": "power",
+    "warmup_stable_decay": "power",
 }
 """The only setting of a schedule, by `lr_scheduler_type`."""
 

@@ -59,10 +59,13 @@ def make_schedule(
             f"The warm-up of {warmup_steps:g} steps is not shorter than the run of {total_steps} "
             "steps: the learning rate never reaches its peak."
         )
+    settings = scheduler_kwargs(options.lr_scheduler_kwargs, kind=options.lr_scheduler_type)
     if shape_name == "warmup_stable_decay":
-        shape = partial(stable_then_decay, decay=_DECAY_BY_COOLDOWN_SHAPE[options.cooldown_shape])
+        decay = _DECAY_BY_COOLDOWN_SHAPE[options.cooldown_shape]
+        if options.lr_scheduler_type == shape_name and "power" in settings:
+            decay = partial(polynomial, power=settings["power"])
+        shape = partial(stable_then_decay, decay=decay)
     else:
-        settings = scheduler_kwargs(options.lr_scheduler_kwargs, kind=shape_name)
         shape = partial(_SHAPES[shape_name], **settings)
     peak = options.learning_rate
     # transformers ends its polynomial decay (of power 1) at 1e-7 rather than at 0.

@@ -75,6 +75,23 @@ def test_a_decay_falls_in_the_shape_that_is_asked_for(shape, heights):
     assert [rate(step) for step in range(80, 101, 5)] == pytest.approx(heights, abs=1e-6)
 
 
+def test_a_linear_decay_of_a_stable_rate_may_have_a_power():
+    rate = schedule("warmup_stable_decay", decay_steps=20, lr_scheduler_kwargs="power=1.2")
+    rates = [rate(step) for step in (0, 80, 85, 90, 95, 100)]
+    # (steps left / 20) ^ 1.2
+    assert rates == pytest.approx([1.0, 1.0, 0.708066, 0.435275, 0.189465, 0.0], abs=1e-6)
+
+
+def test_a_power_is_refused_with_another_shape_of_the_decay():
+    options = OptimizerOptions(
+        lr_scheduler_type="warmup_stable_decay",
+        lr_scheduler_kwargs="power=1.2",
+        cooldown_shape="sqrt",
+    )
+    (problem,) = schedule_problems(options)
+    assert "power=1.2 is for a linear decay, not for --cooldown_shape sqrt" in problem
+
+
 @pytest.mark.parametrize("kind", ["constant", "constant_with_warmup", "warmup_stable_decay"])
 def test_a_cooldown_replaces_the_end_of_a_schedule_from_its_step_on(kind):
     options = OptimizerOptions(
