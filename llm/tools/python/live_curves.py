@@ -76,7 +76,8 @@ class NotebookDisplay:
         total = self._find_total_steps()
         bar = ""
         if total:
-            bar = f'<progress value="{done}" max="{total}" style="width:{_WIDTH}px"></progress>'
+            style = f"width:{_WIDTH}px;max-width:100%"
+            bar = f'<progress value="{done}" max="{total}" style="{style}"></progress>'
             bar += f" step {done:,} of {total:,}"
         log = html.escape("".join(self._lines))
         last_line = html.escape(self._lines[-1].strip()) if self._lines else ""
@@ -131,7 +132,8 @@ def draw_curves(metrics: Metrics) -> str:
     parts += [_draw_text(2, 16, f"{highest:.3g}"), _draw_text(2, _HEIGHT - 24, f"{lowest:.3g}")]
     parts += [_draw_text(_MARGIN, _HEIGHT - 6, f"step {first_step:,}")]
     parts += [_draw_text(_WIDTH - 80, _HEIGHT - 6, f"step {last_step:,}")]
-    return f'<svg width="{_WIDTH}" height="{_HEIGHT}">{"".join(parts)}</svg>'
+    size = f'width="{_WIDTH}" viewBox="0 0 {_WIDTH} {_HEIGHT}" style="max-width:100%;height:auto"'
+    return f"<svg {size}>{''.join(parts)}</svg>"
 
 
 def _thin_points(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
