@@ -63,6 +63,11 @@ def set_float32_precision(options: PrecisionOptions, device: torch.device) -> No
         torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
 
 
+def _has_float8_products(device: torch.device) -> bool:
+    """Return whether a device is an NVIDIA GPU that multiplies in float8."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def check_precision(options: PrecisionOptions, device: torch.device) -> None:
     """Refuse a precision that the device does not support.
 
@@ -70,10 +75,8 @@ def check_precision(options: PrecisionOptions, device: torch.device) -> None:
         ParallelError: Names the precision, the device and an alternative.
     """
     precision = options.mixed_precision
-    is_cuda = device.type == "cuda"
-    has_float8_products = is_cuda and torch.cuda.get_device_capability(device) >= (8, 9)
     if precision == "fp8":
-        if not has_float8_products:
+        if not _has_float8_products(device):
             raise ParallelError(
                 f"--mixed_precision fp8 needs an NVIDIA GPU of compute capability 8.9 or more, and "
                 f"this process runs on {device.type}; use bf16 or no."
@@ -83,7 +86,7 @@ def check_precision(options: PrecisionOptions, device: torch.device) -> None:
                 "--mixed_precision fp8 needs a library with its kernels: pip install torchao."
             )
     if options.fp8_head:
-        if not has_float8_products or torch.version.hip is not None:
+        if not _has_float8_products(device) or torch.version.hip is not None:
             raise ParallelError(
                 "--fp8_head needs an NVIDIA GPU of compute capability 8.9 or more, and this "
                 f"process runs on {device.type}; leave it out."
