@@ -12,9 +12,10 @@ import logging
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,9 @@ _RETRY_DELAYS = (1.0, 4.0)
 _MAX_FAILED_SAVES = 3
 """Number of consecutive failed checkpoints before training stops."""
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 logger = logging.getLogger("llm")
 
 
@@ -70,6 +74,7 @@ class Saver:
 
     Attributes:
         blocked_seconds: Seconds that training waited for the last save.
+        write_times: For each save since they were last taken, the seconds that each rank wrote.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class Saver:
         flush_metrics: Callable[[], None] = lambda: None,
     ) -> None:
         self.blocked_seconds = 0.0
+        self.write_times: deque[tuple[float, ...]] = deque()
         self._options = options
         self._folder = folder
         self._parts = parts
@@ -97,6 +103,7 @@ class Saver:
         self._extra_files = extra_files or {}
         self._blocking_paths = blocking_paths
         self._flush_metrics = flush_metrics
+        self._write_seconds = 0.0
         self._num_failures = 0
         self._error: CheckpointError | None = None
         self._thread: threading.Thread | None = None
@@ -268,6 +275,8 @@ class Saver:
         )
         # The tensors are in host memory: the writer must not use a device or wait for it.
         writer.per_thread_copy_ahead = 0
+        self._write_seconds = 0.0
+        writer.write_data = self._timed(writer.write_data)  # type: ignore[method-assign]
         is_single_process = self._group is None
         save(
             dict(snapshot.copies.tensors),
@@ -276,7 +285,22 @@ class Saver:
             no_dist=is_single_process,
         )
         rank_files = temporary_path.glob(f"shard-{self._rank + 1:05d}-*.safetensors")
-        return {path.name: sync_file(path) for path in rank_files}
+        timed_sync = self._timed(sync_file)
+        return {path.name: timed_sync(path) for path in rank_files}
+
+    def _timed(self, function: Callable[P, T]) -> Callable[P, T]:
+        """Return a function that adds its time to this rank's part of the save.
+
+        The rest of a save waits for other ranks.
+        """
+
+        def timed_function(*args: P.args, **kwargs: P.kwargs) -> T:
+            start_time = time.perf_counter()
+            result = function(*args, **kwargs)
+            self._write_seconds += time.perf_counter() - start_time
+            return result
+
+        return timed_function
 
     def _gather_file_indices(self, snapshot: Snapshot) -> dict[str, int]:
         """Return the file index of every tensor by path; all ranks call it.
@@ -312,7 +336,9 @@ class Saver:
             temporary_path: The folder with the files.
             final_path: The checkpoint's path.
         """
-        files_by_rank = gather(files, group=self._group)
+        entries_by_rank = gather((files, self._write_seconds), group=self._group)
+        files_by_rank, write_times = zip(*entries_by_rank, strict=True)
+        self.write_times.append(write_times)
         if self._rank != 0:
             return
         contents = {STATE_FILE: snapshot.plain.encode(), **self._extra_files}

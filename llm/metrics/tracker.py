@@ -92,6 +92,14 @@ class Tracker:
         """Add time that the loop waited for a batch."""
         self._data_wait += seconds
 
+    def interval_data_wait(self, step: int) -> tuple[float, int]:
+        """Return the seconds that the loop waited for batches in the open interval, and its steps.
+
+        Args:
+            step: Steps done.
+        """
+        return self._data_wait, step - self._interval_step
+
     def advance_bar(self, step: int) -> None:
         """Move the progress bar to a step."""
         self._draw_bar(lambda bar: bar.update(step - bar.n))
@@ -108,6 +116,7 @@ class Tracker:
         global_batch_size: int,
         optimizer: Mapping[str, torch.Tensor],
         columns: Sequence[str] = (),
+        rank_times: Mapping[str, float] | None = None,
     ) -> None:
         """Report the logging interval that ends with a step.
 
@@ -121,6 +130,7 @@ class Tracker:
             global_batch_size: Samples per step.
             optimizer: Metrics of the optimizer by name.
             columns: Further columns of the line on a terminal.
+            rank_times: Times of the median and the slowest rank by name, which are not in the line.
         """
         if self._peak_flops is None:
             with self.paused():
@@ -138,6 +148,7 @@ class Tracker:
         }
         extra_values = {name: value for name, value in values.items() if name not in record}
         record |= extra_values | {name: float(value) for name, value in optimizer.items()}
+        record |= rank_times or {}
         terminal_line = step_line(record, step=step, total_steps=self._total_steps, columns=columns)
         with self.paused():  # a slow disk does not count as a slow step
             self.write(record, step=step)

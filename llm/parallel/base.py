@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from llm.checkpoint.format import MODEL_TENSORS, check_same_parameters, model_tensors
 from llm.data.loader import MicroBatch
+from llm.metrics.rank_times import ComputeClock
 from llm.models.weight_casts import cast_weights_once
 from llm.optim.run_optimizer import RunOptimizer
 from llm.parallel.accelerator import order_buckets
@@ -53,11 +54,16 @@ class AcceleratedStrategy:
         sum_names: Names of the sums that `forward_backward` returns, from the loss.
         token_weight: Factor on the loss of each token in this rank's objective, in this step.
         skipped: 1.0 if the last `optimizer_step` was skipped, else 0.0.
+        communicates_in_forward: Whether ranks wait for each other in the forward pass.
+        compute_clock: Measures each step up to the collectives of its last backward pass; None
+            measures nothing.
     """
 
     mesh: DeviceMesh | None = None
     sequence: "SequenceShard | None" = None
     answer_delay: int = 1
+    communicates_in_forward: bool = False
+    compute_clock: ComputeClock | None = None
     _uses_ddp = True
     _gathers_in_fp8 = False
 
@@ -130,6 +136,8 @@ class AcceleratedStrategy:
         Returns:
             The sums of this rank's slice by `sum_names`, the token losses first.
         """
+        if self.compute_clock is not None:
+            self.compute_clock.start()
         if not self.wrapped.training:
             self.wrapped.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -158,9 +166,12 @@ class AcceleratedStrategy:
         step_sums = torch.zeros((), device=self.device)
         with self._record_step(), self._weight_casts(len(micro_batches)):
             for index, micro_batch in enumerate(micro_batches):
-                with self._gradient_sync(is_last=index == len(micro_batches) - 1):
+                is_last = index == len(micro_batches) - 1
+                with self._gradient_sync(is_last):
                     with self.autocast():
                         objective, sums = self.wrapped(*micro_batch)
+                    if is_last and self.compute_clock is not None:
+                        self.compute_clock.stop()
                     self._scale_objective(objective * self.token_weight).backward()
                 step_sums = step_sums + sums
         return step_sums

@@ -66,6 +66,7 @@ class ShardedStrategy(AcceleratedStrategy):
     """
 
     mesh: DeviceMesh
+    communicates_in_forward = True
 
     def __init__(
         self,

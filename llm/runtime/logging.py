@@ -27,6 +27,7 @@ Kind = Literal[
     "experts",
     "task",
     "skip",
+    "slow",
     "spike",
     "rewind",
     "stop",

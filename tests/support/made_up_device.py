@@ -87,8 +87,8 @@ class SideStream(_Stream):
 class _Event(_Stream):
     """An event that the package has made."""
 
-    def record(self, stream: SideStream) -> None:
-        self._flights = list(stream.flights)
+    def record(self, stream: SideStream | None = None) -> None:
+        self._flights = [] if stream is None else list(stream.flights)
 
     def wait(self) -> None:
         for flight in self._flights:

@@ -31,6 +31,7 @@ from llm.data.corpus import Corpus
 from llm.data.loader import MicroBatch
 from llm.extensions.norms.norm_records import NormRecords
 from llm.metrics.meter import Meter
+from llm.metrics.rank_times import ComputeClock
 from llm.models.configuration import load_config
 from llm.parallel import base, context
 from llm.parallel.base import AcceleratedStrategy
@@ -208,6 +209,8 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
 
     base.order_buckets = answer_and_order
     strategy, _ = build_run.make_strategy(run, model)
+    if case.world_size > 1 and not strategy.communicates_in_forward:
+        strategy.compute_clock = ComputeClock(device)
     return strategy
 
 

@@ -18,6 +18,9 @@ from tests.support.training import Bench, Run
 TIMES = (
     *("tokens_per_second", "ms_per_step", "seconds", "data_wait", "mfu", "memory"),
     *("kfac_factor_update_ms", "kfac_inv_update_ms"),
+    *("data_ms_median", "data_ms_slowest", "data_slowest_rank"),
+    *("compute_ms_median", "compute_ms_slowest", "compute_slowest_rank"),
+    *("save_ms_median", "save_ms_slowest", "save_slowest_rank"),
 )
 
 

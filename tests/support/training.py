@@ -56,6 +56,12 @@ class Run:
         return [json.loads(line) for line in lines]
 
     @property
+    def events(self) -> list[dict[str, Any]]:
+        """The lines of events.jsonl."""
+        lines = (self.folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    @property
     def metrics(self) -> list[dict[str, Any]]:
         """A record for each step: its training and its evaluation, neither of them twice."""
         by_step: dict[int, dict[str, Any]] = {}

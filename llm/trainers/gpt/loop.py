@@ -12,6 +12,7 @@ from llm.config.duration import Duration
 from llm.data.loader import StepBatch, TrainLoader
 from llm.errors import DivergedError
 from llm.metrics.meter import Meter
+from llm.metrics.rank_times import RankTimes
 from llm.metrics.tracker import Tracker
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.health import Health
@@ -38,6 +39,7 @@ class Trainer:
         health: Receives a heartbeat after each step and before long operations.
         interruption: Says after each step whether training should stop.
         tracker: Reports metrics.
+        rank_times: Compares the times of the ranks; None with one rank.
         evaluate: Evaluates on all ranks; None without validation data.
         sample: Logs a text sample after a step, or without a step at the end; all ranks call it.
         model_files: Contents of the files of model and tokenizer for every checkpoint, by path in
@@ -60,6 +62,7 @@ class Trainer:
         health: Health,
         interruption: Interruption,
         tracker: Tracker,
+        rank_times: RankTimes | None,
         evaluate: Callable[[], dict[str, float]] | None,
         sample: Callable[[int | None], None],
         model_files: Mapping[str, bytes],
@@ -82,6 +85,7 @@ class Trainer:
         self.extensions = extensions
         self.state = TrainState()
         self.meter = Meter(strategy.device, strategy.sum_names, rank=strategy.rank)
+        self.rank_times = rank_times
         self.metadata = checkpoint_metadata(run)
         self.saver = Saver(
             run.config,
@@ -148,6 +152,8 @@ class Trainer:
             extension.close()
         self.health.heartbeat(step=state.step, phase="save")
         self.saver.finish(is_final=True)
+        if self.rank_times is not None:
+            self.compare_saves(self.rank_times)
         is_finished = state.step == self.batch_plan.total_steps and not self.is_stopped
         return "finished" if is_finished else "preempted"
 
@@ -312,6 +318,7 @@ class Trainer:
             columns += [column] if column else []
         state = self.state
         self.report_steps()
+        rank_times = {} if self.rank_times is None else self.compare_ranks(self.rank_times)
         self.tracker.log_training(
             values,
             step=state.step,
@@ -322,7 +329,22 @@ class Trainer:
             global_batch_size=self.batch_plan.phase(state.step - 1).global_batch_size,
             optimizer=self.strategy.run_optimizer.metrics(),
             columns=columns,
+            rank_times=rank_times,
         )
+
+    def compare_ranks(self, rank_times: RankTimes) -> dict[str, float]:
+        """Name slow ranks, and return the numbers of the interval for `metrics.jsonl`."""
+        data_wait, num_steps = self.tracker.interval_data_wait(self.state.step)
+        metrics = rank_times.compare_interval(
+            data_wait=data_wait, num_steps=num_steps, step=self.state.step
+        )
+        return metrics | self.compare_saves(rank_times)
+
+    def compare_saves(self, rank_times: RankTimes) -> dict[str, float]:
+        """Name ranks that save slowly, and return the numbers of the last save."""
+        write_times = self.saver.write_times
+        saves = [write_times.popleft() for _ in range(len(write_times))]
+        return rank_times.compare_saves(saves, step=self.state.step)
 
     def report_steps(self) -> None:
         """Log skipped steps, and pass the loss of each step to extensions.

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import math
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,9 +19,10 @@ from llm.checkpoint.load import find_newest_checkpoint, load_state
 from llm.checkpoint.retention import prune
 from llm.config.toml import to_toml
 from llm.errors import LLMError, PeerLostError, RestartError
+from llm.metrics.rank_times import ComputeClock, RankTimes
 from llm.metrics.tracker import task_values
 from llm.parallel.base import AcceleratedStrategy
-from llm.runtime.agreement import is_shared, on_all_ranks, on_rank0
+from llm.runtime.agreement import gather, is_shared, on_all_ranks, on_rank0
 from llm.runtime.files import write_whole
 from llm.runtime.health import Health
 from llm.runtime.logging import EventHandler, event, log_to_file
@@ -144,6 +146,7 @@ def make_trainer(
         health=health,
         interruption=interruption,
         tracker=tracker,
+        rank_times=_make_rank_times(strategy) if strategy.world_size > 1 else None,
         evaluate=make_evaluate(run, strategy, on_batch=on_batch),
         sample=partial(
             log_sample,
@@ -158,6 +161,17 @@ def make_trainer(
         ),
     )
     return trainer
+
+
+def _make_rank_times(strategy: AcceleratedStrategy) -> RankTimes:
+    """Return what compares the ranks, and start to time their steps; all ranks call it."""
+    if not strategy.communicates_in_forward:
+        strategy.compute_clock = ComputeClock(strategy.device)
+    return RankTimes(
+        rank=strategy.rank,
+        hosts=gather(socket.gethostname()),
+        compute_clock=strategy.compute_clock,
+    )
 
 
 def start_run(trainer: Trainer, model: PreTrainedModel) -> None:

@@ -1,0 +1,222 @@
+"""Times that differ between ranks, and the ranks that keep the others waiting.
+
+Ranks wait for each other in every collective, so a step takes equally long on all of them. What
+tells a slow rank is the time that it spends alone: waiting for data, computing before the first
+collective of a step, and writing its part of a checkpoint.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Sequence
+from statistics import median_low
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from llm.runtime.logging import counted, event
+
+_SLOW_RATIO = 1.2
+"""A rank is slow from this multiple of the median on."""
+
+_INTERVALS_TO_NAME = 3
+"""Consecutive logging intervals, or saves, in which a rank must be slow to be named."""
+
+_MAX_NAMED_RANKS = 4
+"""Maximum ranks that one line names; it counts the others."""
+
+logger = logging.getLogger("llm")
+
+
+class Activity(NamedTuple):
+    """Something that every rank does alone.
+
+    Attributes:
+        name: Prefix of its names in `metrics.jsonl`.
+        description: Beginning of the sentence that names a slow rank.
+        unit: What its seconds are measured per.
+        interval: What it is compared for.
+        min_excess: Seconds above the median below which no rank is slow. A busy machine delays some
+            rank by a few milliseconds in every step, and a disk delays some save by a second.
+    """
+
+    name: str
+    description: str
+    unit: str
+    interval: str
+    min_excess: float
+
+
+DATA = Activity("data", "Waiting for data", "step", "logging interval", 0.01)
+COMPUTE = Activity(
+    "compute", "Computing before the first collective", "step", "logging interval", 0.01
+)
+SAVE = Activity("save", "Writing a part of a checkpoint", "save", "save", 1.0)
+
+
+class ComputeClock:
+    """Measures the part of each step before its first collective, without waiting for the device.
+
+    Args:
+        device: Device of this process. On a CPU the host's time counts, elsewhere the device's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device_module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._start: Any = None
+        self._seconds = 0.0
+        self._event_pairs: list[tuple[Any, Any]] = []
+
+    def start(self) -> None:
+        """Start with a step."""
+        self._start = self._read()
+
+    def stop(self) -> None:
+        """Stop before the first collective of the step."""
+        end = self._read()
+        if self._device_module is None:
+            self._seconds += end - self._start
+        else:
+            self._event_pairs.append((self._start, end))
+
+    def _read(self) -> Any:
+        """Return the host's time, or an event that records the device's time."""
+        if self._device_module is None:
+            return time.perf_counter()
+        event = self._device_module.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def pop_seconds(self) -> float:
+        """Return the seconds since the last call; the device must have completed the steps."""
+        milliseconds: float = sum(start.elapsed_time(end) for start, end in self._event_pairs)
+        seconds, self._seconds, self._event_pairs = self._seconds, 0.0, []
+        return seconds + milliseconds / 1000
+
+
+class SlowRanks:
+    """Counts for how long each rank has been slow in an activity.
+
+    Args:
+        activity: The activity.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, activity: Activity, world_size: int) -> None:
+        self._activity = activity
+        self._streaks = [0] * world_size
+
+    def add(self, seconds_by_rank: Sequence[float]) -> list[int]:
+        """Count a logging interval, or a save.
+
+        Args:
+            seconds_by_rank: Time of the activity on each rank.
+
+        Returns:
+            The ranks to name now, the slowest first: those that have just become slow.
+        """
+        median = median_low(seconds_by_rank)
+        limit = max(_SLOW_RATIO * median, median + self._activity.min_excess)
+        self._streaks = [
+            streak + 1 if seconds >= limit else 0
+            for streak, seconds in zip(self._streaks, seconds_by_rank, strict=True)
+        ]
+        new_ranks = [
+            rank for rank, streak in enumerate(self._streaks) if streak == _INTERVALS_TO_NAME
+        ]
+        return sorted(new_ranks, key=lambda rank: -seconds_by_rank[rank])
+
+
+class RankTimes:
+    """Compares the times of all ranks and names slow ranks in the log; every rank has one.
+
+    Args:
+        rank: Rank of this process; rank 0 reports.
+        hosts: Host name of each rank.
+        compute_clock: The clock of this rank; None on all ranks if the layout communicates from
+            the beginning of a step on.
+    """
+
+    def __init__(
+        self, *, rank: int, hosts: Sequence[str], compute_clock: ComputeClock | None
+    ) -> None:
+        self._rank, self._hosts, self._compute_clock = rank, hosts, compute_clock
+        self._slow_ranks = {
+            activity: SlowRanks(activity, len(hosts)) for activity in (DATA, COMPUTE, SAVE)
+        }
+
+    def compare_interval(self, *, data_wait: float, num_steps: int, step: int) -> dict[str, float]:
+        """Gather the times of a logging interval on the host, and name slow ranks.
+
+        Every rank calls it, after it has waited for the device.
+
+        Args:
+            data_wait: Seconds that this rank waited for data.
+            num_steps: Steps of the interval.
+            step: Steps done.
+
+        Returns:
+            On rank 0 the numbers for `metrics.jsonl`.
+        """
+        clock = self._compute_clock
+        compute_seconds = math.nan if clock is None else clock.pop_seconds()
+        local_times = torch.tensor([data_wait, compute_seconds], dtype=torch.float64)
+        times_by_rank = [torch.empty_like(local_times) for _ in self._hosts]
+        # By gloo, between two steps: the ranks have just waited for each other on the device.
+        dist.all_gather(times_by_rank, local_times / max(1, num_steps))
+        if self._rank != 0:
+            return {}
+        data_waits, compute_times = torch.stack(times_by_rank, dim=1).tolist()
+        metrics = self._compare(DATA, data_waits, step=step)
+        if clock is not None:
+            metrics |= self._compare(COMPUTE, compute_times, step=step)
+        return metrics
+
+    def compare_saves(self, saves: Iterable[Sequence[float]], *, step: int) -> dict[str, float]:
+        """Name ranks that are slow in several saves.
+
+        Args:
+            saves: For each save the seconds that each rank has written.
+            step: Steps done.
+
+        Returns:
+            On rank 0 the numbers of the last save for `metrics.jsonl`.
+        """
+        metrics: dict[str, float] = {}
+        if self._rank != 0:
+            return metrics
+        for seconds_by_rank in saves:
+            metrics = self._compare(SAVE, seconds_by_rank, step=step)
+        return metrics
+
+    def _compare(
+        self, activity: Activity, seconds_by_rank: Sequence[float], *, step: int
+    ) -> dict[str, float]:
+        """Name ranks that have become slow, and return the numbers for `metrics.jsonl`."""
+        median = median_low(seconds_by_rank)
+        new_slow_ranks = self._slow_ranks[activity].add(seconds_by_rank)
+        if new_slow_ranks:
+            names = [f"rank {rank} on {self._hosts[rank]}" for rank in new_slow_ranks]
+            times = [_format_time(seconds_by_rank[rank], activity.unit) for rank in new_slow_ranks]
+            named = [f"{name} ({time})" for name, time in zip(names, times, strict=True)]
+            num_others = len(named) - _MAX_NAMED_RANKS
+            others = [counted(num_others, "other rank")] if num_others > 0 else []
+            logger.warning(
+                f"{activity.description} takes longer on "
+                f"{' and '.join([', '.join(named[:_MAX_NAMED_RANKS]), *others])} than on the "
+                f"median rank ({_format_time(median, activity.unit)}), in {_INTERVALS_TO_NAME} "
+                f"{activity.interval}s in a row.",
+                extra=event("slow", step=step, activity=activity.name, ranks=names),
+            )
+        slowest = max(range(len(seconds_by_rank)), key=lambda rank: seconds_by_rank[rank])
+        return {
+            f"{activity.name}_ms_median": 1000 * median,
+            f"{activity.name}_ms_slowest": 1000 * seconds_by_rank[slowest],
+            f"{activity.name}_slowest_rank": slowest,
+        }
+
+
+def _format_time(seconds: float, unit: str) -> str:
+    """Return a duration such as "84 ms per step"."""
+    return f"{seconds:.1f} s per {unit}" if seconds >= 10 else f"{1000 * seconds:.0f} ms per {unit}"
