@@ -29,6 +29,7 @@ _RUN_FILES = (
     "log.txt",
     "metrics.jsonl",
     "events.jsonl",
+    "goodput.json",
     "all_results.json",
 )
 _FILE_PATTERNS_BY_FOLDER = {
@@ -68,6 +69,7 @@ class RunFolder:
         self.wandb = path / "wandb" / "run.json"
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
+        self.goodput = path / "goodput.json"
         self.log = path / "log.txt"
 
     def check(self, *, resume: bool, overwrite: bool) -> None:

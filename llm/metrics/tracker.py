@@ -14,6 +14,7 @@ from tqdm import tqdm
 from llm.errors import one_line
 from llm.metrics.hardware import memory_in_use
 from llm.metrics.metrics_file import MetricsFile
+from llm.metrics.wall_time import Part, WallTime
 from llm.runtime.logging import event, short_form
 
 logger = logging.getLogger("llm")
@@ -30,6 +31,9 @@ class Tracker:
         flops_per_token: Floating-point operations per token, forward and backward.
         find_peak_flops: Returns the total peak FLOP/s of all devices. It may measure them, so it is
             called once, after the first interval.
+
+    Attributes:
+        wall_time: Accounts for the wall time of the run.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Tracker:
         self._file: MetricsFile | None = None
         self._progress_bar: Any = None
         self._first_step = 0
+        self.wall_time = WallTime()
 
     def start(self, *, step: int, tokens: int, seconds: float) -> None:
         """Open metrics.jsonl and the progress bar, and start the clock.
@@ -76,16 +81,22 @@ class Tracker:
         self._earlier_seconds = seconds
         self._interval_start = time.perf_counter()
         self._data_wait = 0.0
+        self.wall_time.begin_training(seconds=seconds, tokens=tokens)
 
     def seconds(self) -> float:
         """Return the seconds of training so far, over all starts of the run."""
         return self._earlier_seconds + time.perf_counter() - self._interval_start
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time inside (evaluation, saving) from throughput and training time."""
+    def paused(self, part: Part = "output") -> Iterator[None]:
+        """Exclude the time inside from throughput and training time.
+
+        Args:
+            part: What the wall time inside is spent on.
+        """
         pause_start = time.perf_counter()
-        yield
+        with self.wall_time.spent_on(part):
+            yield
         self._interval_start += time.perf_counter() - pause_start
 
     def add_data_wait(self, seconds: float) -> None:
@@ -133,8 +144,9 @@ class Tracker:
             rank_times: Times of the median and the slowest rank by name, which are not in the line.
         """
         if self._peak_flops is None:
-            with self.paused():
+            with self.paused("start"):
                 self._peak_flops = self._find_peak_flops()
+        self.wall_time.tokens = tokens
         record = {
             "loss": values["loss"],
             "learning_rate": learning_rate,
@@ -257,6 +269,7 @@ class Tracker:
             self._log_to_trackers = lambda values, step: None
         if self._file is not None:
             self._file.append(record, step=step)
+        self.wall_time.write()
 
     def flush(self) -> None:
         """Write the lines of metrics.jsonl that could not be written so far.
@@ -279,7 +292,9 @@ class Tracker:
             self._progress_bar = None
 
     def close(self) -> None:
-        """Close the progress bar and the file."""
+        """Close the progress bar and the files."""
+        self.wall_time.switch("output")
+        self.wall_time.write()
         self._draw_bar(lambda bar: bar.close())
         if self._file is not None:
             self._file.close()

@@ -28,8 +28,13 @@ _unsynced_devices: set[int] = set()  # devices that a warning has named
 logger = logging.getLogger("llm")
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_whole(path: Path, content: str | bytes, *, survives_power_cut: bool = True) -> None:
     """Write a file so that a kill leaves either the old content or the new one; text as UTF-8.
+
+    Args:
+        path: The file.
+        content: Its content.
+        survives_power_cut: Whether a power cut leaves one of both too, which takes a sync.
 
     Raises:
         OSError: The file cannot be written.
@@ -39,8 +44,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
     try:
         with temporary_path.open("xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
-            # Before the rename: otherwise a power cut can leave the new name on an empty file.
-            sync(file)
+            if survives_power_cut:  # otherwise it can leave the new name on an empty file
+                sync(file)
         temporary_path.replace(path)
     except BaseException as error:
         with contextlib.suppress(OSError):

@@ -9,6 +9,7 @@ from bokeh.resources import Resources
 from markupsafe import Markup
 
 from llm import __version__
+from llm.metrics.wall_time import describe_goodput
 from llm.tools.report.charts import MARKS, Charts
 from llm.tools.report.events import Event
 from llm.tools.report.expert_loads import snapshot_maps, time_map
@@ -88,6 +89,11 @@ def summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
         ("Tokens", lambda run: _format_or_none(run.last("tokens"), format_count)),
         ("Training time", lambda run: _format_or_none(run.last("seconds"), format_duration)),
         ("Tokens/s, mean", _speed_cell),
+        ("Goodput", lambda run: describe_goodput(run.goodput) if run.goodput else None),
+        (
+            "Device hours",
+            lambda run: _format_or_none(run.goodput.get("device_hours"), "{:.3g}".format),
+        ),
         ("Training loss, last", lambda run: _format_or_none(run.last("loss"), "{:.4f}".format)),
         (
             "Validation loss, last",

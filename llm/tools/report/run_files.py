@@ -92,6 +92,15 @@ def read_numbers(path: Path) -> Row:
     return _numbers_of(read_table(path, json.loads) or {})
 
 
+def read_goodput(path: Path) -> Row:
+    """Return where the wall time of a run went, from its goodput.json; empty if it is unknown."""
+    results = (read_table(path, json.loads) or {}).get("results")
+    numbers = _numbers_of(results) if isinstance(results, dict) else {}
+    is_complete = {"goodput", "wall_seconds", "device_hours"} <= numbers.keys()
+    is_complete = is_complete and all(map(math.isfinite, numbers.values()))
+    return numbers if is_complete and numbers["wall_seconds"] > 0 else {}
+
+
 def read_metrics(path: Path) -> tuple[list[Row], int]:
     """Return the numbers of each step in metrics.jsonl, and the number of unreadable lines."""
     row_by_step: dict[int, Row] = {}

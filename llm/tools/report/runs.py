@@ -21,6 +21,7 @@ from llm.tools.report.run_files import (
     Row,
     is_count,
     read_events,
+    read_goodput,
     read_metrics,
     read_numbers,
     read_table,
@@ -70,6 +71,7 @@ class Run:
         inherited_rows: Rows of the origin up to the last of its steps; empty if the origin is not
             among the runs of the report.
         expert_loads: Records of the load of every expert.
+        goodput: Where the wall time went, from goodput.json; empty if unknown.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Run:
     origin: Origin | None = None
     inherited_rows: Sequence[Row] = ()
     expert_loads: "Sequence[ExpertLoads]" = ()
+    goodput: Row = dataclasses.field(default_factory=dict)
 
     def last(self, key: str) -> float | None:
         """Return the last finite value of a metric, or None."""
@@ -179,6 +182,7 @@ def _read_run(path: Path, name: str) -> Run:
         events=[],
         start=starts[-1] if starts else {},
         origin=_branch_origin(config or {}),
+        goodput=read_goodput(folder.goodput),
         expert_loads=expert_loads([*filter(None, read_json_lines(folder.events))]),
     )
     return dataclasses.replace(run, events=_collect_events(run, event_lines))

@@ -151,7 +151,8 @@ class Trainer:
         for extension in self.extensions:
             extension.close()
         self.health.heartbeat(step=state.step, phase="save")
-        self.saver.finish(is_final=True)
+        with self.tracker.wall_time.spent_on("saving"):
+            self.saver.finish(is_final=True)
         if self.rank_times is not None:
             self.compare_saves(self.rank_times)
         is_finished = state.step == self.batch_plan.total_steps and not self.is_stopped
@@ -163,7 +164,7 @@ class Trainer:
         state = self.state
         is_evaluation_due = self.is_due(self.eval_interval, or_last=True)
         # On a request to stop, the first step ends the run.
-        with self.tracker.paused(), self.stoppable():
+        with self.tracker.paused("evaluation"), self.stoppable():
             if self.evaluate and is_evaluation_due and state.evaluated_at != state.step:
                 self.run_evaluation()
             for periodic in self.due_periodic_work():
@@ -217,14 +218,15 @@ class Trainer:
         should_evaluate = self.is_due(self.eval_interval, or_last=True)
         should_evaluate = should_evaluate or (should_save and config.save_top_k > 0)
         self.state.seconds = self.tracker.seconds()
-        with self.tracker.paused():
+        with self.tracker.paused("evaluation"):
             eval_loss = None
             # On a request to stop, there may be only seconds left; evaluate after resuming.
             if not should_stop:
                 eval_loss = self.evaluate_and_sample(should_evaluate=should_evaluate)
             should_stop = should_stop or self.is_stopped
             if should_save or should_stop:
-                self.save_checkpoint(eval_loss)
+                with self.tracker.wall_time.spent_on("saving"):
+                    self.save_checkpoint(eval_loss)
             self.health.heartbeat(step=step, phase="step")
         return "preempted" if should_stop else "training"
 

@@ -17,6 +17,7 @@ from llm.config.shell import shell_line
 from llm.config.toml import values_as_toml
 from llm.errors import ConfigError, one_line
 from llm.metrics.tracker import task_values
+from llm.metrics.wall_time import goodput_rows
 from llm.models.model_card import Card, mixture_rows
 from llm.models.sizes import parameter_counts
 from llm.runtime.files import json_safe, write_whole
@@ -25,7 +26,15 @@ from llm.trainers.gpt.config import CoreConfig, packages_in_use
 from llm.trainers.gpt.load_trained_model import export_trained
 from llm.trainers.gpt.loop import Trainer
 
-_EXCLUDED_FROM_UPLOAD = ("*/*", "*.toml", "*.jsonl", "log.txt", "status.json", "eval_results.json")
+_EXCLUDED_FROM_UPLOAD = (
+    "*/*",
+    "*.toml",
+    "*.jsonl",
+    "log.txt",
+    "status.json",
+    "goodput.json",
+    "eval_results.json",
+)
 """Patterns of the files in a run's folder that are not part of the model."""
 
 logger = logging.getLogger("llm")
@@ -44,18 +53,19 @@ def write_results(
     if trainer.strategy.rank != 0:
         return
     results = _collect_results(trainer, task_results)
+    goodput = trainer.tracker.wall_time.results()
     run, folder = trainer.run, trainer.run.folder.path
     card = make_card(
         run.config,
         name=folder.name,
-        rows=_card_rows(trainer, model, results),
+        rows=_card_rows(trainer, model, results) | goodput_rows(goodput),
         results=trainer.results,
         task_results=task_results,
         initial_weights=run.initial_weights,
         ranks=run.dims.world_size,
     )
     export_trained(run.config, model, run.tokenizer, state_dict, folder=folder, card=card)
-    write_whole(folder / "all_results.json", json.dumps(results, indent=1) + "\n")
+    write_whole(folder / "all_results.json", json.dumps(results | goodput, indent=1) + "\n")
 
 
 def _collect_results(

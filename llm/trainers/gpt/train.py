@@ -21,6 +21,7 @@ from llm.config.toml import to_toml
 from llm.errors import LLMError, PeerLostError, RestartError
 from llm.metrics.rank_times import ComputeClock, RankTimes
 from llm.metrics.tracker import task_values
+from llm.metrics.wall_time import WallTime
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.agreement import gather, is_shared, on_all_ranks, on_rank0
 from llm.runtime.files import write_whole
@@ -180,7 +181,7 @@ def start_run(trainer: Trainer, model: PreTrainedModel) -> None:
     load_start(trainer)
     on_all_ranks(lambda: connect_trackers(run, strategy))
     # From here on, no rank refuses the run.
-    on_all_ranks(lambda: open_run_folder(run, strategy))
+    on_all_ranks(lambda: open_run_folder(run, strategy, trainer.tracker.wall_time))
     log_start(run, strategy, model)
     for extension in trainer.extensions:
         for line in extension.describe():
@@ -188,7 +189,7 @@ def start_run(trainer: Trainer, model: PreTrainedModel) -> None:
     supersede_later_checkpoints(trainer)
 
 
-def open_run_folder(run: TrainingRun, strategy: AcceleratedStrategy) -> None:
+def open_run_folder(run: TrainingRun, strategy: AcceleratedStrategy, wall_time: WallTime) -> None:
     """Open the run's folder: write the log so far, `status.json`, TensorBoard's files."""
     folder = run.folder
     folder.is_open = True
@@ -201,6 +202,7 @@ def open_run_folder(run: TrainingRun, strategy: AcceleratedStrategy) -> None:
                 keep_best=run.config.save_top_k,
             )
         folder.open(overwrite=run.config.overwrite_output_dir, config=to_toml(run.config))
+        wall_time.open(folder.goodput, num_devices=strategy.world_size)
         log_to_file(folder.log)
         logger.addHandler(EventHandler(folder.events))
         open_tensorboard(run, strategy)
@@ -299,6 +301,7 @@ def _restart_training(trainer: Trainer, checkpoint: Checkpoint, request: Restart
         extra=event("rewind", step=checkpoint.step, skip_samples=f"{first_sample}:{end_sample}"),
     )
     trainer.tracker.close()
+    trainer.tracker.wall_time.switch("start")
     run = trainer.run = replace(trainer.run, resume_from=checkpoint, skipped=skipped)
     load_start(trainer)
     supersede_later_checkpoints(trainer)

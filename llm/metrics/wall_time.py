@@ -1,0 +1,197 @@
+"""The wall time of a run over all of its starts: how much of it trained, and what took the rest.
+
+Rank 0 writes the account to `goodput.json` with every report, so a killed start loses at most the
+time since its last report, which then counts as time between two starts.
+"""
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from llm.runtime.files import write_whole
+
+Part = Literal["start", "training", "evaluation", "saving", "output", "queue"]
+"""What time is spent on: `output` is the log and the exported model, `queue` the time between two
+starts."""
+
+_MIN_SHOWN_SHARE = 0.0005
+"""Smaller losses would be shown as 0.0%."""
+
+_FIELDS = ("began", "written", "starts", "device_seconds", "inherited_seconds", "inherited_tokens")
+"""Numbers in `goodput.json`, in addition to the seconds of each part and the results."""
+
+
+class WallTime:
+    """Accounts for the wall time of a run; it begins with this process.
+
+    Attributes:
+        tokens: Tokens consumed by all ranks, including those of a branch's parent.
+    """
+
+    def __init__(self) -> None:
+        age = _process_age()
+        self._began = time.time() - age
+        self._starts = 1
+        self._seconds: dict[Part, float] = dict.fromkeys(get_args(Part), 0.0)
+        self._part: Part = "start"
+        self._part_start = time.monotonic() - age
+        self._start_time = self._part_start
+        self._path: Path | None = None
+        self._num_devices = 1
+        self._earlier_device_seconds = 0.0
+        # Seconds and tokens of the parent of a branch; None until training begins.
+        self._inherited: tuple[float, int] | None = None
+        self._repeated_seconds = 0.0
+        self.tokens = 0
+
+    def open(self, path: Path, *, num_devices: int) -> None:
+        """Continue the account of earlier starts, and write to its file from now on.
+
+        Args:
+            path: `goodput.json`; a missing or damaged file begins a new account.
+            num_devices: Devices that this start uses.
+        """
+        self._path, self._num_devices = path, num_devices
+        record = _read_record(path)
+        if record is None:
+            return
+        self._seconds["queue"] = max(0.0, self._began - record["written"])
+        for part, seconds in record["seconds"].items():
+            self._seconds[part] += seconds
+        self._began = record["began"]
+        self._starts = record["starts"] + 1
+        self._earlier_device_seconds = record["device_seconds"]
+        self._inherited = record["inherited_seconds"], record["inherited_tokens"]
+
+    def switch(self, part: Part) -> Part:
+        """Count time as spent on a part from now on, and return the part until now."""
+        now = time.monotonic()
+        self._seconds[self._part] += now - self._part_start
+        self._part_start = now
+        previous_part, self._part = self._part, part
+        return previous_part
+
+    @contextlib.contextmanager
+    def spent_on(self, part: Part) -> Iterator[None]:
+        """Count the time inside the context as spent on a part."""
+        previous_part = self.switch(part)
+        try:
+            yield
+        finally:
+            self.switch(previous_part)
+
+    def begin_training(self, *, seconds: float, tokens: int) -> None:
+        """Begin or continue training at the start or from a checkpoint.
+
+        Args:
+            seconds: Seconds of training up to the checkpoint, which count. All training of earlier
+                starts beyond it is lost, and is repeated.
+            tokens: Tokens up to the checkpoint.
+        """
+        self.switch("training")
+        if self._inherited is None:
+            self._inherited = seconds, tokens
+        inherited_seconds, _ = self._inherited
+        trained_seconds = self._seconds["training"]
+        self._repeated_seconds = max(0.0, trained_seconds - (seconds - inherited_seconds))
+        self.tokens = tokens
+
+    def results(self) -> dict[str, float]:
+        """Return where the wall time until now went, under the names in `all_results.json`."""
+        self.switch(self._part)
+        wall_seconds = time.time() - self._began
+        training_seconds = self._seconds["training"] - self._repeated_seconds
+        losses = [("repeated", self._repeated_seconds), *self._seconds.items()]
+        device_hours = self._device_seconds() / 3600
+        _, inherited_tokens = self._inherited or (0.0, 0)
+        return {
+            "goodput": training_seconds / wall_seconds,
+            "starts": self._starts,
+            "wall_seconds": wall_seconds,
+            "training_seconds": training_seconds,
+            **{f"lost_{part}_seconds": seconds for part, seconds in losses if part != "training"},
+            "device_hours": device_hours,
+            "tokens_per_device_hour": (self.tokens - inherited_tokens) / device_hours,
+        }
+
+    def _device_seconds(self) -> float:
+        """Return the seconds of all devices over all starts, without the time between them."""
+        start_seconds = time.monotonic() - self._start_time
+        return self._earlier_device_seconds + start_seconds * self._num_devices
+
+    def write(self) -> None:
+        """Write the account; on a full disk, the last one stays."""
+        if self._path is None:
+            return
+        results = self.results()
+        inherited_seconds, inherited_tokens = self._inherited or (0.0, 0)
+        record = {
+            "began": self._began,
+            "written": time.time(),
+            "starts": self._starts,
+            "device_seconds": self._device_seconds(),
+            "inherited_seconds": inherited_seconds,
+            "inherited_tokens": inherited_tokens,
+            "seconds": self._seconds,
+            "results": results,
+        }
+        with contextlib.suppress(OSError):  # metrics.jsonl is on the same disk, and warns
+            write_whole(self._path, json.dumps(record, indent=1) + "\n", survives_power_cut=False)
+
+
+def describe_goodput(results: Mapping[str, float]) -> str:
+    """Return goodput and losses in words: "91.0% of 3.1 h (start 6.2%, saving 2.8%)".
+
+    Args:
+        results: The result of `WallTime.results`.
+    """
+    wall_seconds = results["wall_seconds"]
+    shares = {
+        name.removeprefix("lost_").removesuffix("_seconds"): value / wall_seconds
+        for name, value in results.items()
+        if name.startswith("lost_")
+    }
+    losses = [
+        f"{part} {share:.1%}"
+        for part, share in sorted(shares.items(), key=lambda entry: -entry[1])
+        if share >= _MIN_SHOWN_SHARE
+    ]
+    hours = f"{wall_seconds / 3600:.3g} h" if wall_seconds >= 3600 else f"{wall_seconds:.3g} s"
+    return f"{results['goodput']:.1%} of {hours} ({', '.join(losses)})"
+
+
+def goodput_rows(results: Mapping[str, float]) -> dict[str, object]:
+    """Return rows about the wall time for the table of the model card."""
+    return {
+        "goodput": describe_goodput(results),
+        "device hours": results["device_hours"],
+        "tokens per device hour": results["tokens_per_device_hour"],
+    }
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    """Return the account that an earlier start has written; None without a valid one."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        numbers = [*(record[name] for name in _FIELDS), *record["seconds"].values()]
+        is_valid = record["seconds"].keys() <= {*get_args(Part)}
+        is_valid = is_valid and all(math.isfinite(number) for number in numbers)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+    return record if is_valid else None
+
+
+def _process_age() -> float:
+    """Return the seconds since this process began, with Python's imports; 0 if unknown."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        ticks_after_boot = int(fields[19])
+        seconds_after_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+        return max(0.0, seconds_after_boot - ticks_after_boot / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError, AttributeError):  # not on Linux
+        return 0.0
