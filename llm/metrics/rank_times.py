@@ -6,7 +6,6 @@ collective of a step, and writing its part of a checkpoint.
 """
 
 import logging
-import math
 import time
 from collections.abc import Iterable, Sequence
 from statistics import median_low
@@ -19,6 +18,9 @@ from llm.runtime.logging import counted, event
 
 _SLOW_RATIO = 1.2
 """A rank is slow from this multiple of the median on."""
+
+_MIN_SHARE_OF_STEP = 0.05
+"""Share of a step below which a rank's excess over the median is not worth a line."""
 
 _INTERVALS_TO_NAME = 3
 """Consecutive logging intervals, or saves, in which a rank must be slow to be named."""
@@ -37,7 +39,7 @@ class Activity(NamedTuple):
         description: Beginning of the sentence that names a slow rank.
         unit: What its seconds are measured per.
         interval: What it is compared for.
-        min_excess: Seconds above the median below which no rank is slow. A busy machine delays some
+        min_excess: Seconds above the median below which no rank is slow: other programs delay some
             rank by a few milliseconds in every step, and a disk delays some save by a second.
     """
 
@@ -65,7 +67,7 @@ class ComputeClock:
     def __init__(self, device: torch.device) -> None:
         self._device_module = None if device.type == "cpu" else torch.get_device_module(device)
         self._start: Any = None
-        self._seconds = 0.0
+        self._seconds: list[float] = []
         self._event_pairs: list[tuple[Any, Any]] = []
 
     def start(self) -> None:
@@ -76,7 +78,7 @@ class ComputeClock:
         """Stop before the first collective of the step."""
         end = self._read()
         if self._device_module is None:
-            self._seconds += end - self._start
+            self._seconds.append(end - self._start)
         else:
             self._event_pairs.append((self._start, end))
 
@@ -88,11 +90,12 @@ class ComputeClock:
         event.record()
         return event
 
-    def pop_seconds(self) -> float:
-        """Return the seconds since the last call; the device must have completed the steps."""
-        milliseconds: float = sum(start.elapsed_time(end) for start, end in self._event_pairs)
-        seconds, self._seconds, self._event_pairs = self._seconds, 0.0, []
-        return seconds + milliseconds / 1000
+    def pop_seconds(self) -> list[float]:
+        """Return the seconds of each step since the last call, which the device has completed."""
+        device_seconds = [start.elapsed_time(end) / 1000 for start, end in self._event_pairs]
+        seconds = self._seconds + device_seconds
+        self._seconds, self._event_pairs = [], []
+        return seconds
 
 
 class SlowRanks:
@@ -107,17 +110,19 @@ class SlowRanks:
         self._activity = activity
         self._streaks = [0] * world_size
 
-    def add(self, seconds_by_rank: Sequence[float]) -> list[int]:
+    def add(self, seconds_by_rank: Sequence[float], *, min_excess: float = 0.0) -> list[int]:
         """Count a logging interval, or a save.
 
         Args:
             seconds_by_rank: Time of the activity on each rank.
+            min_excess: Seconds above the median below which no rank is slow in this interval, if
+                the activity has fewer.
 
         Returns:
             The ranks to name now, the slowest first: those that have just become slow.
         """
         median = median_low(seconds_by_rank)
-        limit = max(_SLOW_RATIO * median, median + self._activity.min_excess)
+        limit = max(_SLOW_RATIO * median, median + self._activity.min_excess, median + min_excess)
         self._streaks = [
             streak + 1 if seconds >= limit else 0
             for streak, seconds in zip(self._streaks, seconds_by_rank, strict=True)
@@ -142,35 +147,45 @@ class RankTimes:
         self, *, rank: int, hosts: Sequence[str], compute_clock: ComputeClock | None
     ) -> None:
         self._rank, self._hosts, self._compute_clock = rank, hosts, compute_clock
+        self._data_waits: list[float] = []
         self._slow_ranks = {
             activity: SlowRanks(activity, len(hosts)) for activity in (DATA, COMPUTE, SAVE)
         }
 
-    def compare_interval(self, *, data_wait: float, num_steps: int, step: int) -> dict[str, float]:
+    def add_data_wait(self, seconds: float) -> None:
+        """Add the time that this rank waited for the batch of a step."""
+        self._data_waits.append(seconds)
+
+    def compare_interval(self, *, seconds_per_step: float, step: int) -> dict[str, float]:
         """Gather the times of a logging interval on the host, and name slow ranks.
 
-        Every rank calls it, after it has waited for the device.
+        Every rank calls it, after it has waited for the device. Of the steps of an interval, each
+        rank sends the fastest to compute, because other programs delay single steps, and the
+        median to wait for data, because after a pause some batches are always read ahead.
 
         Args:
-            data_wait: Seconds that this rank waited for data.
-            num_steps: Steps of the interval.
+            seconds_per_step: Mean time of a step.
             step: Steps done.
 
         Returns:
             On rank 0 the numbers for `metrics.jsonl`.
         """
         clock = self._compute_clock
-        compute_seconds = math.nan if clock is None else clock.pop_seconds()
-        local_times = torch.tensor([data_wait, compute_seconds], dtype=torch.float64)
+        compute_times = [] if clock is None else clock.pop_seconds()
+        local_times = torch.tensor(
+            [median_low(self._data_waits), min(compute_times, default=0.0)], dtype=torch.float64
+        )
+        self._data_waits = []
         times_by_rank = [torch.empty_like(local_times) for _ in self._hosts]
         # By gloo, between two steps: the ranks have just waited for each other on the device.
-        dist.all_gather(times_by_rank, local_times / max(1, num_steps))
+        dist.all_gather(times_by_rank, local_times)
         if self._rank != 0:
             return {}
-        data_waits, compute_times = torch.stack(times_by_rank, dim=1).tolist()
-        metrics = self._compare(DATA, data_waits, step=step)
+        data_by_rank, compute_by_rank = torch.stack(times_by_rank, dim=1).tolist()
+        min_excess = _MIN_SHARE_OF_STEP * seconds_per_step
+        metrics = self._compare(DATA, data_by_rank, step=step, min_excess=min_excess)
         if clock is not None:
-            metrics |= self._compare(COMPUTE, compute_times, step=step)
+            metrics |= self._compare(COMPUTE, compute_by_rank, step=step, min_excess=min_excess)
         return metrics
 
     def compare_saves(self, saves: Iterable[Sequence[float]], *, step: int) -> dict[str, float]:
@@ -191,11 +206,16 @@ class RankTimes:
         return metrics
 
     def _compare(
-        self, activity: Activity, seconds_by_rank: Sequence[float], *, step: int
+        self,
+        activity: Activity,
+        seconds_by_rank: Sequence[float],
+        *,
+        step: int,
+        min_excess: float = 0.0,
     ) -> dict[str, float]:
         """Name ranks that have become slow, and return the numbers for `metrics.jsonl`."""
         median = median_low(seconds_by_rank)
-        new_slow_ranks = self._slow_ranks[activity].add(seconds_by_rank)
+        new_slow_ranks = self._slow_ranks[activity].add(seconds_by_rank, min_excess=min_excess)
         if new_slow_ranks:
             names = [f"rank {rank} on {self._hosts[rank]}" for rank in new_slow_ranks]
             times = [_format_time(seconds_by_rank[rank], activity.unit) for rank in new_slow_ranks]

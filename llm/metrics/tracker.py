@@ -103,13 +103,13 @@ class Tracker:
         """Add time that the loop waited for a batch."""
         self._data_wait += seconds
 
-    def interval_data_wait(self, step: int) -> tuple[float, int]:
-        """Return the seconds that the loop waited for batches in the open interval, and its steps.
+    def seconds_per_step(self, step: int) -> float:
+        """Return the mean time of a step in the open interval.
 
         Args:
             step: Steps done.
         """
-        return self._data_wait, step - self._interval_step
+        return (time.perf_counter() - self._interval_start) / max(1, step - self._interval_step)
 
     def advance_bar(self, step: int) -> None:
         """Move the progress bar to a step."""

@@ -34,6 +34,12 @@ def test_a_short_time_names_nobody_however_often_it_is_the_median(activity, exce
     assert [slow.add([0.001, 0.001 + excess, 0.001, 0.002]) for _ in range(9)] == [[]] * 9
 
 
+def test_an_excess_that_hardly_lengthens_a_step_names_nobody():
+    slow, times = SlowRanks(COMPUTE, 4), [0.1, 0.1, 0.14, 0.1]
+    assert [slow.add(times, min_excess=0.05) for _ in range(4)] == [[]] * 4
+    assert [slow.add(times, min_excess=0.03) for _ in range(3)] == [[], [], [2]]
+
+
 def test_two_slow_ranks_are_named_the_slowest_first():
     slow = SlowRanks(DATA, 4)
     assert [slow.add([0.0, 0.2, 0.0, 0.3]) for _ in range(3)] == [[], [], [3, 1]]
@@ -76,12 +82,12 @@ def test_other_ranks_than_0_report_nothing(caplog):
     assert caplog.records == []
 
 
-def test_the_clock_adds_the_steps_up_and_begins_again(monkeypatch):
+def test_the_clock_times_each_step_and_begins_again(monkeypatch):
     readings = iter([10.0, 10.5, 20.0, 20.25, 30.0, 31.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(readings))
     clock = ComputeClock(torch.device("cpu"))
-    for num_steps, seconds in ((2, 0.75), (1, 1.0), (0, 0.0)):
-        for _ in range(num_steps):
+    for steps in ([0.5, 0.25], [1.0], []):
+        for _ in steps:
             clock.start()
             clock.stop()
-        assert clock.pop_seconds() == seconds
+        assert clock.pop_seconds() == steps

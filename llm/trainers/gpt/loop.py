@@ -139,7 +139,10 @@ class Trainer:
         # Also closed if a step raises, to end the thread that reads ahead.
         with closing(self.loader.steps(state.step)) as batches:
             for batch in batches:
-                self.tracker.add_data_wait(time.perf_counter() - waiting_since)
+                data_wait = time.perf_counter() - waiting_since
+                self.tracker.add_data_wait(data_wait)
+                if self.rank_times is not None:
+                    self.rank_times.add_data_wait(data_wait)
                 for extension in self.extensions:
                     extension.before_step(state.step)
                 self.train_step(batch)
@@ -336,9 +339,9 @@ class Trainer:
 
     def compare_ranks(self, rank_times: RankTimes) -> dict[str, float]:
         """Name slow ranks, and return the numbers of the interval for `metrics.jsonl`."""
-        data_wait, num_steps = self.tracker.interval_data_wait(self.state.step)
+        step = self.state.step
         metrics = rank_times.compare_interval(
-            data_wait=data_wait, num_steps=num_steps, step=self.state.step
+            seconds_per_step=self.tracker.seconds_per_step(step), step=step
         )
         return metrics | self.compare_saves(rank_times)
 
