@@ -17,6 +17,12 @@ class LoggingOptions:
         "Project of the run in trackers except tensorboard; by default $WANDB_PROJECT for wandb, "
         "else llm.",
     )
+    metrics_file: str | None = option(
+        None,
+        "File for the textfile collector of Prometheus' node exporter, such as DIR/run.prom: rank "
+        "0 replaces it with the last numbers at each line of the log.",
+        path=True,
+    )
     log_source_losses: bool = option(False, "Log the training loss of each data source separately.")
     device_peak_tflops: float | None = option(
         None,
@@ -30,6 +36,11 @@ class LoggingOptions:
 def logging_problems(options: LoggingOptions) -> list[str]:
     """Return faults of the logging options, one sentence each."""
     problems = []
+    if options.metrics_file is not None and not options.metrics_file.endswith(".prom"):
+        problems.append(
+            f"--metrics_file {options.metrics_file} must end in .prom: the node exporter reads no "
+            "other files."
+        )
     if "none" in options.report_to and len(options.report_to) > 1:
         problems.append("--report_to none cannot be combined with trackers.")
     if options.project_name is not None and not {*options.report_to} - {"none", "tensorboard"}:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from llm.errors import one_line
 from llm.metrics.hardware import memory_in_use
 from llm.metrics.metrics_file import MetricsFile
+from llm.metrics.prometheus import PrometheusFile
 from llm.metrics.wall_time import Part, WallTime
 from llm.runtime.logging import event, short_form
 
@@ -31,6 +32,7 @@ class Tracker:
         flops_per_token: Floating-point operations per token, forward and backward.
         find_peak_flops: Returns the total peak FLOP/s of all devices. It may measure them, so it is
             called once, after the first interval.
+        prometheus_file: The file for Prometheus, or None.
 
     Attributes:
         wall_time: Accounts for the wall time of the run.
@@ -45,6 +47,7 @@ class Tracker:
         total_steps: int,
         flops_per_token: float,
         find_peak_flops: Callable[[], float],
+        prometheus_file: PrometheusFile | None = None,
     ) -> None:
         self._path = metrics_path
         self._log_to_trackers = log_to_trackers
@@ -52,6 +55,7 @@ class Tracker:
         self._total_steps = total_steps
         self._flops_per_token = flops_per_token
         self._find_peak_flops = find_peak_flops
+        self._prometheus_file = prometheus_file
         self._peak_flops: float | None = None
         self._is_peak_exceeded = False
         self._file: MetricsFile | None = None
@@ -270,6 +274,10 @@ class Tracker:
         if self._file is not None:
             self._file.append(record, step=step)
         self.wall_time.write()
+        if self._prometheus_file is not None:
+            position = {"step": step, "total_steps": self._total_steps}
+            goodput = self.wall_time.results()["goodput"]
+            self._prometheus_file.update({**position, **record, "goodput": goodput})
 
     def flush(self) -> None:
         """Write the lines of metrics.jsonl that could not be written so far.

@@ -9,6 +9,9 @@ from llm.config.shell import shell_line
 from llm.tools.jobs.options import JobOptions
 from llm.trainers.gpt.config import CoreConfig
 
+_OUTPUT_OPTIONS = ("output_dir", "metrics_file")
+"""Options with a path that a run creates."""
+
 _FILE_OPTIONS = {
     "data_path",
     "train_file",
@@ -72,5 +75,5 @@ def _input_files(config: CoreConfig) -> list[tuple[str, str]]:
     return [
         (name, path)
         for name, path in path_options(config)
-        if name in _FILE_OPTIONS or (name != "output_dir" and path.startswith((".", "/")))
+        if name in _FILE_OPTIONS or (name not in _OUTPUT_OPTIONS and path.startswith((".", "/")))
     ]

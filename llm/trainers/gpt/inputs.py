@@ -20,6 +20,7 @@ from llm.data.data_digest import corpus_digests
 from llm.data.open_corpus import open_corpus
 from llm.data.order import DocumentBoundaries, choose_document_boundaries
 from llm.errors import ConfigError, DataError
+from llm.metrics.prometheus import check_metrics_file
 from llm.models.build import build_model
 from llm.models.configuration import (
     check_skipped_layers,
@@ -67,6 +68,8 @@ def read_training(
         LLMError: In one sentence, what is wrong with an option or with the data.
     """
     folder = _choose_folder(config, world)
+    if config.metrics_file is not None and world.is_main:
+        check_metrics_file(Path(config.metrics_file))
     resume_from = find_resume_checkpoint(config, folder)
     config = with_checkpoint_batch_size(config, resume_from)
     branch_from = validated_branch_parent(config, resume_from)

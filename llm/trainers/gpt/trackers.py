@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, TensorBoardTracker, get_available_trackers
@@ -14,6 +15,7 @@ from llm.checkpoint.run_folder import RunFolder
 from llm.config.toml import to_toml
 from llm.errors import ConfigError, one_line
 from llm.metrics.hardware import device_peak_flops
+from llm.metrics.prometheus import PrometheusFile
 from llm.metrics.tracker import Tracker
 from llm.models.sizes import flops_per_token
 from llm.parallel.base import AcceleratedStrategy
@@ -42,7 +44,15 @@ def make_tracker(
         total_steps=run.batch_plan.total_steps,
         flops_per_token=flops_per_token(model, block_size=run.block_size),
         find_peak_flops=find_peak_flops,
+        prometheus_file=_make_prometheus_file(run) if strategy.rank == 0 else None,
     )
+
+
+def _make_prometheus_file(run: TrainingRun) -> PrometheusFile | None:
+    """Return the file of `metrics_file`, or None."""
+    if run.config.metrics_file is None:
+        return None
+    return PrometheusFile(Path(run.config.metrics_file), output_dir=run.folder.path)
 
 
 def check_trackers(config: CoreConfig) -> None:
