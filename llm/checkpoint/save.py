@@ -74,7 +74,8 @@ class Saver:
 
     Attributes:
         blocked_seconds: Seconds that training waited for the last save.
-        write_times: For each save since they were last taken, the seconds that each rank wrote.
+        write_times: With several ranks, for each save that nobody has compared yet, the seconds
+            that each rank wrote.
     """
 
     def __init__(
@@ -338,7 +339,8 @@ class Saver:
         """
         entries_by_rank = gather((files, self._write_seconds), group=self._group)
         files_by_rank, write_times = zip(*entries_by_rank, strict=True)
-        self.write_times.append(write_times)
+        if self._group is not None:
+            self.write_times.append(write_times)
         if self._rank != 0:
             return
         contents = {STATE_FILE: snapshot.plain.encode(), **self._extra_files}

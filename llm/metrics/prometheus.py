@@ -105,5 +105,5 @@ def _escape(text: str) -> str:
 
 def _format_value(value: float) -> str:
     if math.isfinite(value):
-        return repr(value)
+        return str(value)
     return "NaN" if math.isnan(value) else f"{value:+}".replace("inf", "Inf")

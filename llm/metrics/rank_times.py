@@ -23,7 +23,7 @@ _MIN_SHARE_OF_STEP = 0.05
 """Share of a step below which a rank's excess over the median is not worth a line."""
 
 _INTERVALS_TO_NAME = 3
-"""Consecutive logging intervals, or saves, in which a rank must be slow to be named."""
+"""A rank is named after this many slow logging intervals, or saves, in a row."""
 
 _MAX_NAMED_RANKS = 4
 """Maximum ranks that one line names; it counts the others."""
@@ -37,8 +37,8 @@ class Activity(NamedTuple):
     Attributes:
         name: Prefix of its names in `metrics.jsonl`.
         description: Beginning of the sentence that names a slow rank.
-        unit: What its seconds are measured per.
-        interval: What it is compared for.
+        unit: Unit of work that its seconds belong to.
+        interval: Name of the intervals in which ranks are compared.
         min_excess: Seconds above the median below which no rank is slow: other programs delay some
             rank by a few milliseconds in every step, and a disk delays some save by a second.
     """

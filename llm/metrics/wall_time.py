@@ -30,7 +30,7 @@ class WallTime:
     """Accounts for the wall time of a run; it begins with this process.
 
     Attributes:
-        tokens: Tokens consumed by all ranks, including those of a branch's parent.
+        tokens: Tokens consumed by all ranks, including the tokens of a branch's parent.
     """
 
     def __init__(self) -> None:
