@@ -60,10 +60,13 @@ class WallTime:
         record = _read_record(path)
         if record is None:
             return
-        self._seconds["queue"] = max(0.0, self._began - record["written"])
+        gap = max(0.0, self._began - record["written"])
+        if not record["is_finished"]:
+            self._seconds["queue"] = gap
         for part, seconds in record["seconds"].items():
             self._seconds[part] += seconds
-        self._began = record["began"]
+        # A run that is made longer has not waited for this start since it was finished.
+        self._began = record["began"] + (gap if record["is_finished"] else 0.0)
         self._starts = record["starts"] + 1
         self._earlier_device_seconds = record["device_seconds"]
         self._inherited = record["inherited_seconds"], record["inherited_tokens"]
@@ -124,8 +127,12 @@ class WallTime:
         start_seconds = time.monotonic() - self._start_time
         return self._earlier_device_seconds + start_seconds * self._num_devices
 
-    def write(self) -> None:
-        """Write the account; on a full disk, the last one stays."""
+    def write(self, *, is_finished: bool = False) -> None:
+        """Write the account; on a full disk, the last one stays.
+
+        Args:
+            is_finished: Whether the results of the run are written.
+        """
         if self._path is None:
             return
         results = self.results()
@@ -133,6 +140,7 @@ class WallTime:
         record = {
             "began": self._began,
             "written": time.time(),
+            "is_finished": is_finished,
             "starts": self._starts,
             "device_seconds": self._device_seconds(),
             "inherited_seconds": inherited_seconds,
@@ -180,6 +188,7 @@ def _read_record(path: Path) -> dict[str, Any] | None:
         record = json.loads(path.read_text(encoding="utf-8"))
         numbers = [*(record[name] for name in _FIELDS), *record["seconds"].values()]
         is_valid = record["seconds"].keys() <= {*get_args(Part)}
+        is_valid = is_valid and isinstance(record["is_finished"], bool)
         is_valid = is_valid and all(math.isfinite(number) for number in numbers)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None

@@ -78,6 +78,19 @@ def test_steps_after_the_checkpoint_of_a_killed_start_are_repeated(clock, tmp_pa
     assert results["device_hours"] == (2 * 60 + 4 * 50) / 3600
 
 
+def test_the_time_after_the_end_of_a_run_does_not_count_if_it_is_made_longer(clock, tmp_path):
+    path = tmp_path / "goodput.json"
+    first = begun(path)
+    clock.now += 50
+    first.write(is_finished=True)
+    clock.now += 1_000_000
+    second = begun(path, seconds=50)
+    clock.now += 40
+    results = second.results()
+    assert losses_of(results) == {"start": 20}
+    assert (results["training_seconds"], results["wall_seconds"]) == (90, 110)
+
+
 def test_a_branch_does_not_count_the_training_of_its_parent(clock, tmp_path):
     path = tmp_path / "goodput.json"
     first = begun(path, seconds=500, tokens=5000)

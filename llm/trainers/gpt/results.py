@@ -66,6 +66,7 @@ def write_results(
     )
     export_trained(run.config, model, run.tokenizer, state_dict, folder=folder, card=card)
     write_whole(folder / "all_results.json", json.dumps(results | goodput, indent=1) + "\n")
+    trainer.tracker.wall_time.write(is_finished=True)
 
 
 def _collect_results(
