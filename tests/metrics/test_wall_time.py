@@ -78,7 +78,7 @@ def test_steps_after_the_checkpoint_of_a_killed_start_are_repeated(clock, tmp_pa
     assert results["device_hours"] == (2 * 60 + 4 * 50) / 3600
 
 
-def test_the_time_after_the_end_of_a_run_does_not_count_if_it_is_made_longer(clock, tmp_path):
+def test_time_after_the_end_of_a_run_made_longer_does_not_count(clock, tmp_path):
     path = tmp_path / "goodput.json"
     first = begun(path)
     clock.now += 50

@@ -86,6 +86,11 @@ class Panel:
 
 _LOSS = ("loss", "eval_loss", "eval_ema_loss")
 _NATS = "nats per token"
+_RANK_TIMES = {
+    "data": "Waiting for a batch",
+    "compute": "Computing before the first collective",
+    "save": "Writing a part of a checkpoint",
+}
 _KNOWN_PANELS = [
     Panel(name="loss", title="Loss", keys=_LOSS, unit=_NATS, section="First"),
     Panel(name="loss_second_half", title="Loss, second half", keys=_LOSS, unit=_NATS,
@@ -108,6 +113,9 @@ _KNOWN_PANELS = [
           from_zero=True, factor=100.0),
     Panel(name="data_wait", title="Waiting for data", keys=("data_wait",), unit="% of the time",
           section="System", from_zero=True, factor=100.0),
+    *(Panel(name=f"{activity}_time", title=title, keys=tuple(f"{activity}_ms_{rank}" for rank in
+            ("slowest", "median")), unit="ms, slowest and median rank", section="System",
+            from_zero=True) for activity, title in _RANK_TIMES.items()),
     Panel(name="moe_max_load", title="Largest load of an expert", keys=("moe_max_load",),
           unit="of the mean of its layer", section="Experts", from_zero=True),
     Panel(name="moe_mean_max_load", title="Largest load, mean of layers",
@@ -116,6 +124,7 @@ _KNOWN_PANELS = [
 _HIDDEN_KEYS = {
     *("step", "samples", "tokens", "seconds", "ms_per_step", "nan_steps"),
     *("eval_perplexity", "eval_ema_perplexity"),
+    *(f"{activity}_slowest_rank" for activity in _RANK_TIMES),
 }
 _HIDDEN_PREFIXES = ("eval_ema_", "moe_max_load/")
 """Prefixes of metrics that share the panel of others, or are in the maps of experts."""
