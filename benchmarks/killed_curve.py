@@ -116,7 +116,7 @@ class _Runs:
 
     def curve(self, name: str) -> dict[int, float]:
         """Return the losses of a run by step."""
-        return {record["step"]: record["loss"] for record in self._records(name, "loss")}
+        return {int(record["step"]): record["loss"] for record in self._records(name, "loss")}
 
     def last_validation_loss(self, name: str) -> float | None:
         """Return the validation loss of a run's last evaluation."""
