@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from llm.errors import one_line
+from llm.errors import ConfigError, one_line
 from llm.metrics.hardware import memory_in_use
 from llm.metrics.metrics_file import MetricsFile
 from llm.metrics.prometheus import PrometheusFile
@@ -121,8 +121,9 @@ class Tracker:
 
     def log_training(
         self,
-        values: dict[str, float],
+        values: Mapping[str, float],
         *,
+        extension_values: Sequence[Mapping[str, float]] = (),
         step: int,
         samples: int,
         tokens: int,
@@ -136,7 +137,8 @@ class Tracker:
         """Report the logging interval that ends with a step.
 
         Args:
-            values: The result of `Meter.read`, and anything else by name.
+            values: The result of `Meter.read`.
+            extension_values: The values of each extension by name.
             step: Steps done.
             samples: Samples consumed by all ranks.
             tokens: Tokens consumed by all ranks.
@@ -146,6 +148,9 @@ class Tracker:
             optimizer: Metrics of the optimizer by name.
             columns: Further columns of the line on a terminal.
             rank_times: Times of the median and the slowest rank by name, which are not in the line.
+
+        Raises:
+            ConfigError: A value of an extension has the name of another value.
         """
         if self._peak_flops is None:
             with self.paused("start"):
@@ -163,8 +168,18 @@ class Tracker:
             **self._measure_interval(step=step, tokens=tokens),
         }
         extra_values = {name: value for name, value in values.items() if name not in record}
-        record |= extra_values | {name: float(value) for name, value in optimizer.items()}
+        record |= {name: float(value) for name, value in optimizer.items()}
         record |= rank_times or {}
+        names = {"step", "mfu", "memory", *record, *extra_values}
+        for new_values in extension_values:
+            if repeated_names := sorted(names & new_values.keys()):
+                raise ConfigError(
+                    f"An extension returns the value {repeated_names[0]}, which metrics.jsonl has "
+                    "already; give it another name in the extension, or leave the extension out."
+                )
+            names |= new_values.keys()
+            extra_values |= new_values
+        record |= extra_values
         terminal_line = step_line(record, step=step, total_steps=self._total_steps, columns=columns)
         with self.paused():  # a slow disk does not count as a slow step
             self.write(record, step=step)

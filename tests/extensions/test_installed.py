@@ -91,6 +91,44 @@ def test_the_package_of_the_tutorial_trains_and_resumes_exactly(bench, server, s
     assert "\n# Calm training (llm-calm 0.1.0)\n" in (whole / "config.toml").read_text()
 
 
+def test_a_save_between_two_lines_of_the_log_keeps_the_loss_so_far(bench, server, site):
+    options = {"activation_penalty": 0.1, "checkpointing_steps": 1, "max_train_steps": 4}
+    options |= {"logging_steps": 4}
+
+    codes, output = server.run(
+        site,
+        bench.command("interval", **options),
+        bench.command("stopped", **options | {"exit_after": 1e-9}),
+        bench.command("stopped", **options, resume_from_checkpoint=True),
+    )
+
+    assert codes == [0, 75, 0], output
+    interval, stopped = (read_lines(bench.folder / name) for name in ("interval", "stopped"))
+    assert interval[0]["penalty"] == stopped[0]["penalty"]
+    assert interval[0]["loss"] == stopped[0]["loss"]
+
+
+def test_a_value_with_the_name_of_one_in_the_log_is_refused(bench, server, tmp_path):
+    code = """
+from llm.trainers.gpt.seams import LoopExtension
+
+class Loss(LoopExtension):
+    def metrics(self):
+        return {"loss": 0.0}, ""
+
+It.in_loop = lambda self, context: Loss()
+"""
+    package = package_of_one_option("llm-loss", "loss_number", code=code)
+
+    codes, output = server.run(
+        install(package, tmp_path), bench.command("named", loss_number=1, max_train_steps=1)
+    )
+
+    assert codes == [2], output
+    assert "error: An extension returns the value loss, which metrics.jsonl has already" in output
+    assert "Traceback" not in output
+
+
 def test_a_resume_names_a_package_that_is_missing_or_has_changed(bench, server, site, tmp_path):
     options = {"checkpointing_steps": 1, "max_train_steps": 2}
     longer = {**options, "max_train_steps": 2, "resume_from_checkpoint": True}

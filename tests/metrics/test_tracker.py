@@ -6,11 +6,13 @@ import math
 import re
 import sys
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
 from tqdm import tqdm
 
+from llm.errors import ConfigError
 from llm.metrics.meter import Meter
 from llm.metrics.tracker import Tracker, step_line
 from tests.support.meters import all_reduce
@@ -187,9 +189,15 @@ def test_a_progress_bar_that_cannot_be_drawn_is_given_up(tmp_path, monkeypatch):
     assert not saving.is_alive()
 
 
-def log(tracker: Tracker, step: int, **optimizer: torch.Tensor) -> None:
+def log(
+    tracker: Tracker,
+    step: int,
+    extension_values: Sequence[dict[str, float]] = (),
+    **optimizer: torch.Tensor,
+) -> None:
     tracker.log_training(
         {"loss": math.nan, "grad_norm": 1.0, "skipped_steps": 0.0, "nan_steps": 0.0},
+        extension_values=extension_values,
         step=step,
         samples=8 * step,
         tokens=1000 * step,
@@ -198,6 +206,18 @@ def log(tracker: Tracker, step: int, **optimizer: torch.Tensor) -> None:
         global_batch_size=8,
         optimizer=optimizer,
     )
+
+
+@pytest.mark.parametrize("name", ["loss", "step", "samples", "memory", "mfu", "kfac_damping"])
+def test_a_value_with_the_name_of_another_value_is_refused(name, tmp_path):
+    tracker = make_tracker(tmp_path / "metrics.jsonl", [])
+    tracker.start(step=0, tokens=0, seconds=0)
+    with pytest.raises(ConfigError, match=f"^An extension returns the value {name}, which metric"):
+        log(tracker, 10, [{name: 0.5}], kfac_damping=torch.ones(()))
+    with pytest.raises(ConfigError, match="^An extension returns the value penalty, which metric"):
+        log(tracker, 10, [{"penalty": 0.5}, {"penalty": 0.5}])
+    tracker.close()
+    assert lines_of(tmp_path / "metrics.jsonl") == []
 
 
 def lines_of(path):

@@ -18,14 +18,21 @@ def penalize(hidden: Tensor) -> Tensor:
     return 0.3 * hidden.float().square().mean(-1).sum(-1)
 
 
-def context_of(loss: LanguageModelLoss, dims: ParallelDims = ParallelDims()) -> SimpleNamespace:  # noqa: B008
+def context_of(
+    loss: LanguageModelLoss,
+    dims: ParallelDims = ParallelDims(),  # noqa: B008
+    *,
+    rank: int = 0,
+    sums_of_other_ranks: tuple[float, float] = (0.0, 0.0),
+) -> SimpleNamespace:
     strategy = SimpleNamespace(
+        rank=rank,
         model=loss.model,
         loss=loss,
         device=torch.device("cpu"),
         token_weight=1 / 24,
         loss_scale=lambda: torch.tensor(4.0),
-        reduce_sum=lambda sums: sums,
+        reduce_sum=lambda sums: sums + torch.tensor(sums_of_other_ranks, dtype=sums.dtype),
     )
     run = SimpleNamespace(dims=dims, config=SimpleNamespace(several_models=None))
     return SimpleNamespace(run=run, strategy=strategy)
@@ -63,6 +70,30 @@ def test_the_gradient_is_that_of_the_sum_of_both_losses(chunked):
         _, evaluated = loss(inputs, labels)
     assert evaluated.equal(sums)  # the loss in the log is without it
     assert auxiliary.mean() == 0.0
+
+
+def test_a_checkpoint_has_the_sums_of_all_ranks_and_rank_0_resumes_them():
+    loss = LanguageModelLoss(tiny_model(tiny_config("gpt2")))
+    inputs = torch.arange(16).view(2, 8)
+    ranks = [AuxiliaryLoss(context_of(loss, rank=rank), penalize) for rank in (0, 1)]
+    objective, _ = loss(inputs, inputs)
+    objective.backward()  # both count the same two samples
+    penalties = [rank.state_dict() for rank in ranks]
+    assert penalties[0] == penalties[1]
+    assert penalties[0]["num_tokens"] == 16.0
+
+    # Rank 1 has given its sums to rank 0, also if the run continues.
+    assert ranks[0].mean() == penalties[0]["loss"] / 16
+    assert ranks[1].mean() == 0.0
+
+    saved = {"loss": 0.1, "num_tokens": 3.0}
+    for rank in ranks:
+        rank.load_state_dict(saved)
+    assert ranks[0].state_dict() == saved
+    assert ranks[1].mean() == 0.0
+
+    other_rank = context_of(loss, rank=1, sums_of_other_ranks=(2.0, 4.0))
+    assert AuxiliaryLoss(other_rank, penalize).state_dict() == {"loss": 2.0, "num_tokens": 4.0}
 
 
 @pytest.mark.parametrize("axis", ["pipeline", "context", "tensor"])

@@ -56,6 +56,24 @@ class AuxiliaryLoss:
         self._sums = torch.zeros_like(self._sums)
         return float(loss / num_tokens) if num_tokens else 0.0
 
+    def state_dict(self) -> dict[str, float]:
+        """Return the sums since the last call of `mean`; all ranks call it.
+
+        The extension saves them in its part of checkpoints. From then on rank 0 has the sums of all
+        ranks, so that a run that continues and a resumed run add the same numbers.
+        """
+        sums = self._strategy.reduce_sum(self._sums)
+        self._sums = sums.clone() if self._strategy.rank == 0 else torch.zeros_like(sums)
+        loss, num_tokens = sums.tolist()
+        return {"loss": loss, "num_tokens": num_tokens}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Load the sums; rank 0 has them, so that the next sum over ranks counts them once."""
+        self._sums.zero_()
+        if self._strategy.rank == 0:
+            sums = [state["loss"], state["num_tokens"]]
+            self._sums.copy_(torch.tensor(sums, dtype=self._sums.dtype))
+
     def _find_real_samples(
         self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
     ) -> None:

@@ -316,16 +316,13 @@ class Trainer:
         self.meter.all_reduce(self.strategy.reduce_sum)
         values = self.meter.read()  # only here does the host wait for the device
         self.train_loss = values["loss"]
-        columns = []
-        for extension in self.extensions:
-            metrics, column = extension.metrics()
-            values |= metrics
-            columns += [column] if column else []
+        extension_metrics = [extension.metrics() for extension in self.extensions]
         state = self.state
         self.report_steps()
         rank_times = {} if self.rank_times is None else self.compare_ranks(self.rank_times)
         self.tracker.log_training(
             values,
+            extension_values=[metrics for metrics, _ in extension_metrics],
             step=state.step,
             samples=state.samples,
             tokens=state.tokens,
@@ -333,7 +330,7 @@ class Trainer:
             loss_scale=float(self.strategy.loss_scale()),
             global_batch_size=self.batch_plan.phase(state.step - 1).global_batch_size,
             optimizer=self.strategy.run_optimizer.metrics(),
-            columns=columns,
+            columns=[column for _, column in extension_metrics if column],
             rank_times=rank_times,
         )
 
