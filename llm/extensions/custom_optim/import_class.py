@@ -73,7 +73,8 @@ def _import_class(name: str) -> type[torch.optim.Optimizer]:
     """
     module_name, _, class_name = name.partition(":")
     package = module_name.partition(".")[0]
-    if importlib.util.find_spec(package) is None:
+    # A module that is imported already may have no spec, such as __main__, and find_spec raises.
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
         if not any(Path(package).with_suffix(suffix).exists() for suffix in ("", ".py")):
             raise ConfigError(
                 f"--optimizer {name}: the module {package} is neither installed nor in "
