@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,12 @@ import pytest
 from tests.support.package import ROOT
 
 NOTEBOOK = ROOT / "docs" / "tutorials" / "python.ipynb"
+
+
+def test_the_outputs_of_the_notebook_name_no_folder_of_a_machine():
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    assert "llm-trainers train --model_name_or_path runs/notebook" in text
+    assert re.findall(r"\S*/(?:bin|home|root|tmp|work|Users)/\S*", text) == []
 
 
 @pytest.mark.extended
