@@ -212,9 +212,9 @@ def log(
 def test_a_value_with_the_name_of_another_value_is_refused(name, tmp_path):
     tracker = make_tracker(tmp_path / "metrics.jsonl", [])
     tracker.start(step=0, tokens=0, seconds=0)
-    with pytest.raises(ConfigError, match=f"^An extension returns the value {name}, which metric"):
+    with pytest.raises(ConfigError, match=rf"^An extension returns the value {name}, which"):
         log(tracker, 10, [{name: 0.5}], kfac_damping=torch.ones(()))
-    with pytest.raises(ConfigError, match="^An extension returns the value penalty, which metric"):
+    with pytest.raises(ConfigError, match=r"^An extension returns the value penalty, which"):
         log(tracker, 10, [{"penalty": 0.5}, {"penalty": 0.5}])
     tracker.close()
     assert lines_of(tmp_path / "metrics.jsonl") == []

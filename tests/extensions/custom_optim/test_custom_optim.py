@@ -60,7 +60,7 @@ def test_torchs_fused_classes_skip_a_step_on_the_device():
 
 def test_a_class_of_a_module_without_a_spec_is_looked_for_in_it(monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as in a script
-    with pytest.raises(ConfigError, match="^--optimizer __main__:Nowhere: the module __main__ has"):
+    with pytest.raises(ConfigError, match=r"^--optimizer __main__:Nowhere: the module __main__ has"):
         import_optimizer(GPTConfig(optimizer="__main__:Nowhere"))
 
 
