@@ -17,7 +17,7 @@ class CustomOptimizerExtension(Extension[CustomOptimizerOptions]):
     """Makes an optimizer of a class from outside of this package."""
 
     def problems(self) -> list[str]:
-        """Return a sentence for settings without a class, and for settings that cannot be read."""
+        """Return a sentence for settings without a class, or that a class cannot have."""
         options = self.options
         if not names_class(options.optimizer):
             return [
@@ -26,11 +26,17 @@ class CustomOptimizerExtension(Extension[CustomOptimizerOptions]):
                 for name in ("optimizer_kwargs", "optimizer_input")
                 if getattr(options, name) is not None
             ]
+        problems = []
         try:
             read_arguments(options.optimizer_kwargs)
         except ConfigError as error:
-            return [str(error)]
-        return []
+            problems.append(str(error))
+        if options.per_device_train_batch_size == "auto":
+            problems.append(
+                "--per_device_train_batch_size auto would not measure the state of --optimizer "
+                f"{options.optimizer}, which the class makes in its first step; give a number."
+            )
+        return problems
 
     def read(self, run: "Run") -> None:
         """Import the class.

@@ -50,7 +50,7 @@ class AuxiliaryLoss:
     def mean(self) -> float:
         """Return the mean per token since the last call; all ranks call it.
 
-        The host waits for the device.
+        The host waits for the device. Skipped steps count too.
         """
         loss, num_tokens = self._strategy.reduce_sum(self._sums).tolist()
         self._sums = torch.zeros_like(self._sums)

@@ -13,6 +13,7 @@ from llm.errors import ConfigError
 from llm.extensions.custom_optim.class_optimizer import ClassOptimizer
 from llm.extensions.custom_optim.class_trial import try_class
 from llm.extensions.custom_optim.import_class import find_version, import_optimizer
+from llm.extensions.custom_optim.options import CustomOptimizerExtension
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import choose_factory, make_extensions
 from tests.extensions.custom_optim.classes import Counting
@@ -58,9 +59,17 @@ def test_torchs_fused_classes_skip_a_step_on_the_device():
     assert not traits_of("torch.optim:Adam").reads_found_inf
 
 
+def test_a_search_for_the_batch_size_with_a_class_is_refused():
+    config = GPTConfig(optimizer="torch.optim:Adamax", per_device_train_batch_size="auto")
+    [problem] = CustomOptimizerExtension(config).problems()
+    assert problem.startswith("--per_device_train_batch_size auto would not measure the state of")
+
+
 def test_a_class_of_a_module_without_a_spec_is_looked_for_in_it(monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as in a script
-    with pytest.raises(ConfigError, match=r"^--optimizer __main__:Nowhere: the module __main__ has"):
+    with pytest.raises(
+        ConfigError, match=r"^--optimizer __main__:Nowhere: the module __main__ has"
+    ):
         import_optimizer(GPTConfig(optimizer="__main__:Nowhere"))
 
 
