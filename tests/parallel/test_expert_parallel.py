@@ -149,15 +149,23 @@ def test_the_host_waits_once_while_the_device_sorts_and_gathers():
 
 
 class Exchanges(TorchDispatchMode):
-    """Lists the names of the all-to-alls inside the context, in order."""
+    """Lists the names of the all-to-alls inside the context, in order.
+
+    Attributes:
+        sent: The names.
+        num_bytes: What this rank sends, except numbers of tokens.
+    """
 
     def __init__(self):
         super().__init__()
-        self.sent = []
+        self.sent, self.num_bytes = [], 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "alltoall" in func._schema.name or "all_to_all" in func._schema.name:
-            self.sent.append(func._schema.name)
+        name = func._schema.name.rpartition("::")[2]
+        if name in ("alltoall_base_", "all_to_all_single"):
+            self.sent.append(name)
+        if name == "all_to_all_single":
+            self.num_bytes += args[0].nbytes
         return func(*args, **(kwargs or {}))
 
 
@@ -267,3 +275,46 @@ def test_shards_of_an_expert_are_gathered_for_its_passes_only(recompute):
             torch.testing.assert_close(ours, parameter.grad)
         assert num_gathered == 2
         assert after_forward == [0]
+
+
+EXPERTS_NAME = "model.layers.0.mlp.experts"
+
+
+def run_layer_of(exchange, precision):
+    """Return outputs, gradients, and bytes sent of a layer with an exchange, `ours` or `theirs`."""
+    autocast_grouped_products()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    model = still_model("mixtral", num_hidden_layers=1)
+    experts = model.get_submodule(EXPERTS_NAME)
+    if exchange == "ours":
+        divide_experts(model, mesh, ExpertGroups(mesh.get_group(), None))
+    else:
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+        one_rank = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))["tensor"]
+        styles = {
+            f"{EXPERTS_NAME}.{name}": "grouped_gemm" for name, _ in experts.named_parameters()
+        }
+        plan = styles | {EXPERTS_NAME: "ep_dispatch_experts"}
+        apply_expert_parallelism(model, mesh, one_rank, plan, "all_to_all")
+    hidden, index, weights = (t[mesh.get_rank() :: 2] for t in tokens_of_a_layer())
+    hidden, weights = hidden.requires_grad_(), weights.requires_grad_()
+    with Exchanges() as exchanges, torch.autocast("cpu", enabled=precision == "bf16"):
+        experts(hidden, index, weights).float().square().sum().backward()
+    gradients = [full_tensor(p.grad) for p in experts.parameters()]
+    return [hidden.grad, weights.grad, *gradients], exchanges.num_bytes
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize(("precision", "share"), [("no", 1.0), ("bf16", 0.5)])
+def test_gradients_are_those_of_transformers_with_fewer_bytes(precision, share):
+    name = "transformers.distributed.expert_parallel"
+    if not hasattr(pytest.importorskip(name), "AllToAllEP"):
+        pytest.skip("This version of transformers sends no tokens to experts.")
+    ours, theirs = (
+        values(run_ranks(run_layer_of, 2, exchange, precision)) for exchange in ("ours", "theirs")
+    )
+    for (found, num_bytes), (expected, expected_bytes) in zip(ours, theirs, strict=True):
+        for tensor, reference in zip(found, expected, strict=True):
+            assert (tensor - reference).norm() < 1e-3 * reference.norm()
+        assert num_bytes == share * expected_bytes
