@@ -98,3 +98,6 @@ class OuterOptimizer:
                 self._start_weights[name].copy_(state["start"][name])
                 self._velocity[name].copy_(state["velocity"][name])
             self._num_inner_steps.copy_(state["inner_steps"])
+        if self._num_inner_steps >= self._diloco.inner_steps:
+            # One replica took them, without outer steps: the next ones start from its weights.
+            self._num_inner_steps.zero_()

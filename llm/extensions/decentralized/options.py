@@ -239,6 +239,11 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
                 f"gossip: {replicas}, averaged in each step ({options.topology}, "
                 f"{options.gossip_order}), optimizer {optimizer}{moments}"
             )
+        if num_replicas == 1:
+            return (
+                f"diloco: {replicas}, optimizer {optimizer}{moments}, no outer steps, because "
+                "there is nothing to average"
+            )
         return (
             f"diloco: {replicas}, inner optimizer {optimizer}{moments}, an outer step every "
             f"{counted(options.inner_steps, 'step')} "

@@ -1,12 +1,15 @@
 """DiLoCo against a simulation of all ranks in one process."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
 
 from llm.extensions.decentralized.diloco import OuterOptimizer
 from llm.extensions.decentralized.modes import DiLoCo
+from llm.extensions.decentralized.options import DecentralizedExtension
+from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.decentralized import (
     BATCH,
     Case,
@@ -21,6 +24,7 @@ from tests.support.decentralized import (
 from tests.support.ranks import run_ranks, values
 
 CASE = Case(optimizer="adamw", sync_every=3, max_grad_norm=0.5, accumulation=2, steps=8)
+SETTINGS = DiLoCo(inner_steps=2, outer_learning_rate=0.7, outer_momentum=0.9)
 
 
 def weights_by_step(case: Case) -> list[torch.Tensor]:
@@ -102,3 +106,33 @@ def test_the_outer_step_starts_from_weights_loaded_after_construction():
     outer.after_step()
     # difference 1, velocity 1, Nesterov 1.9, times 0.7
     torch.testing.assert_close(weight, torch.full((2,), 10 - 0.7 * 1.9))
+
+
+def test_an_outer_step_does_not_repeat_what_one_replica_has_learned():
+    """One replica counts inner steps that no outer step follows."""
+    weight, settings = torch.zeros(2), dataclasses.replace(SETTINGS, inner_steps=sys.maxsize)
+    alone = OuterOptimizer(settings, {"weight": weight}, world_size=1)
+    for _ in range(100):
+        alone.before_step()
+        weight += 1.0
+        alone.after_step()
+    resumed = OuterOptimizer(SETTINGS, {"weight": weight}, world_size=1)
+    resumed.load_state_dict(alone.state_dict())
+    for expected in (101.0, 100 + 2 * 1.9 * 0.7):
+        resumed.before_step()
+        weight += 1.0
+        resumed.after_step()
+        torch.testing.assert_close(weight, torch.full((2,), expected))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (1, "diloco: 1 replica x 1 rank, optimizer adamw, no outer steps"),
+        (2, "diloco: 2 replicas x 1 rank, inner optimizer adamw, an outer step every 500 steps"),
+    ],
+)
+def test_the_log_says_whether_there_are_outer_steps(ranks, said):
+    extension = DecentralizedExtension(GPTConfig(data_parallel="diloco"))
+    layout = extension.layout(ranks=ranks, ranks_per_node=ranks, start=None)
+    assert layout.description.startswith(said)
