@@ -46,6 +46,9 @@ Method = Literal["adamw", "muon", "adamw-hyperball", "muon-hyperball", "normuon-
 class Recipe:
     """An optimizer with the settings that the track's history lists for it.
 
+    Muon and NorMuon orthogonalize as in the trainer, by five steps. The track takes twelve steps of
+    another iteration, which come closer to an orthogonal matrix.
+
     Attributes:
         steps: Length of a run.
         optimizer: Options of the trainer.
@@ -180,6 +183,9 @@ class Track3Options(ReportOptions):
     )
 
 
+_HEADER_BYTES = 1024
+
+
 class Tokens:
     """The batches of the track, in the order of its files.
 
@@ -229,10 +235,13 @@ class Tokens:
 
 
 def _map_tokens(path: Path) -> NDArray[np.uint16]:
-    magic, version, num_tokens = np.fromfile(path, dtype=np.int32, count=3)
-    if (magic, version) != (20240520, 1):
+    header = np.fromfile(path, dtype=np.int32, count=3)
+    if header[:2].tolist() != [20240520, 1]:
         raise DataError(f"{path} does not begin as a token file of modded-nanogpt does.")
-    return np.memmap(path, dtype=np.uint16, mode="r", offset=1024, shape=(int(num_tokens),))
+    num_tokens = int(header[2]) if len(header) > 2 else 0
+    if not 0 < num_tokens <= (path.stat().st_size - _HEADER_BYTES) // 2:
+        raise DataError(f"{path} has fewer tokens than its header says; download it again.")
+    return np.memmap(path, dtype=np.uint16, mode="r", offset=_HEADER_BYTES, shape=(num_tokens,))
 
 
 class _Norm(nn.Module):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.track3 import (
+    RECIPES,
     TOY,
     Shape,
     Tokens,
@@ -51,7 +52,7 @@ def state_of(run: Track3Run) -> dict[str, torch.Tensor]:
     return {**state["model"], **moments, **state["parts"].get("hyperball", {})}
 
 
-@pytest.mark.parametrize("method", ["adamw", "muon", "muon-hyperball", "normuon-hyperball"])
+@pytest.mark.parametrize("method", sorted(RECIPES))
 def test_a_run_in_parts_is_one_run_bit_for_bit(data, tmp_path, method):
     tokens = Tokens(data, TOY)
     whole = run_of(tmp_path / "whole", method=method)
@@ -98,6 +99,19 @@ def test_a_batch_that_does_not_fit_begins_in_the_next_file(data):
         assert labels.flatten().tolist() == expected[1:].tolist()
     with pytest.raises(DataError, match="tokens for 28 steps only"):
         tokens.batch(28)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(0, "does not begin as"), (8, "fewer tokens than"), (1500, "fewer tokens than")],
+)
+def test_a_file_of_an_unfinished_download_is_refused(data, tmp_path, size, words):
+    for path in data.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    path = tmp_path / "fineweb_train_000002.bin"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(DataError, match=rf"fineweb_train_000002\.bin .*{words}"):
+        Tokens(tmp_path, TOY)
 
 
 def test_the_model_has_the_parameters_of_the_track():
