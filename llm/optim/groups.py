@@ -44,13 +44,20 @@ def parameter_groups(options: OptimizerOptions, model: torch.nn.Module) -> list[
         chosen_settings={"weight_decay": options.weight_decay},
         other_settings={"weight_decay": 0.0},
     )
+    settings = embedding_settings(options)
+    if not settings:
+        return groups
+    return split_groups(
+        groups, set(inner_matrices(model)), chosen_settings={}, other_settings=settings
+    )
+
+
+def embedding_settings(options: OptimizerOptions) -> dict[str, Any]:
+    """Return the settings of a group with the rate of the embeddings; empty without such a rate."""
     rate_factor = embedding_rate_factor(options)
     if rate_factor is None:
-        return groups
-    embedding_settings = {"lr": options.embedding_learning_rate, "rate_factor": rate_factor}
-    return split_groups(
-        groups, set(inner_matrices(model)), chosen_settings={}, other_settings=embedding_settings
-    )
+        return {}
+    return {"lr": options.embedding_learning_rate, "rate_factor": rate_factor}
 
 
 def split_groups(

@@ -17,7 +17,7 @@ from llm.extensions.matrix_optim.matrix_factories import (
 from llm.extensions.matrix_optim.matrix_owners import MatrixOwners, groups_of
 from llm.extensions.matrix_optim.matrix_settings import MatrixSettings
 from llm.extensions.matrix_optim.muon import layer_matrices
-from llm.optim.groups import split_groups
+from llm.optim.groups import embedding_settings, split_groups
 from llm.optim.run_optimizer import MatrixTraffic, OptimizerFactory, RunOptimizer, StateMemory
 
 
@@ -58,6 +58,7 @@ class Hyperball:
         optimizer: Its groups are divided: those of matrices get `on_sphere`, and no weight decay.
         model: The model, or this rank's stages and shards of it.
         matrix_owners: Sums over the ranks that divide the weights.
+        other_settings: Settings of the groups of all other weights.
 
     Attributes:
         num_matrices: Number of matrices in the weights of this rank's stages.
@@ -65,7 +66,12 @@ class Hyperball:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module, matrix_owners: MatrixOwners
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        matrix_owners: MatrixOwners,
+        *,
+        other_settings: dict[str, Any],
     ) -> None:
         fusion_by_weight = layer_matrices(model)
         names = {p: name for name, p in model.named_parameters()}
@@ -73,7 +79,7 @@ class Hyperball:
             optimizer.param_groups,
             set(fusion_by_weight),
             chosen_settings={"on_sphere": True, "weight_decay": 0.0},
-            other_settings={},
+            other_settings=other_settings,
         )
         self._matrix_owners = matrix_owners
         self._matrices_by_weight: dict[Tensor, _Matrices] = {}
@@ -245,7 +251,7 @@ class HyperballFactory(OptimizerFactory):
 
     Args:
         factory: Makes the optimizer.
-        options: The weight decay.
+        options: The weight decay, and the rate of the weights that are not on spheres.
     """
 
     def __init__(self, factory: OptimizerFactory, options: MatrixSettings) -> None:
@@ -267,7 +273,13 @@ class HyperballFactory(OptimizerFactory):
             if isinstance(run_optimizer, MatrixRunOptimizer)
             else make_matrix_owners(mesh)
         )
-        hyperball = Hyperball(run_optimizer.optimizer, model, matrix_owners)
+        # A length relative to the weights is no rate for routers, whose steps are not.
+        hyperball = Hyperball(
+            run_optimizer.optimizer,
+            model,
+            matrix_owners,
+            other_settings=embedding_settings(self._options),
+        )
         return HyperballRunOptimizer(
             run_optimizer, hyperball, weight_decay=self._options.weight_decay
         )

@@ -147,6 +147,21 @@ def test_weights_outside_of_spheres_train_as_without_hyperball(optimizer):
 
 
 @pytest.mark.parametrize("optimizer", UPDATES)
+def test_routers_have_the_rate_of_embeddings(optimizer):
+    """Their steps are AdamW's, for which a length relative to the weights is no rate."""
+    model = still_model("mixtral", num_hidden_layers=1)
+    stepper = make_run_optimizer(model, optimizer, embedding_learning_rate=1e-3).optimizer
+    rates = {
+        p: (group["lr"], group.get("rate_factor", 1.0))
+        for group in stepper.param_groups
+        for p in group["params"]
+    }
+    layer = model.model.layers[0]
+    assert rates[layer.self_attn.q_proj.weight] == rates[layer.mlp.experts.down_proj] == (RATE, 1.0)
+    assert rates[layer.mlp.gate.weight] == rates[model.lm_head.weight] == (1e-3, 1e-3 / RATE)
+
+
+@pytest.mark.parametrize("optimizer", UPDATES)
 def test_a_skipped_step_changes_nothing(optimizer):
     model = still_model("gpt2", n_layer=1)
     stepper = make_run_optimizer(model, optimizer).optimizer
