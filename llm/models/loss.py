@@ -385,7 +385,7 @@ def _check_float8_head(model: PreTrainedModel) -> None:
     elif head.bias is not None:
         reason = "has an output head with a bias"
     elif head.weight.shape[1] % SIZE_MULTIPLE:
-        reason = f"has {head.weight.shape[1]} columns, not a multiple of {SIZE_MULTIPLE}"
+        reason = f"has a width of {head.weight.shape[1]}, not a multiple of {SIZE_MULTIPLE}"
     if reason is not None:
         raise ConfigError(
             f"--fp8_head does not go with {model.config.model_type}, which {reason}; leave it out."

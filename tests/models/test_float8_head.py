@@ -87,7 +87,7 @@ def test_a_model_trains_near_bf16_and_evaluates_in_bf16():
     [
         (CohereConfig(**NARROW, logit_scale=0.5), "changes its logits after the output head"),
         (tiny_config("gptj"), "has an output head with a bias"),
-        (tiny_config("gpt2", n_embd=24, n_head=2), "has 24 columns, not a multiple of 16"),
+        (tiny_config("gpt2", n_embd=24, n_head=2), "has a width of 24, not a multiple of 16"),
     ],
 )
 def test_a_head_that_cannot_multiply_in_float8_is_refused(config, words):
