@@ -199,15 +199,15 @@ class HyperballRunOptimizer(RunOptimizer):
     Args:
         run_optimizer: The optimizer, and what else it does in a step.
         hyperball: Takes its steps.
-        weight_decay: Weight decay of the other matrices, for the log.
+        options: The weight decay and the rate of the other weights, for the log.
     """
 
     def __init__(
-        self, run_optimizer: RunOptimizer, hyperball: Hyperball, *, weight_decay: float
+        self, run_optimizer: RunOptimizer, hyperball: Hyperball, options: MatrixSettings
     ) -> None:
         super().__init__(run_optimizer.optimizer)
         self._run_optimizer, self._hyperball = run_optimizer, hyperball
-        self._weight_decay = weight_decay
+        self._options = options
 
     def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
         """Use the local shards that replace the parameters in the optimizer's groups."""
@@ -228,10 +228,16 @@ class HyperballRunOptimizer(RunOptimizer):
             f"hyperball: {self._hyperball.num_matrices:,} matrices keep their initial norms; the "
             "learning rate is the length of their steps relative to them"
         )
-        if self._weight_decay:
+        weight_decay = self._options.weight_decay
+        if weight_decay:
             line += (
-                f"; --weight_decay {self._weight_decay:g} applies to other matrices only, such as "
+                f"; --weight_decay {weight_decay:g} applies to other matrices only, such as "
                 "embeddings"
+            )
+        if self._options.embedding_learning_rate is None:
+            line += (
+                "; it is also the rate of all other weights, which is usually too high "
+                "for them (--embedding_learning_rate)"
             )
         return "\n".join(filter(None, [self._run_optimizer.describe(), line]))
 
@@ -280,9 +286,7 @@ class HyperballFactory(OptimizerFactory):
             matrix_owners,
             other_settings=embedding_settings(self._options),
         )
-        return HyperballRunOptimizer(
-            run_optimizer, hyperball, weight_decay=self._options.weight_decay
-        )
+        return HyperballRunOptimizer(run_optimizer, hyperball, self._options)
 
 
 def _find_shard(weight: nn.Parameter, fusion: Fusion, matrix_owners: MatrixOwners) -> _Matrices:

@@ -214,11 +214,19 @@ def test_only_the_first_step_of_a_start_reads_from_the_device():
 
 
 def test_the_log_says_what_replaces_weight_decay():
-    run_optimizer = make_run_optimizer(still_model("gpt2", n_layer=2), "adamw", weight_decay=0.1)
-    assert run_optimizer.describe() == (
+    model, options = still_model("gpt2", n_layer=2), {"embedding_learning_rate": 1e-3}
+    assert make_run_optimizer(model, "adamw", weight_decay=0.1, **options).describe() == (
         "hyperball: 12 matrices keep their initial norms; the learning rate is the length of their "
         "steps relative to them; --weight_decay 0.1 applies to other matrices only, such as "
         "embeddings"
+    )
+
+
+def test_the_log_names_the_option_for_the_rate_of_other_weights():
+    description = make_run_optimizer(still_model("gpt2"), "adamw").describe()
+    assert description.endswith(
+        "relative to them; it is also the rate of all other weights, which is usually too high "
+        "for them (--embedding_learning_rate)"
     )
 
 
