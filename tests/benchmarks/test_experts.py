@@ -25,6 +25,9 @@ def test_kinds_of_balancing_are_compared_at_toy_size():
     assert done.returncode == 0, done.stderr
     lines = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     rows = {cells[0].removeprefix("| "): cells[1:] for cells in lines if len(cells) == 6}
+    loads_by_step = {name: rows.pop(name)[0] for name in ("step", "20", "40")}
+    assert loads_by_step["step"] == next(iter(balancings(0.01)))
+    assert all(1 <= float(loads_by_step[step].split()[0]) <= 2 for step in ("20", "40"))
     trainer = ("HF Trainer, none", "HF Trainer, its loss")
     assert rows.keys() == {"balancing", *balancings(0.01), *trainer}
     for name in rows.keys() - {"balancing"}:

@@ -28,6 +28,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "eigen": {"kfac": True, "kfac_method": "eigen", **_INTERVALS},
 }
 
+_STRATEGIES: list[AcceleratedStrategy] = []
+"""All that a rank makes. The process groups of several are not destroyed before it ends, because
+that waits for gloo's threads with the GIL held, which they may need to free their tensors."""
+
 
 def make_model() -> Any:
     """A GPT-2 whose matrices are square, so that no basis is left to rounding."""
@@ -55,6 +59,7 @@ def make_strategy(
     factory = choose_factory(options, make_extensions(options), seed=0)
     factory.inspect_model(model)
     strategy.prepare(LanguageModelLoss(model), factory.make)
+    _STRATEGIES.append(strategy)
     return strategy
 
 
