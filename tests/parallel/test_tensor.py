@@ -103,6 +103,7 @@ def test_a_z_loss_over_a_divided_vocabulary_is_that_of_one_rank():
             torch.testing.assert_close(tensor, weights[name], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.extended
 def test_accumulated_gradients_and_gathered_logits_are_the_same():
     cases = [(family, TP2, 2) for family in ("gpt2", "qwen3")]
     assert_trains_as_on_one_rank(2, [*cases, ("gpt2", TP2, 1, False), ("llama", TP2, 1, False)])

@@ -185,6 +185,7 @@ def wait_for_late_rank(late):
     gather("still here")
 
 
+@pytest.mark.extended
 def test_the_lowest_rank_that_waits_says_for_whom():
     outcomes = run_ranks(wait_for_late_rank, 3, "1")
     sentences = [outcome.output for outcome in outcomes]
@@ -206,6 +207,7 @@ def wait_for_late_value():
     gather("still here")
 
 
+@pytest.mark.extended
 def test_a_rank_that_was_started_alone_says_for_whom_it_waits():
     ranks = Ranks(wait_for_late_rank, 1, "0", environment={"WORLD_SIZE": "4"})
 

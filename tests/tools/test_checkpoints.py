@@ -310,6 +310,7 @@ def peaks_of_averages(pairs: list[tuple[Path, Path]]) -> list[int]:
     return peaks
 
 
+@pytest.mark.extended
 def test_averaging_takes_little_more_memory_than_one_model(trained, tmp_path):
     """A model of 160 MB in two checkpoints, after a small one that has loaded all libraries."""
     run = tmp_path / "run"

@@ -40,6 +40,7 @@ def test_every_rank_reports_host_device_versions_and_times():
     assert others == []
 
 
+@pytest.mark.extended
 def test_a_host_that_does_not_answer_is_named():
     began = time.monotonic()
     (rank_0,) = run_ranks(
@@ -54,6 +55,7 @@ def test_a_host_that_does_not_answer_is_named():
     assert time.monotonic() - began < 15
 
 
+@pytest.mark.extended
 def test_a_rank_0_that_does_not_answer_is_named_by_the_others():
     (rank_1,) = run_ranks(preflight, 1, environment={"WORLD_SIZE": "2", "RANK": "1"})
     assert rank_1.value == 1

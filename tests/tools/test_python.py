@@ -185,7 +185,8 @@ def start_script(bench: Bench, name: str, **options) -> subprocess.Popen:
     return process
 
 
-@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("num_processes", [1, 2])
 def test_an_interruption_lets_the_run_save_and_is_raised(num_processes, bench):
     name = f"interrupted-{num_processes}"
     run = llm.Run(bench.folder / name)

@@ -28,6 +28,7 @@ def train(argv: list[str]) -> int:
     return main.main(argv)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("family", "kfac"), [("gpt2", True), pytest.param("llama", False, marks=pytest.mark.extended)]
 )

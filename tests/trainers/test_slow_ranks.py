@@ -41,6 +41,7 @@ def test_ranks_that_sleep_in_forward_and_in_data_are_named(tmp_path):
     assert not re.search(r"(compute|data)[_ ]ms", lines)  # in metrics.jsonl only
 
 
+@pytest.mark.extended
 def test_a_rank_that_sleeps_in_saving_is_named(tmp_path):
     saves = {"checkpointing_steps": 1, "logging_steps": 1, "max_train_steps": 3}
     faults = [sleeping(3, SAVE, 1.2)]

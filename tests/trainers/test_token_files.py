@@ -286,6 +286,7 @@ def test_a_token_file_that_is_cut_during_training_ends_the_run(bench):
     assert (status["status"], status["reason"][:9]) == ("failed", "DataError")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.layouts), 2])
 def test_parts_and_their_joined_file_train_alike_and_resume_each_other(bench, ranks):
     documents = random_documents(60, seed=4)

@@ -130,6 +130,7 @@ def test_small_changes_of_a_moment_add_up():
     assert mean == pytest.approx(1 - 0.999**2000, rel=0.005)
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_a_compiled_rounding_has_the_same_bits():
     generator = torch.Generator().manual_seed(0)

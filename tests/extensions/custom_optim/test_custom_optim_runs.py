@@ -164,9 +164,8 @@ def test_a_resumed_run_ends_in_the_same_bits(bench, kind):
     assert last_hash(cut) == last_hash(straight)
 
 
-@pytest.mark.parametrize(
-    "kind", ["elementwise", pytest.param("matrices", marks=pytest.mark.extended)]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["elementwise", "matrices"])
 def test_a_run_on_two_sharded_ranks_resumes_on_four_and_on_two(bench, kind):
     options = options_of(kind) | {"global_batch_size": 8, "per_device_train_batch_size": 1}
     sharded = options | {"data_parallel_shard_size": 2}

@@ -163,7 +163,10 @@ KINDS = {
 
 @pytest.mark.parametrize(
     "kind",
-    [kind if kind == "two ranks" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
+    [
+        pytest.param(kind, marks=pytest.mark.extended if kind == "two ranks" else pytest.mark.slow)
+        for kind in KINDS
+    ],
 )
 def test_a_rewound_run_equals_one_that_was_told_what_to_leave_out(once, kind, capsys):
     options = {**once.data, **KINDS[kind]}
