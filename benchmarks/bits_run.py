@@ -1,4 +1,4 @@
-"""One training of `benchmarks.bits`, in a process of its own: a digest of every gradient."""
+"""One training of `benchmarks.bits`, in a separate process: a digest of every gradient."""
 
 import dataclasses
 import functools

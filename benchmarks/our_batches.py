@@ -1,4 +1,4 @@
-"""Run one task on token files in a process of its own, and print its figures as one JSON line.
+"""Run one task on token files in a separate process, and print its figures as one JSON line.
 
 python -m benchmarks.our_batches {write,gather,load,far,wait,same} --prefix PATH ...
 """

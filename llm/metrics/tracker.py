@@ -170,15 +170,8 @@ class Tracker:
         extra_values = {name: value for name, value in values.items() if name not in record}
         record |= {name: float(value) for name, value in optimizer.items()}
         record |= rank_times or {}
-        names = {"step", "mfu", "memory", *record, *extra_values}
-        for new_values in extension_values:
-            if repeated_names := sorted(names & new_values.keys()):
-                raise ConfigError(
-                    f"An extension returns the value {repeated_names[0]}, which metrics.jsonl has "
-                    "already; give it another name in the extension, or leave the extension out."
-                )
-            names |= new_values.keys()
-            extra_values |= new_values
+        reserved_names = {"step", "mfu", "memory", *record, *extra_values}
+        extra_values |= _merge_extension_values(extension_values, reserved_names)
         record |= extra_values
         terminal_line = step_line(record, step=step, total_steps=self._total_steps, columns=columns)
         with self.paused():  # a slow disk does not count as a slow step
@@ -321,6 +314,25 @@ class Tracker:
         self._draw_bar(lambda bar: bar.close())
         if self._file is not None:
             self._file.close()
+
+
+def _merge_extension_values(
+    values_by_extension: Sequence[Mapping[str, float]], reserved_names: set[str]
+) -> dict[str, float]:
+    """Return the values of all extensions by name.
+
+    Raises:
+        ConfigError: A name is reserved, or belongs to two extensions.
+    """
+    merged_values: dict[str, float] = {}
+    for values in values_by_extension:
+        if repeated_names := sorted(values.keys() & (reserved_names | merged_values.keys())):
+            raise ConfigError(
+                f"An extension returns the value {repeated_names[0]}, which metrics.jsonl has "
+                "already; give it another name in the extension, or leave the extension out."
+            )
+        merged_values |= values
+    return merged_values
 
 
 def step_line(

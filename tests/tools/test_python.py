@@ -60,7 +60,8 @@ def test_importing_the_package_loads_no_library_and_offers_the_functions():
         "assert not loaded, loaded\n"
         "assert not hasattr(llm, 'tune')\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_options_become_the_words_of_a_command():
