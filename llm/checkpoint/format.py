@@ -358,6 +358,7 @@ _MANIFEST_FIELD_CHECKS: dict[str, Callable[[Any], bool]] = {
 
 _METADATA_CHECKS: dict[str, Callable[[Any], bool]] = {
     "eval_loss": lambda value: type(value) in (int, float, NoneType),
+    "keep_every": lambda value: value is None or _is_count(value),
     "fixed": lambda value: isinstance(value, dict),
     "logged": lambda value: isinstance(value, dict),
     "global_batch_size": lambda value: type(value) in (int, str),

@@ -39,6 +39,13 @@ class CheckpointOptions:
         at_least=0,
         needs_validation=True,
     )
+    keep_every: int | None = option(
+        None,
+        "Also save a checkpoint every so many steps, and never remove it, not even if a later "
+        "start sets another number.",
+        requires=("keep_checkpoints", "save_top_k"),
+        at_least=1,
+    )
     async_checkpoint: bool = option(
         True,
         "Continue training while a checkpoint is written; needs host memory for this rank's share "

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llm.checkpoint.format import REPLACED_SUFFIX, Checkpoint, checkpoint_folders, checkpoint_step
 from llm.checkpoint.load import list_checkpoints
+from llm.checkpoint.options import CheckpointOptions
 from llm.runtime.files import delete, sync_folder
 
 BEST_LINK = "best"
@@ -47,19 +48,30 @@ def clear_leftovers(folder: Path) -> None:
             remove_checkpoint(replaced_path)
 
 
-def prune(folder: Path, *, saved_step: int, keep_newest: int | None, keep_best: int) -> None:
+def is_permanent(checkpoint: Checkpoint, *, keep_every: int | None) -> bool:
+    """Return whether retention never removes a checkpoint.
+
+    Args:
+        checkpoint: The checkpoint.
+        keep_every: The option of the present start. A checkpoint also stays permanent by the option
+            of the start that saved it.
+    """
+    intervals = (keep_every, checkpoint.metadata.get("keep_every"))
+    return any(interval and checkpoint.step % interval == 0 for interval in intervals)
+
+
+def prune(folder: Path, options: CheckpointOptions, *, saved_step: int) -> None:
     """Remove old checkpoints, and point the link `best` to the best remaining one.
 
     If the file system refuses it, this is logged; the next save tries again.
 
     Args:
         folder: The run's `checkpoints` folder.
+        options: Which checkpoints to keep. `save_top_k` without `keep_checkpoints` keeps the newest
+            one, too, to resume from.
         saved_step: Step of the checkpoint that was just written or resumed from; it is never
             removed. Checkpoints of later steps, which exist if the run resumed from an earlier one,
             are kept, too.
-        keep_newest: Number of newest checkpoints to keep; None keeps all, unless `keep_best` is
-            set.
-        keep_best: Number of checkpoints with the lowest validation loss to keep as well.
     """
     checkpoints = [
         checkpoint for checkpoint in list_checkpoints(folder) if checkpoint.step <= saved_step
@@ -67,20 +79,19 @@ def prune(folder: Path, *, saved_step: int, keep_newest: int | None, keep_best: 
     finite_checkpoints = [
         checkpoint for checkpoint in checkpoints if math.isfinite(_eval_loss(checkpoint))
     ]
-    best_checkpoints = sorted(finite_checkpoints, key=_eval_loss)[:keep_best]
-    if keep_newest is not None:
-        num_newest = keep_newest
-    elif keep_best:
-        num_newest = 1  # to resume from
-    else:
-        num_newest = len(checkpoints)
+    best_checkpoints = sorted(finite_checkpoints, key=_eval_loss)[: options.save_top_k]
+    num_newest = options.keep_checkpoints
+    if num_newest is None:
+        num_newest = 1 if options.save_top_k else len(checkpoints)
     newest_checkpoints = checkpoints[-max(1, num_newest) :]
     retained_paths = {checkpoint.path for checkpoint in (*best_checkpoints, *newest_checkpoints)}
     try:
         if best_checkpoints:
             _update_best_link(folder, best_checkpoints[0], saved_step=saved_step)
         for checkpoint in checkpoints:
-            if checkpoint.path not in retained_paths:
+            if checkpoint.path not in retained_paths and not is_permanent(
+                checkpoint, keep_every=options.keep_every
+            ):
                 remove_checkpoint(checkpoint.path)
     except OSError as error:
         logger.warning(f"Old checkpoints in {folder} could not be removed: {error.strerror}.")

@@ -138,7 +138,11 @@ class Saver:
             copies=self._pending_copies,
             file_index_by_path=file_index_by_path,
             plain=json.dumps(plain),
-            metadata={**self._metadata, "eval_loss": eval_loss},
+            metadata={
+                **self._metadata,
+                "eval_loss": eval_loss,
+                "keep_every": self._options.keep_every,
+            },
         )
         self.blocked_seconds = time.perf_counter() - start_time
         if not self._options.async_checkpoint:
@@ -365,12 +369,7 @@ class Saver:
         # Written last: a folder with a manifest is complete.
         write_manifest(checkpoint)
         commit_checkpoint(temporary_path, final_path)
-        prune(
-            self._folder,
-            saved_step=snapshot.step,
-            keep_newest=self._options.keep_checkpoints,
-            keep_best=self._options.save_top_k,
-        )
+        prune(self._folder, self._options, saved_step=snapshot.step)
 
     def _on_all_ranks(self, action: Callable[[], None]) -> str | None:
         """Run an action on every rank; return the error of the first rank that fails, or None.

@@ -24,7 +24,7 @@ from llm.checkpoint.format import (
     read_manifest,
 )
 from llm.checkpoint.load import list_checkpoints, read_part_names, read_verified_checkpoint
-from llm.checkpoint.retention import BEST_LINK, list_leftovers
+from llm.checkpoint.retention import BEST_LINK, is_permanent, list_leftovers
 from llm.checkpoint.run_folder import MODEL_FILE_PATTERN, find_surrounding_run
 from llm.config.command_line import parse
 from llm.config.options import missing_requirements, option, option_group
@@ -215,10 +215,13 @@ def _list_checkpoints(folder: Path, *, verify: bool) -> tuple[list[str], int]:
     latest = valid_entries[-1].path if valid_entries else None
     best, best_remark = resolve_best_link(folder)
     path_by_label = {"latest": latest, BEST_LINK: best}
+    keep_every = _newest_keep_every(valid_entries)
 
     lines = [_ROW_FORMAT.format("step", "validation loss", "size", "saved", "ranks", "state")]
     for entry in entries:
         labels = [label for label, path in path_by_label.items() if path == entry.path]
+        if entry.checkpoint is not None and is_permanent(entry.checkpoint, keep_every=keep_every):
+            labels.append("permanent")
         lines.append(_format_row(entry, labels))
     for path in leftovers:
         lines.append(
@@ -236,6 +239,12 @@ def _list_checkpoints(folder: Path, *, verify: bool) -> tuple[list[str], int]:
         return lines, 1 if num_damaged else 0
     lines.append("Only names and sizes were compared; --verify reads every byte.")
     return lines, 0
+
+
+def _newest_keep_every(valid_entries: list[Entry]) -> int | None:
+    """Return the interval of permanent checkpoints when the newest checkpoint was saved."""
+    checkpoint = valid_entries[-1].checkpoint if valid_entries else None
+    return None if checkpoint is None else checkpoint.metadata.get("keep_every")
 
 
 def _lineage_lines(valid_entries: list[Entry]) -> list[str]:
@@ -266,7 +275,7 @@ def _read_entry(path: Path, *, verify: bool) -> Entry:
 
 
 def _format_row(entry: Entry, labels: list[str]) -> str:
-    """Return the line of a checkpoint; labels are `latest` and `best`."""
+    """Return the line of a checkpoint; labels are such as `latest` and `best`."""
     checkpoint = entry.checkpoint
     loss = None if checkpoint is None else checkpoint.metadata.get("eval_loss")
     state = "valid" if entry.problem is None else f"not valid: {entry.problem}"

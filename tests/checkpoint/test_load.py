@@ -17,6 +17,7 @@ from llm.checkpoint.load import (
     load_state,
     read_verified_checkpoint,
 )
+from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.retention import mark_superseded, prune
 from llm.errors import CheckpointError
 from llm.runtime.files import checksum
@@ -248,28 +249,44 @@ def test_the_old_checkpoint_stays_valid_until_the_new_one_is_renamed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("losses", "newest", "best", "kept", "link"),
+    ("losses", "newest", "best", "every", "kept", "link"),
     [
-        ([None] * 5, 2, 0, [4, 5], None),
-        ([3.0, 1.0, 2.0, 4.0, 5.0], 1, 2, [2, 3, 5], "step_00000002"),
-        ([math.nan, 0.0, 1.0, None], 1, 1, [2, 4], "step_00000002"),  # zero is a loss, NaN is none
-        ([1.0, 2.0, 3.0], None, 1, [1, 3], "step_00000001"),  # the newest too
-        ([None] * 3, None, 0, [1, 2, 3], None),
+        ([None] * 5, 2, 0, None, [4, 5], None),
+        ([3.0, 1.0, 2.0, 4.0, 5.0], 1, 2, None, [2, 3, 5], "step_00000002"),
+        # Zero is a loss, NaN is none.
+        ([math.nan, 0.0, 1.0, None], 1, 1, None, [2, 4], "step_00000002"),
+        ([1.0, 2.0, 3.0], None, 1, None, [1, 3], "step_00000001"),  # the newest too
+        ([None] * 3, None, 0, None, [1, 2, 3], None),
+        ([None] * 8, 2, 0, 3, [3, 6, 7, 8], None),
+        ([5.0, 1.0, 4.0, 3.0, 2.0, 9.0, 9.0], 1, 2, 3, [2, 3, 5, 6, 7], "step_00000002"),
+        ([3.0, 1.0, 2.0, 4.0, 5.0], None, 1, 1, [1, 2, 3, 4, 5], "step_00000002"),
     ],
 )
-def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path, losses, newest, best, kept, link):
+def test_newest_best_and_permanent_checkpoints_are_kept(
+    tmp_path, losses, newest, best, every, kept, link
+):
     for step, loss in enumerate(losses, start=1):
         save(tmp_path, step, eval_loss=loss)
-    prune(tmp_path, saved_step=len(losses), keep_newest=newest, keep_best=best)
+    options = CheckpointOptions(keep_checkpoints=newest, save_top_k=best, keep_every=every)
+    prune(tmp_path, options, saved_step=len(losses))
     assert steps(tmp_path) == kept
     assert link is None or os.readlink(tmp_path / "best") == link
+
+
+def test_a_checkpoint_stays_permanent_under_another_interval(tmp_path):
+    for keep_every, saved_steps in ((4, range(1, 7)), (None, range(7, 10)), (5, range(10, 18))):
+        saver = saver_of(tmp_path, filled(1.0), keep_checkpoints=1, keep_every=keep_every)
+        for step in saved_steps:
+            saver.save(step=step, eval_loss=None)
+
+    assert steps(tmp_path) == [4, 10, 15, 17]
 
 
 def test_only_a_checkpoint_that_becomes_the_best_is_announced(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="llm")
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
         save(tmp_path, step, eval_loss=loss)
-        prune(tmp_path, saved_step=step, keep_newest=1, keep_best=1)
+        prune(tmp_path, CheckpointOptions(keep_checkpoints=1, save_top_k=1), saved_step=step)
     best = [message for message in caplog.messages if message.startswith("new best checkpoint")]
     assert best == [
         f"new best checkpoint: {tmp_path}/step_00000001, validation loss 3.0000",

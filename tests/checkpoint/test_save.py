@@ -113,7 +113,7 @@ def test_a_checkpoint_loads_bit_for_bit_under_another_world_size(tmp_path):
 
         found = find_newest_checkpoint(folder)
         assert found.world_size == ranks
-        assert found.metadata == {"a": 1, "eval_loss": 2.5}
+        assert found.metadata == {"a": 1, "eval_loss": 2.5, "keep_every": None}
         assert sum(name.startswith("shard-") for name in found.files) == ranks
         copied = [rank["copied"] for rank in written]
         assert sum(copied) == total

@@ -71,6 +71,22 @@ def test_the_checkpoints_are_listed_with_the_newest_and_the_best(run, capsys):
     assert "--verify reads every byte" in output
 
 
+def test_permanent_checkpoints_are_listed(run, capsys):
+    options = {"keep_checkpoints": 1, "save_top_k": 1}
+    saver_of(run / "checkpoints", filled(1.0), keep_every=40, **options).save(step=40, eval_loss=4)
+    saver_of(run / "checkpoints", filled(1.0), keep_every=50, **options).save(step=50, eval_loss=5)
+    saver_of(run / "checkpoints", filled(1.0), keep_every=20, **options).save(step=55, eval_loss=6)
+
+    assert main([str(run)]) == 0
+
+    listed = rows(capsys.readouterr().out)
+    assert list(listed) == ["20", "40", "50", "55"]
+    assert listed["20"].endswith("valid, best, permanent")
+    assert listed["40"].endswith("valid, permanent")
+    assert listed["50"].endswith("valid, permanent")
+    assert listed["55"].endswith("valid, latest")
+
+
 def test_a_checkpoint_without_a_validation_loss_is_listed(tmp_path, capsys):
     save(tmp_path / "checkpoints", 1)
     assert main([str(tmp_path)]) == 0

@@ -156,6 +156,10 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
             ["--save_top_k needs --save_interval or --checkpointing_minutes; give one of them too"],
         ),
         ({"keep_checkpoints": 3}, ["--save_interval"]),
+        (
+            {"keep_every": 3, "save_interval": Duration("5 steps")},
+            ["--keep_every needs --keep_checkpoints or --save_top_k; give one of them too"],
+        ),
         ({"report_to": ("none", "wandb")}, ["none cannot be combined"]),
         ({"change_on_resume": ("sed",)}, ["'sed', which is not an option"]),
         ({"kfac_damping": 0.001}, ["--kfac_damping needs --kfac; give that too, or leave it out."]),

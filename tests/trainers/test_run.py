@@ -54,6 +54,25 @@ def test_the_newest_and_the_best_checkpoints_are_kept(bench):
     assert (run.folder / "checkpoints" / "best").resolve().name == f"step_{best:08d}"
 
 
+def test_permanent_checkpoints_are_saved_between_the_others(bench):
+    options = {"checkpointing_steps": 3, "keep_checkpoints": 1}
+    run = bench.train_well("permanent", max_train_steps=10, keep_every=4, **options)
+    assert [event["step"] for event in run.events if event["event"] == "save"] == [
+        3,
+        4,
+        6,
+        8,
+        9,
+        10,
+    ]
+    assert run.saved_steps == [4, 8, 10]
+
+    run = bench.train_well(
+        "permanent", max_train_steps=13, keep_every=6, resume_from_checkpoint=True, **options
+    )
+    assert run.saved_steps == [4, 8, 12, 13]
+
+
 def test_metrics_results_and_card_say_what_was_trained(bench):
     run = bench.train_well(
         "facts", max_train_steps=4, eval_steps=2, eval_metrics="accuracy", report_to="tensorboard",

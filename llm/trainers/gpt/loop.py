@@ -217,7 +217,8 @@ class Trainer:
         if is_final or step % config.logging_steps == 0:
             self.log_interval()
         should_save = should_stop or is_save_due or (is_final and self.saves_checkpoints)
-        should_save = should_save or self.is_due(config.save_interval, or_last=False)
+        for interval in (config.save_interval, config.keep_every):
+            should_save = should_save or self.is_due(interval, or_last=False)
         should_evaluate = self.is_due(self.eval_interval, or_last=True)
         should_evaluate = should_evaluate or (should_save and config.save_top_k > 0)
         self.state.seconds = self.tracker.seconds()

@@ -195,12 +195,7 @@ def open_run_folder(run: TrainingRun, strategy: AcceleratedStrategy, wall_time: 
     folder.is_open = True
     if strategy.rank == 0:
         if run.resume_from is not None:  # the disk may have no room for another checkpoint
-            prune(
-                folder.checkpoints,
-                saved_step=run.resume_from.step,
-                keep_newest=run.config.keep_checkpoints,
-                keep_best=run.config.save_top_k,
-            )
+            prune(folder.checkpoints, run.config, saved_step=run.resume_from.step)
         folder.open(overwrite=run.config.overwrite_output_dir, config=to_toml(run.config))
         wall_time.open(folder.goodput, num_devices=strategy.world_size)
         log_to_file(folder.log)
