@@ -6,6 +6,7 @@ README.md links to the project's public address (`repo_url` in mkdocs.yml) or, i
 no relative links and pictures.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -18,9 +19,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def address(mkdocs: str) -> str:
-    """Return the project's public address without a slash at its end, or ""."""
-    found = re.search(r"^repo_url: *(\S*)$", mkdocs, flags=re.MULTILINE)
-    return found[1].strip("\"'").rstrip("/") if found else ""
+    """Return the project's public address without a slash at its end, or "".
+
+    It is the variable REPO_URL of the environment, or else its default in mkdocs.yml.
+    """
+    found = re.search(r'^repo_url: !ENV \[REPO_URL, "(.*)"\]$', mkdocs, flags=re.MULTILINE)
+    return os.environ.get("REPO_URL", found[1] if found else "").rstrip("/")
 
 
 def release_readme(readme: str, repository: str, version: str) -> str:
@@ -71,7 +75,7 @@ def main() -> None:
         check=True,
     )
     if not repository:
-        sys.stdout.write("repo_url in mkdocs.yml is not set: the README in dist/ has no links.\n")
+        sys.stdout.write("No REPO_URL, and none in mkdocs.yml: the README in dist/ has no links.\n")
 
 
 def _build(*words: str | Path) -> None:

@@ -1,18 +1,20 @@
 """Write the parts of docs/ that are generated from the code: `make pages`.
 
-configuration.md: the trainer's options, all below the page's introduction. data-tools.md, cli.md:
-a table for each program, between two comments that name it. architecture.md: every package
-and the first paragraph of its docstring, between two comments. benchmarks.md: what ran where. api/:
-a page for each package.
-tutorials/notebook.md: the cells and outputs of the notebook python.ipynb.
+configuration.md: the trainer's options, all below the page's introduction. programs.md: a table for
+each program, between two comments that name it. architecture.md: every package and the first
+paragraph of its docstring, between two comments. benchmarks.md: what ran where. guides/SITE.md:
+what sites.toml says about a site. tutorials/notebook.md: the cells and outputs of the notebook
+python.ipynb.
 """
 
 import ast
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from llm.config.options import fields, format_default
 from llm.prepare.options import PrepareConfig
@@ -29,23 +31,23 @@ from llm.trainers.gpt.extensions import GPTConfig
 
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "llm"
+SITES = PACKAGE / "tools" / "jobs" / "sites.toml"
+# Text of scripts, which the scripts themselves show.
+SITE_INTERNALS = ("title", "master_addr", "pals", "numa", "queue_option", "first_cores")
 WHAT_RAN = DOCS.parent / "benchmarks" / "results" / "what_ran.json"
-PROGRAM_PAGES = {
-    "data-tools.md": {
-        "tokenizer": TrainTokenizerOptions,
-        "prepare": PrepareConfig,
-        "inspect": InspectOptions,
-    },
-    "cli.md": {
-        "checkpoints": CheckpointsOptions,
-        "report": ReportOptions,
-        "generate": GenerateOptions,
-        "preflight": PreflightOptions,
-        "evidence": EvidenceOptions,
-        "jobs": JobOptions,
-        "fetch": FetchOptions,
-    },
+PROGRAMS = {
+    "tokenizer": TrainTokenizerOptions,
+    "prepare": PrepareConfig,
+    "inspect": InspectOptions,
+    "checkpoints": CheckpointsOptions,
+    "report": ReportOptions,
+    "generate": GenerateOptions,
+    "preflight": PreflightOptions,
+    "evidence": EvidenceOptions,
+    "jobs": JobOptions,
+    "fetch": FetchOptions,
 }
+SITE_PAGES = ("polaris", "aurora", "perlmutter", "frontier", "kempner")
 
 
 def option_tables(options_class: type) -> str:
@@ -78,16 +80,21 @@ def configuration_page(page: str) -> str:
     return f"{introduction}\n\n{option_tables(GPTConfig)}"
 
 
-def programs_page(page: str, programs: dict[str, type]) -> str:
-    """Return the page with the tables of some programs' options."""
-    for name, options_class in programs.items():
-        start_marker, end_marker = f"<!-- options of {name} -->", "<!-- end of options -->"
-        text_before, _, rest = page.partition(start_marker)
-        _, _, text_after = rest.partition(end_marker)
+def replace_between(page: str, start_marker: str, end_marker: str, text: str) -> str:
+    """Return the page with another text between two comments."""
+    text_before, _, rest = page.partition(start_marker)
+    _, _, text_after = rest.partition(end_marker)
+    return f"{text_before}{start_marker}\n\n{text}\n\n{end_marker}{text_after}"
+
+
+def programs_page(page: str) -> str:
+    """Return the page with the tables of the programs' options."""
+    for name, options_class in PROGRAMS.items():
         # Help texts name tokens such as <s>, which are not HTML.
         tables = option_tables(options_class).replace("<", "&lt;")
         tables = re.sub(r"^## (.*)", r"**\1**", tables, flags=re.MULTILINE)
-        page = f"{text_before}{start_marker}\n\n{tables}\n{end_marker}{text_after}"
+        marker = f"<!-- options of {name} -->"
+        page = replace_between(page, marker, "<!-- end of options -->", tables.rstrip("\n"))
     return page
 
 
@@ -103,47 +110,13 @@ def docstring_summary(path: Path) -> str:
     return " ".join(docstring.split("\n\n")[0].split())
 
 
-def api_page(title: str, folders: list[Path]) -> str:
-    """Return a page on which mkdocstrings describes the modules of some folders.
-
-    Modules that only declare options are not included: configuration.md and cli.md list them.
-    """
-    lines = [f"# {title}", ""]
-    for folder in folders:
-        modules = [
-            path
-            for path in sorted(folder.glob("*.py"))
-            if path.name[0] != "_" and path.stem not in ("options", "config")
-        ]
-        if modules:
-            lines += [docstring_summary(folder / "__init__.py"), ""] if len(folders) == 1 else []
-            lines += [f"## {folder.relative_to(PACKAGE.parent)}", ""] if len(folders) > 1 else []
-        for path in modules:
-            module_name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-            lines += [f"::: {module_name}", ""]
-    return "\n".join(lines)
-
-
-def api_pages() -> dict[Path, str]:
-    """Return the pages of the API reference: the errors, and a page for each package."""
-    pages = {"errors.md": api_page("llm", [PACKAGE])}
-    for init in sorted(PACKAGE.glob("*/__init__.py")):
-        folder = init.parent
-        pages[f"{folder.name}.md"] = api_page(f"llm.{folder.name}", list(package_folders(folder)))
-    return {DOCS / "api" / name: page for name, page in pages.items()}
-
-
 def architecture_page(page: str) -> str:
     """Return the page with an up-to-date table of packages."""
-    lines = ["", "| Package | Content |", "|---|---|"]
+    lines = ["| Package | Content |", "|---|---|"]
     for folder in package_folders():
         name = f"{folder.relative_to(PACKAGE.parent)}/"
         lines.append(f"| `{name}` | {docstring_summary(folder / '__init__.py')} |")
-    start_marker, end_marker = "<!-- packages -->", "<!-- end of packages -->"
-    text_before, _, rest = page.partition(start_marker)
-    _, _, text_after = rest.partition(end_marker)
-    table = "\n".join(lines)
-    return f"{text_before}{start_marker}\n{table}\n\n{end_marker}{text_after}"
+    return replace_between(page, "<!-- packages -->", "<!-- end of packages -->", "\n".join(lines))
 
 
 def benchmarks_page(page: str) -> str:
@@ -158,11 +131,58 @@ def benchmarks_page(page: str) -> str:
             lines += ["", header, "|---|---|---|---|---|"]
         cells = [row["what"], *(row[name] for name in ("cpu", "made_up", "gpu", "gpus"))]
         lines.append(f"| {' | '.join(cells)} |")
-    start_marker, end_marker = "<!-- what ran where -->", "<!-- end of what ran where -->"
-    text_before, _, rest = page.partition(start_marker)
-    _, _, text_after = rest.partition(end_marker)
-    tables = "\n".join(lines)
-    return f"{text_before}{start_marker}\n{tables}\n\n{end_marker}{text_after}"
+    markers = "<!-- what ran where -->", "<!-- end of what ran where -->"
+    return replace_between(page, *markers, "\n".join(lines).lstrip("\n"))
+
+
+def format_site_value(value: Any) -> str:
+    """Return a value of sites.toml for a cell of a table."""
+    if isinstance(value, dict):
+        return "; ".join(f"{name} {format_site_value(item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(format_site_value, value))
+    if value is True:
+        return "yes"
+    text = str(value).replace("|", "\\|").replace("<", "&lt;")
+    return f"<{text}>" if text.startswith("https://") else text
+
+
+def site_tables(name: str) -> str:
+    """Return the tables of a site's facts and queues, whatever fields sites.toml has for it."""
+    toml = SITES.read_text(encoding="utf-8")
+    site = tomllib.loads(toml).get(name)
+    if site is None:
+        return f"`llm-trainers jobs` has no `--site {name}` yet; set the site's values by options."
+    comment = re.search(rf"^\[{name}\]  # ([^;\n]*)", toml, flags=re.MULTILINE)
+    queues, notes = site.pop("queues", []), site.pop("notes", [])
+    modules = re.findall(r"^module load (.*)", site.pop("set_up", ""), flags=re.MULTILINE)
+    facts = {"source": comment and comment[1], **site}
+    if "module" not in facts:
+        facts["modules"] = modules
+    lines = [f"| `--site {name}` | |", "|---|---|"]
+    lines += [
+        f"| {label.replace('_', ' ')} | {format_site_value(value)} |"
+        for label, value in facts.items()
+        if value and label not in SITE_INTERNALS
+    ]
+    if queues:
+        lines += ["", "| Queue | Nodes | Hours | |", "|---|---:|---:|---|"]
+    for queue in queues:
+        nodes = f"{queue.pop('min_nodes', 1):,} to {queue.pop('max_nodes', '')}".removesuffix(
+            " to "
+        )
+        cells = [f"`{queue.pop('name')}`", nodes, str(queue.pop("hours", ""))]
+        remarks = (label if value is True else str(value) for label, value in queue.items())
+        lines.append(f"| {' | '.join(cells)} | {', '.join(remarks)} |")
+    if notes:
+        lines += ["", *(f"- {note}" for note in notes)]
+    return "\n".join(lines)
+
+
+def site_page(page: str, name: str) -> str:
+    """Return the page of a site with the tables of its facts and queues."""
+    markers = f"<!-- site {name} -->", "<!-- end of site -->"
+    return replace_between(page, *markers, site_tables(name))
 
 
 def notebook_page(page: str) -> str:
@@ -192,23 +212,19 @@ def pages() -> dict[Path, str]:
         "configuration.md": configuration_page,
         "architecture.md": architecture_page,
         "benchmarks.md": benchmarks_page,
+        "programs.md": programs_page,
         "tutorials/notebook.md": notebook_page,
-        **{
-            name: partial(programs_page, programs=programs)
-            for name, programs in PROGRAM_PAGES.items()
-        },
+        **{f"guides/{name}.md": partial(site_page, name=name) for name in SITE_PAGES},
     }
-    updated_pages = {
+    return {
         DOCS / name: update((DOCS / name).read_text(encoding="utf-8"))
         for name, update in update_by_page.items()
     }
-    return updated_pages | api_pages()
 
 
 def main() -> None:
     """Write all pages."""
     for path, page in pages().items():
-        path.parent.mkdir(exist_ok=True)
         path.write_text(page, encoding="utf-8")
 
 

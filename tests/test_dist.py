@@ -25,13 +25,15 @@ See the [guide](docs/guide.md#start) and [PyTorch](https://pytorch.org).
 @pytest.mark.parametrize(
     ("mkdocs", "address"),
     [
-        ("site_name: x\nrepo_url:\ntheme: y\n", ""),
-        ("repo_url: https://host.test/us/llm/\n", "https://host.test/us/llm"),
-        ('repo_url: "https://host.test/us/llm"\n', "https://host.test/us/llm"),
+        ('site_name: x\nrepo_url: !ENV [REPO_URL, ""]\ntheme: y\n', ""),
+        ('repo_url: !ENV [REPO_URL, "https://host.test/us/llm/"]\n', "https://host.test/us/llm"),
     ],
 )
-def test_the_address_is_the_one_of_the_documentations_settings(mkdocs, address):
+def test_the_address_is_the_one_of_the_documentations_settings(mkdocs, address, monkeypatch):
+    monkeypatch.delenv("REPO_URL", raising=False)
     assert DIST["address"](mkdocs) == address
+    monkeypatch.setenv("REPO_URL", "https://other.test/llm/")
+    assert DIST["address"](mkdocs) == "https://other.test/llm"
 
 
 def test_with_an_address_the_readme_links_to_the_files_of_its_version():

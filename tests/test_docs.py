@@ -149,7 +149,7 @@ def test_the_benchmarks_page_shows_the_newest_report_of_each_subject():
 
 
 def test_the_dump_of_the_guide_to_wikipedia_is_made_by_its_script(tmp_path):
-    page = read(ROOT / "docs/guides/wikipedia.md")
+    page = read(ROOT / "docs/guides/data.md")
     script = page.split('```python title="make_dump.py"\n')[1].split("```")[0]
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
@@ -162,7 +162,7 @@ def test_the_dump_of_the_guide_to_wikipedia_is_made_by_its_script(tmp_path):
 
 
 def test_the_page_of_the_command_lines_names_and_shows_every_program():
-    page = ROOT / "docs/cli.md"
+    page = ROOT / "docs/programs.md"
     rows = re.findall(r"^\| `llm-trainers (\w+)` \|", read(page), re.MULTILINE)
     shown = {program for program, _ in commands_of(page)}
     assert sorted(rows) == sorted(PROGRAMS)
@@ -184,7 +184,8 @@ def test_every_program_of_the_command_that_a_page_names_exists(page):
 
 
 def test_the_page_of_the_command_lines_has_the_exit_codes_of_the_trainer():
-    rows = re.findall(r"^\| (\d+) \|.*\|.*the trainer", read(ROOT / "docs/cli.md"), re.MULTILINE)
+    page = read(ROOT / "docs/programs.md")
+    rows = re.findall(r"^\| (\d+) \|.*\|.*the trainer", page, re.MULTILINE)
     assert rows == [str(EXIT_PREEMPTED), str(EXIT_PEER_LOST), "130"]
 
 
@@ -361,20 +362,20 @@ def test_help_names_what_comes_first_and_shows_a_command(program, usage, options
 
 def test_pages_that_start_from_the_sample_text_make_different_files():
     """A reader may follow one after the other in one folder."""
-    made = {"data.md": set(), "recipes.md": set()}
+    made = {"data.md": set(), "gpt.md": set()}
     for page, names in made.items():
         text = (ROOT / "docs/guides" / page).read_text(encoding="utf-8")
         names.update(re.findall(r'Path\("(\S+)"\)\.mkdir\(\)', text))
         names.update(re.findall(r"--output_(?:prefix|dir) (\S+)", text))
 
     assert {"text", "data/plays"} <= made["data.md"]
-    assert {"speeches", "data/speeches/plays"} <= made["recipes.md"]
-    assert made["data.md"].isdisjoint(made["recipes.md"])
+    assert "data/speeches/plays" in made["gpt.md"]
+    assert made["data.md"].isdisjoint(made["gpt.md"])
 
 
 def test_the_page_of_the_installation_lists_every_extra_of_a_user():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"].keys() - {"dev", "docs", "release"}
-    page = (ROOT / "docs/guides/installation.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/quickstart.md").read_text(encoding="utf-8")
 
     assert extras == set(re.findall(r"^\| `(\w+)` \| ", page, flags=re.MULTILINE))

@@ -1,4 +1,4 @@
-"""The commands of docs/guides/recipes.md, run in their order on an eighth of the tokens."""
+"""The branches and cooldowns of docs/guides/gpt.md, run in order on an eighth of the tokens."""
 
 import importlib.util
 import os
@@ -34,7 +34,14 @@ def run_there(folder: Path, command: str) -> int:
     importlib.util.find_spec("lm_eval") is None, reason="needs the extra tasks (lm_eval)"
 )
 def test_every_command_of_the_recipes_runs(tmp_path):
-    page = (ROOT / "docs/guides/recipes.md").read_text(encoding="utf-8")
+    data, page = (
+        (ROOT / "docs/guides" / name).read_text(encoding="utf-8") for name in ("data.md", "gpt.md")
+    )
+    script = re.search(r"^```python\n.*?^```", data, flags=re.DOTALL | re.MULTILINE)
+    section = page.split("\n## Branches and cooldowns\n")[1].split("\n## ")[0]
+    # The rules have commands of made-up runs.
+    section = re.sub(r"\n### Rules of branches\n.*?(?=\n### )", "", section, flags=re.DOTALL)
+    page = f"{script[0]}\n{section}"
     blocks = re.findall(r"^```(bash|python)\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     commands = []
     for language, block in blocks:

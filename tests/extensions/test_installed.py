@@ -257,7 +257,7 @@ def run_help(site: Path, *words: str) -> tuple[str, list[str]]:
 @pytest.mark.parametrize("program", ["train", "plan"])
 def test_help_shows_the_options_of_a_package_and_loads_no_library(program, site):
     text, loaded = run_help(site, program, "--help", "calm")
-    page = (ROOT / "docs/tutorials/extension.md").read_text()
+    page = (ROOT / "docs/extend.md").read_text()
     [shown] = re.findall(r"^```text\n(Calm training .*?)^```", page, re.DOTALL | re.MULTILINE)
     assert shown in text
     assert loaded == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.support.package import ROOT
 
-TUTORIAL = ROOT / "docs" / "tutorials" / "extension.md"
+TUTORIAL = ROOT / "docs" / "extend.md"
 
 
 def files_of_page(page: Path = TUTORIAL) -> dict[str, str]:

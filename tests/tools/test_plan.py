@@ -238,7 +238,7 @@ def test_the_memory_meter_counts_live_and_peak_bytes():
     assert view.shape == (16, 16)
 
 
-# Layers of the sizes of docs/guides/planning.md.
+# Layers of the sizes of docs/guides/parallelism.md.
 DEPTHS = {
     "124M": 12,
     "355M": 24,

@@ -3,7 +3,7 @@
 A package names each extension in the entry-point group `llm_trainers.extensions`, as
 `NAME = "MODULE:CLASS"`. The module is imported at the start of every program that reads the
 options of a run, also for `--help`, so it must not import numpy or torch.
-`docs/tutorials/extension.md` builds a package.
+`docs/extend.md` builds a package.
 """
 
 import dataclasses

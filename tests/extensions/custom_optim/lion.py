@@ -1,4 +1,4 @@
-"""The example of docs/guides/gpt.md, as its reader writes it."""
+"""The example of docs/guides/optimizers.md, as its reader writes it."""
 
 import torch
 

@@ -247,7 +247,7 @@ def test_arguments_without_a_class_are_refused():
 
 def test_the_example_of_the_guide_is_the_class_that_is_tested():
     source = (Path(__file__).parent / "lion.py").read_text(encoding="utf-8")
-    guide = (ROOT / "docs" / "guides" / "kfac.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "guides" / "optimizers.md").read_text(encoding="utf-8")
     [block] = re.findall(r'```python title="lion.py"\n(.*?)```', guide, re.DOTALL)
     assert block == source.partition("\n\n")[2].lstrip()
 
