@@ -8,6 +8,7 @@ no relative links and pictures.
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -36,11 +37,14 @@ def release_readme(readme: str, repository: str, version: str) -> str:
         version: The version, which has a tag in the repository.
     """
     relative = r"\[([^\]]*)\]\((?!https?://)([^)\s]+)\)"
+    readme = runpy.run_path(str(ROOT / "docs" / "hooks.py"))["with_address"](readme, repository)
     if repository:
         tag = f"v{version}"
+        readme = re.sub(r'(src|srcset)="(docs/)', rf'\1="{repository}/raw/{tag}/\2', readme)
         readme = re.sub(rf"!{relative}", rf"![\1]({repository}/raw/{tag}/\2)", readme)
         return re.sub(relative, rf"[\1]({repository}/blob/{tag}/\2)", readme)
     # A picture, and the paragraph after it, which is its caption.
+    readme = re.sub(r"^<picture>.*?\n\n.*?\n\n", "", readme, flags=re.MULTILINE | re.DOTALL)
     readme = re.sub(rf"^!{relative}\n\n.*?\n\n", "", readme, flags=re.MULTILINE | re.DOTALL)
     return re.sub(relative, r"\1", readme)
 

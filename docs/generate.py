@@ -57,7 +57,13 @@ def option_tables(options_class: type) -> str:
     for field in fields(options_class):
         if field.option.group != group:
             group = field.option.group
-            lines += ["", f"## {group}", "", "| Option | Default | Meaning |", "|---|---|---|"]
+            lines += [
+                "",
+                f"## {group}",
+                "",
+                "| Option {.option} | Default | Meaning |",
+                "|---|---|---|",
+            ]
         names = ", ".join(f"`{name}`" for name in field.names)
         default = "" if field.default in (None, (), "") else f"`{format_default(field.default)}`"
         description = field.option.help.replace("|", "\\|")
@@ -166,14 +172,14 @@ def site_tables(name: str) -> str:
         if value and label not in SITE_INTERNALS
     ]
     if queues:
-        lines += ["", "| Queue | Nodes | Hours | |", "|---|---:|---:|---|"]
+        lines += ["", "| Queue | Nodes | Hours |", "|---|---:|---:|"]
     for queue in queues:
         nodes = f"{queue.pop('min_nodes', 1):,} to {queue.pop('max_nodes', '')}".removesuffix(
             " to "
         )
-        cells = [f"`{queue.pop('name')}`", nodes, str(queue.pop("hours", ""))]
-        remarks = (label if value is True else str(value) for label, value in queue.items())
-        lines.append(f"| {' | '.join(cells)} | {', '.join(remarks)} |")
+        name, hours = f"`{queue.pop('name')}`", queue.pop("hours", "")
+        remarks = [label if value is True else str(value) for label, value in queue.items()]
+        lines.append(f"| {', '.join([name, *remarks])} | {nodes} | {hours} |")
     if notes:
         lines += ["", *(f"- {note}" for note in notes)]
     return "\n".join(lines)

@@ -640,3 +640,13 @@ def test_the_curve_of_a_killed_toy_is_that_of_an_uninterrupted_one(tmp_path):
     ends = [row[3].rstrip(" |") for row in rows_of(done.stdout)[1:5]]
     assert ends == ["finished", "killed", "killed", "finished"]
     assert len(Path(f"{output}.tsv").read_text().splitlines()) == 61
+
+
+@pytest.mark.benchmarks
+def test_a_run_on_1_4_and_2_ranks_has_the_curve_of_one_rank(tmp_path):
+    done = benchmark("ranks_curve", "--steps", "24", "--plot", str(tmp_path / "ranks"))
+    rows = rows_of(done.stdout)
+    assert [row[0] for row in rows[1:4]] == ["| 1", "| 4", "| 2"]
+    assert rows[-1][0] == "| Largest difference of 24 losses: at most 0.001"
+    assert rows[-1][-1] == "yes |"
+    assert {path.name for path in tmp_path.iterdir()} == {"ranks-dark.svg", "ranks-light.svg"}

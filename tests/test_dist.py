@@ -13,10 +13,16 @@ DIST = runpy.run_path(str(ROOT / ".ci/dist.py"))
 README = """
 # Title
 
+<!-- badges -->
+
 ![Two curves](docs/images/a.png)
 
 Two curves, drawn by
 a program.
+
+<picture><source srcset="docs/images/dark.svg"><img src="docs/images/light.svg"></picture>
+
+The same.
 
 See the [guide](docs/guide.md#start) and [PyTorch](https://pytorch.org).
 """
@@ -37,11 +43,16 @@ def test_the_address_is_the_one_of_the_documentations_settings(mkdocs, address, 
 
 
 def test_with_an_address_the_readme_links_to_the_files_of_its_version():
-    assert DIST["release_readme"](README, "https://host.test/llm", "0.2.0") == (
-        README.replace("(docs/images", "(https://host.test/llm/raw/v0.2.0/docs/images").replace(
-            "(docs/guide", "(https://host.test/llm/blob/v0.2.0/docs/guide"
+    readme = DIST["release_readme"](README, "https://host.test/llm", "0.2.0")
+    badges, rest = readme.split("\n\n", maxsplit=2)[1:]
+    assert badges.count("[![") == 3
+    assert "(https://host.test/llm/releases)" in badges
+    expected = README.partition("<!-- badges -->\n\n")[2]
+    for start in ("(docs/images", '"docs/images'):
+        expected = expected.replace(
+            start, f"{start[0]}https://host.test/llm/raw/v0.2.0/docs/images"
         )
-    )
+    assert rest == expected.replace("(docs/guide", "(https://host.test/llm/blob/v0.2.0/docs/guide")
 
 
 def test_without_an_address_the_readme_has_no_relative_links_and_pictures():
@@ -53,7 +64,7 @@ def test_without_an_address_the_readme_has_no_relative_links_and_pictures():
 def test_our_readme_reads_well_without_the_repository():
     readme = DIST["release_readme"]((ROOT / "README.md").read_text("utf-8"), "", "0.2.0")
 
-    assert not re.search(r"\]\((?!https://)", readme)
+    assert not re.search(r"\]\((?!https://)|<picture>|badges", readme)
     assert "# llm-trainers" in readme
     assert "## Train your own" in readme
 

@@ -309,7 +309,7 @@ def test_links_between_the_pages_resolve(page):
         name, _, anchor = link.partition("#")
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), link
-        if anchor:
+        if anchor and target.suffix == ".md":  # a picture has one for its color scheme
             headings = re.findall(r"^#+ (.*)", read(target), flags=re.MULTILINE)
             slugs = [re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings]
             assert anchor in slugs, link

@@ -1,0 +1,32 @@
+"""Puts the public address, if there is one, into pages: `git clone URL` and badges."""
+
+from typing import Any
+
+from llm import __version__
+
+_BADGES = "<!-- badges -->"
+
+
+def with_address(markdown: str, repository: str) -> str:
+    """Return a page with the address in place of URL, and with badges in place of a comment.
+
+    Args:
+        markdown: The page.
+        repository: The project's public address, or "".
+    """
+    shields = "https://img.shields.io/badge"
+    badges = (
+        f"[![version {__version__}]({shields}/version-{__version__}-blue)]({repository}/releases)\n"
+        f"[![Python 3.11 or newer]({shields}/python-3.11+-blue)]({repository})\n"
+        f"[![MIT License]({shields}/license-MIT-blue)]({repository})\n"
+    )
+    if not repository:
+        return markdown.replace(f"{_BADGES}\n\n", "")
+    return markdown.replace(f"{_BADGES}\n", badges).replace(
+        "git clone URL", f"git clone {repository}"
+    )
+
+
+def on_page_markdown(markdown: str, *, config: Any, **_: Any) -> str:
+    """Change a page that mkdocs reads."""
+    return with_address(markdown, (config.repo_url or "").rstrip("/"))
