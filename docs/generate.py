@@ -27,6 +27,7 @@ from llm.tools.inspect import InspectOptions
 from llm.tools.jobs.options import JobOptions
 from llm.tools.preflight import PreflightOptions
 from llm.tools.report.report import ReportOptions
+from llm.tools.sweep.options import SweepOptions
 from llm.trainers.gpt.extensions import GPTConfig
 
 DOCS = Path(__file__).parent
@@ -45,6 +46,7 @@ PROGRAMS = {
     "preflight": PreflightOptions,
     "evidence": EvidenceOptions,
     "jobs": JobOptions,
+    "sweep": SweepOptions,
     "fetch": FetchOptions,
 }
 SITE_PAGES = ("polaris", "aurora", "perlmutter", "frontier", "kempner")

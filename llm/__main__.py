@@ -18,6 +18,7 @@ PROGRAMS = {
     "fetch": Program("llm.tools.fetch:main", "download a run's inputs from the Hub into a folder"),
     "plan": Program("llm.tools.plan.plan:main", "predict memory, traffic and time of a run"),
     "jobs": Program("llm.tools.jobs.jobs:main", "write job scripts for Slurm and PBS"),
+    "sweep": Program("llm.tools.sweep.sweep:main", "train runs that differ in some options"),
     "preflight": Program("llm.tools.preflight:run", "check every rank before a job begins"),
     "evidence": Program(
         "llm.tools.evidence.evidence:main", "check a machine, for one file to send"

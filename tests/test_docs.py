@@ -30,6 +30,7 @@ from llm.tools.jobs.options import JobOptions
 from llm.tools.plan.options import PlanOptions
 from llm.tools.preflight import PreflightOptions
 from llm.tools.report.report import ReportOptions
+from llm.tools.sweep.options import SweepOptions
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from tests.support.package import LAYERS, MODULES, ROOT
@@ -48,6 +49,7 @@ OPTIONS = {
     "preflight": (PreflightOptions, None),
     "prepare": (PrepareConfig, None),
     "report": (ReportOptions, "runs"),
+    "sweep": (SweepOptions, "base"),
     "tokenizer": (TrainTokenizerOptions, None),
 }
 """The programs other than the trainer and the jobs: options, and the one that comes first."""
@@ -343,6 +345,7 @@ def test_the_output_on_a_page_is_that_of_the_quick_start_that_ships():
         ("report", "RUNS ... [--config FILE]", ReportOptions),
         ("inspect", "PATH [--config FILE]", InspectOptions),
         ("jobs", "SCHEDULER [--OPTION VALUE ...] -- TRAINER OPTIONS", JobOptions),
+        ("sweep", "BASE.toml [--OPTION VALUE ...] [-- TRAINER OPTIONS]", SweepOptions),
         ("plan", "[CONFIG.toml] [--OPTION VALUE ...]", None),
     ],
 )
@@ -354,7 +357,7 @@ def test_help_names_what_comes_first_and_shows_a_command(program, usage, options
     shown = re.findall(rf"\nexample:\n  {command} (.*)\n$", text)
     assert len(shown) == (options is not None)
     for words in map(shlex.split, shown):
-        positional = usage.split()[0].lower()
+        positional = usage.split()[0].removesuffix(".toml").lower()
         own = words[: words.index("--")] if "--" in words else words
         read_options = parse(options, own, prog="", description="", positional=positional)
         assert getattr(read_options, positional)

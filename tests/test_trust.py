@@ -237,6 +237,7 @@ NO_RUN_IS_READ = {
     "tokenizer": "reads text",
     "fetch": "reads the Hub, and a configuration that the user names",
     "jobs": "writes commands",
+    "sweep": "reads the states and options of runs that it starts",
     "preflight": "reads no file",
     "evidence": "trains on the text that ships with the package",
 }

@@ -272,6 +272,11 @@ def _underscore_name(word: str) -> str:
     return "--" + name[2:].replace("-", "_") + equals + value
 
 
+def option_name(word: str) -> str:
+    """Return the name of the option in an argument such as `--learning-rate=1e-4`."""
+    return word.partition("=")[0].lstrip("-").replace("-", "_")
+
+
 def _find_help_topic(arguments: Sequence[str]) -> str | None:
     """Return the word after `--help`: "" if nothing follows, None without `--help`."""
     for word, next_word in zip(arguments, [*arguments[1:], ""], strict=False):

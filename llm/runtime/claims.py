@@ -108,6 +108,17 @@ class Claim:
                     return
 
 
+def is_claimed(folder: Path, name: str) -> bool:
+    """Return whether a folder has a claim with a process that is not known to be dead.
+
+    Args:
+        folder: The folder, which need not exist.
+        name: The beginning of the claim's file names.
+    """
+    claim_paths = list(folder.glob(f"{name}-[0-9]*"))
+    return bool(claim_paths) and not all(map(_has_dead_owner, claim_paths))
+
+
 def _pid_namespace() -> str:
     """Return the boot and the namespace of this process's id; empty if they are unknown.
 

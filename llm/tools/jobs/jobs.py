@@ -11,12 +11,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import product
 
-from llm.config.command_line import parse
-from llm.config.duration import Duration
+from llm.config.command_line import option_name, parse
 from llm.config.program import program
-from llm.data.batch_plan import plan_batches
 from llm.errors import ConfigError
-from llm.parallel.dims import parallel_dims
+from llm.tools.jobs.job_ranks import check_ranks
 from llm.tools.jobs.notes import describe_script
 from llm.tools.jobs.options import JobOptions
 from llm.tools.jobs.output_dir import print_output_dir
@@ -30,9 +28,7 @@ from llm.tools.jobs.scripts import (
     write_script,
 )
 from llm.tools.jobs.sites import SITES, Site, choose_queue
-from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.main import parse_args
-from llm.trainers.gpt.seams import choose_layout, make_extensions
 
 _MIN_MINUTES = 30
 """Time for a job to start, train and save."""
@@ -62,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     asks_for_help = any(word.startswith(("-h", "--help")) for word in arguments)
     if separator == len(arguments) and not asks_for_help:
         raise ConfigError(_NO_TRAINER_OPTIONS)
-    option_names = [_option_name(word) for word in command if word.startswith("--")]
+    option_names = [option_name(word) for word in command if word.startswith("--")]
     if option_names.count("sweep") > 1:
         raise ConfigError(
             "--sweep is given twice; for a job per combination, list all options after one, as in "
@@ -113,12 +109,17 @@ def job_script(
     if config.output_dir is None:
         raise ConfigError("--output_dir is missing among the trainer's options.")
     values_by_option = _read_sweep(job.sweep)
+    assert job.gpus_per_node is not None
     combinations = [*product(*values_by_option.values())]
     for values in combinations:
         sweep_arguments = [
             f"--{name}={value}" for name, value in zip(values_by_option, values, strict=True)
         ]
-        _check_ranks(parse_args([*all_arguments, *sweep_arguments]), job)
+        check_ranks(
+            parse_args([*all_arguments, *sweep_arguments]),
+            nodes=job.nodes,
+            ranks_per_node=job.gpus_per_node,
+        )
 
     job = replace(job, queue=queue)
     text = load_template(f"{job.scheduler}.sh").render(
@@ -159,31 +160,6 @@ def _check_minutes(job: JobOptions, minutes: int) -> None:
             )
 
 
-def _check_ranks(config: CoreConfig, job: JobOptions) -> None:
-    """Refuse a number of ranks that layout or global batch do not allow.
-
-    Args:
-        config: The options of the trainer.
-        job: The job, with the site's values.
-
-    Raises:
-        ConfigError: The ranks cannot be divided this way; the message is the trainer's.
-    """
-    assert job.gpus_per_node is not None
-    num_ranks = job.nodes * job.gpus_per_node
-    dims = parallel_dims(config, num_ranks)
-    choose_layout(
-        config,
-        make_extensions(config),
-        ranks=num_ranks,
-        ranks_per_node=job.gpus_per_node,
-        start=None,
-    )
-    # Without the length, because it may need the model and the data.
-    config = replace(config, max_duration=Duration("1 epoch"))
-    plan_batches(config, num_windows=1, world_size=dims.data_ranks, block_size=1)
-
-
 def _check_scheduler(job: JobOptions) -> None:
     """Refuse options that the scheduler does not have, or that break the script."""
     check_job(job)
@@ -199,7 +175,7 @@ def _check_scheduler(job: JobOptions) -> None:
 
 def _resume_arguments(trainer_arguments: Sequence[str], exit_after: int | None) -> list[str]:
     """Return the arguments that make the trainer end in time and resume, if they are missing."""
-    option_names = {_option_name(word) for word in trainer_arguments if word.startswith("--")}
+    option_names = {option_name(word) for word in trainer_arguments if word.startswith("--")}
     arguments = []
     if exit_after is not None and "exit_after" not in option_names:
         arguments += ["--exit_after", str(exit_after)]
@@ -219,7 +195,7 @@ def _read_sweep(sweep: Sequence[str]) -> dict[str, list[str]]:
     """
     values_by_option: dict[str, list[str]] = {}
     for text in sweep:
-        name = _option_name(text)
+        name = option_name(text)
         _, _, value_list = text.partition("=")
         values = [value for value in value_list.split(",") if value]
         if len(values) < 2:
@@ -253,7 +229,7 @@ def _option_rows(trainer_arguments: Sequence[str], *, excluded: Collection[str])
     """
     lines = []
     for row in quoted_rows(trainer_arguments):
-        name = _option_name(row[0])
+        name = option_name(row[0])
         if name in excluded:
             continue
         variable = _VARIABLE_BY_OPTION.get(name)
@@ -262,8 +238,3 @@ def _option_rows(trainer_arguments: Sequence[str], *, excluded: Collection[str])
             row = [flag, f'"${{{variable}:-{value}}}"']
         lines.append(" ".join(row))
     return lines
-
-
-def _option_name(word: str) -> str:
-    """Return the name of the option in an argument such as `--learning-rate=1e-4`."""
-    return word.partition("=")[0].lstrip("-").replace("-", "_")

@@ -1,0 +1,34 @@
+"""Checks the layout and the batch of a run on the ranks of a job, before the job is queued."""
+
+from dataclasses import replace
+
+from llm.config.duration import Duration
+from llm.data.batch_plan import plan_batches
+from llm.parallel.dims import parallel_dims
+from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.seams import choose_layout, make_extensions
+
+
+def check_ranks(config: CoreConfig, *, nodes: int, ranks_per_node: int) -> None:
+    """Refuse a number of ranks that layout or global batch do not allow.
+
+    Args:
+        config: The options of the trainer.
+        nodes: Number of nodes.
+        ranks_per_node: Number of ranks on each of them.
+
+    Raises:
+        ConfigError: The ranks cannot be divided this way; the message is the trainer's.
+    """
+    num_ranks = nodes * ranks_per_node
+    dims = parallel_dims(config, num_ranks)
+    choose_layout(
+        config,
+        make_extensions(config),
+        ranks=num_ranks,
+        ranks_per_node=ranks_per_node,
+        start=None,
+    )
+    # Without the length, because it may need the model and the data.
+    config = replace(config, max_duration=Duration("1 epoch"))
+    plan_batches(config, num_windows=1, world_size=dims.data_ranks, block_size=1)

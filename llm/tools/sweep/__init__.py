@@ -1,0 +1,1 @@
+"""Runs that differ in some options, in one folder: `llm-trainers sweep`."""

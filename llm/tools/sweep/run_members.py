@@ -1,0 +1,270 @@
+"""Runs the members of a sweep: one in each slot at a time, until all of them have ended."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from llm.config.shell import shell_line
+from llm.runtime.claims import HEARTBEAT_TIMEOUT_SECONDS, Claim
+from llm.runtime.signals import CALLER_VARIABLE, Interruption
+from llm.tools.sweep.member_state import (
+    CLAIM_NAME,
+    LOG_NAME,
+    START_MARK,
+    Outcome,
+    last_error,
+    read_outcome,
+    read_stopped_outcome,
+)
+from llm.tools.sweep.members import Base, Member
+from llm.tools.sweep.slots import Slot
+
+_POLL_SECONDS = 0.2
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Start:
+    """A start of a member that has not ended.
+
+    Attributes:
+        member: The member.
+        claim: The claim to it.
+        process: The trainer or its launcher.
+        former_status: Its `status.json` before the start.
+        started_at: The time of the start in seconds.
+        num_signals: Number of signals that have been passed on.
+    """
+
+    member: Member
+    claim: Claim
+    process: subprocess.Popen[bytes]
+    former_status: bytes
+    started_at: float
+    num_signals: int = 0
+
+
+class MemberRuns:
+    """The runs of a sweep's members by this command; other commands may run members, too.
+
+    Args:
+        base: The options and the folder that members share.
+        members: The members; a parent precedes its branches.
+        slots: The slots.
+        nproc_per_node: Processes of a member on each node, or `auto`.
+
+    Attributes:
+        outcomes: How far each member is, by name.
+        is_stopped: Whether a signal has asked this command to stop.
+    """
+
+    def __init__(
+        self,
+        base: Base,
+        members: Sequence[Member],
+        *,
+        slots: Sequence[Slot],
+        nproc_per_node: int | str,
+    ) -> None:
+        self.outcomes = {member.name: read_outcome(base.folder / member.name) for member in members}
+        self._base = base
+        self._nproc_per_node = nproc_per_node
+        self._members = members
+        self._pending = [
+            member for member in members if self.outcomes[member.name].state != "finished"
+        ]
+        self._claims = {
+            member.name: Claim(base.folder / member.name, CLAIM_NAME) for member in self._pending
+        }
+        # A log that has grown belongs to a start by another command.
+        self._log_bytes = {member.name: self._count_log_bytes(member) for member in self._pending}
+        self._free_slots = list(slots)
+        self._start_by_slot: dict[Slot, _Start] = {}
+        self._contested_names: set[str] = set()
+        self._num_signals = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has asked this command to stop."""
+        return self._num_signals > 0
+
+    def run(self) -> None:
+        """Run the members that have not finished; after a signal, they save and end."""
+        handlers = {
+            number: signal.signal(number, self._record_signal)
+            for number in Interruption.signals
+            if signal.getsignal(number) != signal.SIG_IGN
+        }
+        try:
+            while self._start_by_slot or (self._pending and not self.is_stopped):
+                self._start_members()
+                time.sleep(_POLL_SECONDS)
+                self._forward_signals()
+                self._end_members()
+        finally:
+            for start in self._start_by_slot.values():  # after an error
+                _terminate(start.process)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _record_signal(self, signal_number: int, frame: FrameType | None) -> None:
+        self._num_signals += 1
+
+    def _forward_signals(self) -> None:
+        """Pass signals on to the members as SIGTERM; at the first one they save and end."""
+        for start in self._start_by_slot.values():
+            while start.num_signals < self._num_signals:
+                start.num_signals += 1
+                _terminate(start.process)
+
+    def _start_members(self) -> None:
+        """Start members in the free slots."""
+        for member in list(self._pending):
+            if self.is_stopped or not self._free_slots:
+                return
+            if member.parent is not None and not self._is_parent_finished(member):
+                continue
+            folder, claim = self._base.folder / member.name, self._claims[member.name]
+            folder.mkdir(parents=True, exist_ok=True)
+            if claim.try_acquire():
+                outcome = read_stopped_outcome(folder)
+                has_run = self._count_log_bytes(member) != self._log_bytes[member.name]
+                if has_run and outcome.state in ("finished", "failed"):  # by another command
+                    claim.release()
+                    self._leave_out(member, outcome)
+                else:
+                    self._pending.remove(member)
+                    slot = self._free_slots.pop(0)
+                    self._start_by_slot[slot] = self._start(member, claim, slot)
+            elif claim.has_rival:
+                self._leave_out(member, Outcome(state="running"))
+            elif member.name not in self._contested_names:
+                self._contested_names.add(member.name)
+                _show(
+                    f"{member.name} is waiting for a sign of life of another command that runs it, "
+                    f"for up to {HEARTBEAT_TIMEOUT_SECONDS:g} seconds"
+                )
+
+    def _is_parent_finished(self, member: Member) -> bool:
+        """Return whether a member can branch; it is left out if its parent will not finish here."""
+        assert member.parent is not None
+        if self.outcomes[member.parent].state == "finished":
+            return True
+        unfinished_names = {pending.name for pending in self._pending}
+        unfinished_names |= {start.member.name for start in self._start_by_slot.values()}
+        if member.parent not in unfinished_names:
+            sentence = f"It branches from {member.parent}, which has not finished."
+            self._leave_out(member, Outcome(state="waiting", sentence=sentence))
+        return False
+
+    def _leave_out(self, member: Member, outcome: Outcome) -> None:
+        """Record the outcome of a member that this command does not start."""
+        self._pending.remove(member)
+        self.outcomes[member.name] = outcome
+
+    def _start(self, member: Member, claim: Claim, slot: Slot) -> _Start:
+        """Start a member in a slot; its output goes to its log."""
+        command = slot.command(
+            self._base.trainer_arguments(member), nproc_per_node=self._nproc_per_node
+        )
+        folder = self._base.folder / member.name
+        former_status = _read_status(folder)
+        environ = dict(os.environ)
+        if not slot.hosts:  # the trainer ends if this process dies
+            environ[CALLER_VARIABLE] = str(os.getpid())
+        with (folder / LOG_NAME).open("ab") as log:
+            start_time = time.strftime("%Y-%m-%d %H:%M:%S")
+            log.write(f"\n{START_MARK}{start_time}: {shell_line(command)}\n".encode())
+            log.flush()
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environ,
+                start_new_session=True,  # Ctrl-C reaches it once, through this process
+            )
+        position = [known_member.name for known_member in self._members].index(member.name) + 1
+        _show(f"{position} of {len(self._members)}: {member.name} starts, log {folder / LOG_NAME}")
+        return _Start(
+            member=member,
+            claim=claim,
+            process=process,
+            former_status=former_status,
+            started_at=time.monotonic(),
+        )
+
+    def _end_members(self) -> None:
+        """Record the outcomes of the members that have ended, and free their slots."""
+        for slot, start in list(self._start_by_slot.items()):
+            if start.process.poll() is None:
+                continue
+            outcome = self._read_end(start)
+            start.claim.release()
+            self.outcomes[start.member.name] = outcome
+            del self._start_by_slot[slot]
+            self._free_slots.append(slot)
+            minutes = (time.monotonic() - start.started_at) / 60
+            _show(f"{start.member.name} {describe_outcome(outcome)}, after {minutes:.1f} minutes")
+
+    def _read_end(self, start: _Start) -> Outcome:
+        """Return the outcome of a start that has ended."""
+        folder = self._base.folder / start.member.name
+        outcome = read_stopped_outcome(folder)
+        if outcome.state == "finished":
+            return outcome
+        status = _read_status(folder)
+        has_new_status = status != start.former_status
+        if self.is_stopped or (b'"preempted"' in status and has_new_status):
+            return dataclasses.replace(outcome, state="interrupted")
+        sentence = last_error(folder / LOG_NAME)
+        if not sentence and outcome.state == "failed" and has_new_status:
+            sentence = outcome.sentence
+        exit_code = start.process.returncode
+        return Outcome(state="failed", sentence=sentence or _describe_exit(exit_code))
+
+    def _count_log_bytes(self, member: Member) -> int:
+        try:
+            return (self._base.folder / member.name / LOG_NAME).stat().st_size
+        except FileNotFoundError:
+            return 0
+
+
+def describe_outcome(outcome: Outcome) -> str:
+    """Return the state of a member, and its loss if it has finished."""
+    if outcome.loss is None:
+        return outcome.state
+    kind = "validation loss" if outcome.is_validated else "training loss"
+    return f"{outcome.state}, {kind} {outcome.loss:.4f}"
+
+
+def _describe_exit(exit_code: int) -> str:
+    """Return a sentence about a trainer that has ended without one."""
+    if exit_code == -signal.SIGKILL:
+        return "It was killed, perhaps because the machine had no memory left."
+    return f"It ended with exit code {exit_code}."
+
+
+def _read_status(folder: Path) -> bytes:
+    """Return the contents of a run's `status.json`; empty if it does not exist."""
+    try:
+        return (folder / "status.json").read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    """Send SIGTERM to a trainer, or to its launcher and the ranks on this machine."""
+    with suppress(ProcessLookupError):  # it has ended meanwhile
+        os.killpg(process.pid, signal.SIGTERM)
+
+
+def _show(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

@@ -1,0 +1,99 @@
+"""Where members run: on this machine, or side by side on the nodes of a Slurm or PBS job."""
+
+import dataclasses
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+
+from llm.errors import ConfigError
+from llm.runtime.world import job_hosts, rank_variables
+
+_SAVE_SECONDS = 270
+"""Time that torchrun leaves its ranks to save, after a signal; by default 30 seconds."""
+_FIRST_PORT, _NUM_PORTS = 20000, 10000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slot:
+    """Nodes that run one member at a time.
+
+    Attributes:
+        hosts: The nodes of a job; empty for this machine.
+        launcher: The words that start a process on each of these nodes.
+        port: Port on the first node where the nodes of a member meet.
+    """
+
+    hosts: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ()
+    port: int = _FIRST_PORT
+
+    def command(self, arguments: Sequence[str], *, nproc_per_node: int | str) -> list[str]:
+        """Return the command that starts a member here.
+
+        Args:
+            arguments: Arguments of the trainer.
+            nproc_per_node: Processes on each node, or `auto` for one on each GPU.
+        """
+        num_nodes = max(1, len(self.hosts))
+        if num_nodes == 1 and nproc_per_node == 1:
+            command = [sys.executable, "-m", "llm", "train", *arguments]
+        else:
+            command = [sys.executable, "-m", "torch.distributed.run"]
+            if num_nodes == 1:
+                command.append("--standalone")
+            else:
+                command += [f"--nnodes={num_nodes}", "--rdzv_backend=c10d"]
+                command += [f"--rdzv_endpoint={self.hosts[0]}:{self.port}", "--rdzv_id=sweep"]
+            command += [f"--nproc_per_node={nproc_per_node}", "--max_restarts=0"]
+            command += [f"--shutdown_timeout={_SAVE_SECONDS}", "-m", "llm.trainers.gpt"]
+            command += arguments
+        return [*self.launcher, *command]
+
+
+def find_slots(environ: Mapping[str, str], *, nodes: int) -> list[Slot]:
+    """Return the slots of this machine or job: disjoint nodes, `nodes` for each.
+
+    Args:
+        environ: The environment variables.
+        nodes: Nodes of a member.
+
+    Raises:
+        ConfigError: There are fewer nodes, or several processes run this program.
+    """
+    if rank_variables(environ):
+        raise ConfigError(
+            "llm-trainers sweep starts the ranks of its members itself; start it once, without "
+            "srun, mpiexec or torchrun."
+        )
+    hosts = job_hosts(environ)
+    is_on_host = "SLURM_JOB_ID" not in environ or "SLURMD_NODENAME" in environ
+    if nodes > max(1, len(hosts)):
+        place = f"this job has {len(hosts)}" if hosts else "this is a single machine without a job"
+        raise ConfigError(f"--nodes {nodes} is the number of nodes of a member, and {place}.")
+    if len(hosts) <= 1 and is_on_host:
+        return [Slot()]
+    job_digits = re.sub(r"\D", "", environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID", ""))
+    slots = []
+    for start in range(0, len(hosts) - nodes + 1, nodes):
+        slot_hosts = tuple(hosts[start : start + nodes])
+        launcher = tuple(_launcher_words(environ, slot_hosts))
+        port = _FIRST_PORT + (int(job_digits or 0) + start) % _NUM_PORTS
+        slots.append(Slot(hosts=slot_hosts, launcher=launcher, port=port))
+    return slots
+
+
+def _launcher_words(environ: Mapping[str, str], hosts: Sequence[str]) -> list[str]:
+    """Return the words that start a process on each of some nodes of a job."""
+    num_nodes, host_list = len(hosts), ",".join(hosts)
+    if "SLURM_JOB_ID" in environ:
+        launcher = ["srun", "--overlap", f"--nodes={num_nodes}", f"--ntasks={num_nodes}"]
+        launcher += ["--ntasks-per-node=1", f"--nodelist={host_list}", "--kill-on-bad-exit=1"]
+        # srun does not inherit it from sbatch.
+        num_cores = environ.get("SLURM_CPUS_PER_TASK")
+        return [*launcher, *([] if num_cores is None else [f"--cpus-per-task={num_cores}"])]
+    launcher = ["mpiexec", "--hosts", host_list, "-n", str(num_nodes), "--ppn", "1"]
+    # By default, the mpiexec of HPE's PALS binds a process to a single core.
+    is_pals = "/pals/" in os.path.realpath(shutil.which("mpiexec") or "")
+    return [*launcher, *(["--cpu-bind", "none"] if is_pals else [])]

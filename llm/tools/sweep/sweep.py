@@ -1,0 +1,117 @@
+"""Trains runs that differ in some options: `llm-trainers sweep base.toml --grid seed=1,2,3`.
+
+Exit codes: 0 all members have finished, 1 a member has failed, 2 an option or a member cannot work
+and nothing was started, 75 stopped by a signal, or a member was interrupted: the same command
+continues.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from llm.config.command_line import option_name, parse
+from llm.config.program import program
+from llm.errors import ConfigError
+from llm.runtime.signals import EXIT_PREEMPTED
+from llm.tools.sweep.member_state import LOG_NAME, Outcome, read_outcome
+from llm.tools.sweep.members import Base, check_members, grid_members
+from llm.tools.sweep.options import SweepOptions
+from llm.tools.sweep.run_members import MemberRuns
+from llm.tools.sweep.slots import find_slots
+
+
+@program
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit code."""
+    options, trainer_arguments = parse_sweep(argv)
+    base = make_base(options, trainer_arguments)
+    if not options.grid:
+        raise ConfigError(
+            "Nothing varies: name an option and its values, as in --grid learning_rate=1e-4,3e-4."
+        )
+    members = grid_members(options.grid, max_members=options.max_members)
+    check_members(base, members, nodes=options.nodes, nproc_per_node=options.nproc_per_node)
+    if options.status:
+        outcomes = {member.name: read_outcome(base.folder / member.name) for member in members}
+        sys.stdout.write(make_table(base, outcomes))
+        return exit_code(outcomes)
+    slots = find_slots(os.environ, nodes=options.nodes)
+    runs = MemberRuns(base, members, slots=slots, nproc_per_node=options.nproc_per_node)
+    runs.run()
+    sys.stdout.write(make_table(base, runs.outcomes))
+    return EXIT_PREEMPTED if runs.is_stopped else exit_code(runs.outcomes)
+
+
+def parse_sweep(argv: Sequence[str]) -> tuple[SweepOptions, list[str]]:
+    """Return the options of a sweep, and the arguments of the trainer that follow `--`.
+
+    Raises:
+        ConfigError: An option is unknown, or has a bad value.
+    """
+    arguments = list(argv)
+    separator = arguments.index("--") if "--" in arguments else len(arguments)
+    if [option_name(word) for word in arguments[:separator]].count("grid") > 1:
+        raise ConfigError(
+            "--grid is given twice; list all options after one, as in "
+            "--grid learning_rate=1e-4,3e-4 seed=1,2."
+        )
+    options = parse(
+        SweepOptions,
+        arguments[:separator],
+        prog="llm-trainers sweep",
+        description="Train runs that differ in some options, each in a folder of its name. The "
+        "same command again runs only those that are missing, failed or interrupted.",
+        positional="base",
+        usage="BASE.toml [--OPTION VALUE ...] [-- TRAINER OPTIONS]",
+        example="base.toml --grid learning_rate=1e-3,2e-3 seed=1,2,3",
+    )
+    return options, arguments[separator + 1 :]
+
+
+def make_base(options: SweepOptions, trainer_arguments: Sequence[str]) -> Base:
+    """Return the options and the folder that members share.
+
+    Raises:
+        ConfigError: Nothing says what they train, or where.
+    """
+    if options.base is None and not trainer_arguments:
+        raise ConfigError(
+            "The base of the sweep is missing: first name a TOML file with the trainer's options, "
+            "as in llm-trainers sweep base.toml --grid seed=1,2."
+        )
+    if options.base is None and options.output_dir is None:
+        raise ConfigError("--output_dir is missing: name a folder for the sweep.")
+    output_dir = options.output_dir or str(Path("sweeps", Path(str(options.base)).stem))
+    config_arguments = [] if options.base is None else ["--config", options.base]
+    return Base(arguments=[*config_arguments, *trainer_arguments], folder=Path(output_dir))
+
+
+def make_table(base: Base, outcomes: Mapping[str, Outcome]) -> str:
+    """Return a row for each member with its state and loss, and a line for each failure."""
+    has_training_loss = any(
+        outcome.loss is not None and not outcome.is_validated for outcome in outcomes.values()
+    )
+    heading = ("member", "state", "training loss" if has_training_loss else "validation loss")
+    rows = [
+        (name, outcome.state, "" if outcome.loss is None else f"{outcome.loss:.4f}")
+        for name, outcome in outcomes.items()
+    ]
+    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
+    lines = [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in (heading, *rows)
+    ]
+    for name, outcome in outcomes.items():
+        if outcome.sentence and outcome.state != "finished":
+            log_path = base.folder / name / LOG_NAME
+            lines.append(f"{name} {outcome.state}: {outcome.sentence} Log: {log_path}")
+    return "\n".join(lines) + "\n"
+
+
+def exit_code(outcomes: Mapping[str, Outcome]) -> int:
+    """Return the exit code of a sweep."""
+    states = {outcome.state for outcome in outcomes.values()}
+    if "failed" in states:
+        return 1
+    return EXIT_PREEMPTED if states & {"interrupted", "waiting"} else 0

@@ -1,0 +1,369 @@
+"""`llm-trainers sweep`: members of a grid are checked, run, interrupted, and repeated."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from llm.runtime.claims import Claim
+from llm.tools.sweep.member_state import read_outcome
+from llm.tools.sweep.members import Base, Member, grid_members, option_arguments
+from llm.tools.sweep.run_members import MemberRuns
+from llm.tools.sweep.slots import Slot, find_slots
+from llm.tools.sweep.sweep import main
+from tests.support.processes import wait_until
+from tests.support.training import Bench
+
+BASE = """
+model_name_or_path = "model"
+train_file = "a.txt"
+data_cache_dir = "cache"
+block_size = 32
+per_device_train_batch_size = 4
+per_device_eval_batch_size = 4
+max_train_steps = 2
+logging_steps = 1
+report_to = ["none"]
+device_peak_tflops = 1
+seed = 1
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A folder with `base.toml`, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.toml").write_text(BASE)
+    return tmp_path
+
+
+def names(*grid: str) -> list[str]:
+    return [member.name for member in grid_members(grid, max_members=100)]
+
+
+def test_a_grid_has_a_member_for_each_combination():
+    assert names("learning-rate=1e-3,2e-3", "seed=1,2") == [
+        "learning_rate=1e-3,seed=1",
+        "learning_rate=1e-3,seed=2",
+        "learning_rate=2e-3,seed=1",
+        "learning_rate=2e-3,seed=2",
+    ]
+
+
+def test_names_of_members_are_names_of_folders_and_different():
+    paths = names("data_path=data/a b,data_a_b", "min_learning_rate=-0.0")
+    assert [path.partition("-")[0] for path in paths] == [
+        "data_path=data_a_b,min_learning_rate=",
+        "data_path=data_a_b,min_learning_rate=",
+    ]
+    assert len(set(paths)) == 2
+    [long, other] = names(f"sample_prompt={'king ' * 300},{'king ' * 301}")
+    assert long != other
+    assert len(long) == len(other) == 100
+
+
+def test_values_become_arguments_as_the_user_would_type_them():
+    [member, _] = grid_members(
+        ["config_overrides='n_layer=1,n_embd=8','n_layer=2,n_embd=8'", "betas=0.9 0.95"],
+        max_members=2,
+    )
+    assert option_arguments(member.options) == [
+        *("--config_overrides=n_layer=1,n_embd=8", "--betas", "0.9", "0.95")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["base.toml"], "Nothing varies: name an option and its values"),
+        (["--grid", "seed=1,2"], "first name a TOML file with the trainer's options"),
+        (["nowhere.toml", "--grid", "seed=1,2"], "--config nowhere.toml cannot be read"),
+        (["base.toml", "--grid", "sead=1,2"], "There is no option --sead. See --help."),
+        (["base.toml", "--grid", "seed=1,two"], "The member seed=two cannot run: --seed expects"),
+        (["base.toml", "--grid", "seed"], "expects an option and its values, as in --grid learn"),
+        (["base.toml", "--grid", "seed=1,,2"], "expects an option and its values"),
+        (["base.toml", "--grid", "seed=1,2\n3"], "expects an option and its values"),
+        (["base.toml", "--grid", "seed=1,1"], "--grid seed=1,1 has a value twice"),
+        (["base.toml", "--grid", "seed=1", "seed=2"], "--grid seed=2 varies seed again"),
+        (["base.toml", "--grid", "seed=1", "--grid", "eval_steps=2"], "--grid is given twice"),
+        (["base.toml", "--grid", "seed=1,01"], "seed=1 and seed=01 are the same run"),
+        (["base.toml", "--grid", "output-dir=a,b"], "--output_dir cannot differ between the mem"),
+        (["base.toml", "--grid", "exit_after=1,2"], "--exit_after cannot differ between the mem"),
+        (["base.toml", "--grid", "seed=1,2", "--", "--seed", "3"], "--seed follows --, and the"),
+        (["base.toml", "--grid", "seed=1,2", "--", "--eval_only"], "--eval_only trains nothing"),
+        (["base.toml", "--grid", "seed=1,2,3", "--max_members", "2"], "has 3 members, and --max_"),
+        (["base.toml", "--grid", "tensor_parallel_size=1,2"], "do not divide the 1 that there"),
+        (["base.toml", "--grid", "seed=1,2", "--nodes", "2"], "this is a single machine without"),
+        (["base.toml", "--grid", "seed=1,2", "--output_dir", "base.toml"], "is a file; name a"),
+    ],
+)
+def test_a_sweep_that_cannot_work_starts_nothing(argv, sentence, folder, capsys):
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert sentence in error
+    assert error.count("\n") == 1
+    assert [path.name for path in folder.iterdir()] == ["base.toml"]
+
+
+def test_a_folder_with_a_run_of_other_options_is_refused(folder, capsys):
+    (folder / "sweeps/base/seed=1").mkdir(parents=True)
+    (folder / "sweeps/base/seed=1/config.toml").write_text(BASE.replace("32", "64"))
+    assert main(["base.toml", "--grid", "seed=1,2"]) == 2
+    assert "seed=1 holds a run with other options: block_size was 64 and is 32." in (
+        capsys.readouterr().err
+    )
+    assert main(["base.toml", "--grid", "seed=1", "--output_dir", "sweeps/base/seed=1"]) == 2
+    assert "is the folder of a run" in capsys.readouterr().err
+
+
+def test_a_repeated_command_trains_only_the_members_that_failed(folder, capsys):
+    bench = Bench(folder, lines=60)
+    (folder / "train.txt").rename("a.txt")
+    argv = ["base.toml", "--output_dir", "s", "--grid", "train_file=b.txt,a.txt"]
+
+    assert main(argv) == 1
+    table = capsys.readouterr().out.splitlines()[-4:]
+    assert table[0].split() == ["member", "state", "validation", "loss"]
+    assert table[1].split() == ["train_file=b.txt", "failed"]
+    assert table[2].split()[:2] == ["train_file=a.txt", "finished"]
+    assert table[3].startswith("train_file=b.txt failed: --train_file b.txt ")
+    assert table[3].endswith(" Log: s/train_file=b.txt/sweep.log")
+
+    (folder / "b.txt").write_bytes((folder / "a.txt").read_bytes())
+    finished_at = (folder / "s/train_file=a.txt/status.json").stat().st_mtime_ns
+    assert main(argv) == 0
+    assert finished_at == (folder / "s/train_file=a.txt/status.json").stat().st_mtime_ns
+    assert main([*argv, "--status"]) == 0
+    [first, second] = capsys.readouterr().out.splitlines()[-2:]
+    assert first.split()[1:] == second.split()[1:]  # the same text
+
+    run = bench.train_well("run", train_file="a.txt", max_train_steps=2, lr_scheduler_type=None,
+                           learning_rate=None)  # fmt: skip
+    expected = load_file(run.folder / "model.safetensors")
+    for name in ("a.txt", "b.txt"):
+        weights = load_file(folder / f"s/train_file={name}/model.safetensors")
+        assert all(weights[key].equal(expected[key]) for key in expected)
+    assert first.split()[2] == f"{run.metrics[-1]['eval_loss']:.4f}"
+
+
+TRAINER = """
+import json, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+def write(status, **values):
+    (folder / "status.json").write_text(json.dumps({"status": status, **values}))
+def stop(*_):
+    write("preempted", reason="SIGTERM")
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+write("running")
+while not (folder / "end").exists():
+    time.sleep(0.02)
+end = (folder / "end").read_text()
+if end == "crash":
+    write("failed", reason="a reason")
+    sys.exit("Traceback\\nerror: The loss is not finite.\\nmore")
+(folder / "all_results.json").write_text(json.dumps({"eval_loss": 3.5}))
+write("finished")
+"""
+"""A program that behaves as the trainer, and ends once its folder has a file `end`."""
+
+
+class Sweep:
+    """Members that run `TRAINER`, in a thread."""
+
+    def __init__(self, folder: Path, members: list[Member], monkeypatch, num_slots: int = 1):
+        def command(slot, arguments, *, nproc_per_node):
+            [output_dir] = [word[13:] for word in arguments if word.startswith("--output_dir=")]
+            return [sys.executable, "-c", TRAINER, output_dir]
+
+        monkeypatch.setattr(Slot, "command", command)
+        self.folder = folder
+        slots = [Slot(port=port) for port in range(num_slots)]
+        base = Base(arguments=[], folder=folder)
+        self.runs = MemberRuns(base, members, slots=slots, nproc_per_node=1)
+
+    def state(self, name: str) -> str:
+        return read_outcome(self.folder / name).state
+
+    def end(self, name: str, how: str = "well") -> None:
+        (self.folder / name).mkdir(exist_ok=True)
+        (self.folder / name / "end").write_text(how)
+
+    def states(self) -> dict[str, str]:
+        return {name: outcome.state for name, outcome in self.runs.outcomes.items()}
+
+
+def members(*names: str, parent: str | None = None) -> list[Member]:
+    return [Member(name=name, options={"seed": name}, parent=parent) for name in names]
+
+
+def test_a_member_that_fails_stops_no_other(tmp_path, monkeypatch, capsys):
+    sweep = Sweep(tmp_path, members("a", "b"), monkeypatch)
+    sweep.end("a", "crash")
+    sweep.end("b")
+    sweep.runs.run()
+    assert sweep.states() == {"a": "failed", "b": "finished"}
+    assert sweep.runs.outcomes["a"].sentence == "The loss is not finite."
+    assert "b finished, validation loss 3.5000, after 0.0 minutes" in capsys.readouterr().out
+    assert not [*tmp_path.glob("*/.sweep-*")]
+
+
+def test_a_branch_waits_for_its_parent_and_is_left_out_without_it(tmp_path, monkeypatch):
+    tree = [*members("a", "b"), *members("c", parent="a"), *members("d", parent="b")]
+    sweep = Sweep(tmp_path, tree, monkeypatch, num_slots=4)
+    sweep.end("a", "crash")
+    for name in ("b", "c", "d"):
+        sweep.end(name)
+    sweep.runs.run()
+    assert sweep.states() == {"a": "failed", "b": "finished", "c": "waiting", "d": "finished"}
+    assert sweep.runs.outcomes["c"].sentence == "It branches from a, which has not finished."
+    order = [(tmp_path / name / "status.json").stat().st_mtime_ns for name in ("b", "d")]
+    assert order == sorted(order)
+
+
+def test_members_run_at_the_same_time_in_several_slots(tmp_path, monkeypatch):
+    sweep = Sweep(tmp_path, members("a", "b", "c"), monkeypatch, num_slots=2)
+    sweep.end("c")
+
+    def end_both() -> None:
+        assert [sweep.state(name) for name in "abc"] == ["running", "running", "waiting"]
+        sweep.end("a")
+        sweep.end("b")
+
+    call_when(lambda: all((tmp_path / n / "status.json").exists() for n in "ab"), end_both)
+    sweep.runs.run()
+    assert sweep.states() == {"a": "finished", "b": "finished", "c": "finished"}
+
+
+def call_when(condition, action) -> None:
+    """Call an action in a thread once a condition holds."""
+
+    def wait_and_act() -> None:
+        wait_until(condition)
+        action()
+
+    threading.Thread(target=wait_and_act, daemon=True).start()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_lets_the_member_save_and_starts_no_other(number, tmp_path, monkeypatch):
+    sweep = Sweep(tmp_path, members("a", "b"), monkeypatch)
+    is_training = (tmp_path / "a/status.json").exists
+    call_when(is_training, lambda: os.kill(os.getpid(), number))
+    sweep.runs.run()
+    assert sweep.runs.is_stopped
+    assert sweep.states() == {"a": "interrupted", "b": "waiting"}
+    assert sweep.runs.outcomes["a"].sentence == "It was stopped by SIGTERM, and saved."
+
+
+def test_a_member_of_another_command_is_left_to_it(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    claim = Claim(tmp_path / "a", ".sweep")
+    assert claim.try_acquire()
+    sweep = Sweep(tmp_path, members("a", "b"), monkeypatch)
+    sweep.end("b")
+    sweep.runs.run()
+    assert sweep.states() == {"a": "running", "b": "finished"}
+    claim.release()
+
+
+def test_a_member_that_another_command_has_run_meanwhile_is_not_repeated(tmp_path, monkeypatch):
+    first = Sweep(tmp_path, members("a"), monkeypatch)
+    second = Sweep(tmp_path, members("a"), monkeypatch)
+    first.end("a", "crash")
+    first.runs.run()
+    second.runs.run()
+    assert (tmp_path / "a/sweep.log").read_text().count("--- started ") == 1
+    third, late = (Sweep(tmp_path, members("a"), monkeypatch) for _ in range(2))
+    third.end("a")
+    third.runs.run()
+    late.runs.run()
+    assert third.states() == late.states() == {"a": "finished"}
+    assert (tmp_path / "a/sweep.log").read_text().count("--- started ") == 2
+
+
+def test_a_member_whose_command_was_killed_is_taken_over(tmp_path, monkeypatch):
+    sweep = Sweep(tmp_path, members("a"), monkeypatch)
+    (tmp_path / "a").mkdir()
+    script = "import os; from pathlib import Path; from llm.runtime.claims import Claim\n"
+    script += f"assert Claim(Path({str(tmp_path / 'a')!r}), '.sweep').try_acquire(); os._exit(9)"
+    subprocess.run([sys.executable, "-c", script])
+    (tmp_path / "a/status.json").write_text('{"status": "running"}')
+    (tmp_path / "a/sweep.log").write_text("--- started \n")
+    assert sweep.state("a") == "interrupted"
+    sweep.end("a")
+    sweep.runs.run()
+    assert sweep.states() == {"a": "finished"}
+
+
+SLURM = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-5]", "SLURMD_NODENAME": "n1"}
+
+
+def test_members_get_disjoint_nodes_of_a_slurm_job():
+    slots = find_slots(SLURM, nodes=2)
+    assert [slot.hosts for slot in slots] == [("n1", "n2"), ("n3", "n4")]
+    command = slots[1].command(["--seed=1"], nproc_per_node=4)
+    assert command[:6] == [
+        *("srun", "--overlap", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"),
+        "--nodelist=n3,n4",
+    ]
+    assert "--rdzv_endpoint=n3:20019" in command
+    assert command[-3:] == ["-m", "llm.trainers.gpt", "--seed=1"]
+
+
+def test_members_get_disjoint_nodes_of_a_pbs_job(tmp_path):
+    (tmp_path / "nodes").write_text("x1\nx1\nx2\n")
+    job = {"PBS_JOBID": "17.polaris", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    slots = find_slots(job, nodes=1)
+    assert [slot.hosts for slot in slots] == [("x1",), ("x2",)]
+    command = slots[1].command(["--seed=1"], nproc_per_node=4)
+    assert command[:7] == ["mpiexec", "--hosts", "x2", "-n", "1", "--ppn", "1"]
+    assert "--standalone" in command
+
+
+def test_a_machine_and_a_job_of_one_node_run_one_member_after_another():
+    one_node = {**SLURM, "SLURM_JOB_NODELIST": "n1"}
+    assert find_slots({}, nodes=1) == find_slots(one_node, nodes=1) == [Slot()]
+    assert Slot().command(["--seed=1"], nproc_per_node=1)[1:] == ["-m", "llm", "train", "--seed=1"]
+    assert "--nproc_per_node=auto" in Slot().command([], nproc_per_node="auto")
+    # salloc's shell is on the login node.
+    login = {name: value for name, value in one_node.items() if name != "SLURMD_NODENAME"}
+    assert [slot.hosts for slot in find_slots(login, nodes=1)] == [("n1",)]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_member_resumes_to_the_bits_of_a_straight_run(number, folder):
+    bench = Bench(folder, lines=60)
+    (folder / "train.txt").rename("a.txt")
+    text = BASE.replace("max_train_steps = 2", "max_train_steps = 60\ncheckpointing_steps = 20")
+    (folder / "base.toml").write_text(text)
+    argv = [sys.executable, "-m", "llm", "sweep", "base.toml", "--output_dir", "s"]
+    argv += ["--grid", "seed=1,2"]
+    metrics = folder / "s/seed=1/metrics.jsonl"
+
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
+    process.send_signal(number)
+    process.communicate(timeout=120)
+    assert process.returncode == (75 if number == signal.SIGINT else -signal.SIGKILL)
+    wait_until(lambda: json.loads((metrics.parent / "status.json").read_text())["status"] == (
+        "preempted"
+    ))  # fmt: skip
+    assert subprocess.run(argv, timeout=200).returncode == 0
+
+    for seed in (1, 2):
+        run = bench.train_well(
+            f"run{seed}", train_file="a.txt", max_train_steps=60, lr_scheduler_type=None,
+            learning_rate=None, seed=seed,
+        )  # fmt: skip
+        expected = load_file(run.folder / "model.safetensors")
+        weights = load_file(folder / f"s/seed={seed}/model.safetensors")
+        assert all(weights[key].equal(expected[key]) for key in expected)
