@@ -176,9 +176,8 @@ def site_tables(name: str) -> str:
     if queues:
         lines += ["", "| Queue | Nodes | Hours |", "|---|---:|---:|"]
     for queue in queues:
-        nodes = f"{queue.pop('min_nodes', 1):,} to {queue.pop('max_nodes', '')}".removesuffix(
-            " to "
-        )
+        first, last = queue.pop("min_nodes", 1), queue.pop("max_nodes", None)
+        nodes = f"{first:,} to {last:,}" if last else f"from {first:,}"
         name, hours = f"`{queue.pop('name')}`", queue.pop("hours", "")
         remarks = [label if value is True else str(value) for label, value in queue.items()]
         lines.append(f"| {', '.join([name, *remarks])} | {nodes} | {hours} |")

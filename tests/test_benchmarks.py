@@ -643,6 +643,7 @@ def test_the_curve_of_a_killed_toy_is_that_of_an_uninterrupted_one(tmp_path):
 
 
 @pytest.mark.benchmarks
+@pytest.mark.timeout(900)  # four starts of a training, with up to 4 processes
 def test_a_run_on_1_4_and_2_ranks_has_the_curve_of_one_rank(tmp_path):
     done = benchmark("ranks_curve", "--steps", "24", "--plot", str(tmp_path / "ranks"))
     rows = rows_of(done.stdout)
