@@ -16,7 +16,8 @@ from transformers import (
 from llm.errors import ConfigError, one_line
 from llm.models.options import ModelOptions, is_hub_kernel, shape_options
 from llm.models.overrides import nearest_names, override_fields
-from llm.models.sizes import EXPERTS_PER_TOKEN, gpt2_fields, shape_changes
+from llm.models.shapes import gpt2_fields, shape_changes
+from llm.models.sizes import EXPERTS_PER_TOKEN
 from llm.runtime.offline import offline_remark
 
 logger = logging.getLogger("llm.models")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+from llm.config.duration import Tokens
 from llm.config.options import option, option_group
 
 SPEED = "Speed and memory"
@@ -37,28 +38,13 @@ class ModelOptions:
     config_overrides: str | None = option(
         None, "Changes to the model's configuration, such as n_layer=4,n_embd=128."
     )
-    model_size: (
-        Literal[
-            "124M",
-            "355M",
-            "774M",
-            "1.5B",
-            "1.7B",
-            "3.6B",
-            "7.5B",
-            "18.4B",
-            "39.1B",
-            "76.1B",
-            "145.6B",
-            "310.1B",
-        ]
-        | None
-    ) = option(
+    model_size: str | None = option(
         None,
-        "Named size (layers, width, heads) of a GPT-2- or Llama-shaped model, trained from "
-        "scratch: the four sizes of GPT-2 and eight sizes of Narayanan et al. 2021. Without a "
-        "model's name it is a GPT-2 with the vocabulary and positions of that paper (51,200 and "
-        "2,048 from 1.7B on).",
+        "Size of a GPT-2- or Llama-shaped model, trained from scratch. 124M, 355M, 774M and 1.5B "
+        "are the layers, width and heads of GPT-2; 1.7B, 3.6B, 7.5B, 18.4B, 39.1B, 76.1B, 145.6B "
+        "and 310.1B those of Narayanan et al. 2021. For another number of parameters, such as 60M "
+        "or 1B, the shape is computed, within 5 % of the number. Without a model's name it is a "
+        "GPT-2 with the vocabulary and positions of that paper (51,200 and 2,048 from 1.7B on).",
     )
     num_layers: int | None = option(
         None,
@@ -158,6 +144,10 @@ def model_problems(options: ModelOptions) -> list[str]:
             f"--attention_implementation {options.attention_implementation} is code from the "
             "Hugging Face Hub: add --trust_remote_code to this command if you trust its authors."
         )
+    if options.model_size is not None and not _is_size(options.model_size):
+        problems.append(
+            f"--model_size {options.model_size} is not a number of parameters such as 60M or 1.3B."
+        )
     size_options = [name for name in SHAPE[1:] if getattr(options, name) is not None]
     if options.model_size is not None and size_options:
         problems.append(
@@ -173,6 +163,14 @@ def model_problems(options: ModelOptions) -> list[str]:
             f"--config_name or --model_type; without one, give {missing_options} too."
         )
     return problems
+
+
+def _is_size(text: str) -> bool:
+    """Return whether a text is a number of parameters, such as 60M."""
+    try:
+        return Tokens(text) > 0
+    except ValueError:
+        return False
 
 
 def is_hub_kernel(name: str | None) -> bool:

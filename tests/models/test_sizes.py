@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from llm.models.configuration import find_weights, load_config
 from llm.models.mixtures import find_experts
 from llm.models.options import ModelOptions
 from llm.models.patches.experts import experts_on_meta
-from llm.models.sizes import SIZES, active_parameters, flops_per_token, parameter_counts
+from llm.models.shapes import SIZES
+from llm.models.sizes import active_parameters, flops_per_token, parameter_counts
 from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.models import MIXTURES, tiny_config, tiny_model
@@ -78,8 +80,8 @@ def test_a_size_alone_is_a_gpt2_with_that_number_of_parameters(name: str, parame
 
 
 def test_the_option_names_every_size_of_the_table() -> None:
-    option = next(field for field in fields(GPTConfig) if field.name == "model_size")
-    assert set(option.choices) == set(SIZES)
+    option = next(field for field in fields(GPTConfig) if field.name == "model_size").option
+    assert set(re.findall(r"\b[\d.]+[MB]\b", option.help)) == {*SIZES, "60M", "1B"}
 
 
 def test_a_llama_keeps_the_proportions_of_its_mlp_and_of_its_key_heads(tmp_path: Path) -> None:
@@ -130,7 +132,11 @@ def test_a_model_of_a_chosen_size_is_trained_from_scratch() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"model_size": "2B"}, "--model_size 2B is none of 124M, 355M, "),
+        (
+            {"model_type": "qwen3", "model_size": "5M"},
+            "No qwen3 with a vocabulary of 151,936 tokens has 5M parameters within 5%; the nearest "
+            "has 19,538,240.",
+        ),
         ({"model_type": "bloom", "num_layers": 2}, "this model is bloom"),
         ({"model_type": "gpt2", "hidden_size": 100}, "--hidden_size 100 cannot be divided by"),
     ],
@@ -144,6 +150,7 @@ def test_impossible_sizes_are_refused_in_one_sentence(options: dict[str, Any], s
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        ({"model_size": "small"}, "--model_size small is not a number of parameters such as 60M"),
         ({"model_size": "1.7B", "num_layers": 2}, "--model_size 1.7B sets --num_layers already"),
         ({"num_layers": 2}, "give --hidden_size and --num_attention_heads too"),
     ],

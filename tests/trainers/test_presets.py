@@ -6,9 +6,11 @@ import pytest
 
 from llm.config.toml import to_toml
 from llm.errors import ConfigError
+from llm.models.shapes import count_parameters
 from llm.tools.plan import plan
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
+from tests.support.models import tiny_config
 from tests.support.recovery import check_resume
 from tests.support.training import Bench
 
@@ -59,7 +61,7 @@ def test_what_a_run_records_is_read_back_without_the_preset(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--preset", "x"), "There is no --preset x; choose from: pretrain."),
+        (("--preset", "x"), "There is no --preset x; choose from: compute_optimal, pretrain."),
         (
             ("--preset", "pretrain", "--branch_from", "runs/a", "--output_dir", "runs/b"),
             "--preset pretrain does not go with --branch_from",
@@ -80,6 +82,101 @@ def test_a_preset_that_cannot_be_used_is_refused_by_name(words, message):
     with pytest.raises(ConfigError) as caught:
         read(*words)
     assert message in str(caught.value)
+
+
+def read_optimal(*words: str) -> GPTConfig:
+    enough = ("--train_file", "a.txt", "--tokenizer_name", "gpt2", "--preset", "compute_optimal")
+    return parse_args([*enough, *words])
+
+
+def test_a_compute_optimal_run_follows_from_the_size_of_its_model():
+    config = read_optimal("--model_size", "124M")
+    assert config.max_duration == "20 tokens per parameter"
+    assert config.global_batch_size == 256  # of 1,024 tokens; the rule has 243
+    assert (config.learning_rate, config.weight_decay) == (0.00304, 0.155)
+    assert (config.lr_scheduler_type, config.warmup) == ("linear", "248879616 tokens")
+
+
+def test_other_values_follow_from_those_that_the_user_names():
+    config = read_optimal("--model_size", "124M", "--tokens_per_parameter", "40")
+    assert (config.global_batch_size, config.learning_rate) == (320, 0.00377)
+
+    larger_batch = read_optimal("--model_size", "124M", "--global_batch_size", "512")
+    assert (larger_batch.learning_rate, larger_batch.weight_decay) == (0.00304, 0.31)
+    smaller_batch = read_optimal("--model_size", "124M", "--global_batch_size", "32")
+    assert smaller_batch.learning_rate == pytest.approx(0.0015, rel=0.01)
+    halved_rate = read_optimal("--model_size", "124M", "--learning_rate", "1.52e-3")
+    assert halved_rate.weight_decay == pytest.approx(0.31, rel=0.01)
+
+
+def test_the_size_is_that_of_the_named_model(tmp_path: Path):
+    tiny_config("llama").save_pretrained(tmp_path)
+    config = read_optimal("--model_name_or_path", str(tmp_path), "--block_size", "16")
+    same = read_optimal("--config_name", f"{tmp_path}/config.json", "--block_size", "16")
+    assert config.warmup == same.warmup
+    num_parameters = count_parameters(tiny_config("llama").to_dict()).total
+    assert config.warmup == f"{num_parameters * 2} tokens"
+
+    wider = read_optimal(
+        *("--model_name_or_path", str(tmp_path), "--block_size", "16"),
+        *("--config_overrides", "tie_word_embeddings=true,vocab_size=1000"),
+    )
+    assert wider.warmup != config.warmup
+
+
+def test_muon_has_the_batch_of_its_own_rule_and_the_rates_of_the_user():
+    config = read_optimal(
+        *("--model_size", "124M", "--optimizer", "muon"),
+        *("--learning_rate", "0.02", "--weight_decay", "0.01"),
+    )
+    assert (config.global_batch_size, config.learning_rate) == (640, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "--preset compute_optimal needs the size of the model; give --model_size."),
+        (("--model_name_or_path", "gpt2"), "fetch it with llm-trainers fetch, or give --model_typ"),
+        (("--model_type", "bloom"), "has been tried with gpt2, gpt_neox, llama, "),
+        (
+            ("--model_size", "124M", "--max_train_steps", "10"),
+            "needs the length in tokens, and --max_duration 10 steps is in steps",
+        ),
+        (
+            ("--model_size", "124M", "--global_batch_size", "8@0,16@1M"),
+            "--global_batch_size 8@0,16@1M grows; give a number",
+        ),
+        (
+            ("--model_size", "124M", "--optimizer", "muon", "--learning_rate", "0.02"),
+            "computes weight_decay for AdamW and one model, not for --optimizer muon; set weight_d",
+        ),
+        (
+            ("--model_size", "124M", "--mup", "--mup_base_width", "256", "--weight_decay", "0"),
+            "computes learning_rate for models without --mup; set it to the value of the base mode",
+        ),
+    ],
+)
+def test_a_rule_that_does_not_apply_is_refused_by_name(words, message):
+    with pytest.raises(ConfigError) as caught:
+        read_optimal(*words)
+    assert message in str(caught.value)
+
+
+def test_a_compute_optimal_run_logs_its_values_and_resumes_exactly(tmp_path: Path):
+    run = check_resume(
+        Bench(tmp_path),
+        "optimal",
+        preset="compute_optimal",
+        global_batch_size=4,
+        max_train_tokens=768,
+        max_train_steps=None,
+        learning_rate=None,
+        lr_scheduler_type=None,
+        num_warmup_steps=None,
+        checkpointing_steps=3,
+    )
+    assert "preset compute_optimal: learning_rate " in run.output
+    assert "lr_scheduler_type linear, warmup 77 tokens, weight_decay " in run.output
 
 
 def test_a_plan_has_the_options_of_the_preset(monkeypatch, capsys):

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from llm.config.options import names_class, option, option_group
 from llm.errors import ConfigError
-from llm.trainers.gpt.config import CoreConfig
+from llm.trainers.gpt.compute_optimal_preset import COMPUTE_OPTIMAL
+from llm.trainers.gpt.config import CoreConfig, values_of_preset
 from llm.trainers.gpt.seams import Extension
 
 if TYPE_CHECKING:
@@ -57,6 +58,13 @@ class MuPExtension(Extension[MuPOptions]):
                 "--mup needs --mup_base_width, the width of the model used to tune the learning "
                 "rate."
             )
+        if options.mup and options.preset == COMPUTE_OPTIMAL:
+            names = values_of_preset(options).keys() & {"learning_rate", "weight_decay"}
+            problems += [
+                f"--preset {options.preset} computes {name} for models without --mup; set it to "
+                "the value of the base model."
+                for name in sorted(names)
+            ]
         is_supported = options.optimizer in (None, "adamw", "accumadamw", "muon", "normuon")
         is_supported = is_supported or names_class(options.optimizer)  # by the rule of AdamW
         if options.mup and (options.besides_optimizer or not is_supported):
@@ -119,7 +127,8 @@ def scales_of(options: MuPOptions, config: "PreTrainedConfig") -> "Scales":
         ConfigError: muP has no rule for the architecture, or the base model is impossible.
     """
     from llm.extensions.mup.mup_scales import Scales
-    from llm.models.sizes import SHAPED, head_width
+    from llm.models.shapes import SHAPED
+    from llm.models.sizes import head_width
 
     model_type, text_config = config.model_type, config.get_text_config()
     if model_type not in SHAPED:

@@ -3,8 +3,9 @@
 Code of the core takes [CoreConfig][llm.trainers.gpt.config.CoreConfig], so that the type checker
 refuses a read of an extension's option. `llm/trainers/gpt/extensions.py` adds those.
 
-`--preset NAME` sets the options of a TOML file in the folder `presets`. The precedence is default <
-preset < TOML file (`--config`) < command line.
+`--preset NAME` sets the options of a TOML file in the folder `presets`, or computes them
+(`compute_optimal_preset.py`). The precedence is default < preset < TOML file (`--config`) < command
+line.
 
 The rules refuse combinations of options from several packages that cannot work. An option that
 needs another one declares it (`requires`); rules within a package are in its `options.py`. All
@@ -12,7 +13,7 @@ rules run before torch is imported, so a command that cannot work is refused at 
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -42,6 +43,7 @@ from llm.parallel.options import (
     sizes_above_one,
 )
 from llm.tokenizers.options import TokenizerOptions, tokenizer_problems
+from llm.trainers.gpt.compute_optimal_preset import COMPUTE_OPTIMAL, compute_optimal_values
 
 _PRESETS = Path(__file__).parent / "presets"
 
@@ -86,7 +88,9 @@ class RunOptions:
     preset: str | None = option(
         None,
         "Options to start from; config and command line override them. pretrain: learning rate, "
-        "warm-up, decay, betas and weight decay for training from random weights.",
+        "warm-up, decay, betas and weight decay for training from random weights. compute_optimal: "
+        "these, the length (20 tokens per parameter) and the batch, computed from the size of the "
+        "model for AdamW.",
     )
     seed: int | None = option(
         None,
@@ -216,7 +220,7 @@ def preset_options(values: dict[str, Any]) -> dict[str, Any]:
             the preset adds nothing: a resumed run keeps its recorded values.
 
     Raises:
-        ConfigError: The preset does not exist, or the run is a branch.
+        ConfigError: The preset does not exist or cannot be computed, or the run is a branch.
     """
     name = values.get("preset")
     if name is None or is_complete(values):
@@ -226,25 +230,32 @@ def preset_options(values: dict[str, Any]) -> dict[str, Any]:
             f"--preset {name} does not go with --branch_from, which takes the options of its "
             "parent; leave the preset out."
         )
-    return _read_preset(name)
+    return _read_preset(name, values)
 
 
-def _read_preset(name: str) -> dict[str, Any]:
-    """Return the options in the file of a preset.
+def _read_preset(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a preset, from its file or computed from other options.
 
     Raises:
-        ConfigError: The preset does not exist.
+        ConfigError: The preset does not exist or cannot be computed.
     """
+    if name == COMPUTE_OPTIMAL:
+        return compute_optimal_values(values)
     files = {path.stem: path for path in sorted(_PRESETS.glob("*.toml"))}
     if name not in files:
-        raise ConfigError(f"There is no --preset {name}; choose from: {', '.join(files)}.")
+        names = ", ".join(sorted([*files, COMPUTE_OPTIMAL]))
+        raise ConfigError(f"There is no --preset {name}; choose from: {names}.")
     return read_toml(CoreConfig, files[name])
 
 
 def values_of_preset(config: CoreConfig) -> dict[str, Any]:
     """Return the options of a run's preset that the run does not override."""
     assert config.preset is not None
-    preset = _read_preset(config.preset)
+    values = {name: getattr(config, name) for name in (f.name for f in fields(type(config)))}
+    try:
+        preset = _read_preset(config.preset, values)
+    except ConfigError:  # a resumed run may have another length, in steps
+        return {}
     return {name: value for name, value in preset.items() if getattr(config, name) == value}
 
 
@@ -299,6 +310,7 @@ def planned_run_problems(config: CoreConfig) -> list[str]:
         *_size_problems(config),
         *_precision_problems(config),
         *_fused_kernels_problems(config),
+        *_computed_rate_problems(config),
         *(
             problem
             for extension in extensions_in_use(config)
@@ -416,6 +428,22 @@ def _fp8_head_problems(config: CoreConfig) -> list[str]:
     if config.z_loss > _MAX_FLOAT8_Z_LOSS:
         conflicts.append(f"--z_loss above {_MAX_FLOAT8_Z_LOSS:g}")  # the gradient would overflow
     return [f"--fp8_head does not go with {name}; leave one of them out." for name in conflicts]
+
+
+def _computed_rate_problems(config: CoreConfig) -> list[str]:
+    """Return the problems of rates that were computed for AdamW and one model."""
+    if config.preset != COMPUTE_OPTIMAL:
+        return []
+    computed = ("learning_rate", "weight_decay")
+    names = [name for name in values_of_preset(config) if name in computed]
+    optimizer = None if config.optimizer in (None, "adamw") else f"--optimizer {config.optimizer}"
+    changes = (optimizer, config.besides_optimizer, config.around_optimizer, config.several_models)
+    return [
+        f"--preset {config.preset} computes {' and '.join(names)} for AdamW and one model, not for "
+        f"{change}; set {' and '.join(names)} too."
+        for change in changes
+        if change is not None and names
+    ]
 
 
 def _fused_kernels_problems(config: CoreConfig) -> list[str]:

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from llm.errors import ConfigError
 from llm.extensions.mup.mup_scales import Scales
 from llm.extensions.mup.options import MuPExtension
-from llm.models.sizes import SHAPED, find_blocks
+from llm.models.shapes import SHAPED
+from llm.models.sizes import find_blocks
 from llm.optim.groups import scale_learning_rates
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import Run, choose_factory, make_extensions

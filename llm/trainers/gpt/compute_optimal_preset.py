@@ -1,0 +1,204 @@
+"""`--preset compute_optimal`: length, batch and rates from the size of the model.
+
+The options are known before torch is imported, so the parameters are counted from the fields of the
+configuration (`llm/models/shapes.py`).
+"""
+
+import ast
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llm.config.duration import Duration
+from llm.config.options import fields
+from llm.errors import ConfigError
+from llm.models.options import ModelOptions, shape_options
+from llm.models.shapes import (
+    DEFAULT_FIELDS,
+    SHAPED,
+    ParameterCount,
+    count_parameters,
+    gpt2_fields,
+    shape_changes,
+)
+from llm.optim.compute_optimal import (
+    optimal_batch_tokens,
+    optimal_learning_rate,
+    optimal_weight_decay,
+    round_batch,
+    warmup_tokens,
+)
+
+COMPUTE_OPTIMAL = "compute_optimal"
+"""The name of the preset."""
+
+_FLAG = f"--preset {COMPUTE_OPTIMAL}"
+
+DEFAULT_LENGTH = Duration("20 tokens per parameter")
+"""Hoffmann et al. 2022, arXiv:2203.15556."""
+
+_GPT2_ALIASES = {
+    "num_hidden_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+
+
+class Budget(NamedTuple):
+    """Size of a model and length of its training.
+
+    Attributes:
+        parameters: Parameters of the model.
+        num_tokens: Tokens of the training.
+        block_size: Tokens of a sample.
+    """
+
+    parameters: ParameterCount
+    num_tokens: int
+    block_size: int
+
+    @property
+    def flops(self) -> float:
+        """The floating-point operations of the training, 6 N D with all parameters."""
+        return 6.0 * self.parameters.total * self.num_tokens
+
+
+def compute_optimal_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that the preset sets, whether the user overrides them or not.
+
+    Each follows from the options before it, with the user's value if there is one: a batch that the
+    user names changes the rate and the weight decay.
+
+    Args:
+        values: The user's options, by name.
+
+    Raises:
+        ConfigError: The size of the model or the length in tokens are unknown, or the batch grows.
+    """
+    budget = read_budget(values)
+    num_tokens = budget.num_tokens
+    for_muon = values.get("optimizer") in ("muon", "normuon")
+    num_samples = optimal_batch_tokens(num_tokens, for_muon=for_muon) / budget.block_size
+    preset: dict[str, Any] = {
+        "max_duration": DEFAULT_LENGTH,
+        "global_batch_size": round_batch(num_samples),
+    }
+    global_batch_size = values.get("global_batch_size") or preset["global_batch_size"]
+    if not isinstance(global_batch_size, int):
+        raise ConfigError(
+            f"{_FLAG} computes the rates of one batch, and --global_batch_size "
+            f"{global_batch_size} grows; give a number, or leave it out."
+        )
+    batch_tokens = global_batch_size * budget.block_size
+    preset["learning_rate"] = optimal_learning_rate(
+        num_parameters=budget.parameters.other, num_tokens=num_tokens, batch_tokens=batch_tokens
+    )
+    preset["lr_scheduler_type"] = "linear"
+    preset["warmup"] = Duration(f"{warmup_tokens(num_tokens)} tokens")
+    preset["weight_decay"] = optimal_weight_decay(
+        num_parameters=budget.parameters.total,
+        num_tokens=num_tokens,
+        batch_tokens=batch_tokens,
+        learning_rate=values.get("learning_rate") or preset["learning_rate"],
+    )
+    preset["betas"] = (0.9, 0.95)  # of both papers
+    return preset
+
+
+def read_budget(values: Mapping[str, Any]) -> Budget:
+    """Return the parameters and the tokens of a training from its options.
+
+    Args:
+        values: The user's options, by name.
+
+    Raises:
+        ConfigError: The model or its size are unknown, or the length is not in tokens.
+    """
+    config_fields = model_fields(values)
+    parameters = count_parameters(config_fields)
+    max_positions = config_fields.get("n_positions") or config_fields["max_position_embeddings"]
+    length = values.get("max_duration") or DEFAULT_LENGTH
+    if length.unit == "tokens per parameter":
+        num_tokens = math.ceil(length.value * parameters.total)
+    elif length.unit == "tokens":
+        num_tokens = int(length.value)
+    else:
+        raise ConfigError(
+            f"{_FLAG} needs the length in tokens, and --max_duration {length} is in {length.unit}; "
+            "give tokens or tokens per parameter, or leave it out for 20 tokens per parameter."
+        )
+    block_size = values.get("block_size") or min(1024, max_positions)
+    return Budget(parameters, num_tokens, block_size)
+
+
+def model_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the model's configuration that decide its number of parameters.
+
+    Args:
+        values: The user's options, by name.
+
+    Raises:
+        ConfigError: The configuration is not on this machine, or is of another architecture.
+    """
+    names = {field.name for field in fields(ModelOptions)}
+    options = ModelOptions(**{name: values[name] for name in names & values.keys()})
+    config_fields = _base_fields(options)
+    if shape_options(options):
+        config_fields |= shape_changes(options, config_fields)
+    overrides = (options.config_overrides or "").split(",")
+    for name, _, value in (item.partition("=") for item in overrides if item):
+        name = name.strip()
+        if config_fields["model_type"] == "gpt2":
+            name = _GPT2_ALIASES.get(name, name)
+        config_fields[name] = _parse_value(value.strip())
+    return config_fields
+
+
+def _base_fields(options: ModelOptions) -> dict[str, Any]:
+    """Return the fields before the options change them."""
+    name = options.config_name or options.model_name_or_path
+    if name is not None:
+        config_fields = _read_config_file(name)
+    elif options.model_type is not None:
+        config_fields = {"model_type": options.model_type}
+    elif shape_options(options):
+        config_fields = {"model_type": "gpt2", **gpt2_fields(options.model_size)}
+    else:
+        raise ConfigError(f"{_FLAG} needs the size of the model; give --model_size.")
+    model_type = str(config_fields.get("model_type"))
+    if model_type not in SHAPED:
+        raise ConfigError(
+            f"{_FLAG} has been tried with {', '.join(SHAPED)}, and this model is {model_type}; set "
+            "the length, the batch and the rates yourself."
+        )
+    return {**DEFAULT_FIELDS[model_type], **config_fields}
+
+
+def _read_config_file(name: str) -> dict[str, Any]:
+    """Return the fields of a config.json, from its path or its folder."""
+    path = Path(name)
+    if path.is_dir():
+        path /= "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"{_FLAG} needs the size of the model before anything is downloaded, and {name} has no "
+            "config.json on this machine; fetch it with llm-trainers fetch, or give --model_type."
+        )
+    try:
+        config_fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}.") from error
+    if not isinstance(config_fields, dict):
+        raise ConfigError(f"{path} is not a model's configuration: it holds no JSON object.")
+    return config_fields
+
+
+def _parse_value(text: str) -> Any:
+    """Return the value of a field from `--config_overrides`."""
+    try:
+        return ast.literal_eval(text.capitalize() if text.lower() in ("true", "false") else text)
+    except (SyntaxError, ValueError):
+        return text
