@@ -313,6 +313,7 @@ def test_a_folder_cannot_set_the_options_that_widen_trust(received):
         "eval_metrics": (),
         "compiled_code": None,
         "eval_tasks": (),
+        "eval_tasks_limit": None,
         "eval_tasks_steps": None,
         "change_on_resume": (),
         "eval_only": False,

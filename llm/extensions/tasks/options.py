@@ -19,7 +19,7 @@ class FetchTasksOptions:
 
     eval_tasks: tuple[str, ...] = option(
         (),
-        "Tasks: YAML files of lm-eval, or names of tasks that come with it.",
+        "Tasks: YAML files of lm-eval, names of tasks that come with it, or sets (core, easy).",
         path=True,
         aliases=("tasks",),
     )
@@ -31,8 +31,8 @@ class TasksOptions(CoreConfig):
 
     eval_tasks: tuple[str, ...] = option(
         (),
-        "lm-eval tasks to run on the model: YAML files, with data in local files. Needs the extra "
-        "tasks.",
+        "lm-eval tasks to run on the model: names such as arc_easy, YAML files, and the sets core "
+        "and easy. llm-trainers fetch downloads their data. Needs the extra tasks.",
         path=True,
         widens_trust=True,
     )
@@ -42,16 +42,21 @@ class TasksOptions(CoreConfig):
         at_least=1,
         requires=("eval_tasks",),
     )
+    eval_tasks_limit: int | None = option(
+        None,
+        "Use only this many documents of each task, the first ones. The names of the results tell.",
+        at_least=1,
+        requires=("eval_tasks",),
+    )
 
 
 def _fetch_tasks(
     options: TasksOptions, folder: Path, fetch_dataset: FetchDataset
 ) -> dict[str, Any]:
     """Download the data of the tasks; return the option with the YAML files that read them."""
-    from llm.extensions.tasks.fetch_tasks import fetch_task
+    from llm.extensions.tasks.fetch_tasks import fetch_tasks
 
-    task_files = (fetch_task(name, folder, fetch_dataset) for name in options.eval_tasks)
-    return {"eval_tasks": tuple(task_files)}
+    return {"eval_tasks": fetch_tasks(options.eval_tasks, folder, fetch_dataset)}
 
 
 class TasksExtension(Extension[TasksOptions]):
@@ -75,7 +80,13 @@ class TasksExtension(Extension[TasksOptions]):
             raise ConfigError(
                 f"--eval_tasks needs the package {error.name}: pip install 'llm-trainers[tasks]'."
             ) from error
-        self._tasks = Tasks(self.options.eval_tasks, run.tokenizer, run.model_config, run.dims)
+        self._tasks = Tasks(
+            self.options.eval_tasks,
+            run.tokenizer,
+            run.model_config,
+            run.dims,
+            limit=self.options.eval_tasks_limit,
+        )
 
     def in_loop(self, context: "LoopContext") -> LoopExtension | None:
         """Return the runner of the tasks during training; None without tasks."""

@@ -27,11 +27,20 @@ class TaskRuns(LoopExtension):
         self._results: dict[str, dict[str, float]] | None = None
         self.periodic = Periodic("tasks", interval, self._report_tasks)
 
+    def describe(self) -> list[str]:
+        """Return a line for each set: its tasks, those that it leaves out, and its number."""
+        return [
+            f"task set {name}: {task_set.description}, {task_set.score}"
+            for name, task_set in self._tasks.sets.items()
+        ]
+
     def _report_tasks(self, step: int) -> dict[str, float]:
         """Run the tasks after a step, and log their results."""
         self._results = self._run_tasks()
         for task, metrics in self._results.items():
-            columns = [f"{name}: {value:.6g}" for name, value in metrics.items()]
+            task_set = self._tasks.sets.get(task)
+            shown_names = metrics if task_set is None else [task_set.score]
+            columns = [f"{name}: {metrics[name]:.6g}" for name in shown_names]
             line = " | ".join([f"task {task} at step {step}", *columns])
             logger.info(line, extra=event("task", step=step, task=task, **metrics))
         return task_values(self._results)

@@ -5,7 +5,8 @@ answers, in any layout. The module needs the extra `tasks`, and is imported if a
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,11 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llm.errors import ConfigError, one_line
 from llm.extensions.tasks.answers import Prompt, ScoredText, generate, score
+from llm.extensions.tasks.task_files import find_task_files, has_hub_data, read_settings
+from llm.extensions.tasks.task_sets import TaskSet, read_set
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.dims import ParallelDims
+from llm.runtime.agreement import on_rank0
 from llm.tokenizers.prompts import encode_prompt
 
 Score = Callable[[Sequence[ScoredText]], list[tuple[float, bool]]]
@@ -42,22 +46,28 @@ class Tasks:
     """Tasks with checked data and requests; every rank makes one.
 
     Args:
-        files: YAML files of lm-eval.
+        names: YAML files of lm-eval, names of its tasks, and sets.
         tokenizer: The run's tokenizer.
         model_config: The model's configuration.
         layout: How the ranks divide the model.
+        limit: Number of documents of each task, the first ones; None for all.
+
+    Attributes:
+        sets: The sets among them, by the names of their results.
 
     Raises:
-        ConfigError: A file is not a task, its data cannot be read or do not fit the model, or the
-            layout cannot generate the text that it asks for.
+        ConfigError: A name is unknown, a file is not a task, its data cannot be read or do not fit
+            the model, or the layout cannot generate the text that it asks for.
     """
 
     def __init__(
         self,
-        files: Sequence[str],
+        names: Sequence[str],
         tokenizer: PreTrainedTokenizerBase,
         model_config: PreTrainedConfig,
         layout: ParallelDims,
+        *,
+        limit: int | None = None,
     ) -> None:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         lm_eval_task.tqdm = partial(tqdm, disable=True)  # no option can change this
@@ -70,27 +80,39 @@ class Tasks:
         self._length_multiple = layout.tensor * (2 * layout.context if layout.context > 1 else 1)
         num_positions = resolve_max_length(model_config, tokenizer)
         self._max_length = num_positions - num_positions % self._length_multiple
+        self._limit = limit
         self._loaded_tasks: dict[str, Any] = {"tasks": {}, "groups": {}}
-        for file in files:
-            loaded = _load_tasks(file)
-            self._check_tasks(file, loaded["tasks"], layout)
-            self._try_tasks(file, loaded)
+        self.sets: dict[str, TaskSet] = {}
+        # The files of lm-eval are thousands, so one rank looks through them.
+        task_files = on_rank0(lambda: find_task_files(names))
+        for name in names:
+            path = Path(task_files[name])
+            task_set = read_set(path, task_files) if "set" in read_settings(path) else None
+            loaded = _load_tasks(name, path) if task_set is None else _load_set(name, task_set)
+            self._check_tasks(name, loaded["tasks"], layout)
+            self._try_tasks(name, loaded, task_set)
+            if task_set is not None:
+                self.sets[self._result_name(task_set.name)] = task_set
             for kind, objects in self._loaded_tasks.items():
                 objects.update(loaded[kind])
 
-    def _check_tasks(self, file: str, tasks: Mapping[str, Any], layout: ParallelDims) -> None:
-        """Refuse tasks that another file has too, or that generate text with a divided model."""
-        for name, task in tasks.items():
-            if name in self._loaded_tasks["tasks"]:
-                raise ConfigError(f"--eval_tasks names the task {name} twice.")
+    def _result_name(self, name: str) -> str:
+        """Return the name of the results of a task or a set; it tells if documents are left out."""
+        return name if self._limit is None else f"{name}_first_{self._limit}"
+
+    def _check_tasks(self, name: str, tasks: Mapping[str, Any], layout: ParallelDims) -> None:
+        """Refuse tasks that another name has too, or that generate text with a divided model."""
+        for task_name, task in tasks.items():
+            if task_name in self._loaded_tasks["tasks"]:
+                raise ConfigError(f"--eval_tasks names the task {task_name} twice.")
             if task.get_config("output_type") == "generate_until" and not layout.is_replicated:
                 raise ConfigError(
-                    f"--eval_tasks {file}: the task {name} generates text, so each rank must "
+                    f"--eval_tasks {name}: the task {task_name} generates text, so each rank must "
                     f"hold the whole model, but they divide it ({layout.describe()}); leave it "
                     "out."
                 )
 
-    def _try_tasks(self, file: str, loaded: dict[str, Any]) -> None:
+    def _try_tasks(self, name: str, loaded: dict[str, Any], task_set: TaskSet | None) -> None:
         """Create all requests and compute all results once, with dummy answers.
 
         Raises:
@@ -99,15 +121,22 @@ class Tasks:
         try:
             results = self._evaluate_tasks(
                 loaded,
+                [] if task_set is None else [task_set],
                 score=lambda texts: [(-1.0, False)] * len(texts),
                 generate=lambda prompts: [""] * len(prompts),
             )
         except Exception as error:  # templates, metrics and users' functions may raise anything
             reason = one_line(error)
             raise ConfigError(
-                f"--eval_tasks {file} does not fit the model or its data: {reason}."
+                f"--eval_tasks {name} does not fit the model or its data: {reason}."
             ) from error
-        _check_results(file, loaded["tasks"], results)
+        for task_name, task in loaded["tasks"].items() if task_set is None else ():
+            if not results[self._result_name(task_name)]:  # lm-eval skips unknown metrics
+                metrics = [str(metric.get("metric")) for metric in task.config.metric_list or ()]
+                raise ConfigError(
+                    f"--eval_tasks {name}: the task {task_name} has no results by its metrics "
+                    f"({', '.join(metrics) or 'none'}); name some that lm-eval knows."
+                )
 
     def run(
         self,
@@ -128,7 +157,7 @@ class Tasks:
             on_batch: Called after each batch.
 
         Returns:
-            The values of the metrics by task or group, the same on all ranks.
+            The values of the metrics by task, group or set, the same on all ranks.
         """
         score_texts = partial(
             score,
@@ -143,62 +172,84 @@ class Tasks:
         # Compiled blocks would recompile for every length.
         with strategy.averaged(), torch.compiler.set_stance("force_eager"):
             return self._evaluate_tasks(
-                self._loaded_tasks, score=score_texts, generate=continue_texts
+                self._loaded_tasks,
+                self.sets.values(),
+                score=score_texts,
+                generate=continue_texts,
             )
 
     def _evaluate_tasks(
-        self, loaded: dict[str, Any], *, score: Score, generate: Generate
+        self,
+        loaded: dict[str, Any],
+        task_sets: Iterable[TaskSet],
+        *,
+        score: Score,
+        generate: Generate,
     ) -> dict[str, dict[str, float]]:
         for task in loaded["tasks"].values():
             task.set_fewshot_seed(DEFAULT_OTHER_SEED)  # each time the same examples
         answers = _Answers(self._tokenizer, self._max_length, score, generate)
         # Standard errors of some metrics would fork processes.
-        results = evaluator.evaluate(answers, loaded, bootstrap_iters=0, log_samples=False)
-        return {name: _metric_values(metrics) for name, metrics in results["results"].items()}
+        evaluation = evaluator.evaluate(
+            answers, loaded, limit=self._limit, bootstrap_iters=0, log_samples=False
+        )
+        results = {name: _metric_values(metrics) for name, metrics in evaluation["results"].items()}
+        for task_set in task_sets:
+            set_results = task_set.results(results, loaded["tasks"])
+            for member in task_set.members:
+                del results[task_set.task_name(member)]
+            results[task_set.name] = set_results
+        return {self._result_name(name): metrics for name, metrics in results.items()}
 
 
-def _load_tasks(file: str) -> dict[str, Any]:
-    """Load the tasks of a YAML file, and their data."""
-    if not Path(file).is_file():
-        raise ConfigError(f"--eval_tasks {file} is not a file; name the YAML file of a task.")
+def _load_set(name: str, task_set: TaskSet) -> dict[str, Any]:
+    """Load the tasks of a set, and their data."""
+    tasks: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for member, file in zip(
+            task_set.members, task_set.write_task_files(Path(folder)), strict=True
+        ):
+            tasks |= _load_tasks(name, Path(file), member=member.name)["tasks"]
+    return {"tasks": tasks, "groups": {}}
+
+
+def _load_tasks(name: str, path: Path, *, member: str | None = None) -> dict[str, Any]:
+    """Load the tasks of a YAML file, and their data.
+
+    Args:
+        name: The value of `--eval_tasks`.
+        path: The file.
+        member: The task's name in the set that `name` names.
+
+    Raises:
+        ConfigError: The file is not that of a task, or its data cannot be read.
+    """
     shows_progress_bars = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
-        loaded: dict[str, Any] = TaskManager(include_defaults=False).load([file])
+        loaded: dict[str, Any] = TaskManager(include_defaults=False).load([str(path)])
     except Exception as error:  # YAML, lm-eval and datasets raise dozens of types
         reason = one_line(error)
+        subject = name if member is None else f"{name}: the task {member}"
+        settings = read_settings(path)
         if isinstance(error, AttributeError | KeyError | TypeError):  # about lm-eval's variables
             reason = "a key that it needs is missing, or has a value of the wrong kind"
+        elif has_hub_data(settings):
+            file_name = settings["task"] if member is None else Path(name).stem
+            raise ConfigError(
+                f"--eval_tasks {subject} cannot be loaded: {reason}. Run llm-trainers fetch inputs "
+                f"--tasks {name} on a machine with a connection to the Hub, and use --eval_tasks "
+                f"inputs/tasks/{file_name}.yaml here; or write a YAML file with dataset_path: json "
+                "and data_files."
+            ) from error
         raise ConfigError(
-            f"--eval_tasks {file} cannot be loaded as a task of lm-eval: {reason} "
+            f"--eval_tasks {subject} cannot be loaded as a task of lm-eval: {reason} "
             "(a task without access to the Hub has dataset_path: json and its data_files)."
         ) from error
     finally:
         if shows_progress_bars:
             datasets.enable_progress_bars()
     return loaded
-
-
-def _check_results(
-    file: str, tasks: Mapping[str, Any], results: Mapping[str, Mapping[str, float]]
-) -> None:
-    """Refuse tasks without results, because lm-eval skips metrics that it does not know.
-
-    Args:
-        file: The YAML file of the tasks, for the message.
-        tasks: lm-eval's tasks by name.
-        results: Values of the metrics by task.
-
-    Raises:
-        ConfigError: A task has no results.
-    """
-    for name, task in tasks.items():
-        if not results.get(name):
-            metrics = [str(metric.get("metric")) for metric in task.get_config("metric_list") or ()]
-            raise ConfigError(
-                f"--eval_tasks {file}: the task {name} has no results by its metrics "
-                f"({', '.join(metrics) or 'none'}); name some that lm-eval knows."
-            )
 
 
 def _metric_values(metrics: dict[str, Any]) -> dict[str, float]:
