@@ -11,9 +11,9 @@ from typing import Any
 
 from llm.errors import ConfigError
 from llm.extensions.tasks.task_files import SETS_FOLDER, read_settings
+from llm.metrics.set_scores import SET_SCORES
 from llm.runtime.logging import counted
 
-_SCORES = ("centered_accuracy", "bits_per_byte")
 _DATA_KEYS = {"include", "dataset_path", "dataset_name", "dataset_kwargs"}
 """Keys of a member that a copy of a set may change, because its data are elsewhere."""
 
@@ -47,7 +47,7 @@ class TaskSet:
         set_name: Its name.
         name: Name of the results: of a copy of a set with fewer tasks, it tells what is missing.
         description: The same for the log.
-        score: Name of the number: `centered_accuracy` or `bits_per_byte`.
+        score: Name of the number: `centered_accuracy` or `answer_bits_per_byte`.
         members: The tasks.
     """
 
@@ -77,7 +77,7 @@ class TaskSet:
         """Return the number of the set, and that of each task.
 
         `centered_accuracy` is the mean over the tasks of (accuracy - chance) / (1 - chance), so a
-        guess has 0 and a perfect model 1. `bits_per_byte` is the mean over the tasks.
+        guess has 0 and a perfect model 1. `answer_bits_per_byte` is the mean over the tasks.
 
         Args:
             metrics_by_task: lm-eval's results.
@@ -151,10 +151,10 @@ def read_set(path: Path, task_files: Mapping[str, str]) -> TaskSet:
     """
     settings = read_settings(path)
     set_name, score, entries = (settings.get(key) for key in ("set", "score", "tasks"))
-    if not isinstance(set_name, str) or score not in _SCORES or not isinstance(entries, dict):
+    if not isinstance(set_name, str) or score not in SET_SCORES or not isinstance(entries, dict):
         raise ConfigError(
             f"--eval_tasks {path} is not a set of tasks: it needs the keys set (its name), score "
-            f"({' or '.join(_SCORES)}) and tasks (settings by name)."
+            f"({' or '.join(SET_SCORES)}) and tasks (settings by name)."
         )
     members = []
     for name, entry in entries.items():
@@ -188,7 +188,7 @@ def _entry_fault(entry: Any, score: str) -> str | None:
     num_fewshot, chance = entry.get("num_fewshot"), entry.get("chance", 0)
     if not isinstance(num_fewshot, int) or num_fewshot < 0:
         return f"needs a number of examples (num_fewshot), not {num_fewshot!r}"
-    if score == "bits_per_byte":
+    if score == "answer_bits_per_byte":
         keys = sorted(entry.keys() & {"metric", "chance"})
         return f"has {keys[0]}, which bits per byte do not use" if keys else None
     if not isinstance(entry.get("metric"), str):

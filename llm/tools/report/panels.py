@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from llm.metrics.set_scores import set_scores
 from llm.tools.report.runs import X_KEYS, Run, X
 
 MAX_POINTS = 2000
@@ -146,8 +147,13 @@ def make_panels(runs: list[Run]) -> list[Panel]:
     """Return the panels with values, in the order of the page."""
     keys = list(dict.fromkeys(key for run in runs for row in run.rows for key in row))
     known_keys = {key for panel in _KNOWN_PANELS for key in panel.keys} | _HIDDEN_KEYS
+    set_prefixes = {key.rpartition("/")[0] for key in keys if set_scores({key: 0.0})}
     other_keys = [
-        key for key in keys if key not in known_keys and not key.startswith(_HIDDEN_PREFIXES)
+        key
+        for key in keys
+        if key not in known_keys
+        and not key.startswith(_HIDDEN_PREFIXES)
+        and (key.rpartition("/")[0] not in set_prefixes or set_scores({key: 0.0}))
     ]
     layer_panels = _make_layer_panels(other_keys)
     layer_keys = {key for panel in layer_panels for key in panel.keys}

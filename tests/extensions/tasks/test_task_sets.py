@@ -81,7 +81,7 @@ def sets(folder) -> dict[str, Path]:
     }
     return {
         "toy": write_set(folder / "toy.yaml", "toy", "centered_accuracy", accuracies),
-        "bits": write_set(folder / "bits.yaml", "bits", "bits_per_byte", bits),
+        "bits": write_set(folder / "bits.yaml", "bits", "answer_bits_per_byte", bits),
     }
 
 
@@ -128,7 +128,7 @@ def expected_results(model: Path, folder: Path, limit: int | None = None) -> dic
         f"task_toy{suffix}/zero": zero,
         f"task_toy{suffix}/shots": shots,
         f"task_toy{suffix}/words": words,
-        f"task_bits{suffix}/bits_per_byte": sum(bits.values()) / 3,
+        f"task_bits{suffix}/answer_bits_per_byte": sum(bits.values()) / 3,
         f"task_bits{suffix}/zero": bits["first"],
         f"task_bits{suffix}/shots": bits["second"],
         f"task_bits{suffix}/words": bits["words"],
@@ -157,7 +157,7 @@ def test_the_log_has_one_number_for_each_set(trained):
     assert "task set toy: toy (3 tasks), centered_accuracy" in trained.output
     number = f"centered_accuracy: {results['task_toy/centered_accuracy']:.6g}"
     assert f"task toy at step 6 | {number}\n" in trained.output
-    assert f"task bits at step 6 | bits_per_byte: {results['task_bits/bits_per_byte']:.6g}\n" in (
+    assert f"task bits at step 6 | answer_bits_per_byte: {results['task_bits/answer_bits_per_byte']:.6g}\n" in (
         trained.output
     )
     [event] = [e for e in trained.events if e.get("task") == "toy" and e["step"] == 6]
@@ -291,7 +291,7 @@ def test_unknown_names_are_answered_with_close_ones(monkeypatch, tmp_path):
     assert "did you mean easy" in refusal("eazy")
     assert "name its tasks one by one: arc_challenge arc_easy." in refusal("ai2_arc")
     tasks = {"a": {"task": "arc_eazy", "num_fewshot": 0}}
-    said = refusal(write_set(tmp_path / "mine.yaml", "mine", "bits_per_byte", tasks))
+    said = refusal(write_set(tmp_path / "mine.yaml", "mine", "answer_bits_per_byte", tasks))
     assert "mine.yaml: the task arc_eazy is neither" in said
     assert "did you mean arc_easy" in said
 
@@ -313,7 +313,7 @@ def test_a_name_without_its_data_is_answered_with_the_command(monkeypatch):
     ("settings", "sentence"),
     [
         ({"score": "acc", "tasks": {}}, "is not a set of tasks: it needs the keys set"),
-        ({"set": "a", "score": "bits_per_byte", "tasks": {}}, "the set a has no tasks"),
+        ({"set": "a", "score": "answer_bits_per_byte", "tasks": {}}, "the set a has no tasks"),
         ({"tasks": {"a": 1}}, "the task a needs a task of lm-eval (task) or a file (include)"),
         ({"tasks": {"a": {"include": "first.yaml"}}}, "a number of examples (num_fewshot), not No"),
         ({"tasks": {"a": {"include": "first.yaml", "num_fewshot": 0, "metric": "acc"}}},
@@ -332,7 +332,7 @@ def test_a_name_without_its_data_is_answered_with_the_command(monkeypatch):
 )  # fmt: skip
 def test_wrong_sets_are_refused_in_one_sentence(folder, settings, sentence):
     file = folder / "wrong.yaml"
-    file.write_text(yaml.safe_dump({"set": "a", "score": "bits_per_byte"} | settings))
+    file.write_text(yaml.safe_dump({"set": "a", "score": "answer_bits_per_byte"} | settings))
     said = refusal(file)
 
     assert sentence in said
