@@ -405,6 +405,19 @@ def test_tasks_have_a_separate_section(tmp_path):
     assert (panel.section, panel.title) == ("Tasks", "shakespeare_cloze: acc")
 
 
+def test_a_set_of_tasks_has_one_number_in_the_summary_and_in_the_charts(tmp_path):
+    record = {
+        "task_core/centered_accuracy": 0.125,
+        "task_core/arc_easy": 0.5,
+        "task_arc_easy/acc": 1,
+    }
+    run = write_run(tmp_path / "run", [report(1, **record)])
+
+    assert "core: centered accuracy 0.1250" in text_of(run)
+    titles = [panel.title for panel in panels_of(run).values() if panel.section == "Tasks"]
+    assert titles == ["core: centered accuracy", "arc_easy: acc"]
+
+
 def test_a_constant_metric_has_no_panel(run, tmp_path):
     assert not {"loss_scale", "skipped_steps"} & panels_of(run).keys()
     records = [report(1, loss_scale=2.0, skipped_steps=1)]

@@ -9,7 +9,7 @@ from bokeh.resources import Resources
 from markupsafe import Markup
 
 from llm import __version__
-from llm.metrics.set_scores import set_scores
+from llm.metrics.set_scores import set_score_title
 from llm.metrics.wall_time import describe_goodput
 from llm.tools.report.charts import MARKS, Charts
 from llm.tools.report.events import Event
@@ -112,12 +112,9 @@ def summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
         ("Skipped steps", lambda run: _format_or_none(run.last("skipped_steps"), format_count)),
     ]
     cells = [(name, [cell(run) for run in runs]) for name, cell in rows]
-    scores_by_run = [
-        set_scores({key: run.last(key) for row in run.rows for key in row}) for run in runs
-    ]
-    for name in dict.fromkeys(name for scores in scores_by_run for name in scores):
-        values = [scores.get(name) for scores in scores_by_run]
-        cells.append((name.replace("_", " "), [_format_or_none(v, "{:.4f}".format) for v in values]))
+    for key in dict.fromkeys(key for run in runs for row in run.rows for key in row):
+        if title := set_score_title(key):
+            cells.append((title, [_format_or_none(run.last(key), "{:.4f}".format) for run in runs]))
     return [(name, [value or "-" for value in values]) for name, values in cells if any(values)]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from llm.metrics.set_scores import set_scores
+from llm.metrics.set_scores import set_score_title
 from llm.tools.report.runs import X_KEYS, Run, X
 
 MAX_POINTS = 2000
@@ -147,13 +147,13 @@ def make_panels(runs: list[Run]) -> list[Panel]:
     """Return the panels with values, in the order of the page."""
     keys = list(dict.fromkeys(key for run in runs for row in run.rows for key in row))
     known_keys = {key for panel in _KNOWN_PANELS for key in panel.keys} | _HIDDEN_KEYS
-    set_prefixes = {key.rpartition("/")[0] for key in keys if set_scores({key: 0.0})}
+    set_prefixes = {key.rpartition("/")[0] for key in keys if set_score_title(key)}
     other_keys = [
         key
         for key in keys
         if key not in known_keys
         and not key.startswith(_HIDDEN_PREFIXES)
-        and (key.rpartition("/")[0] not in set_prefixes or set_scores({key: 0.0}))
+        and (key.rpartition("/")[0] not in set_prefixes or set_score_title(key))
     ]
     layer_panels = _make_layer_panels(other_keys)
     layer_keys = {key for panel in layer_panels for key in panel.keys}
@@ -220,7 +220,8 @@ def _make_panel(key: str) -> Panel:
         return _make_loss_panel(key)
     if key.startswith("task_"):
         task, _, metric = key.removeprefix("task_").partition("/")
-        return Panel(name=name, title=f"{task}: {metric}", keys=(key,), section="Tasks")
+        title = set_score_title(key) or f"{task}: {metric}"
+        return Panel(name=name, title=title, keys=(key,), section="Tasks")
     if "memory" in key:
         return Panel(name=name, title=label.capitalize(), keys=(key,), unit="GiB", section="System",
                      from_zero=True, factor=2.0**-30)  # fmt: skip

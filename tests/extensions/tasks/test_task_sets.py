@@ -157,9 +157,8 @@ def test_the_log_has_one_number_for_each_set(trained):
     assert "task set toy: toy (3 tasks), centered_accuracy" in trained.output
     number = f"centered_accuracy: {results['task_toy/centered_accuracy']:.6g}"
     assert f"task toy at step 6 | {number}\n" in trained.output
-    assert f"task bits at step 6 | answer_bits_per_byte: {results['task_bits/answer_bits_per_byte']:.6g}\n" in (
-        trained.output
-    )
+    number = f"answer_bits_per_byte: {results['task_bits/answer_bits_per_byte']:.6g}"
+    assert f"task bits at step 6 | {number}\n" in trained.output
     [event] = [e for e in trained.events if e.get("task") == "toy" and e["step"] == 6]
     assert event["zero"] == results["task_toy/zero"]
 
