@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,10 +152,15 @@ def read_set(path: Path, task_files: Mapping[str, str]) -> TaskSet:
     """
     settings = read_settings(path)
     set_name, score, entries = (settings.get(key) for key in ("set", "score", "tasks"))
-    if not isinstance(set_name, str) or score not in SET_SCORES or not isinstance(entries, dict):
+    if (
+        not isinstance(set_name, str)
+        or not re.fullmatch(r"[\w.-]+", set_name)
+        or score not in SET_SCORES
+        or not isinstance(entries, dict)
+    ):
         raise ConfigError(
-            f"--eval_tasks {path} is not a set of tasks: it needs the keys set (its name), score "
-            f"({' or '.join(SET_SCORES)}) and tasks (settings by name)."
+            f"--eval_tasks {path} is not a set of tasks: it needs the keys set (a name of letters, "
+            f"digits, - and _), score ({' or '.join(SET_SCORES)}) and tasks (settings by name)."
         )
     members = []
     for name, entry in entries.items():

@@ -95,6 +95,13 @@ class Tasks:
                 self.sets[self._result_name(task_set.name)] = task_set
             for kind, objects in self._loaded_tasks.items():
                 objects.update(loaded[kind])
+        task_names = {name for objects in self._loaded_tasks.values() for name in objects}
+        for task_set in self.sets.values():
+            if task_set.name in task_names:
+                raise ConfigError(
+                    f"--eval_tasks has a set and a task of the name {task_set.name}: give the set "
+                    "another name."
+                )
 
     def _result_name(self, name: str) -> str:
         """Return the name of the results of a task or a set; it tells if documents are left out."""
@@ -209,17 +216,22 @@ def _load_set(name: str, task_set: TaskSet) -> dict[str, Any]:
         for member, file in zip(
             task_set.members, task_set.write_task_files(Path(folder)), strict=True
         ):
-            tasks |= _load_tasks(name, Path(file), member=member.name)["tasks"]
+            subject = f"{name}: the task {member.name}"
+            loaded = _load_tasks(name, Path(file), subject=subject, fetched_as=task_set.set_name)
+            tasks |= loaded["tasks"]
     return {"tasks": tasks, "groups": {}}
 
 
-def _load_tasks(name: str, path: Path, *, member: str | None = None) -> dict[str, Any]:
+def _load_tasks(
+    name: str, path: Path, *, subject: str | None = None, fetched_as: str | None = None
+) -> dict[str, Any]:
     """Load the tasks of a YAML file, and their data.
 
     Args:
         name: The value of `--eval_tasks`.
         path: The file.
-        member: The task's name in the set that `name` names.
+        subject: What a message is about; by default `name`.
+        fetched_as: Name of the file that `llm-trainers fetch` writes; by default the task's.
 
     Raises:
         ConfigError: The file is not that of a task, or its data cannot be read.
@@ -230,16 +242,15 @@ def _load_tasks(name: str, path: Path, *, member: str | None = None) -> dict[str
         loaded: dict[str, Any] = TaskManager(include_defaults=False).load([str(path)])
     except Exception as error:  # YAML, lm-eval and datasets raise dozens of types
         reason = one_line(error)
-        subject = name if member is None else f"{name}: the task {member}"
-        settings = read_settings(path)
+        subject, settings = subject or name, read_settings(path)
+        fetched_as = fetched_as or settings.get("task")
         if isinstance(error, AttributeError | KeyError | TypeError):  # about lm-eval's variables
             reason = "a key that it needs is missing, or has a value of the wrong kind"
         elif has_hub_data(settings):
-            file_name = settings["task"] if member is None else Path(name).stem
             raise ConfigError(
                 f"--eval_tasks {subject} cannot be loaded: {reason}. Run llm-trainers fetch inputs "
                 f"--tasks {name} on a machine with a connection to the Hub, and use --eval_tasks "
-                f"inputs/tasks/{file_name}.yaml here; or write a YAML file with dataset_path: json "
+                f"inputs/tasks/{fetched_as}.yaml here; or write a YAML file with dataset_path: json "
                 "and data_files."
             ) from error
         raise ConfigError(

@@ -280,6 +280,9 @@ def test_a_set_runs_with_one_of_its_tasks_and_with_files(tmp_path, monkeypatch, 
 
     assert [*tasks.sets] == ["toy", "bits"]
     assert "names the task toy_shots twice" in refusal(sets["toy"], sets["toy"])
+    entry = {"a": {"include": str(folder / "words.yaml"), "num_fewshot": 0}}
+    twin = write_set(tmp_path / "twin.yaml", "first", "answer_bits_per_byte", entry)
+    assert "has a set and a task of the name first" in refusal(folder / "first.yaml", twin)
 
 
 def test_unknown_names_are_answered_with_close_ones(monkeypatch, tmp_path):
@@ -312,6 +315,7 @@ def test_a_name_without_its_data_is_answered_with_the_command(monkeypatch):
     ("settings", "sentence"),
     [
         ({"score": "acc", "tasks": {}}, "is not a set of tasks: it needs the keys set"),
+        ({"set": "a/b", "tasks": {}}, "is not a set of tasks: it needs the keys set"),
         ({"set": "a", "score": "answer_bits_per_byte", "tasks": {}}, "the set a has no tasks"),
         ({"tasks": {"a": 1}}, "the task a needs a task of lm-eval (task) or a file (include)"),
         ({"tasks": {"a": {"include": "first.yaml"}}}, "a number of examples (num_fewshot), not No"),
