@@ -232,7 +232,7 @@ def test_names_that_cannot_be_fetched_are_refused_in_one_sentence(hub, tmp_path)
         "--dataset me/text": "several configurations; choose a configuration with",
         "--dataset me/nowhere": "--dataset_name me/nowhere cannot be loaded",
         "--metrics nowhere": "--eval_metrics nowhere is not on the Hub",
-        "--tasks nowhere": "nowhere is neither a YAML file nor a task",
+        "--tasks nowhere": "nowhere is neither a YAML file, nor a set (core, easy),",
         "--tasks ai2_arc": "ai2_arc is a group of tasks; name its tasks one by one",
         "--tasks far.yaml": "reads https://a.example/b: download the file",
         "--metrics accuracy": "There is nothing to fetch",

@@ -250,8 +250,8 @@ def _load_tasks(
             raise ConfigError(
                 f"--eval_tasks {subject} cannot be loaded: {reason}. Run llm-trainers fetch inputs "
                 f"--tasks {name} on a machine with a connection to the Hub, and use --eval_tasks "
-                f"inputs/tasks/{fetched_as}.yaml here; or write a YAML file with dataset_path: json "
-                "and data_files."
+                f"inputs/tasks/{fetched_as}.yaml here; or write a YAML file with dataset_path: "
+                "json and data_files."
             ) from error
         raise ConfigError(
             f"--eval_tasks {subject} cannot be loaded as a task of lm-eval: {reason} "
