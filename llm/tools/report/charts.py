@@ -12,7 +12,6 @@ from bokeh.models import (
     ColumnDataSource,
     CrosshairTool,
     CustomJS,
-    CustomJSTickFormatter,
     GroupFilter,
     HoverTool,
     Range1d,
@@ -20,6 +19,9 @@ from bokeh.models import (
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
+from llm.tools.report.chart_style import FIGURE_STYLE, style_axes
+from llm.tools.report.loss_charts import draw_loss_panel
+from llm.tools.report.option_panels import LossPanel
 from llm.tools.report.panels import COLORS, Curve, Panel, last_x_values, unit_of_time
 from llm.tools.report.runs import X_KEYS, Run, X
 
@@ -59,13 +61,6 @@ _DASHES_BY_KIND = {"resume": [2, 3], "skip": [2, 3], "stage": [8, 4], "cooldown"
 _MAX_MARKS = 400
 """Maximum marks of one kind per run; with more events, every second, third ... has a mark."""
 
-_FORMAT_TICK = """
-const small = Math.max(...ticks.map(Math.abs)) < 0.01;
-if (small && tick) return tick.toExponential(2).replace(/\\.?0*e/, "e");
-const short = {notation: "compact", maximumSignificantDigits: 4};
-return new Intl.NumberFormat("en", short).format(tick).replace("K", "k");
-"""
-
 
 class Charts:
     """Draws the panels of a page. page.js sets the colors, which differ on a dark page.
@@ -73,11 +68,14 @@ class Charts:
     Args:
         runs: The runs to show.
         panels: Their curves; the events of the runs are drawn below the first panel.
-        x: The x axis when the page is opened.
+        loss_panels: Charts of their final losses.
+        x: The x axis of the curves when the page is opened.
     """
 
-    def __init__(self, runs: list[Run], panels: list[Panel], *, x: X) -> None:
-        self._runs, self._panels, self._x = runs, panels, x
+    def __init__(
+        self, runs: list[Run], panels: list[Panel], loss_panels: list[LossPanel], *, x: X
+    ) -> None:
+        self._runs, self._panels, self._loss_panels, self._x = runs, panels, loss_panels, x
         last_values = last_x_values(runs)
         self._divisor, unit = unit_of_time(last_values["seconds"])
         self._last_values = last_values | {"seconds": last_values["seconds"] / self._divisor}
@@ -99,11 +97,17 @@ class Charts:
         if any(len(source.data["step"]) for source in self._event_sources):
             charts["events"] = self._draw_events()
             charts[self._panels[0].name].xaxis.visible = False
+        loss_charts = {}
+        for loss_panel in self._loss_panels:
+            loss_charts[loss_panel.name], points = draw_loss_panel(loss_panel, self._runs)
+            for run_index, renderer in points.items():
+                self._renderers_by_run[run_index].append(renderer)
         document = Document()
-        for chart in charts.values():
+        for chart in [*charts.values(), *loss_charts.values()]:
             document.add_root(chart)
         arguments = {
             "charts": list(charts.values()),
+            "lossCharts": list(loss_charts.values()),
             "drawn": self._renderers_by_run,
             "ranges": [self._full_range, self._second_half_range],
             "ends": self._last_values,
@@ -112,7 +116,7 @@ class Charts:
         }
         code = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
         document.js_on_event("document_ready", CustomJS(args=arguments, code=code))
-        script, elements = components(charts)
+        script, elements = components(charts | loss_charts)
         return script, elements
 
     def _make_figure(self, *, height: int, is_second_half: bool = False, **options: Any) -> Any:
@@ -122,21 +126,11 @@ class Charts:
             x_range=self._second_half_range if is_second_half else self._full_range,
             x_axis_label=self._axis_titles[self._x],
             window_axis="x",
-            min_border_left=56,
-            min_border_right=12,
-            min_border_top=0,
-            outline_line_color=None,
-            background_fill_color=None,
-            border_fill_color=None,
             tools="xbox_zoom,xpan,reset,save",
-            toolbar_inner=True,
+            **FIGURE_STYLE,
             **options,
         )
-        chart.toolbar.autohide, chart.toolbar.logo = True, None
-        chart.yaxis.ticker.desired_num_ticks = 5
-        chart.axis.formatter = CustomJSTickFormatter(code=_FORMAT_TICK)
-        chart.axis.minor_tick_line_color = chart.axis.major_tick_line_color = None
-        chart.axis.axis_label_text_font_style = "normal"
+        style_axes(chart)
         chart.xgrid.visible = False
         return chart
 

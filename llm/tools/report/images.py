@@ -8,9 +8,12 @@ import numpy.typing as npt
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from llm.errors import ConfigError
+from llm.tools.report.comparison import Comparison
 from llm.tools.report.expert_loads import HeatMap, snapshot_maps, time_map
+from llm.tools.report.option_panels import LossPanel
 from llm.tools.report.panels import COLORS, Curve, last_x_values, make_panels, unit_of_time
 from llm.tools.report.runs import Run, X
 
@@ -18,7 +21,9 @@ _DASHES = ("-", "-.", ":")
 
 
 @rc_context({"text.parse_math": False})  # names may contain dollar signs
-def write_images(runs: list[Run], folder: Path, *, x: X) -> list[Path]:
+def write_images(
+    runs: list[Run], comparison: Comparison | None, folder: Path, *, x: X
+) -> list[Path]:
     """Write each panel to `folder/NAME.png`, and the loads of experts to `folder/experts.png`.
 
     If several runs have recorded loads, the files are `experts-1.png` and so on, by the run's
@@ -26,6 +31,7 @@ def write_images(runs: list[Run], folder: Path, *, x: X) -> list[Path]:
 
     Args:
         runs: The runs to show.
+        comparison: Their comparison.
         folder: The folder, which is created.
         x: The x axis.
 
@@ -60,6 +66,9 @@ def write_images(runs: list[Run], folder: Path, *, x: X) -> list[Path]:
             plot.legend(frameon=False, fontsize="small")
         paths.append(folder / f"{panel.name}.png")
         figure.savefig(paths[-1])
+    for loss_panel in comparison.loss_panels if comparison else []:
+        paths.append(folder / f"{loss_panel.name}.png")
+        _draw_loss_panel(loss_panel).savefig(paths[-1])
     recorded_runs = [(number, run) for number, run in enumerate(runs, 1) if run.expert_loads]
     for number, run in recorded_runs:
         suffix = f"-{number}" if len(recorded_runs) > 1 else ""
@@ -102,6 +111,37 @@ def _draw_curve(
     if "low" in curve.points:
         low, high = curve.points["low"], curve.points["high"]
         plot.fill_between(x_values, low, high, alpha=0.2, linewidth=0, color=light_color)
+
+
+def _draw_loss_panel(panel: LossPanel) -> Figure:
+    """Return a figure of the final losses."""
+    figure = Figure(figsize=(5, 4), dpi=160, layout="constrained")
+    plot = figure.subplots()
+    if panel.log:
+        plot.set_xscale("log")
+    if panel.ticks:
+        plot.set_xticks(list(panel.ticks), list(panel.ticks.values()), minor=False)
+        plot.xaxis.set_minor_locator(NullLocator())
+    for line in panel.lines:
+        plot.plot([p.x for p in line], [p.loss for p in line], color="0.6", linewidth=1, zorder=1)
+    for label, line in zip(panel.labels, panel.lines, strict=False):
+        plot.annotate(
+            label,
+            line[-1],
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize="small",
+        )
+    for run_index, point in panel.points.items():
+        light_color, _ = COLORS[run_index % len(COLORS)]
+        plot.scatter(point.x, point.loss, s=22, color=light_color, zorder=2)
+    plot.margins(0.12)
+    plot.set_xlabel(panel.unit)
+    plot.set_ylabel("validation loss")
+    plot.set_title(panel.title)
+    plot.grid(alpha=0.25)
+    return figure
 
 
 def _draw_heat_maps(heat_maps: Sequence[HeatMap], *, title: str) -> Figure:

@@ -16,11 +16,14 @@ function chooseAxis(x) {
 function paint() {
   const text = {major_label_text_color: color("--faint"), axis_label_text_color: color("--faint"),
     axis_line_color: color("--faint"), major_label_text_font_size: "12px", axis_label_text_font_size: "12px"};
-  for (const chart of charts) {
+  for (const chart of [...charts, ...lossCharts]) {
     for (const axis of [...chart.below, ...chart.left]) {
       axis.setv(chart.left.includes(axis) ? {...text, axis_line_color: null} : text);
     }
     for (const grid of chart.center) grid.grid_line_color = color("--rule");
+    for (const {glyph} of chart.renderers.filter((r) => r.tags.includes("faint"))) {
+      for (const name of ["line_color", "text_color"]) if (name in glyph) glyph[name] = color("--faint");
+    }
   }
   drawn.forEach((renderers, run) => {
     for (const {glyph, tags} of renderers) {

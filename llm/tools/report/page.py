@@ -11,10 +11,18 @@ from markupsafe import Markup
 from llm import __version__
 from llm.metrics.set_scores import set_score_title
 from llm.metrics.wall_time import describe_goodput
+from llm.tools.report.cell_text import (
+    format_count,
+    format_duration,
+    format_option,
+    format_short,
+)
 from llm.tools.report.charts import MARKS, Charts
+from llm.tools.report.comparison import Comparison
 from llm.tools.report.events import Event
 from llm.tools.report.expert_loads import snapshot_maps, time_map
 from llm.tools.report.panels import COLORS, MAX_POINTS, make_panels
+from llm.tools.report.ranking import ranking_table
 from llm.tools.report.run_files import is_count
 from llm.tools.report.runs import Run, X, best_evaluation
 
@@ -22,15 +30,17 @@ _MAX_SILENCE_SECONDS = 3600.0
 """If a run has written nothing for longer, the page says that it may be dead."""
 
 
-def make_page(runs: list[Run], *, x: X) -> str:
+def make_page(runs: list[Run], comparison: Comparison | None, *, x: X) -> str:
     """Return the page as HTML.
 
     Args:
         runs: The runs to show.
+        comparison: Their comparison.
         x: The x axis when the page is opened.
     """
     panels = make_panels(runs)
-    script, elements = Charts(runs, panels, x=x).embed() if panels else ("", {})
+    loss_panels = comparison.loss_panels if comparison else []
+    script, elements = Charts(runs, panels, loss_panels, x=x).embed() if panels else ("", {})
     bokeh_library = Resources(mode="inline", components=["bokeh"])
     options = configuration_rows(runs)
     event_kinds = {event.kind for run in runs for event in run.events if event.is_current}
@@ -62,6 +72,8 @@ def make_page(runs: list[Run], *, x: X) -> str:
         differences=differences,
         events=event_rows(runs),
         expert_maps=expert_maps,
+        comparison=comparison,
+        ranking=ranking_table(comparison.ranking) if comparison else None,
     )
     return page
 
@@ -90,7 +102,7 @@ def summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
         ("Tokens", lambda run: _format_or_none(run.last("tokens"), format_count)),
         ("Training time", lambda run: _format_or_none(run.last("seconds"), format_duration)),
         ("Tokens/s, mean", _speed_cell),
-        ("Goodput", lambda run: describe_goodput(run.goodput) if run.goodput else None),
+        ("Goodput", _goodput_cell),
         (
             "Device hours",
             lambda run: _format_or_none(run.goodput.get("device_hours"), "{:.3g}".format),
@@ -121,37 +133,13 @@ def summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
 def configuration_rows(runs: list[Run]) -> list[tuple[str, list[str | None]]]:
     """Return every option and its value in each run, None if it is not set."""
     options = dict.fromkeys(name for run in runs for name in run.config)
-    return [(name, [_format_option(run.config.get(name)) for run in runs]) for name in options]
+    return [(name, [format_option(run.config.get(name)) for run in runs]) for name in options]
 
 
 def event_rows(runs: list[Run]) -> list[tuple[int, str, Event]]:
     """Return the events, the newest first, each with the index and the name of its run."""
     rows = [(index, run.name, event) for index, run in enumerate(runs) for event in run.events]
     return sorted(rows, key=lambda row: (row[2].time, row[2].step or 0), reverse=True)
-
-
-def format_short(value: float) -> str:
-    """Return a number in few characters: 1.2k, 3.5M."""
-    for power, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= power * 0.9995:
-            return f"{value / power:.3g}{letter}"
-    return f"{value:.4g}"
-
-
-def format_count(value: float) -> str:
-    """Return a whole number with all of its digits below a million, in few characters above."""
-    return f"{value:,.0f}" if abs(value) < 1e6 else format_short(value)
-
-
-def format_duration(seconds: float) -> str:
-    """Return a time in two units: 42 s, 3 min 20 s, 5 h 07 min, 2 d 4 h."""
-    if seconds < 100:
-        return f"{seconds:.3g} s"
-    if seconds < 3600:
-        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
-    if seconds < 2 * 86400:
-        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
-    return f"{int(seconds // 86400)} d {int(seconds % 86400 // 3600)} h"
 
 
 def _format_or_none(value: float | None, formatter: Callable[[float], str]) -> str | None:
@@ -221,6 +209,13 @@ def _steps_cell(run: Run) -> str | None:
     )
 
 
+def _goodput_cell(run: Run) -> str | None:
+    if not run.goodput:
+        return None
+    share, _, details = describe_goodput(run.goodput).partition(" ")
+    return Markup('{} <span class="details">{}</span>').format(share, details)
+
+
 def _speed_cell(run: Run) -> str | None:
     tokens, seconds = run.last("tokens"), run.last("seconds")
     return format_short(tokens / seconds) if tokens and seconds else None
@@ -231,11 +226,3 @@ def _best_cell(run: Run) -> str | None:
     if best is None:
         return None
     return Markup("{:.4f} <small>step {:,}</small>").format(best.loss, best.step)
-
-
-def _format_option(value: object) -> str | None:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return " ".join(map(str, value)) or "none"
-    return None if value is None else str(value)

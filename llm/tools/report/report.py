@@ -1,5 +1,7 @@
 """Shows runs as a page of curves: `llm-trainers report runs/NAME [runs/OTHER ...]`.
 
+Of several runs, it ranks those that have finished, on the page and on standard output.
+
 Exit codes: 0 written, 1 written without the runs that cannot be read, 2 an option, or a file that
 cannot be read or written.
 """
@@ -16,7 +18,8 @@ from llm.config.shell import shell_line
 from llm.errors import ConfigError
 from llm.runtime.files import write_whole
 from llm.runtime.world import ignore_ranks
-from llm.tools.report.runs import Run, X, read_runs
+from llm.tools.report.comparison import Comparison, compare_runs
+from llm.tools.report.runs import Run, X, member_folders, read_runs
 
 _PAGE_TITLE = b": training report</title>"
 """Marks a page: a new page may replace an earlier one, but no other file."""
@@ -29,14 +32,14 @@ class ReportOptions:
 
     runs: tuple[str, ...] = option(
         (),
-        "Folders of runs (their --output_dir), finished or not; you can leave out the option's "
-        "name.",
+        "Folders of runs (their --output_dir), finished or not, or folders of such folders, as of "
+        "a sweep; you can leave out the option's name.",
         path=True,
     )
     output: str | None = option(
         None,
         "HTML file to write; it needs no other file and no network. By default report.html in the "
-        "folder of the first run that can be read.",
+        "first folder, or in that of the first run that can be read.",
         path=True,
     )
     png: str | None = option(
@@ -64,17 +67,23 @@ def main(argv: Sequence[str]) -> int:
     )
     if not options.runs:
         raise ConfigError("No run is named: give its folder, as in llm-trainers report runs/wiki.")
-    runs, problems = read_runs([Path(run) for run in options.runs])
+    folders = [Path(run) for run in options.runs]
+    runs, problems = read_runs([path for folder in folders for path in member_folders(folder)])
     if not runs:
         raise ConfigError(" ".join(problems))
-    paths = write_report(options, runs)
+    comparison = compare_runs(runs)
+    paths = write_report(options, runs, comparison)
+    if comparison is not None:
+        sys.stdout.write(comparison.describe())
     sys.stdout.write("".join(f"{path}\n" for path in paths))
     for sentence in [*(s for run in runs for s in run.unread), *problems]:
         sys.stderr.write(f"left out: {sentence}\n")
     return 1 if problems else 0
 
 
-def write_report(options: ReportOptions, runs: list[Run]) -> list[Path]:
+def write_report(
+    options: ReportOptions, runs: list[Run], comparison: Comparison | None
+) -> list[Path]:
     """Write the page of some runs, and with `--png` the images.
 
     Returns:
@@ -83,7 +92,7 @@ def write_report(options: ReportOptions, runs: list[Run]) -> list[Path]:
     Raises:
         ConfigError: A target has the wrong kind, or a package of the extra `report` is missing.
     """
-    output = Path(options.output or runs[0].path / "report.html")
+    output = Path(options.output or _default_output(Path(options.runs[0]), runs))
     _check_replaceable_page(output)
     x: X = {"steps": "step", "tokens": "tokens", "time": "seconds"}[options.x]  # type: ignore[assignment]
     try:
@@ -96,11 +105,17 @@ def write_report(options: ReportOptions, runs: list[Run]) -> list[Path]:
             f"llm-trainers report needs the package {error.name}: run {install}; these are the "
             "extra `report`."
         ) from error
-    images = [] if options.png is None else write_images(runs, Path(options.png), x=x)
+    images = [] if options.png is None else write_images(runs, comparison, Path(options.png), x=x)
     output.parent.mkdir(parents=True, exist_ok=True)
     # The name of a folder may contain any bytes.
-    write_whole(output, make_page(runs, x=x).encode(errors="replace"))
+    write_whole(output, make_page(runs, comparison, x=x).encode(errors="replace"))
     return [output, *images]
+
+
+def _default_output(folder: Path, runs: list[Run]) -> Path:
+    """Return the page of the first folder: of a folder of runs, or of the first run."""
+    is_folder_of_runs = runs[0].path.parent == folder
+    return (folder if is_folder_of_runs else runs[0].path) / "report.html"
 
 
 def _check_replaceable_page(path: Path) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import tomllib
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -125,6 +126,34 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
         except OSError as error:
             problems.append(f"{error.filename or path} cannot be read: {one_line(error)}.")
     return [_with_inherited_rows(run, runs) for run in runs], problems
+
+
+def member_folders(folder: Path) -> list[Path]:
+    """Return the runs in a folder of runs, such as a sweep's, in the order of their names.
+
+    Returns:
+        The folders; the folder itself if it is a run, or has none in it.
+    """
+    if _holds_run(folder):
+        return [folder]
+    try:
+        members = [
+            path for path in folder.iterdir() if not path.name.startswith(".") and _holds_run(path)
+        ]
+    except OSError:
+        members = []  # read_runs says why
+    return sorted(members, key=lambda path: natural_key(path.name)) or [folder]
+
+
+def natural_key(text: str) -> list[int | str]:
+    """Return a sort key that puts `seed=2` before `seed=10`."""
+    parts = re.split(r"([0-9]{1,18})", text)  # every second part is a number
+    return [int(part) if index % 2 else part for index, part in enumerate(parts)]
+
+
+def _holds_run(folder: Path) -> bool:
+    """Return whether a folder is that of a run or of a mean of checkpoints."""
+    return any((folder / name).is_file() for name in (*_RUN_FILES, MEAN_FILE))
 
 
 class Evaluation(NamedTuple):

@@ -1,0 +1,63 @@
+"""The final validation losses as Bokeh's charts: a point for each run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from bokeh.models import ColumnDataSource, CustomJSTickFormatter, FixedTicker, HoverTool
+from bokeh.plotting import figure
+
+from llm.tools.report.chart_style import FIGURE_STYLE, FORMAT_TICK, style_axes
+from llm.tools.report.option_panels import LossPanel
+from llm.tools.report.runs import Run
+
+_HEIGHT = 250
+
+_NAME_TICK = """
+const index = places.findIndex((place) => Math.abs(place - tick) <= 1e-9 * Math.abs(place));
+if (index >= 0) return texts[index];
+"""
+
+
+def draw_loss_panel(panel: LossPanel, runs: Sequence[Run]) -> tuple[Any, dict[int, Any]]:
+    """Draw a panel. page.js sets the colors; the tag `faint` marks lines and their labels.
+
+    Returns:
+        The chart, and for each run by index the element with its point.
+    """
+    chart: Any = figure(
+        height=_HEIGHT,
+        sizing_mode="stretch_width",
+        x_axis_type="log" if panel.log else "linear",
+        x_axis_label=panel.unit,
+        tools="box_zoom,pan,reset,save",
+        **FIGURE_STYLE,
+    )
+    style_axes(chart)
+    chart.x_range.range_padding = chart.y_range.range_padding = 0.12
+    if panel.ticks:
+        places, texts = list(panel.ticks), list(panel.ticks.values())
+        chart.xaxis.ticker = FixedTicker(ticks=places)
+        chart.xgrid.ticker = FixedTicker(ticks=places)
+        chart.xaxis.formatter = CustomJSTickFormatter(
+            args={"places": places, "texts": texts}, code=_NAME_TICK + FORMAT_TICK
+        )
+    for line_index, line in enumerate(panel.lines):
+        xs, losses = [point.x for point in line], [point.loss for point in line]
+        chart.line(xs, losses, line_width=1.3, tags=["faint"])
+        if panel.labels:
+            chart.text(
+                xs[-1:],
+                losses[-1:],
+                text=[panel.labels[line_index]],
+                x_offset=4,
+                text_baseline="middle",
+                text_font_size="11px",
+                tags=["faint"],
+            )
+    renderer_by_run = {}
+    for run_index, point in panel.points.items():
+        text = f"{runs[run_index].name}: {point.loss:.4f}"
+        source = ColumnDataSource({"x": [point.x], "y": [point.loss], "text": [text]})
+        renderer_by_run[run_index] = chart.scatter("x", "y", size=8, source=source)
+    chart.add_tools(HoverTool(tooltips="@text", renderers=list(renderer_by_run.values())))
+    return chart, renderer_by_run

@@ -1,0 +1,306 @@
+"""Ranks runs by their final validation loss, and groups those that differ only in the seed."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+from llm.config.options import fields
+from llm.tools.report.cell_text import format_count, format_option
+from llm.tools.report.runs import Run, natural_key
+from llm.trainers.gpt.extensions import GPTConfig
+
+_MAX_NAME_LENGTH = 100
+"""Characters of an option's name; a longer key of config.toml names no option."""
+
+_FREE_BUT_TRAINED_WITH = {
+    *("global_batch_size", "gradient_accumulation_steps", "max_epochs", "skip_samples"),
+    *("branch_from", "on_loss_spike"),
+}
+"""Options that a resumed run may change, and that change what is trained."""
+
+_MEASURED_COLUMNS = ("Validation loss", "Step", "Tokens")
+
+_VALIDATION_OPTIONS = (
+    *("validation_file", "valid_data_path", "dataset_name", "dataset_config_name", "split"),
+    *("validation_split_percentage", "max_eval_steps", "block_size", "tokenizer_name"),
+)
+"""Options that decide which tokens the validation loss is the mean of."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Member:
+    """A run of the ranking.
+
+    Attributes:
+        run: Index of the run in the report.
+        name: Name of the run.
+        problem: Why it is not ranked, such as its status; empty if it is.
+        loss: Its last validation loss; None without a finite one.
+        step: The step of that evaluation.
+        tokens: Tokens until then; None if unknown.
+        num_parameters: All parameters of its model, of a mixture of experts the active ones; None
+            if unknown.
+        options: The options that differ between the runs, by name.
+    """
+
+    run: int
+    name: str
+    problem: str
+    loss: float | None
+    step: int | None
+    tokens: float | None
+    num_parameters: int | None
+    options: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Ranked runs that differ at most in their seed.
+
+    Attributes:
+        members: The runs, by rising loss.
+        num_seeds: Number of runs including those that are not ranked.
+    """
+
+    members: Sequence[Member]
+    num_seeds: int
+
+    @property
+    def mean_loss(self) -> float:
+        """The mean of the final validation losses."""
+        return statistics.fmean(self.losses)
+
+    @property
+    def losses(self) -> list[float]:
+        """The final validation losses."""
+        return [member.loss for member in self.members if member.loss is not None]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that differ between the groups."""
+        return {name: value for name, value in self.members[0].options.items() if name != "seed"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """Runs by rising validation loss.
+
+    Attributes:
+        options: Names of the options that differ; `seed` is the last.
+        groups: The groups by rising mean loss.
+        unranked: Runs that have failed, have not finished, or have no finite validation loss.
+        remark: A sentence if the losses cannot be compared; empty otherwise.
+    """
+
+    options: Sequence[str]
+    groups: Sequence[Group]
+    unranked: Sequence[Member]
+    remark: str
+
+    @property
+    def members(self) -> list[Member]:
+        """The ranked runs."""
+        return [member for group in self.groups for member in group.members]
+
+
+class RankingRow(NamedTuple):
+    """A row of the table: a group, a run of a group, or a single run.
+
+    Attributes:
+        rank: Place of the group; empty for a run of a group and for a run that is not ranked.
+        run: Index of the run; None for a group of several.
+        label: Name of the run, or the number of runs of the group.
+        problem: Why the run is not ranked; empty if it is.
+        cells: Texts by column.
+    """
+
+    rank: str
+    run: int | None
+    label: str
+    problem: str
+    cells: dict[str, str]
+
+
+def rank_runs(runs: Sequence[Run]) -> Ranking | None:
+    """Rank runs; None with fewer than two, or if none has finished with a validation loss.
+
+    A mean of checkpoints has no options, and is left out.
+    """
+    indices = [index for index, run in enumerate(runs) if run.config]
+    all_options = {index: _trained_options(runs[index].config) for index in indices}
+    names = list(dict.fromkeys(name for options in all_options.values() for name in options))
+    differing = [
+        name
+        for name in names
+        if len({repr(options.get(name)) for options in all_options.values()}) > 1
+    ]
+    differing.sort(key=lambda name: name == "seed")
+    members = [
+        _make_member(runs[index], index, {name: all_options[index].get(name) for name in differing})
+        for index in indices
+    ]
+    groups = _group_members(members)
+    if len(members) < 2 or not groups:
+        return None
+    return Ranking(
+        options=differing,
+        groups=groups,
+        unranked=[member for member in members if member.problem],
+        remark=_validation_remark(differing),
+    )
+
+
+def _trained_options(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a run that can change its loss: none about output, logs or machines."""
+    free_names = {field.name for field in fields(GPTConfig) if field.option.resume == "free"}
+    hidden_names = free_names - _FREE_BUT_TRAINED_WITH
+    return {
+        name: value
+        for name, value in config.items()
+        if name not in hidden_names and len(name) <= _MAX_NAME_LENGTH
+    }
+
+
+def _make_member(run: Run, run_index: int, options: dict[str, Any]) -> Member:
+    """Return a run with its last validation loss."""
+    evaluations = [row for row in run.rows if "eval_loss" in row]
+    last_row = evaluations[-1] if evaluations else {}
+    loss = last_row.get("eval_loss", math.nan)
+    status = run.status.get("status")
+    if status != "finished":
+        problem = status if isinstance(status, str) else "not finished"
+    elif not evaluations:
+        problem = "no validation loss"
+    else:
+        problem = "" if 0 < loss < math.inf else "loss not finite"
+    tokens = last_row.get("tokens", math.nan)
+    return Member(
+        run=run_index,
+        name=run.name,
+        problem=problem,
+        loss=loss if math.isfinite(loss) else None,
+        step=int(last_row["step"]) if evaluations else None,
+        tokens=tokens if math.isfinite(tokens) else None,
+        num_parameters=run.start.get("active_parameters", run.start.get("parameters")),
+        options=options,
+    )
+
+
+def _group_members(members: Sequence[Member]) -> list[Group]:
+    """Return the ranked runs in groups of equal options except the seed, by rising mean loss."""
+    members_by_options: dict[str, list[Member]] = {}
+    for member in members:
+        options = {name: value for name, value in member.options.items() if name != "seed"}
+        members_by_options.setdefault(repr(options), []).append(member)
+    groups = []
+    for same_options in members_by_options.values():
+        ranked = sorted(
+            (member for member in same_options if not member.problem),
+            key=lambda member: member.loss or 0.0,
+        )
+        if ranked:
+            groups.append(Group(members=ranked, num_seeds=len(same_options)))
+    return sorted(groups, key=lambda group: group.mean_loss)
+
+
+def _validation_remark(differing: Sequence[str]) -> str:
+    """Return a sentence if the runs may have been evaluated on different tokens."""
+    names = [name for name in _VALIDATION_OPTIONS if name in differing]
+    if not names:
+        return ""
+    return (
+        f"The runs differ in {', '.join(names)}, so their validation losses may be means over "
+        "different tokens."
+    )
+
+
+def option_texts(values: Sequence[Any]) -> list[str]:
+    """Return the values of an option as text: of paths, the last parts that tell them apart."""
+    texts = [format_option(value) or "not set" for value in values]
+    paths = {text for text in texts if "/" in text and " " not in text}
+    for num_parts in range(1, 5):
+        tails = {path: "/".join(PurePath(path).parts[-num_parts:]) for path in paths}
+        if len(set(tails.values())) == len(paths):
+            return [tails.get(text, text) for text in texts]
+    return texts
+
+
+def ranking_table(ranking: Ranking) -> tuple[list[str], list[RankingRow]]:
+    """Return the names of the columns, and the rows: the groups, then the runs without a rank."""
+    members = [*ranking.members, *ranking.unranked]
+    sizes = {member.num_parameters for member in members}
+    columns = [*_MEASURED_COLUMNS, *(["Parameters"] if len(sizes) > 1 else []), *ranking.options]
+    text_by_member: dict[int, dict[str, str]] = {member.run: {} for member in members}
+    for name in ranking.options:
+        texts = option_texts([member.options[name] for member in members])
+        for member, text in zip(members, texts, strict=True):
+            text_by_member[member.run][name] = text
+    cells = {member.run: _make_cells(member) | text_by_member[member.run] for member in members}
+
+    rows = []
+    for rank, group in enumerate(ranking.groups, 1):
+        member_cells = [cells[member.run] for member in group.members]
+        if group.num_seeds == 1:
+            (member,) = group.members
+            rows.append(RankingRow(str(rank), member.run, member.name, "", member_cells[0]))
+            continue
+        rows.append(RankingRow(str(rank), None, _group_label(group), "", _join_cells(group, cells)))
+        for member in group.members:
+            distinct_cells = {
+                name: cells[member.run].get(name, "") for name in (*_MEASURED_COLUMNS, "seed")
+            }
+            rows.append(RankingRow("", member.run, member.name, "", distinct_cells))
+    rows += [
+        RankingRow("", member.run, member.name, member.problem, cells[member.run])
+        for member in ranking.unranked
+    ]
+    return columns, rows
+
+
+def _make_cells(member: Member) -> dict[str, str]:
+    """Return the cells of a run by column, without its options."""
+    counts = (member.step, member.tokens, member.num_parameters)
+    step, tokens, size = ("-" if count is None else format_count(count) for count in counts)
+    loss = "-" if member.loss is None else f"{member.loss:.4f}"
+    return dict(zip(_MEASURED_COLUMNS, (loss, step, tokens), strict=True)) | {"Parameters": size}
+
+
+def _group_label(group: Group) -> str:
+    """Return the number of runs of a group, and how many of them are ranked."""
+    num_ranked = len(group.members)
+    missing = "" if num_ranked == group.num_seeds else f"{num_ranked} of "
+    return f"mean of {missing}{group.num_seeds} runs"
+
+
+def _join_cells(group: Group, cells: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
+    """Return the cells of a group: mean and deviation of the loss, and what its runs share."""
+    loss = f"{group.mean_loss:.4f}"
+    if len(group.members) > 1:
+        loss += f" ± {statistics.stdev(group.losses):.4f}"
+    members = sorted(group.members, key=lambda member: (member.step or 0, member.tokens or 0))
+    joined = dict(cells[members[0].run])
+    for name in _MEASURED_COLUMNS[1:]:
+        texts = dict.fromkeys(cells[member.run][name] for member in (members[0], members[-1]))
+        joined[name] = " to ".join(texts)
+    seeds = [cells[member.run].get("seed", "") for member in group.members]
+    return joined | {_MEASURED_COLUMNS[0]: loss, "seed": ", ".join(sorted(seeds, key=natural_key))}
+
+
+def ranking_text(ranking: Ranking) -> str:
+    """Return the table as lines of text."""
+    columns, rows = ranking_table(ranking)
+    lines = [["rank", "run", *columns]]
+    for row in rows:
+        label = f"{row.label} ({row.problem})" if row.problem else row.label
+        is_part = not row.rank and not row.problem
+        cells = [row.cells.get(column, "").replace("±", "+-") for column in columns]
+        lines.append([row.rank or "-" * bool(row.problem), "  " * is_part + label, *cells])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+    return "".join(f"{line}\n" for line in [*padded, *filter(None, [ranking.remark])])
