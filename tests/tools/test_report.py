@@ -118,7 +118,7 @@ class Reader(html.parser.HTMLParser):
 class Undrawn:
     """In the place of the charts, which take most of the time that a page takes."""
 
-    def __init__(self, runs, panels, *, x):
+    def __init__(self, runs, panels, loss_panels, *, x):
         pass
 
     def embed(self):
@@ -135,7 +135,7 @@ def text_of(*folders) -> str:
     """The words of a page without its charts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llm.tools.report.page.Charts", Undrawn)
-        return Reader(make_page(runs_of(*folders), x="step")).text
+        return Reader(make_page(runs_of(*folders), None, x="step")).text
 
 
 def page_of(*words: object) -> str:
@@ -702,7 +702,7 @@ def test_a_missing_package_is_named_with_its_pip_line(run, capsys, monkeypatch):
     [
         ([], "No run is named"),
         (["{}/nowhere"], "is not a folder"),
-        (["{}/.."], "holds no run: none of config.toml, status.json, metrics.jsonl is in it."),
+        (["{}/../.."], "holds no run: none of config.toml, status.json, metrics.jsonl is in it."),
         (["{}", "{}/../first"], "is named twice"),
         (["{}", "--output", "{}"], "is a folder; name an HTML file."),
         (["{}", "--output", "{}/config.toml/a.html"], "cannot be used"),
@@ -722,7 +722,7 @@ def test_the_page_needs_no_torch_and_help_no_drawing_library(run):
     code = (
         "import sys\n"
         "from llm.tools.report.report import main\n"
-        f"assert main(['{run}/..']) == 2\n"
+        f"assert main(['{run}/../..']) == 2\n"
         "assert not {'bokeh', 'matplotlib', 'jinja2'} & sys.modules.keys()\n"
         f"assert main([{str(run)!r}]) == 0\n"
         "assert not {'torch', 'transformers'} & sys.modules.keys()\n"

@@ -18,6 +18,8 @@ from llm.tools.report.panels import COLORS, Curve, last_x_values, make_panels, u
 from llm.tools.report.runs import Run, X
 
 _DASHES = ("-", "-.", ":")
+_MAX_LEGEND_RUNS = 12
+"""With more runs, a legend would cover the curves."""
 
 
 @rc_context({"text.parse_math": False})  # names may contain dollar signs
@@ -62,7 +64,8 @@ def write_images(
         plot.set_ylabel(panel.unit)
         plot.set_title(panel.title)
         plot.grid(alpha=0.25)
-        if not all(curve.layer for curve in panel.curves):
+        has_room = len(runs) <= _MAX_LEGEND_RUNS
+        if has_room and not all(curve.layer for curve in panel.curves):
             plot.legend(frameon=False, fontsize="small")
         paths.append(folder / f"{panel.name}.png")
         figure.savefig(paths[-1])

@@ -219,7 +219,10 @@ def _validation_remark(differing: Sequence[str]) -> str:
 
 def option_texts(values: Sequence[Any]) -> list[str]:
     """Return the values of an option as text: of paths, the last parts that tell them apart."""
-    texts = [format_option(value) or "not set" for value in values]
+    # A rate such as 0.1 * 3e-4 has 17 digits.
+    rounded = [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
+    is_exact = len(set(map(repr, rounded))) == len(set(map(repr, values)))
+    texts = [format_option(value) or "not set" for value in (rounded if is_exact else values)]
     paths = {text for text in texts if "/" in text and " " not in text}
     for num_parts in range(1, 5):
         tails = {path: "/".join(PurePath(path).parts[-num_parts:]) for path in paths}
@@ -271,8 +274,9 @@ def _make_cells(member: Member) -> dict[str, str]:
 def _group_label(group: Group) -> str:
     """Return the number of runs of a group, and how many of them are ranked."""
     num_ranked = len(group.members)
-    missing = "" if num_ranked == group.num_seeds else f"{num_ranked} of "
-    return f"mean of {missing}{group.num_seeds} runs"
+    if num_ranked < group.num_seeds:
+        return f"{num_ranked} of {group.num_seeds} runs"
+    return f"mean of {num_ranked} runs"
 
 
 def _join_cells(group: Group, cells: Mapping[int, Mapping[str, str]]) -> dict[str, str]:

@@ -145,10 +145,10 @@ def member_folders(folder: Path) -> list[Path]:
     return sorted(members, key=lambda path: natural_key(path.name)) or [folder]
 
 
-def natural_key(text: str) -> list[int | str]:
-    """Return a sort key that puts `seed=2` before `seed=10`."""
-    parts = re.split(r"([0-9]{1,18})", text)  # every second part is a number
-    return [int(part) if index % 2 else part for index, part in enumerate(parts)]
+def natural_key(text: str) -> list[float | str]:
+    """Return a sort key that puts `seed=2` before `seed=10`, and 3e-4 before 0.001."""
+    parts = re.split(r"([0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)", text)  # every second one is a number
+    return [float(part) if index % 2 else part for index, part in enumerate(parts)]
 
 
 def _holds_run(folder: Path) -> bool:

@@ -2,13 +2,14 @@
 
 The method is approach 3 of Hoffmann et al. (2022), "Training Compute-Optimal Large Language
 Models": the Huber loss of log L, with the logarithm of the sum of the three terms as a log-sum-exp,
-minimized by L-BFGS from a grid of starts. Besiroglu et al. (2024), "Chinchilla Scaling: A
+minimized by BFGS from a grid of starts. Besiroglu et al. (2024), "Chinchilla Scaling: A
 replication attempt", found that the original optimizer had stopped early, because it averaged
 the tiny Huber losses, and that its intervals were too narrow. So the Huber losses are added here,
 in units of the threshold, and the intervals resample the runs.
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -27,8 +28,7 @@ MIN_VALUES = 3
 _HUBER_THRESHOLD = 1e-3
 _EXPONENT_GRID = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.5, 2.0)
 _NUM_STARTS = 20
-_BOUNDS = (*[(-12.0, 4.0)] * 3, *[(0.01, 4.0)] * 2)
-"""Bounds of the logarithms of the three terms at the center of the runs, and of the exponents."""
+_MAX_EXPONENT = 4.0
 _MAX_CORRELATION = 0.98
 
 
@@ -139,8 +139,9 @@ def fit_scaling_law(num_parameters: Array, num_tokens: Array, losses: Array) -> 
 
 
 def _constants(solutions: Array, centers: tuple[float, float], compute: float) -> dict[str, Array]:
-    """Return the constants of solutions [solutions, 5] of centered logarithms, by name."""
-    log_a, log_b, log_e, alpha, beta = solutions.T
+    """Return the constants of solutions [solutions, 5], by name; see `_log_terms`."""
+    log_a, log_b, log_e, *logits = solutions.T
+    alpha, beta = _exponents(np.array(logits))
     log_a, log_b = log_a + alpha * centers[0], log_b + beta * centers[1]
     # The derivatives of A / N^alpha + B / D^beta for a fixed C = 6 N D cancel at this size.
     a = beta / (alpha + beta)
@@ -158,9 +159,22 @@ def _constants(solutions: Array, centers: tuple[float, float], compute: float) -
     }
 
 
+def _exponents(logits: Array) -> Array:
+    """Return exponents between 0 and their maximum."""
+    exponents: Array = _MAX_EXPONENT / (1 + np.exp(-logits))
+    return exponents
+
+
 def _log_terms(solution: Array, log_sizes: Array, log_tokens: Array) -> Array:
-    """Return the logarithms of the three terms of the loss [3, runs]."""
-    log_a, log_b, log_e, alpha, beta = solution
+    """Return the logarithms of the three terms of the loss [3, runs].
+
+    Args:
+        solution: Logarithms of the terms of an average run, and the exponents as logits [5].
+        log_sizes: Centered logarithms of N [runs].
+        log_tokens: Centered logarithms of D [runs].
+    """
+    log_a, log_b, log_e = solution[:3]
+    alpha, beta = _exponents(solution[3:])
     return np.stack(
         [log_a - alpha * log_sizes, log_b - beta * log_tokens, np.full_like(log_sizes, log_e)]
     )
@@ -178,22 +192,22 @@ def _objective(
     magnitudes = np.abs(residuals)
     huber = np.where(magnitudes <= 1, residuals**2 / 2, magnitudes - 0.5)
     slopes = shares * weights * np.clip(residuals, -1, 1) / _HUBER_THRESHOLD
-    gradient = [*slopes.sum(axis=1), -(slopes[0] @ log_sizes), -(slopes[1] @ log_tokens)]
-    return float(weights @ huber), np.array(gradient)
+    exponents = _exponents(solution[3:])
+    by_exponent = -np.array([slopes[0] @ log_sizes, slopes[1] @ log_tokens])
+    by_logit = by_exponent * exponents * (1 - exponents / _MAX_EXPONENT)
+    return float(weights @ huber), np.concatenate([slopes.sum(axis=1), by_logit])
 
 
 def _minimize(
     start: Array, data: tuple[Array, Array, Array], weights: Array
 ) -> tuple[Array, float]:
-    """Return the solution that L-BFGS reaches from a start, and its objective."""
+    """Return the solution that BFGS reaches from a start, and its objective.
+
+    SciPy's L-BFGS-B calls threads of LAPACK for five unknowns, and takes 100 times as long on a
+    busy machine.
+    """
     result = minimize(
-        _objective,
-        start,
-        args=(data, weights),
-        jac=True,
-        method="L-BFGS-B",
-        bounds=_BOUNDS,
-        options={"maxiter": 2000, "maxfun": 10_000, "maxcor": 20, "ftol": 1e-12, "gtol": 1e-8},
+        _objective, start, args=(data, weights), jac=True, method="BFGS", options={"gtol": 1e-4}
     )
     return result.x, float(result.fun)
 
@@ -206,5 +220,6 @@ def _grid_of_starts(log_sizes: Array, log_tokens: Array, log_losses: Array) -> l
         for beta in _EXPONENT_GRID:
             terms = [np.exp(-alpha * log_sizes), np.exp(-beta * log_tokens), np.ones_like(losses)]
             factors, error = nnls(np.stack(terms, axis=1) / losses[:, None], np.ones_like(losses))
-            starts.append((error, [*np.log(np.maximum(factors, 1e-4)), alpha, beta]))
+            logits = [math.log(x / (_MAX_EXPONENT - x)) for x in (alpha, beta)]
+            starts.append((error, [*np.log(np.maximum(factors, 1e-4)), *logits]))
     return [np.array(start) for _, start in sorted(starts)[:_NUM_STARTS]]

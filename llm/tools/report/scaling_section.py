@@ -78,11 +78,11 @@ def _fit(group_by_pair: dict[Pair, Group]) -> ScalingSection:
             fit_problem,
             fit_scaling_law,
         )
-    except ImportError as error:
-        install = shell_line([sys.executable, "-m", "pip", "install", str(error.name)])
+    except ImportError:
+        install = shell_line([sys.executable, "-m", "pip", "install", "scipy"])
         return ScalingSection(
-            refusal=f"The fit of {_LAW} needs the package {error.name}: run {install}; it is in "
-            "the extra `report`."
+            refusal=f"The fit of {_LAW} needs the package scipy: run {install}; it is in the extra "
+            "`report`."
         )
     runs = [
         (size, tokens, member)
@@ -99,7 +99,7 @@ def _fit(group_by_pair: dict[Pair, Group]) -> ScalingSection:
 
     constants = []
     for name in ("E", "A", "B", "alpha", "beta", "a", "b"):
-        value, low, high = (f"{number:.4g}" for number in law.estimates[name])
+        value, low, high = map(_constant_text, law.estimates[name])
         constants.append((name, value, f"{low} to {high}"))
     ratio, low, high = (f"{number:.3g}" for number in law.estimates["tokens_per_parameter"])
     percent = f"{COVERAGE:.0%}"
@@ -120,6 +120,10 @@ def _fit(group_by_pair: dict[Pair, Group]) -> ScalingSection:
         ],
         panel=_make_panel(law, group_by_pair),
     )
+
+
+def _constant_text(value: float) -> str:
+    return f"{value:,.0f}" if 1e3 <= value < 1e6 else f"{value:.4g}"
 
 
 def _make_panel(law: "ScalingLaw", group_by_pair: Mapping[Pair, Group]) -> LossPanel:
