@@ -61,7 +61,8 @@ def main(argv: Sequence[str]) -> int:
         argv,
         prog="llm-trainers report",
         description="Show the curves of runs, finished or running, as a web page. It needs the "
-        "packages bokeh and matplotlib: pip install bokeh matplotlib.",
+        "packages bokeh and matplotlib, and scipy for scaling laws: pip install bokeh matplotlib "
+        "scipy.",
         positional="runs",
         example="runs/quickstart runs/other --output compare.html",
     )
