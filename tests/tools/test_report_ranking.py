@@ -77,7 +77,7 @@ def test_the_report_of_a_folder_of_runs_is_written_into_it(sweep, capsys):
     assert printed[-2].startswith("-     failed (failed)")
     assert printed[-1] == str(sweep / "report.html")
     text = Reader((sweep / "report.html").read_text()).text
-    assert "Rank Run Validation loss Step Tokens learning_rate seed 1 mean of 2 runs" in text
+    assert "Rank Validation loss Run Step Tokens learning_rate seed 1 3.0500 ± 0.0707 mean of 2" in text
     assert "Final validation loss against each option learning_rate" in text
 
 
@@ -161,9 +161,9 @@ def test_lines_join_the_means_of_groups_that_differ_in_one_option(tmp_path):
             name = f"run{rate},{batch},{seed}"
             write_member(tmp_path / name, loss, global_batch_size=batch, **options)
     lines = panels_of(tmp_path)["learning_rate"].lines
-    assert sorted([[*map(tuple, line)] for line in lines]) == [
-        [(1e-3, pytest.approx(2.0)), (1e-2, pytest.approx(2.5))],
-        [(1e-3, pytest.approx(3.1)), (1e-2, pytest.approx(3.5))],
+    assert [(label, [*map(tuple, points)]) for label, points in lines] == [
+        ("8", [(1e-3, pytest.approx(2.0)), (1e-2, pytest.approx(2.5))]),
+        ("4", [(1e-3, pytest.approx(3.1)), (1e-2, pytest.approx(3.5))]),
     ]
 
 
@@ -197,7 +197,7 @@ def test_a_ladder_is_fitted_by_the_best_runs_of_each_size_and_length(tmp_path, m
     assert section.best_rates[0][:3] == ("100,000", "1M", "0.002, at the edge")
     assert section.best_rates[-1][:3] == ("400,000", "16M", "0.001, at the edge")
     panel = comparison.loss_panels[-1]
-    assert panel.labels == ["100k", "200k", "400k"]
+    assert [line.label for line in panel.lines] == ["100k", "200k", "400k"]
     assert len(panel.points) == 9
     assert "9 runs of 9 pairs of N and D" in comparison.describe()
 
@@ -238,7 +238,7 @@ def test_odd_options_and_names_cannot_break_the_comparison(tmp_path, monkeypatch
     runs = read(tmp_path)
     page = make_page(runs, compare_runs(runs), x="step")
     assert page.count('<script>"') == page.count('<b>"') == page.count("<i>$") == 0
-    assert f"1 {name}0 3.0000 20 2,000" in Reader(page).text
+    assert f"1 3.0000 {name}0 20 2,000" in Reader(page).text
 
 
 def test_images_have_a_file_for_each_option_and_the_fit(tmp_path, monkeypatch):

@@ -126,12 +126,12 @@ def _draw_loss_panel(panel: LossPanel) -> Figure:
         plot.set_xticks(list(panel.ticks), list(panel.ticks.values()), minor=False)
         plot.xaxis.set_minor_locator(NullLocator())
     for line in panel.lines:
-        plot.plot([p.x for p in line], [p.loss for p in line], color="0.6", linewidth=1, zorder=1)
-    for label, line in zip(panel.labels, panel.lines, strict=False):
+        xs, losses = [point.x for point in line.points], [point.loss for point in line.points]
+        plot.plot(xs, losses, color="0.6", linewidth=1, zorder=1)
         plot.annotate(
-            label,
-            line[-1],
-            xytext=(4, 0),
+            line.label,
+            (xs[-1], losses[-1]),
+            xytext=(5, 0),
             textcoords="offset points",
             va="center",
             fontsize="small",

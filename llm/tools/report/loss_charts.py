@@ -33,7 +33,8 @@ def draw_loss_panel(panel: LossPanel, runs: Sequence[Run]) -> tuple[Any, dict[in
         **FIGURE_STYLE,
     )
     style_axes(chart)
-    chart.x_range.range_padding = chart.y_range.range_padding = 0.12
+    has_labels = any(line.label for line in panel.lines)
+    chart.x_range.range_padding, chart.y_range.range_padding = 0.4 if has_labels else 0.2, 0.12
     if panel.ticks:
         places, texts = list(panel.ticks), list(panel.ticks.values())
         chart.xaxis.ticker = FixedTicker(ticks=places)
@@ -41,19 +42,17 @@ def draw_loss_panel(panel: LossPanel, runs: Sequence[Run]) -> tuple[Any, dict[in
         chart.xaxis.formatter = CustomJSTickFormatter(
             args={"places": places, "texts": texts}, code=_NAME_TICK + FORMAT_TICK
         )
-    for line_index, line in enumerate(panel.lines):
-        xs, losses = [point.x for point in line], [point.loss for point in line]
-        chart.line(xs, losses, line_width=1.3, tags=["faint"])
-        if panel.labels:
-            chart.text(
-                xs[-1:],
-                losses[-1:],
-                text=[panel.labels[line_index]],
-                x_offset=4,
-                text_baseline="middle",
-                text_font_size="11px",
-                tags=["faint"],
-            )
+    for line in panel.lines:
+        xs, losses = [point.x for point in line.points], [point.loss for point in line.points]
+        chart.line(xs, losses, line_width=1.3).tags = ["faint"]
+        chart.text(
+            xs[-1:],
+            losses[-1:],
+            text=[line.label],
+            x_offset=8,
+            text_baseline="middle",
+            text_font_size="11px",
+        ).tags = ["faint"]
     renderer_by_run = {}
     for run_index, point in panel.points.items():
         text = f"{runs[run_index].name}: {point.loss:.4f}"

@@ -17,6 +17,7 @@ MAX_PANELS = 12
 
 _MIN_TICK_GAP = 0.12
 """Smallest distance of two ticks, as a share of the axis, for which their texts have room."""
+_MAX_LABELS = 6
 _LABEL_CHARACTERS = 48
 """Characters below an axis."""
 
@@ -33,6 +34,18 @@ class Point(NamedTuple):
     loss: float
 
 
+class Line(NamedTuple):
+    """A line through points.
+
+    Attributes:
+        label: A text for its end; may be empty.
+        points: The points, by rising x.
+    """
+
+    label: str
+    points: Sequence[Point]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossPanel:
     """A chart of the final validation loss.
@@ -44,8 +57,7 @@ class LossPanel:
         log: Whether the x axis is logarithmic.
         ticks: The text of places on the x axis; empty for ordinary ticks.
         points: A point for each run, by the index of the run.
-        lines: Lines through points that differ only in this option.
-        labels: A text for the end of each line; empty without labels.
+        lines: Lines through means of runs that differ only in this option, or fitted curves.
     """
 
     name: str
@@ -54,8 +66,7 @@ class LossPanel:
     log: bool = False
     ticks: dict[float, str] = dataclasses.field(default_factory=dict)
     points: dict[int, Point]
-    lines: list[list[Point]]
-    labels: Sequence[str] = ()
+    lines: Sequence[Line]
 
 
 def make_option_panels(ranking: Ranking) -> list[LossPanel]:
@@ -110,9 +121,7 @@ def _make_panel(ranking: Ranking, name: str) -> LossPanel:
     )
 
 
-def _make_lines(
-    ranking: Ranking, name: str, place_by_run: Mapping[int, float]
-) -> list[list[Point]]:
+def _make_lines(ranking: Ranking, name: str, place_by_run: Mapping[int, float]) -> list[Line]:
     """Return lines through the groups that differ in an option, and in options that follow it."""
     members = ranking.members
     places = [place_by_run[member.run] for member in members]
@@ -123,13 +132,29 @@ def _make_lines(
         and not _moves_with(places, [_number_of(member.options[other]) for member in members])
     ]
     points_by_options: dict[str, list[Point]] = {}
+    label_by_options: dict[str, str] = {}
     for group in ranking.groups:
         first, *_ = group.members
-        key = repr([first.options[other] for other in fixed_names])
+        values = [first.options[other] for other in fixed_names]
+        key = repr(values)
         point = Point(place_by_run[first.run], group.mean_loss)
         points_by_options.setdefault(key, []).append(point)
-    lines = [sorted(points) for points in points_by_options.values()]
-    return [line for line in lines if len({point.x for point in line}) > 1]
+        label_by_options[key] = ", ".join(map(_label_of, values))
+    lines = [
+        Line(label_by_options[key], sorted(points))
+        for key, points in points_by_options.items()
+        if len({point.x for point in points}) > 1
+    ]
+    if len(lines) > _MAX_LABELS:
+        return [Line("", line.points) for line in lines]
+    return lines
+
+
+def _label_of(value: Any) -> str:
+    """Return the value of an option in few characters, without its unit."""
+    number = _number_of(value)
+    (text,) = option_texts([value])
+    return _cut(text.partition(" ")[0] if number and number.unit else text, 12)
 
 
 def _moves_with(places: Sequence[float], numbers: Sequence["_Number | None"]) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from llm.config.shell import shell_line
 from llm.tools.report.cell_text import format_count, format_short
-from llm.tools.report.option_panels import LossPanel, Point
+from llm.tools.report.option_panels import Line, LossPanel, Point
 from llm.tools.report.ranking import Group, Ranking
 
 if TYPE_CHECKING:
@@ -130,7 +130,6 @@ def _make_panel(law: "ScalingLaw", group_by_pair: Mapping[Pair, Group]) -> LossP
     """Return the measured losses by tokens, and a curve of the fitted losses for each size."""
     lengths = [tokens for _, tokens in group_by_pair]
     curve_tokens = np.geomspace(min(lengths), max(lengths), _CURVE_POINTS)
-    sizes = sorted({size for size, _ in group_by_pair})
     return LossPanel(
         name="scaling_law",
         title="Validation loss and fit",
@@ -142,13 +141,15 @@ def _make_panel(law: "ScalingLaw", group_by_pair: Mapping[Pair, Group]) -> LossP
             for member in group.members
         },
         lines=[
-            [
-                Point(*point)
-                for point in zip(curve_tokens, law.predict(size, curve_tokens), strict=True)
-            ]
-            for size in sizes
+            Line(
+                format_short(size),
+                [
+                    Point(*point)
+                    for point in zip(curve_tokens, law.predict(size, curve_tokens), strict=True)
+                ],
+            )
+            for size in sorted({size for size, _ in group_by_pair})
         ],
-        labels=[format_short(size) for size in sizes],
     )
 
 
