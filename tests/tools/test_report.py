@@ -702,7 +702,7 @@ def test_a_missing_package_is_named_with_its_pip_line(run, capsys, monkeypatch):
     [
         ([], "No run is named"),
         (["{}/nowhere"], "is not a folder"),
-        (["{}/../.."], "holds no run: none of config.toml, status.json, metrics.jsonl is in it."),
+        (["{}/empty"], "holds no run: none of config.toml, status.json, metrics.jsonl is in it."),
         (["{}", "{}/../first"], "is named twice"),
         (["{}", "--output", "{}"], "is a folder; name an HTML file."),
         (["{}", "--output", "{}/config.toml/a.html"], "cannot be used"),
@@ -711,6 +711,7 @@ def test_a_missing_package_is_named_with_its_pip_line(run, capsys, monkeypatch):
     ],
 )
 def test_invalid_options_are_refused_in_one_sentence(run, capsys, words, said):
+    (run / "empty").mkdir()
     assert main([word.format(run) for word in words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -719,10 +720,11 @@ def test_invalid_options_are_refused_in_one_sentence(run, capsys, words, said):
 
 
 def test_the_page_needs_no_torch_and_help_no_drawing_library(run):
+    (run / "empty").mkdir()
     code = (
         "import sys\n"
         "from llm.tools.report.report import main\n"
-        f"assert main(['{run}/../..']) == 2\n"
+        f"assert main(['{run}/empty']) == 2\n"
         "assert not {'bokeh', 'matplotlib', 'jinja2'} & sys.modules.keys()\n"
         f"assert main([{str(run)!r}]) == 0\n"
         "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
