@@ -10,6 +10,7 @@ To train and to read what a run has written:
 - `processes`: the trainer under torchrun; waiting for a process, and its memory.
 - `forked_programs`: Python programs that are forked from the process of a test.
 - `programs`: `llm-trainers` and `docs/generate.py` in the process of a test.
+- `report_pages`: made-up run folders for `llm-trainers report`, and a reader of its pages.
 - `hub_server`: a Hugging Face Hub on this machine (the fixture `hub`).
 
 Ranks, strategies and models:

@@ -1,9 +1,7 @@
-import html.parser
 import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import warnings
@@ -15,6 +13,14 @@ from llm.tools.report.panels import MAX_POINTS, make_panels
 from llm.tools.report.report import main
 from llm.tools.report.runs import read_runs
 from tests.support.checkpoints import filled, save, saver_of
+from tests.support.report_pages import (
+    CHROMIUM,
+    Reader,
+    Undrawn,
+    evaluation,
+    report,
+    write_run,
+)
 
 START = {"total_steps": 1200, "architecture": "gpt2", "parameters": 1071872, "device": "cuda"}
 # The first start was stopped after step 45; the second goes on from the checkpoint of step 20.
@@ -31,43 +37,6 @@ EVENTS = [
 ]
 
 
-def report(step: int, **values: object) -> dict[str, object]:
-    """A line of metrics.jsonl: 100 tokens and half a second a step."""
-    return {
-        "step": step,
-        "loss": 8.0 - step / 100,
-        "learning_rate": 1e-3,
-        "grad_norm": 1.5,
-        "loss_scale": 1.0,
-        "skipped_steps": 0,
-        "nan_steps": 0,
-        "tokens_per_second": 200.0,
-        "ms_per_step": 500.0,
-        "data_wait": 0.25,
-        "samples": step,
-        "tokens": 100 * step,
-        "seconds": step / 2,
-        **values,
-    }
-
-
-def evaluation(loss: float) -> dict[str, float]:
-    return {"eval_loss": loss, "eval_perplexity": 2.718**loss}
-
-
-def write_run(folder, records, *, end="", events=(), config="", **status):
-    folder.mkdir(parents=True)
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    (folder / "metrics.jsonl").write_text(lines + end)
-    (folder / "config.toml").write_text(config)
-    if events:
-        timed = [{"time": "2026-11-20T10:00:00+0000", **event} for event in events]
-        (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timed))
-    if status:
-        (folder / "status.json").write_text(json.dumps(status))
-    return folder
-
-
 @pytest.fixture
 def run(tmp_path):
     """A run that has reported every 10 of its first 60 steps, and was evaluated thrice."""
@@ -78,51 +47,6 @@ def run(tmp_path):
     ]
     config = 'model_name_or_path = "tiny"\nlearning_rate = 0.001\nbetas = [0.9, 0.95]\n'
     return write_run(tmp_path / "first", records, config=config, events=EVENTS, status="running")
-
-
-class Reader(html.parser.HTMLParser):
-    """Reads a page strictly: every element is closed; and collects what it refers to."""
-
-    VOID = frozenset({"meta", "input", "br", "link", "img"})
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.links: list[str] = []
-        self.description: list[str] = []
-        self.feed(page)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        names = [name for name, _ in attrs]
-        assert len(names) == len(set(names)), (tag, attrs)
-        self.links += [value for name, value in attrs if name in ("src", "href", "action")]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.links += [value for name, value in attrs if name in ("src", "href")]
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] not in ("script", "style"):
-            self.description.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.description).split())
-
-
-class Undrawn:
-    """In the place of the charts, which take most of the time that a page takes."""
-
-    def __init__(self, runs, panels, loss_panels, *, x):
-        pass
-
-    def embed(self):
-        return "", {}
 
 
 def runs_of(*folders):
@@ -731,9 +655,6 @@ def test_the_page_needs_no_torch_and_help_no_drawing_library(run):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs the browser Chromium (apt install chromium)")

@@ -11,7 +11,7 @@ from llm.tools.report.page import make_page
 from llm.tools.report.ranking import rank_runs, ranking_table
 from llm.tools.report.report import main
 from llm.tools.report.runs import member_folders, read_runs
-from tests.tools.test_report import CHROMIUM, Reader, Undrawn, evaluation, report, write_run
+from tests.support.report_pages import CHROMIUM, Reader, Undrawn, evaluation, report, write_run
 
 BASE = {"learning_rate": 1e-3, "seed": 1, "keep_checkpoints": 2}
 

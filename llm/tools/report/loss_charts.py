@@ -13,8 +13,8 @@ from llm.tools.report.runs import Run
 _HEIGHT = 250
 
 _NAME_TICK = """
-const found = places.findIndex((place) => Math.abs(place - tick) <= 1e-9 * Math.abs(place));
-if (found >= 0) return texts[found];
+const place_index = places.findIndex((place) => Math.abs(place - tick) <= 1e-9 * Math.abs(place));
+if (place_index >= 0) return texts[place_index];
 """
 
 

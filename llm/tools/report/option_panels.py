@@ -159,10 +159,10 @@ def _label_of(value: Any) -> str:
 
 def _moves_with(places: Sequence[float], numbers: Sequence["_Number | None"]) -> bool:
     """Return whether another option is a rising or a falling function of the places."""
-    others = [number.value for number in numbers if number is not None]
-    if len(others) < len(places):
+    other_places = [number.value for number in numbers if number is not None]
+    if len(other_places) < len(places):
         return False
-    pairs = sorted(set(zip(places, others, strict=True)))
+    pairs = sorted(set(zip(places, other_places, strict=True)))
     changes = [right[1] - left[1] for left, right in pairwise(pairs)]
     is_function = len(pairs) == len(set(places))
     return is_function and (min(changes) > 0 or max(changes) < 0)
