@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from llm.tools.sweep.member_state import read_outcome
 from llm.tools.sweep.members import Base, Member, grid_members, option_arguments
 from llm.tools.sweep.run_members import MemberRuns
 from llm.tools.sweep.slots import Slot, find_slots
-from llm.tools.sweep.sweep import main
+from llm.tools.sweep.sweep import main, make_table
 from tests.support.processes import wait_until
 from tests.support.training import Bench
 
@@ -213,6 +214,22 @@ def test_a_member_that_fails_stops_no_other(tmp_path, monkeypatch, capsys):
     assert sweep.runs.outcomes["a"].sentence == "The loss is not finite."
     assert "b finished, validation loss 3.5000, after 0.0 minutes" in capsys.readouterr().out
     assert not [*tmp_path.glob("*/.sweep-*")]
+
+
+def test_the_table_has_a_column_for_each_set_of_tasks(tmp_path):
+    core = {"task_core/centered_accuracy": 0.125, "task_core/arc_easy": 0.5}
+    for name, results in {"a": core, "b": {}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "status.json").write_text('{"status": "finished"}')
+        (tmp_path / name / "all_results.json").write_text(json.dumps({"eval_loss": 3.5} | results))
+    outcomes = {name: read_outcome(tmp_path / name) for name in ("a", "b")}
+
+    table = make_table(Base(arguments=[], folder=tmp_path), outcomes)
+    assert [re.split(" {2,}", line) for line in table.splitlines()] == [
+        ["member", "state", "validation loss", "core: centered accuracy"],
+        ["a", "finished", "3.5000", "0.1250"],
+        ["b", "finished", "3.5000"],
+    ]
 
 
 def test_a_branch_waits_for_its_parent_and_is_left_out_without_it(tmp_path, monkeypatch):

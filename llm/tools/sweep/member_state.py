@@ -4,9 +4,11 @@ import dataclasses
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from llm.metrics.set_scores import set_score_title
 from llm.runtime.claims import is_claimed
 from llm.tools.report.run_files import read_metrics, read_numbers, read_table
 
@@ -31,12 +33,14 @@ class Outcome:
         loss: Final validation loss of a finished run, or its last training loss if it has no
             validation; NaN if it is not finite, None before the end.
         is_validated: Whether `loss` is a validation loss.
+        set_scores: The numbers of task sets of a finished run, by their titles.
     """
 
     state: State
     sentence: str = ""
     loss: float | None = None
     is_validated: bool = False
+    set_scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def read_outcome(folder: Path) -> Outcome:
@@ -76,11 +80,15 @@ def read_stopped_outcome(folder: Path) -> Outcome:
 def _finished_outcome(folder: Path) -> Outcome:
     """Return the outcome of a finished run, with its loss."""
     results = read_numbers(folder / "all_results.json")
+    titles = {key: set_score_title(key) for key in results}
+    set_scores = {title: results[key] for key, title in titles.items() if title is not None}
     if "eval_loss" in results:
-        return Outcome(state="finished", loss=results["eval_loss"], is_validated=True)
+        loss = results["eval_loss"]
+        return Outcome(state="finished", loss=loss, is_validated=True, set_scores=set_scores)
     rows, _ = read_metrics(folder / "metrics.jsonl")
     losses = [row["loss"] for row in rows if "loss" in row]
-    return Outcome(state="finished", loss=losses[-1] if losses else math.nan)
+    loss = losses[-1] if losses else math.nan
+    return Outcome(state="finished", loss=loss, set_scores=set_scores)
 
 
 def last_error(log_path: Path) -> str:

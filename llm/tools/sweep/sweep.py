@@ -88,13 +88,22 @@ def make_base(options: SweepOptions, trainer_arguments: Sequence[str]) -> Base:
 
 
 def make_table(base: Base, outcomes: Mapping[str, Outcome]) -> str:
-    """Return a row for each member with its state and loss, and a line for each failure."""
+    """Return a row for each member with its state and numbers, and a line for each failure."""
     has_training_loss = any(
         outcome.loss is not None and not outcome.is_validated for outcome in outcomes.values()
     )
-    heading = ("member", "state", "training loss" if has_training_loss else "validation loss")
+    loss_title = "training loss" if has_training_loss else "validation loss"
+    set_titles = dict.fromkeys(
+        title for outcome in outcomes.values() for title in outcome.set_scores
+    )
+    heading = ("member", "state", loss_title, *set_titles)
     rows = [
-        (name, outcome.state, "" if outcome.loss is None else f"{outcome.loss:.4f}")
+        (
+            name,
+            outcome.state,
+            _format_number(outcome.loss),
+            *(_format_number(outcome.set_scores.get(title)) for title in set_titles),
+        )
         for name, outcome in outcomes.items()
     ]
     widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
@@ -107,6 +116,10 @@ def make_table(base: Base, outcomes: Mapping[str, Outcome]) -> str:
             log_path = base.folder / name / LOG_NAME
             lines.append(f"{name} {outcome.state}: {outcome.sentence} Log: {log_path}")
     return "\n".join(lines) + "\n"
+
+
+def _format_number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
 
 
 def exit_code(outcomes: Mapping[str, Outcome]) -> int:
