@@ -25,12 +25,15 @@ class HubFiles:
     files: list[str]
 
 
-def find_hub_files(dataset_name: str, dataset_config_name: str | None) -> HubFiles:
+def find_hub_files(
+    dataset_name: str, dataset_config_name: str | None, *, option_name: str = "dataset_name"
+) -> HubFiles:
     """List the files of a data set on the Hub without downloading them.
 
     Args:
         dataset_name: A Hub name.
         dataset_config_name: The configuration; None if the data set has one only.
+        option_name: The option that needs the data set, for messages.
 
     Raises:
         DataError: The data set or the configuration does not exist or cannot be reached, or files
@@ -38,7 +41,9 @@ def find_hub_files(dataset_name: str, dataset_config_name: str | None) -> HubFil
     """
     import datasets
 
-    with explain_dataset_errors(dataset_name, dataset_config_name, is_local=False):
+    with explain_dataset_errors(
+        dataset_name, dataset_config_name, is_local=False, option_name=option_name
+    ):
         builder = datasets.load_dataset_builder(dataset_name, dataset_config_name)
         urls = [url for split in (builder.config.data_files or {}).values() for url in split]
     foreign_urls = [url for url in urls if _HUB_URL.fullmatch(url) is None]
@@ -59,7 +64,11 @@ def find_hub_files(dataset_name: str, dataset_config_name: str | None) -> HubFil
 
 @contextlib.contextmanager
 def explain_dataset_errors(
-    dataset_name: str, dataset_config_name: str | None, *, is_local: bool
+    dataset_name: str,
+    dataset_config_name: str | None,
+    *,
+    is_local: bool,
+    option_name: str = "dataset_name",
 ) -> Iterator[None]:
     """Turn the dozens of error types of the `datasets` library into a DataError.
 
@@ -67,6 +76,7 @@ def explain_dataset_errors(
         dataset_name: A Hub name, or a folder.
         dataset_config_name: The configuration; or None.
         is_local: Whether `dataset_name` is a folder.
+        option_name: The option that needs the data set.
     """
     try:
         yield
@@ -85,7 +95,7 @@ def explain_dataset_errors(
             reason = one_line(error.__cause__ or error)
             raise DataError(f"--dataset_name {dataset_name} cannot be read: {reason}.") from error
         raise DataError(
-            f"--dataset_name {dataset_name} cannot be loaded from the Hugging Face Hub "
+            f"--{option_name} {dataset_name} cannot be loaded from the Hugging Face Hub "
             f"({one_line(error)}); check the name and the connection, or name a local folder, "
             "which works too."
         ) from error

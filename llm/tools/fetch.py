@@ -297,7 +297,7 @@ def _fetch_dataset(option_name: str, name: str, config_name: str | None, folder:
     """Download the files of one configuration of a data set; return their folder."""
     from llm.data.hub_files import find_hub_files
 
-    repository = find_hub_files(name, config_name)
+    repository = find_hub_files(name, config_name, option_name=option_name)
     target = folder / "datasets" / name
     with _explain_hub_errors(option_name, name):
         # The card defines the configurations. Without configurations, it is left out.

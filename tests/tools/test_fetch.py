@@ -222,6 +222,7 @@ def test_names_that_cannot_be_fetched_are_refused_in_one_sentence(hub, tmp_path)
     (tmp_path / "far.yaml").write_text(
         "task: far\ndataset_path: json\ndataset_kwargs: {data_files: 'https://a.example/b'}\n"
     )
+    (tmp_path / "absent.yaml").write_text("task: absent\ndataset_path: me/absent\n")
     (hub.folder("me/broken", "datasets") / "dataset_infos.json").write_text('{"a": ')
     (hub.folder("me/broken", "datasets") / "a.jsonl").write_text('{"text": "a"}\n')
     refused = {
@@ -234,6 +235,7 @@ def test_names_that_cannot_be_fetched_are_refused_in_one_sentence(hub, tmp_path)
         "--metrics nowhere": "--eval_metrics nowhere is not on the Hub",
         "--tasks nowhere": "nowhere is neither a YAML file, nor a set (core, easy),",
         "--tasks ai2_arc": "ai2_arc is a group of tasks; name its tasks one by one",
+        "--tasks absent.yaml": "--eval_tasks me/absent cannot be loaded from the Hugging Face Hub",
         "--tasks far.yaml": "reads https://a.example/b: download the file",
         "--metrics accuracy": "There is nothing to fetch",
         "--config": "--config expected one argument",
