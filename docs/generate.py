@@ -25,6 +25,7 @@ from llm.tools.fetch import FetchOptions
 from llm.tools.generate import GenerateOptions
 from llm.tools.inspect import InspectOptions
 from llm.tools.jobs.options import JobOptions
+from llm.tools.jobs.sites import known_sites
 from llm.tools.preflight import PreflightOptions
 from llm.tools.report.report import ReportOptions
 from llm.tools.sweep.options import SweepOptions
@@ -34,7 +35,11 @@ DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "llm"
 SITES = PACKAGE / "tools" / "jobs" / "sites.toml"
 # Text of scripts, which the scripts themselves show.
-SITE_INTERNALS = ("title", "master_addr", "pals", "numa", "queue_option", "first_cores")
+SITE_INTERNALS = (
+    *("title", "master_addr", "pals", "numa", "queue_option", "first_cores", "task_cpu_bind"),
+    *("gpu_directive", "whole_node_directives"),
+)
+SITE_LABELS = {"ran": "run there by", "preemptable": "can be ended at any time"}
 WHAT_RAN = DOCS.parent / "benchmarks" / "results" / "what_ran.json"
 PROGRAMS = {
     "tokenizer": TrainTokenizerOptions,
@@ -161,15 +166,13 @@ def site_tables(name: str) -> str:
     site = tomllib.loads(toml).get(name)
     if site is None:
         return f"`llm-trainers jobs` has no `--site {name}` yet; set the site's values by options."
-    comment = re.search(rf"^\[{name}\]  # ([^;\n]*)", toml, flags=re.MULTILINE)
     queues, notes = site.pop("queues", []), site.pop("notes", [])
     modules = re.findall(r"^module load (.*)", site.pop("set_up", ""), flags=re.MULTILINE)
-    facts = {"source": comment and comment[1], **site}
-    if "module" not in facts:
-        facts["modules"] = modules
+    facts = {**site, "modules": None if "module" in site else modules}
+    facts["not found in the sources"] = known_sites()[name].unknown_facts
     lines = [f"| `--site {name}` | |", "|---|---|"]
     lines += [
-        f"| {label.replace('_', ' ')} | {format_site_value(value)} |"
+        f"| {SITE_LABELS.get(label, label.replace('_', ' '))} | {format_site_value(value)} |"
         for label, value in facts.items()
         if value and label not in SITE_INTERNALS
     ]
@@ -179,11 +182,24 @@ def site_tables(name: str) -> str:
         first, last = queue.pop("min_nodes", 1), queue.pop("max_nodes", None)
         nodes = f"{first:,} to {last:,}" if last else f"from {first:,}"
         name, hours = f"`{queue.pop('name')}`", queue.pop("hours", "")
-        remarks = [label if value is True else str(value) for label, value in queue.items()]
+        remarks = [
+            SITE_LABELS.get(label, label) if value is True else str(value)
+            for label, value in queue.items()
+        ]
         lines.append(f"| {', '.join([name, *remarks])} | {nodes} | {hours} |")
     if notes:
         lines += ["", *(f"- {note}" for note in notes)]
     return "\n".join(lines)
+
+
+def slurm_page(page: str) -> str:
+    """Return the page on Slurm with the table of all sites."""
+    lines = ["| `--site` | Cluster | Node | Run there by | Facts of |", "|---|---|---|---|---|"]
+    for name, site in known_sites().items():
+        if site.device is not None:
+            node = f"{site.gpus_per_node} `{site.device}`"
+            lines.append(f"| `{name}` | {site.title} | {node} | {site.ran} | {site.date} |")
+    return replace_between(page, "<!-- sites -->", "<!-- end of sites -->", "\n".join(lines))
 
 
 def site_page(page: str, name: str) -> str:
@@ -221,6 +237,7 @@ def pages() -> dict[Path, str]:
         "benchmarks.md": benchmarks_page,
         "programs.md": programs_page,
         "tutorials/notebook.md": notebook_page,
+        "guides/slurm.md": slurm_page,
         **{f"guides/{name}.md": partial(site_page, name=name) for name in SITE_PAGES},
     }
     return {

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,6 +29,7 @@ from llm.errors import ParallelError
 from llm.runtime.logging import counted
 from llm.runtime.process_settings import raise_file_limit
 from llm.runtime.world import World, adopt_launcher, device_of, job_hosts, world_from_environment
+from llm.tools.bad_nodes import add_bad_nodes, hosts_without_devices, minority, short_name
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +57,9 @@ class PreflightOptions:
         at_least=1,
         at_most=1_000_000,
     )
+    bad_nodes: str | None = option(
+        None, "Add the hosts that fail to this file, one on each line.", path=True
+    )
 
 
 @program
@@ -79,6 +83,7 @@ def check(options: PreflightOptions, world: World) -> int:
     except RuntimeError as error:  # an error of the driver; rank 0 reports this rank as silent
         first_line = str(error).partition("\n")[0]
         host = socket.gethostname()
+        _record_bad_nodes(options, [host])
         return _print_error(f"rank {world.rank} on {host} has no working device: {first_line}")
     if world.world_size == 1:
         sys.stdout.write(f"{_format_rank(0, description, None)}\npreflight: one process, alone.\n")
@@ -206,10 +211,14 @@ def _compare_in_time(options: PreflightOptions, world: World, board: Board) -> s
     if world.is_main:
         board.wait("description", deadline)
         descriptions = board.get_all("description")  # late answers count too
+        hosts = [entry["host"] for entry in descriptions.values()]
         if len(descriptions) == world.world_size:
             problem = describe_differences(descriptions)
+            _record_bad_nodes(options, minority(hosts_without_devices(descriptions), hosts))
         else:
             problem = describe_missing(descriptions, world, options.timeout)
+            bad_hosts = silent_hosts(descriptions, world)
+            _record_bad_nodes(options, minority(bad_hosts, job_hosts(os.environ)))
         board.set_global("verdict/description", problem)
     return board.get_global("verdict/description", deadline + _EXTRA_WAIT_SECONDS)
 
@@ -267,6 +276,12 @@ def _communicate_in_time(options: PreflightOptions, world: World, board: Board) 
     threading.Thread(target=communicate_and_report, daemon=True).start()
     if world.is_main:
         is_done = board.wait("done", deadline, unless="failure")
+        if not is_done:
+            hosts_by_rank = {
+                rank: entry["host"] for rank, entry in board.get_all("description").items()
+            }
+            bad_hosts = [hosts_by_rank[rank] for rank in ranks_at_fault(board)]
+            _record_bad_nodes(options, minority(bad_hosts, hosts_by_rank.values()))
         board.set_global(
             "verdict/communication", "" if is_done else describe_hang(board, options.timeout)
         )
@@ -331,24 +346,24 @@ def describe_missing(descriptions: dict[int, Any], world: World, timeout: float)
         f"{len(missing_ranks)} of {world.world_size} ranks have not answered within {timeout:g} s: "
         f"{', '.join(map(str, missing_ranks))}."
     )
+    hosts = silent_hosts(descriptions, world)
+    if not hosts:
+        answering_hosts = dict.fromkeys(short_name(item["host"]) for item in descriptions.values())
+        return f"{sentence} Answers came from {', '.join(answering_hosts)} only."
+    return (
+        f"{sentence} These hosts do not answer: {', '.join(hosts)}. Check whether Python "
+        f"starts there, or leave them out (Slurm: --exclude={','.join(hosts)})."
+    )
+
+
+def silent_hosts(descriptions: dict[int, Any], world: World) -> list[str]:
+    """Return the hosts of the job with a rank that has not answered; empty if none are known."""
     num_answers_by_host = Counter(
-        _short_name(description["host"]) for description in descriptions.values()
+        short_name(description["host"]) for description in descriptions.values()
     )
     hosts = job_hosts(os.environ)
-    if not hosts:
-        return f"{sentence} Answers came from {', '.join(num_answers_by_host)} only."
-    ranks_per_host = world.world_size / len(hosts)
-    silent_hosts = [
-        host for host in hosts if num_answers_by_host[_short_name(host)] < ranks_per_host
-    ]
-    return (
-        f"{sentence} These hosts do not answer: {', '.join(silent_hosts)}. Check whether Python "
-        f"starts there, or leave them out (Slurm: --exclude={','.join(silent_hosts)})."
-    )
-
-
-def _short_name(host: str) -> str:
-    return host.partition(".")[0]
+    ranks_per_host = world.world_size / max(1, len(hosts))
+    return [host for host in hosts if num_answers_by_host[short_name(host)] < ranks_per_host]
 
 
 def describe_differences(descriptions: dict[int, Any]) -> str:
@@ -400,11 +415,8 @@ def describe_hang(board: Board, timeout: float) -> str:
     if errors:
         failures = [f"{name_by_rank[rank]} fails: {error}" for rank, error in errors.items()]
         return "; ".join(failures) + "."
-    stage_by_rank = dict.fromkeys(name_by_rank, STAGES[0]) | board.get_all("stage")
-    first_stage = min(stage_by_rank.values(), key=STAGES.index)
-    slow_ranks = [
-        name_by_rank[rank] for rank, stage in stage_by_rank.items() if stage == first_stage
-    ]
+    first_stage = min(_stage_by_rank(board).values(), key=STAGES.index)
+    slow_ranks = [name_by_rank[rank] for rank in ranks_at_fault(board)]
     time_limit = f"within {timeout:g} s"
     if len(slow_ranks) < len(name_by_rank):
         return (
@@ -416,6 +428,35 @@ def describe_hang(board: Board, timeout: float) -> str:
         "reach rank 0 but not each other. Set NCCL_DEBUG=INFO to see the network interface in use, "
         "and NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME without GPUs) to choose another."
     )
+
+
+def ranks_at_fault(board: Board) -> list[int]:
+    """Return the ranks that failed in the collectives, or got least far in them."""
+    failed_ranks = board.get_all("failed")
+    if failed_ranks:
+        return [*failed_ranks]
+    stage_by_rank = _stage_by_rank(board)
+    first_stage = min(stage_by_rank.values(), key=STAGES.index)
+    return [rank for rank, stage in stage_by_rank.items() if stage == first_stage]
+
+
+def _stage_by_rank(board: Board) -> dict[int, str]:
+    return dict.fromkeys(board.get_all("description"), STAGES[0]) | board.get_all("stage")
+
+
+def _record_bad_nodes(options: PreflightOptions, hosts: Iterable[str]) -> None:
+    """Add hosts to the file of bad nodes, if there is one, and say so."""
+    if options.bad_nodes is None:
+        return
+    try:
+        new_hosts = add_bad_nodes(options.bad_nodes, hosts)
+    except OSError as error:
+        sys.stderr.write(
+            f"preflight: --bad_nodes {options.bad_nodes} cannot be written: {error.strerror}.\n"
+        )
+        return
+    if new_hosts:
+        sys.stderr.write(f"preflight: added to {options.bad_nodes}: {', '.join(new_hosts)}.\n")
 
 
 def _format_rank(rank: int, description: dict[str, Any], times: dict[str, float] | None) -> str:

@@ -27,13 +27,13 @@ def _skip_without(programs: tuple[str, ...], packages: str) -> None:
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Slurm]:
-    """Two virtual nodes of a real Slurm."""
+    """Three virtual nodes of a real Slurm."""
     _skip_without(SLURM, "slurmctld slurmd slurm-client munge")
     state = Path(tempfile.mkdtemp(prefix="slurm-"))  # pytest's own folders are too long for sockets
     script = HERE / "local_slurm.sh"
     # Daemons keep what they inherit, so nothing may wait for the end of a pipe.
     with (state / "start.log").open("w") as log:
-        done = subprocess.run([script, "start", state, "2"], stdout=log, stderr=log, timeout=120)
+        done = subprocess.run([script, "start", state, "3"], stdout=log, stderr=log, timeout=120)
     assert done.returncode == 0, (state / "start.log").read_text()
     yield Slurm({"SLURM_CONF": str(state / "slurm.conf"), "OMP_NUM_THREADS": "1"})
     subprocess.run([script, "stop", state], check=True, timeout=120)
@@ -42,9 +42,9 @@ def slurm() -> Iterator[Slurm]:
 
 @pytest.fixture(scope="session")
 def pbs_hosts() -> Iterator[list[str]]:
-    """Names of two hosts that are this machine."""
+    """Names of three hosts that are this machine."""
     _skip_without(MPICH, "mpich")
-    names = ["pbs1", "pbs2"]
+    names = ["pbs1", "pbs2", "pbs3"]
     hosts, mark = Path("/etc/hosts"), "# llm tests"
     # In place: in a container, /etc/hosts cannot be renamed over. A killed run leaves its lines.
     kept = [line for line in hosts.read_text().splitlines() if not line.endswith(mark)]

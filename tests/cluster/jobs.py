@@ -47,6 +47,17 @@ sys.exit(main([*sys.argv[1:], "--workers", "1"]))
 """
 
 
+# Ranks of srun and mpiexec find no device on a host.
+BROKEN_DEVICE = """
+import os, socket
+if socket.gethostname() == "{host}" and {{"SLURM_PROCID", "PMI_RANK"}} & os.environ.keys():
+    import llm.runtime.world
+    def fail(*_):
+        raise RuntimeError("the driver does not answer")
+    llm.runtime.world.device_of = fail
+"""
+
+
 def missing(*programs: str) -> list[str]:
     """Those of the programs that this machine does not have."""
     path = os.environ["PATH"] + ":/usr/sbin:/sbin"
@@ -82,6 +93,35 @@ class Submission:
         kept = [row for row in rows if "$" in row or "--resume" in row]
         filled = text.replace("\n".join(rows), "\n".join([" ".join(words), *kept]))
         return self._write(f"{run}-{Path(example).name}", filled)
+
+    def with_spare_node(self, scheduler: str, *, run: str, broken: str) -> Path:
+        """Write a script for two nodes and a spare one, where a host has no working device."""
+        site = self.folder / f"{run}-site"
+        site.mkdir()
+        (site / "sitecustomize.py").write_text(BROKEN_DEVICE.format(host=broken))
+        venv = self.folder / f"{run}-venv"
+        (venv / "bin").mkdir(parents=True)
+        activate = (self.folder / "venv/bin/activate").read_text()
+        (venv / "bin/activate").write_text(f'{activate}PYTHONPATH="{site}:$PYTHONPATH"\n')
+        script = self.folder / f"{run}.sh"
+        job = (
+            scheduler,
+            "--nodes",
+            2,
+            "--spare_nodes",
+            1,
+            "--gpus_per_node",
+            1,
+            "--cpus_per_gpu",
+            1,
+        )
+        made = ("--time", 10, "--account", "science", "--queue", "debug", "--venv", venv)
+        options = self.bench.command(
+            run, **{**TOY, "max_train_steps": 20}, output_dir=f"runs/{run}"
+        )
+        words = (*job, *made, "--output", script, "--", *options)
+        assert write_job([str(word) for word in words]) == 0
+        return script
 
     def fill_in_preparation(self, example: str, *, output: str) -> Path:
         """Write an example's script that prepares a small text."""

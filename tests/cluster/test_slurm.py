@@ -237,3 +237,14 @@ def test_python_in_a_batch_script_is_one_process_and_in_a_step_a_rank(slurm, sub
     assert lines[2:] == [
         f"World(rank={rank}, local_rank={rank % 2}, world_size=4)" for rank in range(4)
     ]
+
+
+def test_a_spare_node_replaces_one_without_a_device(slurm, submission):
+    script = submission.with_spare_node("slurm", run="spare", broken="node1")
+    job = slurm.submit(script)
+    text = check_finished(slurm, submission, job, "spare", ranks=2)
+    assert "leaving out node1, which has failed the pre-flight" in text
+    assert "on node2, node3; " in text
+    again = slurm.submit(script)  # the run has finished
+    text = check_finished(slurm, submission, again, "spare", ranks=2)
+    assert text.count("preflight: ") == 1

@@ -23,6 +23,7 @@ from llm.tools.evidence.trainings import (
     read_device,
     read_steps,
 )
+from llm.tools.plan.card_names import device_of_card
 
 _ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 _TOLERANCE_BY_PRECISION = {"fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "bf16, compiled": 1e-2}
@@ -33,15 +34,6 @@ more so on an accelerator."""
 _WEIGHT_TOLERANCE = 1e-4
 """A tenth of the learning rate, which bounds what a step of AdamW changes."""
 _RESUME_STEP, _RESUME_LAST_STEP = 3, 6
-_PLANNED_DEVICES = {
-    r"\bH200\b": "h200-141gb",
-    r"\bH100\b": "h100-80gb",
-    r"\bA100\b.*\b40GB\b": "a100-40gb",
-    r"\bA100\b": "a100-80gb",
-    r"\bMI250X?\b": "mi250x",
-    r"\bMax 1550\b": "pvc",
-}
-"""Devices of `llm-trainers plan`, by a pattern of the card's name."""
 
 
 @dataclass(frozen=True)
@@ -304,5 +296,4 @@ def planned_device(device: str, card: str) -> str | None:
     """Return the device of the plan that a card is; None if the plan does not know it."""
     if device == "cpu":
         return "cpu"
-    matches = (name for pattern, name in _PLANNED_DEVICES.items() if re.search(pattern, card))
-    return next(matches, None)
+    return device_of_card(card)

@@ -10,14 +10,18 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 from llm.config.command_line import option_name, parse
 from llm.config.program import program
+from llm.config.shell import shell_line
 from llm.errors import ConfigError
+from llm.tools.jobs.detection import detect_site
 from llm.tools.jobs.job_ranks import check_ranks
 from llm.tools.jobs.notes import describe_script
 from llm.tools.jobs.options import JobOptions
 from llm.tools.jobs.output_dir import print_output_dir
+from llm.tools.jobs.planned_memory import plan_notes
 from llm.tools.jobs.preparation_job import write_preparation_job
 from llm.tools.jobs.scripts import (
     check_job,
@@ -25,9 +29,10 @@ from llm.tools.jobs.scripts import (
     quoted_rows,
     read_minutes,
     without_output,
-    write_script,
+    write_file,
 )
-from llm.tools.jobs.sites import SITES, Site, choose_queue
+from llm.tools.jobs.site_tables import site_description, site_table
+from llm.tools.jobs.sites import Site, choose_queue, find_site, known_sites
 from llm.trainers.gpt.main import parse_args
 
 _MIN_MINUTES = 30
@@ -55,9 +60,6 @@ def main(argv: Sequence[str]) -> int:
     arguments = list(argv)
     separator = arguments.index("--") if "--" in arguments else len(arguments)
     command, trainer_arguments = arguments[:separator], arguments[separator + 1 :]
-    asks_for_help = any(word.startswith(("-h", "--help")) for word in arguments)
-    if separator == len(arguments) and not asks_for_help:
-        raise ConfigError(_NO_TRAINER_OPTIONS)
     option_names = [option_name(word) for word in command if word.startswith("--")]
     if option_names.count("sweep") > 1:
         raise ConfigError(
@@ -74,9 +76,33 @@ def main(argv: Sequence[str]) -> int:
         usage="SCHEDULER [--OPTION VALUE ...] -- TRAINER OPTIONS",
         example="slurm --nodes 8 --requeue --output job.sh -- --config run.toml",
     )
+    if options.list_sites:
+        return _print_sites(options.site)
+    if options.detect:
+        return _write_draft(options.output)
     text, notes = job_script(options, command=command, trainer_arguments=trainer_arguments)
-    write_script(options.output, text)
+    write_file(options.output, text, is_executable=True)
     sys.stderr.write("".join(f"{note}\n" for note in notes))
+    return 0
+
+
+def _print_sites(name: str) -> int:
+    """Print the known sites, or all about one of them; return the exit code."""
+    site = find_site(name)
+    is_chosen = name != JobOptions().site
+    lines = site_description(name, site) if is_chosen else site_table(known_sites())
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def _write_draft(path: str | None) -> int:
+    """Write the file of the site of this machine; return the exit code."""
+    text, unknown = detect_site()
+    write_file(path, text)
+    sys.stderr.write("".join(f"Not found: {item}.\n" for item in unknown))
+    if path is not None:
+        command = shell_line(["llm-trainers", "jobs", "--site", Path(path)])
+        sys.stderr.write(f"Complete the draft, and use it: {command}\n")
     return 0
 
 
@@ -93,35 +119,33 @@ def job_script(
     Raises:
         ConfigError: An option does not fit the others, or the trainer refuses its arguments.
     """
-    site = SITES[options.site]
-    job = _fill_in_site(options, site)
-    _check_scheduler(job)
     if not trainer_arguments:
         raise ConfigError(_NO_TRAINER_OPTIONS)
-    minutes = read_minutes(job.time)
+    site = find_site(options.site)
+    minutes = read_minutes(options.time)
+    _check_scheduler(replace(options, scheduler=options.scheduler or site.schedulers[0]), site)
+    num_nodes = options.nodes + options.spare_nodes
+    queue = choose_queue(site, queue_name=options.queue, nodes=num_nodes, minutes=minutes)
+    site = site.for_queue(queue)
+    job = replace(_fill_in_site(options, site), queue=queue)
     _check_minutes(job, minutes)
     # Time for the job to start and to save its last checkpoint.
     exit_after = minutes - max(15, minutes // 20) if job.chain else None
     added_arguments = _resume_arguments(trainer_arguments, exit_after)
     all_arguments = [*trainer_arguments, *added_arguments]
-    queue = choose_queue(site, queue_name=job.queue, nodes=job.nodes, minutes=minutes)
     config = parse_args(all_arguments)
     if config.output_dir is None:
         raise ConfigError("--output_dir is missing among the trainer's options.")
     values_by_option = _read_sweep(job.sweep)
     assert job.gpus_per_node is not None
     combinations = [*product(*values_by_option.values())]
-    for values in combinations:
-        sweep_arguments = [
-            f"--{name}={value}" for name, value in zip(values_by_option, values, strict=True)
-        ]
-        check_ranks(
-            parse_args([*all_arguments, *sweep_arguments]),
-            nodes=job.nodes,
-            ranks_per_node=job.gpus_per_node,
-        )
+    arguments_of_runs = [
+        [*all_arguments, *map("--{}={}".format, values_by_option, values)]
+        for values in combinations
+    ]
+    for run_arguments in arguments_of_runs:
+        check_ranks(parse_args(run_arguments), nodes=job.nodes, ranks_per_node=job.gpus_per_node)
 
-    job = replace(job, queue=queue)
     text = load_template(f"{job.scheduler}.sh").render(
         job=job,
         site=site,
@@ -129,12 +153,22 @@ def job_script(
         walltime=f"{minutes // 60:02}:{minutes % 60:02}:00",
         sweep=dict(zip(values_by_option, zip(*combinations, strict=True), strict=True)),
         num_jobs=len(combinations),
+        has_whole_nodes=job.nodes > 1
+        or (site.device is not None and job.gpus_per_node == site.gpus_per_node),
         exit_after=exit_after,
         trainer=_option_rows(all_arguments, excluded=values_by_option),
         made_by=shlex.join(without_output(command)),
     )
+    plan: list[str] = []
+    if site.device is not None and not job.skip_plan:
+        plan = plan_notes(job, site.device, arguments_of_runs[0])
     notes = describe_script(
-        job, config, trainer_arguments=trainer_arguments, added_arguments=added_arguments
+        job,
+        site,
+        config,
+        trainer_arguments=trainer_arguments,
+        added_arguments=added_arguments,
+        plan=plan,
     )
     return text, notes
 
@@ -160,15 +194,22 @@ def _check_minutes(job: JobOptions, minutes: int) -> None:
             )
 
 
-def _check_scheduler(job: JobOptions) -> None:
+def _check_scheduler(job: JobOptions, site: Site) -> None:
     """Refuse options that the scheduler does not have, or that break the script."""
-    check_job(job)
+    check_job(job, site)
     for name in ("requeue", "sweep", "container"):
         if job.scheduler == "pbs" and getattr(job, name):
             remedy = "; --chain continues in the next job" if name == "requeue" else ""
             raise ConfigError(f"--{name} is for slurm, not for pbs{remedy}.")
     if job.scheduler == "slurm" and job.chain:
         raise ConfigError("--chain is for pbs; on slurm --requeue does it without a second job.")
+    if job.spare_nodes and job.nodes == 1:
+        raise ConfigError("--spare_nodes needs --nodes of 2 or more; leave it out.")
+    for name in ("sweep", "container"):
+        if job.spare_nodes and getattr(job, name):
+            raise ConfigError(
+                f"--spare_nodes and --{name} do not go together; leave one of them out."
+            )
     if job.requeue and job.sweep:
         raise ConfigError("--requeue and --sweep do not go together; leave one of them out.")
 

@@ -3,14 +3,18 @@
 from collections.abc import Sequence
 from glob import escape, glob
 from pathlib import Path
+from typing import Any
 
 from llm.config.options import path_options
 from llm.config.shell import shell_line
-from llm.tools.jobs.options import JobOptions
+from llm.tools.jobs.options import JobOptions, SchedulerOptions
+from llm.tools.jobs.planned_memory import plan_command
+from llm.tools.jobs.scripts import read_minutes
+from llm.tools.jobs.sites import NOBODY, Site, queue_flag
 from llm.trainers.gpt.config import CoreConfig
 
-_OUTPUT_OPTIONS = ("output_dir", "metrics_file")
-"""Options with a path that a run creates."""
+_OUTPUT_OPTIONS = ("output_dir", "metrics_file", "output_prefix")
+"""Options with a path that a run or a preparation creates."""
 
 _FILE_OPTIONS = {
     "data_path",
@@ -19,61 +23,100 @@ _FILE_OPTIONS = {
     "vocab_file",
     "merges_file",
     "config_name",
+    "input",
 }
 """Options that name files only. Others, such as tokenizer_name, also take names on the Hub."""
 
 
 def describe_script(
     job: JobOptions,
+    site: Site,
     config: CoreConfig,
     *,
     trainer_arguments: Sequence[str],
     added_arguments: Sequence[str],
+    plan: Sequence[str],
 ) -> list[str]:
-    """Return sentences about a script: what it needs, and what to do next.
+    """Return sentences about the needs of a script, its site, its plan and the next step.
 
     Args:
         job: The job, with the site's defaults.
+        site: Its site, with the nodes of the job's queue.
         config: The options of its trainer.
         trainer_arguments: The same options as the user's arguments.
         added_arguments: The arguments of the trainer that this program adds.
+        plan: Sentences about memory and time; empty if they have not been planned.
     """
-    assert job.gpus_per_node is not None
     lines = [f"Added: {' '.join(added_arguments)}."] if added_arguments else []
-    for placeholder, flag in _unfilled_fields(job):
-        lines.append(f"Fill in {placeholder} before you submit, or give {flag}.")
-    for name, path in _input_files(config):
-        if not _exists_here(path):
-            lines.append(f"--{name} {path} is not on this machine; the job needs it.")
-    command = ["llm-trainers", "plan", "--nodes", str(job.nodes)]
-    command += ["--gpus_per_node", str(job.gpus_per_node), *trainer_arguments]
-    lines.append(
-        "Model, tokenizer, memory, time and disk have not been checked. To read the model and "
-        f"predict the rest for a device, add --device: {shell_line(command)}"
-    )
-    if job.output is not None:
-        submit = "sbatch" if job.scheduler == "slurm" else "qsub"
-        lines.append(f"Submit it: {shell_line([submit, Path(job.output)])}")
-    return lines
+    lines += [*unfilled_notes(job, site), *queue_notes(job, site), *input_notes(config), *plan]
+    if not plan:
+        command = plan_command(job, site.device, trainer_arguments)
+        add_device = "" if site.device else "for a device, add --device: "
+        lines.append(
+            "Model, tokenizer, memory, time and disk have not been checked. To read the model and "
+            f"predict the rest {add_device or 'by: '}{shell_line(command)}"
+        )
+    return [*lines, *submit_notes(job)]
+
+
+def unfilled_notes(job: SchedulerOptions, site: Site) -> list[str]:
+    """Return a sentence for each placeholder in a script, with the option that fills it."""
+    fields = (("--account", job.account), (queue_flag(site, job.scheduler), job.queue or ""))
+    return [
+        f"Fill in {value} before you submit, or give {flag}."
+        for flag, value in fields
+        if value.startswith("__")
+    ]
+
+
+def queue_notes(job: SchedulerOptions, site: Site) -> list[str]:
+    """Return sentences about a known site and the queue of a job.
+
+    Args:
+        job: The job, with a queue.
+        site: Its site.
+    """
+    notes = []
+    num_nodes = job.nodes + getattr(job, "spare_nodes", 0)
+    for queue in site.queues:
+        minutes = read_minutes(job.time)
+        if queue.name == job.queue and queue.accepts(nodes=num_nodes, minutes=minutes):
+            option = queue_flag(site, job.scheduler).removeprefix("--")
+            notes.append(f"The job goes to the {option} {queue.name} ({queue.limits}).")
+            break
+    if site.is_preemptable(job.queue or ""):
+        notes.append(f"A job in {job.queue} can be ended at any time: save often.")
+    if site.queues:
+        ran = f"On this site, llm-trainers was run by {site.ran}."
+        if site.ran == NOBODY:
+            ran = "Nobody has run llm-trainers on this site yet."
+        notes.append(
+            f"{ran} Its settings are of {site.date or 'an unknown date'}: "
+            f"llm-trainers jobs --list_sites --site {job.site}"
+        )
+    return notes
+
+
+def input_notes(config: Any) -> list[str]:
+    """Return a sentence for each file that an option names and this machine does not have."""
+    return [
+        f"--{name} {path} is not on this machine; the job needs it."
+        for name, path in path_options(config)
+        if name in _FILE_OPTIONS or (name not in _OUTPUT_OPTIONS and path.startswith((".", "/")))
+        if not _exists_here(path)
+    ]
 
 
 def _exists_here(path: str) -> bool:
     """Return whether a file, a pattern, or the prefix of token files or parts exists."""
-    if glob(path) or Path(f"{path}.bin").exists():
+    if glob(path, recursive=True) or Path(f"{path}.bin").exists():
         return True
     return bool(glob(f"{escape(path)}-*-of-*.bin"))
 
 
-def _unfilled_fields(job: JobOptions) -> list[tuple[str, str]]:
-    """Return the placeholders in a script, and the options that fill them."""
-    fields = (("account", job.account), ("queue", job.queue or ""))
-    return [(value, f"--{name}") for name, value in fields if value.startswith("__")]
-
-
-def _input_files(config: CoreConfig) -> list[tuple[str, str]]:
-    """Return the options that name files to read, and each file."""
-    return [
-        (name, path)
-        for name, path in path_options(config)
-        if name in _FILE_OPTIONS or (name not in _OUTPUT_OPTIONS and path.startswith((".", "/")))
-    ]
+def submit_notes(job: SchedulerOptions) -> list[str]:
+    """Return the command that submits a script; empty if the script is not in a file."""
+    if job.output is None:
+        return []
+    submit = "sbatch" if job.scheduler == "slurm" else "qsub"
+    return [f"Submit it: {shell_line([submit, Path(job.output)])}"]

@@ -12,8 +12,10 @@ class SchedulerOptions:
     scheduler: Literal["slurm", "pbs"] | None = option(
         None, "Scheduler of the job; you can leave out the option's name. By default the site's."
     )
-    site: Literal["generic", "polaris", "aurora", "perlmutter", "frontier"] = option(
-        "generic", "Site that determines the script's directives and queues."
+    site: str = option(
+        "generic",
+        "Site that determines the script's directives and queues: a name of --list_sites, or a "
+        "TOML file of that form.",
     )
     nodes: int = option(1, "Number of nodes.", at_least=1)
     time: str = option("6:00:00", "Time limit, as 6:00:00 or 1-12:00:00.")
@@ -44,6 +46,14 @@ class JobOptions(SchedulerOptions):
     """A training job and its resources."""
 
     name: str = option("pretrain", "Name of the job.")
+    detect: bool = option(
+        False,
+        "Draft the TOML file of an unlisted site from the answers of Slurm, PBS and this node.",
+    )
+    list_sites: bool = option(
+        False,
+        "Print the known sites and who ran them; with --site, all about one.",
+    )
     gpus_per_node: int | None = option(
         None, "Ranks per node; by default the site's number, or 4.", at_least=1
     )
@@ -57,6 +67,17 @@ class JobOptions(SchedulerOptions):
         None,
         "How ranks are started: one torchrun per node, or one task of srun or mpiexec per GPU; by "
         "default as the site advises, or torchrun.",
+    )
+    skip_plan: bool = option(
+        False,
+        "Do not plan memory and time for the site's device. Without it, no script is written for a "
+        "run that does not fit.",
+    )
+    spare_nodes: int = option(
+        0,
+        "Further nodes, which replace the ones that fail the pre-flight. Such nodes are listed in "
+        "bad_nodes.txt of the run, and left out at later starts.",
+        at_least=0,
     )
     requeue: bool = option(
         False, "The job saves before its time limit and requeues itself (Slurm)."

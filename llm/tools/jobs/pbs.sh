@@ -1,6 +1,7 @@
 #!/bin/bash
 {% set in_container = false %}
 {% set per_node = "ncpus=%d:ngpus=%d" | format(job.gpus_per_node * job.cpus_per_gpu, job.gpus_per_node) %}
+{% set nodefile = "$NODEFILE" if job.spare_nodes else "$PBS_NODEFILE" %}
 {% set node = "system=" ~ site.system if site.system else per_node %}
 # Pretrain on {{ job.nodes }} node{{ "s" if job.nodes > 1 }} of {{ job.gpus_per_node }} devices through PBS, with one {{ "torchrun per node" if torchrun else "process per device" }}.
 {% if job.chain %}
@@ -26,9 +27,9 @@
 #PBS -N {{ job.name }}
 #PBS -A {{ job.account }}
 #PBS -q {{ job.queue }}
-#PBS -l select={{ job.nodes }}:{{ node }}
+#PBS -l select={{ job.nodes + job.spare_nodes }}:{{ node }}
 #PBS -l walltime={{ walltime }}
-{% if job.queue == "preemptable" %}
+{% if site.is_preemptable(job.queue) %}
 #PBS -r y
 {% endif %}
 #PBS -l place=scatter
@@ -64,12 +65,24 @@ fi
 GPUS=${GPUS:-{{ job.gpus_per_node }}}
 export OMP_NUM_THREADS={{ job.cpus_per_gpu }}
 
+{% if job.spare_nodes %}
+# PBS may list a host several times.
+mapfile -t HOSTS < <(awk '!seen[$0]++' "${PBS_NODEFILE:-/dev/null}")
+# The output folder, as the trainer reads it from OPTIONS and CONFIG.toml.
+RUN=$(llm-trainers jobs output_dir "${OPTIONS[@]}")
+{% include 'spare_nodes.sh' %}
+
+{% endif %}
 # EACH_GPU starts a program once per device. LAUNCH starts the training.
 if [[ -z "${PBS_NODEFILE:-}" ]]; then  # outside a job, on this host only
     HOSTS=("$(hostname)")
     LAUNCH=(torchrun --standalone --nproc_per_node="$GPUS")
     EACH_GPU=("${LAUNCH[@]}")
 else
+{% if job.spare_nodes %}
+    JOB=${PBS_JOBID%%[!0-9]*}
+    export MASTER_PORT=${MASTER_PORT:-$((20000 + JOB % 10000))}
+{% else %}
     # PBS may list a host several times. Rank 0 is on the first, at a port that other jobs are
     # unlikely to use.
     mapfile -t HOSTS < <(awk '!seen[$0]++' "$PBS_NODEFILE")
@@ -78,13 +91,17 @@ else
     MASTER_ADDR=${MASTER_ADDR:-{{ site.master_addr }}}
     MASTER_PORT=${MASTER_PORT:-$((20000 + JOB % 10000))}
     export MASTER_ADDR MASTER_PORT
+{% endif %}
     EACH_GPU=(
-        mpiexec --hostfile "$PBS_NODEFILE" -n $((NNODES * GPUS)) --ppn "$GPUS"
+        mpiexec --hostfile "{{ nodefile }}" -n $((NNODES * GPUS)) --ppn "$GPUS"
 {% if site.pals %}
         --cpu-bind {{ site.bind_ranks(ranks=job.gpus_per_node, cores=job.cpus_per_gpu) }}
 {% endif %}
         python
     )
+{% if job.spare_nodes %}
+    pass_preflight
+{% endif %}
 {% if torchrun %}
 {% if site.numa %}
     NUMA=()
@@ -93,7 +110,7 @@ else
     fi
 {% endif %}
     LAUNCH=(
-        mpiexec --hostfile "$PBS_NODEFILE" -n "$NNODES" --ppn 1
+        mpiexec --hostfile "{{ nodefile }}" -n "$NNODES" --ppn 1
 {% if site.pals %}
         --cpu-bind none
 {% endif %}
@@ -106,6 +123,8 @@ else
 fi
 
 echo "$(date): job ${PBS_JOBID:-(none)} on ${HOSTS[*]}"
+{% if not job.spare_nodes %}
 "${EACH_GPU[@]}" -m llm preflight
+{% endif %}
 echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
 "${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}"

@@ -6,12 +6,14 @@ when the script is written.
 """
 
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
 from llm.config.command_line import parse
 from llm.errors import ConfigError
 from llm.prepare.options import PrepareConfig, check
+from llm.tools.jobs.notes import input_notes, queue_notes, submit_notes, unfilled_notes
 from llm.tools.jobs.options import PreparationJobOptions
 from llm.tools.jobs.scripts import (
     check_job,
@@ -19,9 +21,9 @@ from llm.tools.jobs.scripts import (
     quoted_rows,
     read_minutes,
     without_output,
-    write_script,
+    write_file,
 )
-from llm.tools.jobs.sites import SITES, choose_queue
+from llm.tools.jobs.sites import choose_queue, find_site
 
 
 def write_preparation_job(argv: Sequence[str]) -> int:
@@ -46,9 +48,9 @@ def write_preparation_job(argv: Sequence[str]) -> int:
         example="slurm --nodes 10 --output job.sh -- --input 'text/*.jsonl' "
         "--tokenizer_name gpt2 --output_prefix data/web",
     )
-    site = SITES[options.site]
+    site = find_site(options.site)
     job = replace(options, scheduler=options.scheduler or site.schedulers[0])
-    check_job(job)
+    check_job(job, site)
     prepare_arguments = arguments[separator + 1 :]
     if not prepare_arguments:
         raise ConfigError("The options of llm-trainers prepare are missing: write them after --.")
@@ -57,14 +59,23 @@ def write_preparation_job(argv: Sequence[str]) -> int:
     _check_one_rank_per_node(config, num_nodes=job.nodes)
     minutes = read_minutes(job.time)
     queue = choose_queue(site, queue_name=job.queue, nodes=job.nodes, minutes=minutes)
+    job = replace(job, queue=queue)
+    site = site.for_queue(queue)
     text = load_template(f"prepare_{job.scheduler}.sh").render(
-        job=replace(job, queue=queue),
+        job=job,
         site=site,
         walltime=f"{minutes // 60:02}:{minutes % 60:02}:00",
         options=[" ".join(row) for row in quoted_rows(prepare_arguments)],
         made_by=shlex.join(without_output(arguments[:separator])),
     )
-    write_script(options.output, text)
+    write_file(options.output, text, is_executable=True)
+    notes = [
+        *unfilled_notes(job, site),
+        *queue_notes(job, site),
+        *input_notes(config),
+        *submit_notes(job),
+    ]
+    sys.stderr.write("".join(f"{note}\n" for note in notes))
     return 0
 
 

@@ -16,7 +16,7 @@
 #PBS -q {{ job.queue }}
 #PBS -l select={{ job.nodes }}:{{ "system=" ~ site.system if site.system else cores }}
 #PBS -l walltime={{ walltime }}
-{% if job.queue == "preemptable" %}
+{% if site.is_preemptable(job.queue) %}
 #PBS -r y
 {% endif %}
 #PBS -l place=scatter

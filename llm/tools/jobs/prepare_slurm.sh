@@ -16,8 +16,9 @@
 #SBATCH --{{ site.queue_option }}={{ job.queue }}
 #SBATCH --nodes={{ job.nodes }}
 #SBATCH --ntasks-per-node=1
-#SBATCH --exclusive
-#SBATCH --mem=0
+{% for directive in site.whole_node_directives %}
+#SBATCH {{ directive }}
+{% endfor %}
 {% for directive in site.directives %}
 #SBATCH {{ directive }}
 {% endfor %}

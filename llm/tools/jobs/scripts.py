@@ -11,11 +11,15 @@ import jinja2
 from llm.errors import ConfigError
 from llm.runtime.files import write_whole
 from llm.tools.jobs.options import SchedulerOptions
-from llm.tools.jobs.sites import SITES
+from llm.tools.jobs.sites import Site
 
 
-def check_job(job: SchedulerOptions) -> None:
+def check_job(job: SchedulerOptions, site: Site) -> None:
     """Refuse options that the site does not have, or that break any script.
+
+    Args:
+        job: The job, with a scheduler.
+        site: Its site.
 
     Raises:
         ConfigError: One of them does.
@@ -24,11 +28,10 @@ def check_job(job: SchedulerOptions) -> None:
         values = value if isinstance(value, tuple) else (value,)
         for text in filter(lambda value: isinstance(value, str), values):
             _check_printable(name, text)
-    schedulers = SITES[job.site].schedulers
-    if job.scheduler not in schedulers:
+    if job.scheduler not in site.schedulers:
         raise ConfigError(
-            f"--site {job.site} knows {' and '.join(schedulers)}, not {job.scheduler}; write "
-            f"llm-trainers jobs {schedulers[0]}."
+            f"--site {job.site} knows {' and '.join(site.schedulers)}, not {job.scheduler}; write "
+            f"llm-trainers jobs {site.schedulers[0]}."
         )
     flag_by_option = {
         "name": "--name",
@@ -107,8 +110,13 @@ def without_output(command: Sequence[str]) -> list[str]:
     return arguments
 
 
-def write_script(path: str | None, text: str) -> None:
-    """Write a script to a new file, or to standard output.
+def write_file(path: str | None, text: str, *, is_executable: bool = False) -> None:
+    """Write a text to a new file, or to standard output.
+
+    Args:
+        path: The file; None for standard output.
+        text: The text.
+        is_executable: Whether it is a script.
 
     Raises:
         ConfigError: The file exists, or cannot be written.
@@ -121,6 +129,7 @@ def write_script(path: str | None, text: str) -> None:
         raise ConfigError(f"--output {path} already exists; remove it, or name another file.")
     try:
         write_whole(file, text)
-        file.chmod(0o755)
+        if is_executable:
+            file.chmod(0o755)
     except OSError as error:
         raise ConfigError(f"--output {path} cannot be written: {error.strerror}.") from error

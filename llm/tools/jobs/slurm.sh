@@ -21,7 +21,7 @@
 #SBATCH --job-name={{ job.name }}
 #SBATCH --account={{ job.account }}
 #SBATCH --{{ site.queue_option }}={{ job.queue }}
-#SBATCH --nodes={{ job.nodes }}
+#SBATCH --nodes={{ job.nodes + job.spare_nodes }}
 {% if torchrun %}
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task={{ job.gpus_per_node * job.cpus_per_gpu }}
@@ -32,16 +32,17 @@
 {% for directive in site.task_directives if not torchrun %}
 #SBATCH {{ directive }}
 {% else %}
-#SBATCH --gpus-per-node={{ job.gpus_per_node }}
+{% if site.gpu_directive %}
+#SBATCH {{ site.gpu_directive.format(gpus=job.gpus_per_node) }}
+{% endif %}
 {% endfor %}
 {% for directive in site.directives %}
 #SBATCH {{ directive }}
 {% endfor %}
 #SBATCH --time={{ walltime }}
-{% if job.nodes > 1 %}
-#SBATCH --exclusive
-#SBATCH --mem=0
-{% endif %}
+{% for directive in site.whole_node_directives if has_whole_nodes %}
+#SBATCH {{ directive }}
+{% endfor %}
 {% if sweep %}
 #SBATCH --array=0-{{ num_jobs - 1 }}
 #SBATCH --output=%x-%A_%a.log
@@ -88,13 +89,19 @@ OPTIONS+=(--{{ name }}={{ '"${%s[JOB]}"' | format(name) }})
 
 {% include 'activate.sh' %}
 
+{% if job.nodes > 1 and (torchrun or job.spare_nodes or site.master_addr != "${HOSTS[0]}") %}
 {% if torchrun %}
-{% if job.nodes > 1 %}
 # The ranks meet on the first host, at a port that other jobs are unlikely to use.
+{% endif %}
 mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+{% if torchrun %}
 NNODES=${#HOSTS[@]}
 PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
+{% elif not job.spare_nodes and site.master_addr != "${HOSTS[0]}" %}
+export MASTER_ADDR={{ site.master_addr }}
 {% endif %}
+{% endif %}
+{% if torchrun %}
 # Do not use SLURM_GPUS_ON_NODE: on an exclusive node it counts all GPUs, requested or not.
 GPUS=${SLURM_GPUS_PER_NODE:-{{ job.gpus_per_node }}}
 GPUS=${GPUS##*:}  # without the type in a100:4
@@ -110,7 +117,7 @@ CONTAINER=(  # options that pyxis adds to srun
     --container-workdir="$PWD"
 )
 {% endif %}
-{% if job.requeue or sweep %}
+{% if job.requeue or sweep or job.spare_nodes %}
 # The output folder, as the trainer reads it from OPTIONS and CONFIG.toml.
 {% if job.container %}
 RUN=$(srun --nodes=1 --ntasks=1 "${CONTAINER[@]}" llm-trainers jobs output_dir "${OPTIONS[@]}")
@@ -122,18 +129,36 @@ OPTIONS+=(--output_dir="$RUN/{% for name in sweep %}{{ "," if not loop.first }}{
 {% endif %}
 
 {% endif %}
+{% if job.spare_nodes %}
+{% include 'spare_nodes.sh' %}
+
+{% set on_nodes = '--nodes="$NNODES" --nodelist="$NODEFILE" ' %}
+{% else %}
+{% set on_nodes = '' %}
+{% endif %}
 # EACH_GPU starts a program once per GPU. LAUNCH starts the training.
 {% if not torchrun %}
 # srun gives each task its rank and the address of rank 0. It does not inherit --cpus-per-task from
 # sbatch.
 EACH_GPU=(
+{% if job.spare_nodes %}
+    srun {{ on_nodes }}--ntasks=$((NNODES * {{ job.gpus_per_node }}))
+    --cpus-per-task="$SLURM_CPUS_PER_TASK"
+{% else %}
     srun --ntasks="$SLURM_NTASKS" --cpus-per-task="$SLURM_CPUS_PER_TASK"
+{% endif %}
+{% if site.task_cpu_bind and job.gpus_per_node == site.gpus_per_node %}
+    "--cpu-bind={{ site.task_cpu_bind }}"
+{% endif %}
     --kill-on-bad-exit=1  # otherwise the tasks wait for a dead one
 {% if job.container %}
     "${CONTAINER[@]}"
 {% endif %}
     python
 )
+{% if job.spare_nodes %}
+pass_preflight
+{% endif %}
 LAUNCH=("${EACH_GPU[@]}")
 {% elif job.nodes == 1 %}
 LAUNCH=(
@@ -151,20 +176,26 @@ EACH_GPU=("${LAUNCH[@]}")
 {% else %}
 # srun does not inherit --cpus-per-task from sbatch.
 EACH_GPU=(
-    srun --ntasks=$((NNODES * GPUS)) --ntasks-per-node="$GPUS"
+    srun {{ on_nodes }}--ntasks=$((NNODES * GPUS)) --ntasks-per-node="$GPUS"
     --cpus-per-task="$OMP_NUM_THREADS"
+{% if job.spare_nodes %}
+    --kill-on-bad-exit=1  # a silent rank would keep the others
+{% endif %}
 {% if job.container %}
     "${CONTAINER[@]}"
 {% endif %}
     python
 )
+{% if job.spare_nodes %}
+pass_preflight
+{% endif %}
 LAUNCH=(
-    srun --ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK"
+    srun {{ on_nodes }}--ntasks="$NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK"
 {% if job.container %}
     "${CONTAINER[@]}"
 {% endif %}
     torchrun --nnodes="$NNODES" --nproc_per_node="$GPUS" --max_restarts=0
-    --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="${HOSTS[0]}:$PORT"
+    --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="{{ site.master_addr }}:$PORT"
 {% if job.requeue %}
     "--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # passed on to the ranks
     --shutdown_timeout=270  # seconds for the save, of the remaining 300
@@ -173,7 +204,9 @@ LAUNCH=(
 {% endif %}
 
 echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
+{% if not job.spare_nodes %}
 "${EACH_GPU[@]}" -m llm preflight
+{% endif %}
 {% if not job.requeue %}
 echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
 "${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}"

@@ -66,10 +66,19 @@ DEVICES = {
     # together, and a DGX H100 has one 400 Gbit/s adapter per GPU.
     "h100-80gb": Device(79.1, PEAK_TFLOPS["H100"], 67, 3350, 450, 50),
     "h200-141gb": Device(139.8, PEAK_TFLOPS["H200"], 67, 4800, 450, 50),
+    # MareNostrum 5's H100 with 64 GB of HBM2, for which NVIDIA has no data sheet: arithmetic of the
+    # H100, memory bandwidth of the A100 with 80 GB; one 200 Gbit/s adapter per GPU.
+    "h100-64gb": Device(63.5, PEAK_TFLOPS["H100"], 67, 2039, 450, 25),
+    # NVIDIA's data sheet of the GH200 with HBM3; in Vista it is alone in its node, with one
+    # 400 Gbit/s adapter.
+    "gh200-96gb": Device(94.5, PEAK_TFLOPS["GH200"], 67, 4000, 450, 50),
     # NVIDIA's data sheets of A100 SXM4. NVLink 3 has 600 GB/s in both directions together, and a
     # DGX A100 has one 200 Gbit/s adapter per GPU.
     "a100-40gb": Device(39.4, PEAK_TFLOPS["A100"], 19.5, 1555, 300, 25),
     "a100-80gb": Device(79.1, PEAK_TFLOPS["A100"], 19.5, 2039, 300, 25),
+    # Leonardo's A100 with 64 GB, for which NVIDIA has no data sheet: figures of the A100 with
+    # 40 GB; one 100 Gbit/s port per GPU (CINECA's page).
+    "a100-64gb": Device(63.4, PEAK_TFLOPS["A100"], 19.5, 1555, 300, 12.5),
     # One of the two dies of an AMD MI250X (data sheet: 383 TFLOP/s, 3.2 TB/s and 128 GB in
     # all); in Frontier and LUMI a die reaches its neighbors over 50 GB/s links (four are counted),
     # and one 200 Gbit/s adapter serves two dies.

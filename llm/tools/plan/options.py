@@ -25,9 +25,18 @@ class PlanOptions(GPTConfig):
 
     nodes: int = option(1, "Nodes.", at_least=1)
     gpus_per_node: int = option(4, "Devices per node; each holds one rank.", at_least=1)
-    device: Literal["h100-80gb", "h200-141gb", "a100-40gb", "a100-80gb", "mi250x", "pvc", "cpu"] = (
-        option("h100-80gb", "The device that holds a rank.")
-    )
+    device: Literal[
+        "h100-80gb",
+        "h100-64gb",
+        "h200-141gb",
+        "gh200-96gb",
+        "a100-40gb",
+        "a100-64gb",
+        "a100-80gb",
+        "mi250x",
+        "pvc",
+        "cpu",
+    ] = option("h100-80gb", "The device that holds a rank.")
     memory_gib: float | None = option(
         None, "Memory of a device in GiB; by default from the table.", above=0, at_most=1_000_000
     )

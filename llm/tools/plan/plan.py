@@ -6,6 +6,7 @@ Exit codes: 0 the run fits; 1 it does not fit; 2 an option cannot work.
 import json
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from llm.config.command_line import parse
 from llm.config.program import program
@@ -13,6 +14,10 @@ from llm.errors import ConfigError
 from llm.runtime.world import ignore_ranks
 from llm.tools.plan.options import PlanOptions, check
 from llm.trainers.gpt.config import preset_options
+
+if TYPE_CHECKING:
+    from llm.tools.plan.estimate import Estimate
+    from llm.tools.plan.job import Job
 
 _HELP = (
     "Plan a run: memory, traffic and time of a layout, without a device. You can give the run's "
@@ -27,6 +32,30 @@ def main(argv: Sequence[str]) -> int:
     arguments = list(argv)
     if arguments and not arguments[0].startswith("-"):
         arguments.insert(0, "--config")
+    lines, fits = _plan_lines(_parse_options(arguments))
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0 if fits else 1
+
+
+def summarize_plan(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """Plan a run for another program.
+
+    Args:
+        arguments: Options of `llm-trainers plan`.
+
+    Returns:
+        A few lines about the plan, and whether the layout fits.
+
+    Raises:
+        ConfigError: The run cannot be planned.
+    """
+    job, _, plan, remedy = _make_plan(_parse_options(arguments))
+    from llm.tools.plan.render import summary_lines
+
+    return summary_lines(job, plan, remedy), plan.fits
+
+
+def _parse_options(arguments: Sequence[str]) -> PlanOptions:
     options = parse(
         PlanOptions,
         arguments,
@@ -36,26 +65,23 @@ def main(argv: Sequence[str]) -> int:
         inherit=preset_options,
     )
     check(options)
-    lines, fits = _plan_lines(options)
-    sys.stdout.write("\n".join(lines) + "\n")
-    return 0 if fits else 1
+    return options
 
 
-def _plan_lines(options: PlanOptions) -> tuple[list[str], bool]:
-    """Return the lines to print, and whether the layout fits."""
+def _make_plan(
+    options: PlanOptions,
+) -> "tuple[Job, list[Estimate] | None, Estimate, dict[str, Any] | None]":
+    """Return the run, the ranking of `--search`, the estimate of its layout, and a remedy."""
     from llm.runtime.logging import quiet_libraries
     from llm.runtime.process_settings import limit_spin_wait
 
     limit_spin_wait()
     quiet_libraries()
-    from llm.tools.plan import render
     from llm.tools.plan.batch_size import fit_batch_size
     from llm.tools.plan.estimate import estimate, search
     from llm.tools.plan.job import Job
     from llm.tools.plan.remedy import find_remedy
 
-    if options.plot is not None:
-        render.check_plot_path(options.plot)
     if options.per_device_train_batch_size == "auto":
         options = fit_batch_size(options)
     job = Job(options)
@@ -64,6 +90,16 @@ def _plan_lines(options: PlanOptions) -> tuple[list[str], bool]:
         raise ConfigError("No layout can divide this batch and these layers over these devices.")
     plan = ranking[0] if ranking else estimate(job, job.dims)
     remedy = None if plan.fits else find_remedy(job, ranking)
+    return job, ranking, plan, remedy
+
+
+def _plan_lines(options: PlanOptions) -> tuple[list[str], bool]:
+    """Return the lines to print, and whether the layout fits."""
+    from llm.tools.plan import render
+
+    if options.plot is not None:
+        render.check_plot_path(options.plot)
+    job, ranking, plan, remedy = _make_plan(options)
     if options.plot is not None:
         render.plot_memory(
             (ranking or [plan])[: options.top], usable_bytes=job.usable_bytes, path=options.plot

@@ -26,21 +26,19 @@ def plan_lines(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> li
         plan: Estimate of the layout.
         remedy: Options that make it fit; None if it already fits, or nothing helps.
     """
-    options, dims = job.options, plan.dims
+    dims = plan.dims
     num_samples = plan.tokens_per_step // job.length
     mixture = mixture_size(job.model)
     mixture_lines = []
     if mixture is not None:
         mixture_lines = [f"experts: {mixture.describe()}; {mixture.describe_active()}"]
     return [
-        f"{_model_name(job)}, {job.param_counts(1).parameters:,} parameters, on "
-        f"{counted(options.nodes, 'node')} of {options.gpus_per_node} {options.device}: "
-        f"{counted(dims.world_size, 'rank')}",
+        _run_name_line(job, plan),
         f"layout: {dims.describe()}",
         f"batch: {counted(num_samples, 'sample')} of {job.length:,} tokens "
         f"({plan.tokens_per_step:,} tokens per step) in "
         f"{counted(plan.micro_batches, 'micro-batch')} of "
-        f"{device_batch_size(options)} on each rank",
+        f"{device_batch_size(job.options)} on each rank",
         *mixture_lines,
         "",
         *_memory_lines(job, plan),
@@ -50,6 +48,32 @@ def plan_lines(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> li
         *_expert_lines(job, plan),
         "",
         *_time_lines(job, plan),
+    ]
+
+
+def _run_name_line(job: Job, plan: Estimate) -> str:
+    """Return the line that names the model and the devices."""
+    options = job.options
+    return (
+        f"{_model_name(job)}, {job.param_counts(1).parameters:,} parameters, on "
+        f"{counted(options.nodes, 'node')} of {options.gpus_per_node} {options.device}: "
+        f"{counted(plan.dims.world_size, 'rank')}"
+    )
+
+
+def summary_lines(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> list[str]:
+    """Return three lines about a layout: the run, its memory, and its time.
+
+    Args:
+        job: The run.
+        plan: Estimate of the layout.
+        remedy: Options that make it fit; None if it already fits, or nothing helps.
+    """
+    memory = f"{_format_gib(plan.memory.total)} of {_format_gib(job.usable_bytes)} on a rank."
+    return [
+        _run_name_line(job, plan),
+        f"{memory} {_verdict_line(job, plan, remedy)}",
+        _run_line(job, plan),
     ]
 
 

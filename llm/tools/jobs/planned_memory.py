@@ -1,0 +1,55 @@
+"""Plans the run of a job script for the devices of its site."""
+
+import os
+from collections.abc import Sequence
+
+from llm.config.shell import shell_line
+from llm.errors import ConfigError
+from llm.tools.jobs.options import JobOptions
+
+
+def plan_command(job: JobOptions, device: str | None, arguments: Sequence[str]) -> list[str]:
+    """Return the command that plans the run of a job.
+
+    Args:
+        job: The job, with the site's values.
+        device: Device of each rank by its name in `llm-trainers plan`; None to leave it out.
+        arguments: Arguments of the trainer.
+    """
+    command = ["llm-trainers", "plan", "--nodes", str(job.nodes)]
+    command += ["--gpus_per_node", str(job.gpus_per_node)]
+    if device is not None:
+        command += ["--device", device]
+    return [*command, *arguments]
+
+
+def plan_notes(job: JobOptions, device: str, arguments: Sequence[str]) -> list[str]:
+    """Plan the run of a job; return sentences about its memory and time.
+
+    Models on the Hub are planned only if they are in the cache, because a login node may have no
+    network.
+
+    Args:
+        job: The job, with the site's values.
+        device: Device of each rank by its name in `llm-trainers plan`.
+        arguments: Arguments of the trainer.
+
+    Raises:
+        ConfigError: The run does not fit the device's memory.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from llm.tools.plan.plan import summarize_plan
+
+    command = plan_command(job, device, arguments)
+    try:
+        lines, fits = summarize_plan(command[2:])
+    except ConfigError as error:
+        return [
+            f"Memory and time have not been planned: {error} Later, plan them by: "
+            f"{shell_line(command)}"
+        ]
+    if not fits:
+        raise ConfigError(
+            f"{lines[0]}. {lines[1]} To write the script all the same, add --skip_plan."
+        )
+    return [f"Plan: {line}" for line in lines]
