@@ -185,6 +185,11 @@ def test_a_file_that_is_no_site_is_refused_in_one_sentence(text, sentence, tmp_p
     assert error.count("\n") == 1
 
 
+def test_trainer_options_without_the_two_dashes_are_explained(capsys):
+    assert main(["slurm", "--config", "run.toml"]) == 2
+    assert "options are missing: write them after --." in capsys.readouterr().err
+
+
 def test_an_unknown_site_is_refused_with_the_known_names(capsys):
     assert main(["--site", "fugaku", "--", *TRAINER]) == 2
     assert "--site fugaku is not known. There are generic, polaris," in capsys.readouterr().err

@@ -61,6 +61,11 @@ def main(argv: Sequence[str]) -> int:
     separator = arguments.index("--") if "--" in arguments else len(arguments)
     command, trainer_arguments = arguments[:separator], arguments[separator + 1 :]
     option_names = [option_name(word) for word in command if word.startswith("--")]
+    needs_trainer = {"detect", "list_sites", "help"}.isdisjoint(
+        option_names
+    ) and "-h" not in command
+    if separator == len(arguments) and needs_trainer:
+        raise ConfigError(_NO_TRAINER_OPTIONS)
     if option_names.count("sweep") > 1:
         raise ConfigError(
             "--sweep is given twice; for a job per combination, list all options after one, as in "

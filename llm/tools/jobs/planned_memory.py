@@ -37,10 +37,11 @@ def plan_notes(job: JobOptions, device: str, arguments: Sequence[str]) -> list[s
     Raises:
         ConfigError: The run does not fit the device's memory.
     """
+    command = plan_command(job, device, arguments)
+    is_mode_set = "HF_HUB_OFFLINE" in os.environ
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from llm.tools.plan.plan import summarize_plan
 
-    command = plan_command(job, device, arguments)
     try:
         lines, fits = summarize_plan(command[2:])
     except ConfigError as error:
@@ -48,6 +49,9 @@ def plan_notes(job: JobOptions, device: str, arguments: Sequence[str]) -> list[s
             f"Memory and time have not been planned: {error} Later, plan them by: "
             f"{shell_line(command)}"
         ]
+    finally:
+        if not is_mode_set:
+            del os.environ["HF_HUB_OFFLINE"]
     if not fits:
         raise ConfigError(
             f"{lines[0]}. {lines[1]} To write the script all the same, add --skip_plan."

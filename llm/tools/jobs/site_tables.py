@@ -38,10 +38,8 @@ def site_description(name: str, site: Site) -> list[str]:
     for queue in site.queues:
         suffix = ", can be ended at any time" if queue.preemptable else ""
         node = site.for_queue(queue.name)
-        lines.append(
-            f"  queue {queue.name}: {queue.limits}, {node.gpus_per_node} {node.device} per node"
-            f"{suffix}"
-        )
+        devices = f"{node.gpus_per_node} {node.device or 'devices'} per node"
+        lines.append(f"  queue {queue.name}: {queue.limits}, {devices}{suffix}")
     lines += [f"  note: {note}" for note in site.notes]
     if site.unknown_facts:
         lines.append(f"  not found in the sources: {', '.join(site.unknown_facts)}")
