@@ -166,12 +166,12 @@ def test_a_file_of_yours_describes_a_site(tmp_path, capsys):
         ("[a]\nschedulers = ['slurm']\n[b]\nschedulers = ['slurm']\n", "has 2 tables"),
         ("schedulers = ['slurm']", "[schedulers] is not a table of a site"),
         ("[mine]\n", "[mine] has no key schedulers."),
-        ("[mine]\nschedulers = ['lsf']\n", "schedulers = ['lsf'] has the wrong type or is no"),
+        ("[mine]\nschedulers = ['lsf']\n", "schedulers = ['lsf'] has the wrong type, or is not"),
         ("[mine]\nschedulers = ['slurm']\ngpus = 4\n", "has a key gpus, which is none of sched"),
         ("[mine]\nschedulers = ['slurm']\ngpus_per_node = '4'\n", "gpus_per_node = '4' has the"),
         ("[mine]\nschedulers = ['slurm']\nqueues = [{hours = 1}]\n", "queues[0] has no key name."),
         ("[mine]\nschedulers = ['slurm']\nqueues = ['gpu']\n", "queues[0] is not a table"),
-        ("[mine]\nschedulers = ['slurm']\ndevice = 'h100'\n", "device = 'h100' is no device of"),
+        ("[mine]\nschedulers = ['slurm']\ndevice = 'h100'\n", "device = 'h100' is not a device of"),
     ],
 )
 def test_a_file_that_is_no_site_is_refused_in_one_sentence(text, sentence, tmp_path, capsys):

@@ -1,7 +1,7 @@
 """Drafts the file of a site that is not listed: `llm-trainers jobs --detect --output mine.toml`.
 
-It asks the clients of Slurm or PBS and the programs of this node, each with a timeout. What they do
-not tell is named at the top of the draft.
+It asks the clients of Slurm or PBS and the programs of this node, each with a timeout. The top of
+the draft names the missing values.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ _ALWAYS_UNKNOWN = (
     "the module or container with PyTorch (set_up)",
     "NCCL's, RCCL's or oneCCL's variables for the network (set_up)",
     "directives that every job needs",
-    "which cores belong to which device",
+    "the cores that are nearest to each device",
     "the folder for runs and data",
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DetectedNode:
-    """Devices and cores of a kind of node; None for what is unknown.
+    """Devices and cores of a kind of node; None stands for an unknown value.
 
     Attributes:
         device: The device by its name in `llm-trainers plan`.
@@ -53,7 +53,7 @@ class DetectedNode:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DetectedQueue:
-    """A queue and its limits; None for what is unknown or unlimited."""
+    """A queue and its limits; None stands for an unknown limit or for none."""
 
     name: str
     min_nodes: int = 1
@@ -64,11 +64,11 @@ class DetectedQueue:
 
 
 class Draft:
-    """What the programs of a machine tell about its site.
+    """The answers of the programs of a machine about its site.
 
     Attributes:
         programs: Programs that answered.
-        unknown: What the draft lacks, in words.
+        unknown: Missing values, in words.
         values: Values of the site by key.
         name: Name of the site.
         queues: Its queues.
@@ -114,10 +114,10 @@ def detect_site() -> tuple[str, list[str]]:
     """Ask the programs of this machine about its site.
 
     Returns:
-        A TOML file of one site, and what it lacks, in words.
+        A TOML file of one site, and its missing values, in words.
 
     Raises:
-        ConfigError: There are no clients of Slurm or PBS.
+        ConfigError: The clients of Slurm and PBS are missing.
     """
     draft = Draft()
     if shutil.which("sinfo") is not None:

@@ -99,7 +99,7 @@ class Site:
         collectives: Library that sends messages between devices, and its version.
         cpu_binding: How processes belong to cores.
         scratch: Folder for runs and data.
-        notes: What a user should know before the first job.
+        notes: Advice for the first job.
     """
 
     schedulers: Sequence[Literal["slurm", "pbs"]]
@@ -231,10 +231,12 @@ def _checked_values(cls: type, place: str, table: Any) -> dict[str, Any]:
         if key not in types:
             raise ConfigError(f"{place} has a key {key}, which is none of {', '.join(types)}.")
         if not _has_type(value, types[key]):
-            raise ConfigError(f"{place} {key} = {value!r} has the wrong type or is no choice.")
+            raise ConfigError(
+                f"{place} {key} = {value!r} has the wrong type, or is not one of the choices."
+            )
     if table.get("device") not in (None, *_DEVICES):
         raise ConfigError(
-            f"{place} device = {table['device']!r} is no device of llm-trainers plan; choose from "
+            f"{place} device = {table['device']!r} is not a device of llm-trainers plan; choose from "
             f"{', '.join(_DEVICES)}, or leave it out."
         )
     return dict(table)
