@@ -236,8 +236,8 @@ def _checked_values(cls: type, place: str, table: Any) -> dict[str, Any]:
             )
     if table.get("device") not in (None, *_DEVICES):
         raise ConfigError(
-            f"{place} device = {table['device']!r} is not a device of llm-trainers plan; choose from "
-            f"{', '.join(_DEVICES)}, or leave it out."
+            f"{place} device = {table['device']!r} is not a device of llm-trainers plan; choose "
+            f"from {', '.join(_DEVICES)}, or leave it out."
         )
     return dict(table)
 
