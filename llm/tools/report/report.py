@@ -9,7 +9,7 @@ cannot be read or written.
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from llm.config.command_line import parse
 from llm.config.options import option, option_group
@@ -18,8 +18,10 @@ from llm.config.shell import shell_line
 from llm.errors import ConfigError
 from llm.runtime.files import write_whole
 from llm.runtime.world import ignore_ranks
-from llm.tools.report.comparison import Comparison, compare_runs
 from llm.tools.report.runs import Run, X, member_folders, read_runs
+
+if TYPE_CHECKING:
+    from llm.tools.report.comparison import Comparison
 
 _PAGE_TITLE = b": training report</title>"
 """Marks a page: a new page may replace an earlier one, but no other file."""
@@ -72,6 +74,8 @@ def main(argv: Sequence[str]) -> int:
     runs, problems = read_runs([path for folder in folders for path in member_folders(folder)])
     if not runs:
         raise ConfigError(" ".join(problems))
+    from llm.tools.report.comparison import compare_runs  # loads numpy
+
     comparison = compare_runs(runs)
     paths = write_report(options, runs, comparison)
     if comparison is not None:
@@ -83,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_report(
-    options: ReportOptions, runs: list[Run], comparison: Comparison | None
+    options: ReportOptions, runs: list[Run], comparison: "Comparison | None"
 ) -> list[Path]:
     """Write the page of some runs, and with `--png` the images.
 
