@@ -1,14 +1,13 @@
 #!/bin/bash
 # Pretrain on 1 node of 4 GPUs through Slurm, with one torchrun per node.
-# This is an array with one job per value of --learning_rate.
-# Submit it with sbatch. Its options override the directives below. A CONFIG.toml and options after
-# the name of this script replace OPTIONS:
+# This is an array with a job for each member of a sweep.
+# Submit it with sbatch. Its options override the directives below:
 #
-#     sbatch --account ACCOUNT --partition PARTITION SCRIPT CONFIG.toml
+#     sbatch --account ACCOUNT --partition PARTITION SCRIPT
 #
 # Submit it again, and the run resumes from its newest checkpoint.
 #
-# Made by: llm-trainers jobs slurm --sweep learning_rate=1e-4,3e-4,1e-3 -- OPTIONS
+# Made by: llm-trainers jobs sweep slurm -- --output_dir runs/gpt2 --grid learning_rate=1e-4,3e-4,1e-3 -- OPTIONS
 #
 #SBATCH --job-name=pretrain
 #SBATCH --account=__ALLOCATION__
@@ -23,7 +22,6 @@
 
 # The environment with the llm package: by default the one that was active when you called sbatch.
 VENV=${VENV:-${VIRTUAL_ENV:-venv}}
-learning_rate=(1e-4 3e-4 1e-3)  # one per job of the array
 OPTIONS=(
     --model_name_or_path gpt2
     --from_scratch
@@ -34,7 +32,6 @@ OPTIONS=(
     --per_device_train_batch_size 8
     --global_batch_size 512
     --mixed_precision bf16
-    --output_dir runs/gpt2
     --checkpointing_minutes 30
     --keep_checkpoints 2
     --resume_from_checkpoint
@@ -52,10 +49,16 @@ fi
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 if (($#)); then
-    OPTIONS=(--resume_from_checkpoint --config "$@")
+    echo "The script of an array takes no options; write another one by llm-trainers jobs sweep." >&2
+    exit 2
 fi
-JOB=${SLURM_ARRAY_TASK_ID:-0}
-OPTIONS+=(--learning_rate="${learning_rate[JOB]}")
+# The options of each member.
+case ${SLURM_ARRAY_TASK_ID:-0} in
+    0) OPTIONS+=(--learning_rate=1e-4 --output_dir=runs/gpt2/learning_rate=1e-4) ;;
+    1) OPTIONS+=(--learning_rate=3e-4 --output_dir=runs/gpt2/learning_rate=3e-4) ;;
+    2) OPTIONS+=(--learning_rate=1e-3 --output_dir=runs/gpt2/learning_rate=1e-3) ;;
+    *) echo "The sweep has no member ${SLURM_ARRAY_TASK_ID:-0}." >&2; exit 2 ;;
+esac
 
 # The scripts of modules and environments may read arguments, use unset variables, and run commands
 # that fail. So they run without arguments and before `set`.
@@ -76,10 +79,6 @@ set -euo pipefail
 GPUS=${SLURM_GPUS_PER_NODE:-4}
 GPUS=${GPUS##*:}  # without the type in a100:4
 export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$GPUS} / GPUS))
-
-# The output folder, as the trainer reads it from OPTIONS and CONFIG.toml.
-RUN=$(llm-trainers jobs output_dir "${OPTIONS[@]}")
-OPTIONS+=(--output_dir="$RUN/learning_rate-${learning_rate[JOB]}")
 
 # EACH_GPU starts a program once per GPU. LAUNCH starts the training.
 LAUNCH=(

@@ -15,7 +15,7 @@ from typing import IO, Literal
 from llm.checkpoint.retention import clear_leftovers
 from llm.config.options import is_too_long
 from llm.errors import CheckpointError, ConfigError, DataError, explain_os_error
-from llm.runtime.claims import HEARTBEAT_TIMEOUT_SECONDS, Claim
+from llm.runtime.claims import HEARTBEAT_TIMEOUT_SECONDS, Claim, is_claimed
 from llm.runtime.files import delete, sync, sync_folder, try_lock, write_whole
 from llm.runtime.logging import append_event
 
@@ -40,6 +40,7 @@ _FILE_PATTERNS_BY_FOLDER = {
     "profile": r"rank\d+\.trace\.json\.gz|profile\.txt",
 }
 """Patterns of the file names that a run writes to each of its folders."""
+_LOCK_SECONDS = 0.3  # longer than `is_locked` takes
 _CLAIM_POLL_SECONDS = 0.5  # between two looks at another run's sign of life
 MODEL_FILE_PATTERN = (
     r"README\.md|(generation_)?config\.json|model(-\d+-of-\d+)?\.safetensors"
@@ -222,6 +223,17 @@ class RunFolder:
             return {}
         return status if isinstance(status, dict) else {}
 
+    def is_locked(self) -> bool:
+        """Return whether a run writes to the folder, as far as this machine can tell."""
+        try:
+            with (self.path / ".lock").open("rb") as lock_file:
+                try_lock(lock_file.fileno(), shared=True)
+        except BlockingIOError:
+            return True
+        except OSError:  # there is no lock, or it cannot be read
+            return False
+        return is_claimed(self.path, ".owner")
+
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Lock the folder against other runs for the context, or until this process ends.
@@ -258,7 +270,8 @@ class RunFolder:
         """Lock the folder, or acquire and return a claim on a file system without locks."""
         claim = Claim(self.path, ".owner", on_loss=self._end_process)
         try:
-            if not try_lock(lock_file.fileno()):
+            # `is_locked` of another program holds the lock for a moment.
+            if not try_lock(lock_file.fileno(), seconds=_LOCK_SECONDS):
                 self._wait_for_claim(claim, lock_file)
             lock_file.truncate(0)
             start_time = time.strftime("%Y-%m-%d %H:%M:%S")

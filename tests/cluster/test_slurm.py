@@ -91,7 +91,7 @@ def test_an_array_trains_one_run_for_each_value(slurm, submission):
     job = slurm.submit(script, "--gpus-per-node=1", "--cpus-per-task=1", "--time=10")
     for task, rate in enumerate(["1e-4", "3e-4", "1e-3"]):
         assert slurm.wait(f"{job}_{task}") == "COMPLETED"
-        run = submission.run(f"sweep/learning_rate-{rate}")
+        run = submission.run(f"gpt2/learning_rate={rate}")
         assert run.read_json("status.json")["status"] == "finished"
         assert run.metrics[-2]["learning_rate"] == float(rate)
 

@@ -69,7 +69,8 @@ def test_the_trainer_accepts_an_examples_options_which_resume(path, monkeypatch)
     monkeypatch.chdir(EXAMPLES.parent)
     config = parse_args(options_of(path.read_text(encoding="utf-8")))
     assert config.resume_from_checkpoint
-    assert config.output_dir.startswith("runs/")
+    if path.stem != "array":  # where each member has another folder
+        assert config.output_dir.startswith("runs/")
 
 
 def test_gpt2_small_has_a_script_for_each_mode_on_four_nodes_of_four_gpus(monkeypatch):
@@ -231,7 +232,7 @@ def test_only_the_directives_of_a_job_are_places_to_fill_in(tmp_path, capsys):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+@pytest.mark.parametrize("path", [p for p in SCRIPTS if p.stem != "array"], ids=name_of)
 def test_a_configuration_as_argument_replaces_the_options_of_an_example(
     path, tmp_path, monkeypatch
 ):
@@ -246,8 +247,8 @@ def test_a_configuration_as_argument_replaces_the_options_of_an_example(
     assert done.returncode == 0, done.stderr
     told = re.search(r"Running: (.*) -m llm\.trainers\.gpt (.*)", done.stdout)
     config = parse_args(shlex.split(told[2]))
-    run = "runs/mine/learning_rate-1e-4" if path.stem == "array" else "runs/mine"
-    assert (config.seed, config.output_dir, config.resume_from_checkpoint) == (2, run, True)
+    values = (config.seed, config.output_dir, config.resume_from_checkpoint)
+    assert values == (2, "runs/mine", True)
     assert (config.exit_after == 165) == (path.stem == "chain")
     if path.suffix == ".pbs":  # outside a job, on this host only
         assert told[1].startswith("torchrun --standalone --nproc_per_node=")
@@ -300,7 +301,8 @@ def test_a_job_without_an_output_dir_ends_before_it_trains(tmp_path):
         ["slurm", "--nodes", "4", "--requeue"],
         ["slurm", "--requeue", "--container", "a b.sqsh"],
         ["slurm", "--nodes", "2", "--launcher", "task_per_gpu", "--requeue"],
-        ["slurm", "--sweep", "seed=1,2", "--nodes", "2"],
+        ["sweep", "slurm", "--nodes", "2", "--", "--output_dir", "s", "--grid", "seed=1,2"],
+        ["sweep", "pbs", "--nodes", "2", "--", "--output_dir", "s", "--grid", "seed=1,2"],
         ["pbs", "--nodes", "4"],
         ["pbs", "--launcher", "task_per_gpu", "--chain"],
         *[
@@ -345,37 +347,60 @@ def test_requested_resources_appear_in_the_directives(capsys):
     assert "=__" not in script
 
 
-def test_the_option_that_an_array_varies_is_removed_in_any_spelling(capsys):
-    trainer = [*TRAINER[:4], "--output-dir=runs/b", "--seed=3", "--resume-from-checkpoint"]
-    script = write(capsys, "slurm", "--sweep", "seed=1,2", trainer=trainer)
-    assert "\nseed=(1 2)  # one per job of the array\n" in script
-    block = script.split("OPTIONS=(\n")[1].split("\n)\n")[0]
-    assert block.split("\n")[2:] == ["    --output-dir=runs/b", "    --resume-from-checkpoint"]
-    assert '\nOPTIONS+=(--seed="${seed[JOB]}")\n' in script
-    assert '\nOPTIONS+=(--output_dir="$RUN/seed-${seed[JOB]}")\n' in script
+SWEEP = ["--output_dir", "s", "--grid", "learning-rate=1e-4,3e-4", "betas=0.9 0.95,0.8 0.9"]
 
 
-def test_two_swept_options_make_a_job_for_each_combination(tmp_path, capsys):
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+def test_an_array_has_a_job_for_each_member_of_a_sweep(scheduler, tmp_path, capsys):
     make_environment(tmp_path / "venv")
-    script = tmp_path / "script"
-    sweep = ("--sweep", "learning-rate=1e-4,3e-4", "min-learning-rate=-0.0,1e-5")
-    script.write_text(write(capsys, "slurm", *sweep))
-    assert directives(script.read_text())["array"] == "0-3"
+    script, nodes = tmp_path / "script", tmp_path / "nodes"
+    script.write_text(write(capsys, "sweep", scheduler, "--", *SWEEP, trainer=TRAINER[:-2]))
+    nodes.write_text("node1\n")
+    directive = {"slurm": "#SBATCH --array=0-3\n", "pbs": "#PBS -J 0-3\n"}[scheduler]
+    assert directive in script.read_text()
 
     runs = []
-    for job in range(4):
-        done = start(tmp_path, script, **RECORD, SLURM_ARRAY_TASK_ID=str(job))
+    for index in map(str, range(4)):
+        job = {"PBS_JOBID": f"7[{index}].host", "PBS_ARRAY_INDEX": index}
+        job["PBS_NODEFILE"] = str(nodes)
+        if scheduler == "slurm":
+            job = {**RECORD, "SLURM_ARRAY_TASK_ID": index}
+        done = start(tmp_path, script, **job)
         assert done.returncode == 0, done.stderr
         command = re.search(r"Running: .* -m llm\.trainers\.gpt (.*)", done.stdout)[1]
         config = parse_args(shlex.split(command.replace("a b.txt", "a.txt")))
-        runs.append((config.learning_rate, config.min_learning_rate, config.output_dir))
+        assert config.resume_from_checkpoint
+        runs.append((config.learning_rate, config.betas, config.output_dir[:30]))
 
     assert runs == [
-        (1e-4, 0.0, "runs/a/learning_rate-1e-4,min_learning_rate--0.0"),
-        (1e-4, 1e-5, "runs/a/learning_rate-1e-4,min_learning_rate-1e-5"),
-        (3e-4, 0.0, "runs/a/learning_rate-3e-4,min_learning_rate--0.0"),
-        (3e-4, 1e-5, "runs/a/learning_rate-3e-4,min_learning_rate-1e-5"),
+        (1e-4, (0.9, 0.95), "s/learning_rate=1e-4,betas=0.9"),
+        (1e-4, (0.8, 0.9), "s/learning_rate=1e-4,betas=0.8"),
+        (3e-4, (0.9, 0.95), "s/learning_rate=3e-4,betas=0.9"),
+        (3e-4, (0.8, 0.9), "s/learning_rate=3e-4,betas=0.8"),
     ]
+
+
+def test_the_script_of_an_array_takes_no_options(tmp_path):
+    done = start(tmp_path, EXAMPLES / "slurm/array.sh", "my.toml", **RECORD)
+    assert done.returncode == 2
+    assert done.stderr.startswith("The script of an array takes no options; write another one")
+
+
+def test_an_array_leaves_out_members_that_have_finished(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = ["sweep", "slurm", "--", "--output_dir", "s", "--grid", "seed=1,2"]
+    trainer = ["--", *TRAINER[:-2]]
+    for name in ("seed=1", "seed=2"):
+        (tmp_path / "s" / name).mkdir(parents=True)
+    (tmp_path / "s/seed=1/status.json").write_text('{"status": "finished"}')
+    assert main([*argv, *trainer]) == 0
+    printed = capsys.readouterr()
+    assert "    0) OPTIONS+=(--seed=2 --output_dir=s/seed=2) ;;\n    *)" in printed.out
+    assert printed.err.startswith("Left out: 1 member that has finished.\n")
+    assert "llm-trainers sweep --output_dir s --grid seed=1,2 --status -- " in printed.err
+    (tmp_path / "s/seed=2/status.json").write_text('{"status": "finished"}')
+    assert main([*argv, *trainer]) == 2
+    assert capsys.readouterr().err == "error: All members of s have finished.\n"
 
 
 def test_frontiers_nodes_are_whole_for_torchrun(capsys):
@@ -500,9 +525,6 @@ def test_a_requeued_job_is_signalled_and_appends_to_its_log(capsys):
         (["slurm", "--time", "6:00:60"], "--time 6:00:60 is not a time limit"),
         (["slurm", "--time", "1-24:00:00"], "--time 1-24:00:00 is not a time limit"),
         (["slurm", "--time", "9" * 5000], "is not a time limit; write it as 6:00:00"),
-        (["slurm", "--sweep", "seed"], "--sweep seed expects an option and two values or more"),
-        (["slurm", "--sweep", "sead=1,2"], "There is no option --sead"),
-        (["slurm", "--requeue", "--sweep", "seed=1,2"], "do not go together"),
         (["--site", "polaris", "--nodes", "600"], "No queue takes --nodes 600"),
         (["--site", "polaris", "--queue", "prod"], "--queue prod does not take --nodes 1 for 360"),
         (["--site", "polaris", "--nodes", "20", "--time", "24:00:00"], "No queue takes --nodes 20"),
@@ -510,6 +532,14 @@ def test_a_requeued_job_is_signalled_and_appends_to_its_log(capsys):
         (["--site", "aurora", "--nodes", "32"], "No queue takes --nodes 32 for 360 minutes."),
         (["--site", "aurora", "--cpus_per_gpu", "9"], "more than the 4 cores that this site has"),
         (["lsf"], "lsf"),
+        (["slurm", "--sweep", "seed=1,2"], "--sweep is now a program with a table"),
+        (["sweep", "slurm", "--", "--output_dir", "s", "--grid", "sead=1,2"], "no option --sead"),
+        (
+            ["sweep", "slurm", "--", "--output_dir", "s", "--nodes", "2", "--grid", "seed=1,2"],
+            "write them in front of --",
+        ),
+        (["sweep", "slurm", "--requeue", "--", *SWEEP], "--requeue does not go with an array"),
+        (["sweep", "pbs", "--chain", "--", *SWEEP], "--chain does not go with an array"),
         (["pbs", "--chain", "--time", "0:30:00"], "--chain needs a --time of more than 30 minutes"),
         (["slurm", "--requeue", "--time", "0:05:00"], "--requeue needs a --time of more than 30"),
         (["slurm", "--name", "my job"], "--name 'my job' contains a blank or another character"),
@@ -519,11 +549,6 @@ def test_a_requeued_job_is_signalled_and_appends_to_its_log(capsys):
         ),
         (["slurm", "--name", ""], "--name is empty; give it a value, or leave it out."),
         (["slurm", "--output", ""], "--output is given an empty path"),
-        (["slurm", "--sweep", "seed=1,1"], "--sweep seed=1,1 has a value twice"),
-        (["slurm", "--sweep", "output-dir=a,b"], "the script itself names a folder for each job"),
-        (["slurm", "--sweep", "seed=1,2", "--sweep", "z=1,2"], "--sweep is given twice; for"),
-        (["slurm", "--sweep", "eval_steps=1,2", "eval-steps=3,4"], "varies eval_steps again"),
-        (["slurm", "--sweep", "seed=1,2\nrm -r runs"], "contains a line break"),
         (["--nods", "3"], "There is no option --nods"),
     ],
 )
@@ -560,7 +585,7 @@ def test_the_trainers_options_are_checked_when_the_script_is_written(capsys):
             "--global_batch_size 64 is not a multiple of 96 (--per_device_train_batch_size 8 x 12",
         ),
         (
-            ["--sweep", "tensor_parallel_size=2,8"],
+            ["--", "--output_dir", "s", "--grid", "tensor_parallel_size=2,8"],
             [],
             "--tensor_parallel_size 8 is 8 ranks, which do not divide the 4 that there are",
         ),
@@ -569,7 +594,8 @@ def test_the_trainers_options_are_checked_when_the_script_is_written(capsys):
 def test_what_the_trainer_would_refuse_on_the_jobs_ranks_is_refused(
     argv, trainer, sentence, capsys
 ):
-    assert sentence in refuse(capsys, "slurm", *argv, trainer=[*TRAINER, *trainer])
+    program = ["sweep", "slurm"] if "--grid" in argv else ["slurm"]
+    assert sentence in refuse(capsys, *program, *argv, trainer=[*TRAINER, *trainer])
 
 
 def test_a_file_that_is_there_is_not_replaced(tmp_path, capsys):

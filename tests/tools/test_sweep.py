@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from llm.errors import ConfigError
 from llm.runtime.claims import Claim
 from llm.tools.sweep.member_state import read_outcome
 from llm.tools.sweep.members import Base, Member, grid_members, option_arguments
@@ -179,7 +180,9 @@ write("finished")
 class Sweep:
     """Members that run `TRAINER`, in a thread."""
 
-    def __init__(self, folder: Path, members: list[Member], monkeypatch, num_slots: int = 1):
+    def __init__(
+        self, folder: Path, members: list[Member], monkeypatch, num_slots: int = 1, trials=None
+    ):
         def command(slot, arguments, *, nproc_per_node):
             [output_dir] = [word[13:] for word in arguments if word.startswith("--output_dir=")]
             return [sys.executable, "-c", TRAINER, output_dir]
@@ -188,7 +191,7 @@ class Sweep:
         self.folder = folder
         slots = [Slot(port=port) for port in range(num_slots)]
         base = Base(arguments=[], folder=folder)
-        self.runs = MemberRuns(base, members, slots=slots, nproc_per_node=1)
+        self.runs = MemberRuns(base, members, slots=slots, nproc_per_node=1, trials=trials)
 
     def state(self, name: str) -> str:
         return read_outcome(self.folder / name).state
@@ -320,11 +323,121 @@ def test_a_member_whose_command_was_killed_is_taken_over(tmp_path, monkeypatch):
     assert sweep.states() == {"a": "finished"}
 
 
+def test_a_member_that_the_scheduler_stops_first_is_interrupted(tmp_path, monkeypatch):
+    sweep = Sweep(tmp_path, members("a"), monkeypatch)
+    status = tmp_path / "a/status.json"
+
+    def kill_member() -> None:
+        processes = [start.process for start in sweep.runs._start_by_slot.values()]
+        status.unlink()
+        processes[0].send_signal(signal.SIGHUP)  # which ends it without a word
+
+    call_when(status.exists, kill_member)
+    sweep.runs.run()
+    assert not sweep.runs.is_stopped
+    assert sweep.states() == {"a": "interrupted"}
+
+
+RANGES = ["learning_rate=1e-4..1e-2:log", "num_layers=2..8", "weight_decay=0..1"]
+
+
+def test_a_search_has_integers_numbers_and_choices():
+    pytest.importorskip("optuna", reason="pip install optuna, the extra `optuna`")
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    from llm.tools.sweep.optuna_trials import end_members, read_search
+
+    distributions = read_search([*RANGES, "optimizer=adamw,muon"])
+    assert distributions == {
+        "learning_rate": FloatDistribution(1e-4, 1e-2, log=True),
+        "num_layers": IntDistribution(2, 8),
+        "weight_decay": FloatDistribution(0, 1),
+        "optimizer": CategoricalDistribution(["adamw", "muon"]),
+    }
+    first, *others = [member.options for member in end_members(distributions)]
+    assert first == {
+        "learning_rate": "0.0001", "num_layers": "2", "weight_decay": "0.0", "optimizer": "adamw"
+    }  # fmt: skip
+    assert others == [
+        {**first, "learning_rate": "0.01"},
+        {**first, "num_layers": "8"},
+        {**first, "weight_decay": "1.0"},
+        {**first, "optimizer": "muon"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--search", "learning_rate=1e-2..1e-4"], "expects an option with a range or values"),
+        (["--search", "learning_rate=0..1:log"], "a range with :log begins above 0"),
+        (["--search", "learning_rate=1"], "expects an option with a range or values"),
+        (["--search", "seed=1..2", "seed=3..4"], "--search seed=3..4 names seed again"),
+        (["--search", "sead=1..2"], "There is no option --sead"),
+        (["--search", "learning_rate=-1..1"], "--learning_rate must be at least 0, not -1.0"),
+        (["--search", "seed=1..2", "--grid", "seed=1,2"], "leave --grid out"),
+        ([], "--sampler needs a range"),
+    ],
+)
+def test_a_search_that_cannot_work_starts_nothing(argv, sentence, folder, capsys):
+    pytest.importorskip("optuna", reason="pip install optuna, the extra `optuna`")
+    assert main(["base.toml", "--sampler", "optuna", *argv]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
+    assert [path.name for path in folder.iterdir()] == ["base.toml"]
+
+
+def test_a_sampler_without_its_package_is_refused(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert main(["base.toml", "--sampler", "optuna", "--search", "seed=1..2"]) == 2
+    assert "install optuna; it is the extra `optuna`." in capsys.readouterr().err
+    assert main(["base.toml", "--search", "seed=1..2"]) == 2
+    assert "--search needs --sampler optuna" in capsys.readouterr().err
+
+
+def test_a_killed_trial_is_repeated_and_a_failed_one_counts(tmp_path, monkeypatch):
+    pytest.importorskip("optuna", reason="pip install optuna, the extra `optuna`")
+    from llm.tools.sweep.optuna_trials import Trials
+
+    def open_trials(num_trials: int) -> Trials:
+        return Trials(tmp_path, ["learning_rate=1e-4..1e-2:log"], num_trials=num_trials)
+
+    stopped = Sweep(tmp_path, [], monkeypatch, trials=open_trials(2))
+    call_when(
+        lambda: any(tmp_path.glob("trial=0*/status.json")),
+        lambda: os.kill(os.getpid(), signal.SIGTERM),
+    )
+    stopped.runs.run()
+    [name] = stopped.states()
+    assert stopped.states() == {name: "interrupted"}
+
+    repeated = Sweep(tmp_path, [], monkeypatch, trials=open_trials(2))
+    repeated.end(name)
+
+    def end_second() -> None:
+        [folder] = tmp_path.glob("trial=1*")
+        repeated.end(folder.name, "crash")
+
+    call_when(lambda: any(tmp_path.glob("trial=1*/status.json")), end_second)
+    repeated.runs.run()
+    assert [*repeated.states().values()] == ["finished", "failed"]
+    assert next(iter(repeated.states())) == name
+
+    study = open_trials(2)._study
+    assert [(t.state.name, t.value) for t in study.trials] == [("COMPLETE", 3.5), ("FAIL", None)]
+    assert f"learning_rate={study.trials[0].params['learning_rate']:.3g}" in name
+    assert open_trials(2).next_member() is None
+    assert open_trials(3).next_member().name.startswith("trial=2,")
+    with pytest.raises(ConfigError, match=r"searches learning_rate=1e-4\.\.1e-2:log, not seed=1"):
+        Trials(tmp_path, ["seed=1..2"], num_trials=2)
+
+
 SLURM = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-5]", "SLURMD_NODENAME": "n1"}
 
 
 def test_members_get_disjoint_nodes_of_a_slurm_job():
-    slots = find_slots(SLURM, nodes=2)
+    slots = find_slots(SLURM, nodes=2, folder=Path("s"))
     assert [slot.hosts for slot in slots] == [("n1", "n2"), ("n3", "n4")]
     command = slots[1].command(["--seed=1"], nproc_per_node=4)
     assert command[:6] == [
@@ -338,21 +451,24 @@ def test_members_get_disjoint_nodes_of_a_slurm_job():
 def test_members_get_disjoint_nodes_of_a_pbs_job(tmp_path):
     (tmp_path / "nodes").write_text("x1\nx1\nx2\n")
     job = {"PBS_JOBID": "17.polaris", "PBS_NODEFILE": str(tmp_path / "nodes")}
-    slots = find_slots(job, nodes=1)
+    slots = find_slots(job, nodes=1, folder=tmp_path / "s")
     assert [slot.hosts for slot in slots] == [("x1",), ("x2",)]
     command = slots[1].command(["--seed=1"], nproc_per_node=4)
-    assert command[:7] == ["mpiexec", "--hosts", "x2", "-n", "1", "--ppn", "1"]
+    host_file = tmp_path / "s/.hosts-x2"
+    assert command[:7] == ["mpiexec", "--hostfile", str(host_file), "-n", "1", "--ppn", "1"]
+    assert host_file.read_text() == "x2\n"
     assert "--standalone" in command
 
 
 def test_a_machine_and_a_job_of_one_node_run_one_member_after_another():
     one_node = {**SLURM, "SLURM_JOB_NODELIST": "n1"}
-    assert find_slots({}, nodes=1) == find_slots(one_node, nodes=1) == [Slot()]
+    for environ in ({}, one_node):
+        assert find_slots(environ, nodes=1, folder=Path("s")) == [Slot()]
     assert Slot().command(["--seed=1"], nproc_per_node=1)[1:] == ["-m", "llm", "train", "--seed=1"]
     assert "--nproc_per_node=auto" in Slot().command([], nproc_per_node="auto")
     # salloc's shell is on the login node.
     login = {name: value for name, value in one_node.items() if name != "SLURMD_NODENAME"}
-    assert [slot.hosts for slot in find_slots(login, nodes=1)] == [("n1",)]
+    assert [slot.hosts for slot in find_slots(login, nodes=1, folder=Path("s"))] == [("n1",)]
 
 
 @pytest.mark.faults

@@ -2,20 +2,22 @@
 
 The trainer's options follow `--` and are checked when the script is written. The script fills the
 template `slurm.sh` or `pbs.sh` with the options and the settings in `sites.toml`.
-`llm-trainers jobs prepare slurm ...` writes one that prepares token files.
+`llm-trainers jobs prepare slurm ...` writes one that prepares token files, and `llm-trainers jobs
+sweep slurm ... -- SWEEP OPTIONS` an array with a job for each member of a sweep.
 """
 
 import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain
 from pathlib import Path
 
 from llm.config.command_line import option_name, parse
 from llm.config.program import program
 from llm.config.shell import shell_line
 from llm.errors import ConfigError
+from llm.runtime.logging import counted
 from llm.tools.jobs.detection import detect_site
 from llm.tools.jobs.job_ranks import check_ranks
 from llm.tools.jobs.notes import describe_script
@@ -33,11 +35,23 @@ from llm.tools.jobs.scripts import (
 )
 from llm.tools.jobs.site_tables import site_description, site_table
 from llm.tools.jobs.sites import Site, choose_queue, find_site, known_sites
+from llm.tools.sweep.member_state import read_outcome
+from llm.tools.sweep.sweep import parse_sweep, read_sweep
 from llm.trainers.gpt.main import parse_args
 
 _MIN_MINUTES = 30
 """Time for a job to start, train and save."""
 
+_DESCRIPTION = (
+    "Write a job script; the trainer's options follow after --. With the word prepare or sweep "
+    "first, it prepares token files or trains the members of a sweep: llm-trainers jobs prepare "
+    "--help."
+)
+_SWEEP_DESCRIPTION = (
+    "Write the script of an array with a job for each unfinished member of a sweep; the options of "
+    "llm-trainers sweep follow after --."
+)
+_NO_SWEEP_OPTIONS = "The options of llm-trainers sweep are missing: write them after --."
 _NO_TRAINER_OPTIONS = "The trainer's options are missing: write them after --."
 
 # Names from the scripts of Megatron-LM: `TP_SIZE=8 PP_SIZE=2 sbatch SCRIPT`.
@@ -57,7 +71,8 @@ def main(argv: Sequence[str]) -> int:
         return write_preparation_job(argv)
     if argv[:1] == ["output_dir"]:
         return print_output_dir(argv[1:])
-    arguments = list(argv)
+    is_sweep = argv[:1] == ["sweep"]
+    arguments = list(argv[1:] if is_sweep else argv)
     separator = arguments.index("--") if "--" in arguments else len(arguments)
     command, trainer_arguments = arguments[:separator], arguments[separator + 1 :]
     option_names = [option_name(word) for word in command if word.startswith("--")]
@@ -65,27 +80,31 @@ def main(argv: Sequence[str]) -> int:
         option_names
     ) and "-h" not in command
     if separator == len(arguments) and needs_trainer:
-        raise ConfigError(_NO_TRAINER_OPTIONS)
-    if option_names.count("sweep") > 1:
+        raise ConfigError(_NO_SWEEP_OPTIONS if is_sweep else _NO_TRAINER_OPTIONS)
+    if "sweep" in option_names:
         raise ConfigError(
-            "--sweep is given twice; for a job per combination, list all options after one, as in "
-            "--sweep learning_rate=1e-4,3e-4 seed=1,2."
+            "--sweep is now a program with a table of the results: write llm-trainers jobs sweep "
+            "SCHEDULER -- --output_dir FOLDER --grid OPTION=A,B -- TRAINER OPTIONS."
         )
     options = parse(
         JobOptions,
         command,
-        prog="llm-trainers jobs",
-        description="Write a job script; the trainer's options follow after --. With the word "
-        "prepare first, it prepares token files: llm-trainers jobs prepare --help.",
+        prog="llm-trainers jobs sweep" if is_sweep else "llm-trainers jobs",
+        description=_SWEEP_DESCRIPTION if is_sweep else _DESCRIPTION,
         positional="scheduler",
-        usage="SCHEDULER [--OPTION VALUE ...] -- TRAINER OPTIONS",
-        example="slurm --nodes 8 --requeue --output job.sh -- --config run.toml",
+        usage=f"SCHEDULER [--OPTION VALUE ...] -- {'SWEEP' if is_sweep else 'TRAINER'} OPTIONS",
+        example="slurm --time 2:00:00 --output sweep.sh -- base.toml --grid seed=1,2,3"
+        if is_sweep
+        else "slurm --nodes 8 --requeue --output job.sh -- --config run.toml",
     )
     if options.list_sites:
         return _print_sites(options.site)
     if options.detect:
         return _write_draft(options.output)
-    text, notes = job_script(options, command=command, trainer_arguments=trainer_arguments)
+    if is_sweep:
+        text, notes = array_script(options, command=command, sweep_arguments=trainer_arguments)
+    else:
+        text, notes = job_script(options, command=command, trainer_arguments=trainer_arguments)
     write_file(options.output, text, is_executable=True)
     sys.stderr.write("".join(f"{note}\n" for note in notes))
     return 0
@@ -111,8 +130,66 @@ def _write_draft(path: str | None) -> int:
     return 0
 
 
+def array_script(
+    options: JobOptions, *, command: Sequence[str], sweep_arguments: Sequence[str]
+) -> tuple[str, list[str]]:
+    """Return the text of an array with a job for each unfinished member of a sweep, and sentences.
+
+    Args:
+        options: Options of this program.
+        command: The arguments of this program, repeated at the head of the script.
+        sweep_arguments: Arguments of `llm-trainers sweep`.
+
+    Raises:
+        ConfigError: An option does not fit the others, or a member cannot run.
+    """
+    job = _fill_in_site(options, find_site(options.site))
+    assert job.gpus_per_node is not None
+    sweep_options, trainer_arguments = parse_sweep(sweep_arguments)
+    if sweep_options.sampler is not None:
+        raise ConfigError(
+            "--sampler chooses values while members train, and the jobs of an array are fixed; "
+            "start llm-trainers sweep itself in one or several jobs."
+        )
+    base, members = read_sweep(
+        sweep_options,
+        trainer_arguments,
+        nodes=job.nodes,
+        nproc_per_node=job.gpus_per_node,
+    )
+    unfinished_members = [
+        member for member in members if read_outcome(base.folder / member.name).state != "finished"
+    ]
+    if not unfinished_members:
+        raise ConfigError(f"All members of {base.folder} have finished.")
+    separator = sweep_arguments.index("--") if "--" in sweep_arguments else None
+    sweep_words = sweep_arguments[:separator]
+    if (sweep_options.nodes, sweep_options.nproc_per_node) != (1, 1):
+        raise ConfigError(
+            "--nodes and --nproc_per_node of llm-trainers sweep are the job's --nodes and "
+            "--gpus_per_node here; write them in front of --."
+        )
+    text, notes = job_script(
+        options,
+        command=["sweep", *command, "--", *sweep_words],
+        trainer_arguments=base.arguments,
+        member_arguments=[base.member_arguments(member) for member in unfinished_members],
+    )
+    num_finished = len(members) - len(unfinished_members)
+    if num_finished:
+        verb = "has" if num_finished == 1 else "have"
+        notes.insert(0, f"Left out: {counted(num_finished, 'member')} that {verb} finished.")
+    status = ["llm-trainers", "sweep", *sweep_words, "--status"]
+    status += ["--", *trainer_arguments] if trainer_arguments else []
+    return text, [*notes, f"Later, see how far the members are: {shell_line(status)}"]
+
+
 def job_script(
-    options: JobOptions, *, command: Sequence[str], trainer_arguments: Sequence[str]
+    options: JobOptions,
+    *,
+    command: Sequence[str],
+    trainer_arguments: Sequence[str],
+    member_arguments: Sequence[Sequence[str]] = (),
 ) -> tuple[str, list[str]]:
     """Return the text of a job script, and sentences about it.
 
@@ -120,6 +197,7 @@ def job_script(
         options: Options of this program.
         command: The arguments of this program, repeated at the head of the script.
         trainer_arguments: Arguments of the trainer.
+        member_arguments: Further arguments for each job of an array; empty for a single job.
 
     Raises:
         ConfigError: An option does not fit the others, or the trainer refuses its arguments.
@@ -128,7 +206,11 @@ def job_script(
         raise ConfigError(_NO_TRAINER_OPTIONS)
     site = find_site(options.site)
     minutes = read_minutes(options.time)
-    _check_scheduler(replace(options, scheduler=options.scheduler or site.schedulers[0]), site)
+    _check_scheduler(
+        replace(options, scheduler=options.scheduler or site.schedulers[0]),
+        site,
+        is_array=bool(member_arguments),
+    )
     num_nodes = options.nodes + options.spare_nodes
     queue = choose_queue(site, queue_name=options.queue, nodes=num_nodes, minutes=minutes)
     site = site.for_queue(queue)
@@ -138,30 +220,24 @@ def job_script(
     exit_after = minutes - max(15, minutes // 20) if job.chain else None
     added_arguments = _resume_arguments(trainer_arguments, exit_after)
     all_arguments = [*trainer_arguments, *added_arguments]
-    config = parse_args(all_arguments)
-    if config.output_dir is None:
-        raise ConfigError("--output_dir is missing among the trainer's options.")
-    values_by_option = _read_sweep(job.sweep)
     assert job.gpus_per_node is not None
-    combinations = [*product(*values_by_option.values())]
-    arguments_of_runs = [
-        [*all_arguments, *map("--{}={}".format, values_by_option, values)]
-        for values in combinations
-    ]
+    arguments_of_runs = [[*all_arguments, *arguments] for arguments in member_arguments or [()]]
     for run_arguments in arguments_of_runs:
-        check_ranks(parse_args(run_arguments), nodes=job.nodes, ranks_per_node=job.gpus_per_node)
+        config = parse_args(run_arguments)
+        if config.output_dir is None:
+            raise ConfigError("--output_dir is missing among the trainer's options.")
+        check_ranks(config, nodes=job.nodes, ranks_per_node=job.gpus_per_node)
 
     text = load_template(f"{job.scheduler}.sh").render(
         job=job,
         site=site,
         torchrun=job.launcher == "torchrun",
         walltime=f"{minutes // 60:02}:{minutes % 60:02}:00",
-        sweep=dict(zip(values_by_option, zip(*combinations, strict=True), strict=True)),
-        num_jobs=len(combinations),
+        members=[" ".join(chain(*quoted_rows(arguments))) for arguments in member_arguments],
         has_whole_nodes=job.nodes > 1
         or (site.device is not None and job.gpus_per_node == site.gpus_per_node),
         exit_after=exit_after,
-        trainer=_option_rows(all_arguments, excluded=values_by_option),
+        trainer=_option_rows(all_arguments),
         made_by=shlex.join(without_output(command)),
     )
     plan: list[str] = []
@@ -199,24 +275,27 @@ def _check_minutes(job: JobOptions, minutes: int) -> None:
             )
 
 
-def _check_scheduler(job: JobOptions, site: Site) -> None:
+def _check_scheduler(job: JobOptions, site: Site, *, is_array: bool) -> None:
     """Refuse options that the scheduler does not have, or that break the script."""
     check_job(job, site)
-    for name in ("requeue", "sweep", "container"):
+    for name in ("requeue", "container"):
         if job.scheduler == "pbs" and getattr(job, name):
             remedy = "; --chain continues in the next job" if name == "requeue" else ""
             raise ConfigError(f"--{name} is for slurm, not for pbs{remedy}.")
+    for name in ("requeue", "chain", "spare_nodes"):
+        if is_array and getattr(job, name):
+            raise ConfigError(
+                f"--{name} does not go with an array; submit the script again, and interrupted "
+                "members resume."
+            )
     if job.scheduler == "slurm" and job.chain:
         raise ConfigError("--chain is for pbs; on slurm --requeue does it without a second job.")
     if job.spare_nodes and job.nodes == 1:
         raise ConfigError("--spare_nodes needs --nodes of 2 or more; leave it out.")
-    for name in ("sweep", "container"):
-        if job.spare_nodes and getattr(job, name):
-            raise ConfigError(
-                f"--spare_nodes and --{name} do not go together; leave one of them out."
-            )
-    if job.requeue and job.sweep:
-        raise ConfigError("--requeue and --sweep do not go together; leave one of them out.")
+    if job.spare_nodes and job.container:
+        raise ConfigError(
+            "--spare_nodes and --container do not go together; leave one of them out."
+        )
 
 
 def _resume_arguments(trainer_arguments: Sequence[str], exit_after: int | None) -> list[str]:
@@ -230,55 +309,11 @@ def _resume_arguments(trainer_arguments: Sequence[str], exit_after: int | None) 
     return arguments
 
 
-def _read_sweep(sweep: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of each option that an array varies; empty without an array.
-
-    Args:
-        sweep: The option `sweep`, such as `["learning_rate=1e-4,3e-4", "seed=1,2"]`.
-
-    Raises:
-        ConfigError: An option or a value is missing or repeated, or the option is `output_dir`.
-    """
-    values_by_option: dict[str, list[str]] = {}
-    for text in sweep:
-        name = option_name(text)
-        _, _, value_list = text.partition("=")
-        values = [value for value in value_list.split(",") if value]
-        if len(values) < 2:
-            raise ConfigError(
-                f"--sweep {text} expects an option and two values or more, as in "
-                "--sweep learning_rate=1e-4,3e-4."
-            )
-        if len(set(values)) < len(values):
-            raise ConfigError(
-                f"--sweep {text} has a value twice, for two jobs with one folder; give each once."
-            )
-        if name == "output_dir":
-            raise ConfigError(
-                f"--sweep {text}: the script itself names a folder for each job, below "
-                "--output_dir; vary another option."
-            )
-        if name in values_by_option:
-            raise ConfigError(
-                f"--sweep {text} varies {name} again; list all of its values in one item."
-            )
-        values_by_option[name] = values
-    return values_by_option
-
-
-def _option_rows(trainer_arguments: Sequence[str], *, excluded: Collection[str]) -> list[str]:
-    """Quote the trainer's arguments for bash, one option per line.
-
-    Args:
-        trainer_arguments: The arguments.
-        excluded: The options that an array varies, which the script adds.
-    """
+def _option_rows(trainer_arguments: Sequence[str]) -> list[str]:
+    """Quote the trainer's arguments for bash, one option per line."""
     lines = []
     for row in quoted_rows(trainer_arguments):
-        name = option_name(row[0])
-        if name in excluded:
-            continue
-        variable = _VARIABLE_BY_OPTION.get(name)
+        variable = _VARIABLE_BY_OPTION.get(option_name(row[0]))
         if variable is not None and len(row) == 2:
             flag, value = row
             row = [flag, f'"${{{variable}:-{value}}}"']

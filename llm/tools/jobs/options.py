@@ -85,8 +85,3 @@ class JobOptions(SchedulerOptions):
     chain: bool = option(
         False, "The job saves and ends before its time limit, and the next job resumes it (PBS)."
     )
-    sweep: tuple[str, ...] = option(
-        (),
-        "OPTION=A,B,C: a job array with one job per value of a trainer option (Slurm). Several "
-        "items, such as OPTION=A,B OTHER=C,D, make one job per combination.",
-    )

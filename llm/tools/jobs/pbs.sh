@@ -4,6 +4,9 @@
 {% set nodefile = "$NODEFILE" if job.spare_nodes else "$PBS_NODEFILE" %}
 {% set node = "system=" ~ site.system if site.system else per_node %}
 # Pretrain on {{ job.nodes }} node{{ "s" if job.nodes > 1 }} of {{ job.gpus_per_node }} devices through PBS, with one {{ "torchrun per node" if torchrun else "process per device" }}.
+{% if members %}
+# This is an array with a job for each member of a sweep.
+{% endif %}
 {% if job.chain %}
 # Before the time limit, the run saves a checkpoint and ends. The next job resumes it. Submit a chain
 # of jobs. Each job starts only if the previous one has not finished the training:
@@ -18,10 +21,12 @@
 #     bash SCRIPT
 {% endif %}
 #
+{% if not members %}
 # Options of qsub override the directives below. Your own configuration replaces OPTIONS:
 #
 #     qsub -A ALLOCATION -q QUEUE -v CONFIG=CONFIG.toml SCRIPT
 #
+{% endif %}
 # Made by: llm-trainers jobs {{ made_by }} -- OPTIONS
 #
 #PBS -N {{ job.name }}
@@ -40,6 +45,9 @@
 #PBS {{ directive }}
 {% endfor %}
 #PBS -j oe
+{% if members | length > 1 %}
+#PBS -J 0-{{ members | length - 1 }}
+{% endif %}
 
 {% if job.venv %}
 # The environment with the llm package.
@@ -56,9 +64,14 @@ OPTIONS=(
 
 cd "${PBS_O_WORKDIR:-.}" || exit 2
 set -- ${CONFIG:+"$CONFIG"} "$@"
+{% if members %}
+{% set job_index = "${PBS_ARRAY_INDEX:-0}" %}
+{% include 'members.sh' %}
+{% else %}
 if (($#)); then
     OPTIONS=(--resume_from_checkpoint {{ "--exit_after %s " | format(exit_after) if job.chain }}--config "$@")
 fi
+{% endif %}
 
 {% include 'activate.sh' %}
 
@@ -88,6 +101,9 @@ else
     mapfile -t HOSTS < <(awk '!seen[$0]++' "$PBS_NODEFILE")
     NNODES=${#HOSTS[@]}
     JOB=${PBS_JOBID%%[!0-9]*}
+{% if members %}
+    JOB=$((JOB + ${PBS_ARRAY_INDEX:-0}))
+{% endif %}
     MASTER_ADDR=${MASTER_ADDR:-{{ site.master_addr }}}
     MASTER_PORT=${MASTER_PORT:-$((20000 + JOB % 10000))}
     export MASTER_ADDR MASTER_PORT

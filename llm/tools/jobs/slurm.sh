@@ -1,13 +1,19 @@
 #!/bin/bash
 {% set in_container = job.container %}
 # Pretrain on {{ job.nodes }} node{{ "s" if job.nodes > 1 }} of {{ job.gpus_per_node }} GPUs through Slurm, with one {{ "torchrun per node" if torchrun else "task per GPU" }}{{ ", in a container" if job.container }}.
-{% if sweep %}
-# This is an array with one job per {{ "combination" if sweep | length > 1 else "value" }} of --{{ sweep | join(" and --") }}.
+{% if members %}
+# This is an array with a job for each member of a sweep.
 {% endif %}
+{% if members %}
+# Submit it with sbatch. Its options override the directives below:
+#
+#     sbatch --account ACCOUNT --{{ site.queue_option }} {{ site.queue_option | upper }} SCRIPT
+{% else %}
 # Submit it with sbatch. Its options override the directives below. A CONFIG.toml and options after
 # the name of this script replace OPTIONS:
 #
 #     sbatch --account ACCOUNT --{{ site.queue_option }} {{ site.queue_option | upper }} SCRIPT CONFIG.toml
+{% endif %}
 #
 {% if job.requeue %}
 # Five minutes before the time limit, the run saves a checkpoint and the job requeues itself. This
@@ -43,8 +49,8 @@
 {% for directive in site.whole_node_directives if has_whole_nodes %}
 #SBATCH {{ directive }}
 {% endfor %}
-{% if sweep %}
-#SBATCH --array=0-{{ num_jobs - 1 }}
+{% if members %}
+#SBATCH --array=0-{{ members | length - 1 }}
 #SBATCH --output=%x-%A_%a.log
 {% else %}
 #SBATCH --output=%x-%j.log
@@ -65,9 +71,6 @@ VENV={{ job.venv | quote }}
 # The environment with the llm package: by default the one that was active when you called sbatch.
 VENV=${VENV:-${VIRTUAL_ENV:-venv}}
 {% endif %}
-{% for name, values in sweep.items() %}
-{{ name }}=({{ values | map("quote") | join(" ") }})  # one per job of the array
-{% endfor %}
 OPTIONS=(
 {% for row in trainer %}
     {{ row }}
@@ -77,14 +80,13 @@ OPTIONS=(
 {% include 'fill_in.sh' %}
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
+{% if members %}
+{% set job_index = "${SLURM_ARRAY_TASK_ID:-0}" %}
+{% include 'members.sh' %}
+{% else %}
 if (($#)); then
     OPTIONS=(--resume_from_checkpoint --config "$@")
 fi
-{% if sweep %}
-JOB=${SLURM_ARRAY_TASK_ID:-0}
-{% for name in sweep %}
-OPTIONS+=(--{{ name }}={{ '"${%s[JOB]}"' | format(name) }})
-{% endfor %}
 {% endif %}
 
 {% include 'activate.sh' %}
@@ -117,15 +119,12 @@ CONTAINER=(  # options that pyxis adds to srun
     --container-workdir="$PWD"
 )
 {% endif %}
-{% if job.requeue or sweep or job.spare_nodes %}
+{% if job.requeue or job.spare_nodes %}
 # The output folder, as the trainer reads it from OPTIONS and CONFIG.toml.
 {% if job.container %}
 RUN=$(srun --nodes=1 --ntasks=1 "${CONTAINER[@]}" llm-trainers jobs output_dir "${OPTIONS[@]}")
 {% else %}
 RUN=$(llm-trainers jobs output_dir "${OPTIONS[@]}")
-{% endif %}
-{% if sweep %}
-OPTIONS+=(--output_dir="$RUN/{% for name in sweep %}{{ "," if not loop.first }}{{ '%s-${%s[JOB]}' | format(name, name) }}{% endfor %}")
 {% endif %}
 
 {% endif %}

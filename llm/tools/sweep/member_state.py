@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from llm.checkpoint.run_folder import RunFolder
 from llm.metrics.set_scores import set_score_title
 from llm.runtime.claims import is_claimed
 from llm.tools.report.run_files import read_metrics, read_numbers, read_table
@@ -28,7 +29,7 @@ class Outcome:
 
     Attributes:
         state: `finished`; `failed`; `interrupted`: a repeated command resumes it; `running`: a
-            command runs it now; `waiting`: it has not started.
+            command or a job runs it now; `waiting`: it has not started.
         sentence: Why it failed or was interrupted; "" if unknown.
         loss: Final validation loss of a finished run, or its last training loss if it has no
             validation; NaN if it is not finite, None before the end.
@@ -50,7 +51,9 @@ def read_outcome(folder: Path) -> Outcome:
         folder: Its folder; it need not exist.
     """
     outcome = read_stopped_outcome(folder)
-    is_running = outcome.state != "finished" and is_claimed(folder, CLAIM_NAME)
+    if outcome.state == "finished":
+        return outcome
+    is_running = is_claimed(folder, CLAIM_NAME) or RunFolder(folder).is_locked()
     return Outcome(state="running") if is_running else outcome
 
 

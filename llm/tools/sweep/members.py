@@ -53,10 +53,11 @@ class Base:
 
     def trainer_arguments(self, member: Member) -> list[str]:
         """Return the arguments that train a member, or resume it."""
-        output_dir = str(self.folder / member.name)
-        member_arguments = option_arguments(member.options)
-        final_arguments = [f"--output_dir={output_dir}", "--resume_from_checkpoint"]
-        return [*self.arguments, *member_arguments, *final_arguments]
+        return [*self.arguments, *self.member_arguments(member), "--resume_from_checkpoint"]
+
+    def member_arguments(self, member: Member) -> list[str]:
+        """Return the arguments that only a member has: its options and its folder."""
+        return [*option_arguments(member.options), f"--output_dir={self.folder / member.name}"]
 
 
 def grid_members(grid: Sequence[str], *, max_members: int) -> list[Member]:

@@ -27,6 +27,24 @@ class SweepOptions:
         "OPTION=A,B OTHER=C,D, make a member for each combination. Write a value with a comma "
         "in single quotes.",
     )
+    sampler: Literal["optuna"] | None = option(
+        None,
+        "Choose the values of --search instead of a grid, one trial after another, for the lowest "
+        "validation loss (without validation, training loss); needs the extra optuna.",
+    )
+    search: tuple[str, ...] = option(
+        (),
+        "OPTION=LOW..HIGH, OPTION=LOW..HIGH:log or OPTION=A,B,C: where --sampler looks for the "
+        "values of a trainer option.",
+        requires=("sampler",),
+    )
+    trials: int = option(
+        20,
+        "Number of trials of --sampler, counted over all commands with the same folder; failed "
+        "ones count too.",
+        at_least=1,
+        requires=("sampler",),
+    )
     max_members: int = option(
         100, "Maximum number of members; a larger sweep is refused.", at_least=1
     )

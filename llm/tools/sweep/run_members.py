@@ -11,9 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from llm.checkpoint.run_folder import RunFolder
 from llm.config.shell import shell_line
-from llm.runtime.claims import HEARTBEAT_TIMEOUT_SECONDS, Claim
-from llm.runtime.signals import CALLER_VARIABLE, Interruption
+from llm.runtime.claims import HEARTBEAT_TIMEOUT_SECONDS, Claim, is_claimed
+from llm.runtime.signals import CALLER_VARIABLE, EXIT_PREEMPTED, Interruption
 from llm.tools.sweep.member_state import (
     CLAIM_NAME,
     LOG_NAME,
@@ -24,9 +25,16 @@ from llm.tools.sweep.member_state import (
     read_stopped_outcome,
 )
 from llm.tools.sweep.members import Base, Member
+from llm.tools.sweep.optuna_trials import Trials
 from llm.tools.sweep.slots import Slot
 
 _POLL_SECONDS = 0.2
+_SIGNALLED_EXIT_CODES = {
+    EXIT_PREEMPTED,
+    *(-number for number in Interruption.signals),
+    *(128 + number for number in Interruption.signals),
+}
+"""Exit codes of a trainer or a launcher that a signal has stopped."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -58,10 +66,10 @@ class MemberRuns:
         members: The members; a parent precedes its branches.
         slots: The slots.
         nproc_per_node: Processes of a member on each node, or `auto`.
+        trials: The source of further members, as long as it has some.
 
     Attributes:
         outcomes: How far each member is, by name.
-        is_stopped: Whether a signal has asked this command to stop.
     """
 
     def __init__(
@@ -71,28 +79,36 @@ class MemberRuns:
         *,
         slots: Sequence[Slot],
         nproc_per_node: int | str,
+        trials: Trials | None = None,
     ) -> None:
-        self.outcomes = {member.name: read_outcome(base.folder / member.name) for member in members}
+        self.outcomes: dict[str, Outcome] = {}
         self._base = base
         self._nproc_per_node = nproc_per_node
-        self._members = members
-        self._pending = [
-            member for member in members if self.outcomes[member.name].state != "finished"
-        ]
-        self._claims = {
-            member.name: Claim(base.folder / member.name, CLAIM_NAME) for member in self._pending
-        }
-        # A log that has grown belongs to a start by another command.
-        self._log_bytes = {member.name: self._count_log_bytes(member) for member in self._pending}
+        self._trials = trials
+        self._pending: list[Member] = []
+        self._claims: dict[str, Claim] = {}
+        self._log_bytes: dict[str, int] = {}
+        for member in members:
+            self._add(member)
         self._free_slots = list(slots)
         self._start_by_slot: dict[Slot, _Start] = {}
-        self._contested_names: set[str] = set()
+        self._contested_at: dict[str, float] = {}
         self._num_signals = 0
 
     @property
     def is_stopped(self) -> bool:
         """Whether a signal has asked this command to stop."""
         return self._num_signals > 0
+
+    def _add(self, member: Member) -> None:
+        """Add a member, which will run unless it has finished."""
+        folder = self._base.folder / member.name
+        self.outcomes[member.name] = read_outcome(folder)
+        if self.outcomes[member.name].state != "finished":
+            self._pending.append(member)
+            self._claims[member.name] = Claim(folder, CLAIM_NAME)
+            # A log that has grown belongs to a start by another command.
+            self._log_bytes[member.name] = self._count_log_bytes(member)
 
     def run(self) -> None:
         """Run the members that have not finished; after a signal, they save and end."""
@@ -102,11 +118,13 @@ class MemberRuns:
             if signal.getsignal(number) != signal.SIG_IGN
         }
         try:
+            self._ask_for_members()
             while self._start_by_slot or (self._pending and not self.is_stopped):
                 self._start_members()
                 time.sleep(_POLL_SECONDS)
                 self._forward_signals()
                 self._end_members()
+                self._ask_for_members()
         finally:
             for start in self._start_by_slot.values():  # after an error
                 _terminate(start.process)
@@ -123,6 +141,16 @@ class MemberRuns:
                 start.num_signals += 1
                 _terminate(start.process)
 
+    def _ask_for_members(self) -> None:
+        """Add trials for the free slots, as long as the study has some."""
+        while self._trials is not None and not self.is_stopped:
+            if len(self._pending) >= len(self._free_slots):
+                return
+            member = self._trials.next_member()
+            if member is None:
+                return
+            self._add(member)
+
     def _start_members(self) -> None:
         """Start members in the free slots."""
         for member in list(self._pending):
@@ -132,24 +160,37 @@ class MemberRuns:
                 continue
             folder, claim = self._base.folder / member.name, self._claims[member.name]
             folder.mkdir(parents=True, exist_ok=True)
-            if claim.try_acquire():
-                outcome = read_stopped_outcome(folder)
-                has_run = self._count_log_bytes(member) != self._log_bytes[member.name]
-                if has_run and outcome.state in ("finished", "failed"):  # by another command
-                    claim.release()
-                    self._leave_out(member, outcome)
-                else:
-                    self._pending.remove(member)
-                    slot = self._free_slots.pop(0)
-                    self._start_by_slot[slot] = self._start(member, claim, slot)
-            elif claim.has_rival:
-                self._leave_out(member, Outcome(state="running"))
-            elif member.name not in self._contested_names:
-                self._contested_names.add(member.name)
-                _show(
-                    f"{member.name} is waiting for a sign of life of another command that runs it, "
-                    f"for up to {HEARTBEAT_TIMEOUT_SECONDS:g} seconds"
+            if RunFolder(folder).is_locked():
+                # A run without a command is a job, or has lost its command and is about to end.
+                is_known = is_claimed(folder, CLAIM_NAME)
+                waited = time.monotonic() - self._contested_at.get(member.name, time.monotonic())
+                self._wait_for_rival(
+                    member, is_known=is_known or waited > HEARTBEAT_TIMEOUT_SECONDS
                 )
+                continue
+            if not claim.try_acquire():
+                self._wait_for_rival(member, is_known=claim.has_rival)
+                continue
+            outcome = read_stopped_outcome(folder)
+            has_run = self._count_log_bytes(member) != self._log_bytes[member.name]
+            if has_run and outcome.state in ("finished", "failed"):  # by another command
+                claim.release()
+                self._leave_out(member, outcome)
+            else:
+                self._pending.remove(member)
+                slot = self._free_slots.pop(0)
+                self._start_by_slot[slot] = self._start(member, claim, slot)
+
+    def _wait_for_rival(self, member: Member, *, is_known: bool) -> None:
+        """Leave out a member that another command or job is known to run; otherwise wait."""
+        if is_known:
+            self._leave_out(member, Outcome(state="running"))
+        elif member.name not in self._contested_at:
+            self._contested_at[member.name] = time.monotonic()
+            _show(
+                f"{member.name} seems to run elsewhere; waiting up to "
+                f"{HEARTBEAT_TIMEOUT_SECONDS:g} seconds for its end or a sign of life"
+            )
 
     def _is_parent_finished(self, member: Member) -> bool:
         """Return whether a member can branch; it is left out if its parent will not finish here."""
@@ -190,8 +231,8 @@ class MemberRuns:
                 env=environ,
                 start_new_session=True,  # Ctrl-C reaches it once, through this process
             )
-        position = [known_member.name for known_member in self._members].index(member.name) + 1
-        _show(f"{position} of {len(self._members)}: {member.name} starts, log {folder / LOG_NAME}")
+        position = list(self.outcomes).index(member.name) + 1
+        _show(f"{position} of {len(self.outcomes)}: {member.name} starts, log {folder / LOG_NAME}")
         return _Start(
             member=member,
             claim=claim,
@@ -207,6 +248,8 @@ class MemberRuns:
                 continue
             outcome = self._read_end(start)
             start.claim.release()
+            if self._trials is not None:
+                self._trials.record(start.member, outcome)
             self.outcomes[start.member.name] = outcome
             del self._start_by_slot[slot]
             self._free_slots.append(slot)
@@ -221,12 +264,14 @@ class MemberRuns:
             return outcome
         status = _read_status(folder)
         has_new_status = status != start.former_status
-        if self.is_stopped or (b'"preempted"' in status and has_new_status):
+        exit_code = start.process.returncode
+        # A scheduler that ends a job may signal the member and its launcher before this process.
+        is_signalled = exit_code in _SIGNALLED_EXIT_CODES
+        if self.is_stopped or is_signalled or (b'"preempted"' in status and has_new_status):
             return dataclasses.replace(outcome, state="interrupted")
         sentence = last_error(folder / LOG_NAME)
         if not sentence and outcome.state == "failed" and has_new_status:
             sentence = outcome.sentence
-        exit_code = start.process.returncode
         return Outcome(state="failed", sentence=sentence or _describe_exit(exit_code))
 
     def _count_log_bytes(self, member: Member) -> int:

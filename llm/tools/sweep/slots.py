@@ -6,8 +6,10 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from llm.errors import ConfigError
+from llm.runtime.files import write_whole
 from llm.runtime.world import job_hosts, rank_variables
 
 _SAVE_SECONDS = 270
@@ -52,12 +54,13 @@ class Slot:
         return [*self.launcher, *command]
 
 
-def find_slots(environ: Mapping[str, str], *, nodes: int) -> list[Slot]:
+def find_slots(environ: Mapping[str, str], *, nodes: int, folder: Path) -> list[Slot]:
     """Return the slots of this machine or job: disjoint nodes, `nodes` for each.
 
     Args:
         environ: The environment variables.
         nodes: Nodes of a member.
+        folder: Folder of the sweep, for the host files of mpiexec.
 
     Raises:
         ConfigError: There are fewer nodes, or several processes run this program.
@@ -78,22 +81,26 @@ def find_slots(environ: Mapping[str, str], *, nodes: int) -> list[Slot]:
     slots = []
     for start in range(0, len(hosts) - nodes + 1, nodes):
         slot_hosts = tuple(hosts[start : start + nodes])
-        launcher = tuple(_launcher_words(environ, slot_hosts))
+        launcher = tuple(_launcher_words(environ, slot_hosts, folder))
         port = _FIRST_PORT + (int(job_digits or 0) + start) % _NUM_PORTS
         slots.append(Slot(hosts=slot_hosts, launcher=launcher, port=port))
     return slots
 
 
-def _launcher_words(environ: Mapping[str, str], hosts: Sequence[str]) -> list[str]:
+def _launcher_words(environ: Mapping[str, str], hosts: Sequence[str], folder: Path) -> list[str]:
     """Return the words that start a process on each of some nodes of a job."""
-    num_nodes, host_list = len(hosts), ",".join(hosts)
+    num_nodes = len(hosts)
     if "SLURM_JOB_ID" in environ:
         launcher = ["srun", "--overlap", f"--nodes={num_nodes}", f"--ntasks={num_nodes}"]
-        launcher += ["--ntasks-per-node=1", f"--nodelist={host_list}", "--kill-on-bad-exit=1"]
+        launcher += ["--ntasks-per-node=1", f"--nodelist={','.join(hosts)}"]
+        launcher.append("--kill-on-bad-exit=1")
         # srun does not inherit it from sbatch.
         num_cores = environ.get("SLURM_CPUS_PER_TASK")
         return [*launcher, *([] if num_cores is None else [f"--cpus-per-task={num_cores}"])]
-    launcher = ["mpiexec", "--hosts", host_list, "-n", str(num_nodes), "--ppn", "1"]
+    folder.mkdir(parents=True, exist_ok=True)
+    host_file = folder / f".hosts-{hosts[0]}"
+    write_whole(host_file, "".join(f"{host}\n" for host in hosts))
+    launcher = ["mpiexec", "--hostfile", str(host_file), "-n", str(num_nodes), "--ppn", "1"]
     # By default, the mpiexec of HPE's PALS binds a process to a single core.
     is_pals = "/pals/" in os.path.realpath(shutil.which("mpiexec") or "")
     return [*launcher, *(["--cpu-bind", "none"] if is_pals else [])]

@@ -15,8 +15,9 @@ from llm.config.program import program
 from llm.errors import ConfigError
 from llm.runtime.signals import EXIT_PREEMPTED
 from llm.tools.sweep.member_state import LOG_NAME, Outcome, read_outcome
-from llm.tools.sweep.members import Base, check_members, grid_members
+from llm.tools.sweep.members import Base, Member, check_members, grid_members
 from llm.tools.sweep.options import SweepOptions
+from llm.tools.sweep.optuna_trials import Trials, end_members, read_search
 from llm.tools.sweep.run_members import MemberRuns
 from llm.tools.sweep.slots import find_slots
 
@@ -25,22 +26,41 @@ from llm.tools.sweep.slots import find_slots
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
     options, trainer_arguments = parse_sweep(argv)
-    base = make_base(options, trainer_arguments)
-    if not options.grid:
-        raise ConfigError(
-            "Nothing varies: name an option and its values, as in --grid learning_rate=1e-4,3e-4."
-        )
-    members = grid_members(options.grid, max_members=options.max_members)
-    check_members(base, members, nodes=options.nodes, nproc_per_node=options.nproc_per_node)
+    base, members = read_sweep(
+        options,
+        trainer_arguments,
+        nodes=options.nodes,
+        nproc_per_node=options.nproc_per_node,
+    )
+    slots = []
+    if not options.status:
+        slots = find_slots(os.environ, nodes=options.nodes, folder=base.folder)
+    trials = None
+    if options.sampler is not None:
+        trials = Trials(base.folder, options.search, num_trials=options.trials)
+        members = []  # the study has them
     if options.status:
-        outcomes = {member.name: read_outcome(base.folder / member.name) for member in members}
+        outcomes = read_outcomes(base, members if trials is None else trials.members())
         sys.stdout.write(make_table(base, outcomes))
         return exit_code(outcomes)
-    slots = find_slots(os.environ, nodes=options.nodes)
-    runs = MemberRuns(base, members, slots=slots, nproc_per_node=options.nproc_per_node)
+    runs = MemberRuns(
+        base,
+        members,
+        slots=slots,
+        nproc_per_node=options.nproc_per_node,
+        trials=trials,
+    )
     runs.run()
-    sys.stdout.write(make_table(base, runs.outcomes))
-    return EXIT_PREEMPTED if runs.is_stopped else exit_code(runs.outcomes)
+    outcomes = runs.outcomes
+    if trials is not None:  # with the trials of other commands
+        outcomes = read_outcomes(base, trials.members()) | outcomes
+    sys.stdout.write(make_table(base, outcomes))
+    return EXIT_PREEMPTED if runs.is_stopped else exit_code(outcomes)
+
+
+def read_outcomes(base: Base, members: Sequence[Member]) -> dict[str, Outcome]:
+    """Return how far each member is, by its name."""
+    return {member.name: read_outcome(base.folder / member.name) for member in members}
 
 
 def parse_sweep(argv: Sequence[str]) -> tuple[SweepOptions, list[str]]:
@@ -69,12 +89,50 @@ def parse_sweep(argv: Sequence[str]) -> tuple[SweepOptions, list[str]]:
     return options, arguments[separator + 1 :]
 
 
-def make_base(options: SweepOptions, trainer_arguments: Sequence[str]) -> Base:
-    """Return the options and the folder that members share.
+def read_sweep(
+    options: SweepOptions,
+    trainer_arguments: Sequence[str],
+    *,
+    nodes: int,
+    nproc_per_node: int | str,
+) -> tuple[Base, list[Member]]:
+    """Return the options and the folder that members share, and the members.
+
+    With `--sampler`, the members are those at the ends of the ranges.
+
+    Args:
+        options: Options of the sweep.
+        trainer_arguments: Further arguments of the trainer.
+        nodes: Nodes of a member.
+        nproc_per_node: Processes on each node, or `auto`.
 
     Raises:
-        ConfigError: Nothing says what they train, or where.
+        ConfigError: Nothing says what they train or where, nothing varies, or a member cannot run.
     """
+    base = _make_base(options, trainer_arguments)
+    if options.sampler is not None:
+        if options.grid:
+            raise ConfigError("--sampler chooses values itself; leave --grid out.")
+        if not options.search:
+            raise ConfigError(
+                "--sampler needs a range, as in --search learning_rate=1e-4..1e-2:log."
+            )
+        members = end_members(read_search(options.search))
+        check_members(base, members, nodes=nodes, nproc_per_node=nproc_per_node)
+        return base, members
+    if options.search:
+        raise ConfigError("--search needs --sampler optuna, which chooses the values.")
+    if not options.grid:
+        raise ConfigError(
+            "Nothing varies: name an option and its values, as in --grid learning_rate=1e-4,3e-4."
+        )
+    members = grid_members(options.grid, max_members=options.max_members)
+    check_members(base, members, nodes=nodes, nproc_per_node=nproc_per_node)
+    return base, members
+
+
+def _make_base(options: SweepOptions, trainer_arguments: Sequence[str]) -> Base:
+    """Return the options and the folder that members share."""
     if options.base is None and not trainer_arguments:
         raise ConfigError(
             "The base of the sweep is missing: first name a TOML file with the trainer's options, "

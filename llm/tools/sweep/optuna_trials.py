@@ -1,0 +1,201 @@
+"""Members that Optuna chooses, in a study that all commands of a sweep share.
+
+The study is a journal, a file that Optuna appends to, which also works on network file systems. A
+trial that was killed stays open in it, and the next command resumes its member.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llm.config.command_line import option_name
+from llm.config.options import fields
+from llm.config.shell import shell_line
+from llm.errors import ConfigError
+from llm.runtime.files import try_lock
+from llm.tools.sweep.member_state import Outcome, read_outcome
+from llm.tools.sweep.members import Member, member_name
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+_JOURNAL_NAME = "study.journal"
+_LOCK_SECONDS = 60.0
+
+
+class Trials:
+    """The trials of a study; each is a member of the sweep.
+
+    Args:
+        folder: Folder of the sweep.
+        search: The option `search`, such as `["learning_rate=1e-4..1e-2:log"]`.
+        num_trials: Number of trials of the study, over all commands.
+
+    Raises:
+        ConfigError: Optuna is missing, or the study searches elsewhere.
+    """
+
+    def __init__(self, folder: Path, search: Sequence[str], *, num_trials: int) -> None:
+        distributions = read_search(search)
+        import optuna
+        from optuna.storages.journal import JournalFileBackend
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._num_trials = folder, num_trials
+        self._distributions = distributions
+        journal = JournalFileBackend(str(folder / _JOURNAL_NAME))
+        self._study = optuna.create_study(
+            storage=optuna.storages.JournalStorage(journal),
+            study_name="sweep",
+            sampler=optuna.samplers.TPESampler(constant_liar=True),
+            load_if_exists=True,
+        )
+        self._states = optuna.trial.TrialState
+        self._taken_numbers: set[int] = set()
+        recorded_search = self._study.user_attrs.get("search")
+        if recorded_search is None:
+            self._study.set_user_attr("search", list(search))
+        elif recorded_search != list(search):
+            raise ConfigError(
+                f"The study in {folder} searches {' '.join(recorded_search)}, not "
+                f"{' '.join(search)}; name another --output_dir for another search."
+            )
+
+    def members(self) -> list[Member]:
+        """Return the members of all trials so far."""
+        return [
+            _make_member(trial.number, trial.params)
+            for trial in self._study.get_trials(deepcopy=False)
+        ]
+
+    def next_member(self) -> Member | None:
+        """Return the member of a killed trial or of a new one; None if there are enough trials."""
+        with self._lock():
+            trials = self._study.get_trials(deepcopy=False)
+            for trial in trials:
+                if trial.state != self._states.RUNNING or trial.number in self._taken_numbers:
+                    continue
+                member = _make_member(trial.number, trial.params)
+                outcome = read_outcome(self._folder / member.name)
+                if outcome.state in ("finished", "failed"):  # its command has not recorded it
+                    self.record(member, outcome)
+                elif outcome.state != "running":
+                    self._taken_numbers.add(trial.number)
+                    return member
+            if len(trials) >= self._num_trials:
+                return None
+            new_trial = self._study.ask(self._distributions)
+            self._taken_numbers.add(new_trial.number)
+            return _make_member(new_trial.number, new_trial.params)
+
+    def record(self, member: Member, outcome: Outcome) -> None:
+        """Record how the trial of a member has ended; an interrupted one stays open."""
+        number = int(member.name.partition(",")[0].partition("=")[2])
+        if outcome.state == "finished" and outcome.loss is not None and math.isfinite(outcome.loss):
+            self._study.tell(number, outcome.loss, skip_if_finished=True)
+        elif outcome.state in ("finished", "failed"):
+            self._study.tell(number, state=self._states.FAIL, skip_if_finished=True)
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Keep other commands from starting a trial, on file systems that have locks."""
+        with (self._folder / ".study.lock").open("a") as file:
+            try_lock(file.fileno(), seconds=_LOCK_SECONDS)
+            yield
+
+
+def read_search(search: Sequence[str]) -> "dict[str, BaseDistribution]":
+    """Return the distribution of each option in a search.
+
+    Args:
+        search: The option `search`.
+
+    Raises:
+        ConfigError: An item has neither a range nor values, an option is repeated, or Optuna is
+            missing.
+    """
+    _check_optuna()
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    from llm.trainers.gpt.extensions import GPTConfig
+
+    float_options = {
+        name for field in fields(GPTConfig) if float in field.members for name in field.names
+    }
+    distributions: dict[str, BaseDistribution] = {}
+    for item in search:
+        name, text = option_name(item), item.partition("=")[2]
+        if name in distributions:
+            raise ConfigError(f"--search {item} names {name} again; give each option once.")
+        ends, _, scale = text.partition(":")
+        low, _, high = ends.partition("..")
+        is_log = scale == "log"
+        try:
+            if ".." not in text:
+                choices = text.split(",")
+                if "" in choices or not len(choices) == len(set(choices)) > 1:
+                    raise ValueError("there are not several values")
+                distributions[name] = CategoricalDistribution(choices)
+                continue
+            if scale not in ("", "log") or not float(low) < float(high):
+                raise ValueError("the range is empty")
+            if low.isdigit() and high.isdigit() and name not in float_options:
+                distributions[name] = IntDistribution(int(low), int(high), log=is_log)
+            else:
+                distributions[name] = FloatDistribution(float(low), float(high), log=is_log)
+        except ValueError as error:
+            raise ConfigError(
+                f"--search {item!a} expects an option with a range or values, as in "
+                "learning_rate=1e-4..1e-2:log, num_layers=2..8 or optimizer=adamw,muon; a range "
+                "with :log begins above 0."
+            ) from error
+    return distributions
+
+
+def end_members(distributions: "Mapping[str, BaseDistribution]") -> list[Member]:
+    """Return members at the ends of the ranges, for a check of the values before any trial."""
+    values_by_option = {
+        name: [*getattr(distribution, "choices", ())]
+        or [getattr(distribution, end) for end in ("low", "high")]
+        for name, distribution in distributions.items()
+    }
+    first_values = {name: values[0] for name, values in values_by_option.items()}
+    combinations = [first_values]
+    for name, values in values_by_option.items():
+        combinations += [{**first_values, name: value} for value in values[1:]]
+    members = []
+    for combination in combinations:
+        options = {name: str(value) for name, value in combination.items()}
+        members.append(Member(name=member_name(options), options=options))
+    return members
+
+
+def _make_member(number: int, params: Mapping[str, Any]) -> Member:
+    """Return the member of a trial, named by its number and its rounded values."""
+    shown_options = {
+        name: f"{value:.3g}" if isinstance(value, float) else str(value)
+        for name, value in params.items()
+    }
+    return Member(
+        name=member_name({"trial": str(number), **shown_options}),
+        options={name: str(value) for name, value in params.items()},
+    )
+
+
+def _check_optuna() -> None:
+    """Refuse a search without Optuna.
+
+    Raises:
+        ConfigError: The package is not installed.
+    """
+    try:
+        import optuna  # noqa: F401
+    except ImportError as error:
+        install = shell_line(["python", "-m", "pip", "install", "optuna"])
+        raise ConfigError(
+            f"--sampler optuna needs the package {error.name}: run {install}; it is the extra "
+            "`optuna`."
+        ) from error
