@@ -1,6 +1,6 @@
 """Write the parts of docs/ that are generated from the code: `make pages`.
 
-configuration.md: the trainer's options, all below the page's introduction. programs.md: a table for
+configuration.md: the trainer's options, all below the page's introduction. programs.md: a list for
 each program, between two comments that name it. architecture.md: every package and the first
 paragraph of its docstring, between two comments. benchmarks.md: what ran where. guides/SITE.md:
 what sites.toml says about a site. tutorials/notebook.md: the cells and outputs of the notebook
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llm.config.options import fields, format_default
+from llm.config.options import Field, fields, format_default
 from llm.prepare.options import PrepareConfig
 from llm.prepare.train_tokenizer import TrainTokenizerOptions
 from llm.tools.checkpoints import CheckpointsOptions
@@ -57,40 +57,41 @@ PROGRAMS = {
 SITE_PAGES = ("polaris", "aurora", "perlmutter", "frontier", "kempner")
 
 
-def option_tables(options_class: type) -> str:
-    """Describe every option of a class, in one Markdown table per group."""
-    lines: list[str] = []
-    group = ""
+def option_list(options_class: type) -> str:
+    """Describe every option of a class, in one Markdown list per group."""
+    items_by_group: dict[str, list[str]] = {}
     for field in fields(options_class):
-        if field.option.group != group:
-            group = field.option.group
-            lines += [
-                "",
-                f"## {group}",
-                "",
-                "| Option {.option} | Default | Meaning |",
-                "|---|---|---|",
-            ]
-        names = ", ".join(f"`{name}`" for name in field.names)
-        default = "" if field.default in (None, (), "") else f"`{format_default(field.default)}`"
-        description = field.option.help.replace("|", "\\|")
-        if field.choices and field.members == (str,):
-            description += " One of " + ", ".join(f"`{choice}`" for choice in field.choices) + "."
-        needs = [need.replace("=", " ") for need in field.option.requires]
-        if needs and not set(needs[0].split()[-1:]) & set(re.findall(r"[\w-]+", description)):
-            description += " Needs " + " or ".join(f"`{need}`" for need in needs) + "."
-        if field.option.resume in ("state", "fixed"):
-            description += " *Fixed.*"
-        if field.option.one_shot:
-            description += " *Not recorded.*"
-        lines.append(f"| {names} | {default} | {description} |")
-    return "\n".join(lines).lstrip("\n") + "\n"
+        name, *aliases = field.names
+        item = f"- **`{name}`**" + "".join(f", `{alias}`" for alias in aliases)
+        if field.default not in (None, (), "") and field.default is not False:
+            item += f" (default `{format_default(field.default)}`)"
+        item += f": {describe_option(field)}"
+        items_by_group.setdefault(field.option.group, []).append(item)
+    return "\n\n".join(
+        f"## {group}\n\n" + "\n".join(items) for group, items in items_by_group.items()
+    )
+
+
+def describe_option(field: Field) -> str:
+    """Return an option's help text, with its choices and what it needs unless they are named."""
+    description = field.option.help
+    words = set(re.findall(r"[\w-]+", f"{description} {field.default}"))
+    if field.members == (str,) and not set(field.choices) <= words:
+        description += " One of " + ", ".join(f"`{choice}`" for choice in field.choices) + "."
+    needs = [need.replace("=", " ") for need in field.option.requires]
+    if needs and needs[0].split()[-1] not in words:
+        description += " Needs " + " or ".join(f"`{need}`" for need in needs) + "."
+    if field.option.resume in ("state", "fixed"):
+        description += " *Fixed.*"
+    if field.option.one_shot:
+        description += " *Not recorded.*"
+    return description
 
 
 def configuration_page(page: str) -> str:
-    """Return the page with the tables of the trainer's options."""
+    """Return the page with the lists of the trainer's options."""
     introduction = page.partition("\n## ")[0].rstrip("\n")
-    return f"{introduction}\n\n{option_tables(GPTConfig)}"
+    return f"{introduction}\n\n{option_list(GPTConfig)}\n"
 
 
 def replace_between(page: str, start_marker: str, end_marker: str, text: str) -> str:
@@ -101,13 +102,13 @@ def replace_between(page: str, start_marker: str, end_marker: str, text: str) ->
 
 
 def programs_page(page: str) -> str:
-    """Return the page with the tables of the programs' options."""
+    """Return the page with the lists of the programs' options."""
     for name, options_class in PROGRAMS.items():
         # Help texts name tokens such as <s>, which are not HTML.
-        tables = option_tables(options_class).replace("<", "&lt;")
-        tables = re.sub(r"^## (.*)", r"**\1**", tables, flags=re.MULTILINE)
+        options = option_list(options_class).replace("<", "&lt;")
+        options = re.sub(r"^## (.*)", r"**\1**", options, flags=re.MULTILINE)
         marker = f"<!-- options of {name} -->"
-        page = replace_between(page, marker, "<!-- end of options -->", tables.rstrip("\n"))
+        page = replace_between(page, marker, "<!-- end of options -->", options)
     return page
 
 

@@ -22,7 +22,7 @@ class CheckpointOptions:
     )
     checkpointing_minutes: float | None = option(
         None,
-        "Also save a checkpoint when this many minutes have passed since the last one.",
+        "Also save a checkpoint this many minutes after the last one.",
         above=0,
     )
     keep_checkpoints: int | None = option(
@@ -33,28 +33,26 @@ class CheckpointOptions:
     )
     save_top_k: int = option(
         0,
-        "Also keep this many checkpoints with the lowest validation loss, and a link `best`; the "
-        "model is then evaluated before each save.",
+        "Also keep this many checkpoints with the lowest validation loss, and a link `best`; each "
+        "save begins with an evaluation.",
         requires=("save_interval", "checkpointing_minutes"),
         at_least=0,
         needs_validation=True,
     )
     keep_every: int | None = option(
         None,
-        "Also save a checkpoint every so many steps, and never remove it, not even if a later "
-        "start sets another number.",
+        "Also save a checkpoint every so many steps, and never remove it.",
         requires=("keep_checkpoints", "save_top_k"),
         at_least=1,
     )
     async_checkpoint: bool = option(
         True,
-        "Continue training while a checkpoint is written; needs host memory for this rank's share "
-        "of weights and optimizer.",
+        "Continue training while a checkpoint is written, from a copy in host memory.",
     )
     resume_from_checkpoint: bool | str = option(
         False,
-        "Resume from the newest valid checkpoint in output_dir, or from the one at this path. "
-        "Without a checkpoint, the run starts from the beginning.",
+        "Resume from the newest valid checkpoint in output_dir, if it has one, or from the one at "
+        "this path.",
         one_shot=True,
         path=True,
     )
@@ -65,17 +63,15 @@ class CheckpointOptions:
     )
     init_from: str | None = option(
         None,
-        "Start with the weights of another run's checkpoint: RUN (the newest), RUN/STEP or "
-        "RUN/best. Optimizer, schedule and data start from the beginning.",
+        "Start with only the weights of another run's checkpoint: RUN (the newest), RUN/STEP or "
+        "RUN/best.",
         path=True,
         resume="fixed",
     )
     branch_from: str | None = option(
         None,
-        "Start a branch from another run's checkpoint: RUN (the newest), RUN/STEP or RUN/best. It "
-        "takes weights, optimizer, counters, data position and all options that you do not set "
-        "from its parent, except those that run other code, such as trust_remote_code. When you "
-        "resume a branch, it continues from the branch's checkpoints.",
+        "Start a branch from another run's checkpoint: RUN (the newest), RUN/STEP or RUN/best, "
+        "with its state and all options that you do not set, except those that run other code.",
         path=True,
         requires=("output_dir",),
     )

@@ -2,7 +2,7 @@
 
 A program declares its settings once, as a dataclass with fields made by
 [option][llm.config.options.option]. The rest follows from the declaration: the flags
-(`llm/config/command_line.py`), the TOML file (`llm/config/toml.py`), and the tables of the
+(`llm/config/command_line.py`), the TOML file (`llm/config/toml.py`), and the lists of the
 documentation (`docs/generate.py`).
 """
 

@@ -45,20 +45,18 @@ class DataOptions:
     data_path: tuple[float | str, ...] = option(
         (),
         "Token files to train and evaluate on: paths without .bin and .idx (a flat nanoGPT file "
-        "with its .bin), each optionally after a weight. Without weights, each file counts by its "
-        "tokens.",
+        "with its .bin), each optionally after a weight.",
         path=True,
     )
     data_stage: tuple[DataStage, ...] = option(
         (),
-        "Stages of a mixture that changes during the run, instead of data_path: tables "
-        "[[data_stage]] of the TOML file. Each has its data_path and, except the last, until: the "
-        "tokens of the run when the stage ends. The flag accepts only none.",
+        "Stages of a mixture, instead of data_path: tables [[data_stage]] of the TOML file, each "
+        "with its data_path and (except the last) until, the tokens of the run at its end.",
     )
     max_epochs: tuple[float | str, ...] = option(
         (),
         "Maximum epochs of a source: one number for every source, or a number before the path of "
-        "each limited source. A run that needs more is refused before it trains.",
+        "each limited source.",
         path=True,
         above=0,
         resume="free",
@@ -72,12 +70,11 @@ class DataOptions:
     split: str | None = option(
         None,
         "Shares of the documents of each file in data_path or data_stage for training, validation "
-        "and testing (not used), such as 980,10,10; 100,0,0 trains only. By default 969,30,1.",
+        "and testing (not used), by default 969,30,1; 100,0,0 trains only.",
     )
     in_memory: bool = option(
         False,
-        "Read the tokens into main memory at the start, once per node, and pin them if the system "
-        "allows it.",
+        "Read the tokens into main memory at the start, once per node.",
         resume="free",
     )
     reset_position_ids: bool = option(
@@ -93,8 +90,8 @@ class DataOptions:
     )
     validation_split_percentage: float = option(
         5,
-        "Percentage of the training rows, from the start, used for validation if there is neither "
-        "a validation split nor a file; 0 trains without validation.",
+        "Percentage of the training rows, from the start, for validation if there is neither a "
+        "split nor a file for it; 0 trains without validation.",
         at_least=0,
         below=100,
     )
@@ -109,8 +106,8 @@ class DataOptions:
     )
     prepend_bos: bool = option(
         False,
-        "Begin every document with the tokenizer's beginning-of-text token, and prompts and the "
-        "exported tokenizer's texts, too.",
+        "Begin every document, prompt and text of the exported tokenizer with the "
+        "beginning-of-text token.",
     )
     block_size: int | None = option(
         None, "Tokens per sample; by default the model's positions, 1024 at most.", at_least=1
@@ -135,8 +132,8 @@ class BatchOptions:
 
     per_device_train_batch_size: int | Literal["auto"] = option(
         8,
-        "Samples per micro-batch and device; auto finds, once per run, the largest power of two "
-        "that fits (or the largest divisor of a device's share of global_batch_size).",
+        "Samples per micro-batch and device; auto finds the largest power of two that fits, or "
+        "the largest divisor of a device's share of global_batch_size.",
         group=BATCH,
         resume="logged",
         at_least=1,
@@ -154,16 +151,15 @@ class BatchOptions:
     )
     global_batch_size: int | str | None = option(
         None,
-        "Samples per optimizer step over all devices; sets gradient accumulation. With "
-        "256@0,512@2B the batch grows: 256 samples at first, 512 from token 2 billion on.",
+        "Samples per optimizer step over all devices, instead of gradient_accumulation_steps. "
+        "256@0,512@2B grows from 256 to 512 at token 2 billion.",
         group=BATCH,
         at_least=1,
     )
     max_duration: Duration = option(
         Duration("3 epochs"),
-        "Length of the training, such as 600 steps or 2.5B tokens. It ends with the sample that "
-        "reaches a number of tokens. About 20 tokens per parameter, embeddings included, are "
-        "compute-optimal (Hoffmann et al. 2022).",
+        "Length of the training, such as 600 steps or 2.5B tokens. About 20 tokens per parameter, "
+        "embeddings included, are compute-optimal (Hoffmann et al. 2022).",
         units={
             "steps": "max_train_steps",
             "samples": "max_train_samples",
@@ -178,8 +174,7 @@ class BatchOptions:
     skip_samples: str | None = option(
         None,
         "Samples to skip, as FIRST:STOP,... in the numbering of the log, such as 6400:6480 for "
-        "6400 to 6479. A resumed run adds them to the ranges in its checkpoint; they must not have "
-        "been trained on yet.",
+        "6400 to 6479.",
     )
 
 

@@ -19,16 +19,15 @@ class LoggingOptions:
     )
     metrics_file: str | None = option(
         None,
-        "File for the textfile collector of Prometheus' node exporter, such as DIR/run.prom: rank "
-        "0 replaces it with the last numbers at each line of the log.",
+        "File for the textfile collector of Prometheus' node exporter, such as DIR/run.prom, with "
+        "the last numbers of the log.",
         path=True,
     )
     log_source_losses: bool = option(False, "Log the training loss of each data source separately.")
     device_peak_tflops: float | None = option(
         None,
-        "Peak TFLOP/s of one device, for the model FLOP utilization (MFU) in the log; by default "
-        "the maker's figure for half precision, or the speed of matrix products measured at the "
-        "start.",
+        "Peak TFLOP/s of one device, for the MFU in the log; by default the maker's figure for "
+        "half precision, or measured at the start.",
         above=0,
     )
 

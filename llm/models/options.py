@@ -21,14 +21,14 @@ class ModelOptions:
 
     model_name_or_path: str | None = option(
         None,
-        "Hub name or local folder with the model's configuration, tokenizer and weights. Without "
-        "weights, the model is trained from scratch.",
+        "Hub name or local folder of the model: its configuration, tokenizer and, unless it is "
+        "trained from scratch, weights.",
         path=True,
     )
     config_name: str | None = option(
         None,
-        "Hub name, folder or config.json of the model's configuration, if it differs from "
-        "model_name_or_path. Without model_name_or_path the model is trained from scratch.",
+        "Hub name, folder or config.json of a configuration: instead of the one of "
+        "model_name_or_path, or alone, to train from scratch.",
         path=True,
     )
     model_type: str | None = option(
@@ -40,16 +40,14 @@ class ModelOptions:
     )
     model_size: str | None = option(
         None,
-        "Size of a GPT-2- or Llama-shaped model, trained from scratch. 124M, 355M, 774M and 1.5B "
-        "are the layers, width and heads of GPT-2; 1.7B, 3.6B, 7.5B, 18.4B, 39.1B, 76.1B, 145.6B "
-        "and 310.1B those of Narayanan et al. 2021. For another number of parameters, such as 60M "
-        "or 1B, the shape is computed, within 5 % of the number. Without a model's name it is a "
-        "GPT-2 with the vocabulary and positions of that paper (51,200 and 2,048 from 1.7B on).",
+        "Number of parameters of a GPT-2- or Llama-shaped model, trained from scratch: a "
+        "published size, such as 124M or 7.5B, or any other, such as 60M. Without a model's name "
+        "it is a GPT-2.",
     )
     num_layers: int | None = option(
         None,
-        "Layers of a GPT-2- or Llama-shaped model, trained from scratch. Without a model's name it "
-        "is a GPT-2 and also needs hidden_size and num_attention_heads.",
+        "Layers of a GPT-2- or Llama-shaped model, trained from scratch. Without a model's name, "
+        "hidden_size and num_attention_heads are needed, too.",
         at_least=1,
     )
     hidden_size: int | None = option(
@@ -62,36 +60,32 @@ class ModelOptions:
     )
     from_scratch: bool = option(
         False,
-        "Take only configuration and tokenizer from model_name_or_path, and draw random weights on "
-        "the device. The alias is llm-pytorch's name; it does not load pretrained weights with "
-        "less memory.",
+        "Take only configuration and tokenizer from model_name_or_path, and draw random weights "
+        "on the device.",
         aliases=("low_cpu_mem_usage",),
     )
     attention_implementation: str | None = option(
         None,
-        "Attention kernel by transformers' name (eager, sdpa, flash_attention_2, ...); by default "
-        "the best that the model supports. A kernel from the Hub (OWNER/NAME) also needs "
-        "trust_remote_code.",
+        "Attention kernel by transformers' name (eager, sdpa, flash_attention_2, ...), or "
+        "OWNER/NAME of the Hub with trust_remote_code; by default the best.",
         resume="logged",
     )
     pad_vocab_to_multiple_of: int | None = option(
         None,
-        "Pad the vocabulary of the embedding to a multiple of this, for speed. The padding does "
-        "not affect the loss and is removed on export.",
+        "Pad the vocabulary to a multiple of this, for speed; the padding is removed on export.",
         at_least=1,
         at_most=1_000_000,
     )
     z_loss: float = option(
         0.0,
-        "Coefficient of the z-loss, the squared log-sum-exp of each token's logits, which keeps "
-        "them from drifting (PaLM: 1e-4). It is logged separately and not part of the validation "
-        "loss.",
+        "Coefficient of the z-loss, the squared log-sum-exp of each token's logits (PaLM: 1e-4). "
+        "It is not part of the validation loss.",
         at_least=0,
     )
     router_dtype: Literal["fp32", "model"] | None = option(
         None,
-        "Precision of the routers of a mixture of experts under mixed_precision: fp32, or as the "
-        "rest of the model. By default fp32; a run that began without this option keeps model.",
+        "Precision of the routers of a mixture of experts: fp32, the default, or model, as the "
+        "rest.",
     )
     no_bias: bool = option(False, "Keep all biases at zero.")
     trust_remote_code: bool = option(
@@ -103,24 +97,22 @@ class ModelOptions:
     )
     activation_checkpointing: Recomputation = option(
         "none",
-        "Activations to recompute in the backward pass, to save memory: none; all of a block "
-        "(full); or all except matrix products and attention (selective).",
+        "Activations to recompute in the backward pass, to save memory: none; full, all of a "
+        "block; or selective, all except matrix products and attention.",
         group=SPEED,
         resume="free",
     )
     torch_compile: bool | None = option(
         None,
-        "Compile each block of the model with torch.compile, and compute the loss in a Triton "
-        "kernel on a GPU. By default on CUDA GPUs with Triton and a C compiler, except with "
-        "--deterministic.",
+        "Compile each block of the model; by default on CUDA GPUs with Triton and a C compiler, "
+        "except with deterministic.",
         group=SPEED,
         resume="logged",
     )
     fused_kernels: Literal["measured", "all"] = option(
         "measured",
-        "Kernels of compiled runs on a GPU: those that ran on one before (measured), or also those "
-        "that no GPU has run yet (all): few programs for the softmax of the loss, and fused "
-        "backward passes of norms, GELU and biases.",
+        "Kernels of compiled runs on a GPU: measured, those that ran on one before, or all, also "
+        "those that no GPU has run yet.",
         group=SPEED,
         resume="logged",
     )

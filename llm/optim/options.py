@@ -62,10 +62,9 @@ class OptimizerOptions:
     optimizer: str | None = option(
         None,
         "AdamW, the default; AccumAdamW, which updates its moments every moment_update_steps "
-        "steps; torch's Muon for matrices inside the model, with AdamW for the rest; NorMuon, "
-        "which also normalizes the rows of Muon's steps; SOAP, AdamW in the eigenbasis of "
-        "Shampoo's factors; gradient descent with momentum; or any class of torch.optim.Optimizer. "
-        "With ekfac: optimizer for uncovered layers (adamw or soap).",
+        "steps; Muon or NorMuon for matrices, with AdamW for the rest; SOAP; gradient descent "
+        "with momentum; or any class of torch.optim.Optimizer. With ekfac: optimizer for "
+        "uncovered layers (adamw or soap).",
         resume="state",
         choices=optimizer_kinds,
     )
@@ -95,13 +94,13 @@ class OptimizerOptions:
     ] = option("linear", "Learning-rate schedule.")
     lr_scheduler_kwargs: str | None = option(
         None,
-        "Settings of the schedule, as num_cycles=3 or as JSON: num_cycles of cosine (by default "
-        "0.5) and of cosine_with_restarts (1), power of polynomial and of a linear decay of "
+        "Setting of the schedule: num_cycles of cosine (by default 0.5) and cosine_with_restarts "
+        "(1), such as num_cycles=3; power of polynomial and of a linear decay of "
         "warmup_stable_decay (1).",
     )
     warmup: Duration = option(
         Duration("0 steps"),
-        "Warm-up, while the learning rate rises from 0, in steps, samples or tokens.",
+        "Warm-up, while the learning rate rises from 0.",
         units={
             "steps": "num_warmup_steps",
             "samples": "num_warmup_samples",
@@ -116,33 +115,33 @@ class OptimizerOptions:
     )
     decay: Duration | None = option(
         None,
-        "Final decay of warmup_stable_decay, in steps or tokens; by default a tenth of all steps.",
+        "Final decay of warmup_stable_decay; by default a tenth of all steps.",
         units={"steps": "num_decay_steps", "tokens": "num_decay_tokens"},
         requires=("lr_scheduler_type=warmup_stable_decay",),
         at_least=1,
     )
     lr_batch_scaling: Literal["none", "sqrt"] = option(
         "none",
-        "If global_batch_size grows, multiply the learning rate by the square root of the growth "
-        "(Malladi et al. 2022), or leave it unchanged.",
+        "Factor of the learning rate if global_batch_size grows: none, or sqrt, the square root "
+        "of the growth (Malladi et al. 2022).",
         requires=("global_batch_size",),
     )
     cooldown_tokens: Tokens | None = option(
         None,
-        "Length of a branch in tokens: its learning rate falls from the parent's stable rate to "
-        "min_learning_rate, instead of the parent's schedule and length.",
+        "Length of a branch in tokens, while its learning rate falls from the parent's stable "
+        "rate to min_learning_rate.",
         requires=("branch_from",),
         at_least=1,
     )
     cooldown_shape: Literal["linear", "sqrt", "cosine"] = option(
         "linear",
-        "Shape of the decay of warmup_stable_decay and of a cooldown: linear, 1 - sqrt(progress), "
-        "or half a cosine.",
+        "Shape of the decay of warmup_stable_decay and of a cooldown: linear; sqrt, 1 - "
+        "sqrt(progress); or cosine, half a period.",
         requires=("lr_scheduler_type=warmup_stable_decay", "cooldown_tokens"),
     )
     weight_decay: float = option(
         0.0,
-        "Weight decay, only for matrices; decoupled, except that sgd adds it to the gradient.",
+        "Weight decay, only for matrices; decoupled, except in sgd.",
         at_least=0,
     )
     betas: tuple[float, ...] = option(
@@ -150,7 +149,7 @@ class OptimizerOptions:
     )
     eps: float = option(1e-8, "The epsilon of AdamW and SOAP.", above=0)
     max_grad_norm: float = option(
-        1.0, "Clip the gradient's global norm to this value; 0 disables clipping.", at_least=0
+        1.0, "Clip the gradient's global norm to this value; 0 does not clip.", at_least=0
     )
 
     @property

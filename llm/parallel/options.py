@@ -14,29 +14,26 @@ class PrecisionOptions:
 
     mixed_precision: Literal["no", "fp8", "fp16", "bf16"] | None = option(
         None,
-        "Precision of forward and backward; weights stay float32. By default bf16 on CUDA GPUs "
-        "that support it, else no.",
+        "Precision of forward and backward, not of weights; by default bf16 on CUDA GPUs that "
+        "support it, else no.",
         resume="fixed",
     )
     deterministic: bool = option(
         False,
         "Use only deterministic kernels, and compile nothing on a GPU, so that runs are "
-        "bit-identical there too; slower.",
+        "bit-identical there, too.",
     )
     tf32: bool | None = option(
         None,
-        "Let float32 matrix products round their inputs to TF32. On by default on CUDA GPUs; no "
-        "effect elsewhere.",
+        "Let float32 matrix products round their inputs to TF32; by default true on CUDA GPUs.",
     )
     fp8_head: bool = option(
         False,
-        "Let the output head multiply in float8 in training, which rounds logits and their "
-        "gradients more coarsely. With mixed_precision bf16 or fp8.",
+        "Let the output head multiply in float8, with mixed_precision bf16 or fp8.",
     )
     all_reduce_dtype: Literal["fp32", "bf16"] = option(
         "fp32",
-        "Precision of gradients in messages between ranks that hold whole weights. bf16 halves the "
-        "traffic, but rounds gradients and partial sums.",
+        "Precision of gradients in messages between ranks that hold whole weights.",
     )
 
 
@@ -46,20 +43,18 @@ class ParallelOptions:
 
     data_parallel_shard_size: int = option(
         1,
-        "Number of ranks that share every weight, gradient and moment; the remaining ranks hold "
-        "copies.",
+        "Number of ranks that share every weight, gradient and moment.",
         at_least=1,
     )
     unsharded_gradients: bool = option(
         False,
-        "Reduce-scatter the gradients of sharded weights once per step, not once per micro-batch; "
-        "until then each rank holds 4 bytes for every weight of the model.",
+        "Reduce-scatter gradients of sharded weights once per step, not per micro-batch; until "
+        "then each rank holds 4 bytes for every weight of the model.",
         requires=("data_parallel_shard_size",),
     )
     fp8_all_gather: bool = option(
         False,
-        "Gather the sharded weights of float8 layers in float8, which halves these messages. With "
-        "mixed_precision fp8.",
+        "Gather the sharded weights of float8 layers in float8, with mixed_precision fp8.",
         requires=("data_parallel_shard_size",),
     )
     tensor_parallel_size: int = option(
@@ -69,34 +64,31 @@ class ParallelOptions:
     )
     sequence_parallel: bool = option(
         False,
-        "Let tensor-parallel ranks each hold some tokens of the residual stream: less memory for "
-        "activations. For gpt2, llama, mistral, qwen2, and qwen3.",
+        "Let tensor-parallel ranks each hold some tokens of the residual stream, to save memory; "
+        "for gpt2, llama, mistral, qwen2, and qwen3.",
         requires=("tensor_parallel_size",),
     )
     context_parallel_size: int = option(
         1,
-        "Number of ranks that share every sample; block_size must be a multiple of twice this "
-        "number.",
+        "Number of ranks that share every sample; block_size is a multiple of twice this number.",
         at_least=1,
     )
     expert_parallel_size: int = option(
         1,
-        "Number of ranks that share the experts of every layer: tokens are sent to experts, and "
-        "weights of experts are gathered at most from ranks with the same experts. It divides "
-        "data_parallel_shard_size; without shards, the rest of the model is whole on each rank.",
+        "Number of ranks that share the experts of every layer, to which tokens are sent. It "
+        "divides data_parallel_shard_size, unless that is 1.",
         at_least=1,
     )
     pipeline_parallel_size: int = option(
         1,
-        "Number of ranks that share the layers; micro-batches are pipelined, so "
-        "gradient_accumulation_steps should be several times larger.",
+        "Number of ranks that share the layers; gradient_accumulation_steps should be several "
+        "times larger.",
         at_least=1,
     )
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved-1f1b"] = option(
         "1f1b",
-        "Order of the passes of a stage: all forward passes first (gpipe); one forward and one "
-        "backward in turn, which keeps fewer activations (1f1b); or the same with several stages "
-        "per rank, which idle less (interleaved-1f1b).",
+        "Order of the passes of a stage: gpipe, all forward passes first; 1f1b, one forward and "
+        "one backward in turn; or interleaved-1f1b, the same with several stages per rank.",
         resume="free",
     )
     virtual_stages: int = option(

@@ -16,8 +16,7 @@ class PrepareConfig:
 
     input: tuple[str, ...] = option(
         (),
-        "Files, quoted patterns and folders with jsonl, json, csv, parquet or txt files; all but "
-        "parquet may be compressed as gz, xz, zst or bz2.",
+        "Files, quoted patterns and folders of jsonl, json, csv, parquet or txt files.",
         path=True,
     )
     text_column: str | None = option(
@@ -81,28 +80,25 @@ class PrepareConfig:
     )
     prepend_bos: bool = option(
         False,
-        "Begin every document with the tokenizer's beginning-of-text token; training needs "
-        "--prepend_bos, too.",
+        "Begin every document with the beginning-of-text token; training needs --prepend_bos, too.",
         group=TOKENIZER,
     )
     allow_special_tokens: bool = option(
         False,
-        "Encode the name of a special token in a text, such as <|endoftext|>, as this token; by "
-        "default it is encoded as text.",
+        "Encode the name of a special token in a text, such as <|endoftext|>, as this token.",
         group=TOKENIZER,
     )
 
     output_prefix: str | None = option(
         None,
-        "Path of the output: PREFIX_text_document.bin and .idx (the middle is the JSON key), or "
-        "the folder PREFIX in nanoGPT's format.",
+        "Path of the output: PREFIX_text_document.bin and .idx (text is the JSON key), or the "
+        "folder PREFIX in nanoGPT's format.",
         group=OUTPUT,
         path=True,
     )
     format: Literal["megatron", "nanogpt"] = option(
         "megatron",
-        "A .bin/.idx pair for Megatron-LM, NeMo and this trainer, or train.bin and val.bin as in "
-        "nanoGPT.",
+        "A .bin/.idx pair as for Megatron-LM, or train.bin and val.bin as in nanoGPT.",
         group=OUTPUT,
     )
     output_per_input: bool = option(
@@ -111,17 +107,16 @@ class PrepareConfig:
     parts: bool = option(
         False,
         "Leave numbered parts, PREFIX_text_document-00000-of-00128.bin and .idx, instead of "
-        "joining them; training opens them as one. The same command without it joins them.",
+        "joining them; training opens them as one.",
         group=OUTPUT,
     )
     shuffle: Literal["none", "documents"] = option(
-        "none", "Shuffle the documents by the seed.", group=OUTPUT
+        "none", "What to shuffle by the seed: none or documents.", group=OUTPUT
     )
     seed: int = option(0, "Seed of the shuffling.", group=OUTPUT, at_least=0)
     validation_split_percentage: float = option(
         0.05,
-        "Percentage of the documents, from the first one, that go to nanoGPT's val.bin; 0 writes "
-        "none.",
+        "Percentage of the documents, from the first one, for nanoGPT's val.bin.",
         group=OUTPUT,
         at_least=0,
         below=100,
@@ -133,7 +128,7 @@ class PrepareConfig:
     )
     executor: Literal["processes", "dask"] = option(
         "processes",
-        "Processes of this node, or the workers of a running Dask cluster, which "
+        "Processes of this node, or the workers of the Dask cluster (dask) that "
         "DASK_SCHEDULER_ADDRESS or scheduler_file names.",
         group=RUNNING,
     )
@@ -146,16 +141,15 @@ class PrepareConfig:
     )
     rank: int | None = option(
         None,
-        "Number of this process, counted from 0, if the same command is started several times; by "
-        "default from srun, mpiexec, torchrun or a job array.",
+        "Number of this process, counted from 0, among several with the same command; by default "
+        "from srun, mpiexec, torchrun or a job array.",
         group=RUNNING,
         at_least=0,
         requires=("world_size",),
     )
     world_size: int | None = option(
         None,
-        "Number of processes with the same command; by default from the same. In a PBS job array, "
-        "give it.",
+        "Number of these processes; by default likewise, except in a PBS job array.",
         group=RUNNING,
         at_least=1,
     )

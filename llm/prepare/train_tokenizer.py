@@ -62,8 +62,7 @@ class TrainTokenizerOptions:
 
     input: tuple[str, ...] = option(
         (),
-        "Files, patterns or folders of text: .jsonl, .json, .csv, .parquet or .txt; may be "
-        "compressed as .gz, .xz, .zst or .bz2.",
+        "Files, quoted patterns and folders of text, as for prepare.",
         group=_INPUT_GROUP,
         path=True,
     )
@@ -75,15 +74,15 @@ class TrainTokenizerOptions:
     )
     max_sentences: int | None = option(
         None,
-        "Train on this many documents (lines for sentencepiece), drawn evenly from the input. "
-        "Bounds the memory.",
+        "Train on this many documents (lines for sentencepiece), drawn from the input, to bound "
+        "the memory.",
         group=_INPUT_GROUP,
         aliases=("input_sentence_size",),
         at_least=1,
     )
     library: Literal["huggingface", "sentencepiece"] = option(
         "huggingface",
-        "huggingface trains on bytes like GPT-2, with the token <|endoftext|>. sentencepiece "
+        "huggingface trains on bytes like GPT-2, with the token <|endoftext|>; sentencepiece "
         "trains on letters and needs the package of this name.",
     )
     model_type: Literal["bpe", "unigram"] = option(
@@ -96,15 +95,14 @@ class TrainTokenizerOptions:
     normalization: Literal["identity", "nfc", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"] = (
         option(
             "identity",
-            "Normalization of every text. identity keeps every space and line break. huggingface "
-            "has identity, nfc and nfkc. sentencepiece has all but nfc, joins spaces except with "
-            "identity, and uses nmt_nfkc by default.",
+            "Normalization of every text. huggingface has identity, nfc and nfkc; sentencepiece "
+            "has all but nfc, by default nmt_nfkc, and joins spaces except with identity.",
         )
     )
     byte_fallback: bool = option(False, "Write unknown letters as bytes (sentencepiece).")
     character_coverage: float | None = option(
         None,
-        "Share of the letters in the text that become tokens, by default 0.9995 (sentencepiece).",
+        "Share of the letters that become tokens, by default 0.9995 (sentencepiece).",
         at_least=0.98,
         at_most=1.0,
     )
@@ -122,8 +120,8 @@ class TrainTokenizerOptions:
     overwrite: bool = option(False, "Replace an existing tokenizer.", group=_OUTPUT_GROUP)
     num_workers: int = option(
         _DEFAULT_THREADS,
-        "Threads of the library; on machines with more than 16 cores, at most the number of cores. "
-        "The last digits of a unigram model depend on the number of threads, not on the machine.",
+        "Threads of the library, at most the cores of a machine with more than 16. The last "
+        "digits of a unigram model depend on their number.",
         group=_OUTPUT_GROUP,
         aliases=("workers", "num_threads"),
         at_least=1,

@@ -12,8 +12,8 @@ class TokenizerOptions:
 
     tokenizer_name: str | None = option(
         None,
-        "Hub name, folder or tokenizer.json of the tokenizer. By default the tokenizer of "
-        "model_name_or_path, or else the one that prepare has recorded with the token files.",
+        "Hub name, folder or tokenizer.json of the tokenizer; by default the tokenizer of "
+        "model_name_or_path or else of the token files.",
         path=True,
     )
     vocab_file: str | None = option(

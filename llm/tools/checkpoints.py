@@ -74,13 +74,12 @@ class CoreCheckpointsOptions:
 
     run: str = option(
         "",
-        "The run's folder (its --output_dir), or its checkpoints folder. You can leave out the "
-        "option's name.",
+        "The run's folder, or its checkpoints folder.",
         path=True,
     )
     verify: bool = option(
         False,
-        "Read every byte and compare it with its checksum; exit with 1 if anything is damaged.",
+        "Compare every byte with its checksum; exit with 1 if anything is damaged.",
     )
     export: tuple[str, ...] = option(
         (),

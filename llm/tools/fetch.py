@@ -39,9 +39,7 @@ logger = logging.getLogger("llm")
 class CoreFetchOptions:
     """The folder, and the core's options that may name something on the Hub."""
 
-    folder: str | None = option(
-        None, "Folder to write to; you can leave out the option's name.", path=True
-    )
+    folder: str | None = option(None, "Folder to write to.", path=True)
     model_name_or_path: str | None = option(
         None, "Model: its configuration, tokenizer and weights.", path=True, aliases=("model",)
     )

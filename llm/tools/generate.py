@@ -47,8 +47,8 @@ class GenerateOptions:
 
     run: str = option(
         "",
-        "A run folder (its exported model, or else its newest checkpoint), a checkpoint's folder, "
-        "or any folder that from_pretrained can load. You can leave out the option's name.",
+        "A run's folder (its exported model, or else its newest checkpoint), a checkpoint's "
+        "folder, or any that from_pretrained can load.",
         group="Model",
         path=True,
     )
@@ -68,35 +68,33 @@ class GenerateOptions:
     )
     max_new_tokens: int = option(
         200,
-        "Maximum number of tokens; fewer if the text ends or the model has no more positions.",
+        "Maximum number of tokens.",
         group="Text",
         at_least=1,
     )
     num_samples: int = option(1, "Number of texts to write.", group="Text", at_least=1)
     temperature: float | None = option(
         None,
-        "Values below 1 make likely tokens likelier, values above 1 make all tokens more alike; 0 "
-        "always takes the likeliest. By default from the model's generation_config.json, else 1.",
+        "Sampling temperature; 0 always takes the likeliest token. By default from the model's "
+        "generation_config.json, else 1.",
         at_least=0,
         at_most=_MAX_TEMPERATURE,
     )
     top_k: int | None = option(
         None,
-        "Sample from the k most likely tokens (0: no limit). By default from the model's "
-        "generation_config.json, else 50.",
+        "Sample from the k most likely tokens (0: no limit); by default likewise, else 50.",
         at_least=0,
     )
     top_p: float | None = option(
         None,
-        "Sample from the likeliest tokens that together have this probability. By default from the "
-        "model's generation_config.json, else 1.",
+        "Sample from the likeliest tokens that together have this probability; by default "
+        "likewise, else 1.",
         above=0,
         at_most=1,
     )
     seed: int | None = option(
         None,
-        "The same seed gives the same text; each further text uses the next seed. By default drawn "
-        "at random and printed.",
+        "Seed of the first text; by default drawn and printed.",
         at_least=0,
     )
 

@@ -39,8 +39,7 @@ class InspectOptions:
     path: str = option(
         "",
         "Token files: PREFIX of PREFIX.bin and PREFIX.idx or of numbered parts, or a flat nanoGPT "
-        "file with its .bin; "
-        "with step, the folder of a run. You can leave out the option's name.",
+        "file with its .bin; with step, the folder of a run.",
         group="Token files",
         path=True,
     )
@@ -51,7 +50,7 @@ class InspectOptions:
     )
     step: int | None = option(
         None,
-        "Show the text that this step of a run was trained on, counted from 1 as in the log.",
+        "Show the text of this step of a run, counted from 1 as in the log.",
         group="A run's step",
         at_least=1,
     )
@@ -64,7 +63,7 @@ class InspectOptions:
     )
     data_ranks: int | None = option(
         None,
-        "Number of data-parallel ranks; by default the number when the step was trained.",
+        "Number of data-parallel ranks; by default as when the step was trained.",
         group="A run's step",
         requires=("rank",),
         at_least=1,
@@ -73,8 +72,8 @@ class InspectOptions:
     tokens: int = option(60, "Number of tokens to show per document.", at_least=0)
     tokenizer_name: str | None = option(
         None,
-        "Tokenizer to show them as text, too: a Hub name, a folder, or a tokenizer.json file. By "
-        "default the one that made the files, if they name it and it is on this machine.",
+        "Tokenizer to show them as text: a Hub name, a folder, or a tokenizer.json file; by "
+        "default the one that made the files.",
         path=True,
     )
     trust_remote_code: bool = option(

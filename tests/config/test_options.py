@@ -9,7 +9,7 @@ from llm.config.command_line import parse, split_config_file
 from llm.config.options import fields, missing_requirements, option, option_group
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
-from tests.support.programs import option_tables
+from tests.support.programs import option_list
 
 
 @dataclass(kw_only=True)
@@ -170,7 +170,7 @@ def test_settings_written_as_toml_read_back_the_same(tmp_path: Path):
 
 def test_an_option_for_one_start_is_not_recorded_and_the_page_says_so():
     assert "remove" not in to_toml(Settings(remove=True))
-    assert "| `remove` | `false` | Remove. *Not recorded.* |" in option_tables(Settings)
+    assert "- **`remove`**: Remove. *Not recorded.*" in option_list(Settings)
 
 
 @pytest.mark.parametrize("text", ["a" * 256, "b/" + "\N{FOX FACE}" * 64, "c/" * 2048])
@@ -200,12 +200,12 @@ def test_help_names_every_option_and_its_default(capsys):
     assert "stop" not in text
 
 
-def test_the_markdown_page_has_a_row_for_every_option():
-    page = option_tables(Settings)
+def test_the_markdown_page_has_an_item_for_every_option():
+    page = option_list(Settings)
     assert "## Numbers" in page
-    assert "| `name`, `title` |  | Name. |" in page
-    assert "| `shape` | `round` | Shape. One of `round`, `square`. |" in page
-    assert "| `limit` |  | Limit. |" in page
+    assert "- **`name`**, `title`: Name.\n" in page
+    assert "- **`shape`** (default `round`): Shape. One of `round`, `square`.\n" in page
+    assert "- **`limit`**: Limit.\n" in page
 
 
 def test_an_option_without_the_option_it_requires_is_refused():
@@ -217,8 +217,8 @@ def test_an_option_without_the_option_it_requires_is_refused():
 
 
 def test_the_markdown_page_names_required_options_unless_the_help_does():
-    page = option_tables(Settings)
-    assert "| Corners. Needs `shape square` or `name`. *Fixed.* |" in page
+    page = option_list(Settings)
+    assert ": Corners. Needs `shape square` or `name`. *Fixed.*" in page
     told = dataclasses.make_dataclass(
         "Told",
         [
@@ -226,7 +226,13 @@ def test_the_markdown_page_names_required_options_unless_the_help_does():
             ("level", int, option(1, "Level of what is on.", group="G", requires=("on",))),
         ],
     )
-    assert "| Level of what is on. |" in option_tables(told)
+    assert option_list(told).endswith(": Level of what is on.")
+
+
+def test_the_markdown_page_lists_choices_unless_the_help_does():
+    shape = option("flat", "Form: flat, or round.", group="G")
+    named = dataclasses.make_dataclass("Named", [("shape", Literal["flat", "round"], shape)])
+    assert option_list(named).endswith("- **`shape`** (default `flat`): Form: flat, or round.")
 
 
 def test_the_flag_of_the_positional_option_can_be_left_out():
@@ -354,7 +360,7 @@ def test_classes_that_are_put_together_can_each_add_choices(capsys):
         depth: int = option(1, "Depth.", common=True)
 
     assert parse(More, ["--shape", "flat"], prog="", description="").shape == "flat"
-    assert "Shape. One of `round`, `square`, `flat`." in option_tables(More)
+    assert "Shape. One of `round`, `square`, `flat`." in option_list(More)
     with pytest.raises(ConfigError, match="--shape expects one of round, square, not 'flat'"):
         parse(Core, ["--shape", "flat"], prog="", description="")
     with pytest.raises(SystemExit):

@@ -10,7 +10,7 @@ from llm.config.duration import Tokens
 from llm.config.options import option, path_options
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
-from tests.support.programs import option_tables
+from tests.support.programs import option_list
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ def test_tables_are_recorded_and_read_back(tmp_path):
 
 def test_the_paths_in_tables_are_paths_of_their_option():
     assert path_options(House(rooms=ROOMS)) == [("rooms", "a"), ("rooms", "b"), ("rooms", "c")]
-    assert "| `rooms` |  | Tables [[rooms]]. |" in option_tables(House)
+    assert "- **`rooms`**: Tables [[rooms]]." in option_list(House)
 
 
 def test_as_a_flag_tables_can_only_be_left_out(tmp_path, capsys):

@@ -7,7 +7,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig
 
-from llm.config.options import fields
 from llm.errors import ConfigError
 from llm.models.configuration import find_weights, load_config
 from llm.models.mixtures import find_experts
@@ -18,6 +17,7 @@ from llm.models.sizes import active_parameters, flops_per_token, parameter_count
 from llm.trainers.gpt.config import check
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.models import MIXTURES, tiny_config, tiny_model
+from tests.support.package import ROOT
 
 # Families whose every matrix product torch's counter sees.
 COUNTED = ["gpt2", "gpt_neox", "gptj", "opt", "llama", "mistral", "qwen2", "qwen3", "phi", "olmo2"]
@@ -79,9 +79,10 @@ def test_a_size_alone_is_a_gpt2_with_that_number_of_parameters(name: str, parame
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
-def test_the_option_names_every_size_of_the_table() -> None:
-    option = next(field for field in fields(GPTConfig) if field.name == "model_size").option
-    assert set(re.findall(r"\b[\d.]+[MB]\b", option.help)) == {*SIZES, "60M", "1B"}
+def test_the_guide_names_every_published_size() -> None:
+    guide = (ROOT / "docs/guides/parallelism.md").read_text(encoding="utf-8")
+    section = guide.partition("\n## Sizes of models\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"\b[\d.]+[MB]\b", section)) == {*SIZES, "60M", "1B"}
 
 
 def test_a_llama_keeps_the_proportions_of_its_mlp_and_of_its_key_heads(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from llm.__main__ import PROGRAMS
 from tests.support.package import ROOT
 
 GENERATOR = runpy.run_path(str(ROOT / "docs/generate.py"))
-option_tables = GENERATOR["option_tables"]
+option_list = GENERATOR["option_list"]
 
 
 def run_program(words: Sequence[str]) -> int:

@@ -18,7 +18,7 @@ class ExportAverageOptions:
 
     ema: bool = option(
         False,
-        "Export the moving average of the weights, kept with --ema_decay or --ema_tokens.",
+        "Export the moving average of --ema_decay or --ema_tokens.",
         requires=("export",),
     )
 
@@ -29,7 +29,7 @@ class AveragingOptions(CoreConfig):
 
     ema_decay: float | None = option(
         None,
-        "Keep an exponential moving average of the weights with this decay per step.",
+        "Keep a moving average of the weights with this decay per step.",
         resume="logged",
         above=0,
         below=1,
@@ -43,14 +43,13 @@ class AveragingOptions(CoreConfig):
     )
     eval_ema: bool = option(
         False,
-        "Also evaluate the moving average of the weights; metrics are prefixed with ema_.",
+        "Also evaluate the moving average; metrics are prefixed with ema_.",
         needs_validation=True,
         requires=("ema_decay", "ema_tokens"),
     )
     export_ema: bool = option(
         False,
-        "Export the moving average of the weights at the end, instead of the last weights, and "
-        "compute its validation loss.",
+        "Export the moving average of the weights, instead of the last weights.",
         requires=("ema_decay", "ema_tokens"),
     )
 

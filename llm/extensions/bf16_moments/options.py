@@ -18,8 +18,7 @@ class MomentOptions(CoreConfig):
 
     moment_dtype: Literal["fp32", "bf16"] = option(
         "fp32",
-        "Precision of adamw's moments of matrices; bf16 rounds stochastically and halves their "
-        "memory.",
+        "Precision of adamw's moments of matrices; bf16 rounds stochastically.",
     )
 
 

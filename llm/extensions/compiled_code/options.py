@@ -18,8 +18,7 @@ class CompiledCodeOptions(CoreConfig):
 
     compiled_code: str | None = option(
         None,
-        "Folder that keeps the code which torch_compile generates: a run writes it after its first "
-        "step, and a later start runs the same code instead of compiling again. It is executed, so "
+        "Folder that keeps the code of torch_compile for a later start. The code is executed, so "
         "the folder must be yours alone.",
         path=True,
         widens_trust=True,

@@ -27,14 +27,13 @@ class CustomOptimizerOptions(CoreConfig):
 
     optimizer_kwargs: str | None = option(
         None,
-        "Arguments of the class in optimizer as JSON, such as '{\"beta\": 0.9}'; lists become "
-        "tuples. The rate and the weight decay are the options of the trainer.",
+        "Arguments of the class in optimizer as JSON, such as '{\"beta\": 0.9}', without rate and "
+        "weight decay.",
     )
     optimizer_input: Literal["shards", "matrices"] | None = option(
         None,
         "The tensors that the class in optimizer updates if ranks divide the weights: shards, for "
-        "an elementwise update; or whole matrices, each on one rank. By default as its attribute "
-        "whole_matrices says; without it matrices, except for torch's elementwise classes.",
+        "an elementwise update, or whole matrices, each on one rank; by default as the class says.",
         resume="free",
     )
 

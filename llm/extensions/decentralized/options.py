@@ -31,9 +31,9 @@ class DecentralizedOptions(CoreConfig):
 
     data_parallel: Literal["allreduce", "gossip", "diloco"] = option(
         "allreduce",
-        "How ranks train one model: with the mean gradient of all ranks (allreduce); or with "
-        "separate weights, averaged with a few ranks in each step (gossip) or with all ranks "
-        "every inner_steps steps (diloco).",
+        "How ranks train one model: allreduce, with the mean gradient of all ranks; or with "
+        "separate weights, averaged with a few ranks in each step (gossip) or with all every "
+        "inner_steps steps (diloco).",
     )
     topology: Topology = option(
         "ring",
@@ -42,8 +42,7 @@ class DecentralizedOptions(CoreConfig):
     )
     gossip_order: Literal["overlap", "blocking"] = option(
         "overlap",
-        "Whether weights are exchanged while the next gradient is computed, or each step waits for "
-        "them.",
+        "Whether weights are exchanged while the next gradient is computed.",
         requires=("data_parallel=gossip",),
     )
     gossip_group: Literal["world", "nodes"] = option(
@@ -69,8 +68,8 @@ class DecentralizedOptions(CoreConfig):
     )
     moment_update_steps: int | None = option(
         None,
-        "Steps between two updates of accumadamw's moments; by default the number of replicas with "
-        "separate weights, at most 8.",
+        "Steps between two updates of accumadamw's moments; by default the number of replicas, at "
+        "most 8.",
         at_least=1,
     )
 

@@ -15,37 +15,36 @@ class KFACSettings(MatrixSettings):
 
     kfac: bool = option(
         False,
-        "Train with K-FAC, a second-order method that follows the curvature of linear layers.",
+        "Train with K-FAC, which follows the curvature of linear layers.",
         resume="state",
         common=True,
     )
     kfac_method: Literal["ekfac", "eigen"] | None = _kfac_option(
         None,
-        "ekfac is AdamW in the eigenbasis of the Kronecker factors; eigen preconditions the "
-        "gradient for AdamW. By default ekfac, or eigen with kfac_damping, kfac_kl_clip or the "
-        "library.",
+        "Method: ekfac, AdamW in the eigenbasis of the Kronecker factors, the default; or eigen, "
+        "which preconditions the gradient for AdamW, the default with kfac_damping, kfac_kl_clip "
+        "or kfac_library.",
     )
     kfac_factor_update_steps: int | None = _kfac_option(
         None,
-        "Steps between two updates of the Kronecker factors; by default 50 for ekfac, else 10.",
+        "Steps between two updates of the factors; by default 50 for ekfac, else 10.",
         at_least=1,
     )
     kfac_inv_update_steps: int | None = _kfac_option(
         None,
-        "Steps between two updates of a factor's eigenbasis; by default 50 for ekfac, else 10.",
+        "Steps between two updates of the eigenbases; by default 50 for ekfac, else 10.",
         at_least=1,
     )
     kfac_factor_decay: float | None = _kfac_option(
         None,
-        "Decay of the factors' moving averages per update; by default 0.99 per step since the last "
-        "update for ekfac, else 0.95.",
+        "Decay of the factors' averages per update; by default 0.99 per step for ekfac, else 0.95.",
         above=0,
         below=1,
     )
     kfac_damping: float | None = _kfac_option(
         None,
-        "Damping added to the curvature, relative to its mean; by default 0.001. Absolute with the "
-        "library.",
+        "Damping of the curvature, relative to its mean (absolute with kfac-pytorch); by default "
+        "0.001.",
         above=0,
         at_most=1e30,
     )
@@ -59,13 +58,13 @@ class KFACSettings(MatrixSettings):
     )
     kfac_max_dim: int | None = _kfac_option(
         None,
-        "Maximum width of a factor; wider ones are split into diagonal blocks. By default twice "
-        "the model's width with ekfac and 8192 with eigen.",
+        "Maximum width of a factor; wider ones are split. By default twice the model's width with "
+        "ekfac and 8192 with eigen.",
         at_least=1,
         resume="state",
     )
     kfac_library: Literal["native", "kfac-pytorch"] | None = _kfac_option(
-        None, "Implementation: native (the default), or kfac-pytorch, which must be installed."
+        None, "Implementation: native, the default, or the package kfac-pytorch."
     )
 
 

@@ -12,8 +12,7 @@ class MatrixSettings(CoreConfig):
 
     nesterov: bool = option(
         False,
-        "Use Nesterov momentum in soap and ekfac: the first moment of a step is one gradient "
-        "ahead.",
+        "Use Nesterov momentum in soap and ekfac.",
         requires=("optimizer=soap", "kfac"),
     )
     soap_update_steps: int | None = option(
@@ -24,9 +23,8 @@ class MatrixSettings(CoreConfig):
     )
     muon_coefficients: Literal["quintic", "polar_express"] = option(
         "quintic",
-        "Polynomials that orthogonalize the momentum of muon and normuon in five steps: the same "
-        "quintic in each (Jordan et al. 2024), or the best one for each step (Polar Express, Amsel "
-        "et al. 2025), which end closer to an orthogonal matrix.",
+        "Polynomials that orthogonalize the momentum of muon and normuon: the same quintic in "
+        "five steps (Jordan et al. 2024), or the best one for each (Amsel et al. 2025).",
         requires=("optimizer=muon", "optimizer=normuon"),
     )
     normuon_beta2: float = option(

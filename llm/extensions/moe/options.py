@@ -24,47 +24,44 @@ class MoEOptions(CoreConfig):
 
     router_balancing: Literal["auto", "none", "bias", "loss", "both"] = option(
         "auto",
-        "How to balance the load of experts: bias changes the bias of each router after a step "
-        "(DeepSeek-V3), loss adds an auxiliary loss (Switch Transformer), both does both. auto "
-        "balances random weights, by bias if the model has one and otherwise by loss; it leaves "
-        "pretrained weights alone unless their configuration has output_router_logits.",
+        "How to balance the load of experts: none; bias, by the bias of each router "
+        "(DeepSeek-V3); loss, by an auxiliary loss (Switch Transformer); both; or auto, which "
+        "balances random weights, by bias if the model has one and otherwise by loss, and "
+        "pretrained weights if their configuration has output_router_logits.",
     )
     router_aux_loss_coef: float | None = option(
         None,
-        "Coefficient of the auxiliary loss, which is 1 for each layer if the load is balanced. By "
-        "default 0.01, or the coefficient of a configuration with output_router_logits, converted.",
+        "Coefficient of the auxiliary loss, which is 1 for a layer with a balanced load; by "
+        "default 0.01, or as in a configuration with output_router_logits.",
         at_least=0,
         requires=("router_balancing=loss", "router_balancing=both"),
     )
     router_aux_loss_scope: Literal["global", "sequence"] = option(
         "global",
-        "Tokens that the auxiliary loss balances: global takes a global batch, with the load of "
-        "the step before; sequence takes each sample.",
+        "Tokens that the auxiliary loss balances: global, those of a global batch, or sequence, "
+        "those of each sample.",
         requires=("router_balancing=loss", "router_balancing=both"),
     )
     router_bias_update_rate: float = option(
         1e-3,
-        "Change of a router's bias per step, in units of sigmoid scores; softmax scores of E "
-        "experts are smaller, so their bias changes by 2/E of it.",
+        "Change of a router's bias per step; with softmax scores of E experts, 2/E of it.",
         at_least=0,
         requires=("router_balancing=bias", "router_balancing=both"),
     )
     router_bias_update: Literal["sign", "proportional"] = option(
         "sign",
-        "Whether the sign of the load's deviation from its mean changes the bias, or the relative "
-        "deviation.",
+        "Change of the bias: by the sign of the load's deviation from its mean, or proportional "
+        "to it.",
         requires=("router_balancing=bias", "router_balancing=both"),
     )
     router_z_loss: float = option(
         0.0,
-        "Coefficient of the z-loss of routers (ST-MoE): the mean square of the log-sum-exp of "
-        "their logits, for each layer.",
+        "Coefficient of the z-loss of routers (ST-MoE).",
         at_least=0,
     )
     expert_load_steps: int | None = option(
         None,
-        "Steps between two records of the load of every expert in events.jsonl, and of each "
-        "layer's largest load in metrics.jsonl.",
+        "Steps between two records of the load of every expert in events.jsonl.",
         at_least=1,
         resume="free",
     )

@@ -22,8 +22,8 @@ class MuPOptions(CoreConfig):
 
     mup: bool = option(
         False,
-        "Train under muP: initial weights and learning rates are scaled so that the optimal "
-        "learning rate transfers across widths. For GPT-2- and Llama-shaped models.",
+        "Train GPT-2- and Llama-shaped models under muP, so that the optimal learning rate "
+        "transfers across widths.",
     )
     mup_base_width: int | None = option(
         None,
@@ -33,14 +33,13 @@ class MuPOptions(CoreConfig):
     )
     mup_base_num_layers: int | None = option(
         None,
-        "Layers of the narrow model, if they are fewer: completeP's rule for the depth. Without "
-        "it, depth changes nothing.",
+        "Layers of the narrow model, if they are fewer, for completeP's rule.",
         requires=("mup",),
         at_least=1,
     )
     mup_base_head_dim: int | None = option(
         None,
-        "Width of a head of the narrow model, if heads grow with the width and not their number.",
+        "Width of a head of the narrow model, if heads grow with the width, not their number.",
         requires=("mup",),
         at_least=1,
     )

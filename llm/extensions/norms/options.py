@@ -12,7 +12,7 @@ class NormOptions(CoreConfig):
     log_norms: int | None = option(
         None,
         "Steps between two records of the norms of weights, gradients and updates, and of the "
-        "largest attention logits, by layer; a multiple of logging_steps.",
+        "largest attention logits, by layer.",
         at_least=1,
     )
 

@@ -17,8 +17,8 @@ class ProfilerOptions(CoreConfig):
 
     profile: str | None = option(
         None,
-        "START:STOP profiles these steps: a trace and a table of where their time went in the "
-        "run's folder.",
+        "Steps to profile, as START:STOP: the run's folder gets a trace, and a table of where "
+        "their time went.",
         one_shot=True,
     )
 

@@ -16,12 +16,12 @@ class SpikeOptions(CoreConfig):
 
     on_loss_spike: Literal["warn", "stop", "rewind"] = option(
         "warn",
-        "Reaction to a loss far above the previous ones: log the step and its sources; stop as "
-        "well; or go back to the last checkpoint, skip the samples around it, and continue.",
+        "Reaction to a loss far above the previous ones: warn in the log; stop; or rewind to the "
+        "last checkpoint, and skip the samples around the step.",
     )
     max_rewinds: int = option(
         3,
-        "Maximum number of rewinds after loss spikes before the run stops.",
+        "Maximum number of rewinds before the run stops.",
         requires=("on_loss_spike=rewind",),
         at_least=1,
     )

@@ -32,19 +32,19 @@ class TasksOptions(CoreConfig):
     eval_tasks: tuple[str, ...] = option(
         (),
         "lm-eval tasks to run on the model: names such as arc_easy, YAML files, and the sets core "
-        "and easy. llm-trainers fetch downloads their data. Needs the extra tasks.",
+        "and easy. Needs the extra tasks.",
         path=True,
         widens_trust=True,
     )
     eval_tasks_steps: int | None = option(
         None,
-        "Steps between two runs of eval_tasks. They always run at the end of training.",
+        "Steps between two runs of eval_tasks; they also run at the end of training.",
         at_least=1,
         requires=("eval_tasks",),
     )
     eval_tasks_limit: int | None = option(
         None,
-        "Use only this many documents of each task, the first ones. The names of the results tell.",
+        "Number of documents of each task to use, from the first; by default all.",
         at_least=1,
         requires=("eval_tasks",),
     )

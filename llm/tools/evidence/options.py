@@ -14,16 +14,16 @@ class EvidenceOptions:
     output: str = option("evidence.json", "File to write; it must not exist.", path=True)
     minutes: float = option(
         20.0,
-        "Minutes for all parts together. What does not fit is recorded as not run.",
+        "Minutes for all parts together.",
         above=0,
         at_most=1440,
     )
     parts: tuple[PartName, ...] = option(
         ("preflight", "losses", "resume", "layouts", "speed"),
-        "Parts to run. Versions and devices are always recorded.",
+        "Parts to run.",
     )
     site: str | None = option(
         None,
-        "Name of the cluster for the file; by default the value of SLURM_CLUSTER_NAME, NERSC_HOST "
-        "or LMOD_SYSTEM_NAME.",
+        "Name of the cluster for the file; by default from SLURM_CLUSTER_NAME, NERSC_HOST or "
+        "LMOD_SYSTEM_NAME.",
     )

@@ -10,26 +10,24 @@ class SchedulerOptions:
     """The job, as every scheduler knows it."""
 
     scheduler: Literal["slurm", "pbs"] | None = option(
-        None, "Scheduler of the job; you can leave out the option's name. By default the site's."
+        None, "Scheduler of the job; by default the site's."
     )
     site: str = option(
         "generic",
-        "Site that determines the script's directives and queues: a name of --list_sites, or a "
-        "TOML file of that form.",
+        "Site that determines directives and queues: a name of --list_sites, or a TOML file of "
+        "that form.",
     )
     nodes: int = option(1, "Number of nodes.", at_least=1)
     time: str = option("6:00:00", "Time limit, as 6:00:00 or 1-12:00:00.")
     account: str = option("__ALLOCATION__", "Account, project or allocation.")
     queue: str | None = option(
         None,
-        "Queue, partition or QOS; by default the site's first one that accepts a job of this size. "
-        "For the generic site, a place to fill in.",
+        "Queue, partition or QOS; by default the site's first one that accepts a job of this size.",
         aliases=("partition", "qos"),
     )
     venv: str | None = option(
         None,
-        "Folder of the virtual environment; by default the active one when you call sbatch, or "
-        "venv.",
+        "Folder of the virtual environment; by default the active one, or venv.",
     )
     output: str | None = option(None, "File to write; by default standard output.", path=True)
 
@@ -65,18 +63,16 @@ class JobOptions(SchedulerOptions):
     )
     launcher: Literal["torchrun", "task_per_gpu"] | None = option(
         None,
-        "How ranks are started: one torchrun per node, or one task of srun or mpiexec per GPU; by "
+        "How ranks start: one torchrun per node, or one task of srun or mpiexec per GPU; by "
         "default as the site advises, or torchrun.",
     )
     skip_plan: bool = option(
         False,
-        "Do not plan memory and time for the site's device. Without it, no script is written for a "
-        "run that does not fit.",
+        "Write the script without a plan, even of a run that does not fit the site's device.",
     )
     spare_nodes: int = option(
         0,
-        "Further nodes, which replace the ones that fail the pre-flight. Such nodes are listed in "
-        "bad_nodes.txt of the run, and left out at later starts.",
+        "Further nodes, which replace the ones that fail the pre-flight.",
         at_least=0,
     )
     requeue: bool = option(

@@ -34,23 +34,21 @@ class ReportOptions:
 
     runs: tuple[str, ...] = option(
         (),
-        "Folders of runs (their --output_dir), finished or not, or folders of such folders, as of "
-        "a sweep; you can leave out the option's name.",
+        "Folders of runs, finished or not, or folders of such folders, as of a sweep.",
         path=True,
     )
     output: str | None = option(
         None,
-        "HTML file to write; it needs no other file and no network. By default report.html in the "
-        "first folder, or in that of the first run that can be read.",
+        "HTML file to write; by default report.html in the folder of the first run.",
         path=True,
     )
     png: str | None = option(
         None,
-        "Folder for the charts and heat maps as PNG files, in addition to the page.",
+        "Folder for the charts and heat maps as PNG files.",
         path=True,
     )
     x: Literal["steps", "tokens", "time"] = option(
-        "steps", "The x axis of the PNG files, and of the page when you open it."
+        "steps", "The x axis of the PNG files and of the page."
     )
 
 

@@ -54,23 +54,22 @@ class EvaluationOptions:
 
     eval_interval: Duration | None = option(
         None,
-        "Steps, tokens or epochs between two evaluations; by default the end of each epoch. The "
-        "end of training is always evaluated.",
+        "Steps, tokens or epochs between two evaluations; by default an epoch. The end of "
+        "training is always evaluated.",
         units={"steps": "eval_steps", "tokens": "eval_tokens", "epochs": ""},
         at_least=1,
         needs_validation=True,
     )
     max_eval_steps: int | None = option(
         None,
-        "Maximum batches of an evaluation, over all devices; by default the whole validation "
-        "split.",
+        "Maximum batches of an evaluation, over all devices; by default all.",
         resume="logged",
         at_least=1,
     )
     eval_metrics: tuple[str, ...] = option(
         (),
-        "Further metrics of the validation split: accuracy (of the next token), or names for "
-        "evaluate.load, which runs their Python code.",
+        "Further metrics of the validation split: accuracy of the next token, or names for "
+        "evaluate.load, which runs their code.",
         needs_validation=True,
         widens_trust=True,
     )
@@ -87,10 +86,9 @@ class RunOptions:
 
     preset: str | None = option(
         None,
-        "Options to start from; config and command line override them. pretrain: learning rate, "
-        "warm-up, decay, betas and weight decay for training from random weights. compute_optimal: "
-        "these, the length (20 tokens per parameter) and the batch, computed from the size of the "
-        "model for AdamW.",
+        "Options to start from, which config and command line override. pretrain sets learning "
+        "rate, warm-up, decay, betas and weight decay for random weights; compute_optimal "
+        "computes these, the length and the batch from the size of the model.",
     )
     seed: int | None = option(
         None,
@@ -101,21 +99,19 @@ class RunOptions:
     exit_after: float | None = option(
         None,
         "Minutes after the start until the run saves a checkpoint and ends with exit code 75 (1 "
-        "under torchrun), as after a signal.",
+        "under torchrun).",
         one_shot=True,
         above=0,
     )
     max_skipped_steps: int = option(
         30,
-        "Maximum number of consecutive steps skipped because loss or gradient is not finite, "
-        "before training stops.",
+        "Maximum number of consecutive steps skipped because loss or gradient is not finite.",
         at_least=1,
     )
     timeout: float = option(
         600.0,
-        "Seconds that a step, or a batch of an evaluation, may take before a rank counts as hung: "
-        "the log names it and all ranks end. The first step, a checkpoint and the export may take "
-        "three times as long. 0 disables the timeout.",
+        "Seconds that a step may take before a rank counts as hung and all ranks end; the first "
+        "step, a checkpoint and the export may take three times as long. 0 disables the timeout.",
         at_least=0,
         at_most=604_800,
     )
@@ -124,8 +120,7 @@ class RunOptions:
     )
     sample_steps: int | None = option(
         None,
-        "Steps between text samples in log and TensorBoard during training; they continue "
-        "sample_prompt, if set.",
+        "Steps between text samples in log and TensorBoard.",
         at_least=1,
     )
     export_dtype: Literal["fp32", "bf16", "fp16"] = option(
@@ -134,16 +129,14 @@ class RunOptions:
     )
     model_license: str | None = option(
         None,
-        "License of the trained model for its card, by the Hub's identifier: apache-2.0, mit, "
-        "other.",
+        "License for the model's card, by the Hub's identifier, such as apache-2.0 or mit.",
     )
     model_languages: tuple[str, ...] = option(
         (), "Languages of the text for the model's card, as codes such as en de."
     )
     push_to_hub: bool = option(
         False,
-        "Upload the trained model, its tokenizer and card to the Hugging Face Hub at the end; a "
-        "new repository is private.",
+        "Upload model, tokenizer and card to the Hub at the end; a new repository is private.",
         one_shot=True,
     )
     hub_model_id: str | None = option(
