@@ -69,23 +69,60 @@ def test_the_plan_of_the_llama_is_the_one_on_its_page(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("file", "nodes", "gpus", "size"),
-    [("llama-1b/train.toml", 16, 8, 4), ("gpt2-small.toml", 8, 4, 15)],
+    ("file", "nodes", "gpus", "micro_batches"),
+    [
+        ("llama-1b/train.toml", 4, 8, "4 micro-batches of 4"),
+        ("llama-1b/train.toml", 16, 8, "1 micro-batch of 4"),
+        ("llama-1b/train.toml", 8, 4, "4 micro-batches of 4"),
+        ("gpt2-small.toml", 1, 8, "10 micro-batches of 6"),
+        ("gpt2-small.toml", 10, 8, "1 micro-batch of 6"),
+    ],
 )
-def test_more_gpus_than_a_tutorial_has_take_the_smaller_micro_batch(
-    file, nodes, gpus, size, capsys, monkeypatch
+def test_an_example_fits_the_nodes_that_its_page_names(
+    file, nodes, gpus, micro_batches, capsys, monkeypatch
 ):
     monkeypatch.chdir(ROOT)
-    command = ["slurm", "--gpus_per_node", str(gpus), "--nodes"]
-    trainer = ["--", "--config", f"examples/{file}"]
+    layout = ["--nodes", nodes, "--gpus_per_node", gpus, "--device", "a100-40gb"]
 
-    assert jobs([*command, str(nodes // 2), *trainer]) == 0
-    assert jobs([*command, str(nodes), *trainer]) == 2
-    smaller = f"--per_device_train_batch_size {size}"
+    assert plan([f"examples/{file}", *map(str, layout)]) == 0
+    printed = capsys.readouterr().out
+    assert f" in {micro_batches} on each rank\n" in printed
+    assert "\nIt fits: " in printed
+
+
+def test_a_number_of_gpus_that_does_not_fit_is_answered_as_the_page_says(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    layout = ["slurm", "--nodes", "8", "--gpus_per_node", "4"]
+    command = [*layout, "--", "--config", "examples/gpt2-small.toml"]
+    smaller = "--per_device_train_batch_size 5"
+
+    assert jobs(command) == 2
     assert f"; take {smaller}, which keeps the batch, or " in capsys.readouterr().err
-    assert jobs([*command, str(nodes), *trainer, *smaller.split()]) == 0
-    pages = [
-        (ROOT / "docs" / name).read_text(encoding="utf-8")
-        for name in ("tutorials/llama-1b.md", "guides/gpt.md")
-    ]
-    assert any(f"add\n`{smaller}`" in page for page in pages)
+    assert jobs([*command, *smaller.split()]) == 0
+    assert f"add\n`{smaller}`" in (ROOT / "docs/guides/gpt.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "device", "of_plan", "of_page"),
+    [
+        ("8", "4", "a100-40gb", r"total +([\d.]+) GiB of 37\.43", r"([\d.]+) GiB of 37\.43 GiB"),
+        ("8", "4", "a100-40gb", r"tokens take ([\d.]+) hours", r"8 nodes, ([\d.]+) hours"),
+        ("2", "8", "h100-80gb", r"peak: ([\d,]+) tokens/s", r"plan for `--nodes 2`: ([\d,]+) tok"),
+    ],
+    ids=["memory", "hours", "speed"],
+)
+def test_figures_in_the_text_of_the_llama_are_of_its_plans(
+    nodes, gpus, device, of_plan, of_page, capsys, monkeypatch
+):
+    """The times depend on the versions of libraries in the last digits."""
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs/tutorials/llama-1b.md").read_text(encoding="utf-8")
+    layout = ["--nodes", nodes, "--gpus_per_node", gpus, "--device", device]
+
+    assert plan(["examples/llama-1b/train.toml", *layout]) == 0
+
+    printed, shown = (
+        float(re.search(pattern, text)[1].replace(",", ""))
+        for pattern, text in ((of_plan, capsys.readouterr().out), (of_page, page))
+    )
+    assert printed == pytest.approx(shown, rel=0.05)
