@@ -36,6 +36,7 @@ OPTIONS = {
     "`--mixed_precision bf16`, `fp16`": [{"mixed_precision": "bf16"}, {"mixed_precision": "fp16"}],
     "`--mixed_precision fp8`": [{"mixed_precision": "fp8"}],
     "`--fp8_head`": [{"fp8_head": True, "mixed_precision": "bf16"}],
+    "`--fused_kernels all`": [{"fused_kernels": "all"}],
 }
 
 
@@ -53,7 +54,7 @@ def cells() -> list[tuple[str, str, str]]:
 
 
 def test_the_table_has_all_pairs_of_ways_to_parallelise():
-    assert len(cells()) == 5 * 4 + 9 * 5
+    assert len(cells()) == 5 * 4 + 10 * 5
     assert {row for row, _, _ in cells()} == set(OPTIONS)
 
 
