@@ -24,6 +24,9 @@ _ADAMW_BATCH_TOKENS = 0.0306 * 2048
 _MUON_BATCH_TOKENS, _MUON_TOKENS = 2**19, 12 * 110_100_480
 """nanochat's reference: the batch and the tokens of its 12 layers (matrices and output head)."""
 
+_MAX_LEARNING_RATE = 0.01
+"""For tiny models, Step Law continues to rates that no paper measured."""
+
 _MAX_WARMUP_TOKENS = 375_000_000
 """Warm-up of GPT-3 (Brown et al. 2020, arXiv:2005.14165)."""
 
@@ -53,7 +56,7 @@ def round_batch(num_samples: float) -> int:
 
 
 def optimal_learning_rate(*, num_parameters: int, num_tokens: float, batch_tokens: int) -> float:
-    """Return AdamW's peak learning rate by Step Law, with three digits.
+    """Return AdamW's peak learning rate by Step Law, with three digits; 0.01 at most.
 
     Args:
         num_parameters: Parameters outside embeddings and output head.
@@ -62,7 +65,8 @@ def optimal_learning_rate(*, num_parameters: int, num_tokens: float, batch_token
     """
     rate = 1.79 * num_parameters**-0.713 * num_tokens**0.307
     best_batch_tokens = 0.58 * num_tokens**0.571
-    return _three_digits(rate * math.sqrt(min(1.0, batch_tokens / best_batch_tokens)))
+    rate *= math.sqrt(min(1.0, batch_tokens / best_batch_tokens))
+    return _three_digits(min(rate, _MAX_LEARNING_RATE))
 
 
 def optimal_weight_decay(

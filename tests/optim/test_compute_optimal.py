@@ -50,6 +50,8 @@ def test_rates_are_those_of_step_law():
     assert rate == 0.00182
     smaller = optimal_learning_rate(num_parameters=214_663_680, num_tokens=4e9, batch_tokens=44_077)
     assert smaller == pytest.approx(0.00182 / 2, abs=1e-5)
+    tiny = optimal_learning_rate(num_parameters=100_000, num_tokens=4e6, batch_tokens=200_000)
+    assert tiny == 0.01
 
 
 def test_weight_decay_keeps_the_time_scale_of_power_lines():
