@@ -251,6 +251,10 @@ def check_program(program: str, words: list[str]) -> None:
         words = words[1:]  # the file, whose content the page shows
     if program == "fetch":
         words = without(words, "--config")  # a file of the trainer's options
+    if program == "sweep" and "--" in words:
+        separator = words.index("--")
+        check_training(words[separator + 1 :])
+        words = words[:separator]
     if program == "checkpoints" and words[:1] == ["average"]:
         words = words[1:]
     options = parse(options_class, words, prog=program, description="", positional=positional)

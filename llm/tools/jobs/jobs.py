@@ -162,6 +162,11 @@ def array_script(
     ]
     if not unfinished_members:
         raise ConfigError(f"All members of {base.folder} have finished.")
+    num_finished = len(members) - len(unfinished_members)
+    unfinished_names = {member.name for member in unfinished_members}
+    array_members = [
+        member for member in unfinished_members if member.parent not in unfinished_names
+    ]
     separator = sweep_arguments.index("--") if "--" in sweep_arguments else None
     sweep_words = sweep_arguments[:separator]
     if (sweep_options.nodes, sweep_options.nproc_per_node) != (1, 1):
@@ -173,9 +178,15 @@ def array_script(
         options,
         command=["sweep", *command, "--", *sweep_words],
         trainer_arguments=base.arguments,
-        member_arguments=[base.member_arguments(member) for member in unfinished_members],
+        member_arguments=[base.member_arguments(member) for member in array_members],
     )
-    num_finished = len(members) - len(unfinished_members)
+    num_branches = len(unfinished_members) - len(array_members)
+    if num_branches:
+        notes.insert(
+            0,
+            f"Left out: {counted(num_branches, 'branch')} of runs that have not "
+            "finished; write the script again when they have.",
+        )
     if num_finished:
         verb = "has" if num_finished == 1 else "have"
         notes.insert(0, f"Left out: {counted(num_finished, 'member')} that {verb} finished.")

@@ -205,6 +205,9 @@ def check_members(
     check_base(base, members)
     member_by_config: dict[str, Member] = {}
     for member in members:
+        if member.parent is not None and not (base.folder / member.parent / "config.toml").exists():
+            _check_new_branch(base, member)
+            continue  # it takes its options from its parent, which has not started
         try:
             config = parse_args(base.trainer_arguments(member))
             if config.eval_only:
@@ -222,6 +225,20 @@ def check_members(
                 f"The members {other_member.name} and {member.name} are the same run; leave one of "
                 "them out."
             )
+
+
+def _check_new_branch(base: Base, member: Member) -> None:
+    """Refuse a branch of a parent that has not started, if its folder holds a run.
+
+    Raises:
+        ConfigError: Names the folder.
+    """
+    folder = base.folder / member.name
+    if (folder / "config.toml").exists():
+        raise ConfigError(
+            f"{folder} holds a run that does not branch from {member.parent}. Give the sweep "
+            "another --output_dir, or remove this folder."
+        )
 
 
 def _check_same_run(config: "GPTConfig") -> None:

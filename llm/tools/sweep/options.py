@@ -41,6 +41,17 @@ class SweepOptions:
         at_least=1,
         requires=("sampler",),
     )
+    ladder: tuple[str, ...] = option(
+        (),
+        "Numbers of parameters, such as 60M 124M 355M: a member for each size of the base's model. "
+        "Lengths, batches and rates follow from the size, by the rule of --preset compute_optimal.",
+    )
+    tokens_per_parameter: tuple[float, ...] = option(
+        (20.0,),
+        "Lengths of a ladder. Several lengths of a size are branches with cooldowns of one run.",
+        requires=("ladder",),
+        above=0,
+    )
     max_members: int = option(
         100, "Maximum number of members; a larger sweep is refused.", at_least=1
     )

@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llm.config.command_line import option_name, parse
+from llm.config.options import missing_requirements
 from llm.config.program import program
 from llm.errors import ConfigError
 from llm.runtime.signals import EXIT_PREEMPTED
+from llm.tools.sweep.ladder import ladder_lines, ladder_rungs
 from llm.tools.sweep.member_state import LOG_NAME, Outcome, read_outcome
-from llm.tools.sweep.members import Base, Member, check_members, grid_members
+from llm.tools.sweep.members import Base, Member, check_members, check_number, grid_members
 from llm.tools.sweep.options import SweepOptions
 from llm.tools.sweep.optuna_trials import Trials, end_members, read_search
 from llm.tools.sweep.run_members import MemberRuns
@@ -111,8 +113,8 @@ def read_sweep(
     """
     base = _make_base(options, trainer_arguments)
     if options.sampler is not None:
-        if options.grid:
-            raise ConfigError("--sampler chooses values itself; leave --grid out.")
+        if options.grid or options.ladder:
+            raise ConfigError("--sampler chooses values itself; leave --grid and --ladder out.")
         if not options.search:
             raise ConfigError(
                 "--sampler needs a range, as in --search learning_rate=1e-4..1e-2:log."
@@ -122,13 +124,36 @@ def read_sweep(
         return base, members
     if options.search:
         raise ConfigError("--search needs --sampler optuna, which chooses the values.")
-    if not options.grid:
-        raise ConfigError(
-            "Nothing varies: name an option and its values, as in --grid learning_rate=1e-4,3e-4."
-        )
-    members = grid_members(options.grid, max_members=options.max_members)
+    members = _make_members(options, base)
     check_members(base, members, nodes=nodes, nproc_per_node=nproc_per_node)
     return base, members
+
+
+def _make_members(options: SweepOptions, base: Base) -> list[Member]:
+    """Return the members of the grid, of the ladder, or of a ladder for each member of the grid.
+
+    The sizes, lengths and costs of a ladder go to stderr, because a job script goes to stdout.
+    """
+    if problems := missing_requirements(options):
+        raise ConfigError(" ".join(problems))
+    if not options.grid and not options.ladder:
+        raise ConfigError(
+            "Nothing varies: name an option and its values, as in --grid learning_rate=1e-4,3e-4, "
+            "or sizes, as in --ladder 60M 124M."
+        )
+    members = grid_members(options.grid, max_members=options.max_members)
+    if not options.ladder:
+        return members
+    rungs = [
+        rung
+        for member in members
+        for rung in ladder_rungs(
+            base, options.ladder, options.tokens_per_parameter, grid_options=member.options
+        )
+    ]
+    check_number(len(rungs), options.max_members)
+    sys.stderr.write("".join(f"{line}\n" for line in ladder_lines(rungs)))
+    return [rung.member for rung in rungs]
 
 
 def _make_base(options: SweepOptions, trainer_arguments: Sequence[str]) -> Base:
