@@ -110,6 +110,21 @@ def test_branches_from_two_checkpoints_are_not_the_seeds_of_a_group(tmp_path):
     assert [row[-1] for row in rows] == ["step_00000010", "step_00000020"]
 
 
+def test_a_run_with_cooldowns_in_its_branches_is_not_ranked(tmp_path):
+    write_member(tmp_path / "trunk", 2.0, steps=40)
+    for step in (10, 20):
+        checkpoint = str(tmp_path / f"trunk/checkpoints/step_{step:08}")
+        write_member(
+            tmp_path / f"branch{step}", 30 / step, branch_from=checkpoint, cooldown_tokens=500
+        )
+    _, rows = rows_of(tmp_path)
+    assert [row[:3] for row in rows] == [
+        ("1", "branch20", ""),
+        ("2", "branch10", ""),
+        ("", "trunk", "cooldowns in branches"),
+    ]
+
+
 def test_runs_on_different_validation_data_get_a_remark(tmp_path):
     for name in ("a", "b"):
         write_member(tmp_path / name, 3.0, validation_file=f"{name}.txt")

@@ -91,7 +91,8 @@ class Ranking:
     Attributes:
         options: Names of the options that differ; `seed` is the last.
         groups: The groups by rising mean loss.
-        unranked: Runs that have failed, have not finished, or have no finite validation loss.
+        unranked: Runs that have failed, have not finished, have no finite validation loss, or have
+            branches with cooldowns.
         remark: A sentence if the losses cannot be compared; empty otherwise.
     """
 
@@ -127,7 +128,8 @@ class RankingRow(NamedTuple):
 def rank_runs(runs: Sequence[Run]) -> Ranking | None:
     """Rank runs; None with fewer than two, or if none has finished with a validation loss.
 
-    A mean of checkpoints has no options, and is left out.
+    A mean of checkpoints has no options, and is left out. A run is not ranked if the cooldowns of
+    its branches replace the end of its schedule, as in a ladder.
     """
     indices = [index for index, run in enumerate(runs) if run.config]
     all_options = {index: _trained_options(runs[index].config) for index in indices}
@@ -141,6 +143,17 @@ def rank_runs(runs: Sequence[Run]) -> Ranking | None:
     members = [
         _make_member(runs[index], index, {name: all_options[index].get(name) for name in differing})
         for index in indices
+    ]
+    trunks = {
+        run.origin.folder.name
+        for run in runs
+        if run.origin is not None and run.config.get("cooldown_tokens")
+    }
+    members = [
+        dataclasses.replace(member, problem="cooldowns in branches")
+        if not member.problem and runs[member.run].path.resolve().name in trunks
+        else member
+        for member in members
     ]
     groups = _group_members(members)
     if len(members) < 2 or not groups:
