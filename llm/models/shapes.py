@@ -268,9 +268,9 @@ def fit_shape(size: str, fields: Mapping[str, Any]) -> tuple[int, int, int]:
         num_layers, width, _ = shape
         return 20 * error(shape) + abs(math.log(num_layers / (math.sqrt(width) / 2)))
 
-    if size in SIZES and error(SIZES[size][:3]) <= SIZE_TOLERANCE:
-        return SIZES[size][:3]
     fitting_shapes = [shape for shape in candidates if error(shape) <= SIZE_TOLERANCE]
+    if size in SIZES and SIZES[size][:3] in fitting_shapes:
+        return SIZES[size][:3]
     if not fitting_shapes:
         nearest = candidates[min(candidates, key=error)]
         raise ConfigError(
@@ -283,12 +283,12 @@ def fit_shape(size: str, fields: Mapping[str, Any]) -> tuple[int, int, int]:
 
 def _fitted_shapes(fields: Mapping[str, Any], size: str) -> Iterator[tuple[int, int, int]]:
     """Yield the shape of the table, and for each width that with the nearest number of layers."""
-    if size in SIZES:
-        yield SIZES[size][:3]
     heads_per_group = 1
     if fields.get("num_key_value_heads") is not None:
         num_heads = int(fields[_shape_names(fields["model_type"])[2]])
         heads_per_group = num_heads // int(fields["num_key_value_heads"])
+    if size in SIZES and SIZES[size].num_attention_heads % heads_per_group == 0:
+        yield SIZES[size][:3]
     for width in (*range(64, 512, 64), *range(512, 2048, 128), *range(2048, 32768, 256)):
         num_heads = width // (64 if width < 2048 else 128)
         if num_heads % heads_per_group:

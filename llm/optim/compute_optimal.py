@@ -25,7 +25,7 @@ _MUON_BATCH_TOKENS, _MUON_TOKENS = 2**19, 12 * 110_100_480
 """nanochat's reference: the batch and the tokens of its 12 layers (matrices and output head)."""
 
 _MAX_LEARNING_RATE = 0.01
-"""For tiny models, Step Law continues to rates that no paper measured."""
+"""For tiny models, Step Law continues to higher rates, which have not been tried here."""
 
 _MAX_WARMUP_TOKENS = 375_000_000
 """Warm-up of GPT-3 (Brown et al. 2020, arXiv:2005.14165)."""

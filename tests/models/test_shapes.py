@@ -53,6 +53,8 @@ def test_a_fitted_shape_has_the_parameters_of_its_name(family: str, size: str):
         ("gpt2", "355M", SIZES["355M"][:3]),
         ("llama", "124M", (10, 768, 12)),  # the table's shape has 138M parameters
         ("llama", "1B", (23, 1792, 28)),
+        ("gpt2", "1.5B", SIZES["1.5B"][:3]),
+        ("mistral", "1.5B", (25, 2048, 16)),  # its groups of 4 do not divide the table's 25 heads
     ],
 )
 def test_shapes_are_those_of_the_table_if_they_fit(family: str, size: str, shape: tuple[int, ...]):

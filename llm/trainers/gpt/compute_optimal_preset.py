@@ -60,11 +60,6 @@ class Budget(NamedTuple):
     num_tokens: int
     block_size: int
 
-    @property
-    def flops(self) -> float:
-        """The floating-point operations of the training, 6 N D with all parameters."""
-        return 6.0 * self.parameters.total * self.num_tokens
-
 
 def compute_optimal_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that the preset sets, whether the user overrides them or not.
