@@ -1,1 +1,1 @@
-"""Programs before and after a training: plan, jobs, report, checkpoints, inspect, and others."""
+"""Programs before and after a training."""

@@ -1,1 +1,1 @@
-"""A moving average of the weights: kept, evaluated, saved, and exported in their place."""
+"""A moving average of the weights."""

@@ -1,1 +1,1 @@
-"""AdamW's moments in bfloat16, rounded stochastically (`--moment_dtype bf16`)."""
+"""AdamW's moments in bfloat16 (`--moment_dtype bf16`)."""

@@ -1,1 +1,1 @@
-"""Compiled code in a folder, so that a later start runs the same (`--compiled_code`)."""
+"""Compiled code in a folder (`--compiled_code`)."""

@@ -1,1 +1,1 @@
-"""Optimizers by name: any class of `torch.optim.Optimizer` (`--optimizer package.module:Class`)."""
+"""Any class of `torch.optim.Optimizer` (`--optimizer package.module:Class`)."""

@@ -1,1 +1,1 @@
-"""Decentralized training: replicas that average their weights, by gossip or DiLoCo."""
+"""Replicas that average their weights, by gossip or DiLoCo."""

@@ -1,4 +1,4 @@
-"""Second-order training: the Kronecker-factored curvature of linear layers.
+"""K-FAC: the Kronecker-factored curvature of linear layers.
 
 For a layer y = W x + b, with a = [x, 1] and g the gradient of one token's loss with respect to y,
 K-FAC (Martens & Grosse 2015, arXiv:1503.05671) approximates the curvature of the loss by two small

@@ -1,1 +1,1 @@
-"""Muon, NorMuon and SOAP update whole matrices: one rank owns each where weights are sharded."""
+"""Muon, NorMuon, SOAP, and Hyperball; one rank owns each sharded matrix."""

@@ -1,1 +1,1 @@
-"""Mixtures of experts: routers are balanced, and the load of each expert is measured."""
+"""Mixtures of experts: balance and load."""

@@ -1,1 +1,1 @@
-"""muP: scales that let the optimal learning rate transfer across widths (`--mup`)."""
+"""muP: learning rates that transfer across widths (`--mup`)."""

@@ -1,1 +1,1 @@
-"""Norms of weights, gradients and updates by layer, and the largest attention logits."""
+"""Norms by layer, and the largest attention logits."""

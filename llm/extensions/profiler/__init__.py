@@ -1,1 +1,1 @@
-"""Some steps of a run under PyTorch's profiler (`--profile`)."""
+"""Steps under PyTorch's profiler (`--profile`)."""

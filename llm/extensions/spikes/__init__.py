@@ -1,1 +1,1 @@
-"""Loss spikes: reported with their samples; a run can stop or go back to a checkpoint."""
+"""Loss spikes: reports, stops, and returns to a checkpoint."""

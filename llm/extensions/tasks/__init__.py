@@ -1,1 +1,1 @@
-"""Tasks of lm-eval on the model that trains, and their data for a machine without a network."""
+"""Tasks of lm-eval during training."""

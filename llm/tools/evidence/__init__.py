@@ -1,1 +1,1 @@
-"""Checks of a machine, written into one file that a user can send: `llm-trainers evidence`."""
+"""Checks of a machine: `llm-trainers evidence`."""
