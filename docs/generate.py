@@ -136,15 +136,25 @@ def architecture_page(page: str) -> str:
 def benchmarks_page(page: str) -> str:
     """Return the page with the table of what ran where, from benchmarks/results/what_ran.json."""
     rows = json.loads(WHAT_RAN.read_text(encoding="utf-8"))
+    title_by_column = {"cpu": "CPU", "made_up": "made-up GPU", "gpu": "one GPU"}
+    ran_on_several = not {row["gpus"] for row in rows} <= {"never run", "-"}
+    if ran_on_several:
+        title_by_column["gpus"] = "several GPUs"
     lines: list[str] = []
-    group = ""
-    for row in rows:
-        if row["group"] != group:
-            group = row["group"]
-            header = f"| {group} | CPU | made-up GPU | one GPU | several GPUs |"
-            lines += ["", header, "|---|---|---|---|---|"]
-        cells = [row["what"], *(row[name] for name in ("cpu", "made_up", "gpu", "gpus"))]
-        lines.append(f"| {' | '.join(cells)} |")
+    for group in dict.fromkeys(row["group"] for row in rows):
+        header = f"| {' | '.join([group, *title_by_column.values()])} |"
+        lines += ["", header, "|---" * (1 + len(title_by_column)) + "|"]
+        subjects_by_cells: dict[str, list[str]] = {}
+        for row in rows:
+            if row["group"] == group:
+                cells = " | ".join(row[column] for column in title_by_column)
+                subjects_by_cells.setdefault(cells, []).append(row["what"])
+        lines += [
+            f"| {';<br>'.join(subjects)} | {cells} |"
+            for cells, subjects in subjects_by_cells.items()
+        ]
+    if not ran_on_several:
+        lines += ["", "Nothing has run on several GPUs."]
     markers = "<!-- what ran where -->", "<!-- end of what ran where -->"
     return replace_between(page, *markers, "\n".join(lines).lstrip("\n"))
 

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.speed_bars import FOREGROUNDS, draw, read_sections
 from llm.__main__ import PROGRAMS, main
 from llm.config.command_line import parse
 from llm.prepare.options import PrepareConfig
@@ -148,6 +149,14 @@ def test_the_benchmarks_page_shows_the_newest_report_of_each_subject():
     shown = re.findall(r'--8<-- "benchmarks/results/(.*?):', read(ROOT / "docs/benchmarks.md"))
     assert len(set(shown)) >= 8
     assert set(shown) <= set(newest.values())
+
+
+def test_the_bars_of_the_benchmarks_page_are_those_of_the_newest_reports():
+    for scheme, foreground in FOREGROUNDS.items():
+        assert read(ROOT / f"docs/images/speed-{scheme}.svg") == draw(foreground)
+    ratios = dict(read_sections())
+    assert len(ratios) == 4
+    assert {"HF Trainer": 1.49, "llm-pytorch": 1.44}.items() <= list(ratios.values())[2].items()
 
 
 def test_the_dump_of_the_guide_to_wikipedia_is_made_by_its_script(tmp_path):
