@@ -33,7 +33,7 @@ help:
 	@echo "make format           format and sort imports"
 	@echo "make docs             build the documentation into site/"
 	@echo "make dist             build a wheel and an sdist into dist/, and check them"
-	@echo "make pages            write the generated parts of docs/ (options, packages, API)"
+	@echo "make pages            write the generated parts of docs/ (options, packages, diagrams)"
 	@echo "make install          only make $(VENV) with everything for development"
 
 train: $(VENV)/.core

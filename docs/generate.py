@@ -4,12 +4,13 @@ configuration.md: the trainer's options, all below the page's introduction. prog
 each program, between two comments that name it. architecture.md: every package and the first
 paragraph of its docstring, between two comments. benchmarks.md: what ran where. guides/SITE.md:
 what sites.toml says about a site. tutorials/notebook.md: the cells and outputs of the notebook
-python.ipynb.
+python.ipynb. images/: the diagrams of pictures.py.
 """
 
 import ast
 import json
 import re
+import runpy
 import tomllib
 from collections.abc import Iterator
 from functools import partial
@@ -241,7 +242,7 @@ def notebook_page(page: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Return every page with generated parts, up to date."""
+    """Return every page with generated parts and every diagram, up to date."""
     update_by_page = {
         "configuration.md": configuration_page,
         "architecture.md": architecture_page,
@@ -251,10 +252,11 @@ def pages() -> dict[Path, str]:
         "guides/slurm.md": slurm_page,
         **{f"guides/{name}.md": partial(site_page, name=name) for name in SITE_PAGES},
     }
-    return {
+    updated_pages = {
         DOCS / name: update((DOCS / name).read_text(encoding="utf-8"))
         for name, update in update_by_page.items()
     }
+    return updated_pages | runpy.run_path(str(DOCS / "pictures.py"))["diagrams"]()
 
 
 def main() -> None:

@@ -570,6 +570,14 @@ def test_a_plot_is_drawn(tmp_path, capsys):
     assert "tokens/s  fits" in capsys.readouterr().out
 
 
+def test_a_plot_has_the_colors_of_matplotlibs_settings(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    path = tmp_path / "memory.svg"
+    with matplotlib.rc_context({"text.color": "#123456"}):
+        assert main([*WORDS, "--plot", str(path)]) == 0
+    assert "stroke: #123456" in path.read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -303,6 +303,7 @@ def plot_memory(estimates: Sequence[Estimate], *, usable_bytes: int, path: str) 
     Raises:
         ConfigError: The file cannot be written.
     """
+    from matplotlib import rcParams
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -316,7 +317,7 @@ def plot_memory(estimates: Sequence[Estimate], *, usable_bytes: int, path: str) 
         if any(sizes):
             axes.barh(names, sizes, left=bar_ends, color=color, label=kind)
             bar_ends = [end + size for end, size in zip(bar_ends, sizes, strict=True)]
-    axes.axvline(usable_bytes / GIB, color="black", linestyle="--", label="device")
+    axes.axvline(usable_bytes / GIB, color=rcParams["text.color"], linestyle="--", label="device")
     axes.invert_yaxis()
     axes.set_xlabel("GiB of the fullest rank")
     axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
