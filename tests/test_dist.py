@@ -2,9 +2,12 @@
 
 import re
 import runpy
+import shutil
+import subprocess
 import tomllib
 
 import pytest
+import yaml
 
 from llm import __version__
 from tests.support.package import PACKAGE, ROOT
@@ -106,3 +109,47 @@ def test_both_container_recipes_install_the_same_on_the_same_image():
     shared = r"BASE=(\S+:\S+-runtime)|(python -c [^\\\n]*torch\.txt)|(-c /opt/\S+torch\.txt \S+)"
     assert re.findall(shared, container) == re.findall(shared, apptainer)
     assert len(re.findall(shared, container)) == 3
+
+
+def workflow_of(name):
+    """A workflow, and the steps of all its jobs."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows" / name).read_text("utf-8"))
+    return workflow, [step for job in workflow["jobs"].values() for step in job["steps"]]
+
+
+@pytest.mark.parametrize("name", ["ci.yml", "release.yml"])
+def test_workflows_pin_every_action_by_its_commit(name):
+    _, steps = workflow_of(name)
+    actions = [step["uses"] for step in steps if "uses" in step]
+    assert actions
+    assert [action for action in actions if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action)] == []
+
+
+def test_a_maintainer_starts_the_release_of_wheel_site_and_container():
+    workflow, steps = workflow_of("release.yml")
+    assert workflow[True] == "workflow_dispatch"  # YAML reads the key `on` as a boolean
+    assert workflow["permissions"] == {"contents": "read"}
+    assert workflow["jobs"].keys() == {"build", "container", "wheel", "site", "notes"}
+    assert {"run": "make dist docs"} in steps
+
+
+@pytest.mark.parametrize(("tag", "exit_code"), [(f"v{__version__}", 0), ("v0.0.9", 1)])
+def test_the_release_needs_the_tag_of_the_version_and_its_notes(tag, exit_code, tmp_path):
+    _, steps = workflow_of("release.yml")
+    [script] = [step["run"] for step in steps if "tag" in step.get("name", "")]
+    (tmp_path / "llm").mkdir()
+    shutil.copy(PACKAGE / "__init__.py", tmp_path / "llm")
+    changelog = (
+        f"# Changes\n\n## Unreleased\n\n- Next.\n\n## {__version__}\n\n- This.\n\n## 0.0.9\n"
+    )
+    (tmp_path / "CHANGELOG.md").write_text(changelog)
+
+    done = subprocess.run(
+        ["bash", "-e", "-c", script],
+        cwd=tmp_path,
+        env={"GITHUB_REF_NAME": tag, "PATH": "/bin:/usr/bin"},
+    )
+
+    assert done.returncode == exit_code
+    if exit_code == 0:
+        assert (tmp_path / "notes/notes.md").read_text() == "\n- This.\n\n"
