@@ -75,7 +75,7 @@ class ParallelOptions:
     )
     expert_parallel_size: int = option(
         1,
-        "Number of ranks that share the experts of every layer, to which tokens are sent. It "
+        "Number of ranks that share the experts of every layer; tokens are sent to experts. It "
         "divides data_parallel_shard_size, unless that is 1.",
         at_least=1,
     )

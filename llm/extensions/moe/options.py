@@ -38,8 +38,8 @@ class MoEOptions(CoreConfig):
     )
     router_aux_loss_scope: Literal["global", "sequence"] = option(
         "global",
-        "Tokens that the auxiliary loss balances: global, those of a global batch, or sequence, "
-        "those of each sample.",
+        "Tokens that the auxiliary loss balances: a global batch (global), or each sample "
+        "(sequence).",
         requires=("router_balancing=loss", "router_balancing=both"),
     )
     router_bias_update_rate: float = option(
