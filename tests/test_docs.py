@@ -196,8 +196,8 @@ def test_every_program_of_the_command_that_a_page_names_exists(page):
 
 def test_the_page_of_the_command_lines_has_the_exit_codes_of_the_trainer():
     page = read(ROOT / "docs/programs.md")
-    rows = re.findall(r"^\| (\d+) \|.*\(the trainer", page, re.MULTILINE)
-    assert rows == [str(EXIT_PREEMPTED), str(EXIT_PEER_LOST), "130"]
+    codes = re.findall(r"^- (\d+): .*\(the trainer", page, re.MULTILINE)
+    assert codes == [str(EXIT_PREEMPTED), str(EXIT_PEER_LOST), "130"]
 
 
 @pytest.mark.parametrize("script", JOB_SCRIPTS, ids=name_of_page)

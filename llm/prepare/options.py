@@ -25,7 +25,7 @@ class PrepareConfig:
         aliases=("json_key", "json_keys"),
     )
     text_unit: Literal["line", "paragraph", "file"] = option(
-        "file", "Unit of a txt file that is one document; blank lines separate paragraphs."
+        "file", "Unit of a txt file that is one document."
     )
     dataset_name: str | None = option(
         None,
@@ -38,7 +38,7 @@ class PrepareConfig:
     dataset_split: str = option("train", "Split of the data set.")
     streaming: bool = option(
         False,
-        "Read the data set over the network without keeping a copy.",
+        "Read the data set over the network, without a copy.",
         requires=("dataset_name",),
     )
     trust_remote_code: bool = option(
@@ -85,14 +85,14 @@ class PrepareConfig:
     )
     allow_special_tokens: bool = option(
         False,
-        "Encode the name of a special token in a text, such as <|endoftext|>, as this token.",
+        "Encode the name of a special token in a text as this token.",
         group=TOKENIZER,
     )
 
     output_prefix: str | None = option(
         None,
-        "Path of the output: PREFIX_text_document.bin and .idx (text is the JSON key), or the "
-        "folder PREFIX in nanoGPT's format.",
+        "Path of the output: PREFIX_text_document.bin and .idx, or the folder PREFIX in nanoGPT's "
+        "format.",
         group=OUTPUT,
         path=True,
     )
@@ -141,8 +141,8 @@ class PrepareConfig:
     )
     rank: int | None = option(
         None,
-        "Number of this process, counted from 0, among several with the same command; by default "
-        "from srun, mpiexec, torchrun or a job array.",
+        "Number of this process, from 0, among several with the same command; by default from "
+        "srun, mpiexec, torchrun or a job array.",
         group=RUNNING,
         at_least=0,
         requires=("world_size",),

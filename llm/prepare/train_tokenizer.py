@@ -74,8 +74,7 @@ class TrainTokenizerOptions:
     )
     max_sentences: int | None = option(
         None,
-        "Train on this many documents (lines for sentencepiece), drawn from the input, to bound "
-        "the memory.",
+        "Train on this many documents (lines for sentencepiece), drawn from the input.",
         group=_INPUT_GROUP,
         aliases=("input_sentence_size",),
         at_least=1,
@@ -95,8 +94,8 @@ class TrainTokenizerOptions:
     normalization: Literal["identity", "nfc", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"] = (
         option(
             "identity",
-            "Normalization of every text. huggingface has identity, nfc and nfkc; sentencepiece "
-            "has all but nfc, by default nmt_nfkc, and joins spaces except with identity.",
+            "Normalization of every text. huggingface has the first three; sentencepiece has all "
+            "but nfc, by default nmt_nfkc, and joins spaces except with identity.",
         )
     )
     byte_fallback: bool = option(False, "Write unknown letters as bytes (sentencepiece).")
@@ -120,8 +119,7 @@ class TrainTokenizerOptions:
     overwrite: bool = option(False, "Replace an existing tokenizer.", group=_OUTPUT_GROUP)
     num_workers: int = option(
         _DEFAULT_THREADS,
-        "Threads of the library, at most the cores of a machine with more than 16. The last "
-        "digits of a unigram model depend on their number.",
+        "Threads of the library. The last digits of a unigram model depend on their number.",
         group=_OUTPUT_GROUP,
         aliases=("workers", "num_threads"),
         at_least=1,

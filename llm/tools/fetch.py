@@ -62,7 +62,7 @@ class CoreFetchOptions:
         (), "Metrics of the evaluate library.", aliases=("metrics",)
     )
     trust_remote_code: bool = option(
-        False, "Run the Python code that comes with a model or a data set."
+        False, "Run Python code that comes with a model or a data set."
     )
 
 

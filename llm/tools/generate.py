@@ -47,8 +47,8 @@ class GenerateOptions:
 
     run: str = option(
         "",
-        "A run's folder (its exported model, or else its newest checkpoint), a checkpoint's "
-        "folder, or any that from_pretrained can load.",
+        "Folder of a run (its exported model, or else its newest checkpoint), of a checkpoint, or "
+        "of any Hugging Face model.",
         group="Model",
         path=True,
     )
@@ -63,7 +63,7 @@ class GenerateOptions:
     )
     prompt: str = option(
         "",
-        "Beginning of the text; - reads it from standard input, without its last line break.",
+        "Beginning of the text; - reads it from standard input.",
         group="Text",
     )
     max_new_tokens: int = option(
@@ -75,8 +75,8 @@ class GenerateOptions:
     num_samples: int = option(1, "Number of texts to write.", group="Text", at_least=1)
     temperature: float | None = option(
         None,
-        "Sampling temperature; 0 always takes the likeliest token. By default from the model's "
-        "generation_config.json, else 1.",
+        "0 always takes the likeliest token. By default from the model's generation_config.json, "
+        "else 1.",
         at_least=0,
         at_most=_MAX_TEMPERATURE,
     )

@@ -38,8 +38,8 @@ class InspectOptions:
 
     path: str = option(
         "",
-        "Token files: PREFIX of PREFIX.bin and PREFIX.idx or of numbered parts, or a flat nanoGPT "
-        "file with its .bin; with step, the folder of a run.",
+        "Token files: PREFIX of a pair or of numbered parts, or a flat nanoGPT file with its "
+        ".bin; with step, the folder of a run.",
         group="Token files",
         path=True,
     )
@@ -56,7 +56,7 @@ class InspectOptions:
     )
     rank: int | None = option(
         None,
-        "Show only the samples of this data-parallel rank, counted from 0.",
+        "Show only the samples of this data-parallel rank.",
         group="A run's step",
         requires=("step",),
         at_least=0,
@@ -72,12 +72,11 @@ class InspectOptions:
     tokens: int = option(60, "Number of tokens to show per document.", at_least=0)
     tokenizer_name: str | None = option(
         None,
-        "Tokenizer to show them as text: a Hub name, a folder, or a tokenizer.json file; by "
-        "default the one that made the files.",
+        "Tokenizer to show them as text; by default the one that made the files.",
         path=True,
     )
     trust_remote_code: bool = option(
-        False, "Run the Python code that comes with the tokenizer, or with the model of a run."
+        False, "Run Python code that comes with the tokenizer or the model."
     )
     vocab_file: str | None = option(
         None, "GPT-2's vocab.json, instead of a name; goes with --merges_file.", path=True

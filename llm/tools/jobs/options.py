@@ -22,7 +22,7 @@ class SchedulerOptions:
     account: str = option("__ALLOCATION__", "Account, project or allocation.")
     queue: str | None = option(
         None,
-        "Queue, partition or QOS; by default the site's first one that accepts a job of this size.",
+        "By default the site's first one that accepts a job of this size.",
         aliases=("partition", "qos"),
     )
     venv: str | None = option(
@@ -63,12 +63,12 @@ class JobOptions(SchedulerOptions):
     )
     launcher: Literal["torchrun", "task_per_gpu"] | None = option(
         None,
-        "How ranks start: one torchrun per node, or one task of srun or mpiexec per GPU; by "
-        "default as the site advises, or torchrun.",
+        "How ranks start: by one torchrun per node, or as tasks of srun or mpiexec; by default as "
+        "the site advises, or torchrun.",
     )
     skip_plan: bool = option(
         False,
-        "Write the script without a plan, even of a run that does not fit the site's device.",
+        "Write the script of a run that does not fit the site's device, too.",
     )
     spare_nodes: int = option(
         0,

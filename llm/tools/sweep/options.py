@@ -43,12 +43,12 @@ class SweepOptions:
     )
     ladder: tuple[str, ...] = option(
         (),
-        "Numbers of parameters, such as 60M 124M 355M: a member for each size of the base's model. "
-        "Lengths, batches and rates follow from the size, by the rule of --preset compute_optimal.",
+        "Numbers of parameters, such as 60M 124M 355M: a member for each size, with length, batch "
+        "and rates of --preset compute_optimal.",
     )
     tokens_per_parameter: tuple[float, ...] = option(
         (20.0,),
-        "Lengths of a ladder. Several lengths of a size are branches with cooldowns of one run.",
+        "Lengths of a ladder; several are branches with cooldowns of one run.",
         requires=("ladder",),
         above=0,
     )
