@@ -2,8 +2,9 @@
 
 configuration.md: the trainer's options, all below the page's introduction. programs.md: a list for
 each program, between two comments that name it. architecture.md: every package and the first
-paragraph of its docstring, between two comments. benchmarks.md: what ran where. guides/SITE.md:
-what sites.toml says about a site. tutorials/notebook.md: the cells and outputs of the notebook
+paragraph of its docstring, between two comments. benchmarks.md: what ran where.
+guides/migration.md: the trainer's answers to names of Hugging Face's. guides/SITE.md: what
+sites.toml says about a site. tutorials/notebook.md: the cells and outputs of the notebook
 python.ipynb. images/: the diagrams of pictures.py.
 """
 
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from llm.config.options import Field, fields, format_default
+from llm.config.other_trainers import HUGGING_FACE, HUGGING_FACE_REMARKS
 from llm.prepare.options import PrepareConfig
 from llm.prepare.train_tokenizer import TrainTokenizerOptions
 from llm.tools.checkpoints import CheckpointsOptions
@@ -160,6 +162,38 @@ def benchmarks_page(page: str) -> str:
     return replace_between(page, *markers, "\n".join(lines).lstrip("\n"))
 
 
+def migration_page(page: str) -> str:
+    """Return the page with what the trainer answers to the names of Hugging Face's Trainer.
+
+    Names with the same option or remark share a row.
+    """
+    names_by_option: dict[str, list[str]] = {}
+    values_by_option: dict[str, list[str]] = {}
+    for name, equivalent in HUGGING_FACE.items():
+        option, _, value = equivalent.partition(" ")
+        names_by_option.setdefault(option, []).append(name)
+        values = values_by_option.setdefault(option, [])
+        if value and value not in values:
+            values.append(value)
+    answers = {}
+    for option, names in names_by_option.items():
+        first_value, *further_values = values_by_option[option] or [""]
+        cell = [f"--{option} {first_value}".rstrip(), *further_values]
+        answers[", ".join(f"`{value}`" for value in cell)] = names
+    for name, remark in HUGGING_FACE_REMARKS.items():
+        answer = re.sub(r"^is (not an option: )?", "", remark)
+        answer = re.sub(
+            r"llm-trainers \w+|--\w+|[A-Z]+_[A-Z_]+=?|hf auth login", r"`\g<0>`", answer
+        )
+        answer = answer.replace("Extend it, in the documentation", "[Extend it](../extend.md)")
+        answers.setdefault(answer, []).append(name)
+    lines = ["| There | Here |", "|---|---|"]
+    for answer, names in answers.items():
+        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {answer} |")
+    markers = "<!-- Hugging Face -->", "<!-- end of Hugging Face -->"
+    return replace_between(page, *markers, "\n".join(lines))
+
+
 def format_site_value(value: Any) -> str:
     """Return a value of sites.toml for a cell of a table."""
     if isinstance(value, dict):
@@ -248,6 +282,7 @@ def pages() -> dict[Path, str]:
         "architecture.md": architecture_page,
         "benchmarks.md": benchmarks_page,
         "programs.md": programs_page,
+        "guides/migration.md": migration_page,
         "tutorials/notebook.md": notebook_page,
         "guides/slurm.md": slurm_page,
         **{f"guides/{name}.md": partial(site_page, name=name) for name in SITE_PAGES},

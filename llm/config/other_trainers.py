@@ -10,39 +10,53 @@ from collections.abc import Collection
 
 # Capital letters mark values that you choose.
 
-HUGGING_FACE = {  # TrainingArguments, run_clm.py and Accelerate's examples
+HUGGING_FACE = {  # Trainer, run_clm.py and TRL; docs/guides/migration.md shows them in this order
+    "max_steps": "max_train_steps",
+    "warmup_steps": "num_warmup_steps",
+    "optim": "optimizer",
+    "optim_args": "optimizer_kwargs",
     "adam_beta1": "betas BETA1 BETA2",
     "adam_beta2": "betas BETA1 BETA2",
     "adam_epsilon": "eps",
-    "attn_implementation": "attention_implementation",
-    "batch_size": "per_device_train_batch_size",
     "bf16": "mixed_precision bf16",
+    "fp16": "mixed_precision fp16",
+    "torch_dtype": "mixed_precision",
+    "gradient_checkpointing": "activation_checkpointing full",
+    "gradient_checkpointing_kwargs": "activation_checkpointing full",
+    "fsdp": "data_parallel_shard_size N",
+    "fsdp_config": "data_parallel_shard_size N",
+    "attn_implementation": "attention_implementation",
+    "auto_find_batch_size": "per_device_train_batch_size auto",
+    "max_length": "block_size",
+    "max_seq_length": "block_size",
+    "eval_strategy": "eval_steps N",
+    "save_steps": "checkpointing_steps",
+    "save_strategy": "checkpointing_steps N",
+    "save_total_limit": "keep_checkpoints",
+    "logging_strategy": "logging_steps N",
+    "project": "project_name",
+    "ddp_timeout": "timeout",
+    "full_determinism": "deterministic",
+}
+
+SHORT_NAMES = {  # of Accelerate's examples and many scripts
+    "batch_size": "per_device_train_batch_size",
     "context_length": "block_size",
     "dataset": "dataset_name",
     "dataset_config": "dataset_config_name",
-    "ddp_timeout": "timeout",
     "epochs": "num_train_epochs",
     "eval_batch_size": "per_device_eval_batch_size",
     "eval_file": "validation_file",
-    "eval_strategy": "eval_steps N",
     "evaluation_strategy": "eval_steps N",
     "flash_attention": "attention_implementation flash_attention_2",
-    "fp16": "mixed_precision fp16",
     "fp8": "mixed_precision fp8",
-    "fsdp": "data_parallel_shard_size N",
-    "full_determinism": "deterministic",
     "gradient_accumulation": "gradient_accumulation_steps",
-    "gradient_checkpointing": "activation_checkpointing full",
     "gradient_clipping": "max_grad_norm",
     "learning_rate_scheduler": "lr_scheduler_type",
     "log_every": "logging_steps",
-    "logging_strategy": "logging_steps N",
     "lr": "learning_rate",
     "lr_scheduler": "lr_scheduler_type",
-    "max_length": "block_size",
     "max_seq_len": "block_size",
-    "max_seq_length": "block_size",
-    "max_steps": "max_train_steps",
     "min_lr": "min_learning_rate",
     "model": "model_name_or_path",
     "model_max_length": "block_size",
@@ -51,23 +65,17 @@ HUGGING_FACE = {  # TrainingArguments, run_clm.py and Accelerate's examples
     "num_proc": "preprocessing_num_workers",
     "num_steps": "max_train_steps",
     "num_train_steps": "max_train_steps",
-    "optim": "optimizer",
     "output": "output_dir",
     "per_gpu_eval_batch_size": "per_device_eval_batch_size",
     "per_gpu_train_batch_size": "per_device_train_batch_size",
     "precision": "mixed_precision",
     "resume": "resume_from_checkpoint",
-    "save_steps": "checkpointing_steps",
-    "save_strategy": "checkpointing_steps N",
-    "save_total_limit": "keep_checkpoints",
     "tokenizer": "tokenizer_name",
-    "torch_dtype": "mixed_precision",
     "train_batch_size": "per_device_train_batch_size",
     "use_flash_attention_2": "attention_implementation flash_attention_2",
     "use_flash_attn": "attention_implementation flash_attention_2",
     "validation_split": "validation_split_percentage",
     "wandb_project": "project_name",
-    "warmup_steps": "num_warmup_steps",
 }
 
 MEGATRON = {  # Megatron-LM, and the scripts that start it
@@ -179,37 +187,64 @@ _HIDE_GPUS = "is not an option: CUDA_VISIBLE_DEVICES= before the command hides t
 _WARMUP = "is not an option: give steps or tokens to --warmup"
 _WORKERS = "is not needed: batches are read from memory-mapped token files"
 _TENSORBOARD = "is not needed: TensorBoard's files are in the folder of --output_dir"
+_COMPILED = "is not an option: --torch_compile takes no backend and no mode"
+_DDP = "is not needed: the trainer chooses the settings of DDP"
+_TRAINS_AND_EVALUATES = "is not needed: a run trains and evaluates; --eval_only only evaluates"
+_PACKED = "is not needed: documents are packed into windows of --block_size tokens"
+_TOP_K = "is not an option: --save_top_k takes the lowest validation loss"
 
 # End of the sentence about each name without a counterpart. A program uses it only if it has all
 # options in it.
-REMARKS = {
+HUGGING_FACE_REMARKS = {  # in the order of docs/guides/migration.md, too
+    "warmup_ratio": _WARMUP,
+    "deepspeed": "is not needed: --data_parallel_shard_size divides weights, gradients and "
+    "optimizer over ranks",
+    "torch_compile_backend": _COMPILED,
+    "torch_compile_mode": _COMPILED,
+    "use_liger_kernel": "is not needed: --torch_compile fuses the layers, and the loss on a GPU",
+    "callbacks": "is not an option: a package of your own adds code to the training loop "
+    "(Extend it, in the documentation)",
+    "compute_metrics": "is not an option: --eval_metrics takes metrics of the evaluate library, "
+    "and --eval_tasks lm-eval's tasks",
+    "load_best_model_at_end": "is not an option: --save_top_k keeps the best checkpoints, and "
+    "llm-trainers checkpoints exports them",
+    "metric_for_best_model": _TOP_K,
+    "greater_is_better": _TOP_K,
+    "early_stopping_patience": "is not an option: a run ends after its steps; --save_top_k keeps "
+    "the best checkpoints",
+    "do_train": _TRAINS_AND_EVALUATES,
+    "do_eval": _TRAINS_AND_EVALUATES,
+    "max_eval_samples": "is not an option: --max_eval_steps limits the batches of an evaluation",
+    "ignore_data_skip": "is not needed: a resumed run starts at its next sample",
+    "data_seed": "is not needed: --seed fixes the order of --train_file and other data too",
+    "streaming": "is an option of llm-trainers prepare",
+    "packing": _PACKED,
+    "group_by_length": _PACKED,
+    "dataloader_num_workers": _WORKERS,
+    "dataloader_pin_memory": _WORKERS,
+    "ddp_find_unused_parameters": _DDP,
+    "ddp_bucket_cap_mb": _DDP,
+    "run_name": "is not an option: a run has the name of its --output_dir",
+    "logging_dir": _TENSORBOARD,
+    "hub_token": "is not an option: log in with hf auth login, or set HF_TOKEN",
+    "cache_dir": "is not an option: the variable HF_HOME names the folder of downloads",
+    "no_cuda": _HIDE_GPUS,
+    "use_cpu": _HIDE_GPUS,
+}
+
+REMARKS = HUGGING_FACE_REMARKS | {
     "coordinate_check": "is a program of a clone, which checks --mup: python -m "
     "benchmarks.coordinate_check",
     "cpu": _HIDE_GPUS,
-    "data_seed": "is not needed: --seed fixes the order of --train_file and other data too",
-    "dataloader_num_workers": _WORKERS,
-    "deepspeed": "is not needed: --data_parallel_shard_size divides weights, gradients and "
-    "optimizer over ranks",
     "device": "is not needed: each process takes the GPU of its rank, or the CPU",
-    "do_eval": "is not needed: validation data are always evaluated; --eval_only does only that",
-    "do_train": "is not needed: the trainer trains, unless --eval_only is given",
     "exit_signal_handler": "is not needed: signals save a checkpoint, as --exit_after does",
-    "load_best_model_at_end": "is not an option: --save_top_k keeps the best checkpoints, and "
-    "llm-trainers checkpoints exports them",
     "local_rank": "is not needed: the launcher tells each process its rank",
-    "logging_dir": _TENSORBOARD,
     "lr_decay_iters": "is not an option: the decay ends with the run, or --num_constant_steps "
     "before its end",
     "lr_warmup_fraction": _WARMUP,
-    "max_eval_samples": "is not an option: --max_eval_steps limits the batches of an evaluation",
-    "metric_for_best_model": "is not an option: --save_top_k takes the lowest validation loss",
-    "no_cuda": _HIDE_GPUS,
     "num_workers": _WORKERS,
-    "run_name": "is not an option: a run has the name of its --output_dir",
     "tensorboard_dir": _TENSORBOARD,
-    "use_cpu": _HIDE_GPUS,
     "version": "is an option of llm-trainers alone: llm-trainers --version",
-    "warmup_ratio": _WARMUP,
 }
 
 
@@ -225,7 +260,7 @@ def find_counterpart(name: str, options: Collection[str], *, dashes: str) -> str
         Such as "is --max_train_steps here".
     """
     name = name.rpartition(".")[2].lower().replace("-", "_")
-    for table in (HUGGING_FACE, MEGATRON, NEMO, NANOGPT, PROGRAMS):
+    for table in (HUGGING_FACE, SHORT_NAMES, MEGATRON, NEMO, NANOGPT, PROGRAMS):
         equivalent = table.get(name)
         if equivalent is not None and equivalent.partition(" ")[0] in options:
             return f"is {dashes}{equivalent} here"

@@ -1,6 +1,7 @@
 """Names of other trainers are answered with the option that does the same here."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,10 @@ from llm.tools.jobs.options import JobOptions
 from llm.tools.plan.options import PlanOptions
 from llm.tools.report.report import ReportOptions
 from llm.trainers.gpt.extensions import GPTConfig
+from tests.support.package import ROOT
 
 TRAINER = {name for field in fields(GPTConfig) for name in (*field.names, *field.opposites)}
-TABLES = ("HUGGING_FACE", "MEGATRON", "NEMO", "NANOGPT")
+TABLES = ("HUGGING_FACE", "SHORT_NAMES", "MEGATRON", "NEMO", "NANOGPT")
 PROGRAMS = (
     FetchOptions,
     GenerateOptions,
@@ -71,8 +73,38 @@ def test_what_has_no_counterpart_is_answered_with_the_reason():
     assert refusal("--warmup_ratio", "0.1") == (
         "--warmup_ratio is not an option: give steps or tokens to --warmup. See --help."
     )
+    assert refusal("--deepspeed", "ds.json", "--load_best_model_at_end") == (
+        "--deepspeed is not needed: --data_parallel_shard_size divides weights, gradients and "
+        "optimizer over ranks. --load_best_model_at_end is not an option: --save_top_k keeps the "
+        "best checkpoints, and llm-trainers checkpoints exports them. See --help."
+    )
+    assert "a package of your own adds code to the training loop" in refusal("--callbacks", "mine")
     assert "CUDA_VISIBLE_DEVICES= before the command hides" in refusal("--no_cuda")
     assert "llm-trainers --version" in refusal("--version")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gradient_checkpointing", "fsdp", "deepspeed", "warmup_ratio", "eval_strategy", "optim"),
+        *("torch_compile", "callbacks", "load_best_model_at_end", "resume_from_checkpoint"),
+        *("compute_metrics", "report_to", "save_total_limit", "push_to_hub", "seed", "bf16"),
+        *("max_steps", "warmup_steps", "adam_beta2", "save_steps", "early_stopping_patience"),
+        *("streaming", "packing", "accelerate config"),
+    ],
+)
+def test_the_page_has_the_name_of_hugging_faces_trainer(name):
+    page = (ROOT / "docs/guides/migration.md").read_text(encoding="utf-8")
+    section = page.split("\n## Hugging Face")[1].split("\n## ")[0]
+    assert f"`{name}`" in section
+
+
+def test_names_that_the_page_calls_the_same_are_options():
+    page = (ROOT / "docs/guides/migration.md").read_text(encoding="utf-8")
+    [sentence] = re.findall(r"^These names are the same: (.*?)\.\n", page, re.DOTALL | re.MULTILINE)
+    names = re.findall(r"`(\w+)`", sentence)
+    assert len(names) > 20
+    assert set(names) <= TRAINER
 
 
 def test_a_file_with_a_name_of_another_trainer_is_answered_alike(tmp_path: Path):

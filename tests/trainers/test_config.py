@@ -47,6 +47,16 @@ def test_the_guides_command_is_read_as_it_stands():
     assert config.mixed_precision == "fp16"
 
 
+@pytest.mark.parametrize("plugin", ["FSDP", "DEEPSPEED"])
+def test_a_plugin_in_the_configuration_of_accelerate_is_refused(plugin, monkeypatch):
+    monkeypatch.setenv(f"ACCELERATE_USE_{plugin}", "true")
+    with pytest.raises(ConfigError, match=rf"turns {plugin} on \(ACCELERATE_USE_{plugin}\): turn"):
+        parse_args(GUIDE.split())
+    monkeypatch.setenv(f"ACCELERATE_USE_{plugin}", "false")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert parse_args(ENOUGH).mixed_precision == "bf16"
+
+
 ANCESTOR_DEFAULTS = {
     "dataset_name": None,
     "dataset_config_name": None,

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm.config.command_line import parse, split_config_file
 from llm.config.terminal import accept_any_text, flush_output
-from llm.errors import LLMError, ParallelError, PeerLostError, explain_system_error
+from llm.errors import ConfigError, LLMError, ParallelError, PeerLostError, explain_system_error
 from llm.runtime.agreement import is_shared, leave_together
 from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.logging import quiet_libraries, set_up_logging
@@ -113,6 +113,7 @@ def parse_args(argv: Sequence[str]) -> "GPTConfig":
         inherit=lambda values: preset_options(values) | inherited_options(values),
     )
     config = with_tokenizer_of_data(config)
+    _check_launcher_plugins()
     if config.mixed_precision in (None, "no"):
         # `accelerate launch --mixed_precision bf16` and `accelerate config` set this variable.
         precision: Any = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -120,6 +121,17 @@ def parse_args(argv: Sequence[str]) -> "GPTConfig":
             config = dataclasses.replace(config, mixed_precision=precision)
     check(config)
     return config
+
+
+def _check_launcher_plugins() -> None:
+    """Refuse the plugins of `accelerate config`, since nobody has tried them."""
+    for plugin in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        variable = f"ACCELERATE_USE_{plugin}"
+        if os.environ.get(variable, "").lower() in ("1", "true", "yes", "on"):
+            raise ConfigError(
+                f"Accelerate's configuration turns {plugin} on ({variable}): turn it off there, "
+                "and divide the model by --data_parallel_shard_size or --tensor_parallel_size."
+            )
 
 
 def _log_refusal(error: Exception, sentence: str, world: World) -> None:
