@@ -3,7 +3,7 @@
 # worker for each core, and llm-trainers prepare as their client.
 #
 #     sbatch --account ACCOUNT --partition PARTITION --nodes 10 examples/slurm/prepare_dask.sh \
-#         --input 'text/*.jsonl' --tokenizer_name gpt2 --append_eod --output_prefix data/web
+#         --input 'text/*.jsonl' --tokenizer_name gpt2 --output_prefix data/web
 #
 # It needs pip install 'llm-trainers[dask]'. A job that ends early keeps all shards that are done:
 # submit it again, and it does what is missing. To use a cluster that runs already, leave out all but

@@ -2,7 +2,7 @@
 # Prepares token files on one node of a Slurm cluster, on all of its cores:
 #
 #     sbatch --account ACCOUNT --partition PARTITION examples/slurm/prepare_data.sh \
-#         --input 'text/*.jsonl.zst' --tokenizer_name gpt2 --append_eod --output_prefix data/wiki
+#         --input 'text/*.jsonl.zst' --tokenizer_name gpt2 --output_prefix data/wiki
 #
 # A job that reaches its time limit loses only the parts that it was working on, each a compressed
 # file or 64 MiB of a plain one. Submit the same script again, and it resumes from there.
@@ -25,7 +25,6 @@ OPTIONS=(
     --input __INPUT__
     --tokenizer_name __TOKENIZER__
     --output_prefix __OUTPUT_PREFIX__
-    --append_eod
     --log_seconds 60
 )
 
