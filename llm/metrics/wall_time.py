@@ -31,6 +31,7 @@ class WallTime:
 
     Attributes:
         tokens: Tokens consumed by all ranks, including the tokens of a branch's parent.
+        start_joules: Joules that the devices have used in this start; None if unknown.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,8 @@ class WallTime:
         # Seconds and tokens of the parent of a branch; None until training begins.
         self._inherited: tuple[float, int] | None = None
         self._repeated_seconds = 0.0
+        self._earlier_joules: float | None = 0.0
+        self.start_joules: float | None = None
         self.tokens = 0
 
     def open(self, path: Path, *, num_devices: int) -> None:
@@ -70,6 +73,7 @@ class WallTime:
         self._starts = record["starts"] + 1
         self._earlier_device_seconds = record["device_seconds"]
         self._inherited = record["inherited_seconds"], record["inherited_tokens"]
+        self._earlier_joules = record.get("energy_joules")
 
     def switch(self, part: Part) -> Part:
         """Count time as spent on a part from now on, and return the part until now."""
@@ -112,6 +116,11 @@ class WallTime:
         losses = [("repeated", self._repeated_seconds), *self._seconds.items()]
         device_hours = self._device_seconds() / 3600
         _, inherited_tokens = self._inherited or (0.0, 0)
+        num_tokens = self.tokens - inherited_tokens
+        joules = self._energy_joules()
+        energy = (
+            {"energy_joules": joules, "tokens_per_joule": num_tokens / joules} if joules else {}
+        )
         return {
             "goodput": training_seconds / wall_seconds,
             "starts": self._starts,
@@ -119,13 +128,20 @@ class WallTime:
             "training_seconds": training_seconds,
             **{f"lost_{part}_seconds": seconds for part, seconds in losses if part != "training"},
             "device_hours": device_hours,
-            "tokens_per_device_hour": (self.tokens - inherited_tokens) / device_hours,
+            "tokens_per_device_hour": num_tokens / device_hours,
+            **energy,
         }
 
     def _device_seconds(self) -> float:
         """Return the seconds of all devices over all starts, without the time between them."""
         start_seconds = time.monotonic() - self._start_time
         return self._earlier_device_seconds + start_seconds * self._num_devices
+
+    def _energy_joules(self) -> float | None:
+        """Return the joules of all starts, or None if a start does not know its part."""
+        if self._earlier_joules is None or self.start_joules is None:
+            return None
+        return self._earlier_joules + self.start_joules
 
     def write(self, *, is_finished: bool = False) -> None:
         """Write the account; on a full disk, the last one stays.
@@ -145,6 +161,7 @@ class WallTime:
             "device_seconds": self._device_seconds(),
             "inherited_seconds": inherited_seconds,
             "inherited_tokens": inherited_tokens,
+            "energy_joules": self._energy_joules(),
             "seconds": self._seconds,
             "results": results,
         }
@@ -179,6 +196,11 @@ def goodput_rows(results: Mapping[str, float]) -> dict[str, object]:
         "goodput": describe_goodput(results),
         "device hours": results["device_hours"],
         "tokens per device hour": results["tokens_per_device_hour"],
+        **{
+            name.replace("_", " "): results[name]
+            for name in ("energy_joules", "tokens_per_joule")
+            if name in results
+        },
     }
 
 
@@ -189,6 +211,7 @@ def _read_record(path: Path) -> dict[str, Any] | None:
         numbers = [*(record[name] for name in _FIELDS), *record["seconds"].values()]
         is_valid = record["seconds"].keys() <= {*get_args(Part)}
         is_valid = is_valid and isinstance(record["is_finished"], bool)
+        numbers.append(record.get("energy_joules") or 0.0)
         is_valid = is_valid and all(math.isfinite(number) for number in numbers)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None

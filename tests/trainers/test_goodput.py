@@ -1,5 +1,6 @@
 """Where the wall time of a run went, over a start that is killed and the one that resumes it."""
 
+import itertools
 import json
 import re
 import time
@@ -8,6 +9,7 @@ import pytest
 
 from llm.metrics.wall_time import describe_goodput
 from tests.support.faults import Fault
+from tests.support.ranks import run_ranks, values
 from tests.support.training import Bench, Run
 
 TRAIN_STEP = "llm.trainers.gpt.loop:Trainer.train_step"
@@ -77,7 +79,7 @@ def test_the_card_and_the_report_say_the_same(resumed):
 
     [read], _ = read_runs([run.folder])
     rows = dict(summary_rows([read]))
-    assert re.match(r"[\d.]+% of [\d.]+ s \(", rows["Goodput"][0])
+    assert re.match(r'[\d.]+% <span class="details">of [\d.]+ s \(', rows["Goodput"][0])
     assert float(rows["Device hours"][0]) > 0
 
 
@@ -93,3 +95,30 @@ def test_a_run_without_an_account_is_counted_from_its_resume(tmp_path):
     check_sum(results)
     assert results["starts"] == 1
     assert results["training_seconds"] < results["seconds"]
+
+
+def train_with_joules(argv: list[str]) -> int:
+    """Train on a device that uses 10 joules from one reading of its counter to the next."""
+    from llm.metrics.energy import EnergyCounter
+    from llm.trainers.gpt import main
+
+    readings = itertools.count(step=10.0)
+    EnergyCounter.total_joules = lambda self: next(readings)
+    return main.main(argv)
+
+
+def test_results_card_and_report_show_the_energy(tmp_path):
+    from llm.tools.report.page import summary_rows
+    from llm.tools.report.runs import read_runs
+
+    argv = Bench(tmp_path, lines=60).command("run", max_train_steps=4, logging_steps=2)
+    assert values(run_ranks(train_with_joules, 1, argv)) == [0]
+
+    folder = tmp_path / "run"
+    results = json.loads((folder / "all_results.json").read_text())
+    # Read at the start, after two intervals and the last save, and with the exported weights.
+    assert results["energy_joules"] == 40.0
+    assert results["tokens_per_joule"] == results["tokens"] / 40
+    assert "| energy joules | 40 |" in (folder / "README.md").read_text()
+    [run], _ = read_runs([folder])
+    assert dict(summary_rows([run]))["Energy, joules"] == ["40"]

@@ -107,6 +107,14 @@ def summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
             "Device hours",
             lambda run: _format_or_none(run.goodput.get("device_hours"), "{:.3g}".format),
         ),
+        (
+            "Energy, joules",
+            lambda run: _format_or_none(run.goodput.get("energy_joules"), "{:,.4g}".format),
+        ),
+        (
+            "Tokens/joule",
+            lambda run: _format_or_none(run.goodput.get("tokens_per_joule"), "{:.3g}".format),
+        ),
         ("Training loss, last", lambda run: _format_or_none(run.last("loss"), "{:.4f}".format)),
         (
             "Validation loss, last",

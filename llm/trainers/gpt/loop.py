@@ -11,6 +11,7 @@ from llm.checkpoint.save import Saver
 from llm.config.duration import Duration
 from llm.data.loader import StepBatch, TrainLoader
 from llm.errors import DivergedError
+from llm.metrics.energy import EnergyCounter
 from llm.metrics.meter import Meter
 from llm.metrics.rank_times import RankTimes
 from llm.metrics.tracker import Tracker
@@ -86,6 +87,7 @@ class Trainer:
         self.state = TrainState()
         self.meter = Meter(strategy.device, strategy.sum_names, rank=strategy.rank)
         self.rank_times = rank_times
+        self.energy = EnergyCounter(strategy.device, world_size=strategy.world_size)
         self.metadata = checkpoint_metadata(run)
         self.saver = Saver(
             run.config,
@@ -132,6 +134,7 @@ class Trainer:
         """Train to the last step or a request to stop, then save everything."""
         state = self.state
         self.tracker.start(step=state.step, tokens=state.tokens, seconds=state.seconds)
+        self.count_energy()
         self.last_eval_step, self.last_eval_seconds = state.step, state.seconds
         if state.step:
             self.evaluate_on_resume()
@@ -158,6 +161,7 @@ class Trainer:
             self.saver.finish(is_final=True)
         if self.rank_times is not None:
             self.compare_saves(self.rank_times)
+        self.count_energy()
         is_finished = state.step == self.batch_plan.total_steps and not self.is_stopped
         return "finished" if is_finished else "preempted"
 
@@ -321,6 +325,7 @@ class Trainer:
         state = self.state
         self.report_steps()
         rank_times = {} if self.rank_times is None else self.compare_ranks(self.rank_times)
+        self.count_energy()
         self.tracker.log_training(
             values,
             extension_values=[metrics for metrics, _ in extension_metrics],
@@ -334,6 +339,10 @@ class Trainer:
             columns=[column for _, column in extension_metrics if column],
             rank_times=rank_times,
         )
+
+    def count_energy(self) -> None:
+        """Account for the energy that the devices of all ranks have used; every rank calls it."""
+        self.tracker.wall_time.start_joules = self.energy.total_joules()
 
     def compare_ranks(self, rank_times: RankTimes) -> dict[str, float]:
         """Name slow ranks, and return the numbers of the interval for `metrics.jsonl`."""

@@ -50,6 +50,7 @@ def write_results(
     trainer.strategy.optimizer.zero_grad(set_to_none=True)
     # If ranks hold shards, this is a collective: all ranks gather, rank 0 writes.
     state_dict = trainer.strategy.full_state_dict()
+    trainer.count_energy()
     if trainer.strategy.rank != 0:
         return
     results = _collect_results(trainer, task_results)
