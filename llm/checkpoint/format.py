@@ -12,7 +12,7 @@ import datetime
 import json
 import os
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -46,7 +46,9 @@ REPLACED_SUFFIX = ".replaced"
 MEAN_FILE = "mean.json"
 """In the export of a mean of checkpoints: the folder of their `run`, and their `steps`."""
 
-_TENSOR_FILE_SUFFIX = ".safetensors"
+TENSOR_FILE_SUFFIX = ".safetensors"
+"""Suffix of the files of tensors, at the top of a checkpoint."""
+
 _CHECKPOINT_NAME = re.compile(rf"step_([0-9]{{1,18}})({re.escape(REPLACED_SUFFIX)})?")
 _CHECKSUM_ENTRY = ',\n "checksum": "'
 _JSON_END = "\n}"
@@ -202,10 +204,26 @@ class Checkpoint:
         Args:
             files_to_verify: Files to compare by checksum, too, not only by name and size.
         """
+        return self.find_unlisted_file() or self.find_damage(
+            self.files, files_to_verify=files_to_verify
+        )
+
+    def find_unlisted_file(self) -> str | None:
+        """Return which file the manifest does not list but libraries would read, or None."""
         unlisted_files = _list_discoverable_files(self.path) - self.files.keys()
-        if unlisted_files:
-            return f"{min(unlisted_files)} does not belong to it"
-        for name, (size, digest) in self.files.items():
+        return f"{min(unlisted_files)} does not belong to it" if unlisted_files else None
+
+    def find_damage(
+        self, names: Iterable[str], *, files_to_verify: Container[str] = ()
+    ) -> str | None:
+        """Return why a file is not valid, or None.
+
+        Args:
+            names: The files to compare by name and size.
+            files_to_verify: Files to compare by checksum, too.
+        """
+        for name in names:
+            size, digest = self.files[name]
             path = self.path / name
             try:
                 if any(parent.is_symlink() for parent in (path, *path.parents[: name.count("/")])):
@@ -381,7 +399,7 @@ def _list_discoverable_files(folder: Path) -> set[str]:
     torch.distributed.checkpoint reads every file of tensors at the top, and transformers looks for
     further files next to the model's configuration and the tokenizer.
     """
-    paths = [*folder.glob(f"*{_TENSOR_FILE_SUFFIX}")]
+    paths = [*folder.glob(f"*{TENSOR_FILE_SUFFIX}")]
     for name in (MODEL_FOLDER, TOKENIZER_FOLDER):
         for parent, folder_names, file_names in os.walk(folder / name):
             entries = [Path(parent, entry) for entry in (*folder_names, *file_names)]

@@ -5,6 +5,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,12 @@ from llm.checkpoint.format import (
     split_state,
 )
 from llm.errors import CheckpointError, ParallelError, explain_os_error, one_line, os_error_in
-from llm.runtime.agreement import gather
+from llm.runtime.agreement import gather, on_all_ranks
 from llm.runtime.world import world_from_environment
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.checkpoint.metadata import Metadata
 
 logger = logging.getLogger("llm")
 
@@ -121,11 +123,17 @@ def _verify_files(checkpoint: Checkpoint, *, is_collective: bool) -> None:
     Raises:
         CheckpointError: A file is missing or damaged.
     """
-    files_to_verify = _files_of_rank(checkpoint.files) if is_collective else checkpoint.files
-    problem = checkpoint.find_problem(files_to_verify=files_to_verify)
+    if not is_collective:
+        names = {*checkpoint.files}
+        problem = checkpoint.find_problem(files_to_verify=names)
+    else:
+        names = _files_of_rank(checkpoint.files)
+        problem = checkpoint.find_unlisted_file() if world_from_environment().is_main else None
+        problem = problem or checkpoint.find_damage(names, files_to_verify=names)
     if problem is not None:
         raise CheckpointError(f"{checkpoint.path} is damaged: {problem}.")
-    _read_plain_state(checkpoint)
+    if STATE_FILE in names:
+        _read_plain_state(checkpoint)
 
 
 def read_part_names(checkpoint: Checkpoint) -> list[str]:
@@ -141,7 +149,7 @@ def _read_plain_state(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """Return the state without its tensors, by the name of the part."""
     path = checkpoint.path / STATE_FILE
     try:
-        parts = json.loads(path.read_bytes())
+        parts = json.loads(_read_state_file(path, checkpoint.files[STATE_FILE]))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
     except (ValueError, RecursionError) as error:
@@ -151,6 +159,17 @@ def _read_plain_state(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
             f"{checkpoint.path} is damaged: {STATE_FILE} is not a table of parts."
         )
     return parts
+
+
+@lru_cache(maxsize=1)
+def _read_state_file(path: Path, entry: tuple[int, str]) -> bytes:
+    """Return the content of a `state.json`, which a start needs several times.
+
+    Args:
+        path: The file.
+        entry: Its size and checksum in the manifest, which tell a later file of this name.
+    """
+    return path.read_bytes()
 
 
 def _files_of_rank(files: Mapping[str, tuple[int, str]]) -> set[str]:
@@ -240,19 +259,17 @@ def load_weights_from_part(part: str, checkpoint: Checkpoint, model: "torch.nn.M
 
 
 def list_tensors(checkpoint: Checkpoint) -> "dict[str, torch.Tensor]":
-    """Return the tensors of a checkpoint by path, on the meta device.
+    """Return the tensors of a checkpoint by path, on the meta device; every rank calls it.
 
     Raises:
         CheckpointError: A file cannot be read.
     """
     import torch
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    try:
-        metadata = HuggingFaceStorageReader(str(checkpoint.path)).read_metadata()
-    except OSError as error:
-        raise CheckpointError(explain_os_error(error)) from error
+    from llm.checkpoint.headers import read_headers
+
+    metadata = read_headers(checkpoint)
     return {
         path: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         for path, entry in metadata.state_dict_metadata.items()
@@ -278,27 +295,18 @@ def read_tensors(
             system refuses to read it.
     """
     from torch import distributed
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = HuggingFaceStorageReader(str(checkpoint.path))
-    planner = DefaultLoadPlanner()
-    try:
-        with warnings.catch_warnings(), _quiet_root_logger():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            is_single_process = not (distributed.is_available() and distributed.is_initialized())
-            load(dict(tensors), storage_reader=reader, planner=planner, no_dist=is_single_process)
-    except CheckpointException as error:
-        if (failure := os_error_in(error, checkpoint.path)) is not None:
-            raise CheckpointError(explain_os_error(failure)) from error
-        raise CheckpointError(
-            f"{checkpoint.path} does not fit this model or optimizer: {one_line(error)}."
-        ) from error
-    assert planner.metadata is not None  # set by `load`
+    from llm.checkpoint.headers import read_headers
+
+    is_single_process = not (distributed.is_available() and distributed.is_initialized())
+    headers = read_headers(checkpoint)
+    read_local_tensors = partial(_read_local_tensors, checkpoint, headers, tensors)
+    if is_single_process:
+        read_local_tensors()
+    else:
+        on_all_ranks(read_local_tensors)
     unread_path = _find_unread_tensor(
-        planner.metadata.state_dict_metadata,
+        headers.state_dict_metadata,
         tensors,
         required_prefixes=tuple(required_prefixes),
         is_single_process=is_single_process,
@@ -307,6 +315,33 @@ def read_tensors(
         raise CheckpointError(
             f"{checkpoint.path} does not fit this model or optimizer, which has no {unread_path}."
         )
+
+
+def _read_local_tensors(
+    checkpoint: Checkpoint, headers: "Metadata", tensors: Mapping[str, "torch.Tensor"]
+) -> None:
+    """Read this rank's tensors, in place.
+
+    Every rank knows all headers, so ranks need no common plan.
+
+    Raises:
+        CheckpointError: As for `read_tensors`.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    from llm.checkpoint.headers import HeaderReader
+
+    try:
+        with warnings.catch_warnings(), _quiet_root_logger():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load(dict(tensors), storage_reader=HeaderReader(checkpoint, headers), no_dist=True)
+    except CheckpointException as error:
+        if (failure := os_error_in(error, checkpoint.path)) is not None:
+            raise CheckpointError(explain_os_error(failure)) from error
+        raise CheckpointError(
+            f"{checkpoint.path} does not fit this model or optimizer: {one_line(error)}."
+        ) from error
 
 
 def _find_unread_tensor(

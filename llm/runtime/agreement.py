@@ -44,6 +44,9 @@ _SINGLE_PROCESS_HINT = (
 _MAX_RANKS_IN_MESSAGE = 5
 """Ranks that a message names; it counts the others."""
 
+_NO_VALUE = json.dumps((None, None))
+"""The text of a rank that has neither a value nor an error."""
+
 _exchange_counter = itertools.count()
 
 logger = logging.getLogger("llm")
@@ -69,13 +72,8 @@ def on_all_ranks(
         LLMError: The error of the first rank that failed, on all ranks.
         PeerLostError: Another rank has ended or does not respond.
     """
-    try:
+    with _share_error(group, timeout):
         result = action()
-    except Exception as error:
-        # The other ranks would not receive the news that a rank is lost.
-        if not (is_shared(error) or isinstance(error, PeerLostError)):
-            _exchange_values(None, error, group, timeout)
-        raise
     _exchange_values(None, None, group, timeout)
     return result
 
@@ -86,9 +84,26 @@ def on_rank0(action: Callable[[], T]) -> T:
     Raises:
         LLMError: The error of rank 0, on all ranks.
     """
-    result = on_all_ranks(lambda: action() if _rank() == 0 else None)
-    shared: T = gather(result)[0]  # type: ignore[assignment]
+    shared: T = gather_results(lambda: action() if _rank() == 0 else None)[0]  # type: ignore[assignment]
     return shared
+
+
+def gather_results(action: Callable[[], T], *, group: "ProcessGroup | None" = None) -> list[T]:
+    """Call a function on every rank, and return the results of all ranks, by rank.
+
+    This takes one exchange, like `on_all_ranks` or `gather` alone.
+
+    Args:
+        action: The function; before process groups form, JSON can hold its result.
+        group: The ranks that call this; by default all ranks.
+
+    Raises:
+        LLMError: The error of the first rank that failed, on all ranks.
+        PeerLostError: Another rank has ended or does not respond.
+    """
+    with _share_error(group, CONNECT_TIMEOUT_SECONDS):
+        result = action()
+    return gather(result, group=group)
 
 
 def gather(value: T, *, group: "ProcessGroup | None" = None) -> list[T]:
@@ -102,6 +117,18 @@ def gather(value: T, *, group: "ProcessGroup | None" = None) -> list[T]:
         LLMError: Another rank failed within `on_all_ranks`.
     """
     return _exchange_values(value, None, group, CONNECT_TIMEOUT_SECONDS)
+
+
+@contextlib.contextmanager
+def _share_error(group: "ProcessGroup | None", timeout: float) -> Iterator[None]:
+    """Send an error of the context to all ranks, which raise it where they exchange values."""
+    try:
+        yield
+    except Exception as error:
+        # The other ranks would not receive the news that a rank is lost.
+        if not (is_shared(error) or isinstance(error, PeerLostError)):
+            _exchange_values(None, error, group, timeout)
+        raise
 
 
 def is_shared(error: BaseException) -> bool:
@@ -185,15 +212,36 @@ def _gather_through_store(value: Any, timeout: float) -> list[Any]:
         store = _connect_to_store()
         store.set(value_keys[rank], json.dumps(value))
         _count_arrival(store, f"{key}/written", world_size)
-        _wait_for_all_ranks(store, f"{key}/written", value_keys, rank, deadline)
-        texts = store.multi_get(value_keys)
-        values = [_parse_value(text, sender) for sender, text in enumerate(texts)]
+        if rank == 0:
+            _wait_for_key(store, f"{key}/written/all", value_keys, rank, deadline)
+            store.set(f"{key}/values", _join_values(store.multi_get(value_keys)))
+        else:
+            _wait_for_key(store, f"{key}/values", value_keys, rank, deadline)
+        text_by_rank = _parse_value(store.get(f"{key}/values"), 0)
+        values = [
+            _parse_value(text_by_rank.get(str(sender), _NO_VALUE), sender)
+            for sender in range(world_size)
+        ]
         _count_arrival(store, f"{key}/read", world_size)
         if rank == 0:  # it may serve the store, and must not end before the others have read
-            _wait_for_all_ranks(store, f"{key}/read", value_keys, rank, deadline)
+            _wait_for_key(store, f"{key}/read/all", value_keys, rank, deadline)
     except RuntimeError as error:  # rank 0 has ended, and the store with it
         raise PeerLostError(_PEER_LOST_MESSAGE) from error
     return values
+
+
+def _join_values(texts: list[bytes]) -> str:
+    """Return the texts of all ranks as one, by rank, without those of ranks that send nothing.
+
+    Otherwise every rank would read as many texts as there are ranks.
+    """
+    return json.dumps(
+        {
+            sender: text.decode(errors="replace")
+            for sender, text in enumerate(texts)
+            if text != _NO_VALUE.encode()
+        }
+    )
 
 
 def _count_arrival(store: "Store", barrier_key: str, world_size: int) -> None:
@@ -202,24 +250,24 @@ def _count_arrival(store: "Store", barrier_key: str, world_size: int) -> None:
         store.set(f"{barrier_key}/all", "")
 
 
-def _wait_for_all_ranks(
-    store: "Store", barrier_key: str, value_keys: list[str], rank: int, deadline: float
+def _wait_for_key(
+    store: "Store", key: str, value_keys: list[str], rank: int, deadline: float
 ) -> None:
-    """Wait until a barrier is open, and log once which ranks are late.
+    """Wait until a key is set, and log once which ranks are late.
 
     Args:
         store: The store of the launcher.
-        barrier_key: Key of the barrier.
+        key: The key, which is set when all ranks have arrived.
         value_keys: Key of each rank's value, by rank.
         rank: Rank of this process.
         deadline: Time on the monotonic clock when a missing rank counts as lost.
 
     Raises:
-        PeerLostError: The barrier is still closed at the deadline.
+        PeerLostError: The key is still not set at the deadline.
     """
     pause_seconds = _MIN_POLL_SECONDS
     notice_at = time.monotonic() + _NOTICE_SECONDS
-    while not store.check([f"{barrier_key}/all"]):
+    while not store.check([key]):
         if time.monotonic() > deadline:
             raise PeerLostError(_PEER_LOST_MESSAGE)
         if time.monotonic() > notice_at:
@@ -244,7 +292,7 @@ def _log_late_ranks(store: "Store", value_keys: list[str], rank: int) -> None:
     )
 
 
-def _parse_value(text: bytes, sender: int) -> Any:
+def _parse_value(text: bytes | str, sender: int) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,0 +1,99 @@
+"""The headers of a checkpoint's tensor files: which tensors and shards each file holds.
+
+`torch.distributed.checkpoint` opens all files on all ranks to read them. There is a file for each
+rank that wrote a part, so the opened files of a resume would grow with the square of the ranks.
+Here each rank reads the headers of some files, and sends them to the others.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import distributed
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from llm.checkpoint.format import TENSOR_FILE_SUFFIX, Checkpoint
+from llm.errors import CheckpointError, explain_os_error, one_line, os_error_in
+from llm.runtime.agreement import gather_results
+
+
+class HeaderReader(HuggingFaceStorageReader):
+    """Reads tensors from a checkpoint whose headers are known.
+
+    Args:
+        checkpoint: What to read from.
+        headers: The result of `read_headers`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, headers: Metadata) -> None:
+        super().__init__(str(checkpoint.path))
+        self._headers = headers
+
+    def read_metadata(self) -> Metadata:
+        """Return the headers."""
+        return self._headers
+
+
+class _FileList(FileSystem):
+    """A file system that lists only some files.
+
+    Args:
+        paths: The files.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = paths
+
+    def ls(self, path: object) -> list[str]:
+        """Return the files."""
+        return [*self._paths]
+
+
+def read_headers(checkpoint: Checkpoint) -> Metadata:
+    """Return the headers of all tensor files; every rank calls it.
+
+    Args:
+        checkpoint: A verified checkpoint: only files in its manifest are read.
+
+    Raises:
+        CheckpointError: A file cannot be read.
+    """
+    names = sorted(
+        name for name in checkpoint.files if name.endswith(TENSOR_FILE_SUFFIX) and "/" not in name
+    )
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return _read_file_headers(checkpoint, names)
+    local_names = names[distributed.get_rank() :: distributed.get_world_size()]
+    return _merge(gather_results(lambda: _read_file_headers(checkpoint, local_names)))
+
+
+def _read_file_headers(checkpoint: Checkpoint, names: Sequence[str]) -> Metadata:
+    """Return the headers of some files.
+
+    Raises:
+        CheckpointError: A file cannot be read.
+    """
+    reader = HuggingFaceStorageReader(str(checkpoint.path))
+    reader.fs = _FileList([str(checkpoint.path / name) for name in names])
+    try:
+        return reader.read_metadata()
+    except Exception as error:  # safetensors has a class of errors for each kind of damage
+        if (failure := os_error_in(error, checkpoint.path)) is not None:
+            raise CheckpointError(explain_os_error(failure)) from error
+        raise CheckpointError(f"{checkpoint.path} cannot be read: {one_line(error)}.") from error
+
+
+def _merge(headers: Sequence[Metadata]) -> Metadata:
+    """Return the headers of all files from those of some files each."""
+    merged = Metadata(state_dict_metadata={}, storage_data={})
+    for part in headers:
+        merged.storage_data |= part.storage_data
+        for path, entry in part.state_dict_metadata.items():
+            known = merged.state_dict_metadata.setdefault(path, entry)
+            if known is not entry:
+                assert isinstance(known, TensorStorageMetadata)
+                assert isinstance(entry, TensorStorageMetadata)
+                known.chunks += entry.chunks
+                known.size = torch.Size(map(max, known.size, entry.size))
+    return merged
