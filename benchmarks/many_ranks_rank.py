@@ -38,13 +38,13 @@ class _Counter:
     """Counts messages and seconds by phase."""
 
     def __init__(self) -> None:
-        self.phases: dict[str, collections.Counter[str]] = {}
+        self.phases: dict[str, dict[str, float]] = {}
         self.begin("start")
 
     def begin(self, phase: str) -> None:
         """Begin a phase, and mark it among the system calls."""
         os.access(f"{MARKS}/{phase}", os.F_OK)
-        self._now = self.phases.setdefault(phase, collections.Counter())
+        self._now = self.phases.setdefault(phase, collections.defaultdict(float))
         self._began = time.perf_counter()
 
     def end(self) -> None:
@@ -54,7 +54,8 @@ class _Counter:
 
     def add(self, **counts: int) -> None:
         """Add to the counts of the phase."""
-        self._now.update(counts)
+        for name, count in counts.items():
+            self._now[name] += count
 
 
 def _tensor_bytes(value: Any) -> int:
@@ -86,7 +87,7 @@ def _count_collectives(counter: _Counter) -> None:
 
 def _count_store_calls(counter: _Counter) -> None:
     """Count calls of stores from Python, and the bytes of their values."""
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

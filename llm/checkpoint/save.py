@@ -13,9 +13,9 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,10 +36,12 @@ from llm.checkpoint.snapshot import (
     Snapshot,
     assign_writers,
     copy_to_host,
+    count_elements,
+    find_unwritten_tensor,
     is_finite,
 )
 from llm.errors import CheckpointError, NotFiniteError, one_line_with_path
-from llm.runtime.agreement import gather, is_shared, on_all_ranks
+from llm.runtime.agreement import gather_results, is_shared
 from llm.runtime.files import sync_file, sync_folder
 from llm.runtime.logging import event
 
@@ -49,7 +51,6 @@ _RETRY_DELAYS = (1.0, 4.0)
 _MAX_FAILED_SAVES = 3
 """Number of consecutive failed checkpoints before training stops."""
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 logger = logging.getLogger("llm")
@@ -75,7 +76,7 @@ class Saver:
     Attributes:
         blocked_seconds: Seconds that training waited for the last save.
         write_times: With several ranks, for each save that nobody has compared yet, the seconds
-            that each rank wrote.
+            that each rank wrote; 0 for a rank that writes nothing.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Saver:
         self._extra_files = extra_files or {}
         self._blocking_paths = blocking_paths
         self._flush_metrics = flush_metrics
-        self._write_seconds = 0.0
+        self._checked_counts: dict[str, tuple[int, int | None]] = {}
         self._num_failures = 0
         self._error: CheckpointError | None = None
         self._thread: threading.Thread | None = None
@@ -137,6 +138,7 @@ class Saver:
             step=step,
             copies=self._pending_copies,
             file_index_by_path=file_index_by_path,
+            element_counts=count_elements(state, local_tensors),
             plain=json.dumps(plain),
             metadata={
                 **self._metadata,
@@ -186,13 +188,15 @@ class Saver:
     def _save_snapshot(self, snapshot: Snapshot) -> None:
         """Write a snapshot once its copies are complete; keep the error for `finish`."""
         start_time = time.perf_counter()
+        problem: str | None
         try:
-            # All ranks learn of an error here. Otherwise the others would wait in the next one.
-            problem = self._on_all_ranks(snapshot.copies.wait_on_host)
-            problem = problem or self._write_or_retry(snapshot)
+            self._check_snapshot(snapshot)
+            problem = self._write_or_retry(snapshot)
         except NotFiniteError as error:
             self._error = error
             return
+        except CheckpointError as error:
+            problem = str(error)
         except Exception as error:  # raised by `finish`, in the training thread
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:
@@ -227,36 +231,67 @@ class Saver:
             with contextlib.suppress(OSError):
                 clear_leftovers(self._folder)
 
-    def _write_checkpoint(self, snapshot: Snapshot) -> str | None:
-        """Try to save once; return the error of any rank, or None."""
-        final_path = self._folder / checkpoint_name(snapshot.step)
-        temporary_path = self._folder / f".{final_path.name}.tmp"
-        self._check_finite(snapshot)
-        files: dict[str, Any] = {}
-        # Each of the three calls ends with an all-gather, which is also a barrier: no rank writes
-        # before the folder exists, rank 0 renames it only when all ranks' files are on the disk,
-        # and no rank returns before the rename.
-        return (
-            self._on_all_ranks(lambda: self._make_folder(temporary_path))
-            or self._on_all_ranks(
-                lambda: files.update(self._write_tensors(snapshot, temporary_path))
-            )
-            or self._on_all_ranks(
-                lambda: self._commit_files(snapshot, files, temporary_path, final_path)
-            )
-        )
+    def _check_snapshot(self, snapshot: Snapshot) -> None:
+        """Wait until the snapshot is complete, and refuse it if its checkpoint would be damaged.
+
+        Raises:
+            NotFiniteError: The state is not finite on some rank; raised on all ranks.
+            CheckpointError: The copies fail, or no rank writes a tensor; raised on all ranks.
+        """
+
+        def check_local_state() -> bool:
+            """Return whether this rank writes other tensors than in the last save."""
+            snapshot.copies.wait_on_host()
+            self._check_finite(snapshot)
+            return snapshot.element_counts != self._checked_counts
+
+        # All ranks learn of an error here. Otherwise the others would wait in the next exchange.
+        if any(self._on_all_ranks(check_local_state)):
+            self._on_all_ranks(lambda: self._check_writers(snapshot))
 
     def _check_finite(self, snapshot: Snapshot) -> None:
-        """Refuse to save a state with infinite or NaN values on any rank."""
+        """Refuse to save a state with infinite or NaN values on this rank."""
         tensors = snapshot.copies.tensors.items()
-        local_name = next((name for name, tensor in tensors if not is_finite(tensor)), None)
-        names_by_rank = gather(local_name, group=self._group)
-        infinite_name = next((name for name in names_by_rank if name is not None), None)
+        infinite_name = next((name for name, tensor in tensors if not is_finite(tensor)), None)
         if infinite_name is not None:
             raise NotFiniteError(
                 f"The state of step {snapshot.step} is not saved because {infinite_name} is not "
                 "finite; resume from an earlier checkpoint with a lower --learning_rate."
             )
+
+    def _check_writers(self, snapshot: Snapshot) -> None:
+        """Refuse, on rank 0, to save a state of which a part has no writer; all ranks call it."""
+        counts_by_rank = [snapshot.element_counts]
+        if self._group is not None:
+            counts_by_rank *= self._world_size
+            dist.gather_object(
+                snapshot.element_counts,
+                counts_by_rank if self._rank == 0 else None,
+                group=self._group,
+            )
+        if self._rank == 0 and (problem := find_unwritten_tensor(counts_by_rank)) is not None:
+            raise CheckpointError(problem)
+        self._checked_counts = snapshot.element_counts
+
+    def _write_checkpoint(self, snapshot: Snapshot) -> str | None:
+        """Try to save once; return the error of any rank, or None."""
+        final_path = self._folder / checkpoint_name(snapshot.step)
+        temporary_path = self._folder / f".{final_path.name}.tmp"
+        # Each of the three calls ends with an exchange, which is also a barrier: no rank writes
+        # before the folder exists, rank 0 renames it only when all ranks' files are on the disk,
+        # and no rank returns before the rename.
+        try:
+            self._on_all_ranks(lambda: self._make_folder(temporary_path))
+            parts = self._on_all_ranks(lambda: self._write_tensors(snapshot, temporary_path))
+            if self._group is not None:
+                self.write_times.append(tuple(seconds for _, seconds in parts))
+            files_by_rank = [files for files, _ in parts]
+            self._on_all_ranks(
+                lambda: self._commit_files(snapshot, files_by_rank, temporary_path, final_path)
+            )
+        except CheckpointError as error:
+            return str(error)
+        return None
 
     def _make_folder(self, temporary_path: Path) -> None:
         if self._rank == 0:
@@ -268,68 +303,28 @@ class Saver:
 
     def _write_tensors(
         self, snapshot: Snapshot, temporary_path: Path
-    ) -> dict[str, tuple[int, str]]:
-        """Write and sync this rank's tensors; return size and checksum of each file."""
-        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-        from torch.distributed.checkpoint.state_dict_saver import save
+    ) -> tuple[dict[str, tuple[int, str]], float]:
+        """Write and sync this rank's tensors.
 
-        writer = HuggingFaceStorageWriter(
-            str(temporary_path),
-            fqn_to_index_mapping=self._gather_file_indices(snapshot),
-            save_distributed=True,
-        )
-        # The tensors are in host memory: the writer must not use a device or wait for it.
-        writer.per_thread_copy_ahead = 0
-        self._write_seconds = 0.0
-        writer.write_data = self._timed(writer.write_data)  # type: ignore[method-assign]
-        is_single_process = self._group is None
-        save(
-            dict(snapshot.copies.tensors),
-            storage_writer=writer,
-            process_group=self._group,
-            no_dist=is_single_process,
-        )
-        rank_files = temporary_path.glob(f"shard-{self._rank + 1:05d}-*.safetensors")
-        timed_sync = self._timed(sync_file)
-        return {path.name: timed_sync(path) for path in rank_files}
-
-    def _timed(self, function: Callable[P, T]) -> Callable[P, T]:
-        """Return a function that adds its time to this rank's part of the save.
-
-        The rest of a save waits for other ranks.
+        Returns:
+            Size in bytes and checksum of each file; and the seconds that it took, 0 without files.
         """
+        from llm.checkpoint.rank_writer import write_rank_files
 
-        def timed_function(*args: P.args, **kwargs: P.kwargs) -> T:
-            start_time = time.perf_counter()
-            result = function(*args, **kwargs)
-            self._write_seconds += time.perf_counter() - start_time
-            return result
-
-        return timed_function
-
-    def _gather_file_indices(self, snapshot: Snapshot) -> dict[str, int]:
-        """Return the file index of every tensor by path; all ranks call it.
-
-        One rank plans the save for all ranks, but knows only the files of its local tensors.
-
-        Raises:
-            CheckpointError: No rank writes a tensor.
-        """
-        file_index_by_path: dict[str, int] = {}
-        written_paths: set[str] = set()
-        local_entry = snapshot.file_index_by_path, [*snapshot.copies.tensors]
-        for rank_file_index_by_path, rank_paths in gather(local_entry, group=self._group):
-            file_index_by_path.update(rank_file_index_by_path)
-            written_paths.update(rank_paths)
-        unwritten_paths = file_index_by_path.keys() - written_paths
-        if unwritten_paths:
-            raise CheckpointError(f"no rank writes {min(unwritten_paths)}")
-        return file_index_by_path
+        start_time = time.perf_counter()
+        names = write_rank_files(
+            temporary_path,
+            snapshot.copies.tensors,
+            snapshot.file_index_by_path,
+            rank=self._rank,
+        )
+        files = {name: sync_file(temporary_path / name) for name in names}
+        return files, time.perf_counter() - start_time if files else 0.0
 
     def _commit_files(
         self,
         snapshot: Snapshot,
-        files: dict[str, tuple[int, str]],
+        files_by_rank: Sequence[Mapping[str, tuple[int, str]]],
         temporary_path: Path,
         final_path: Path,
     ) -> None:
@@ -337,14 +332,10 @@ class Saver:
 
         Args:
             snapshot: The state.
-            files: Size in bytes and checksum of each file that this rank has written.
+            files_by_rank: Size in bytes and checksum of each file that a rank has written.
             temporary_path: The folder with the files.
             final_path: The checkpoint's path.
         """
-        entries_by_rank = gather((files, self._write_seconds), group=self._group)
-        files_by_rank, write_times = zip(*entries_by_rank, strict=True)
-        if self._group is not None:
-            self.write_times.append(write_times)
         if self._rank != 0:
             return
         contents = {STATE_FILE: snapshot.plain.encode(), **self._extra_files}
@@ -371,23 +362,21 @@ class Saver:
         commit_checkpoint(temporary_path, final_path)
         prune(self._folder, self._options, saved_step=snapshot.step)
 
-    def _on_all_ranks(self, action: Callable[[], None]) -> str | None:
-        """Run an action on every rank; return the error of the first rank that fails, or None.
+    def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
+        """Run an action on every rank; return the results by rank.
 
-        The text of an error is never empty.
+        Raises:
+            CheckpointError: The error of the first rank that fails, on all ranks; its text is
+                never empty.
         """
         from torch.distributed.checkpoint.api import CheckpointException
 
-        def run_action() -> None:
+        def run_action() -> T:
             try:
-                action()
+                return action()
             except (Exception, CheckpointException) as error:  # it is not a subclass of Exception
-                if is_shared(error):
+                if is_shared(error) or isinstance(error, NotFiniteError):
                     raise
                 raise CheckpointError(one_line_with_path(error)) from error
 
-        try:
-            on_all_ranks(run_action, group=self._group)
-        except CheckpointError as error:
-            return str(error)
-        return None
+        return gather_results(run_action, group=self._group)

@@ -6,7 +6,8 @@ each shard once.
 
 import functools
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 _FILE_BYTES = 1 << 30  # a file is assembled in memory before it is written
+_MIN_SHARE_BYTES = 64 << 20
+"""Bytes that one rank writes before replicas of it share the work: a resume opens every file."""
+
 _SLAB_BYTES = 1 << 30
 _ALIGNMENT_BYTES = 64
 _ASYNC_COPY_DEVICES = {"cuda"}  # device types that can copy while they compute
@@ -69,8 +73,10 @@ class Snapshot:
     Attributes:
         step: Optimizer steps done.
         copies: The tensors that this rank writes.
-        file_index_by_path: For each tensor of any rank, the index (from 1) of its file on the rank
-            that writes it.
+        file_index_by_path: For each tensor that this rank holds, the index (from 1) of its file on
+            the rank that writes it.
+        element_counts: For each of these tensors its elements on all ranks, and those that this
+            rank writes; the latter are None if it does not write the tensor.
         plain: The rest of the state, as JSON.
         metadata: Plain values for the manifest.
     """
@@ -78,6 +84,7 @@ class Snapshot:
     step: int
     copies: HostCopies
     file_index_by_path: dict[str, int]
+    element_counts: dict[str, tuple[int, int | None]]
     plain: str
     metadata: dict[str, Any]
 
@@ -101,15 +108,24 @@ def assign_writers(
     rank_files = [_FileAllocator() for _ in range(world_size)]
     shard_files = _FileAllocator()
     local_tensors, file_index_by_path = {}, {}
+    owners_by_path = {path: tuple(owner_ranks(path)) for path in state}
+    bytes_by_owners: Counter[tuple[int, ...]] = Counter()
+    for path, tensor in state.items():
+        if not isinstance(tensor, DTensor):
+            bytes_by_owners[owners_by_path[path]] += tensor.nbytes
+    writers_by_owners = {
+        owners: _choose_writers(owners, num_bytes) for owners, num_bytes in bytes_by_owners.items()
+    }
     # Tensors on the most ranks come first: tensors that fewer ranks know must not change their
     # writers. Then the largest, for an even load.
     items = sorted(
         state.items(),
-        key=lambda item: (-len(owner_ranks(item[0])), -item[1].nbytes, item),
+        key=lambda item: (-len(owners_by_path[item[0]]), -item[1].nbytes, item),
     )
     for path, tensor in items:
         if not isinstance(tensor, DTensor):
-            writer_rank = min(owner_ranks(path), key=bytes_by_rank.__getitem__)
+            writers = writers_by_owners[owners_by_path[path]]
+            writer_rank = min(writers, key=bytes_by_rank.__getitem__)
             file_index_by_path[path] = rank_files[writer_rank].assign_file(tensor.nbytes)
             bytes_by_rank[writer_rank] += tensor.nbytes
             if writer_rank == rank:
@@ -117,12 +133,63 @@ def assign_writers(
 
     # A sharded tensor without elements is not written.
     sharded_items = [(p, t) for p, t in items if isinstance(t, DTensor) and t.numel()]
+    shard_bytes = [tensor.nbytes // _count_shards(tensor) for _, tensor in sharded_items]
+    max_writers = 1 + sum(shard_bytes) // _MIN_SHARE_BYTES
     for tensor_index, (path, tensor) in enumerate(sharded_items):
-        shard_bytes = tensor.nbytes // _count_shards(tensor)
-        file_index_by_path[path] = shard_files.assign_file(shard_bytes)
-        if tensor.to_local().numel() and _writes_shard(tensor, tensor_index):
+        file_index_by_path[path] = shard_files.assign_file(shard_bytes[tensor_index])
+        writes_shard = _writes_shard(tensor, tensor_index, max_writers=max_writers)
+        if tensor.to_local().numel() and writes_shard:
             local_tensors[path] = tensor
     return local_tensors, file_index_by_path
+
+
+def _choose_writers(ranks: Sequence[int], num_bytes: int) -> list[int]:
+    """Return the ranks that share the writing of `num_bytes`, at equal distances over the nodes."""
+    num_writers = min(len(ranks), 1 + num_bytes // _MIN_SHARE_BYTES)
+    return [ranks[index * len(ranks) // num_writers] for index in range(num_writers)]
+
+
+def count_elements(
+    state: Mapping[str, torch.Tensor], local_tensors: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[int, int | None]]:
+    """Return `Snapshot.element_counts`.
+
+    Args:
+        state: All tensors that this rank holds, by path.
+        local_tensors: Those that it writes.
+    """
+    return {
+        path: (
+            tensor.numel(),
+            _local_shard(tensor).numel() if path in local_tensors else None,
+        )
+        for path, tensor in state.items()
+        if not isinstance(tensor, DTensor) or tensor.numel()
+    }
+
+
+def find_unwritten_tensor(
+    counts_by_rank: Iterable[Mapping[str, tuple[int, int | None]]],
+) -> str | None:
+    """Return which tensor the ranks do not write completely, as a clause, or None.
+
+    Args:
+        counts_by_rank: `Snapshot.element_counts` of all ranks.
+    """
+    totals: dict[str, int] = {}
+    written: dict[str, int] = {}
+    for element_counts in counts_by_rank:
+        for path, (total, num_written) in element_counts.items():
+            totals[path] = total
+            if num_written is not None:
+                written[path] = written.get(path, 0) + num_written
+    if unwritten_paths := totals.keys() - written.keys():
+        return f"no rank writes {min(unwritten_paths)}"
+    partial_paths = [path for path in totals if written[path] != totals[path]]
+    if not partial_paths:
+        return None
+    path = min(partial_paths)
+    return f"the ranks write {written[path]:,} of the {totals[path]:,} elements of {path}"
 
 
 def _count_shards(tensor: DTensor) -> int:
@@ -145,12 +212,13 @@ class _FileAllocator:
         return self._file_index
 
 
-def _writes_shard(tensor: DTensor, tensor_index: int) -> bool:
+def _writes_shard(tensor: DTensor, tensor_index: int, *, max_writers: int) -> bool:
     """Return whether this rank writes its shard; replicas take turns, tensor by tensor.
 
     Args:
         tensor: A sharded tensor, perhaps with replicas of the shards along some axes of the mesh.
         tensor_index: Index of the tensor in the order of writing, the same on all ranks.
+        max_writers: Maximum number of replicas along an axis that take turns.
     """
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None
@@ -158,8 +226,9 @@ def _writes_shard(tensor: DTensor, tensor_index: int) -> bool:
         tensor.device_mesh.shape, coordinates, tensor.placements, strict=True
     ):
         if placement.is_replicate():
-            tensor_index, writer = divmod(tensor_index, size)
-            if coordinate != writer:
+            num_writers = min(size, max_writers)
+            tensor_index, turn = divmod(tensor_index, num_writers)
+            if coordinate != turn * size // num_writers:
                 return False
     return True
 

@@ -192,7 +192,8 @@ class RankTimes:
         """Name ranks that are slow in several saves.
 
         Args:
-            saves: For each save the seconds that each rank has written.
+            saves: For each save the seconds that each rank has written; a rank with 0, which
+                writes nothing, counts as the median of the others.
             step: Steps done.
 
         Returns:
@@ -202,7 +203,10 @@ class RankTimes:
         if self._rank != 0:
             return metrics
         for seconds_by_rank in saves:
-            metrics = self._compare(SAVE, seconds_by_rank, step=step)
+            median = median_low([seconds for seconds in seconds_by_rank if seconds] or [0.0])
+            metrics = self._compare(
+                SAVE, [seconds or median for seconds in seconds_by_rank], step=step
+            )
         return metrics
 
     def _compare(
