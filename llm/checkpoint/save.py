@@ -15,7 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,14 +36,15 @@ from llm.checkpoint.snapshot import (
     Snapshot,
     assign_writers,
     copy_to_host,
-    count_elements,
-    find_unwritten_tensor,
     is_finite,
 )
 from llm.errors import CheckpointError, NotFiniteError, one_line_with_path
 from llm.runtime.agreement import gather_results, is_shared
 from llm.runtime.files import sync_file, sync_folder
 from llm.runtime.logging import event
+
+if TYPE_CHECKING:
+    from llm.checkpoint.rank_writer import RankPlan
 
 _RETRY_DELAYS = (1.0, 4.0)
 """Seconds to wait before each retry of a failed save."""
@@ -105,7 +106,7 @@ class Saver:
         self._extra_files = extra_files or {}
         self._blocking_paths = blocking_paths
         self._flush_metrics = flush_metrics
-        self._checked_counts: dict[str, tuple[int, int | None]] = {}
+        self._plan: RankPlan | None = None
         self._num_failures = 0
         self._error: CheckpointError | None = None
         self._thread: threading.Thread | None = None
@@ -138,7 +139,6 @@ class Saver:
             step=step,
             copies=self._pending_copies,
             file_index_by_path=file_index_by_path,
-            element_counts=count_elements(state, local_tensors),
             plain=json.dumps(plain),
             metadata={
                 **self._metadata,
@@ -236,18 +236,19 @@ class Saver:
 
         Raises:
             NotFiniteError: The state is not finite on some rank; raised on all ranks.
-            CheckpointError: The copies fail, or no rank writes a tensor; raised on all ranks.
+            CheckpointError: The copies fail, or ranks do not write all of a tensor; raised on all
+                ranks.
         """
 
         def check_local_state() -> bool:
-            """Return whether this rank writes other tensors than in the last save."""
+            """Return whether this rank holds or writes other tensors than in the last save."""
             snapshot.copies.wait_on_host()
             self._check_finite(snapshot)
-            return snapshot.element_counts != self._checked_counts
+            return self._plan is None or not self._plan.fits(snapshot)
 
         # All ranks learn of an error here. Otherwise the others would wait in the next exchange.
         if any(self._on_all_ranks(check_local_state)):
-            self._on_all_ranks(lambda: self._check_writers(snapshot))
+            self._on_all_ranks(lambda: self._make_plan(snapshot))
 
     def _check_finite(self, snapshot: Snapshot) -> None:
         """Refuse to save a state with infinite or NaN values on this rank."""
@@ -259,19 +260,11 @@ class Saver:
                 "finite; resume from an earlier checkpoint with a lower --learning_rate."
             )
 
-    def _check_writers(self, snapshot: Snapshot) -> None:
-        """Refuse, on rank 0, to save a state of which a part has no writer; all ranks call it."""
-        counts_by_rank = [snapshot.element_counts]
-        if self._group is not None:
-            counts_by_rank *= self._world_size
-            dist.gather_object(
-                snapshot.element_counts,
-                counts_by_rank if self._rank == 0 else None,
-                group=self._group,
-            )
-        if self._rank == 0 and (problem := find_unwritten_tensor(counts_by_rank)) is not None:
-            raise CheckpointError(problem)
-        self._checked_counts = snapshot.element_counts
+    def _make_plan(self, snapshot: Snapshot) -> None:
+        """Agree with all ranks on what each of them writes, in this and in later saves."""
+        from llm.checkpoint.rank_writer import RankPlan
+
+        self._plan = RankPlan.agree(snapshot, group=self._group)
 
     def _write_checkpoint(self, snapshot: Snapshot) -> str | None:
         """Try to save once; return the error of any rank, or None."""
@@ -309,15 +302,9 @@ class Saver:
         Returns:
             Size in bytes and checksum of each file; and the seconds that it took, 0 without files.
         """
-        from llm.checkpoint.rank_writer import write_rank_files
-
+        assert self._plan is not None  # `_check_snapshot` makes it
         start_time = time.perf_counter()
-        names = write_rank_files(
-            temporary_path,
-            snapshot.copies.tensors,
-            snapshot.file_index_by_path,
-            rank=self._rank,
-        )
+        names = self._plan.write(snapshot, temporary_path, rank=self._rank)
         files = {name: sync_file(temporary_path / name) for name in names}
         return files, time.perf_counter() - start_time if files else 0.0
 

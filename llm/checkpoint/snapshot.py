@@ -7,7 +7,7 @@ each shard once.
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,8 +75,6 @@ class Snapshot:
         copies: The tensors that this rank writes.
         file_index_by_path: For each tensor that this rank holds, the index (from 1) of its file on
             the rank that writes it.
-        element_counts: For each of these tensors its elements on all ranks, and those that this
-            rank writes; the latter are None if it does not write the tensor.
         plain: The rest of the state, as JSON.
         metadata: Plain values for the manifest.
     """
@@ -84,7 +82,6 @@ class Snapshot:
     step: int
     copies: HostCopies
     file_index_by_path: dict[str, int]
-    element_counts: dict[str, tuple[int, int | None]]
     plain: str
     metadata: dict[str, Any]
 
@@ -147,49 +144,6 @@ def _choose_writers(ranks: Sequence[int], num_bytes: int) -> list[int]:
     """Return the ranks that share the writing of `num_bytes`, at equal distances over the nodes."""
     num_writers = min(len(ranks), 1 + num_bytes // _MIN_SHARE_BYTES)
     return [ranks[index * len(ranks) // num_writers] for index in range(num_writers)]
-
-
-def count_elements(
-    state: Mapping[str, torch.Tensor], local_tensors: Mapping[str, torch.Tensor]
-) -> dict[str, tuple[int, int | None]]:
-    """Return `Snapshot.element_counts`.
-
-    Args:
-        state: All tensors that this rank holds, by path.
-        local_tensors: Those that it writes.
-    """
-    return {
-        path: (
-            tensor.numel(),
-            _local_shard(tensor).numel() if path in local_tensors else None,
-        )
-        for path, tensor in state.items()
-        if not isinstance(tensor, DTensor) or tensor.numel()
-    }
-
-
-def find_unwritten_tensor(
-    counts_by_rank: Iterable[Mapping[str, tuple[int, int | None]]],
-) -> str | None:
-    """Return which tensor the ranks do not write completely, as a clause, or None.
-
-    Args:
-        counts_by_rank: `Snapshot.element_counts` of all ranks.
-    """
-    totals: dict[str, int] = {}
-    written: dict[str, int] = {}
-    for element_counts in counts_by_rank:
-        for path, (total, num_written) in element_counts.items():
-            totals[path] = total
-            if num_written is not None:
-                written[path] = written.get(path, 0) + num_written
-    if unwritten_paths := totals.keys() - written.keys():
-        return f"no rank writes {min(unwritten_paths)}"
-    partial_paths = [path for path in totals if written[path] != totals[path]]
-    if not partial_paths:
-        return None
-    path = min(partial_paths)
-    return f"the ranks write {written[path]:,} of the {totals[path]:,} elements of {path}"
 
 
 def _count_shards(tensor: DTensor) -> int:

@@ -44,6 +44,7 @@ def test_ranks_that_sleep_in_forward_and_in_data_are_named(tmp_path):
 @pytest.mark.extended
 def test_a_rank_that_sleeps_in_saving_is_named(tmp_path):
     saves = {"checkpointing_steps": 1, "logging_steps": 1, "max_train_steps": 3}
+    saves["data_parallel_shard_size"] = 4  # so that every rank writes a part
     faults = [sleeping(3, SAVE, 1.2)]
     run = Bench(tmp_path).train_well(ranks=4, faults=faults, **OPTIONS | saves)
 
