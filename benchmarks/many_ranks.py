@@ -9,11 +9,13 @@ gradients is not seen. Look at the growth with the number of ranks: the seconds 
 share a few cores say little.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -80,9 +82,9 @@ def report(options: ManyRanksOptions, folder: Path) -> str:
     for num_ranks in options.ranks:
         figures[str(num_ranks)] = _measure(num_ranks, options.layout, inputs, folder)
         say(f"{num_ranks} ranks: done")
-    if options.output is not None:
-        path = Path(options.output).with_suffix(".json")
-        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        if options.output is not None:
+            path = Path(options.output).with_suffix(".json")
+            path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     sections = [_section(phase, figures, earlier) for phase in _PHASES]
     facts = [*machine(["torch", "transformers", "safetensors"]), f"layout: {options.layout}"]
     return render("Many ranks", facts, sections)
@@ -104,6 +106,7 @@ class _Inputs:
     """
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         shape = dataclasses.replace(SHAPES["toy"], steps=500)
         text_files = make_inputs(shape, folder)
         self.model, self.data = text_files.model, folder / "data"
@@ -179,19 +182,25 @@ def _train(
         with (folder / f"log-{rank}.txt").open("wb") as log:
             processes.append(
                 subprocess.Popen(
-                    command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+                    command,
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # strace and the rank
                 )
             )
     try:
         codes = [process.wait(_TIMEOUT_SECONDS) for process in processes]
     finally:
         for process in processes:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     if any(codes):
         rank = next(rank for rank, code in enumerate(codes) if code)
         text = (folder / f"log-{rank}.txt").read_text(errors="replace")
         raise CaseFailed(f"rank {rank} of {num_ranks}: exit code {codes[rank]}: ...{text[-600:]}")
-    watched = (str(run), str(inputs.data), str(inputs.model))
+    watched = (str(run), str(inputs.folder))
     ranks: list[dict[str, Figures]] = []
     for rank in range(num_ranks):
         phases = count_calls(folder / f"calls-{rank}.txt", watched)

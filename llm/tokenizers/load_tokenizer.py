@@ -88,8 +88,7 @@ def locate_tokenizer(
 
 def _locate_in_folder(folder: Path) -> TokenizerFiles:
     """Find the tokenizer in a folder; the kind of its files decides if none names a class."""
-    models = sorted(folder.glob("*.model"))
-    if not models and not _has_any_file(folder, _TOKENIZER_FILE_NAMES):
+    if not (_has_any_file(folder, _TOKENIZER_FILE_NAMES) or any(folder.glob("*.model"))):
         raise ConfigError(
             f"The folder {folder} holds no tokenizer (tokenizer.json, tokenizer_config.json, a "
             "SentencePiece .model, or vocab.json with merges.txt): set --tokenizer_name to one "
@@ -101,6 +100,7 @@ def _locate_in_folder(folder: Path) -> TokenizerFiles:
         return TokenizerFiles(kind="file", name=str(folder / "tokenizer.json"))
     if (folder / "merges.txt").is_file():
         return _locate_pair(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    models = [*folder.glob("*.model")]
     if len(models) == 1:
         return TokenizerFiles(kind="model", name=str(models[0]))
     return TokenizerFiles(kind="named", name=str(folder))

@@ -1,6 +1,7 @@
 """`PREFIX.json`, the sidecar of token files: provenance and checksums."""
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -92,8 +93,22 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
         DataError: It cannot be read, or is not a sidecar.
     """
     path = add_suffix(prefix, ".json")
-    if not os.path.exists(path):
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):  # ValueError: a zero byte in the name
         return None
+    return _read_sidecar_file(path, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache
+def _read_sidecar_file(path: Path, modified_ns: int, num_bytes: int) -> Sidecar:
+    """Return the content of a sidecar, which a start needs several times.
+
+    Args:
+        path: The file.
+        modified_ns: When it was last modified, in nanoseconds; with its size, it tells a new file.
+        num_bytes: Its size.
+    """
     content = _read_json_object(path)
     if type(content.get("format")) is int and content["format"] > FORMAT:
         raise DataError(

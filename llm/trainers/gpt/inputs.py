@@ -32,6 +32,7 @@ from llm.parallel.dims import ParallelDims, parallel_dims
 from llm.parallel.expert_parallel import check_expert_parallel
 from llm.parallel.pipeline.stage import check_depth
 from llm.parallel.tensor_plans import check_sequence_parallel, check_tensor_parallel
+from llm.runtime.agreement import on_rank0
 from llm.runtime.world import World, device_of, ranks_per_node
 from llm.trainers.gpt.branch import make_branch, validated_branch_parent
 from llm.trainers.gpt.config import CoreConfig
@@ -73,7 +74,9 @@ def read_training(
     resume_from = find_resume_checkpoint(config, folder)
     config = with_checkpoint_batch_size(config, resume_from)
     branch_from = validated_branch_parent(config, resume_from)
-    check_folder(config, folder, resume_from, config_file=config_file)
+    folder.check_usable()
+    # By one rank, because it looks up every input; all refuse before text is tokenized.
+    on_rank0(lambda: check_folder(config, folder, resume_from, config_file=config_file))
     run = _read_run(config, world, folder, resume_from=resume_from, branch_from=branch_from)
     _check_splits(config, run.corpus)
     data_digest = corpus_digests(run.corpus.train)
