@@ -106,7 +106,6 @@ class _Inputs:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         shape = dataclasses.replace(SHAPES["toy"], steps=500)
         text_files = make_inputs(shape, folder)
         self.model, self.data = text_files.model, folder / "data"
@@ -200,7 +199,7 @@ def _train(
         rank = next(rank for rank, code in enumerate(codes) if code)
         text = (folder / f"log-{rank}.txt").read_text(errors="replace")
         raise CaseFailed(f"rank {rank} of {num_ranks}: exit code {codes[rank]}: ...{text[-600:]}")
-    watched = (str(run), str(inputs.folder))
+    watched = (str(run), str(inputs.data), str(inputs.model))
     ranks: list[dict[str, Figures]] = []
     for rank in range(num_ranks):
         phases = count_calls(folder / f"calls-{rank}.txt", watched)
