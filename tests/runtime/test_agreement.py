@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from llm.errors import ConfigError, DataError, LLMError
 from llm.runtime import agreement
-from llm.runtime.agreement import gather, is_shared, on_all_ranks, on_rank0
+from llm.runtime.agreement import gather, gather_results, is_shared, on_all_ranks, on_rank0
 from tests.support.processes import wait_until
 from tests.support.ranks import Ranks, run_ranks, values
 
@@ -35,6 +35,7 @@ def with_groups(function, *args):
 
 def exchanged():
     rank = int(os.environ["RANK"])
+    assert gather_results(lambda: [rank, None]) == [[peer, None] for peer in gather(rank)]
     return gather(rank), on_rank0(lambda: f"of {rank}"), on_all_ranks(lambda: f"of {rank}")
 
 
@@ -84,6 +85,24 @@ def test_values_come_back_as_they_were_before_process_groups_form():
     found = values(run_ranks(gather, 2, sent))
 
     assert found == [[sent, sent]] * 2
+
+
+def bytes_got_from_store():
+    """What this rank reads where no rank has a value, and where rank 0 has one."""
+    store = type(agreement._connect_to_store())
+    sizes, get = [], store.get
+    store.get = lambda self, key: sizes.append(len(text := get(self, key))) or text
+    on_all_ranks(lambda: None)
+    on_rank0(lambda: "x" * 100)
+    return sizes
+
+
+def test_a_rank_does_not_read_a_text_of_each_rank_from_the_store():
+    few, many = (values(run_ranks(bytes_got_from_store, ranks)) for ranks in (2, 4))
+
+    assert few == [few[0]] * 2
+    assert many == [few[0]] * 4
+    assert few[0][0] == len("{}")
 
 
 def failing(which):
