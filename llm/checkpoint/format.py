@@ -46,6 +46,9 @@ REPLACED_SUFFIX = ".replaced"
 MEAN_FILE = "mean.json"
 """In the export of a mean of checkpoints: the folder of their `run`, and their `steps`."""
 
+STAGING_RECORD = "staged.json"
+"""In a run's `checkpoints` folder: where the last start stages its checkpoints."""
+
 TENSOR_FILE_SUFFIX = ".safetensors"
 """Suffix of the files of tensors, at the top of a checkpoint."""
 

@@ -49,6 +49,14 @@ class CheckpointOptions:
         True,
         "Continue training while a checkpoint is written, from a copy in host memory.",
     )
+    stage_checkpoints: str | None = option(
+        None,
+        "Folder on each node, such as /local/scratch or '$TMPDIR', that ranks write checkpoints to "
+        "first; they are copied to output_dir in the background. A resume on the same nodes "
+        "completes a copy that was interrupted.",
+        path=True,
+        requires=("save_interval", "checkpointing_minutes"),
+    )
     resume_from_checkpoint: bool | str = option(
         False,
         "Resume from the newest valid checkpoint in output_dir, if it has one, or from the one at "

@@ -25,55 +25,68 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalPlan:
+    """What a rank would write alone.
+
+    Attributes:
+        save_plan: The tensors, and shards of them, that it would write.
+        paths: The paths of the tensors that it holds, written or not.
+    """
+
+    save_plan: SavePlan
+    paths: tuple[str, ...]
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> "LocalPlan":
+        """Return the plan of this rank for a snapshot."""
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(dict(snapshot.copies.tensors))
+        return cls(save_plan=planner.create_local_plan(), paths=tuple(snapshot.file_index_by_path))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RankPlan:
     """What this rank writes in each save.
 
     Attributes:
-        local_plan: The tensors, and shards of them, that this rank would write alone.
-        paths: The paths of the tensors that it holds, written or not.
+        local_plan: The plan that the ranks began with: another one needs another agreement.
         final_plan: The tensors that it writes: of several writers of a shard, one does.
     """
 
-    local_plan: SavePlan
-    paths: tuple[str, ...]
+    local_plan: LocalPlan
     final_plan: SavePlan
 
     @classmethod
-    def agree(cls, snapshot: Snapshot, *, group: "ProcessGroup | None") -> "RankPlan":
+    def agree(cls, local_plan: LocalPlan, *, group: "ProcessGroup | None") -> "RankPlan":
         """Return the plan of this rank; every rank of the group calls it.
 
         Args:
-            snapshot: The state.
+            local_plan: What this rank would write alone.
             group: All ranks; None for a single process.
 
         Raises:
-            CheckpointError: No rank writes a tensor; only rank 0 raises it.
-            ValueError: The ranks do not write all of a tensor; only rank 0 raises it.
+            CheckpointError: No rank writes a tensor; the other ranks do not learn which.
+            ValueError: The ranks do not write all of a tensor; raised on rank 0.
         """
-        local_plan, paths = _plan_alone(snapshot), tuple(snapshot.file_index_by_path)
         if group is None:
-            [final_plan] = _divide_plans([(local_plan, paths)])
-            return cls(local_plan=local_plan, paths=paths, final_plan=final_plan)
+            return cls(local_plan=local_plan, final_plan=_divide_plans([local_plan])[0])
         is_main = dist.get_rank(group) == 0
-        entries: list[Any] = [None] * dist.get_world_size(group)
-        final_plans: list[Any] = [*entries]
+        local_plans: list[Any] = [None] * dist.get_world_size(group)
+        final_plans: list[Any] = [*local_plans]
         error: Exception | None = None
-        dist.gather_object((local_plan, paths), entries if is_main else None, group=group)
+        dist.gather_object(local_plan, local_plans if is_main else None, group=group)
         if is_main:
             try:
-                final_plans = _divide_plans(entries)
+                final_plans = _divide_plans(local_plans)
             except Exception as failure:  # raised below: the others wait for their plans
                 error = failure
         received: list[Any] = [None]
         dist.scatter_object_list(received, final_plans if is_main else None, group=group)
         if error is not None:
             raise error
-        return cls(local_plan=local_plan, paths=paths, final_plan=received[0])
-
-    def fits(self, snapshot: Snapshot) -> bool:
-        """Return whether a snapshot has the same tensors on this rank."""
-        has_same_paths = self.paths == tuple(snapshot.file_index_by_path)
-        return has_same_paths and self.local_plan.items == _plan_alone(snapshot).items
+        if received[0] is None:  # all ranks keep their former plans, which fit together
+            raise CheckpointError("rank 0 could not divide the tensors among the ranks")
+        return cls(local_plan=local_plan, final_plan=received[0])
 
     def write(self, snapshot: Snapshot, folder: Path, *, rank: int) -> list[str]:
         """Write the files of this rank; return their names.
@@ -93,28 +106,22 @@ class RankPlan:
         return writer.file_names
 
 
-def _plan_alone(snapshot: Snapshot) -> SavePlan:
-    """Return the plan of this rank if it wrote all of its tensors of a snapshot."""
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(dict(snapshot.copies.tensors))
-    return planner.create_local_plan()
-
-
-def _divide_plans(entries: Sequence[tuple[SavePlan, tuple[str, ...]]]) -> list[SavePlan]:
+def _divide_plans(local_plans: Sequence[LocalPlan]) -> list[SavePlan]:
     """Return what each rank writes, so that each shard is written once.
 
     Args:
-        entries: `RankPlan.local_plan` and `RankPlan.paths` of each rank.
+        local_plans: What each rank would write alone.
 
     Raises:
         CheckpointError: No rank writes a tensor.
         ValueError: The ranks do not write all of a tensor.
     """
-    written_paths = {item.index.fqn for plan, _ in entries for item in plan.items}
-    unwritten_paths = {path for _, paths in entries for path in paths} - written_paths
+    written_paths = {item.index.fqn for plan in local_plans for item in plan.save_plan.items}
+    unwritten_paths = {path for plan in local_plans for path in plan.paths} - written_paths
     if unwritten_paths:
         raise CheckpointError(f"no rank writes {min(unwritten_paths)}")
-    final_plans, _ = DefaultSavePlanner().create_global_plan([plan for plan, _ in entries])
+    save_plans = [plan.save_plan for plan in local_plans]
+    final_plans, _ = DefaultSavePlanner().create_global_plan(save_plans)
     return final_plans
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Literal
 
+from llm.checkpoint.format import STAGING_RECORD
 from llm.checkpoint.retention import clear_leftovers
 from llm.config.options import is_too_long
 from llm.errors import CheckpointError, ConfigError, DataError, explain_os_error
@@ -33,7 +34,10 @@ _RUN_FILES = (
     "all_results.json",
 )
 _FILE_PATTERNS_BY_FOLDER = {
-    "checkpoints": r"step_\d+(\.replaced)?(\.superseded)?|\.step_.*\.tmp|best|\.best\.link",
+    "checkpoints": (
+        r"step_\d+(\.replaced)?(\.superseded)?|\.step_.*\.tmp|best|\.best\.link"
+        rf"|{re.escape(STAGING_RECORD)}|\.{re.escape(STAGING_RECORD)}\.[0-9a-f]+\.tmp"
+    ),
     "tensorboard": r"events\.out\.tfevents\..*",
     "stacks": r"rank_\d+\.txt|(nccl|gloo)_rank_\d+",
     "wandb": r"run\.json",  # W&B manages its other files
@@ -332,6 +336,8 @@ class RunFolder:
                 if re.fullmatch(_TEMPORARY_FILE_PATTERN, leftover.name):
                     leftover.unlink()
             clear_leftovers(self.checkpoints)  # now, since the next lines need room on the disk
+            if self.checkpoints.is_dir():
+                (self.checkpoints / STAGING_RECORD).unlink(missing_ok=True)  # abandons staged ones
             self.write_status("running")
             self._remove_abandoned()
             write_whole(self.path / "config.toml", config)

@@ -4,6 +4,9 @@ Training waits only while the state is copied into host memory; a GPU makes the 
 computes the next gradient. A thread then writes them to a temporary folder, as safetensors through
 `torch.distributed.checkpoint`, and syncs each file; it writes a manifest with sizes and checksums
 last. Then it renames the folder and syncs its parent. Only after that it removes old checkpoints.
+
+With `--stage_checkpoints`, each rank writes its files to a node-local folder first, and copies them
+from there (`staging.py`).
 """
 
 import contextlib
@@ -13,7 +16,8 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,19 +42,31 @@ from llm.checkpoint.snapshot import (
     copy_to_host,
     is_finite,
 )
+from llm.checkpoint.staging import (
+    StagedCheckpoint,
+    StagingFolder,
+    copy_staged_files,
+    open_staging_folder,
+    remove_record,
+    staging_root,
+    sync_parents,
+)
 from llm.errors import CheckpointError, NotFiniteError, one_line_with_path
 from llm.runtime.agreement import gather_results, is_shared
 from llm.runtime.files import sync_file, sync_folder
 from llm.runtime.logging import event
 
 if TYPE_CHECKING:
-    from llm.checkpoint.rank_writer import RankPlan
+    from llm.checkpoint.rank_writer import LocalPlan, RankPlan
 
 _RETRY_DELAYS = (1.0, 4.0)
 """Seconds to wait before each retry of a failed save."""
 
 _MAX_FAILED_SAVES = 3
 """Number of consecutive failed checkpoints before training stops."""
+
+_NOTABLE_SECONDS = 0.05
+"""Seconds of waiting for a copy that are worth a line."""
 
 T = TypeVar("T")
 
@@ -110,11 +126,27 @@ class Saver:
         self._num_failures = 0
         self._error: CheckpointError | None = None
         self._thread: threading.Thread | None = None
+        self._staging: StagingFolder | None = None
+        self._may_continue = threading.Event()  # the last save is staged, or has ended
         self._buffers: dict[str, torch.Tensor] = {}
         self._pending_copies: HostCopies | None = None
         # A separate group: the thread communicates while training uses the default group.
         self._group = dist.new_group(backend="gloo") if world_size > 1 else None
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+    def open_staging(self) -> None:
+        """Let saves stage their files if the options ask for it; all ranks call it.
+
+        What was staged earlier is abandoned.
+
+        Raises:
+            LLMError: The folder for staged files, or the run's folder, cannot be written to.
+        """
+        if self._options.stage_checkpoints is not None:
+            if self._staging is not None:
+                self._staging.close()
+            root = staging_root(self._options.stage_checkpoints)
+            self._staging = open_staging_folder(root, self._folder)
 
     def save(self, *, step: int, eval_loss: float | None) -> None:
         """Save the current state; call `before_update` before it changes.
@@ -128,6 +160,12 @@ class Saver:
         """
         start_time = time.perf_counter()
         self.finish()  # the copies below overwrite buffers that the last save may still be writing
+        waited_seconds = time.perf_counter() - start_time
+        if self._staging is not None and waited_seconds >= _NOTABLE_SECONDS:
+            logger.info(
+                f"The save of step {step} waited {waited_seconds:.1f} s for the copy of the last "
+                "checkpoint."
+            )
         state, plain = split_state({name: part.state_dict() for name, part in self._parts.items()})
         local_tensors, file_index_by_path = assign_writers(
             state, rank=self._rank, world_size=self._world_size, owner_ranks=self._owner_ranks
@@ -147,13 +185,16 @@ class Saver:
             },
         )
         self.blocked_seconds = time.perf_counter() - start_time
-        if not self._options.async_checkpoint:
+        if not self._options.async_checkpoint and self._staging is None:
             self._save_snapshot(snapshot)
             self.finish()
             return
+        self._may_continue.clear()
         self._thread = threading.Thread(target=self._save_snapshot, args=(snapshot,), name="save")
         self._thread.daemon = True  # on a crash, do not wait for a half-written folder
         self._thread.start()
+        if not self._options.async_checkpoint:
+            self._may_continue.wait()
 
     def before_update(self) -> None:
         """Make later operations on the device wait for the copies of the last save.
@@ -179,19 +220,37 @@ class Saver:
         self._pending_copies = None
         error, self._error = self._error, None
         if error is None:
+            if is_final:
+                self._close_staging()
             return
         self._num_failures += 1
         if is_final or isinstance(error, NotFiniteError) or self._num_failures > _MAX_FAILED_SAVES:
             raise error
         logger.warning(f"{error} Training continues.")
 
+    def _close_staging(self) -> None:
+        """Remove the folder for staged files: all copies are complete."""
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+            if self._rank == 0:
+                with contextlib.suppress(OSError):  # a resume then looks for staged files in vain
+                    remove_record(self._folder)
+
     def _save_snapshot(self, snapshot: Snapshot) -> None:
         """Write a snapshot once its copies are complete; keep the error for `finish`."""
         start_time = time.perf_counter()
         problem: str | None
+        staged: StagedCheckpoint | None = None
         try:
             self._check_snapshot(snapshot)
-            problem = self._write_or_retry(snapshot)
+            if self._staging is not None:
+                staged = self._stage_checkpoint(snapshot, self._staging)
+                if staged is not None:
+                    if not self._options.async_checkpoint:
+                        self.blocked_seconds += staged.seconds
+                    self._may_continue.set()
+            problem = self._write_or_retry(snapshot, staged)
         except NotFiniteError as error:
             self._error = error
             return
@@ -199,30 +258,82 @@ class Saver:
             problem = str(error)
         except Exception as error:  # raised by `finish`, in the training thread
             problem = f"{type(error).__name__}: {error}"
+        finally:
+            self._may_continue.set()
         if problem is not None:
             self._remove_unfinished()
+            place = "" if staged is None else f" It stays in {staged.checkpoint.path}."
             self._error = CheckpointError(
                 f"The checkpoint of step {snapshot.step} could not be written to {self._folder} "
-                f"({problem}); earlier checkpoints are untouched."
+                f"({problem}); earlier checkpoints are untouched.{place}"
             )
             return
         self._num_failures = 0
+        staging_note = ""
+        if self._staging is not None and staged is not None:
+            self._staging.remove(range(snapshot.step + 1))
+            staging_note = f"staged in {staged.seconds:.1f} s, "
         logger.info(
             f"Saved {self._folder / checkpoint_name(snapshot.step)} (blocked training for "
-            f"{self.blocked_seconds:.2f} s, written in {time.perf_counter() - start_time:.1f} s).",
+            f"{self.blocked_seconds:.2f} s, {staging_note}written in "
+            f"{time.perf_counter() - start_time:.1f} s).",
             extra=event("save", step=snapshot.step, checkpoint=checkpoint_name(snapshot.step)),
         )
 
-    def _write_or_retry(self, snapshot: Snapshot) -> str | None:
-        """Write, and retry if the file system fails; all ranks retry together."""
-        problem = self._write_checkpoint(snapshot)
+    def _stage_checkpoint(
+        self, snapshot: Snapshot, staging: StagingFolder
+    ) -> StagedCheckpoint | None:
+        """Write this rank's files to its node-local folder.
+
+        Returns:
+            The staged checkpoint; None if a rank has failed: the log says why.
+        """
+        start_time = time.perf_counter()
+
+        def make_folder() -> None:
+            staging.make_temporary_folder(snapshot.step)
+            if self._rank == 0:
+                with contextlib.suppress(OSError):  # the copy flushes them again
+                    self._flush_metrics()
+
+        try:
+            self._on_all_ranks(make_folder)
+            temporary_path = staging.temporary_path(snapshot.step)
+            checkpoint, local_files = self._write_files(snapshot, temporary_path)
+            if self._group is not None:  # a node has the manifest of all files
+                shared = [checkpoint]
+                dist.broadcast_object_list(shared, src=0, group=self._group)
+                [checkpoint] = shared
+            self._on_all_ranks(lambda: staging.commit(checkpoint))
+        except CheckpointError as error:
+            staging.remove(range(snapshot.step, snapshot.step + 1))
+            logger.warning(
+                f"The checkpoint of step {snapshot.step} could not be staged ({error}); it is "
+                f"written to {self._folder} at once."
+            )
+            return None
+        staging.remove(range(snapshot.step))
+        return StagedCheckpoint(
+            checkpoint=replace(checkpoint, path=staging.step_path(snapshot.step)),
+            local_files=local_files,
+            seconds=time.perf_counter() - start_time,
+        )
+
+    def _write_or_retry(self, snapshot: Snapshot, staged: StagedCheckpoint | None) -> str | None:
+        """Write, and retry if the file system fails; all ranks retry together.
+
+        Args:
+            snapshot: The state.
+            staged: The same state in node-local files, to copy.
+        """
+        problem = self._write_checkpoint(snapshot, staged)
         for delay in _RETRY_DELAYS:
             if problem is None:
                 break
             self._remove_unfinished()
             logger.warning(f"{problem}; trying again in {delay:g} seconds.")
             time.sleep(delay)
-            problem = self._write_checkpoint(snapshot)
+            problem = self._write_checkpoint(snapshot, staged)
         return problem
 
     def _remove_unfinished(self) -> None:
@@ -239,16 +350,20 @@ class Saver:
             CheckpointError: The copies fail, or ranks do not write all of a tensor; raised on all
                 ranks.
         """
+        local_plans: list[LocalPlan] = []
 
         def check_local_state() -> bool:
             """Return whether this rank holds or writes other tensors than in the last save."""
+            from llm.checkpoint.rank_writer import LocalPlan
+
             snapshot.copies.wait_on_host()
             self._check_finite(snapshot)
-            return self._plan is None or not self._plan.fits(snapshot)
+            local_plans.append(LocalPlan.of(snapshot))
+            return self._plan is None or self._plan.local_plan != local_plans[0]
 
         # All ranks learn of an error here. Otherwise the others would wait in the next exchange.
         if any(self._on_all_ranks(check_local_state)):
-            self._on_all_ranks(lambda: self._make_plan(snapshot))
+            self._on_all_ranks(lambda: self._make_plan(local_plans[0]))
 
     def _check_finite(self, snapshot: Snapshot) -> None:
         """Refuse to save a state with infinite or NaN values on this rank."""
@@ -260,28 +375,28 @@ class Saver:
                 "finite; resume from an earlier checkpoint with a lower --learning_rate."
             )
 
-    def _make_plan(self, snapshot: Snapshot) -> None:
+    def _make_plan(self, local_plan: "LocalPlan") -> None:
         """Agree with all ranks on what each of them writes, in this and in later saves."""
         from llm.checkpoint.rank_writer import RankPlan
 
-        self._plan = RankPlan.agree(snapshot, group=self._group)
+        self._plan = RankPlan.agree(local_plan, group=self._group)
 
-    def _write_checkpoint(self, snapshot: Snapshot) -> str | None:
+    def _write_checkpoint(self, snapshot: Snapshot, staged: StagedCheckpoint | None) -> str | None:
         """Try to save once; return the error of any rank, or None."""
-        final_path = self._folder / checkpoint_name(snapshot.step)
-        temporary_path = self._folder / f".{final_path.name}.tmp"
+        temporary_path = self._folder / f".{checkpoint_name(snapshot.step)}.tmp"
         # Each of the three calls ends with an exchange, which is also a barrier: no rank writes
         # before the folder exists, rank 0 renames it only when all ranks' files are on the disk,
         # and no rank returns before the rename.
         try:
             self._on_all_ranks(lambda: self._make_folder(temporary_path))
-            parts = self._on_all_ranks(lambda: self._write_tensors(snapshot, temporary_path))
-            if self._group is not None:
-                self.write_times.append(tuple(seconds for _, seconds in parts))
-            files_by_rank = [files for files, _ in parts]
-            self._on_all_ranks(
-                lambda: self._commit_files(snapshot, files_by_rank, temporary_path, final_path)
-            )
+            if staged is None:
+                checkpoint, _ = self._write_files(snapshot, temporary_path)
+            else:
+                checkpoint, local_files = staged.checkpoint, staged.local_files
+                self._on_all_ranks(
+                    lambda: copy_staged_files(checkpoint.path, temporary_path, local_files)
+                )
+            self._on_all_ranks(lambda: self._commit_files(replace(checkpoint, path=temporary_path)))
         except CheckpointError as error:
             return str(error)
         return None
@@ -294,8 +409,55 @@ class Saver:
             self._flush_metrics()
             temporary_path.mkdir()
 
+    def _write_files(
+        self, snapshot: Snapshot, folder: Path
+    ) -> tuple[Checkpoint, dict[str, tuple[int, str]]]:
+        """Write the files of all ranks; every rank calls it.
+
+        Returns:
+            The checkpoint, which on other ranks than 0 lacks the files that are not tensors; and
+            size in bytes and checksum of each file that this rank has written.
+
+        Raises:
+            CheckpointError: A rank has failed; raised on all ranks.
+        """
+        plain_files: dict[str, tuple[int, str]] = {}
+
+        def write_local_files() -> tuple[dict[str, tuple[int, str]], float]:
+            tensor_files, seconds = self._write_tensors(snapshot, folder)
+            if self._rank == 0:
+                plain_files.update(self._write_plain_files(snapshot, folder))
+            return tensor_files, seconds
+
+        files_by_rank, write_times = zip(*self._on_all_ranks(write_local_files), strict=True)
+        if self._group is not None:
+            self.write_times.append(write_times)
+        all_files = dict(plain_files)
+        for tensor_files in files_by_rank:
+            all_files |= tensor_files
+        checkpoint = Checkpoint(
+            path=folder,
+            step=snapshot.step,
+            saved_time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            world_size=self._world_size,
+            metadata=snapshot.metadata,
+            files=all_files,
+        )
+        return checkpoint, files_by_rank[self._rank] | plain_files
+
+    def _write_plain_files(self, snapshot: Snapshot, folder: Path) -> dict[str, tuple[int, str]]:
+        """Write and sync all files that are not tensors; return size and checksum of each."""
+        contents = {STATE_FILE: snapshot.plain.encode(), **self._extra_files}
+        for name, content in contents.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        plain_files = {name: sync_file(folder / name) for name in contents}
+        sync_parents(folder, contents)
+        return plain_files
+
     def _write_tensors(
-        self, snapshot: Snapshot, temporary_path: Path
+        self, snapshot: Snapshot, folder: Path
     ) -> tuple[dict[str, tuple[int, str]], float]:
         """Write and sync this rank's tensors.
 
@@ -304,50 +466,21 @@ class Saver:
         """
         assert self._plan is not None  # `_check_snapshot` makes it
         start_time = time.perf_counter()
-        names = self._plan.write(snapshot, temporary_path, rank=self._rank)
-        files = {name: sync_file(temporary_path / name) for name in names}
+        names = self._plan.write(snapshot, folder, rank=self._rank)
+        files = {name: sync_file(folder / name) for name in names}
         return files, time.perf_counter() - start_time if files else 0.0
 
-    def _commit_files(
-        self,
-        snapshot: Snapshot,
-        files_by_rank: Sequence[Mapping[str, tuple[int, str]]],
-        temporary_path: Path,
-        final_path: Path,
-    ) -> None:
-        """Write the plain files and the manifest, and rename the checkpoint; rank 0 does it.
+    def _commit_files(self, checkpoint: Checkpoint) -> None:
+        """Write the manifest and rename the checkpoint; rank 0 does it.
 
         Args:
-            snapshot: The state.
-            files_by_rank: Size in bytes and checksum of each file that a rank has written.
-            temporary_path: The folder with the files.
-            final_path: The checkpoint's path.
+            checkpoint: The checkpoint, with the path of the temporary folder.
         """
-        if self._rank != 0:
-            return
-        contents = {STATE_FILE: snapshot.plain.encode(), **self._extra_files}
-        for name, content in contents.items():
-            path = temporary_path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        plain_files = {name: sync_file(temporary_path / name) for name in contents}
-        for folder in {parent for name in contents for parent in Path(name).parents[:-1]}:
-            sync_folder(temporary_path / folder)
-        all_files: dict[str, tuple[int, str]] = {}
-        for file_entries in (*files_by_rank, plain_files):
-            all_files |= file_entries
-        checkpoint = Checkpoint(
-            path=temporary_path,
-            step=snapshot.step,
-            saved_time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            world_size=self._world_size,
-            metadata=snapshot.metadata,
-            files=all_files,
-        )
-        # Written last: a folder with a manifest is complete.
-        write_manifest(checkpoint)
-        commit_checkpoint(temporary_path, final_path)
-        prune(self._folder, self._options, saved_step=snapshot.step)
+        if self._rank == 0:
+            # Written last: a folder with a manifest is complete.
+            write_manifest(checkpoint)
+            commit_checkpoint(checkpoint.path, self._folder / checkpoint_name(checkpoint.step))
+            prune(self._folder, self._options, saved_step=checkpoint.step)
 
     def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
         """Run an action on every rank; return the results by rank.

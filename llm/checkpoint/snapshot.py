@@ -131,9 +131,12 @@ def assign_writers(
     # A sharded tensor without elements is not written.
     sharded_items = [(p, t) for p, t in items if isinstance(t, DTensor) and t.numel()]
     shard_bytes = [tensor.nbytes // _count_shards(tensor) for _, tensor in sharded_items]
-    max_writers = 1 + sum(shard_bytes) // _MIN_SHARE_BYTES
+    shard_bytes_by_owners: Counter[tuple[int, ...]] = Counter()
+    for (path, _), num_bytes in zip(sharded_items, shard_bytes, strict=True):
+        shard_bytes_by_owners[owners_by_path[path]] += num_bytes
     for tensor_index, (path, tensor) in enumerate(sharded_items):
         file_index_by_path[path] = shard_files.assign_file(shard_bytes[tensor_index])
+        max_writers = 1 + shard_bytes_by_owners[owners_by_path[path]] // _MIN_SHARE_BYTES
         writes_shard = _writes_shard(tensor, tensor_index, max_writers=max_writers)
         if tensor.to_local().numel() and writes_shard:
             local_tensors[path] = tensor

@@ -6,9 +6,6 @@ import math
 import os
 import resource
 import shutil
-import signal
-import stat
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +21,7 @@ from llm.errors import CheckpointError
 from tests.support.checkpoints import (
     FailsAt,
     Part,
+    die_at,
     filled,
     is_filled,
     join,
@@ -33,33 +31,6 @@ from tests.support.checkpoints import (
     steps,
 )
 from tests.support.ranks import run_ranks, values
-
-WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink"}
-
-
-def die_at(moment: int) -> None:
-    """Kills this process just before its `moment`-th change to a file system, from 0.
-
-    Before a file is synced, half of it is lost, as in a power cut.
-    """
-    count = itertools.count()
-    fsync = os.fsync
-
-    def changes(event: str, args: tuple[object, ...]) -> None:
-        opens = event == "open" and isinstance(args[2], int) and args[2] & os.O_CREAT
-        if (event in WRITES or opens) and next(count) == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def sync(descriptor: int) -> None:
-        if next(count) == moment:
-            status = os.fstat(descriptor)
-            if stat.S_ISREG(status.st_mode):
-                os.truncate(f"/proc/self/fd/{descriptor}", status.st_size // 2)
-            os.kill(os.getpid(), signal.SIGKILL)
-        fsync(descriptor)
-
-    os.fsync = sync
-    sys.addaudithook(changes)
 
 
 def kill_at_every_moment(folder: Path, step: int) -> tuple[int, list[str]]:

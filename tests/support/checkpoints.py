@@ -3,7 +3,9 @@
 import errno
 import itertools
 import os
+import signal
 import stat
+import sys
 from collections.abc import Container
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from llm.checkpoint.load import find_newest_checkpoint, list_checkpoints, load_s
 from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import Saver
 from llm.parallel.base import AcceleratedStrategy
+
+WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink"}
 
 
 class Part:
@@ -148,3 +152,28 @@ class FailsAt:
     def __call__(self, descriptor: int) -> None:
         if stat.S_ISREG(os.fstat(descriptor).st_mode) and next(self.count) in self.calls:
             raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def die_at(moment: int) -> None:
+    """Kills this process just before its `moment`-th change to a file system, from 0.
+
+    Before a file is synced, half of it is lost, as in a power cut.
+    """
+    count = itertools.count()
+    fsync = os.fsync
+
+    def changes(event: str, args: tuple[object, ...]) -> None:
+        opens = event == "open" and isinstance(args[2], int) and args[2] & os.O_CREAT
+        if (event in WRITES or opens) and next(count) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def sync(descriptor: int) -> None:
+        if next(count) == moment:
+            status = os.fstat(descriptor)
+            if stat.S_ISREG(status.st_mode):
+                os.truncate(f"/proc/self/fd/{descriptor}", status.st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(descriptor)
+
+    os.fsync = sync
+    sys.addaudithook(changes)

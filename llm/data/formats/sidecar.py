@@ -97,17 +97,16 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
         status = os.stat(path)
     except (OSError, ValueError):  # ValueError: a zero byte in the name
         return None
-    return _read_sidecar_file(path, status.st_mtime_ns, status.st_size)
+    return _read_sidecar_file(path, (status.st_ino, status.st_mtime_ns, status.st_size))
 
 
 @functools.lru_cache
-def _read_sidecar_file(path: Path, modified_ns: int, num_bytes: int) -> Sidecar:
+def _read_sidecar_file(path: Path, version: tuple[int, int, int]) -> Sidecar:
     """Return the content of a sidecar, which a start needs several times.
 
     Args:
         path: The file.
-        modified_ns: When it was last modified, in nanoseconds; with its size, it tells a new file.
-        num_bytes: Its size.
+        version: Inode, time of the last change in nanoseconds, and size, which tell a new file.
     """
     content = _read_json_object(path)
     if type(content.get("format")) is int and content["format"] > FORMAT:

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import RunFolder
+from llm.checkpoint.staging import staging_root
 from llm.config.options import fields
 from llm.data.corpus import Corpus, Samples, pin_in_memory
 from llm.data.data_digest import corpus_digests
@@ -71,6 +72,8 @@ def read_training(
     folder = _choose_folder(config, world)
     if config.metrics_file is not None and world.is_main:
         check_metrics_file(Path(config.metrics_file))
+    if config.stage_checkpoints is not None:
+        staging_root(config.stage_checkpoints)  # refuses a folder that this node lacks
     resume_from = find_resume_checkpoint(config, folder)
     config = with_checkpoint_batch_size(config, resume_from)
     branch_from = validated_branch_parent(config, resume_from)

@@ -11,7 +11,7 @@ from llm.data.options import training_paths
 from llm.errors import ConfigError
 from llm.trainers.gpt.config import CoreConfig
 
-_OUTPUT_OPTIONS = ("output_dir", "data_cache_dir", "metrics_file")
+_OUTPUT_OPTIONS = ("output_dir", "data_cache_dir", "metrics_file", "stage_checkpoints")
 """Options with a path that the run writes to."""
 
 

@@ -14,6 +14,7 @@ from llm.checkpoint.format import (
 )
 from llm.checkpoint.load import find_newest_checkpoint, read_verified_checkpoint
 from llm.checkpoint.run_folder import RunFolder, check_unchanged, describe_changes
+from llm.checkpoint.staging import complete_staged_checkpoint
 from llm.data.data_digest import data_has_changed
 from llm.data.options import SOURCES
 from llm.errors import CheckpointError
@@ -49,6 +50,8 @@ def find_resume_checkpoint(config: CoreConfig, folder: RunFolder) -> Checkpoint 
     if isinstance(config.resume_from_checkpoint, str):
         checkpoint = _read_named_checkpoint(Path(config.resume_from_checkpoint))
     else:
+        if not config.eval_only:
+            complete_staged_checkpoint(folder, config.stage_checkpoints)
         newest = find_newest_checkpoint(folder.checkpoints, is_collective=True)
         if newest is None:
             _check_fresh_start(folder)

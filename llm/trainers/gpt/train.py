@@ -182,6 +182,7 @@ def start_run(trainer: Trainer, model: PreTrainedModel) -> None:
     on_all_ranks(lambda: connect_trackers(run, strategy))
     # From here on, no rank refuses the run.
     on_all_ranks(lambda: open_run_folder(run, strategy, trainer.tracker.wall_time))
+    trainer.saver.open_staging()
     log_start(run, strategy, model)
     for extension in trainer.extensions:
         for line in extension.describe():
@@ -307,6 +308,7 @@ def _restart_training(trainer: Trainer, checkpoint: Checkpoint, request: Restart
     if trainer.strategy.rank == 0:
         config = replace(run.config, skip_samples=str(skipped))
         run.folder.open(overwrite=False, config=to_toml(config))
+    trainer.saver.open_staging()
 
 
 def log_preempted(trainer: Trainer) -> None:

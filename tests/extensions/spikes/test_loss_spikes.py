@@ -195,10 +195,11 @@ def test_a_rewound_run_equals_one_that_was_told_what_to_leave_out(once, kind, ca
 
 
 @pytest.mark.faults
-def test_a_rewound_run_that_is_killed_continues_as_if_it_were_not(once):
+def test_a_rewound_run_that_is_killed_continues_as_if_it_were_not(once, tmp_path):
     """No checkpoint has the range yet when it is killed: it finds the spike anew."""
     options = {**once.data, "on_loss_spike": "rewind", "resume_from_checkpoint": True}
     straight = once.train_well("straight", **options)
+    options["stage_checkpoints"] = tmp_path
     kill = Fault(at="llm.trainers.gpt.loop:Trainer.train_step", what="SIGKILL", call=75)
     once.train("killed", faults=[kill], **options)
     assert len(events(Run(once.folder / "killed", []), "rewind")) == 1
