@@ -8,8 +8,10 @@ import pytest
 import safetensors
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from llm.checkpoint import snapshot
+from llm.checkpoint import rank_writer, snapshot
 from llm.checkpoint.format import Checkpoint, split_state
 from llm.checkpoint.headers import read_headers
 from llm.checkpoint.load import find_newest_checkpoint, load_state
@@ -132,6 +134,91 @@ def test_ranks_agree_on_what_they_write_once_until_it_changes(tmp_path):
     load_state(find_newest_checkpoint(tmp_path), {"part": loaded})
     assert torch.equal(loaded.state["layer.7"], torch.full((500,), 8.0))
     assert torch.equal(loaded.state["late"], torch.full((2,), 3.0))
+
+
+def refused_saves(folder: Path) -> list[str]:
+    """What four saves say on this rank: rank 1 cannot plan the first, or holds too much in two."""
+    rank, world_size = join()
+    part = layers(1.0)
+    saver = Saver(
+        CheckpointOptions(keep_checkpoints=10),
+        folder,
+        parts={"part": part},
+        metadata={},
+        rank=rank,
+        world_size=world_size,
+        owner_ranks=lambda path: [0] if path == "part/late" else range(2),
+    )
+    make_plan = rank_writer.LocalPlan.of
+
+    def refuse(snapshot: snapshot.Snapshot) -> rank_writer.LocalPlan:
+        raise OSError("module not found")
+
+    said = []
+    for step in range(1, 6):
+        if rank == 1:
+            rank_writer.LocalPlan.of = refuse if step == 1 else make_plan
+            part.state.pop("late", None)
+            if step in (3, 4):
+                part.state["late"] = torch.ones(2)  # rank 0 should write it, but does not hold it
+        try:
+            saver.save(step=step, eval_loss=None)
+            saver.finish(is_final=True)
+            said.append("saved")
+        except LLMError as error:
+            said.append(str(error).partition("(")[2].partition(")")[0])
+    return said
+
+
+def test_a_plan_that_fails_on_one_rank_leaves_the_former_to_all(tmp_path):
+    for said in values(run_ranks(refused_saves, 2, tmp_path)):
+        assert said == [
+            "module not found",
+            "saved",
+            "no rank writes part/late",
+            "no rank writes part/late",
+            "saved",
+        ]
+    loaded = layers(0.0)
+    load_state(find_newest_checkpoint(tmp_path), {"part": loaded})
+    assert torch.equal(loaded.state["layer.7"], torch.full((500,), 8.0))
+
+
+def shards_of_replicas(min_share_bytes: int) -> list[str]:
+    """The shards that this rank writes; ranks 0 and 1 hold more tensors than their replicas."""
+    rank, world_size = join()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    snapshot._MIN_SHARE_BYTES = min_share_bytes
+    state: dict[str, torch.Tensor] = {
+        f"all.{i}": distribute_tensor(torch.ones(8), mesh, [Replicate(), Shard(0)])
+        for i in range(4)
+    }
+    if rank < 2:
+        shards = mesh["shard"]
+        state["few"] = DTensor.from_local(torch.ones(4000), shards, [Shard(0)], run_check=False)
+    local_tensors, _ = snapshot.assign_writers(
+        state,
+        rank=rank,
+        world_size=world_size,
+        owner_ranks=lambda path: range(2) if path == "few" else range(4),
+    )
+    return sorted(local_tensors)
+
+
+def test_shards_that_few_ranks_hold_do_not_change_who_writes_the_others():
+    all_paths = [f"all.{i}" for i in range(4)]
+    assert values(run_ranks(shards_of_replicas, 4, 16000)) == [
+        [*all_paths, "few"],
+        [*all_paths, "few"],
+        [],
+        [],
+    ]
+    assert values(run_ranks(shards_of_replicas, 4, 30)) == [
+        ["all.0", "all.2", "few"],
+        ["all.0", "all.2", "few"],
+        ["all.1", "all.3"],
+        ["all.1", "all.3"],
+    ]
 
 
 def test_a_small_state_is_one_file_of_any_number_of_ranks(tmp_path):

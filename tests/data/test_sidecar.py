@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import logging
+import os
 
 import numpy as np
 import pytest
@@ -49,6 +50,17 @@ def prefix(tmp_path):
     write_pair(tmp_path / "text", DOCUMENTS)
     write_sidecar(tmp_path / "text", sidecar_of(tmp_path / "text"))
     return tmp_path / "text"
+
+
+def test_a_new_sidecar_of_the_same_size_and_time_is_read_anew(prefix):
+    sidecar = sidecar_of(prefix)
+    status = (prefix.parent / "text.json").stat()
+    assert read_sidecar(prefix) == sidecar
+
+    write_sidecar(prefix, dataclasses.replace(sidecar, plan="1"))
+    os.utime(prefix.parent / "text.json", ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    assert read_sidecar(prefix).plan == "1"
 
 
 def test_written_files_read_back_the_same(prefix):
