@@ -99,24 +99,33 @@ class RunFolder:
         if run_files + model_files and not self._holds_run():
             raise self._other_files_error(run_files + model_files)
         if run_files and not (resume or overwrite):
-            names = list(dict.fromkeys(path.relative_to(self.path).parts[0] for path in run_files))
-            raise ConfigError(
-                f"--output_dir {self.path} holds a run already ({', '.join(names)}): continue it "
-                "with --resume_from_checkpoint, remove it with --overwrite_output_dir, or name "
-                "another folder."
-            )
+            raise self._existing_run_error(run_files)
         if not run_files and (surrounding_run := find_surrounding_run(self.path)) is not None:
             raise ConfigError(
                 f"--output_dir {self.path} is within the files of the run {surrounding_run}; name "
                 "a folder outside of them."
             )
+        if overwrite:
+            self._check_no_links(training_files)
+
+    def _check_no_links(self, training_files: list[Path]) -> None:
+        """Refuse to overwrite a run with files in a folder that is a link."""
         folders = {path.parent for path in training_files if path.parent != self.path}
         links = sorted(folder for folder in folders if folder.is_symlink())
-        if overwrite and links:
+        if links:
             raise ConfigError(
                 f"{links[0]} is a link, and --overwrite_output_dir removes nothing through a link: "
                 "remove the link or its target, or name another --output_dir."
             )
+
+    def _existing_run_error(self, run_files: list[Path]) -> ConfigError:
+        """Return the error for a folder with a run that is neither resumed nor removed."""
+        names = list(dict.fromkeys(path.relative_to(self.path).parts[0] for path in run_files))
+        return ConfigError(
+            f"--output_dir {self.path} holds a run already ({', '.join(names)}): continue it "
+            "with --resume_from_checkpoint, remove it with --overwrite_output_dir, or name "
+            "another folder."
+        )
 
     def _other_files_error(self, paths: list[Path]) -> ConfigError:
         """Return the error for a folder without a run, but with files that a run would replace."""
