@@ -48,8 +48,7 @@ def program(main: Callable[[Sequence[str]], int]) -> Main:
             discard_output(sys.stdout)
             return 128 + signal.SIGPIPE
         except LLMError as error:
-            sys.stderr.write(text_for(sys.stderr, f"error: {error}\n"))
-            return 2
+            return _report_error(str(error))
         except KeyboardInterrupt:
             sys.stderr.write("Interrupted.\n")
             return 130
@@ -59,8 +58,13 @@ def program(main: Callable[[Sequence[str]], int]) -> Main:
             sentence = explain_system_error(error)
             if sentence is None:
                 raise
-            sys.stderr.write(text_for(sys.stderr, f"error: {sentence}\n"))
-            return 2
+            return _report_error(sentence)
         return exit_code
 
     return run
+
+
+def _report_error(sentence: str) -> int:
+    """Print an error that the user can fix to stderr, and return its exit code."""
+    sys.stderr.write(text_for(sys.stderr, f"error: {sentence}\n"))
+    return 2
