@@ -63,6 +63,20 @@ class TokenCache:
                 cache cannot be written.
         """
         folder = self.folder / key
+        has_prepared = self._prepare_or_wait(folder, prepare)
+        if (folder / "absent").exists():
+            return None
+        if not has_prepared:
+            logger.info(f"using the cached tokens in {folder}")
+        return folder / "tokens"
+
+    def _prepare_or_wait(self, folder: Path, prepare: Callable[[Path], None]) -> bool:
+        """Return once every rank sees the prepared folder; whether a rank of this run prepared it.
+
+        Args:
+            folder: The folder of the token files.
+            prepare: As for `token_files`.
+        """
         has_prepared = has_waited = False
         while True:
             with contextlib.ExitStack() as lock:
@@ -74,17 +88,12 @@ class TokenCache:
                 on_all_ranks(prepare_if_elected, timeout=math.inf)
                 has_prepared = has_prepared or state.startswith("elected")
             if all(state == "done" for state in states):
-                break
+                return has_prepared
             if not any(state.startswith("elected") for state in states):
                 if not has_waited:
                     logger.info("waiting for another process that tokenizes the same text")
                 time.sleep(_POLL_SECONDS)
             has_waited = True
-        if (folder / "absent").exists():
-            return None
-        if not has_prepared:
-            logger.info(f"using the cached tokens in {folder}")
-        return folder / "tokens"
 
     def _choose_state(
         self, folder: Path, lock: contextlib.ExitStack, *, is_done: bool, rebuild: bool
