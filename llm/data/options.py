@@ -191,51 +191,67 @@ def training_paths(options: DataOptions) -> list[str]:
 
 def data_problems(options: DataOptions) -> list[str]:
     """Return faults of the data options, one sentence each."""
-    problems = stage_problems(options.data_stage)
     source_flags = [f"--{name}" for name in SOURCES if getattr(options, name)]
     if options.dataset_name and options.validation_file:
         source_flags.append("--validation_file")
-    token_files = training_paths(options) or options.valid_data_path
-    text_source = options.dataset_name or options.train_file or options.validation_file
-    if len(source_flags) > 1:
-        problems.append(
-            f"{' and '.join(source_flags)} are different sources of data; give one of them."
-        )
-    if options.valid_data_path and (options.data_path or text_source):
-        problems.append(
+    has_training_files = bool(training_paths(options))
+    has_token_files = has_training_files or bool(options.valid_data_path)
+    has_text = bool(options.dataset_name or options.train_file or options.validation_file)
+    gives_split = options.split is not None
+    gives_validation_percentage = "validation_split_percentage" in non_default(options)
+    lacks_end_of_text = has_text and not options.append_eos
+    faults = [
+        (
+            len(source_flags) > 1,
+            f"{' and '.join(source_flags)} are different sources of data; give one of them.",
+        ),
+        (
+            options.valid_data_path and (options.data_path or has_text),
             "--valid_data_path goes with --train_data_path, or alone with --eval_only; "
-            "--data_path is cut by --split, and text has other options."
-        )
-    if options.split is not None and not (options.data_path or options.data_stage):
-        problems.append("--split needs --data_path (or stages); give that too, or leave it out.")
-    if options.valid_data_path and options.data_stage and options.split is not None:
-        problems.append(
+            "--data_path is cut by --split, and text has other options.",
+        ),
+        (
+            gives_split and not (options.data_path or options.data_stage),
+            "--split needs --data_path (or stages); give that too, or leave it out.",
+        ),
+        (
+            options.valid_data_path and options.data_stage and gives_split,
             "--valid_data_path leaves the files of data_stage whole, and --split cuts them; give "
-            "one of the two."
-        )
-    if options.validation_file and training_paths(options):
-        problems.append(
+            "one of the two.",
+        ),
+        (
+            options.validation_file and has_training_files,
             "--validation_file is text and does not go with token files; name token files to "
-            "evaluate on with --valid_data_path."
-        )
-    if options.ignore_tokenizer_mismatch and not token_files:
-        problems.append("--ignore_tokenizer_mismatch is for token files, and none are given.")
-    if token_files:
-        problems += [
-            f"--{name} is for text, and token files are ready; leave it out."
+            "evaluate on with --valid_data_path.",
+        ),
+        (
+            options.ignore_tokenizer_mismatch and not has_token_files,
+            "--ignore_tokenizer_mismatch is for token files, and none are given.",
+        ),
+        *(
+            (
+                has_token_files and getattr(options, name),
+                f"--{name} is for text, and token files are ready; leave it out.",
+            )
             for name in ("text_column", "no_keep_linebreaks", "overwrite_cache")
-            if getattr(options, name)
-        ]
-    if token_files and "validation_split_percentage" in non_default(options):
-        problems.append("--validation_split_percentage cuts text; token files are cut by --split.")
-    if text_source and not options.append_eos:
-        problems += [
-            f"--{name} needs documents that end with the end-of-text token; leave --no_append_eos "
-            "out."
+        ),
+        (
+            has_token_files and gives_validation_percentage,
+            "--validation_split_percentage cuts text; token files are cut by --split.",
+        ),
+        *(
+            (
+                lacks_end_of_text and getattr(options, name),
+                f"--{name} needs documents that end with the end-of-text token; leave "
+                "--no_append_eos out.",
+            )
             for name in ("reset_position_ids", "reset_attention_mask")
-            if getattr(options, name)
-        ]
-    return problems
+        ),
+    ]
+    return [
+        *stage_problems(options.data_stage),
+        *(sentence for is_fault, sentence in faults if is_fault),
+    ]
 
 
 def batch_problems(options: BatchOptions) -> list[str]:
