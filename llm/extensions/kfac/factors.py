@@ -260,36 +260,48 @@ def _make_recording_hook(
     """
     has_bias = layer.bias is not None
 
-    @torch.no_grad()
-    def record_tokens(factor: Factor, vectors: Tensor, *, appends_one: bool) -> None:
-        # Autocast would multiply in bf16 or fp16, too coarse for sums over tokens.
-        full_precision = torch.autocast(vectors.device.type, enabled=False)
-        with (
-            update_times.measure("factor", ends_update=False),
-            full_precision,
-            _hidden_from_recomputation(),
-        ):
-            rows = vectors.detach().flatten(0, -2).float()
-            if appends_one:
-                rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
-            factor.record(rows)
-
     def record_output_gradient(gradient: Tensor) -> None:
         assert output_factor is not None
-        record_tokens(
-            output_factor, layer.select_outputs(gradient.flatten(0, -2)), appends_one=False
-        )
+        output_gradients = layer.select_outputs(gradient.flatten(0, -2))
+        _record_tokens(output_factor, output_gradients, update_times, appends_one=False)
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         # A backward pass recomputes checkpointed blocks; their tokens are already recorded.
-        if not output.requires_grad or torch._C._current_graph_task_id() != -1:
+        is_backward = torch._C._current_graph_task_id() != -1
+        if not output.requires_grad or is_backward:
             return
         if input_factor is not None:
-            record_tokens(input_factor, read_input(args, kwargs), appends_one=has_bias)
+            inputs = read_input(args, kwargs)
+            _record_tokens(input_factor, inputs, update_times, appends_one=has_bias)
         if output_factor is not None:
             output.register_hook(record_output_gradient)
 
     return hook
+
+
+@torch.no_grad()
+def _record_tokens(
+    factor: Factor, vectors: Tensor, update_times: UpdateTimes, *, appends_one: bool
+) -> None:
+    """Record the tokens of one micro-batch in fp32, unseen by autocast and recomputation.
+
+    Args:
+        factor: Records the tokens.
+        vectors: [..., size]; each vector is a token.
+        update_times: Measures the recording.
+        appends_one: Whether each vector gets a one at its end, the input of the bias.
+    """
+    # Autocast would multiply in bf16 or fp16, too coarse for sums over tokens.
+    full_precision = torch.autocast(vectors.device.type, enabled=False)
+    with (
+        update_times.measure("factor", ends_update=False),
+        full_precision,
+        _hidden_from_recomputation(),
+    ):
+        rows = vectors.detach().flatten(0, -2).float()
+        if appends_one:
+            rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
+        factor.record(rows)
 
 
 @contextlib.contextmanager
