@@ -178,13 +178,18 @@ def _multiply_blocks(
     matrix: Tensor, blocks: Blocks, multiply: Callable[..., Tensor], *, dim: Literal[-1, -2]
 ) -> Tensor:
     """Return matrix @ right, or left^T @ matrix with -2, for the blocks of right or left."""
+
+    def multiply_block(values: Tensor, block: Tensor, **out: Tensor) -> Tensor:
+        return multiply(values, block, **out) if dim == -1 else multiply(block.mT, values, **out)
+
     if blocks is None:
         return matrix
     if len(blocks) == 1:
-        return multiply(matrix, blocks[0]) if dim == -1 else multiply(blocks[0].mT, matrix)
-    product, widths = torch.empty_like(matrix), [block.shape[-1] for block in blocks]
+        return multiply_block(matrix, blocks[0])
+    product = torch.empty_like(matrix)
+    widths = [block.shape[-1] for block in blocks]
     slices = zip(matrix.split(widths, dim), blocks, product.split(widths, dim), strict=True)
-    for values, block, out in slices:
+    for values, block, product_slice in slices:
         # Written in place, to save the concatenation of the products.
-        multiply(*((values, block) if dim == -1 else (block.mT, values)), out=out)
+        multiply_block(values, block, out=product_slice)
     return product
