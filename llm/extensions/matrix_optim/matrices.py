@@ -78,13 +78,14 @@ class ShardedMatrices(MatrixOwners):
         A stack has none if its shards are whole matrices.
         """
         for unit in sorted(units, key=lambda unit: -unit.cost):
-            dims = self._dims_by_unit[unit] = [
-                _sharded_dims(parameter) for parameter in unit.parameters
-            ]
-            if unit.is_divisible and all(dim == 0 for dim in dims[0].values()):
+            dims = [_sharded_dims(parameter) for parameter in unit.parameters]
+            self._dims_by_unit[unit] = dims
+            has_whole_matrices = unit.is_divisible and all(dim == 0 for dim in dims[0].values())
+            if has_whole_matrices:
                 continue
             if unit.owner is None:
-                unit.owner = self._loads.index(min(self._loads))
+                least_loaded_rank = self._loads.index(min(self._loads))
+                unit.owner = least_loaded_rank
             self._loads[unit.owner] += unit.cost
 
     def owns(self, unit: Unit) -> bool:
