@@ -278,14 +278,15 @@ class ShardedStrategy(AcceleratedStrategy):
         """
         if self._uses_ddp:
             return super()._gradient_sync(is_last)
-        if isinstance(self.loss, FSDPModule):
-            self.loss.set_requires_all_reduce(is_last)
-            if self._unsharded_gradients:
-                self.loss.set_requires_gradient_sync(is_last)
-            for module in (self.loss, self._embedding, self._head):
-                if module is not None:
-                    module.set_reshard_after_backward(is_last, recurse=False)
-            self._keep_embedding_gathered(is_kept=not is_last)
+        if not isinstance(self.loss, FSDPModule):
+            return contextlib.nullcontext()
+        self.loss.set_requires_all_reduce(is_last)
+        if self._unsharded_gradients:
+            self.loss.set_requires_gradient_sync(is_last)
+        for module in (self.loss, self._embedding, self._head):
+            if module is not None:
+                module.set_reshard_after_backward(is_last, recurse=False)
+        self._keep_embedding_gathered(is_kept=not is_last)
         return contextlib.nullcontext()
 
     def _keep_embedding_gathered(self, *, is_kept: bool) -> None:
