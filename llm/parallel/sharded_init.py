@@ -267,20 +267,26 @@ class ShardedDraws(KeyedDraws):
         if self._open_tensor is not None and self._open_tensor.name == name:
             return self._open_tensor.values
         self._store_open_tensor()
-        meta_tensor = self._meta_model.get_parameter_or_buffer(name)
-        target = self._target_by_name[name]
-        has_values = name in self.written_names
-        if not isinstance(target, DTensor) and target.shape == meta_tensor.shape:
-            full_tensor: Tensor = target
-        elif has_values and not is_overwritten:
-            full_target: Tensor = target.full_tensor() if isinstance(target, DTensor) else target
-            full_tensor = full_target[: len(meta_tensor)]  # without padding of the vocabulary
-        else:
-            full_tensor = torch.empty(
-                meta_tensor.shape, dtype=meta_tensor.dtype, device=self._device
-            )
+        needs_values = name in self.written_names and not is_overwritten
+        full_tensor = self._gather_or_allocate(name, needs_values=needs_values)
         self._open_tensor = _OpenTensor(name, full_tensor)
         return full_tensor
+
+    def _gather_or_allocate(self, name: str, *, needs_values: bool) -> Tensor:
+        """Return a parameter's tensor if it is neither sharded nor padded, otherwise a full copy.
+
+        Args:
+            name: Name of the parameter.
+            needs_values: Whether the copy has the parameter's values; otherwise it is empty.
+        """
+        meta_tensor = self._meta_model.get_parameter_or_buffer(name)
+        target = self._target_by_name[name]
+        if not isinstance(target, DTensor) and target.shape == meta_tensor.shape:
+            return target
+        if not needs_values:
+            return torch.empty(meta_tensor.shape, dtype=meta_tensor.dtype, device=self._device)
+        full_target: Tensor = target.full_tensor() if isinstance(target, DTensor) else target
+        return full_target[: len(meta_tensor)]  # without padding of the vocabulary
 
     def _store_open_tensor(self) -> None:
         """Copy this rank's shard of the open tensor into the model, and free the tensor."""
