@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from llm.data.formats.megatron import add_suffix
 from llm.data.formats.parts import find_parts
-from llm.data.formats.sidecar import find_damage, read_sidecar
+from llm.data.formats.sidecar import Sidecar, find_damage, read_sidecar
 from llm.data.text_identity import SHARD_BYTES, Provenance, make_provenance, provenance_digest
 from llm.errors import ConfigError, DataError, LLMError, one_line, os_error_remedy
 from llm.prepare.encoder import Encoding
@@ -422,27 +422,34 @@ def _is_done(output: Output, digest: str) -> bool:
 
     Parts that are to be joined are not done.
     """
-    num_complete, faults, has_parts_to_join = 0, [], False
+    complete_sidecars, faults = [], []
     for prefix in output.names:
-        try:
-            sidecar = read_sidecar(prefix)
-        except DataError:
-            sidecar = None
-        if sidecar is not None and sidecar.plan == digest:
-            num_complete += 1
-            has_parts_to_join = bool(sidecar.part_tokens) and not output.parts
+        sidecar = _read_sidecar_with_digest(prefix, digest)
+        if sidecar is not None:
+            complete_sidecars.append(sidecar)
             faults += find_damage(prefix, nanogpt=output.nanogpt, row_bytes=output.row_bytes)
-            continue
-        faults.append(f"{prefix}.bin is missing.")
-        existing_paths = output.existing(prefix)
-        if existing_paths:
+        elif existing_paths := output.existing(prefix):
             raise DataError(
                 f"{existing_paths[0]} exists already; choose another --output_prefix, or pass "
                 "--overwrite to replace it."
             )
-    if num_complete and faults:
+        else:
+            faults.append(f"{prefix}.bin is missing.")
+    if complete_sidecars and faults:
         logger.warning(f"{' '.join(faults)} The same options made it, so it is made again.")
+    has_parts = any(sidecar.part_tokens for sidecar in complete_sidecars)
+    has_parts_to_join = has_parts and not output.parts
     return not faults and not has_parts_to_join
+
+
+def _read_sidecar_with_digest(prefix: Path, digest: str) -> Sidecar | None:
+    """Return a file's sidecar; None if it is missing, damaged or of another provenance."""
+    try:
+        sidecar = read_sidecar(prefix)
+    except DataError:
+        return None
+    has_same_provenance = sidecar is not None and sidecar.plan == digest
+    return sidecar if has_same_provenance else None
 
 
 @contextmanager
