@@ -69,11 +69,11 @@ def test_the_gradient_is_that_of_finite_differences():
     weights = np.arange(len(losses)) % 3.0
 
     def objective(values):
-        return scaling_law._objective(values, data, weights)[0]
+        return scaling_law._fit_objective(values, data, weights)[0]
 
     steps = 1e-6 * np.eye(5)
     differences = [(objective(solution + s) - objective(solution - s)) / 2e-6 for s in steps]
-    assert scaling_law._objective(solution, data, weights)[1] == pytest.approx(differences)
+    assert scaling_law._fit_objective(solution, data, weights)[1] == pytest.approx(differences)
 
 
 def test_the_fit_is_refused_with_few_runs_or_one_ratio_of_tokens():

@@ -108,7 +108,9 @@ def fit_scaling_law(num_parameters: Array, num_tokens: Array, losses: Array) -> 
     size_center, token_center = log_sizes.mean(), log_tokens.mean()
     data = (log_sizes - size_center, log_tokens - token_center, log_losses)
     equal_weights = np.ones_like(losses)
-    solutions = [_minimize(start, data, equal_weights) for start in _grid_of_starts(*data)]
+    solutions = [
+        _minimize_objective(start, data, equal_weights) for start in _grid_of_starts(*data)
+    ]
     best, _ = min(solutions, key=lambda solution: solution[1])
 
     generator = np.random.default_rng(0)
@@ -117,12 +119,12 @@ def fit_scaling_law(num_parameters: Array, num_tokens: Array, losses: Array) -> 
     for _ in range(NUM_RESAMPLES):
         indices = generator.integers(num_runs, size=num_runs)
         weights = np.bincount(indices, minlength=num_runs).astype(np.float64)
-        resampled.append(_minimize(best, data, weights)[0])
+        resampled.append(_minimize_objective(best, data, weights)[0])
 
     compute = float((6 * num_parameters * num_tokens).max())
     centers = (size_center, token_center)
-    values = _constants(best[None], centers, compute)
-    samples = _constants(np.array(resampled), centers, compute)
+    values = _law_constants(best[None], centers, compute)
+    samples = _law_constants(np.array(resampled), centers, compute)
     tail = 100 * (1 - COVERAGE) / 2
     estimates = {}
     for name in values:
@@ -138,10 +140,12 @@ def fit_scaling_law(num_parameters: Array, num_tokens: Array, losses: Array) -> 
     )
 
 
-def _constants(solutions: Array, centers: tuple[float, float], compute: float) -> dict[str, Array]:
+def _law_constants(
+    solutions: Array, centers: tuple[float, float], compute: float
+) -> dict[str, Array]:
     """Return the constants of solutions [solutions, 5], by name; see `_log_terms`."""
     log_a, log_b, log_e, *logits = solutions.T
-    alpha, beta = _exponents(np.array(logits))
+    alpha, beta = _exponents_from_logits(np.array(logits))
     log_a, log_b = log_a + alpha * centers[0], log_b + beta * centers[1]
     # The derivatives of A / N^alpha + B / D^beta for a fixed C = 6 N D cancel at this size.
     a = beta / (alpha + beta)
@@ -159,7 +163,7 @@ def _constants(solutions: Array, centers: tuple[float, float], compute: float) -
     }
 
 
-def _exponents(logits: Array) -> Array:
+def _exponents_from_logits(logits: Array) -> Array:
     """Return exponents between 0 and their maximum."""
     exponents: Array = _MAX_EXPONENT / (1 + np.exp(-logits))
     return exponents
@@ -174,13 +178,13 @@ def _log_terms(solution: Array, log_sizes: Array, log_tokens: Array) -> Array:
         log_tokens: Centered logarithms of D [runs].
     """
     log_a, log_b, log_e = solution[:3]
-    alpha, beta = _exponents(solution[3:])
+    alpha, beta = _exponents_from_logits(solution[3:])
     return np.stack(
         [log_a - alpha * log_sizes, log_b - beta * log_tokens, np.full_like(log_sizes, log_e)]
     )
 
 
-def _objective(
+def _fit_objective(
     solution: Array, data: tuple[Array, Array, Array], weights: Array
 ) -> tuple[float, Array]:
     """Return the weighted Huber loss of the residuals of log L, and its gradient."""
@@ -192,13 +196,13 @@ def _objective(
     magnitudes = np.abs(residuals)
     huber = np.where(magnitudes <= 1, residuals**2 / 2, magnitudes - 0.5)
     slopes = shares * weights * np.clip(residuals, -1, 1) / _HUBER_THRESHOLD
-    exponents = _exponents(solution[3:])
+    exponents = _exponents_from_logits(solution[3:])
     by_exponent = -np.array([slopes[0] @ log_sizes, slopes[1] @ log_tokens])
     by_logit = by_exponent * exponents * (1 - exponents / _MAX_EXPONENT)
     return float(weights @ huber), np.concatenate([slopes.sum(axis=1), by_logit])
 
 
-def _minimize(
+def _minimize_objective(
     start: Array, data: tuple[Array, Array, Array], weights: Array
 ) -> tuple[Array, float]:
     """Return the solution that BFGS reaches from a start, and its objective.
@@ -207,7 +211,7 @@ def _minimize(
     busy machine.
     """
     result = minimize(
-        _objective, start, args=(data, weights), jac=True, method="BFGS", options={"gtol": 1e-4}
+        _fit_objective, start, args=(data, weights), jac=True, method="BFGS", options={"gtol": 1e-4}
     )
     return result.x, float(result.fun)
 
