@@ -58,7 +58,7 @@ def make_scaling_section(ranking: Ranking) -> ScalingSection | None:
             groups_by_pair.setdefault(pair, []).append(group)
     if len(groups_by_pair) < 2:
         return None
-    section = _fit({pair: groups[0] for pair, groups in groups_by_pair.items()})
+    section = _fit_section({pair: groups[0] for pair, groups in groups_by_pair.items()})
     return dataclasses.replace(section, best_rates=_best_rates(groups_by_pair))
 
 
@@ -69,7 +69,7 @@ def _pair_of(group: Group) -> Pair | None:
     return (size, tokens) if len(pairs) == 1 and size and tokens else None
 
 
-def _fit(group_by_pair: dict[Pair, Group]) -> ScalingSection:
+def _fit_section(group_by_pair: dict[Pair, Group]) -> ScalingSection:
     """Return the section with the fit, or with the reason why there is none."""
     try:
         from llm.tools.report.scaling_law import (
