@@ -73,7 +73,7 @@ class Trials:
 
     def next_member(self) -> Member | None:
         """Return the member of a killed trial or of a new one; None if there are enough trials."""
-        with self._lock():
+        with self._hold_lock():
             trials = self._study.get_trials(deepcopy=False)
             for trial in trials:
                 if trial.state != self._states.RUNNING or trial.number in self._taken_numbers:
@@ -100,7 +100,7 @@ class Trials:
             self._study.tell(number, state=self._states.FAIL, skip_if_finished=True)
 
     @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
+    def _hold_lock(self) -> Iterator[None]:
         """Keep other commands from starting a trial, on file systems that have locks."""
         with (self._folder / ".study.lock").open("a") as file:
             try_lock(file.fileno(), seconds=_LOCK_SECONDS)
