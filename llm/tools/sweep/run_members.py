@@ -89,7 +89,7 @@ class MemberRuns:
         self._claims: dict[str, Claim] = {}
         self._log_bytes: dict[str, int] = {}
         for member in members:
-            self._add(member)
+            self._add_member(member)
         self._free_slots = list(slots)
         self._start_by_slot: dict[Slot, _Start] = {}
         self._contested_at: dict[str, float] = {}
@@ -100,7 +100,7 @@ class MemberRuns:
         """Whether a signal has asked this command to stop."""
         return self._num_signals > 0
 
-    def _add(self, member: Member) -> None:
+    def _add_member(self, member: Member) -> None:
         """Add a member, which will run unless it has finished."""
         folder = self._base.folder / member.name
         self.outcomes[member.name] = read_outcome(folder)
@@ -127,7 +127,7 @@ class MemberRuns:
                 self._ask_for_members()
         finally:
             for start in self._start_by_slot.values():  # after an error
-                _terminate(start.process)
+                _terminate_trainer(start.process)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -139,7 +139,7 @@ class MemberRuns:
         for start in self._start_by_slot.values():
             while start.num_signals < self._num_signals:
                 start.num_signals += 1
-                _terminate(start.process)
+                _terminate_trainer(start.process)
 
     def _ask_for_members(self) -> None:
         """Add trials for the free slots, as long as the study has some."""
@@ -149,7 +149,7 @@ class MemberRuns:
             member = self._trials.next_member()
             if member is None:
                 return
-            self._add(member)
+            self._add_member(member)
 
     def _start_members(self) -> None:
         """Start members in the free slots."""
@@ -179,7 +179,7 @@ class MemberRuns:
             else:
                 self._pending.remove(member)
                 slot = self._free_slots.pop(0)
-                self._start_by_slot[slot] = self._start(member, claim, slot)
+                self._start_by_slot[slot] = self._start_member(member, claim, slot)
 
     def _wait_for_rival(self, member: Member, *, is_known: bool) -> None:
         """Leave out a member that another command or job is known to run; otherwise wait."""
@@ -187,7 +187,7 @@ class MemberRuns:
             self._leave_out(member, Outcome(state="running"))
         elif member.name not in self._contested_at:
             self._contested_at[member.name] = time.monotonic()
-            _show(
+            _print_line(
                 f"{member.name} seems to run elsewhere; waiting up to "
                 f"{HEARTBEAT_TIMEOUT_SECONDS:g} seconds for its end or a sign of life"
             )
@@ -209,7 +209,7 @@ class MemberRuns:
         self._pending.remove(member)
         self.outcomes[member.name] = outcome
 
-    def _start(self, member: Member, claim: Claim, slot: Slot) -> _Start:
+    def _start_member(self, member: Member, claim: Claim, slot: Slot) -> _Start:
         """Start a member in a slot; its output goes to its log."""
         command = slot.command(
             self._base.trainer_arguments(member), nproc_per_node=self._nproc_per_node
@@ -232,7 +232,9 @@ class MemberRuns:
                 start_new_session=True,  # Ctrl-C reaches it once, through this process
             )
         position = list(self.outcomes).index(member.name) + 1
-        _show(f"{position} of {len(self.outcomes)}: {member.name} starts, log {folder / LOG_NAME}")
+        _print_line(
+            f"{position} of {len(self.outcomes)}: {member.name} starts, log {folder / LOG_NAME}"
+        )
         return _Start(
             member=member,
             claim=claim,
@@ -254,7 +256,9 @@ class MemberRuns:
             del self._start_by_slot[slot]
             self._free_slots.append(slot)
             minutes = (time.monotonic() - start.started_at) / 60
-            _show(f"{start.member.name} {describe_outcome(outcome)}, after {minutes:.1f} minutes")
+            _print_line(
+                f"{start.member.name} {describe_outcome(outcome)}, after {minutes:.1f} minutes"
+            )
 
     def _read_end(self, start: _Start) -> Outcome:
         """Return the outcome of a start that has ended."""
@@ -304,12 +308,12 @@ def _read_status(folder: Path) -> bytes:
         return b""
 
 
-def _terminate(process: subprocess.Popen[bytes]) -> None:
+def _terminate_trainer(process: subprocess.Popen[bytes]) -> None:
     """Send SIGTERM to a trainer, or to its launcher and the ranks on this machine."""
     with suppress(ProcessLookupError):  # it has ended meanwhile
         os.killpg(process.pid, signal.SIGTERM)
 
 
-def _show(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
