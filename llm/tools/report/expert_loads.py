@@ -169,7 +169,7 @@ def _make_map(
     return HeatMap(
         title=title,
         remark=f"largest {np.nanmax(loads):.2f}x",
-        colors=_colors(loads),
+        colors=_color_loads(loads),
         height=min(_CELL * len(loads), max(_MAP_HEIGHT, 3 * len(loads))),
         top=f"layer {layers[0]}",
         bottom=str(layers[-1]) if len(layers) > 1 else "",
@@ -178,7 +178,7 @@ def _make_map(
     )
 
 
-def _colors(loads: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
+def _color_loads(loads: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
     """Return the color of each load, [rows, columns, 4]: half and twice the mean are as strong."""
     loads = np.nan_to_num(loads, nan=1.0)
     is_below_mean = loads < 1
