@@ -95,7 +95,9 @@ def _make_panel(ranking: Ranking, name: str) -> LossPanel:
         return LossPanel(
             name=_file_name(name),
             title=name,
-            ticks={place: _cut(text, max_length) for place, text in enumerate(categories)},
+            ticks={
+                place: _shorten_middle(text, max_length) for place, text in enumerate(categories)
+            },
             points={
                 member.run: Point(categories.index(text), member.loss or math.nan)
                 for member, text in zip(members, texts, strict=True)
@@ -126,16 +128,16 @@ def _make_lines(ranking: Ranking, name: str, place_by_run: Mapping[int, float]) 
     members = ranking.members
     places = [place_by_run[member.run] for member in members]
     fixed_names = [
-        other
-        for other in ranking.options
-        if other not in (name, "seed")
-        and not _moves_with(places, [_number_of(member.options[other]) for member in members])
+        option_name
+        for option_name in ranking.options
+        if option_name not in (name, "seed")
+        and not _moves_with(places, [_number_of(member.options[option_name]) for member in members])
     ]
     points_by_options: dict[str, list[Point]] = {}
     label_by_options: dict[str, str] = {}
     for group in ranking.groups:
         first, *_ = group.members
-        values = [first.options[other] for other in fixed_names]
+        values = [first.options[option_name] for option_name in fixed_names]
         key = repr(values)
         point = Point(place_by_run[first.run], group.mean_loss)
         points_by_options.setdefault(key, []).append(point)
@@ -154,7 +156,7 @@ def _label_of(value: Any) -> str:
     """Return the value of an option in few characters, without its unit."""
     number = _number_of(value)
     (text,) = option_texts([value])
-    return _cut(text.partition(" ")[0] if number and number.unit else text, 12)
+    return _shorten_middle(text.partition(" ")[0] if number and number.unit else text, 12)
 
 
 def _moves_with(places: Sequence[float], numbers: Sequence["_Number | None"]) -> bool:
@@ -163,7 +165,7 @@ def _moves_with(places: Sequence[float], numbers: Sequence["_Number | None"]) ->
     if len(other_places) < len(places):
         return False
     pairs = sorted(set(zip(places, other_places, strict=True)))
-    changes = [right[1] - left[1] for left, right in pairwise(pairs)]
+    changes = [current[1] - previous[1] for previous, current in pairwise(pairs)]
     is_function = len(pairs) == len(set(places))
     return is_function and (min(changes) > 0 or max(changes) < 0)
 
@@ -193,7 +195,7 @@ def _number_of(value: Any) -> _Number | None:
 def _has_room(places: Sequence[float], *, log: bool) -> bool:
     """Return whether each value of a sorted list can have a tick with its text."""
     scaled = [math.log(place) if log else place for place in places]
-    gaps = [right - left for left, right in pairwise(scaled)]
+    gaps = [current - previous for previous, current in pairwise(scaled)]
     return min(gaps) > _MIN_TICK_GAP * (scaled[-1] - scaled[0])
 
 
@@ -202,7 +204,7 @@ def _file_name(option_name: str) -> str:
     return "option_" + "".join(letter if letter.isalnum() else "_" for letter in option_name)
 
 
-def _cut(text: str, max_length: int) -> str:
+def _shorten_middle(text: str, max_length: int) -> str:
     """Return a text that is cut in the middle if it is too long."""
     if len(text) <= max_length:
         return text
