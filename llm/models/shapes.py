@@ -128,7 +128,7 @@ def shape_changes(options: ModelOptions, fields: Mapping[str, Any]) -> dict[str,
             f"{', '.join(SHAPED)}, and this model is {model_type}; set its fields with "
             "--config_overrides."
         )
-    return _resize(fields, _choose_shape(options, fields))
+    return _resized_fields(fields, _choose_shape(options, fields))
 
 
 def _shape_names(model_type: str) -> tuple[str, str, str]:
@@ -138,7 +138,7 @@ def _shape_names(model_type: str) -> tuple[str, str, str]:
     return "num_hidden_layers", "hidden_size", "num_attention_heads"
 
 
-def _resize(fields: Mapping[str, Any], new_shape: Sequence[int]) -> dict[str, Any]:
+def _resized_fields(fields: Mapping[str, Any], new_shape: Sequence[int]) -> dict[str, Any]:
     """Return the fields that change if a model has other layers, another width and other heads."""
     field_names = _shape_names(fields["model_type"])
     old_layers, old_width, old_heads = (int(fields[name]) for name in field_names)
@@ -303,4 +303,4 @@ def _fitted_shapes(fields: Mapping[str, Any], size: str) -> Iterator[tuple[int, 
 
 def _count_resized(fields: Mapping[str, Any], shape: Sequence[int]) -> int:
     """Return the parameters of a model with another shape."""
-    return count_parameters({**fields, **_resize(fields, shape)}).total
+    return count_parameters({**fields, **_resized_fields(fields, shape)}).total
