@@ -217,7 +217,7 @@ def _describe_set(path: Path, set_name: str, entries: Mapping[str, Any]) -> tupl
     changed = [
         name
         for name, entry in entries.items()
-        if name not in original or _definition(entry) != _definition(original[name])
+        if name not in original or _measured_settings(entry) != _measured_settings(original[name])
     ]
     if changed:
         raise ConfigError(
@@ -239,6 +239,6 @@ def _describe_set(path: Path, set_name: str, entries: Mapping[str, Any]) -> tupl
     )
 
 
-def _definition(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _measured_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a task that decide what is measured, and not where its data are."""
     return {key: value for key, value in entry.items() if key not in _DATA_KEYS}
