@@ -198,9 +198,9 @@ def _read_gres(gres: str) -> DetectedNode:
     """Return the devices of Slurm's generic resources, such as `gpu:a100:4(S:0-1),nvme:1`."""
     counts: Counter[str] = Counter()
     for item in re.sub(r"\([^)]*\)", "", gres).split(","):
-        words = item.split(":")
-        if words[0] == "gpu" and words[-1].isdigit():
-            counts[":".join(words[1:-1])] += int(words[-1])
+        fields = item.split(":")
+        if fields[0] == "gpu" and fields[-1].isdigit():
+            counts[":".join(fields[1:-1])] += int(fields[-1])
     if not counts:
         return DetectedNode()
     card = counts.most_common(1)[0][0]
