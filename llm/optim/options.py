@@ -61,10 +61,9 @@ class OptimizerOptions:
 
     optimizer: str | None = option(
         None,
-        "AdamW, the default; AccumAdamW, which updates its moments every moment_update_steps "
-        "steps; Muon or NorMuon for matrices, with AdamW for the rest; SOAP; gradient descent "
-        "with momentum; or any class of torch.optim.Optimizer. With ekfac: optimizer for "
-        "uncovered layers (adamw or soap).",
+        "AdamW, the default; AccumAdamW; Muon or NorMuon for matrices, with AdamW for the rest; "
+        "SOAP; gradient descent with momentum; or any class of torch.optim.Optimizer. With ekfac: "
+        "optimizer for uncovered layers (adamw or soap).",
         resume="state",
         choices=optimizer_kinds,
     )
