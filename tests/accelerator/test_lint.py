@@ -8,6 +8,7 @@ from tests.support.package import MODULES, PACKAGE, name_of
 
 ONLY_ON_CUDA = {
     "extensions.matrix_optim.eigenbases": "asks whether a GPU has TF32",
+    "metrics.energy": "asks for the identifier of a GPU",
     "models.attention_kernels": "asks whether a GPU is a Hopper",
     "models.softmax_kernel": "asks for the multiprocessors and the cache of a GPU",
     "parallel.accelerator": "asks whether a GPU has fp8 and bf16",

@@ -157,7 +157,6 @@ def test_the_job_asks_for_the_spare_nodes_as_well(argv, nodes, queue, tmp_path):
     [
         (["--nodes", "1"], "--spare_nodes needs --nodes of 2 or more; leave it out."),
         (["--container", "a"], "--spare_nodes and --container do not go together"),
-        (["--sweep", "seed=1,2"], "--spare_nodes and --sweep do not go together"),
         (["--spare_nodes", "-1"], "--spare_nodes"),
     ],
 )
