@@ -128,12 +128,13 @@ def docstring_summary(path: Path) -> str:
 
 
 def architecture_page(page: str) -> str:
-    """Return the page with an up-to-date table of packages."""
-    lines = ["| Package | Content |", "|---|---|"]
-    for folder in package_folders():
-        name = f"{folder.relative_to(PACKAGE.parent)}/"
-        lines.append(f"| `{name}` | {docstring_summary(folder / '__init__.py')} |")
-    return replace_between(page, "<!-- packages -->", "<!-- end of packages -->", "\n".join(lines))
+    """Return the page with an up-to-date list of packages."""
+    lines = [
+        f"{f'{folder.relative_to(PACKAGE.parent)}/':<34}{docstring_summary(folder / '__init__.py')}"
+        for folder in package_folders()
+    ]
+    text = "\n".join(["```", *lines, "```"])
+    return replace_between(page, "<!-- packages -->", "<!-- end of packages -->", text)
 
 
 def benchmarks_page(page: str) -> str:
@@ -239,13 +240,14 @@ def site_tables(name: str) -> str:
 
 
 def slurm_page(page: str) -> str:
-    """Return the page on Slurm with the table of all sites."""
-    lines = ["| `--site` | Cluster | Node | Run there by | Facts of |", "|---|---|---|---|---|"]
-    for name, site in known_sites().items():
-        if site.device is not None:
-            node = f"{site.gpus_per_node} `{site.device}`"
-            lines.append(f"| `{name}` | {site.title} | {node} | {site.ran} | {site.date} |")
-    return replace_between(page, "<!-- sites -->", "<!-- end of sites -->", "\n".join(lines))
+    """Return the page on Slurm with a line for each site."""
+    lines = [
+        f"{name:<16}{site.title:<46}{site.gpus_per_node:>2} {site.device:<12}{site.ran}"
+        for name, site in known_sites().items()
+        if site.device is not None
+    ]
+    text = "\n".join(["```", *lines, "```"])
+    return replace_between(page, "<!-- sites -->", "<!-- end of sites -->", text)
 
 
 def site_page(page: str, name: str) -> str:
