@@ -433,6 +433,23 @@ def test_a_killed_trial_is_repeated_and_a_failed_one_counts(tmp_path, monkeypatc
         Trials(tmp_path, ["seed=1..2"], num_trials=2)
 
 
+def test_a_trial_that_was_killed_on_another_machine_is_resumed(tmp_path, monkeypatch):
+    pytest.importorskip("optuna", reason="pip install optuna, the extra `optuna`")
+    from llm.tools.sweep.optuna_trials import Trials
+
+    monkeypatch.setattr("llm.runtime.claims.HEARTBEAT_TIMEOUT_SECONDS", 0.5)
+    search = ["learning_rate=1e-4..1e-2:log"]
+    name = Trials(tmp_path, search, num_trials=1).next_member().name
+    (tmp_path / name).mkdir()
+    (tmp_path / name / ".sweep-1").write_text("1 another-boot pid:[1]")
+    (tmp_path / name / "status.json").write_text('{"status": "running"}')
+
+    sweep = Sweep(tmp_path, [], monkeypatch, trials=Trials(tmp_path, search, num_trials=1))
+    sweep.end(name)
+    sweep.runs.run()
+    assert sweep.states() == {name: "finished"}
+
+
 SLURM = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-5]", "SLURMD_NODENAME": "n1"}
 
 

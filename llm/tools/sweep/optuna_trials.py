@@ -72,9 +72,14 @@ class Trials:
         ]
 
     def next_member(self) -> Member | None:
-        """Return the member of a killed trial or of a new one; None if there are enough trials."""
+        """Return the member of a killed trial or of a new one; None if there are enough trials.
+
+        A trial that seems to run comes last: the claim of a command that was killed on another
+        machine looks like the claim of a living one until `MemberRuns` has waited for heartbeats.
+        """
         with self._hold_lock():
             trials = self._study.get_trials(deepcopy=False)
+            claimed_members: dict[int, Member] = {}
             for trial in trials:
                 if trial.state != self._states.RUNNING or trial.number in self._taken_numbers:
                     continue
@@ -82,10 +87,15 @@ class Trials:
                 outcome = read_outcome(self._folder / member.name)
                 if outcome.state in ("finished", "failed"):  # its command has not recorded it
                     self.record(member, outcome)
-                elif outcome.state != "running":
+                elif outcome.state == "running":
+                    claimed_members[trial.number] = member
+                else:
                     self._taken_numbers.add(trial.number)
                     return member
             if len(trials) >= self._num_trials:
+                for number, member in claimed_members.items():
+                    self._taken_numbers.add(number)
+                    return member
                 return None
             new_trial = self._study.ask(self._distributions)
             self._taken_numbers.add(new_trial.number)
