@@ -125,6 +125,21 @@ def test_a_folder_with_a_run_of_other_options_is_refused(folder, capsys):
     assert "is the folder of a run" in capsys.readouterr().err
 
 
+def test_a_finished_run_with_another_global_batch_is_refused(folder, capsys):
+    argv = ["base.toml", "--grid", "seed=1", "--status"]
+    member = folder / "sweeps/base/seed=1"
+    member.mkdir(parents=True)
+    (member / "config.toml").write_text(BASE + "global_batch_size = 8\n")
+    (folder / "base.toml").write_text(BASE + "global_batch_size = 16\n")
+    (member / "status.json").write_text('{"status": "preempted"}')
+    assert main(argv) == 75  # a resumed run may change it
+    (member / "status.json").write_text('{"status": "finished"}')
+    assert main(argv) == 2
+    assert "other options: global_batch_size was 8 and is 16." in capsys.readouterr().err
+    (folder / "base.toml").write_text(BASE + "global_batch_size = 8\n")
+    assert main(argv) == 0
+
+
 def test_a_repeated_command_trains_only_the_members_that_failed(folder, capsys):
     bench = Bench(folder, lines=60)
     (folder / "train.txt").rename("a.txt")

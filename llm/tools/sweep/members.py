@@ -13,6 +13,7 @@ from llm.checkpoint.run_folder import RunFolder, describe_changes
 from llm.config.command_line import option_name
 from llm.config.options import fields, names_by_alias
 from llm.errors import ConfigError, LLMError
+from llm.tools.sweep.member_state import read_stopped_outcome
 from llm.trainers.gpt.main import parse_args
 
 if TYPE_CHECKING:
@@ -244,6 +245,8 @@ def _check_new_branch(base: Base, member: Member) -> None:
 def _check_same_run(config: "GPTConfig") -> None:
     """Refuse a member if its folder holds a run with other options.
 
+    A resumed run may change its global batch, but a finished one would count as a run with it.
+
     Raises:
         ConfigError: Names the options.
     """
@@ -253,9 +256,13 @@ def _check_same_run(config: "GPTConfig") -> None:
     folder = Path(str(config.output_dir))
     if not (folder / "config.toml").exists():
         return
-    recorded_values = fixed_options(read_config(folder))
+    recorded_config = read_config(folder)
+    recorded_values = fixed_options(recorded_config)
     allowed_names = options_allowed_to_change(config)
     values = fixed_options(config, defaults=recorded_values)
+    batches = recorded_config.global_batch_size, config.global_batch_size
+    if None not in batches and read_stopped_outcome(folder).state == "finished":
+        recorded_values["global_batch_size"], values["global_batch_size"] = batches
     changes = describe_changes(
         recorded_values,
         {name: value for name, value in values.items() if name not in allowed_names},
