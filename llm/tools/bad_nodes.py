@@ -16,9 +16,12 @@ def short_name(host: str) -> str:
 def add_bad_nodes(path: str, hosts: Iterable[str]) -> list[str]:
     """Add hosts to the file; return the new ones."""
     file = Path(path)
-    listed_hosts = file.read_text(encoding="utf-8").split() if file.exists() else []
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    listed_hosts = text.split()
     new_hosts = sorted({short_name(host) for host in hosts}.difference(listed_hosts))
     with file.open("a", encoding="utf-8") as stream:
+        if new_hosts and text and not text.endswith("\n"):  # a person has edited it
+            stream.write("\n")
         stream.write("".join(f"{host}\n" for host in new_hosts))
     return new_hosts
 

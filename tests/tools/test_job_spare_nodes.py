@@ -201,6 +201,12 @@ def test_each_host_is_listed_once_by_its_short_name(tmp_path):
     assert path.read_text() == "a\nb\nc\n"
 
 
+def test_a_bad_host_gets_a_line_after_an_edit_without_a_line_break(tmp_path):
+    (tmp_path / "bad_nodes.txt").write_text("a\nb")
+    assert add_bad_nodes(str(tmp_path / "bad_nodes.txt"), ["c"]) == ["c"]
+    assert (tmp_path / "bad_nodes.txt").read_text() == "a\nb\nc\n"
+
+
 def test_a_fault_of_more_than_half_of_the_hosts_is_not_theirs():
     assert minority(["b"], ["a", "b.x", "b"]) == {"b"}
     assert minority(["b", "c"], ["a", "b", "c"]) == set()
