@@ -386,6 +386,15 @@ def test_the_script_of_an_array_takes_no_options(tmp_path):
     assert done.stderr.startswith("The script of an array takes no options; write another one")
 
 
+def test_a_line_break_in_the_folder_of_a_sweep_stays_in_the_comment(tmp_path, capsys):
+    folder = str(tmp_path / "s\ntouch owned")
+    argv = ["sweep", "slurm", "--", "--output_dir", folder, "--grid", "seed=1,2"]
+    assert main([*argv, "--", *TRAINER[:-2]]) == 0
+    head = capsys.readouterr().out.partition("#SBATCH ")[0]
+    assert "s\\x0atouch owned' --grid" in head
+    assert all(line.startswith("#") for line in head.splitlines())
+
+
 def test_an_array_leaves_out_members_that_have_finished(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = ["sweep", "slurm", "--", "--output_dir", "s", "--grid", "seed=1,2"]

@@ -6,7 +6,6 @@ template `slurm.sh` or `pbs.sh` with the options and the settings in `sites.toml
 sweep slurm ... -- SWEEP OPTIONS` an array with a job for each member of a sweep.
 """
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -249,7 +248,7 @@ def job_script(
         or (site.device is not None and job.gpus_per_node == site.gpus_per_node),
         exit_after=exit_after,
         trainer=_option_rows(all_arguments),
-        made_by=shlex.join(without_output(command)),
+        made_by=shell_line(without_output(command)),
     )
     plan: list[str] = []
     if site.device is not None and not job.skip_plan:
