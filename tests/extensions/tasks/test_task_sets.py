@@ -290,11 +290,11 @@ def test_unknown_names_are_answered_with_close_ones(monkeypatch, tmp_path):
     said = refusal("helaswag")
     assert "--eval_tasks helaswag is neither a YAML file, nor a set (core, easy), nor a" in said
     assert "did you mean hellaswag?" in said
-    assert "did you mean easy" in refusal("eazy")
+    assert "did you mean easy" in refusal("eas")
     assert "name its tasks one by one: arc_challenge arc_easy." in refusal("ai2_arc")
-    tasks = {"a": {"task": "arc_eazy", "num_fewshot": 0}}
+    tasks = {"a": {"task": "arc_esay", "num_fewshot": 0}}
     said = refusal(write_set(tmp_path / "mine.yaml", "mine", "answer_bits_per_byte", tasks))
-    assert "mine.yaml: the task arc_eazy is neither" in said
+    assert "mine.yaml: the task arc_esay is neither" in said
     assert "did you mean arc_easy" in said
 
 
