@@ -55,6 +55,18 @@ def test_divided_experts_send_tokens_and_not_their_weights():
     assert weights["shard"].in_node - tokens["shard"].in_node == 3 * 4 * stacks * 3 / 4
 
 
+def test_the_products_of_experts_count_for_each_expert_of_a_token():
+    """512 tokens with two experts more in 2 layers, forward and twice as much backward."""
+    four, two = (
+        plan_of(**{**MIXTURE, "config_overrides": overrides})
+        for overrides in (
+            MIXTURE["config_overrides"].replace("per_tok=2", "per_tok=4"),
+            MIXTURE["config_overrides"],
+        )
+    )
+    assert four.flops_per_step - two.flops_per_step == 512 * 2 * 2 * 6 * 3 * 64 * 32
+
+
 def test_ranks_that_share_experts_gather_them_from_one_another():
     """Two ranks divide the experts, and two others have the other half of each part."""
     shared, divided = (

@@ -349,7 +349,7 @@ class _Marks:
 
     def __init__(self, block: nn.Module, meter: MemoryMeter) -> None:
         self._meter = meter
-        self._counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION_FLOPS)
+        self._counter = FlopCounterMode(display=False, custom_mapping=_FLOPS_BY_OPERATION)
         self.levels: dict[str, Level] = {}
         self.flops: dict[str, float] = {}
         self.hidden = 0
@@ -397,15 +397,26 @@ class _Marks:
             self.mark("block done")
 
 
+def _grouped_product_flops(left: torch.Size, right: torch.Size) -> int:
+    """Return the operations of a product whose groups of rows or columns are other matrices."""
+    flops = 2 * left.numel() * right[-1]
+    # A stack times one matrix: each matrix of the stack multiplies a part of the columns.
+    return flops // left[0] if len(left) > len(right) else flops
+
+
 def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
     """Return the operations of two matrix products. Keys and values may have fewer heads."""
     batch, heads, length, width = query
     return 2 * batch * heads * length * key[2] * (width + value[3])
 
 
-_ATTENTION_FLOPS = {
-    # torch's table lacks these. Products are counted in full, as if attention were not causal; the
-    # scores recomputed by the backward kernel are not counted.
+_FLOPS_BY_OPERATION = {
+    # torch's table lacks these.
+    torch.ops.aten._grouped_mm: (
+        lambda left, right, *args, out_shape=None, **kwargs: _grouped_product_flops(left, right)
+    ),
+    # Products are counted in full, as if attention were not causal; the scores recomputed by the
+    # backward kernel are not counted.
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
         lambda query, key, value, *args, out_shape=None, **kwargs: _attention_flops(
             query, key, value
