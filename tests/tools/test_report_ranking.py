@@ -125,6 +125,16 @@ def test_a_run_with_cooldowns_in_its_branches_is_not_ranked(tmp_path):
     ]
 
 
+def test_a_run_of_another_sweep_with_the_name_of_a_trunk_is_ranked(tmp_path):
+    write_member(tmp_path / "a/seed=1", 2.0, steps=40)
+    write_member(tmp_path / "b/seed=1", 2.5, steps=40)
+    checkpoint = str(tmp_path / "a/seed=1/checkpoints/step_00000010")
+    write_member(tmp_path / "a/branch", 3.0, branch_from=checkpoint, cooldown_tokens=500)
+    runs, _ = read_runs([*member_folders(tmp_path / "a"), *member_folders(tmp_path / "b")])
+    ranking = rank_runs(runs)
+    assert [runs[member.run].path for member in ranking.unranked] == [tmp_path / "a/seed=1"]
+
+
 def test_runs_on_different_validation_data_get_a_remark(tmp_path):
     for name in ("a", "b"):
         write_member(tmp_path / name, 3.0, validation_file=f"{name}.txt")

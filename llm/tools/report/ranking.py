@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from llm.config.options import fields
 from llm.tools.report.cell_text import format_count, format_option
-from llm.tools.report.runs import Run, natural_key
+from llm.tools.report.runs import Run, find_parent, natural_key
 from llm.trainers.gpt.extensions import GPTConfig
 
 _MAX_NAME_LENGTH = 100
@@ -144,14 +144,11 @@ def rank_runs(runs: Sequence[Run]) -> Ranking | None:
         _make_member(runs[index], index, {name: all_options[index].get(name) for name in differing})
         for index in indices
     ]
-    trunks = {
-        run.origin.folder.name
-        for run in runs
-        if run.origin is not None and run.config.get("cooldown_tokens")
-    }
+    parents = [find_parent(run, runs) for run in runs if run.config.get("cooldown_tokens")]
+    trunks = {parent.path for parent in parents if parent is not None}
     members = [
         dataclasses.replace(member, problem="cooldowns in branches")
-        if not member.problem and runs[member.run].path.resolve().name in trunks
+        if not member.problem and runs[member.run].path in trunks
         else member
         for member in members
     ]

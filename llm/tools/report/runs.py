@@ -296,16 +296,23 @@ def _with_inherited_rows(run: Run, runs: list[Run]) -> Run:
     return dataclasses.replace(run, rows=rows, inherited_rows=inherited_rows)
 
 
-def _inherited_rows(run: Run, runs: list[Run]) -> list[Row]:
-    """Return the rows of the ancestors of a run, up to the steps where it branched off."""
+def find_parent(run: Run, runs: Sequence[Run]) -> Run | None:
+    """Return the run that a branch or mean began from, if it is in the report; None otherwise."""
     if run.origin is None:
-        return []
-    folder, step = run.origin.folder, run.origin.steps[-1]
+        return None
+    folder = run.origin.folder
     # Both folders may have been moved together.
     parents = [candidate for candidate in runs if candidate.path.resolve().name == folder.name]
     parent = min(parents, key=lambda candidate: candidate.path.resolve() != folder, default=None)
-    if parent is None or parent is run:
+    return None if parent is run else parent
+
+
+def _inherited_rows(run: Run, runs: list[Run]) -> list[Row]:
+    """Return the rows of the ancestors of a run, up to the steps where it branched off."""
+    parent = find_parent(run, runs)
+    if run.origin is None or parent is None:
         return []
+    step = run.origin.steps[-1]
     return [row for row in (*_inherited_rows(parent, runs), *parent.rows) if row["step"] <= step]
 
 
