@@ -170,6 +170,7 @@ def run_preflight(path: str, faults: list[Fault] = ()) -> int:
     return preflight(["--message_mb", "1", "--timeout", "3", "--bad_nodes", path])
 
 
+@pytest.mark.extended
 def test_a_rank_without_a_device_adds_its_host_to_the_file(tmp_path):
     path = tmp_path / "bad_nodes.txt"
     fault = Fault(at="llm.tools.preflight:device_of", what="out of memory", rank=1)
@@ -178,6 +179,7 @@ def test_a_rank_without_a_device_adds_its_host_to_the_file(tmp_path):
     assert path.read_text() == f"{socket.gethostname().partition('.')[0]}\n"
 
 
+@pytest.mark.extended
 def test_hosts_that_do_not_answer_are_added_if_they_are_few(tmp_path):
     few, many = tmp_path / "few", tmp_path / "many"
     here = socket.gethostname()

@@ -140,6 +140,7 @@ def test_a_finished_run_with_another_global_batch_is_refused(folder, capsys):
     assert main(argv) == 0
 
 
+@pytest.mark.extended
 def test_a_repeated_command_trains_only_the_members_that_failed(folder, capsys):
     bench = Bench(folder, lines=60)
     (folder / "train.txt").rename("a.txt")
@@ -390,7 +391,7 @@ def test_a_search_has_integers_numbers_and_choices():
         (["--search", "seed=1..2", "seed=3..4"], "--search seed=3..4 names seed again"),
         (["--search", "sead=1..2"], "There is no option --sead"),
         (["--search", "learning_rate=-1..1"], "--learning_rate must be at least 0, not -1.0"),
-        (["--search", "seed=1..2", "--grid", "seed=1,2"], "leave --grid out"),
+        (["--search", "seed=1..2", "--grid", "seed=1,2"], "leave --grid and --ladder out"),
         ([], "--sampler needs a range"),
     ],
 )
