@@ -38,7 +38,8 @@ def test_system_calls_are_counted_by_phase_and_folder(tmp_path):
     }
 
 
-@pytest.mark.benchmarks
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # three starts of a training under strace, with up to 4 processes
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 def test_the_files_of_a_save_and_a_resume_do_not_grow_with_ranks(tmp_path):
     output = tmp_path / "many_ranks.md"
