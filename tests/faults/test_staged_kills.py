@@ -68,7 +68,8 @@ def staging(tmp_path) -> dict[str, object]:
     return {**OPTIONS, "stage_checkpoints": f"{tmp_path}/node$LOCAL_RANK"}
 
 
-def check(run: Run, straight: Run, staging: dict[str, object]) -> None:
+def check_same_and_cleared(run: Run, straight: Run, staging: dict[str, object]) -> None:
+    """Assert that a run ended as an uninterrupted one, and left no staged files."""
     check_same(run, straight)
     kept = [sorted(os.listdir(each.folder / "checkpoints")) for each in (run, straight)]
     assert kept[0] == kept[1]
@@ -84,7 +85,7 @@ def test_a_killed_run_resumes_to_the_same_bits(bench, straight, staging, place):
 
     run = kill_and_go_on(bench, f"{at}-{rank}", [kill], together=True, **staging)
 
-    check(run, straight, staging)
+    check_same_and_cleared(run, straight, staging)
 
 
 @pytest.mark.parametrize("at", AGAIN)
@@ -95,7 +96,7 @@ def test_a_kill_during_the_completion_is_completed_by_the_next_start(bench, stra
 
     run = kill_and_go_on(bench, f"again-{at}", [first, second], together=True, **staging)
 
-    check(run, straight, staging)
+    check_same_and_cleared(run, straight, staging)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Trains runs that differ in some options: `llm-trainers sweep base.toml --grid seed=1,2,3`.
 
 Exit codes: 0 all members have finished, 1 a member has failed, 2 an option or a member cannot work
-and nothing was started, 75 stopped by a signal, or a member was
-interrupted or still runs: the same command continues.
+and nothing was started, 75 stopped by a signal, or a member was interrupted or still runs: the same
+command continues.
 """
 
 import os
