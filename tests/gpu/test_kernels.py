@@ -73,7 +73,7 @@ def test_the_chunked_loss_and_its_gradients_are_those_in_float64(softmax, dtype,
 
 @only_on_a_gpu
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_fused_backward_passes_have_the_gradients_of_plain_blocks(monkeypatch, family):
+def test_fused_backward_passes_have_the_gradients_of_plain_blocks(family):
     ids = tokens(4, 65)
     dropout = NO_DROPOUT if family == "gpt2" else {}
     gradients = []
@@ -81,8 +81,10 @@ def test_fused_backward_passes_have_the_gradients_of_plain_blocks(monkeypatch, f
         model = tiny_model(tiny_config(family, **dropout), device=DEVICE, fused_gelu=True)
         if fused:
             compile_blocks(model, fuse_backward=True)
-            monkeypatch.setattr(torch._dynamo.config, "suppress_errors", False)
-        with torch.autocast(DEVICE.type, torch.bfloat16):
+        with (
+            torch._dynamo.config.patch(suppress_errors=False),
+            torch.autocast(DEVICE.type, torch.bfloat16),
+        ):
             objective, _ = LanguageModelLoss(model)(ids[:, :-1], ids[:, 1:])
         objective.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})

@@ -65,13 +65,12 @@ def test_more_shapes_than_pytorchs_limit_are_compiled(batch_sizes):
     assert batch_sizes == list(range(2, 14))
 
 
-def test_a_deterministic_run_rounds_as_the_model_and_times_no_kernel(monkeypatch):
+def test_a_deterministic_run_rounds_as_the_model_and_times_no_kernel():
     names = ("emulate_precision_casts", "shape_padding", "compile_threads")
-    for name in names:
-        monkeypatch.setattr(inductor, name, getattr(inductor, name))  # restored at the end
-    for name in ("autotune_pointwise", "mix_order_reduction"):
-        monkeypatch.setattr(inductor.triton, name, True)
-    make_code_reproducible()
-    assert [getattr(inductor, name) for name in names] == [True, False, 1]
-    assert not inductor.triton.autotune_pointwise
-    assert not inductor.triton.mix_order_reduction
+    kernels = {"triton.autotune_pointwise": True, "triton.mix_order_reduction": True}
+    # `monkeypatch` would delete the options at the end: they are not in the module's dictionary.
+    with inductor.patch({name: getattr(inductor, name) for name in names} | kernels):
+        make_code_reproducible()
+        assert [getattr(inductor, name) for name in names] == [True, False, 1]
+        assert not inductor.triton.autotune_pointwise
+        assert not inductor.triton.mix_order_reduction
