@@ -89,13 +89,13 @@ def make_tokens(folder: Path, *, megabytes: int, vocab_size: int) -> None:
     train = ["--input", text, "--max_sentences", 2000, "--vocab_size", vocab_size]
     encode = ["--input", text, "--tokenizer_name", tokenizer, "--append_eos", "--overwrite"]
     encode += ["--shuffle", "documents", "--validation_split_percentage", 1, "--format", "nanogpt"]
-    for module, its in (
-        ("train_tokenizer", [*train, "--output_dir", tokenizer, "--overwrite"]),
+    for program, arguments in (
+        ("tokenizer", [*train, "--output_dir", tokenizer, "--overwrite"]),
         ("prepare", [*encode, "--output_prefix", tokens]),
     ):
-        command = [sys.executable, "-m", f"llm.data.{module}", *map(str, its)]
+        command = [sys.executable, "-m", "llm", program, *map(str, arguments)]
         if subprocess.run(command).returncode:
-            raise DataError(f"llm.data.{module} could not make the tokens of the benchmark.")
+            raise DataError(f"llm {program} could not make the tokens of the benchmark.")
 
 
 def _in_hashed_order(roots: tuple[Path, ...]) -> Iterator[Path]:
