@@ -4,7 +4,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,15 @@ from llm.metrics.wall_time import Part, WallTime
 from llm.runtime.logging import event, short_form
 
 logger = logging.getLogger("llm")
+
+_INTERVAL_NAMES = frozenset(
+    (
+        *("step", "loss", "learning_rate", "grad_norm", "loss_scale", "skipped_steps", "nan_steps"),
+        *("samples", "tokens", "seconds", "ms_per_step", "tokens_per_second", "data_wait"),
+        *("mfu", "memory"),
+    )
+)
+"""Names of the values of a logging interval; only some devices have the last two."""
 
 
 class Tracker:
@@ -170,7 +179,7 @@ class Tracker:
         extra_values = {name: value for name, value in values.items() if name not in record}
         record |= {name: float(value) for name, value in optimizer.items()}
         record |= rank_times or {}
-        reserved_names = {"step", "mfu", "memory", *record, *extra_values}
+        reserved_names = _INTERVAL_NAMES | record.keys() | extra_values.keys()
         extra_values |= _merge_extension_values(extension_values, reserved_names)
         record |= extra_values
         terminal_line = step_line(record, step=step, total_steps=self._total_steps, columns=columns)
@@ -264,6 +273,18 @@ class Tracker:
         line = " | ".join([f"validation at step {step}", *columns, *training])
         logger.info(line, extra=event("evaluation", step=step, loss=results["loss"]))
 
+    def write_extension_values(self, values: Mapping[str, float], *, step: int) -> None:
+        """Report the values that an extension returns every few steps.
+
+        Args:
+            values: The values by name.
+            step: Steps done.
+
+        Raises:
+            ConfigError: A value has the name of a value of each logging interval.
+        """
+        self.write(_merge_extension_values([values], _INTERVAL_NAMES), step=step)
+
     def write(self, record: Mapping[str, float], *, step: int) -> None:
         """Send the numbers of an event to the trackers, and as one line to metrics.jsonl."""
         # An earlier start may have been killed after it wrote this evaluation's line and points.
@@ -317,7 +338,7 @@ class Tracker:
 
 
 def _merge_extension_values(
-    values_by_extension: Sequence[Mapping[str, float]], reserved_names: set[str]
+    values_by_extension: Sequence[Mapping[str, float]], reserved_names: Set[str]
 ) -> dict[str, float]:
     """Return the values of all extensions by name.
 

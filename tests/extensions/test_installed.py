@@ -108,20 +108,28 @@ def test_a_save_between_two_lines_of_the_log_keeps_the_loss_so_far(bench, server
     assert interval[0]["loss"] == stopped[0]["loss"]
 
 
-def test_a_value_with_the_name_of_one_in_the_log_is_refused(bench, server, tmp_path):
-    code = """
-from llm.trainers.gpt.seams import LoopExtension
+@pytest.mark.parametrize(
+    ("run_name", "attribute"),
+    [
+        ("each_interval", "def metrics(self): return {'loss': 0.0}, ''"),
+        ("every_step", "periodic = Periodic('losses', 1, lambda step: {'loss': 0.0})"),
+    ],
+)
+def test_a_value_with_the_name_of_one_in_the_log_is_refused(
+    bench, server, tmp_path, run_name, attribute
+):
+    code = f"""
+from llm.trainers.gpt.seams import LoopExtension, Periodic
 
 class Loss(LoopExtension):
-    def metrics(self):
-        return {"loss": 0.0}, ""
+    {attribute}
 
 It.in_loop = lambda self, context: Loss()
 """
     package = package_of_one_option("llm-loss", "loss_number", code=code)
 
     codes, output = server.run(
-        install(package, tmp_path), bench.command("named", loss_number=1, max_train_steps=1)
+        install(package, tmp_path), bench.command(run_name, loss_number=1, max_train_steps=1)
     )
 
     assert codes == [2], output

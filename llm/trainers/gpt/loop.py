@@ -431,7 +431,7 @@ class Trainer:
         """Do the work of an extension, and report its values."""
         self.health.heartbeat(step=self.state.step, phase="evaluation")
         if values := periodic.run(self.state.step):
-            self.tracker.write(values, step=self.state.step)
+            self.tracker.write_extension_values(values, step=self.state.step)
         self.state.last_periodic_steps[periodic.name] = self.state.step
 
     def evaluate_weights(self) -> dict[str, float]:
