@@ -220,6 +220,19 @@ def test_a_value_with_the_name_of_another_value_is_refused(name, tmp_path):
     assert lines_of(tmp_path / "metrics.jsonl") == []
 
 
+def test_no_value_of_an_interval_is_written_by_other_work(tmp_path):
+    tracker = make_tracker(tmp_path / "metrics.jsonl", [])
+    tracker.start(step=0, tokens=0, seconds=0)
+    log(tracker, 10)
+    tracker.write_extension_values({"penalty": 0.5}, step=10)
+    interval, work = lines_of(tmp_path / "metrics.jsonl")
+    assert work == {"step": 10, "penalty": 0.5}
+    for name in interval:
+        with pytest.raises(ConfigError, match=f"the value {name}, which"):
+            tracker.write_extension_values({name: 0.5}, step=10)
+    tracker.close()
+
+
 def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
