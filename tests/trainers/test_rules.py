@@ -41,13 +41,14 @@ OPTIONS = {
 
 
 def cells() -> list[tuple[str, str, str]]:
-    table = GUIDE.read_text(encoding="utf-8").split("## Combinations")[1]
-    lines = re.findall(r"(?m)^\|(.*)\|$", table)
-    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
-    head = rows[0]
+    section = GUIDE.read_text(encoding="utf-8").split("## Combinations")[1]
+    lines = re.findall(r"(?m)^\|(.*)\|$", section)
+    head, _, *rows = [[cell.strip() for cell in line.split("|")] for line in lines]
+    for said, items in re.findall(r"(?m)^- (\w+) in all columns: (.*)$", section):
+        rows += [[name, *[said] * len(head[1:])] for name in items.split("; ")]
     return [
         (row[0], way, said)
-        for row in rows[2:]
+        for row in rows
         for way, said in zip(head[1:], row[1:], strict=True)
         if said
     ]
