@@ -5,10 +5,16 @@ from typing import Any
 from llm import __version__
 
 _BADGES = "<!-- badges -->"
+_NO_ADDRESS = (
+    "`URL` has no public value yet. If you got the project as an archive, unpack it instead of "
+    "cloning.\n\n"
+)
 
 
 def with_address(markdown: str, repository: str) -> str:
     """Return a page with the address in place of URL, and with badges in place of a comment.
+
+    With an address, the paragraph that says what to do without one is removed.
 
     Args:
         markdown: The page.
@@ -22,9 +28,8 @@ def with_address(markdown: str, repository: str) -> str:
     )
     if not repository:
         return markdown.replace(f"{_BADGES}\n\n", "")
-    return markdown.replace(f"{_BADGES}\n", badges).replace(
-        "git clone URL", f"git clone {repository}"
-    )
+    markdown = markdown.replace(f"{_BADGES}\n", badges).replace(_NO_ADDRESS, "")
+    return markdown.replace("git clone URL", f"git clone {repository}")
 
 
 def on_page_markdown(markdown: str, *, config: Any, **_: Any) -> str:

@@ -64,6 +64,18 @@ def test_without_an_address_the_readme_has_no_relative_links_and_pictures():
     )
 
 
+def test_only_a_readme_without_an_address_says_so():
+    ours = (ROOT / "README.md").read_text("utf-8")
+
+    without_address = DIST["release_readme"](ours, "", "0.2.0")
+    with_address = DIST["release_readme"](ours, "https://host.test/llm", "0.2.0")
+
+    assert "git clone URL" in without_address
+    assert "has no public value yet" in without_address
+    assert "git clone https://host.test/llm llm-trainers" in with_address
+    assert "URL`" not in with_address
+
+
 def test_our_readme_reads_well_without_the_repository():
     readme = DIST["release_readme"]((ROOT / "README.md").read_text("utf-8"), "", "0.2.0")
 
