@@ -84,6 +84,7 @@ _MLP_WIDTH_MULTIPLE = 128
 """The width of a gated MLP becomes a multiple of this number."""
 
 _MAX_FITTED_LAYERS = 200
+_MAX_PARAMETERS = 10**15
 
 
 class ParameterCount(NamedTuple):
@@ -127,6 +128,13 @@ def shape_changes(options: ModelOptions, fields: Mapping[str, Any]) -> dict[str,
             f"--model_size, --num_layers, --hidden_size and --num_attention_heads are for "
             f"{', '.join(SHAPED)}, and this model is {model_type}; set its fields with "
             "--config_overrides."
+        )
+    num_heads = int(fields[_shape_names(model_type)[2]])
+    num_key_value_heads = fields.get("num_key_value_heads", num_heads)
+    if num_key_value_heads < 1 or num_heads % num_key_value_heads:
+        raise ConfigError(
+            f"The {model_type} model has {num_heads} attention heads and num_key_value_heads="
+            f"{num_key_value_heads}, which must divide them: change config.json."
         )
     return _resized_fields(fields, _choose_shape(options, fields))
 
@@ -259,6 +267,8 @@ def fit_shape(size: str, fields: Mapping[str, Any]) -> tuple[int, int, int]:
         ConfigError: No shape has this number of parameters within `SIZE_TOLERANCE`.
     """
     num_parameters = Tokens(size)
+    if not 0 < num_parameters < _MAX_PARAMETERS:
+        raise ConfigError(f"{size} is not a number of parameters such as 60M or 1.3B.")
     candidates = {shape: _count_resized(fields, shape) for shape in _fitted_shapes(fields, size)}
 
     def error(shape: tuple[int, int, int]) -> float:

@@ -7,9 +7,17 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from llm.config.duration import Tokens
+from llm.errors import ConfigError
 from llm.models.configuration import load_config
 from llm.models.options import ModelOptions
-from llm.models.shapes import DEFAULT_FIELDS, SHAPED, SIZES, count_parameters, fit_shape
+from llm.models.shapes import (
+    DEFAULT_FIELDS,
+    SHAPED,
+    SIZES,
+    count_parameters,
+    fit_shape,
+    shape_changes,
+)
 from llm.models.sizes import parameter_counts
 
 
@@ -89,3 +97,15 @@ def test_a_fitted_size_alone_is_a_gpt2_of_the_papers(size: str, vocab_size: int,
 
     assert (config.vocab_size, config.n_positions) == (vocab_size, positions)
     assert counts_of(config)[0] == pytest.approx(Tokens(size), rel=0.05)
+
+
+@pytest.mark.parametrize("size", ["0M", "1e400"])
+def test_a_size_that_no_model_has_is_refused(size: str):
+    with pytest.raises(ConfigError, match=f"{size} is not a number of parameters"):
+        fit_shape(size, {"model_type": "gpt2", **DEFAULT_FIELDS["gpt2"]})
+
+
+def test_a_size_for_heads_that_do_not_share_keys_evenly_is_refused():
+    fields = {"model_type": "qwen2", **DEFAULT_FIELDS["qwen2"], "num_attention_heads": 16}
+    with pytest.raises(ConfigError, match="has 16 attention heads and num_key_value_heads=32"):
+        shape_changes(ModelOptions(model_size="60M"), fields)

@@ -1,11 +1,13 @@
 """`--preset NAME`: what it sets, what overrides it, and what a run records of it."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from llm.config.toml import to_toml
 from llm.errors import ConfigError
+from llm.models.configuration import load_config
 from llm.models.shapes import count_parameters
 from llm.tools.plan import plan
 from llm.trainers.gpt.extensions import GPTConfig
@@ -124,6 +126,24 @@ def test_the_size_is_that_of_the_named_model(tmp_path: Path):
     assert wider.warmup != config.warmup
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        # Without num_key_value_heads, a Llama has one for each head.
+        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}, ()),
+        ({"model_type": "llama", "num_attention_heads": 4}, ("--model_size", "60M")),
+        ({"model_type": "llama"}, ("--config_overrides", "num_attention_heads=4,hidden_size=64")),
+        ({"model_type": "gpt2", "hidden_size": 64, "num_hidden_layers": 2}, ()),
+    ],
+)
+def test_a_config_with_few_fields_is_completed_as_by_transformers(tmp_path: Path, fields, words):
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = read_optimal("--config_name", str(tmp_path), *words)
+
+    num_parameters = count_parameters(load_config(config).to_dict()).total
+    assert config.warmup == f"{min(2 * num_parameters, 375_000_000)} tokens"
+
+
 def test_muon_has_the_batch_of_its_own_rule_and_the_rates_of_the_user():
     config = read_optimal(
         *("--model_size", "124M", "--optimizer", "muon"),
@@ -142,6 +162,19 @@ def test_muon_has_the_batch_of_its_own_rule_and_the_rates_of_the_user():
             ("--model_size", "124M", "--max_train_steps", "10"),
             "needs the length in tokens, and --max_duration 10 steps is in steps",
         ),
+        (
+            ("--model_size", "124M", "--max_duration", "0 tokens"),
+            "--max_duration must be greater than 0, not 0 tokens.",
+        ),
+        (
+            ("--model_size", "124M", "--config_overrides", "vocab_size=abc"),
+            "vocab_size is 'abc', which is not a positive whole number; change config.json or",
+        ),
+        (
+            ("--model_size", "124M", "--config_overrides", "n_positions=0"),
+            "n_positions is 0, which is not a positive whole number",
+        ),
+        (("--model_size", "0M"), "0M is not a number of parameters such as 60M or 1.3B."),
         (
             ("--model_size", "124M", "--global_batch_size", "8@0,16@1M"),
             "--global_batch_size 8@0,16@1M grows; give a number",

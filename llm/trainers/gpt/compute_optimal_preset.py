@@ -125,6 +125,8 @@ def read_budget(values: Mapping[str, Any]) -> Budget:
             f"{_FLAG} needs the length in tokens, and --max_duration {length} is in {length.unit}; "
             "give tokens or tokens per parameter, or leave it out for 20 tokens per parameter."
         )
+    if num_tokens < 1:
+        raise ConfigError(f"--max_duration must be greater than 0, not {length}.")
     block_size = values.get("block_size") or min(1024, max_positions)
     return Budget(parameters, num_tokens, block_size)
 
@@ -140,20 +142,20 @@ def model_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     names = {field.name for field in fields(ModelOptions)}
     options = ModelOptions(**{name: values[name] for name in names & values.keys()})
-    config_fields = _base_fields(options)
+    explicit_fields = _read_explicit_fields(options)
     if shape_options(options):
-        config_fields |= shape_changes(options, config_fields)
+        explicit_fields |= shape_changes(options, _complete_fields(explicit_fields))
     overrides = (options.config_overrides or "").split(",")
-    for name, _, value in (item.partition("=") for item in overrides if item):
-        name = name.strip()
-        if config_fields["model_type"] == "gpt2":
-            name = _GPT2_ALIASES.get(name, name)
-        config_fields[name] = _parse_value(value.strip())
-    return config_fields
+    changes = dict(item.partition("=")[::2] for item in overrides if item)
+    explicit_fields |= _name_fields(
+        explicit_fields["model_type"],
+        {name.strip(): _parse_value(value.strip()) for name, value in changes.items()},
+    )
+    return _complete_fields(explicit_fields)
 
 
-def _base_fields(options: ModelOptions) -> dict[str, Any]:
-    """Return the fields before the options change them."""
+def _read_explicit_fields(options: ModelOptions) -> dict[str, Any]:
+    """Return the fields that are in the model's file, or that its type or size decide."""
     name = options.config_name or options.model_name_or_path
     if name is not None:
         config_fields = _read_config_file(name)
@@ -169,7 +171,33 @@ def _base_fields(options: ModelOptions) -> dict[str, Any]:
             f"{_FLAG} has been tried with {', '.join(SHAPED)}, and this model is {model_type}; set "
             "the length, the batch and the rates yourself."
         )
-    return {**DEFAULT_FIELDS[model_type], **config_fields}
+    return _name_fields(model_type, config_fields)
+
+
+def _name_fields(model_type: str, config_fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields by the architecture's names of them."""
+    aliases = _GPT2_ALIASES if model_type == "gpt2" else {}
+    return {aliases.get(name, name): value for name, value in config_fields.items()}
+
+
+def _complete_fields(explicit_fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all fields that decide the number of parameters, as transformers completes them.
+
+    Raises:
+        ConfigError: A field is not a positive whole number, and must be.
+    """
+    model_type = explicit_fields["model_type"]
+    config_fields = {**DEFAULT_FIELDS[model_type], **explicit_fields}
+    if model_type == "llama" and explicit_fields.get("num_key_value_heads") is None:
+        config_fields["num_key_value_heads"] = config_fields["num_attention_heads"]
+    for name, default in DEFAULT_FIELDS[model_type].items():
+        value = config_fields[name]
+        if type(default) is int and (type(value) is not int or value < 1):
+            raise ConfigError(
+                f"{_FLAG} counts parameters, and {name} is {value!r}, which is not a positive "
+                "whole number; change config.json or --config_overrides."
+            )
+    return config_fields
 
 
 def _read_config_file(name: str) -> dict[str, Any]:
