@@ -135,11 +135,18 @@ def test_a_run_of_another_sweep_with_the_name_of_a_trunk_is_ranked(tmp_path):
     assert [runs[member.run].path for member in ranking.unranked] == [tmp_path / "a/seed=1"]
 
 
-def test_runs_on_different_validation_data_get_a_remark(tmp_path):
+@pytest.mark.parametrize("option", ["validation_file", "data_path", "train_file", "prepend_bos"])
+def test_runs_on_different_validation_data_get_a_remark(tmp_path, option):
     for name in ("a", "b"):
-        write_member(tmp_path / name, 3.0, validation_file=f"{name}.txt")
+        write_member(tmp_path / name, 3.0, **{option: f"{name}.txt"})
     remark = rank_runs(read(tmp_path)).remark
-    assert remark.startswith("The runs differ in validation_file, so their validation losses may")
+    assert remark.startswith(f"The runs differ in {option}, so their validation losses may be")
+
+
+def test_runs_on_other_training_data_with_one_validation_file_are_comparable(tmp_path):
+    for name in ("a", "b"):
+        write_member(tmp_path / name, 3.0, train_file=f"{name}.txt", validation_file="valid.txt")
+    assert rank_runs(read(tmp_path)).remark == ""
 
 
 def test_one_run_or_only_unfinished_runs_have_no_ranking(tmp_path):

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -25,9 +25,11 @@ _MEASURED_COLUMNS = ("Validation loss", "Step", "Tokens")
 
 _VALIDATION_OPTIONS = (
     *("validation_file", "valid_data_path", "dataset_name", "dataset_config_name", "split"),
-    *("validation_split_percentage", "max_eval_steps", "block_size", "tokenizer_name"),
+    *("data_path", "data_stage", "validation_split_percentage", "max_eval_steps", "block_size"),
+    *("tokenizer_name", "vocab_file", "merges_file", "append_eos", "prepend_bos", "text_column"),
 )
-"""Options that decide which tokens the validation loss is the mean of."""
+"""Options that decide which tokens the validation loss is the mean of; and `train_file`, of which
+a part is for validation if there is no `validation_file`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,7 +161,7 @@ def rank_runs(runs: Sequence[Run]) -> Ranking | None:
         options=differing,
         groups=groups,
         unranked=[member for member in members if member.problem],
-        remark=_validation_remark(differing),
+        remark=_validation_remark(differing, all_options.values()),
     )
 
 
@@ -216,9 +218,11 @@ def _group_members(members: Sequence[Member]) -> list[Group]:
     return sorted(groups, key=lambda group: group.mean_loss)
 
 
-def _validation_remark(differing: Sequence[str]) -> str:
+def _validation_remark(differing: Sequence[str], options: Iterable[Mapping[str, Any]]) -> str:
     """Return a sentence if the runs may have been evaluated on different tokens."""
     names = [name for name in _VALIDATION_OPTIONS if name in differing]
+    if "train_file" in differing and not all(run.get("validation_file") for run in options):
+        names.append("train_file")
     if not names:
         return ""
     return (
