@@ -133,7 +133,7 @@ def make(folder: Path, name: str, **output_by_argument: str) -> None:
 
 
 def make_slurm(folder: Path) -> None:
-    make(folder, "sinfo", noheader=SINFO)
+    make(folder, "sinfo", noconvert=SINFO)
     make(folder, "scontrol", config=CONFIG, partition=PARTITIONS)
 
 
@@ -240,14 +240,14 @@ def test_a_client_that_hangs_or_fails_is_named(programs, tmp_path, monkeypatch, 
     monkeypatch.setattr(detection, "_TIMEOUT_SECONDS", 1)
     (programs / "sinfo").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
     (programs / "scontrol").write_text(
-        "#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n"
+        "#!/bin/sh\nprintf '\\033[31mUnable to contact slurm controller\\033[0m' >&2\nexit 1\n"
     )
     for name in ("sinfo", "scontrol"):
         (programs / name).chmod(0o755)
     table, said, _ = draft(tmp_path, capsys)
     assert "queues" not in table
     assert "%M tells: it does not answer in 1 s.\n" in said
-    assert "Not found: what scontrol show config tells: Unable to contact slurm contr" in said
+    assert "Not found: what scontrol show config tells: [31mUnable to contact slurm contr" in said
     assert "Not found: the queues.\n" in said
 
 

@@ -167,6 +167,12 @@ def test_a_file_of_yours_describes_a_site(tmp_path, capsys):
         ("schedulers = ['slurm']", "[schedulers] is not a table of a site"),
         ("[mine]\n", "[mine] has no key schedulers."),
         ("[mine]\nschedulers = ['lsf']\n", "schedulers = ['lsf'] has the wrong type, or is not"),
+        ("[mine]\nschedulers = []\n", "[mine] schedulers is empty; name slurm or pbs."),
+        ("[mine]\nschedulers = ['slurm']\ngpus_per_node = 0\n", "= 0 must be greater than 0."),
+        (
+            "[mine]\nschedulers = ['slurm']\ngpu_directive = '--gres=gpu:{n}'\n",
+            "gpu_directive = '--gres=gpu:{n}' has braces around something else than gpus",
+        ),
         ("[mine]\nschedulers = ['slurm']\ngpus = 4\n", "has a key gpus, which is none of sched"),
         ("[mine]\nschedulers = ['slurm']\ngpus_per_node = '4'\n", "gpus_per_node = '4' has the"),
         ("[mine]\nschedulers = ['slurm']\nqueues = [{hours = 1}]\n", "queues[0] has no key name."),

@@ -103,7 +103,9 @@ class Draft:
             )
             return None
         if completed.returncode != 0:
-            reason = (completed.stderr or completed.stdout).strip().partition("\n")[0]
+            text = (completed.stderr or completed.stdout).strip().partition("\n")[0]
+            # A comment in TOML has no control characters, such as those of colors.
+            reason = "".join(letter for letter in text if letter.isprintable())
             self.unknown.append(f"what {' '.join(command)} tells: {reason or 'it fails'}")
             return None
         self.programs.append(command[0])
@@ -149,7 +151,8 @@ def _ask_slurm(draft: Draft) -> None:
     preempts_by = config.get("PreemptType", "").rpartition("/")[2]
     if preempts_by == "qos":
         draft.unknown.append("the QOS where a job can be ended at any time: it depends on the QOS")
-    sinfo = draft.ask("sinfo", "--noheader", "--format", _SINFO_FIELDS) or ""
+    # Otherwise 1024 nodes are 1K.
+    sinfo = draft.ask("sinfo", "--noheader", "--noconvert", "--format", _SINFO_FIELDS) or ""
     draft.queues = read_sinfo(sinfo, has_preemption=preempts_by == "partition_prio")
     partitions = draft.ask("scontrol", "show", "partition", "--oneliner") or ""
     limiting_qos = set(re.findall(r"\bQoS=(\S+)", partitions)) - {"N/A"}
@@ -163,8 +166,8 @@ def read_sinfo(text: str, *, has_preemption: bool) -> list[DetectedQueue]:
     """Return the partitions with devices, or all if none has devices.
 
     Args:
-        text: Output of `sinfo --noheader --format "%R|%l|%s|%D|%c|%G|%M"`, with a line for each
-            partition and kind of node.
+        text: Output of `sinfo --noheader --noconvert --format "%R|%l|%s|%D|%c|%G|%M"`, with a line
+            for each partition and kind of node.
         has_preemption: Whether the preemption mode of a partition counts.
     """
     rows = [line.strip().split("|") for line in text.splitlines()]
@@ -266,7 +269,7 @@ def read_qstat(text: str) -> list[DetectedQueue]:
             queues.append(
                 DetectedQueue(
                     name=name,
-                    min_nodes=int(limits.get("resources_min.nodect", "1")),
+                    min_nodes=_read_count(limits.get("resources_min.nodect")) or 1,
                     max_nodes=_read_count(limits.get("resources_max.nodect")),
                     hours=_read_hours(limits.get("resources_max.walltime", "")),
                     preemptable="preempt" in name,

@@ -206,7 +206,17 @@ def _make_site(place: str, table: Any) -> Site:
         Queue(**_checked_values(Queue, f"{place} queues[{index}]", row))
         for index, row in enumerate(rows)
     ]
-    return Site(**{**values, "queues": queues})
+    site = Site(**{**values, "queues": queues})
+    if not site.schedulers:
+        raise ConfigError(f"{place} schedulers is empty; name slurm or pbs.")
+    try:
+        site.gpu_directive.format(gpus=site.gpus_per_node)
+    except (LookupError, ValueError, AttributeError):
+        raise ConfigError(
+            f"{place} gpu_directive = {site.gpu_directive!r} has braces around something else than "
+            "gpus; write {gpus} where the number of devices is."
+        ) from None
+    return site
 
 
 def _checked_values(cls: type, place: str, table: Any) -> dict[str, Any]:
@@ -234,6 +244,8 @@ def _checked_values(cls: type, place: str, table: Any) -> dict[str, Any]:
             raise ConfigError(
                 f"{place} {key} = {value!r} has the wrong type, or is not one of the choices."
             )
+        if type(value) in (int, float) and not value > 0:
+            raise ConfigError(f"{place} {key} = {value!r} must be greater than 0.")
     if table.get("device") not in (None, *_DEVICES):
         raise ConfigError(
             f"{place} device = {table['device']!r} is not a device of llm-trainers plan; choose "
