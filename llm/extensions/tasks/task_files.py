@@ -75,10 +75,13 @@ def _find_named_task(name: str, subject: str) -> Path:
             + (f"did you mean {' or '.join(close_names)}? " if close_names else "")
             + "`lm_eval ls tasks` lists the tasks."
         )
-    if task_entry.yaml_path is None:
+    settings = task_entry.cfg or {}
+    if task_entry.yaml_path is None or "group" in settings:
+        members = settings.get("task") or sorted(task_entry.tags)
+        names = [member for member in members if isinstance(member, str)]  # others are settings
         raise ConfigError(
             f"--eval_tasks {subject} is a group of tasks; name its tasks one by one: "
-            f"{' '.join(sorted(task_entry.tags))}."
+            f"{' '.join(names)}."
         )
     return Path(task_entry.yaml_path)
 

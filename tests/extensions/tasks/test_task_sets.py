@@ -286,12 +286,13 @@ def test_a_set_runs_with_one_of_its_tasks_and_with_files(tmp_path, monkeypatch, 
 
 
 def test_unknown_names_are_answered_with_close_ones(monkeypatch, tmp_path):
-    index_folders(monkeypatch, "arc", "hellaswag")
+    index_folders(monkeypatch, "arc", "hellaswag", "mmlu/default")
     said = refusal("helaswag")
     assert "--eval_tasks helaswag is neither a YAML file, nor a set (core, easy), nor a" in said
     assert "did you mean hellaswag?" in said
     assert "did you mean easy" in refusal("eas")
     assert "name its tasks one by one: arc_challenge arc_easy." in refusal("ai2_arc")
+    assert "mmlu is a group of tasks; name its tasks one by one: mmlu_stem mmlu" in refusal("mmlu")
     tasks = {"a": {"task": "arc_esay", "num_fewshot": 0}}
     said = refusal(write_set(tmp_path / "mine.yaml", "mine", "answer_bits_per_byte", tasks))
     assert "mine.yaml: the task arc_esay is neither" in said
