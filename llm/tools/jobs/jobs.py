@@ -324,7 +324,7 @@ def _option_rows(trainer_arguments: Sequence[str]) -> list[str]:
     lines = []
     for row in quoted_rows(trainer_arguments):
         variable = _VARIABLE_BY_OPTION.get(option_name(row[0]))
-        if variable is not None and len(row) == 2:
+        if variable is not None and len(row) == 2 and row[1].isalnum():
             flag, value = row
             row = [flag, f'"${{{variable}:-{value}}}"']
         lines.append(" ".join(row))

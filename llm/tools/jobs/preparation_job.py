@@ -5,12 +5,12 @@
 when the script is written.
 """
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
 from llm.config.command_line import parse
+from llm.config.shell import shell_line
 from llm.errors import ConfigError
 from llm.prepare.options import PrepareConfig, check
 from llm.tools.jobs.notes import input_notes, queue_notes, submit_notes, unfilled_notes
@@ -66,7 +66,7 @@ def write_preparation_job(argv: Sequence[str]) -> int:
         site=site,
         walltime=f"{minutes // 60:02}:{minutes % 60:02}:00",
         options=[" ".join(row) for row in quoted_rows(prepare_arguments)],
-        made_by=shlex.join(without_output(arguments[:separator])),
+        made_by=shell_line(without_output(arguments[:separator])),
     )
     write_file(options.output, text, is_executable=True)
     notes = [

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jinja2
 
+from llm.config.shell import shell_line
 from llm.errors import ConfigError
 from llm.runtime.files import write_whole
 from llm.tools.jobs.options import SchedulerOptions
@@ -95,7 +96,7 @@ def quoted_rows(arguments: Sequence[str]) -> list[list[str]]:
     for word in arguments:
         if word.startswith("--") or not rows:
             rows.append([])
-        quoted = shlex.quote(word)
+        quoted = shell_line([word])  # unlike shlex.quote, it escapes unprintable characters
         # ShellCheck takes a bare comma for an attempt to separate elements.
         rows[-1].append(f"'{word}'" if "," in word and quoted == word else quoted)
     return rows
