@@ -50,7 +50,9 @@ STARTS = pytest.mark.parametrize(
 )
 
 
-def start(folder: Path, *, broken: str) -> tuple[subprocess.CompletedProcess, list[str]]:
+def start(
+    folder: Path, *, broken: str, job: str = "7"
+) -> tuple[subprocess.CompletedProcess, list[str]]:
     """Run the script in a folder; return the nodes of the training, too."""
     (folder / "calls").unlink(missing_ok=True)
     (folder / "venv/bin").mkdir(parents=True, exist_ok=True)
@@ -66,10 +68,10 @@ def start(folder: Path, *, broken: str) -> tuple[subprocess.CompletedProcess, li
             "PATH": "/usr/bin:/bin",
             "BASH_ENV": str(folder / "profile"),
             "BROKEN": broken,
-            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_ID": job,
             "SLURM_JOB_NODELIST": "node[1-4]",
             "SLURM_CPUS_PER_TASK": "8",
-            "PBS_JOBID": "7.server",
+            "PBS_JOBID": f"{job}.server",
             "PBS_NODEFILE": str(folder / "nodes"),
         },
     )
@@ -103,6 +105,18 @@ def test_a_later_start_leaves_the_nodes_out_from_the_beginning(argv, tmp_path):
     assert nodes == ["node2 node3"]
     assert len(calls) == 2  # one pre-flight, one training
     assert "leaving out node1" in done.stdout
+
+
+@STARTS
+def test_a_second_job_in_the_folder_leaves_the_nodes_of_the_first(argv, tmp_path):
+    write(tmp_path, *argv, "--spare_nodes", "2")
+    start(tmp_path, broken="node1", job="7")
+    [first] = (tmp_path / "runs/a").glob("nodes*.txt")
+    assert first.read_text() == "node2\nnode3\n"
+    (tmp_path / "runs/a/bad_nodes.txt").unlink()
+    start(tmp_path, broken="node3", job="8")
+    assert first.read_text() == "node2\nnode3\n"
+    assert len([*(tmp_path / "runs/a").glob("nodes*.txt")]) == 2
 
 
 @STARTS

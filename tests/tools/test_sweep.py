@@ -487,10 +487,19 @@ def test_members_get_disjoint_nodes_of_a_pbs_job(tmp_path):
     slots = find_slots(job, nodes=1, folder=tmp_path / "s")
     assert [slot.hosts for slot in slots] == [("x1",), ("x2",)]
     command = slots[1].command(["--seed=1"], nproc_per_node=4)
-    host_file = tmp_path / "s/.hosts-x2"
+    host_file = tmp_path / "s/.hosts-17-x2"
     assert command[:7] == ["mpiexec", "--hostfile", str(host_file), "-n", "1", "--ppn", "1"]
     assert host_file.read_text() == "x2\n"
     assert "--standalone" in command
+
+
+def test_two_jobs_on_one_node_have_separate_files_of_hosts(tmp_path):
+    for job in ("17", "18"):
+        (tmp_path / job).write_text(f"x1\nx{job}\n")
+        environ = {"PBS_JOBID": f"{job}.polaris", "PBS_NODEFILE": str(tmp_path / job)}
+        [slot] = find_slots(environ, nodes=2, folder=tmp_path / "s")
+        assert slot.launcher[2] == str(tmp_path / f"s/.hosts-{job}-x1")
+    assert (tmp_path / "s/.hosts-17-x1").read_text() == "x1\nx17\n"
 
 
 def test_a_machine_and_a_job_of_one_node_run_one_member_after_another():

@@ -2,7 +2,8 @@
 ALL_HOSTS=("${HOSTS[@]}")
 NNODES={{ job.nodes }}
 BAD_NODES=$RUN/bad_nodes.txt  # short names, one on each line; remove those that were repaired
-NODEFILE=$(realpath -m -- "$RUN/nodes.txt")  # the nodes of this start
+# The nodes of this job. Another job that is given the same folder has another file.
+NODEFILE=$(realpath -m -- "$RUN/nodes-{{ "$SLURM_JOB_ID" if job.scheduler == "slurm" else "${PBS_JOBID:-none}" }}.txt")
 pass_preflight() {  # sets HOSTS, and writes them to NODEFILE
     local host num_bad code
     mkdir -p -- "$RUN"

@@ -98,7 +98,8 @@ def _launcher_words(environ: Mapping[str, str], hosts: Sequence[str], folder: Pa
         num_cores = environ.get("SLURM_CPUS_PER_TASK")
         return [*launcher, *([] if num_cores is None else [f"--cpus-per-task={num_cores}"])]
     folder.mkdir(parents=True, exist_ok=True)
-    host_file = folder / f".hosts-{hosts[0]}"
+    job = environ.get("PBS_JOBID", "").partition(".")[0]
+    host_file = folder / f".hosts-{job}-{hosts[0]}"  # jobs may share the folder and the host
     write_whole(host_file, "".join(f"{host}\n" for host in hosts))
     launcher = ["mpiexec", "--hostfile", str(host_file), "-n", str(num_nodes), "--ppn", "1"]
     # By default, the mpiexec of HPE's PALS binds a process to a single core.
