@@ -16,7 +16,7 @@ from llm.checkpoint.format import STAGING_RECORD
 from llm.checkpoint.retention import clear_leftovers
 from llm.config.options import is_too_long
 from llm.errors import CheckpointError, ConfigError, DataError, explain_os_error
-from llm.runtime.claims import HEARTBEAT_TIMEOUT_SECONDS, Claim, is_claimed
+from llm.runtime.claims import HEARTBEAT_TIMEOUT_SECONDS, Claim
 from llm.runtime.files import delete, sync, sync_folder, try_lock, write_whole
 from llm.runtime.logging import append_event
 
@@ -44,7 +44,10 @@ _FILE_PATTERNS_BY_FOLDER = {
     "profile": r"rank\d+\.trace\.json\.gz|profile\.txt",
 }
 """Patterns of the file names that a run writes to each of its folders."""
-_LOCK_SECONDS = 0.3  # longer than `is_locked` takes
+OWNER_CLAIM_NAME = ".owner"
+"""Name of the claim to a folder on a file system without locks."""
+_UNKNOWN_OWNER = "another process"
+_LOCK_SECONDS = 0.3  # longer than `has_lock_holder` takes
 _CLAIM_POLL_SECONDS = 0.5  # between two looks at another run's sign of life
 MODEL_FILE_PATTERN = (
     r"README\.md|(generation_)?config\.json|model(-\d+-of-\d+)?\.safetensors"
@@ -76,6 +79,7 @@ class RunFolder:
         self.events = path / "events.jsonl"
         self.goodput = path / "goodput.json"
         self.log = path / "log.txt"
+        self.lock_path = path / ".lock"
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
         """Refuse a folder that is in use or not writable; does not change it.
@@ -236,16 +240,22 @@ class RunFolder:
             return {}
         return status if isinstance(status, dict) else {}
 
-    def is_locked(self) -> bool:
-        """Return whether a run writes to the folder, as far as this machine can tell."""
+    def has_lock_holder(self) -> bool:
+        """Return whether a run holds the lock; False on a file system without locks."""
         try:
-            with (self.path / ".lock").open("rb") as lock_file:
+            with self.lock_path.open("rb") as lock_file:
                 try_lock(lock_file.fileno(), shared=True)
         except BlockingIOError:
             return True
         except OSError:  # there is no lock, or it cannot be read
-            return False
-        return is_claimed(self.path, ".owner")
+            pass
+        return False
+
+    def read_lock_owner(self) -> str:
+        """Return the process that has last held the lock, in words."""
+        with contextlib.suppress(OSError):
+            return self.lock_path.read_text(encoding="utf-8", errors="replace") or _UNKNOWN_OWNER
+        return _UNKNOWN_OWNER
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -257,14 +267,13 @@ class RunFolder:
             ConfigError: Another process writes to it, such as the same job started twice.
             DataError: It cannot be written to.
         """
-        lock_path = self.path / ".lock"
         created_paths = [
-            path for path in (lock_path, *lock_path.parents) if not os.path.lexists(path)
+            path for path in (self.lock_path, *self.lock_path.parents) if not os.path.lexists(path)
         ]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             # Appending keeps the text of another owner, for the message below.
-            lock_file = lock_path.open("a+", encoding="utf-8")
+            lock_file = self.lock_path.open("a+", encoding="utf-8")
         except OSError as error:
             raise self._unwritable_error(error) from error
         try:
@@ -274,16 +283,16 @@ class RunFolder:
             finally:
                 claim.release()
                 if not self.is_open:
-                    _remove_lock(lock_path, created_paths)
+                    _remove_lock(self.lock_path, created_paths)
         finally:
             with contextlib.suppress(OSError):  # it would hide what ended the run
                 lock_file.close()
 
     def _take_ownership(self, lock_file: IO[str]) -> Claim:
         """Lock the folder, or acquire and return a claim on a file system without locks."""
-        claim = Claim(self.path, ".owner", on_loss=self._end_process)
+        claim = Claim(self.path, OWNER_CLAIM_NAME, on_loss=self._end_process)
         try:
-            # `is_locked` of another program holds the lock for a moment.
+            # `has_lock_holder` of another program holds the lock for a moment.
             if not try_lock(lock_file.fileno(), seconds=_LOCK_SECONDS):
                 self._wait_for_claim(claim, lock_file)
             lock_file.truncate(0)
@@ -291,7 +300,7 @@ class RunFolder:
             lock_file.write(f"process {os.getpid()} on {socket.gethostname()} since {start_time}")
             lock_file.flush()
         except BlockingIOError as error:
-            raise self._in_use_error(lock_file) from error
+            raise self._in_use_error() from error
         except OSError as error:
             raise self._unwritable_error(error) from error
         return claim
@@ -301,7 +310,7 @@ class RunFolder:
         has_warned = False
         while not claim.try_acquire():
             if claim.has_rival:
-                raise self._in_use_error(lock_file)
+                raise self._in_use_error()
             if not has_warned:
                 logger.warning(
                     f"{self.path} is on a file system without locks, and its last run has not "
@@ -311,12 +320,10 @@ class RunFolder:
             has_warned = True
             time.sleep(_CLAIM_POLL_SECONDS)
 
-    def _in_use_error(self, lock_file: IO[str]) -> ConfigError:
-        lock_file.seek(0)
-        owner = lock_file.read() or "another process"
+    def _in_use_error(self) -> ConfigError:
         return ConfigError(
-            f"--output_dir {self.path} is in use by {owner}; wait for it, end it, or name another "
-            "folder."
+            f"--output_dir {self.path} is in use by {self.read_lock_owner()}; wait for it, end "
+            "it, or name another folder."
         )
 
     def _end_process(self) -> None:

@@ -4,7 +4,7 @@
     NAME-2   the claim of the process that replaces one that has died
 
 The number is the generation of the claim. A claim needs atomic creation of files and nothing else.
-No two clocks are compared. On the same machine, a dead process is replaced at once.
+No two clocks are compared to acquire it. On the same machine, a dead process is replaced at once.
 """
 
 import contextlib
@@ -18,6 +18,8 @@ HEARTBEAT_SECONDS = 2.0
 """Seconds between two heartbeats."""
 HEARTBEAT_TIMEOUT_SECONDS = 60.0
 """Seconds without a heartbeat until a process counts as dead; network file systems delay them."""
+EXPIRY_SECONDS = 300.0
+"""Age of the last heartbeat, by the clocks of two machines, after which a claim is ignored."""
 
 
 class Claim:
@@ -48,10 +50,7 @@ class Claim:
     def try_acquire(self) -> bool:
         """Acquire the claim if no living process holds it; call again until `has_rival`."""
         generation = self._newest_generation()
-        self._observe_heartbeat(generation)
-        heartbeat_age = time.monotonic() - self._last_heartbeat_seen_at
-        is_recent = heartbeat_age <= HEARTBEAT_TIMEOUT_SECONDS
-        if generation > 0 and is_recent and not _has_dead_owner(self._claim_path(generation)):
+        if self._may_be_held(generation):
             return False
         try:
             with self._claim_path(generation + 1).open("x", encoding="utf-8") as file:
@@ -63,6 +62,17 @@ class Claim:
             target=self._send_heartbeats, name=f"{self._name}-beat", daemon=True
         ).start()
         return True
+
+    def may_be_held(self) -> bool:
+        """Return whether a process may hold the claim; call again until `has_rival`."""
+        return self._may_be_held(self._newest_generation())
+
+    def _may_be_held(self, generation: int) -> bool:
+        """Return whether the process of the newest claim may be alive; observes its heartbeats."""
+        self._observe_heartbeat(generation)
+        heartbeat_age = time.monotonic() - self._last_heartbeat_seen_at
+        is_recent = heartbeat_age <= HEARTBEAT_TIMEOUT_SECONDS
+        return generation > 0 and is_recent and not _has_dead_owner(self._claim_path(generation))
 
     def _observe_heartbeat(self, generation: int) -> None:
         """Record when the newest claim last changed, and whether another process changed it."""
@@ -108,15 +118,26 @@ class Claim:
                     return
 
 
-def is_claimed(folder: Path, name: str) -> bool:
-    """Return whether a folder has a claim with a process that is not known to be dead.
+def heartbeat_ages(folder: Path, name: str) -> dict[Path, float]:
+    """Return the claims in a folder with a process that is not known to be dead.
+
+    A process is known to be dead if it has ended on this machine, or if its last heartbeat is older
+    than `EXPIRY_SECONDS`.
 
     Args:
         folder: The folder, which need not exist.
         name: The beginning of the claim's file names.
+
+    Returns:
+        The seconds since the last heartbeat by path, at least 0.
     """
-    claim_paths = list(folder.glob(f"{name}-[0-9]*"))
-    return bool(claim_paths) and not all(map(_has_dead_owner, claim_paths))
+    ages = {}
+    for path in folder.glob(f"{name}-[0-9]*"):
+        modified_at = _modification_time_ns(path) / 1e9
+        age = max(0.0, time.time() - modified_at) if modified_at else 0.0
+        if age <= EXPIRY_SECONDS and not _has_dead_owner(path):
+            ages[path] = age
+    return ages
 
 
 def _pid_namespace() -> str:

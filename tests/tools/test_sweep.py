@@ -1,5 +1,6 @@
 """`llm-trainers sweep`: members of a grid are checked, run, interrupted, and repeated."""
 
+import errno
 import json
 import os
 import re
@@ -7,11 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from llm.checkpoint.run_folder import RunFolder
 from llm.errors import ConfigError
 from llm.runtime.claims import Claim
 from llm.tools.sweep.member_state import read_outcome
@@ -337,6 +340,74 @@ def test_a_member_whose_command_was_killed_is_taken_over(tmp_path, monkeypatch):
     sweep.end("a")
     sweep.runs.run()
     assert sweep.states() == {"a": "finished"}
+
+
+def add_marks(folder: Path, *, age: float) -> None:
+    """What a killed command and its run of another machine leave on a file system without locks."""
+    folder.mkdir()
+    (folder / "status.json").write_text('{"status": "running"}')
+    for name in (".sweep-1", ".owner-1"):
+        (folder / name).write_text("1 another-boot pid:[1]")
+        os.utime(folder / name, (time.time() - age,) * 2)
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+    """A file system without locks, where a process counts as dead after half a second."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    for module in ("llm.runtime.claims", "llm.tools.sweep.run_members"):
+        monkeypatch.setattr(f"{module}.HEARTBEAT_TIMEOUT_SECONDS", 0.5)
+
+
+def test_without_locks_a_member_of_a_dead_node_is_taken_over(tmp_path, monkeypatch, no_locks):
+    add_marks(tmp_path / "a", age=0)
+    sweep = Sweep(tmp_path, members("a"), monkeypatch)
+    sweep.end("a")
+    sweep.runs.run()
+    assert sweep.states() == {"a": "finished"}
+
+
+def test_without_locks_a_living_job_keeps_its_member(tmp_path, monkeypatch, no_locks):
+    monkeypatch.setattr("llm.runtime.claims.HEARTBEAT_SECONDS", 0.05)
+    add_marks(tmp_path / "a", age=1000)
+    job = Claim(tmp_path / "a", ".owner")
+    wait_until(job.try_acquire)
+    sweep = Sweep(tmp_path, members("a"), monkeypatch)
+    sweep.runs.run()
+    job.release()
+    assert sweep.states() == {"a": "running"}
+    assert sweep.runs.outcomes["a"].sentence == ""
+
+
+def test_marks_without_a_sign_of_life_expire_and_are_named_until_then(tmp_path, no_locks):
+    for name, age in (("a", 0), ("b", 100), ("c", 301)):
+        add_marks(tmp_path / name, age=age)
+    outcomes = [read_outcome(tmp_path / name) for name in ("a", "b", "c")]
+    assert [outcome.state for outcome in outcomes] == ["running", "running", "interrupted"]
+    assert outcomes[0].sentence == ""
+    sentence = (
+        r"Its last sign of life is 10\d seconds old. If its process or its node is dead, delete "
+        rf"{tmp_path}/b/.owner-1 and {tmp_path}/b/.sweep-1, or wait until it is 300 seconds old\."
+    )
+    assert re.fullmatch(sentence, outcomes[1].sentence)
+
+
+def test_a_lock_without_a_command_is_named(tmp_path, monkeypatch):
+    for module in ("llm.runtime.claims", "llm.tools.sweep.run_members"):
+        monkeypatch.setattr(f"{module}.HEARTBEAT_TIMEOUT_SECONDS", 0.5)
+    sweep = Sweep(tmp_path, members("a"), monkeypatch)
+    with RunFolder(tmp_path / "a").lock():  # of an array's job
+        sweep.runs.run()
+    assert sweep.states() == {"a": "running"}
+    assert re.fullmatch(
+        rf"{tmp_path}/a/\.lock is locked by process {os.getpid()} on .* since .*; if that process "
+        r"or its node is dead, delete the file\.",
+        sweep.runs.outcomes["a"].sentence,
+    )
 
 
 def test_a_member_that_the_scheduler_stops_first_is_interrupted(tmp_path, monkeypatch):

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from llm.checkpoint.run_folder import RunFolder
+from llm.checkpoint.run_folder import OWNER_CLAIM_NAME, RunFolder
 from llm.metrics.set_scores import set_score_title
-from llm.runtime.claims import is_claimed
+from llm.runtime.claims import EXPIRY_SECONDS, HEARTBEAT_TIMEOUT_SECONDS, heartbeat_ages
 from llm.tools.report.run_files import read_metrics, read_numbers, read_table
 
 LOG_NAME = "sweep.log"
@@ -53,8 +53,20 @@ def read_outcome(folder: Path) -> Outcome:
     outcome = read_stopped_outcome(folder)
     if outcome.state == "finished":
         return outcome
-    is_running = is_claimed(folder, CLAIM_NAME) or RunFolder(folder).is_locked()
-    return Outcome(state="running") if is_running else outcome
+    if RunFolder(folder).has_lock_holder():
+        return Outcome(state="running")
+    age_by_path = heartbeat_ages(folder, CLAIM_NAME) | heartbeat_ages(folder, OWNER_CLAIM_NAME)
+    if not age_by_path:
+        return outcome
+    age = min(age_by_path.values())
+    sentence = ""
+    if age > HEARTBEAT_TIMEOUT_SECONDS:
+        paths = " and ".join(map(str, sorted(age_by_path)))
+        sentence = (
+            f"Its last sign of life is {age:.0f} seconds old. If its process or its node is dead, "
+            f"delete {paths}, or wait until it is {EXPIRY_SECONDS:g} seconds old."
+        )
+    return Outcome(state="running", sentence=sentence)
 
 
 def read_stopped_outcome(folder: Path) -> Outcome:

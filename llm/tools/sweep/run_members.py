@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from llm.checkpoint.run_folder import RunFolder
+from llm.checkpoint.run_folder import OWNER_CLAIM_NAME, RunFolder
 from llm.config.shell import shell_line
-from llm.runtime.claims import HEARTBEAT_TIMEOUT_SECONDS, Claim, is_claimed
+from llm.runtime.claims import HEARTBEAT_TIMEOUT_SECONDS, Claim
 from llm.runtime.signals import CALLER_VARIABLE, EXIT_PREEMPTED, Interruption
 from llm.tools.sweep.member_state import (
     CLAIM_NAME,
@@ -87,6 +87,7 @@ class MemberRuns:
         self._trials = trials
         self._pending: list[Member] = []
         self._claims: dict[str, Claim] = {}
+        self._owner_claims: dict[str, Claim] = {}  # of its run, which are only observed
         self._log_bytes: dict[str, int] = {}
         for member in members:
             self._add_member(member)
@@ -107,6 +108,7 @@ class MemberRuns:
         if self.outcomes[member.name].state != "finished":
             self._pending.append(member)
             self._claims[member.name] = Claim(folder, CLAIM_NAME)
+            self._owner_claims[member.name] = Claim(folder, OWNER_CLAIM_NAME)
             # A log that has grown belongs to a start by another command.
             self._log_bytes[member.name] = self._count_log_bytes(member)
 
@@ -158,19 +160,9 @@ class MemberRuns:
                 return
             if member.parent is not None and not self._is_parent_finished(member):
                 continue
+            if not self._try_acquire(member):
+                continue
             folder, claim = self._base.folder / member.name, self._claims[member.name]
-            folder.mkdir(parents=True, exist_ok=True)
-            if RunFolder(folder).is_locked():
-                # A run without a command is a job, or has lost its command and is about to end.
-                is_known = is_claimed(folder, CLAIM_NAME)
-                waited = time.monotonic() - self._contested_at.get(member.name, time.monotonic())
-                self._wait_for_rival(
-                    member, is_known=is_known or waited > HEARTBEAT_TIMEOUT_SECONDS
-                )
-                continue
-            if not claim.try_acquire():
-                self._wait_for_rival(member, is_known=claim.has_rival)
-                continue
             outcome = read_stopped_outcome(folder)
             has_run = self._count_log_bytes(member) != self._log_bytes[member.name]
             if has_run and outcome.state in ("finished", "failed"):  # by another command
@@ -181,9 +173,29 @@ class MemberRuns:
                 slot = self._free_slots.pop(0)
                 self._start_by_slot[slot] = self._start_member(member, claim, slot)
 
-    def _wait_for_rival(self, member: Member, *, is_known: bool) -> None:
-        """Leave out a member that another command or job is known to run; otherwise wait."""
-        if is_known:
+    def _try_acquire(self, member: Member) -> bool:
+        """Acquire the claim to a member; it is left out if another command or job runs it."""
+        folder, claim = self._base.folder / member.name, self._claims[member.name]
+        folder.mkdir(parents=True, exist_ok=True)
+        has_lock_holder = RunFolder(folder).has_lock_holder()
+        if has_lock_holder or self._owner_claims[member.name].may_be_held():
+            # A run without a command is a job, or has lost its command and is about to end.
+            claim.may_be_held()  # looks for a command
+            waited = time.monotonic() - self._contested_at.get(member.name, time.monotonic())
+            if waited > HEARTBEAT_TIMEOUT_SECONDS and not claim.has_rival:
+                sentence = _describe_lock(RunFolder(folder)) if has_lock_holder else ""
+                self._leave_out(member, Outcome(state="running", sentence=sentence))
+            else:
+                self._wait_for_rival(member, claim)
+            return False
+        if not claim.try_acquire():
+            self._wait_for_rival(member, claim)
+            return False
+        return True
+
+    def _wait_for_rival(self, member: Member, claim: Claim) -> None:
+        """Leave out a member that another command is known to run; otherwise wait."""
+        if claim.has_rival:
             self._leave_out(member, Outcome(state="running"))
         elif member.name not in self._contested_at:
             self._contested_at[member.name] = time.monotonic()
@@ -291,6 +303,14 @@ def describe_outcome(outcome: Outcome) -> str:
         return outcome.state
     kind = "validation loss" if outcome.is_validated else "training loss"
     return f"{outcome.state}, {kind} {outcome.loss:.4f}"
+
+
+def _describe_lock(folder: RunFolder) -> str:
+    """Return a sentence about the lock of a run without a command."""
+    return (
+        f"{folder.lock_path} is locked by {folder.read_lock_owner()}; if that process or its node "
+        "is dead, delete the file."
+    )
 
 
 def _describe_exit(exit_code: int) -> str:
