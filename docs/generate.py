@@ -13,11 +13,13 @@ import json
 import re
 import runpy
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llm.config.duration import Duration
 from llm.config.options import Field, fields, format_default
 from llm.config.other_trainers import HUGGING_FACE, HUGGING_FACE_REMARKS
 from llm.prepare.options import PrepareConfig
@@ -57,37 +59,65 @@ PROGRAMS = {
     "sweep": SweepOptions,
     "fetch": FetchOptions,
 }
+# Values of options that are off, which have no default on the pages.
+_NEUTRAL_DEFAULTS = (None, False, 0, (), "", "none", Duration("0 steps"))
 SITE_PAGES = ("polaris", "aurora", "perlmutter", "frontier", "kempner")
 
 
-def option_list(options_class: type) -> str:
-    """Describe every option of a class, in one Markdown list per group."""
-    items_by_group: dict[str, list[str]] = {}
+def option_list(options_class: type, *, shared_options: Mapping[str, Field] | None = None) -> str:
+    """Describe the options of a class, in one Markdown list per group.
+
+    Args:
+        options_class: The option class of a program.
+        shared_options: Options by name that are described elsewhere. Options of the class that
+            have the same name and help are only named, after the lists.
+    """
+    fields_by_group: dict[str, list[Field]] = {}
+    shared_names = []
     for field in fields(options_class):
-        name, *aliases = field.names
-        item = f"- **`{name}`**" + "".join(f", `{alias}`" for alias in aliases)
-        if field.default not in (None, (), "") and field.default is not False:
-            item += f" (default `{format_default(field.default)}`)"
-        item += f": {describe_option(field)}"
-        items_by_group.setdefault(field.option.group, []).append(item)
-    return "\n\n".join(
-        f"## {group}\n\n" + "\n".join(items) for group, items in items_by_group.items()
-    )
+        shared_option = (shared_options or {}).get(field.name)
+        if shared_option is not None and field.option.help == shared_option.option.help:
+            aliases = [f"`{name}`" for name in field.names if name not in shared_option.names]
+            shared_names.append(" or ".join([f"`{field.name}`", *aliases]))
+        else:
+            fields_by_group.setdefault(field.option.group, []).append(field)
+    lists = []
+    for group, (first, *rest) in fields_by_group.items():
+        items = [f"{name_option(first)}: {describe_option(first)}"]
+        # Name what a whole group needs once.
+        if len(rest) > 2 and all(field.option.requires == (first.name,) for field in rest):
+            items[0] += " The other options need it."
+            rest = [replace(field, option=replace(field.option, requires=())) for field in rest]
+        items += [f"{name_option(field)}: {describe_option(field)}" for field in rest]
+        lists.append(f"## {group}\n\n" + "\n".join(f"- {item}" for item in items))
+    if shared_names:
+        lists.append(f"As in [Configuration](configuration.md): {', '.join(shared_names)}.")
+    return "\n\n".join(lists)
+
+
+def name_option(field: Field) -> str:
+    """Return an option's names with its marks, and its default."""
+    name, *aliases = field.names
+    text = f"**`{name}`**"
+    if field.option.resume in ("state", "fixed"):
+        text += r"\*"
+    if field.option.one_shot:
+        text += "†"
+    text += "".join(f", `{alias}`" for alias in aliases)
+    if field.default not in _NEUTRAL_DEFAULTS:
+        text += f" (`{format_default(field.default)}`)"
+    return text
 
 
 def describe_option(field: Field) -> str:
     """Return an option's help text, with its choices and what it needs unless they are named."""
     description = field.option.help
-    words = set(re.findall(r"[\w-]+", f"{description} {field.default}"))
+    words = set(re.findall(r"\w(?:[\w.:-]*\w)?", f"{description} {field.default}"))
     if field.members == (str,) and not set(field.choices) <= words:
         description += " One of " + ", ".join(f"`{choice}`" for choice in field.choices) + "."
     needs = [need.replace("=", " ") for need in field.option.requires]
     if needs and needs[0].split()[-1] not in words:
         description += " Needs " + " or ".join(f"`{need}`" for need in needs) + "."
-    if field.option.resume in ("state", "fixed"):
-        description += " *Fixed.*"
-    if field.option.one_shot:
-        description += " *Not recorded.*"
     return description
 
 
@@ -106,12 +136,14 @@ def replace_between(page: str, start_marker: str, end_marker: str, text: str) ->
 
 def programs_page(page: str) -> str:
     """Return the page with the lists of the programs' options."""
+    shared_options = {field.name: field for field in fields(GPTConfig)}
     for name, options_class in PROGRAMS.items():
         # Help texts name tokens such as <s>, which are not HTML.
-        options = option_list(options_class).replace("<", "&lt;")
-        options = re.sub(r"^## (.*)", r"**\1**", options, flags=re.MULTILINE)
-        marker = f"<!-- options of {name} -->"
-        page = replace_between(page, marker, "<!-- end of options -->", options)
+        options = option_list(options_class, shared_options=shared_options).replace("<", "&lt;")
+        # A single heading says what the section's title says.
+        has_groups = options.count("## ") > 1
+        options = re.sub(r"## (.*)\n\n", r"**\1**\n\n" if has_groups else "", options)
+        page = replace_between(page, f"<!--options-of-{name}-->", "<!--end-of-options-->", options)
     return page
 
 

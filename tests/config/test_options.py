@@ -170,7 +170,7 @@ def test_settings_written_as_toml_read_back_the_same(tmp_path: Path):
 
 def test_an_option_for_one_start_is_not_recorded_and_the_page_says_so():
     assert "remove" not in to_toml(Settings(remove=True))
-    assert "- **`remove`**: Remove. *Not recorded.*" in option_list(Settings)
+    assert "- **`remove`**†: Remove.\n" in option_list(Settings)
 
 
 @pytest.mark.parametrize("text", ["a" * 256, "b/" + "\N{FOX FACE}" * 64, "c/" * 2048])
@@ -204,7 +204,7 @@ def test_the_markdown_page_has_an_item_for_every_option():
     page = option_list(Settings)
     assert "## Numbers" in page
     assert "- **`name`**, `title`: Name.\n" in page
-    assert "- **`shape`** (default `round`): Shape. One of `round`, `square`.\n" in page
+    assert "- **`shape`** (`round`): Shape. One of `round`, `square`.\n" in page
     assert "- **`limit`**: Limit.\n" in page
 
 
@@ -218,7 +218,7 @@ def test_an_option_without_the_option_it_requires_is_refused():
 
 def test_the_markdown_page_names_required_options_unless_the_help_does():
     page = option_list(Settings)
-    assert ": Corners. Needs `shape square` or `name`. *Fixed.*" in page
+    assert r"- **`corners`**\* (`4`): Corners. Needs `shape square` or `name`." in page
     told = dataclasses.make_dataclass(
         "Told",
         [
@@ -229,10 +229,29 @@ def test_the_markdown_page_names_required_options_unless_the_help_does():
     assert option_list(told).endswith(": Level of what is on.")
 
 
+def test_the_markdown_page_names_once_what_a_whole_group_needs():
+    needed = [(f"level_{i}", int, option(0, "Level.", requires=("on",))) for i in range(3)]
+    group = dataclasses.make_dataclass("Group", [("on", bool, option(False, "On.")), *needed])
+    page = option_list(group)
+    assert "- **`on`**: On. The other options need it.\n" in page
+    assert page.endswith("- **`level_2`**: Level.")
+
+
+def test_the_markdown_page_only_names_options_that_another_page_describes():
+    described = {field.name: field for field in fields(Settings)}
+    shared = option(None, "Name.", aliases=("title", "label"))
+    other = dataclasses.make_dataclass(
+        "Other", [("name", str, shared), ("limit", int, option(3, "Limit of another kind."))]
+    )
+    page = option_list(other, shared_options=described)
+    assert "- **`limit`** (`3`): Limit of another kind." in page
+    assert page.endswith("As in [Configuration](configuration.md): `name` or `label`.")
+
+
 def test_the_markdown_page_lists_choices_unless_the_help_does():
     shape = option("flat", "Form: flat, or round.", group="G")
     named = dataclasses.make_dataclass("Named", [("shape", Literal["flat", "round"], shape)])
-    assert option_list(named).endswith("- **`shape`** (default `flat`): Form: flat, or round.")
+    assert option_list(named).endswith("- **`shape`** (`flat`): Form: flat, or round.")
 
 
 def test_the_flag_of_the_positional_option_can_be_left_out():
