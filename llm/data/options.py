@@ -30,59 +30,55 @@ class DataOptions:
 
     dataset_name: str | None = option(
         None,
-        "Data set on the Hub, or a local folder: text files, or what save_to_disk wrote.",
+        "Data set on the Hub, or a folder of text files or from save_to_disk.",
         path=True,
     )
     dataset_config_name: str | None = option(
-        None, "Configuration (subset) of the data set.", requires=("dataset_name",)
+        None, "Configuration (subset) of dataset_name.", requires=("dataset_name",)
     )
     train_file: str | None = option(
         None, "Training text: a txt, json, jsonl, csv or parquet file.", path=True
     )
     validation_file: str | None = option(
-        None, "Validation text: a txt, json, jsonl, csv or parquet file.", path=True
+        None, "Validation text: a file as for train_file.", path=True
     )
     data_path: tuple[float | str, ...] = option(
         (),
-        "Token files to train and evaluate on: paths without .bin and .idx (a flat nanoGPT file "
-        "with its .bin), each optionally after a weight.",
+        "Token files to train and evaluate on, without .bin and .idx (nanoGPT's with .bin), each "
+        "optionally after a weight.",
         path=True,
     )
     data_stage: tuple[DataStage, ...] = option(
         (),
-        "Stages of a mixture, instead of data_path: tables [[data_stage]] of the TOML file, each "
-        "with its data_path and (except the last) until, the tokens of the run at its end.",
+        "Mixture stages: tables [[data_stage]] of the TOML file, each with data_path and (except "
+        "the last) until, the run's tokens at its end.",
     )
     max_epochs: tuple[float | str, ...] = option(
         (),
-        "Maximum epochs of a source: one number for every source, or a number before the path of "
-        "each limited source.",
+        "Maximum epochs of each source: one number, or a number before the path of each limited "
+        "source.",
         path=True,
         above=0,
         resume="free",
     )
     train_data_path: tuple[float | str, ...] = option(
-        (), "Token files to train on, taken whole, instead of data_path.", path=True
+        (), "Whole token files to train on.", path=True
     )
     valid_data_path: tuple[float | str, ...] = option(
-        (), "Token files to evaluate on, taken whole.", path=True
+        (), "Whole token files to evaluate on.", path=True
     )
     split: str | None = option(
         None,
-        "Shares of the documents of each file in data_path or data_stage for training, validation "
-        "and testing (not used), by default 969,30,1; 100,0,0 trains only.",
+        "Shares of each file's documents for training, validation and testing (not used), by "
+        "default 969,30,1; 100,0,0 trains only.",
     )
     in_memory: bool = option(
         False,
-        "Read the tokens into main memory at the start, once per node.",
+        "Read the tokens into main memory, once per node.",
         resume="free",
     )
-    reset_position_ids: bool = option(
-        False, "Restart positions after each end-of-text token in a sample."
-    )
-    reset_attention_mask: bool = option(
-        False, "Keep attention from crossing an end-of-text token in a sample."
-    )
+    reset_position_ids: bool = option(False, "Restart positions after each end-of-text token.")
+    reset_attention_mask: bool = option(False, "Keep attention from crossing an end-of-text token.")
     ignore_tokenizer_mismatch: bool = option(
         False,
         "Train on token files made with another tokenizer.",
@@ -90,8 +86,8 @@ class DataOptions:
     )
     validation_split_percentage: float = option(
         5,
-        "Percentage of the training rows, from the start, for validation if there is neither a "
-        "split nor a file for it; 0 trains without validation.",
+        "Percentage of the training rows, from the first, to replace a missing validation split or "
+        "file.",
         at_least=0,
         below=100,
     )
@@ -100,9 +96,9 @@ class DataOptions:
         "Column or JSON key with the text; by default `text`, else the only column of strings.",
         aliases=("json_key",),
     )
-    no_keep_linebreaks: bool = option(False, "Drop the line breaks (and blank lines) of txt files.")
+    no_keep_linebreaks: bool = option(False, "Drop line breaks and blank lines of txt files.")
     append_eos: bool = option(
-        True, "End every document with the tokenizer's end-of-text token.", aliases=("append_eod",)
+        True, "End every document with the end-of-text token.", aliases=("append_eod",)
     )
     prepend_bos: bool = option(
         False,
@@ -113,7 +109,7 @@ class DataOptions:
         None, "Tokens per sample; by default the model's positions, 1024 at most.", at_least=1
     )
     preprocessing_num_workers: int | None = option(
-        None, "Cores that tokenize text. Default: all.", at_least=1, resume="free"
+        None, "Cores that tokenize text; by default all.", at_least=1, resume="free"
     )
     overwrite_cache: bool = option(
         False, "Tokenize again even if the result is cached.", one_shot=True, resume="free"
@@ -132,8 +128,7 @@ class BatchOptions:
 
     per_device_train_batch_size: int | Literal["auto"] = option(
         8,
-        "Samples per micro-batch and device; auto finds the largest power of two that fits, or "
-        "the largest divisor of a device's share of global_batch_size.",
+        "Samples per micro-batch and device; auto finds a size that fits.",
         group=BATCH,
         resume="logged",
         at_least=1,
@@ -151,15 +146,15 @@ class BatchOptions:
     )
     global_batch_size: int | str | None = option(
         None,
-        "Samples per optimizer step over all devices, instead of gradient_accumulation_steps. "
-        "256@0,512@2B grows from 256 to 512 at token 2 billion.",
+        "Samples per optimizer step over all devices, instead of gradient_accumulation_steps; "
+        "256@0,512@2B doubles at 2 billion tokens.",
         group=BATCH,
         at_least=1,
     )
     max_duration: Duration = option(
         Duration("3 epochs"),
-        "Length of the training, such as 600 steps or 2.5B tokens. About 20 tokens per parameter, "
-        "embeddings included, are compute-optimal (Hoffmann et al. 2022).",
+        "Length of the training, such as 2.5B tokens; about 20 tokens per parameter are "
+        "compute-optimal.",
         units={
             "steps": "max_train_steps",
             "samples": "max_train_samples",
@@ -173,8 +168,7 @@ class BatchOptions:
     )
     skip_samples: str | None = option(
         None,
-        "Samples to skip, as FIRST:STOP,... in the numbering of the log, such as 6400:6480 for "
-        "6400 to 6479.",
+        "Samples to skip, as FIRST:STOP,... (without STOP), numbered as in the log.",
     )
 
 

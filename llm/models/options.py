@@ -21,37 +21,34 @@ class ModelOptions:
 
     model_name_or_path: str | None = option(
         None,
-        "Hub name or local folder of the model: its configuration, tokenizer and, unless it is "
-        "trained from scratch, weights.",
+        "Hub name or folder of the model, its tokenizer and weights.",
         path=True,
     )
     config_name: str | None = option(
         None,
-        "Hub name, folder or config.json of a configuration: instead of the one of "
-        "model_name_or_path, or alone, to train from scratch.",
+        "Hub name, folder or config.json to replace the model's configuration; alone, it trains "
+        "from scratch.",
         path=True,
     )
     model_type: str | None = option(
         None,
-        "Architecture to train from scratch with its default configuration, such as gpt2 or llama.",
+        "Architecture to train from scratch, such as gpt2 or llama.",
     )
     config_overrides: str | None = option(
-        None, "Changes to the model's configuration, such as n_layer=4,n_embd=128."
+        None, "Changes to the configuration, such as n_layer=4,n_embd=128."
     )
     model_size: str | None = option(
         None,
-        "Number of parameters of a GPT-2- or Llama-shaped model, trained from scratch: a "
-        "published size, such as 124M or 7.5B, or any other, such as 60M. Without a model's name "
-        "it is a GPT-2.",
+        "Parameters of a GPT-2- or Llama-shaped model (by default GPT-2) to train from scratch, "
+        "such as 124M.",
     )
     num_layers: int | None = option(
         None,
-        "Layers of a GPT-2- or Llama-shaped model, trained from scratch. Without a model's name, "
-        "hidden_size and num_attention_heads are needed, too.",
+        "Layers of a GPT-2- or Llama-shaped model to train from scratch.",
         at_least=1,
     )
     hidden_size: int | None = option(
-        None, "Width of a GPT-2- or Llama-shaped model; the MLP keeps its ratio to it.", at_least=1
+        None, "Width of a GPT-2- or Llama-shaped model; the MLP keeps its ratio.", at_least=1
     )
     num_attention_heads: int | None = option(
         None,
@@ -60,59 +57,55 @@ class ModelOptions:
     )
     from_scratch: bool = option(
         False,
-        "Take only configuration and tokenizer from model_name_or_path, and draw random weights "
-        "on the device.",
+        "Draw random weights instead of reading the model's.",
         aliases=("low_cpu_mem_usage",),
     )
     attention_implementation: str | None = option(
         None,
-        "Attention kernel by transformers' name (eager, sdpa, flash_attention_2, ...), or "
-        "OWNER/NAME of the Hub with trust_remote_code; by default the best.",
+        "Attention kernel of transformers, such as flash_attention_2, or OWNER/NAME of the Hub "
+        "with trust_remote_code; by default the best.",
         resume="logged",
     )
     pad_vocab_to_multiple_of: int | None = option(
         None,
-        "Pad the vocabulary to a multiple of this, for speed; the padding is removed on export.",
+        "Pad the vocabulary to a multiple of this, except in the export.",
         at_least=1,
         at_most=1_000_000,
     )
     z_loss: float = option(
         0.0,
-        "Coefficient of the z-loss, the squared log-sum-exp of each token's logits (PaLM: 1e-4). "
-        "It is not part of the validation loss.",
+        "Coefficient of the z-loss, the squared log-sum-exp of the logits (PaLM: 1e-4), which "
+        "evaluations leave out.",
         at_least=0,
     )
     router_dtype: Literal["fp32", "model"] | None = option(
         None,
-        "Precision of the routers of a mixture of experts: fp32, the default, or model, as the "
-        "rest.",
+        "Precision of routers: fp32, the default, or model, as the rest.",
     )
     no_bias: bool = option(False, "Keep all biases at zero.")
     trust_remote_code: bool = option(
         False,
-        "Run model, tokenizer or data set code that comes with a Hub repository or a folder. "
-        "Programs that read a run's folder take it only from their command line.",
+        "Run Python code that comes with a model, tokenizer or data set.",
         resume="free",
         widens_trust=True,
     )
     activation_checkpointing: Recomputation = option(
         "none",
-        "Activations to recompute in the backward pass, to save memory: none; full, all of a "
-        "block; or selective, all except matrix products and attention.",
+        "Activations to recompute in the backward pass: none, full, or selective (all except "
+        "matrix products and attention).",
         group=SPEED,
         resume="free",
     )
     torch_compile: bool | None = option(
         None,
-        "Compile each block of the model; by default on CUDA GPUs with Triton and a C compiler, "
-        "except with deterministic.",
+        "Compile each block; by default on CUDA GPUs with Triton and a C compiler, unless "
+        "deterministic.",
         group=SPEED,
         resume="logged",
     )
     fused_kernels: Literal["measured", "all"] = option(
         "measured",
-        "Kernels of compiled runs on a GPU: measured, those that ran on one before, or all, also "
-        "those that no GPU has run yet.",
+        "Kernels of compiled runs: measured, those that ran on a GPU before, or all.",
         group=SPEED,
         resume="logged",
     )

@@ -21,19 +21,19 @@ class PrepareConfig:
     )
     text_column: str | None = option(
         None,
-        "JSON key or column that holds the text; by default `text`.",
+        "Column or JSON key with the text; by default `text`, else the only column of strings.",
         aliases=("json_key", "json_keys"),
     )
     text_unit: Literal["line", "paragraph", "file"] = option(
-        "file", "Unit of a txt file that is one document."
+        "file", "One document of a txt file: a line, paragraph, or file."
     )
     dataset_name: str | None = option(
         None,
-        "Data set on the Hub, or a local folder: text files, or what save_to_disk wrote.",
+        "Data set on the Hub, or a folder of text files or from save_to_disk.",
         path=True,
     )
     dataset_config_name: str | None = option(
-        None, "Configuration (subset) of the data set.", requires=("dataset_name",)
+        None, "Configuration (subset) of dataset_name.", requires=("dataset_name",)
     )
     dataset_split: str = option("train", "Split of the data set.")
     streaming: bool = option(
@@ -42,7 +42,7 @@ class PrepareConfig:
         requires=("dataset_name",),
     )
     trust_remote_code: bool = option(
-        False, "Run tokenizer or data set code that comes with a Hub repository."
+        False, "Run Python code that comes with a model, tokenizer or data set."
     )
     on_error: Literal["stop", "skip"] = option(
         "stop", "Stop at an unusable record, or skip and count it."
@@ -50,73 +50,71 @@ class PrepareConfig:
 
     tokenizer_name: str | None = option(
         None,
-        "Hub name, folder, tokenizer.json or SentencePiece .model of the tokenizer.",
+        "Hub name, folder, tokenizer.json or SentencePiece .model.",
         group=TOKENIZER,
         path=True,
     )
     vocab_file: str | None = option(
         None,
-        "GPT-2 style vocab.json; goes with merges_file.",
+        "GPT-2 style vocab.json, with merges_file.",
         group=TOKENIZER,
         path=True,
         requires=("merges_file",),
     )
     merges_file: str | None = option(
         None,
-        "GPT-2 style merges.txt; goes with vocab_file.",
+        "GPT-2 style merges.txt, with vocab_file.",
         group=TOKENIZER,
         path=True,
         aliases=("merge_file",),
         requires=("vocab_file",),
     )
     use_slow_tokenizer: bool = option(
-        False, "Use the tokenizer's Python implementation, if it has one.", group=TOKENIZER
+        False, "Use the tokenizer's Python implementation.", group=TOKENIZER
     )
     append_eos: bool = option(
         True,
-        "End every document with the tokenizer's end-of-text token.",
+        "End every document with the end-of-text token.",
         group=TOKENIZER,
         aliases=("append_eod",),
     )
     prepend_bos: bool = option(
         False,
-        "Begin every document with the beginning-of-text token; training needs --prepend_bos, too.",
+        "Begin every document with the beginning-of-text token; train with it, too.",
         group=TOKENIZER,
     )
     allow_special_tokens: bool = option(
         False,
-        "Encode the name of a special token in a text as this token.",
+        "Encode names of special tokens in a text as these tokens.",
         group=TOKENIZER,
     )
 
     output_prefix: str | None = option(
         None,
-        "Path of the output: PREFIX_text_document.bin and .idx, or the folder PREFIX in nanoGPT's "
-        "format.",
+        "PREFIX of PREFIX_text_document.bin and .idx, or folder for nanoGPT.",
         group=OUTPUT,
         path=True,
     )
     format: Literal["megatron", "nanogpt"] = option(
         "megatron",
-        "A .bin/.idx pair as for Megatron-LM, or train.bin and val.bin as in nanoGPT.",
+        "megatron, a .bin/.idx pair, or nanogpt, train.bin and val.bin.",
         group=OUTPUT,
     )
     output_per_input: bool = option(
-        False, "Write one pair of files per input file, with its name after PREFIX.", group=OUTPUT
+        False, "Write one pair per input file, with its name after PREFIX.", group=OUTPUT
     )
     parts: bool = option(
         False,
-        "Leave numbered parts, PREFIX_text_document-00000-of-00128.bin and .idx, instead of "
-        "joining them; training opens them as one.",
+        "Leave numbered parts, which training opens as one.",
         group=OUTPUT,
     )
     shuffle: Literal["none", "documents"] = option(
-        "none", "What to shuffle by the seed: none or documents.", group=OUTPUT
+        "none", "What to shuffle: none or documents.", group=OUTPUT
     )
     seed: int = option(0, "Seed of the shuffling.", group=OUTPUT, at_least=0)
     validation_split_percentage: float = option(
         0.05,
-        "Percentage of the documents, from the first one, for nanoGPT's val.bin.",
+        "Percentage of the documents, from the first, for nanoGPT's val.bin.",
         group=OUTPUT,
         at_least=0,
         below=100,
@@ -124,12 +122,12 @@ class PrepareConfig:
     overwrite: bool = option(False, "Replace files that exist.", group=OUTPUT)
 
     workers: int | None = option(
-        None, "Cores to use; by default, and at most, all cores.", group=RUNNING, at_least=1
+        None, "Cores to use; by default, and at most, all.", group=RUNNING, at_least=1
     )
     executor: Literal["processes", "dask"] = option(
         "processes",
-        "Processes of this node, or the workers of the Dask cluster (dask) that "
-        "DASK_SCHEDULER_ADDRESS or scheduler_file names.",
+        "processes of this node, or dask: workers of the cluster that DASK_SCHEDULER_ADDRESS or "
+        "scheduler_file names.",
         group=RUNNING,
     )
     scheduler_file: str | None = option(
@@ -141,20 +139,19 @@ class PrepareConfig:
     )
     rank: int | None = option(
         None,
-        "Number of this process, from 0, among several with the same command; by default from "
-        "srun, mpiexec, torchrun or a job array.",
+        "Number of this process, from 0; by default from srun, mpiexec, torchrun or a job array.",
         group=RUNNING,
         at_least=0,
         requires=("world_size",),
     )
     world_size: int | None = option(
         None,
-        "Number of these processes; by default likewise, except in a PBS job array.",
+        "Number of processes with this command; by default likewise, except in a PBS job array.",
         group=RUNNING,
         at_least=1,
     )
     log_seconds: float = option(
-        10.0, "Seconds between two lines on the progress.", group=RUNNING, above=0
+        10.0, "Seconds between lines on the progress.", group=RUNNING, above=0
     )
 
 

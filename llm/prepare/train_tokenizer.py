@@ -38,6 +38,7 @@ from llm.tokenizers.options import TokenizerOptions
 from llm.tokenizers.sentencepiece_model import convert_sentencepiece
 
 _INPUT_GROUP, _TOKENIZER_GROUP, _OUTPUT_GROUP = "Text", "Tokenizer", "Output and running"
+_SENTENCEPIECE_GROUP = "With sentencepiece"
 _COMMON_OPTIONS = ("model_type", "vocab_size", "split_digits", "normalization")
 _SENTENCEPIECE_OPTIONS = (
     "byte_fallback",
@@ -68,58 +69,66 @@ class TrainTokenizerOptions:
     )
     text_column: str | None = option(
         None,
-        "Field or column with the text; by default text, else the only field of strings.",
+        "Column or JSON key with the text; by default `text`, else the only column of strings.",
         group=_INPUT_GROUP,
         aliases=("json_key",),
     )
     max_sentences: int | None = option(
         None,
-        "Train on this many documents (lines for sentencepiece), drawn from the input.",
+        "Documents (lines for sentencepiece) to train on, drawn from the input.",
         group=_INPUT_GROUP,
         aliases=("input_sentence_size",),
         at_least=1,
     )
     library: Literal["huggingface", "sentencepiece"] = option(
         "huggingface",
-        "huggingface trains on bytes like GPT-2, with the token <|endoftext|>; sentencepiece "
-        "trains on letters and needs the package of this name.",
+        "huggingface trains on bytes, with the token <|endoftext|>; sentencepiece trains on "
+        "letters and needs its package.",
     )
     model_type: Literal["bpe", "unigram"] = option(
         "bpe", "Segmentation: bpe merges pairs, unigram chooses the likeliest pieces."
     )
     vocab_size: int = option(
-        32768, "Number of tokens, including special tokens.", at_least=1, at_most=_MAX_VOCAB_SIZE
+        32768, "Tokens, including special tokens.", at_least=1, at_most=_MAX_VOCAB_SIZE
     )
-    split_digits: bool = option(False, "Make every digit a separate token.")
+    split_digits: bool = option(False, "Make every digit a token.")
     normalization: Literal["identity", "nfc", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"] = (
         option(
             "identity",
-            "Normalization of every text. huggingface has the first three; sentencepiece has all "
-            "but nfc, by default nmt_nfkc, and joins spaces except with identity.",
+            "identity, nfc or nfkc; sentencepiece has identity and, joining spaces, nfkc, nfkc_cf, "
+            "nmt_nfkc (its default) and nmt_nfkc_cf.",
         )
     )
-    byte_fallback: bool = option(False, "Write unknown letters as bytes (sentencepiece).")
+    byte_fallback: bool = option(
+        False, "Write unknown letters as bytes.", group=_SENTENCEPIECE_GROUP
+    )
     character_coverage: float | None = option(
         None,
-        "Share of the letters that become tokens, by default 0.9995 (sentencepiece).",
+        "Share of the letters that become tokens, by default 0.9995.",
+        group=_SENTENCEPIECE_GROUP,
         at_least=0.98,
         at_most=1.0,
     )
     pad_id: int | None = option(
-        None, "Id of <pad>; -1, the default, leaves it out (sentencepiece).", at_least=-1
+        None,
+        "Id of <pad>; -1, the default, leaves it out.",
+        group=_SENTENCEPIECE_GROUP,
+        at_least=-1,
     )
-    unk_id: int | None = option(None, "Id of <unk>, by default 0 (sentencepiece).", at_least=0)
+    unk_id: int | None = option(
+        None, "Id of <unk>, by default 0.", group=_SENTENCEPIECE_GROUP, at_least=0
+    )
     bos_id: int | None = option(
-        None, "Id of <s>, by default 1; -1 leaves it out (sentencepiece).", at_least=-1
+        None, "Id of <s>, by default 1; -1 leaves it out.", group=_SENTENCEPIECE_GROUP, at_least=-1
     )
     eos_id: int | None = option(
-        None, "Id of </s>, by default 2; -1 leaves it out (sentencepiece).", at_least=-1
+        None, "Id of </s>, by default 2; -1 leaves it out.", group=_SENTENCEPIECE_GROUP, at_least=-1
     )
     output_dir: str | None = option(None, "Folder to write.", group=_OUTPUT_GROUP, path=True)
     overwrite: bool = option(False, "Replace an existing tokenizer.", group=_OUTPUT_GROUP)
     num_workers: int = option(
         _DEFAULT_THREADS,
-        "Threads of the library. The last digits of a unigram model depend on their number.",
+        "Threads; their number changes the last digits of a unigram model.",
         group=_OUTPUT_GROUP,
         aliases=("workers", "num_threads"),
         at_least=1,

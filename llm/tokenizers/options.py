@@ -12,23 +12,20 @@ class TokenizerOptions:
 
     tokenizer_name: str | None = option(
         None,
-        "Hub name, folder or tokenizer.json of the tokenizer; by default the tokenizer of "
-        "model_name_or_path or else of the token files.",
+        "Hub name, folder or tokenizer.json; by default the model's or the token files'.",
         path=True,
     )
     vocab_file: str | None = option(
-        None, "GPT-2 style vocab.json; goes with merges_file.", requires=("merges_file",), path=True
+        None, "GPT-2 style vocab.json, with merges_file.", requires=("merges_file",), path=True
     )
     merges_file: str | None = option(
         None,
-        "GPT-2 style merges.txt; goes with vocab_file.",
+        "GPT-2 style merges.txt, with vocab_file.",
         requires=("vocab_file",),
         path=True,
         aliases=("merge_file",),
     )
-    use_slow_tokenizer: bool = option(
-        False, "Use the tokenizer's Python implementation, if it has one."
-    )
+    use_slow_tokenizer: bool = option(False, "Use the tokenizer's Python implementation.")
 
 
 def tokenizer_problems(options: TokenizerOptions) -> list[str]:
