@@ -61,21 +61,21 @@ class OptimizerOptions:
 
     optimizer: str | None = option(
         None,
-        "AdamW, the default; AccumAdamW; Muon or NorMuon for matrices, with AdamW for the rest; "
-        "SOAP; gradient descent with momentum; or any class of torch.optim.Optimizer. With ekfac: "
-        "optimizer for uncovered layers (adamw or soap).",
+        "adamw, the default; accumadamw; muon or normuon for matrices, with AdamW for the rest; "
+        "soap; sgd; or package.module:Class, a torch.optim.Optimizer. With ekfac: the optimizer of "
+        "uncovered layers (adamw or soap).",
         resume="state",
         choices=optimizer_kinds,
     )
     embedding_learning_rate: float | None = option(
         None,
-        "Peak learning rate of embeddings, output head and one-dimensional weights; by default "
+        "Peak learning rate of embeddings, head and one-dimensional weights; by default "
         "learning_rate.",
         at_least=0,
     )
     momentum: float | None = option(
         None,
-        "Momentum of sgd (by default 0.9), or of muon and normuon (0.95).",
+        "Momentum of sgd (by default 0.9), muon and normuon (0.95).",
         requires=("optimizer=sgd", "optimizer=muon", "optimizer=normuon"),
         at_least=0,
         below=1,
@@ -93,9 +93,8 @@ class OptimizerOptions:
     ] = option("linear", "Learning-rate schedule.")
     lr_scheduler_kwargs: str | None = option(
         None,
-        "Setting of the schedule: num_cycles of cosine (by default 0.5) and cosine_with_restarts "
-        "(1), such as num_cycles=3; power of polynomial and of a linear decay of "
-        "warmup_stable_decay (1).",
+        "Setting of the schedule: num_cycles=3 for cosine (by default 0.5) and "
+        "cosine_with_restarts (1), power=2 for polynomial and linear warmup_stable_decay (1).",
     )
     warmup: Duration = option(
         Duration("0 steps"),
@@ -109,7 +108,7 @@ class OptimizerOptions:
     )
     num_constant_steps: int = option(
         0,
-        "Final steps at min_learning_rate, after the decay of linear and cosine.",
+        "Final steps at min_learning_rate, after linear or cosine.",
         at_least=0,
     )
     decay: Duration | None = option(
@@ -121,34 +120,32 @@ class OptimizerOptions:
     )
     lr_batch_scaling: Literal["none", "sqrt"] = option(
         "none",
-        "Factor of the learning rate if global_batch_size grows: none, or sqrt, the square root "
-        "of the growth (Malladi et al. 2022).",
+        "Factor of the learning rate if global_batch_size grows: none, or sqrt of the growth.",
         requires=("global_batch_size",),
     )
     cooldown_tokens: Tokens | None = option(
         None,
-        "Length of a branch in tokens, while its learning rate falls from the parent's stable "
-        "rate to min_learning_rate.",
+        "Tokens of a branch, while the learning rate falls to min_learning_rate.",
         requires=("branch_from",),
         at_least=1,
     )
     cooldown_shape: Literal["linear", "sqrt", "cosine"] = option(
         "linear",
-        "Shape of the decay of warmup_stable_decay and of a cooldown: linear; sqrt, 1 - "
-        "sqrt(progress); or cosine, half a period.",
+        "Shape of a cooldown and of warmup_stable_decay: linear; sqrt, 1 - sqrt(progress); or "
+        "cosine.",
         requires=("lr_scheduler_type=warmup_stable_decay", "cooldown_tokens"),
     )
     weight_decay: float = option(
         0.0,
-        "Weight decay, only for matrices; decoupled, except in sgd.",
+        "Weight decay of matrices; decoupled, except in sgd.",
         at_least=0,
     )
     betas: tuple[float, ...] = option(
-        (0.9, 0.999), "The two decay rates of AdamW and SOAP.", at_least=0, below=1
+        (0.9, 0.999), "Decay rates of AdamW and SOAP.", at_least=0, below=1
     )
-    eps: float = option(1e-8, "The epsilon of AdamW and SOAP.", above=0)
+    eps: float = option(1e-8, "Epsilon of AdamW and SOAP.", above=0)
     max_grad_norm: float = option(
-        1.0, "Clip the gradient's global norm to this value; 0 does not clip.", at_least=0
+        1.0, "Clip the gradient's global norm to this; 0 does not clip.", at_least=0
     )
 
     @property

@@ -14,26 +14,25 @@ class PrecisionOptions:
 
     mixed_precision: Literal["no", "fp8", "fp16", "bf16"] | None = option(
         None,
-        "Precision of forward and backward, not of weights; by default bf16 on CUDA GPUs that "
-        "support it, else no.",
+        "Precision of forward and backward, not of weights: no, fp8, fp16 or bf16 (by default on "
+        "CUDA GPUs that support it).",
         resume="fixed",
     )
     deterministic: bool = option(
         False,
-        "Use only deterministic kernels, and compile nothing on a GPU, so that runs are "
-        "bit-identical there, too.",
+        "Make runs on GPUs bit-identical, by deterministic kernels and without compiling.",
     )
     tf32: bool | None = option(
         None,
-        "Let float32 matrix products round their inputs to TF32; by default true on CUDA GPUs.",
+        "Round inputs of float32 matrix products to TF32; by default on CUDA GPUs.",
     )
     fp8_head: bool = option(
         False,
-        "Let the output head multiply in float8, with mixed_precision bf16 or fp8.",
+        "Multiply the output head in float8, with mixed_precision bf16 or fp8.",
     )
     all_reduce_dtype: Literal["fp32", "bf16"] = option(
         "fp32",
-        "Precision of gradients in messages between ranks that hold whole weights.",
+        "Precision of gradients between ranks that hold whole weights: fp32 or bf16.",
     )
 
 
@@ -43,52 +42,51 @@ class ParallelOptions:
 
     data_parallel_shard_size: int = option(
         1,
-        "Number of ranks that share every weight, gradient and moment.",
+        "Ranks that share every weight, gradient and moment.",
         at_least=1,
     )
     unsharded_gradients: bool = option(
         False,
-        "Reduce-scatter gradients of sharded weights once per step, not per micro-batch; until "
-        "then each rank holds 4 bytes for every weight of the model.",
+        "Reduce-scatter gradients once per step, not per micro-batch, for 4 bytes per weight on "
+        "each rank.",
         requires=("data_parallel_shard_size",),
     )
     fp8_all_gather: bool = option(
         False,
-        "Gather the sharded weights of float8 layers in float8, with mixed_precision fp8.",
+        "Gather weights of float8 layers in float8, with mixed_precision fp8.",
         requires=("data_parallel_shard_size",),
     )
     tensor_parallel_size: int = option(
         1,
-        "Number of ranks that share the heads and columns of every layer; keep them on one node.",
+        "Ranks that share the heads and columns of every layer; keep them on one node.",
         at_least=1,
     )
     sequence_parallel: bool = option(
         False,
-        "Let tensor-parallel ranks each hold some tokens of the residual stream, to save memory; "
-        "for gpt2, llama, mistral, qwen2, and qwen3.",
+        "Divide the tokens of the residual stream among tensor-parallel ranks; for gpt2, llama, "
+        "mistral, qwen2 and qwen3.",
         requires=("tensor_parallel_size",),
     )
     context_parallel_size: int = option(
         1,
-        "Number of ranks that share every sample; block_size is a multiple of twice this number.",
+        "Ranks that share every sample; block_size is a multiple of twice this.",
         at_least=1,
     )
     expert_parallel_size: int = option(
         1,
-        "Number of ranks that share the experts of every layer; tokens are sent to experts. It "
-        "divides data_parallel_shard_size, unless that is 1.",
+        "Ranks that share every layer's experts; it divides data_parallel_shard_size, unless that "
+        "is 1.",
         at_least=1,
     )
     pipeline_parallel_size: int = option(
         1,
-        "Number of ranks that share the layers; gradient_accumulation_steps should be several "
-        "times larger.",
+        "Ranks that share the layers; use several times more gradient_accumulation_steps.",
         at_least=1,
     )
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved-1f1b"] = option(
         "1f1b",
-        "Order of the passes of a stage: gpipe, all forward passes first; 1f1b, one forward and "
-        "one backward in turn; or interleaved-1f1b, the same with several stages per rank.",
+        "Order of passes: gpipe, all forward passes first; 1f1b, in turn; or interleaved-1f1b, in "
+        "turn with several stages per rank.",
         resume="free",
     )
     virtual_stages: int = option(
