@@ -22,64 +22,61 @@ class CheckpointOptions:
     )
     checkpointing_minutes: float | None = option(
         None,
-        "Also save a checkpoint this many minutes after the last one.",
+        "Also save this many minutes after the last checkpoint.",
         above=0,
     )
     keep_checkpoints: int | None = option(
         None,
-        "Number of newest checkpoints to keep; by default all.",
+        "Newest checkpoints to keep; by default all.",
         requires=("save_interval", "checkpointing_minutes"),
         at_least=1,
     )
     save_top_k: int = option(
         0,
-        "Also keep this many checkpoints with the lowest validation loss, and a link `best`; each "
-        "save begins with an evaluation.",
+        "Also keep this many checkpoints with the lowest validation loss, and a link `best`; saves "
+        "evaluate first.",
         requires=("save_interval", "checkpointing_minutes"),
         at_least=0,
         needs_validation=True,
     )
     keep_every: int | None = option(
         None,
-        "Also save a checkpoint every so many steps, and never remove it.",
+        "Steps between further checkpoints, which are never removed.",
         requires=("keep_checkpoints", "save_top_k"),
         at_least=1,
     )
     async_checkpoint: bool = option(
         True,
-        "Continue training while a checkpoint is written, from a copy in host memory.",
+        "Write checkpoints in the background, from a copy in host memory.",
     )
     stage_checkpoints: str | None = option(
         None,
-        "Folder on each node, such as /local/scratch or '$TMPDIR', that ranks write checkpoints to "
-        "first; they are copied to output_dir in the background. A resume on the same nodes "
-        "completes a copy that was interrupted.",
+        "Folder on each node, such as '$TMPDIR', for checkpoints that are then copied to "
+        "output_dir in the background.",
         path=True,
         requires=("save_interval", "checkpointing_minutes"),
     )
     resume_from_checkpoint: bool | str = option(
         False,
-        "Resume from the newest valid checkpoint in output_dir, if it has one, or from the one at "
-        "this path.",
+        "Resume from the newest valid checkpoint in output_dir, if any, or from this path.",
         one_shot=True,
         path=True,
     )
     change_on_resume: tuple[str, ...] = option(
         (),
-        "Fixed options that may differ when the run resumes.",
+        "Options to change that a resume must otherwise keep.",
         one_shot=True,
     )
     init_from: str | None = option(
         None,
-        "Start with only the weights of another run's checkpoint: RUN (the newest), RUN/STEP or "
-        "RUN/best.",
+        "Start with another run's weights: RUN (its newest checkpoint), RUN/STEP or RUN/best.",
         path=True,
         resume="fixed",
     )
     branch_from: str | None = option(
         None,
-        "Start a branch from another run's checkpoint: RUN (the newest), RUN/STEP or RUN/best, "
-        "with its state and all options that you do not set, except those that run other code.",
+        "Start from another run's checkpoint, as for init_from, with its state and, by default, "
+        "its options.",
         path=True,
         requires=("output_dir",),
     )

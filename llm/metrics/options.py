@@ -7,27 +7,26 @@ from llm.config.options import option, option_group
 class LoggingOptions:
     """Contents, frequency and targets of the log."""
 
-    logging_steps: int = option(10, "Steps between two lines of the log.", at_least=1)
+    logging_steps: int = option(10, "Steps between lines of the log.", at_least=1)
     report_to: tuple[str, ...] = option(
         ("tensorboard",),
-        "Accelerate trackers that receive the metrics (tensorboard, wandb, ...), or none.",
+        "Trackers of the metrics (tensorboard, wandb, ...), or none.",
     )
     project_name: str | None = option(
         None,
-        "Project of the run in trackers except tensorboard; by default $WANDB_PROJECT for wandb, "
-        "else llm.",
+        "Project in trackers; by default $WANDB_PROJECT for wandb, else llm.",
     )
     metrics_file: str | None = option(
         None,
-        "File for the textfile collector of Prometheus' node exporter, such as DIR/run.prom, with "
-        "the last numbers of the log.",
+        "File for Prometheus' textfile collector with the log's last numbers, such as "
+        "DIR/run.prom.",
         path=True,
     )
-    log_source_losses: bool = option(False, "Log the training loss of each data source separately.")
+    log_source_losses: bool = option(False, "Log the training loss of each data source.")
     device_peak_tflops: float | None = option(
         None,
-        "Peak TFLOP/s of one device, for the MFU in the log; by default the maker's figure for "
-        "half precision, or measured at the start.",
+        "Peak TFLOP/s of one device, for the MFU; by default the maker's half-precision figure, or "
+        "measured.",
         above=0,
     )
 

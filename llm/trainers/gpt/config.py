@@ -54,28 +54,28 @@ class EvaluationOptions:
 
     eval_interval: Duration | None = option(
         None,
-        "Steps, tokens or epochs between two evaluations; by default an epoch. The end of "
-        "training is always evaluated.",
+        "Steps, tokens or epochs between evaluations; by default an epoch. The end is always "
+        "evaluated.",
         units={"steps": "eval_steps", "tokens": "eval_tokens", "epochs": ""},
         at_least=1,
         needs_validation=True,
     )
     max_eval_steps: int | None = option(
         None,
-        "Maximum batches of an evaluation, over all devices; by default all.",
+        "Maximum batches per evaluation, over all devices; by default all.",
         resume="logged",
         at_least=1,
     )
     eval_metrics: tuple[str, ...] = option(
         (),
-        "Further metrics of the validation split: accuracy of the next token, or names for "
-        "evaluate.load, which runs their code.",
+        "Further validation metrics: accuracy of the next token, or names for evaluate.load, which "
+        "runs their code.",
         needs_validation=True,
         widens_trust=True,
     )
     eval_only: bool = option(
         False,
-        "Evaluate the model (or the checkpoint of resume_from_checkpoint) and stop.",
+        "Evaluate the model (or resume_from_checkpoint) and stop.",
         one_shot=True,
     )
 
@@ -86,38 +86,34 @@ class RunOptions:
 
     preset: str | None = option(
         None,
-        "Options to start from, which config and command line override. pretrain sets learning "
-        "rate, warm-up, decay, betas and weight decay for random weights; compute_optimal "
-        "computes these, the length and the batch from the size of the model.",
+        "Options to start from: pretrain sets learning rate, warm-up, decay, betas and weight "
+        "decay; compute_optimal computes them, the length and the batch from the model's size.",
     )
     seed: int | None = option(
         None,
-        "Seed of weights, order and dropout; by default drawn, logged, and kept on resume.",
+        "Seed of weights, order and dropout; by default drawn and logged.",
         at_least=0,
         resume="fixed",
     )
     exit_after: float | None = option(
         None,
-        "Minutes after the start until the run saves a checkpoint and ends with exit code 75 (1 "
-        "under torchrun).",
+        "Minutes until the run saves and ends with exit code 75 (1 under torchrun).",
         one_shot=True,
         above=0,
     )
     max_skipped_steps: int = option(
         30,
-        "Maximum number of consecutive steps skipped because loss or gradient is not finite.",
+        "Maximum consecutive steps skipped because loss or gradient is not finite.",
         at_least=1,
     )
     timeout: float = option(
         600.0,
-        "Seconds that a step may take before a rank counts as hung and all ranks end; the first "
-        "step, a checkpoint and the export may take three times as long. 0 disables the timeout.",
+        "Seconds until a hung step ends all ranks; three times as many for the first step, "
+        "checkpoints and the export. 0 disables it.",
         at_least=0,
         at_most=604_800,
     )
-    sample_prompt: str | None = option(
-        None, "Text that the trained model continues at the end of the run."
-    )
+    sample_prompt: str | None = option(None, "Text that the trained model continues at the end.")
     sample_steps: int | None = option(
         None,
         "Steps between text samples in log and TensorBoard.",
@@ -125,18 +121,16 @@ class RunOptions:
     )
     export_dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
-        "Precision of the weights in the exported model; training and checkpoints stay float32.",
+        "Precision of the exported weights: fp32, bf16 or fp16.",
     )
     model_license: str | None = option(
         None,
-        "License for the model's card, by the Hub's identifier, such as apache-2.0 or mit.",
+        "License on the model's card, such as apache-2.0.",
     )
-    model_languages: tuple[str, ...] = option(
-        (), "Languages of the text for the model's card, as codes such as en de."
-    )
+    model_languages: tuple[str, ...] = option((), "Languages on the model's card, such as en de.")
     push_to_hub: bool = option(
         False,
-        "Upload model, tokenizer and card to the Hub at the end; a new repository is private.",
+        "Push the exported model to the Hub at the end; a new repository is private.",
         one_shot=True,
     )
     hub_model_id: str | None = option(
