@@ -18,7 +18,7 @@ class ExportAverageOptions:
 
     ema: bool = option(
         False,
-        "Export the moving average of --ema_decay or --ema_tokens.",
+        "Export the moving average of the weights.",
         requires=("export",),
     )
 
@@ -29,27 +29,27 @@ class AveragingOptions(CoreConfig):
 
     ema_decay: float | None = option(
         None,
-        "Keep a moving average of the weights with this decay per step.",
+        "Decay per step of a moving average of the weights.",
         resume="logged",
         above=0,
         below=1,
     )
     ema_tokens: Tokens | None = option(
         None,
-        "Keep the moving average with a half-life of this many tokens.",
+        "Half-life of the moving average in tokens.",
         resume="logged",
         at_least=1,
         at_most=10**15,
     )
     eval_ema: bool = option(
         False,
-        "Also evaluate the moving average; metrics are prefixed with ema_.",
+        "Also evaluate the moving average, with the prefix ema_.",
         needs_validation=True,
         requires=("ema_decay", "ema_tokens"),
     )
     export_ema: bool = option(
         False,
-        "Export the moving average of the weights, instead of the last weights.",
+        "Export the moving average instead of the last weights.",
         requires=("ema_decay", "ema_tokens"),
     )
 

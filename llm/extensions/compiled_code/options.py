@@ -18,8 +18,7 @@ class CompiledCodeOptions(CoreConfig):
 
     compiled_code: str | None = option(
         None,
-        "Folder that keeps the code of torch_compile for a later start. The code is executed, so "
-        "the folder must be yours alone.",
+        "Folder for compiled code, which later starts execute; it must be yours alone.",
         path=True,
         widens_trust=True,
     )

@@ -27,13 +27,12 @@ class CustomOptimizerOptions(CoreConfig):
 
     optimizer_kwargs: str | None = option(
         None,
-        "Arguments of the class in optimizer as JSON, such as '{\"beta\": 0.9}', without rate and "
-        "weight decay.",
+        "Further arguments of the optimizer's class as JSON, such as '{\"beta\": 0.9}'.",
     )
     optimizer_input: Literal["shards", "matrices"] | None = option(
         None,
-        "The tensors that the class in optimizer updates if ranks divide the weights: shards, for "
-        "an elementwise update, or whole matrices, each on one rank; by default as the class says.",
+        "Input of the optimizer's class if weights are sharded: shards, for an elementwise update, "
+        "or whole matrices; by default as the class says.",
         resume="free",
     )
 

@@ -31,28 +31,27 @@ class DecentralizedOptions(CoreConfig):
 
     data_parallel: Literal["allreduce", "gossip", "diloco"] = option(
         "allreduce",
-        "How ranks train one model: allreduce, with the mean gradient of all ranks; or with "
-        "separate weights, averaged with a few ranks in each step (gossip) or with all every "
-        "inner_steps steps (diloco).",
+        "Average the gradient of all ranks (allreduce), or the weights of a few ranks in each step "
+        "(gossip) or of all ranks every inner_steps steps (diloco).",
     )
     topology: Topology = option(
         "ring",
-        "Ranks that average in each step of gossip.",
+        "Ranks that average in a step of gossip: complete, exp, ring or alternating-exp-ring.",
         requires=("data_parallel=gossip",),
     )
     gossip_order: Literal["overlap", "blocking"] = option(
         "overlap",
-        "Whether weights are exchanged while the next gradient is computed.",
+        "Exchange weights during the next gradient (overlap) or before it (blocking).",
         requires=("data_parallel=gossip",),
     )
     gossip_group: Literal["world", "nodes"] = option(
         "world",
-        "Replicas of gossip: each rank, or each node, if its ranks share their gradients.",
+        "Replicas of gossip: single ranks (world), or nodes, which share gradients.",
         requires=("data_parallel=gossip",),
     )
     inner_steps: int = option(
         500,
-        "Steps that ranks train alone between two common steps of diloco.",
+        "Steps between two common steps of diloco.",
         requires=("data_parallel=diloco",),
         at_least=1,
     )
@@ -68,8 +67,8 @@ class DecentralizedOptions(CoreConfig):
     )
     moment_update_steps: int | None = option(
         None,
-        "Steps between two updates of accumadamw's moments; by default the number of replicas, at "
-        "most 8.",
+        "Steps between updates of accumadamw's moments; by default the number of replicas, at most "
+        "8.",
         at_least=1,
     )
 

@@ -15,24 +15,23 @@ class KFACSettings(MatrixSettings):
 
     kfac: bool = option(
         False,
-        "Train with K-FAC, which follows the curvature of linear layers.",
+        "Train linear layers with K-FAC.",
         resume="state",
         common=True,
     )
     kfac_method: Literal["ekfac", "eigen"] | None = _kfac_option(
         None,
-        "Method: ekfac, AdamW in the eigenbasis of the Kronecker factors, the default; or eigen, "
-        "which preconditions the gradient for AdamW, the default with kfac_damping, kfac_kl_clip "
-        "or kfac_library.",
+        "ekfac (the default), AdamW in the eigenbasis of the Kronecker factors; or eigen, a "
+        "preconditioner for AdamW (the default with kfac_damping, kfac_kl_clip or kfac_library).",
     )
     kfac_factor_update_steps: int | None = _kfac_option(
         None,
-        "Steps between two updates of the factors; by default 50 for ekfac, else 10.",
+        "Steps between updates of the factors; by default 50 for ekfac, else 10.",
         at_least=1,
     )
     kfac_inv_update_steps: int | None = _kfac_option(
         None,
-        "Steps between two updates of the eigenbases; by default 50 for ekfac, else 10.",
+        "Steps between updates of the eigenbases; by default 50 for ekfac, else 10.",
         at_least=1,
     )
     kfac_factor_decay: float | None = _kfac_option(
@@ -43,14 +42,13 @@ class KFACSettings(MatrixSettings):
     )
     kfac_damping: float | None = _kfac_option(
         None,
-        "Damping of the curvature, relative to its mean (absolute with kfac-pytorch); by default "
-        "0.001.",
+        "Damping relative to the mean curvature (absolute with kfac-pytorch); by default 0.001.",
         above=0,
         at_most=1e30,
     )
     kfac_kl_clip: float | None = _kfac_option(
         None,
-        "Bound on the update's length in the metric of the curvature; by default 0.001.",
+        "Bound on the update's length in the curvature's metric; by default 0.001.",
         above=0,
     )
     kfac_skip_layers: tuple[str, ...] = _kfac_option(
@@ -58,8 +56,7 @@ class KFACSettings(MatrixSettings):
     )
     kfac_max_dim: int | None = _kfac_option(
         None,
-        "Maximum width of a factor; wider ones are split. By default twice the model's width with "
-        "ekfac and 8192 with eigen.",
+        "Width above which factors are split; by default twice the model's, or 8192 with eigen.",
         at_least=1,
         resume="state",
     )

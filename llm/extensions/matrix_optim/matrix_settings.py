@@ -17,14 +17,14 @@ class MatrixSettings(CoreConfig):
     )
     soap_update_steps: int | None = option(
         None,
-        "Steps between two updates of soap's eigenbases; by default 10.",
+        "Steps between updates of soap's eigenbases; by default 10.",
         requires=("optimizer=soap",),
         at_least=1,
     )
     muon_coefficients: Literal["quintic", "polar_express"] = option(
         "quintic",
-        "Polynomials that orthogonalize the momentum of muon and normuon: the same quintic in "
-        "five steps (Jordan et al. 2024), or the best one for each (Amsel et al. 2025).",
+        "Polynomials that orthogonalize the momentum of muon and normuon: quintic, the same in "
+        "each iteration, or polar_express, the best for each.",
         requires=("optimizer=muon", "optimizer=normuon"),
     )
     normuon_beta2: float = option(

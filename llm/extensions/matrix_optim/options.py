@@ -27,9 +27,8 @@ class MatrixOptions(MatrixSettings):
 
     hyperball: bool = option(
         False,
-        "Keep the norms of matrices inside the model, instead of weight decay, with adamw, muon, "
-        "normuon or soap: learning_rate becomes the length of a step relative to the weights (Wen "
-        "et al. 2026).",
+        "Keep the norms of inner matrices, instead of weight decay; learning_rate becomes the "
+        "length of a step relative to them. For adamw, muon, normuon and soap.",
     )
 
     @property

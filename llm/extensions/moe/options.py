@@ -24,22 +24,20 @@ class MoEOptions(CoreConfig):
 
     router_balancing: Literal["auto", "none", "bias", "loss", "both"] = option(
         "auto",
-        "How to balance the load of experts: none; bias, by the bias of each router "
-        "(DeepSeek-V3); loss, by an auxiliary loss (Switch Transformer); both; or auto, which "
-        "balances random weights, by bias if the model has one and otherwise by loss, and "
-        "pretrained weights if their configuration has output_router_logits.",
+        "Balance the load of experts by bias (each router's), by loss (an auxiliary one), by both, "
+        "or none. auto takes bias, or loss if the model has no bias; it balances pretrained "
+        "weights only with output_router_logits.",
     )
     router_aux_loss_coef: float | None = option(
         None,
-        "Coefficient of the auxiliary loss, which is 1 for a layer with a balanced load; by "
-        "default 0.01, or as in a configuration with output_router_logits.",
+        "Coefficient of the auxiliary loss (1 at balance); by default 0.01, or the configuration's "
+        "with output_router_logits.",
         at_least=0,
         requires=("router_balancing=loss", "router_balancing=both"),
     )
     router_aux_loss_scope: Literal["global", "sequence"] = option(
         "global",
-        "Tokens that the auxiliary loss balances: a global batch (global), or each sample "
-        "(sequence).",
+        "Tokens that the auxiliary loss balances: a global batch, or each sample (sequence).",
         requires=("router_balancing=loss", "router_balancing=both"),
     )
     router_bias_update_rate: float = option(
@@ -50,8 +48,7 @@ class MoEOptions(CoreConfig):
     )
     router_bias_update: Literal["sign", "proportional"] = option(
         "sign",
-        "Change of the bias: by the sign of the load's deviation from its mean, or proportional "
-        "to it.",
+        "Change of the bias: by the sign of the load's deviation, or proportional to it.",
         requires=("router_balancing=bias", "router_balancing=both"),
     )
     router_z_loss: float = option(
@@ -61,7 +58,7 @@ class MoEOptions(CoreConfig):
     )
     expert_load_steps: int | None = option(
         None,
-        "Steps between two records of the load of every expert in events.jsonl.",
+        "Steps between records of every expert's load in events.jsonl.",
         at_least=1,
         resume="free",
     )

@@ -22,24 +22,24 @@ class MuPOptions(CoreConfig):
 
     mup: bool = option(
         False,
-        "Train GPT-2- and Llama-shaped models under muP, so that the optimal learning rate "
-        "transfers across widths.",
+        "Train GPT-2- and Llama-shaped models under muP: the optimal learning rate transfers "
+        "across widths.",
     )
     mup_base_width: int | None = option(
         None,
-        "Width of the model used to tune the hyperparameters; at this width muP changes nothing.",
+        "Width at which the hyperparameters were tuned and muP changes nothing.",
         requires=("mup",),
         at_least=1,
     )
     mup_base_num_layers: int | None = option(
         None,
-        "Layers of the narrow model, if they are fewer, for completeP's rule.",
+        "Layers of the narrow model, if they are fewer (CompleteP).",
         requires=("mup",),
         at_least=1,
     )
     mup_base_head_dim: int | None = option(
         None,
-        "Width of a head of the narrow model, if heads grow with the width, not their number.",
+        "Width of the narrow model's heads, if heads grow instead of their number.",
         requires=("mup",),
         at_least=1,
     )

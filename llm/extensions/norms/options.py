@@ -11,8 +11,8 @@ class NormOptions(CoreConfig):
 
     log_norms: int | None = option(
         None,
-        "Steps between two records of the norms of weights, gradients and updates, and of the "
-        "largest attention logits, by layer.",
+        "Steps between records of each layer's norms (weights, gradients, updates) and largest "
+        "attention logits.",
         at_least=1,
     )
 

@@ -17,8 +17,7 @@ class ProfilerOptions(CoreConfig):
 
     profile: str | None = option(
         None,
-        "Steps to profile, as START:STOP: the run's folder gets a trace, and a table of where "
-        "their time went.",
+        "Steps to profile, as START:STOP, for a trace and a table of times.",
         one_shot=True,
     )
 

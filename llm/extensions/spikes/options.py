@@ -16,12 +16,12 @@ class SpikeOptions(CoreConfig):
 
     on_loss_spike: Literal["warn", "stop", "rewind"] = option(
         "warn",
-        "Reaction to a loss far above the previous ones: warn in the log; stop; or rewind to the "
-        "last checkpoint, and skip the samples around the step.",
+        "On a loss spike, warn in the log, stop, or rewind to the last checkpoint and skip the "
+        "samples around the step.",
     )
     max_rewinds: int = option(
         3,
-        "Maximum number of rewinds before the run stops.",
+        "Maximum rewinds before the run stops.",
         requires=("on_loss_spike=rewind",),
         at_least=1,
     )

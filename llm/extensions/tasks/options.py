@@ -19,7 +19,7 @@ class FetchTasksOptions:
 
     eval_tasks: tuple[str, ...] = option(
         (),
-        "Tasks: YAML files of lm-eval, names of tasks that come with it, or sets (core, easy).",
+        "Tasks of lm-eval: names, YAML files, or sets (core, easy).",
         path=True,
         aliases=("tasks",),
     )
@@ -31,20 +31,20 @@ class TasksOptions(CoreConfig):
 
     eval_tasks: tuple[str, ...] = option(
         (),
-        "lm-eval tasks to run on the model: names such as arc_easy, YAML files, and the sets core "
-        "and easy. Needs the extra tasks.",
+        "lm-eval tasks to run, such as arc_easy, YAML files, or the sets core and easy. Needs the "
+        "extra tasks.",
         path=True,
         widens_trust=True,
     )
     eval_tasks_steps: int | None = option(
         None,
-        "Steps between two runs of eval_tasks; they also run at the end of training.",
+        "Steps between runs of eval_tasks, which also run at the end.",
         at_least=1,
         requires=("eval_tasks",),
     )
     eval_tasks_limit: int | None = option(
         None,
-        "Number of documents of each task to use, from the first; by default all.",
+        "Documents of each task to use, from the first; by default all.",
         at_least=1,
         requires=("eval_tasks",),
     )
