@@ -74,38 +74,37 @@ class CoreCheckpointsOptions:
 
     run: str = option(
         "",
-        "The run's folder, or its checkpoints folder.",
+        "Folder of the run or of its checkpoints.",
         path=True,
     )
     verify: bool = option(
         False,
-        "Compare every byte with its checksum; exit with 1 if anything is damaged.",
+        "Compare every byte with its checksum; exit with 1 on damage.",
     )
     export: tuple[str, ...] = option(
         (),
-        "STEP DIR: write a checkpoint's model and tokenizer as a Hugging Face folder. STEP is a "
-        "number, latest or best.",
+        "STEP DIR: export a checkpoint (a number, latest or best) as a Hugging Face folder.",
         path=True,
     )
     last: int = option(
         5,
-        "average RUN: number of newest checkpoints to average.",
+        "average RUN: newest checkpoints to average.",
         at_least=1,
         requires=("output",),
     )
     output: str | None = option(
         None,
-        "average RUN: folder for the mean of the weights, and the tokenizer.",
+        "average RUN: folder for the mean of the weights.",
         path=True,
     )
     trust_remote_code: bool = option(
         False,
-        "Run the Python code of the run's model, to export it.",
+        "Run Python code that comes with a model, tokenizer or data set.",
         requires=("export", "output"),
     )
     export_dtype: Literal["fp32", "bf16", "fp16"] | None = option(
         None,
-        "Precision of the exported weights; by default the run's.",
+        "Precision of the exported weights: fp32, bf16 or fp16; by default the run's.",
         requires=("export", "output"),
     )
 

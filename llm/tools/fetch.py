@@ -41,13 +41,11 @@ class CoreFetchOptions:
 
     folder: str | None = option(None, "Folder to write to.", path=True)
     model_name_or_path: str | None = option(
-        None, "Model: its configuration, tokenizer and weights.", path=True, aliases=("model",)
+        None, "Model, with tokenizer and weights.", path=True, aliases=("model",)
     )
-    config_name: str | None = option(
-        None, "Model configuration, if it differs from the model's.", path=True
-    )
+    config_name: str | None = option(None, "Configuration, if it is not the model's.", path=True)
     tokenizer_name: str | None = option(
-        None, "Tokenizer, if it differs from the model's.", path=True, aliases=("tokenizer",)
+        None, "Tokenizer, if it is not the model's.", path=True, aliases=("tokenizer",)
     )
     from_scratch: bool = option(
         False, "Do not download the model's weights.", aliases=("low_cpu_mem_usage",)
@@ -55,14 +53,14 @@ class CoreFetchOptions:
     dataset_name: str | None = option(None, "Data set.", path=True, aliases=("dataset",))
     dataset_config_name: str | None = option(
         None,
-        "Configuration (subset) of the data set; only its files are downloaded.",
+        "Configuration (subset) of dataset_name to download.",
         requires=("dataset_name",),
     )
     eval_metrics: tuple[str, ...] = option(
         (), "Metrics of the evaluate library.", aliases=("metrics",)
     )
     trust_remote_code: bool = option(
-        False, "Run Python code that comes with a model or a data set."
+        False, "Run Python code that comes with a model, tokenizer or data set."
     )
 
 

@@ -47,48 +47,46 @@ class GenerateOptions:
 
     run: str = option(
         "",
-        "Folder of a run (its exported model, or else its newest checkpoint), of a checkpoint, or "
-        "of any Hugging Face model.",
+        "Folder of a run (exported model, else newest checkpoint), a checkpoint, or any Hugging "
+        "Face model.",
         group="Model",
         path=True,
     )
     checkpoint: str | None = option(
         None,
-        "Checkpoint of the run to use: a step, latest, best, or its folder.",
+        "Checkpoint of the run: a step, latest, best, or its folder.",
         group="Model",
         path=True,
     )
     trust_remote_code: bool = option(
-        False, "Run the Python code that comes with the model.", group="Model"
+        False, "Run Python code that comes with a model, tokenizer or data set.", group="Model"
     )
     prompt: str = option(
         "",
-        "Beginning of the text; - reads it from standard input.",
+        "Beginning of the text; - reads standard input.",
         group="Text",
     )
     max_new_tokens: int = option(
         200,
-        "Maximum number of tokens.",
+        "Maximum tokens of a text.",
         group="Text",
         at_least=1,
     )
-    num_samples: int = option(1, "Number of texts to write.", group="Text", at_least=1)
+    num_samples: int = option(1, "Texts to write.", group="Text", at_least=1)
     temperature: float | None = option(
         None,
-        "0 always takes the likeliest token. By default from the model's generation_config.json, "
-        "else 1.",
+        "0 takes the likeliest token. By default from generation_config.json, else 1.",
         at_least=0,
         at_most=_MAX_TEMPERATURE,
     )
     top_k: int | None = option(
         None,
-        "Sample from the k most likely tokens (0: no limit); by default likewise, else 50.",
+        "Sample from the k likeliest tokens (0: no limit); by default likewise, else 50.",
         at_least=0,
     )
     top_p: float | None = option(
         None,
-        "Sample from the likeliest tokens that together have this probability; by default "
-        "likewise, else 1.",
+        "Sample from the likeliest tokens of this total probability; by default likewise, else 1.",
         above=0,
         at_most=1,
     )

@@ -38,50 +38,47 @@ class InspectOptions:
 
     path: str = option(
         "",
-        "Token files: PREFIX of a pair or of numbered parts, or a flat nanoGPT file with its "
-        ".bin; with step, the folder of a run.",
+        "PREFIX of token files, or a nanoGPT file with its .bin; with step, a run's folder.",
         group="Token files",
         path=True,
     )
     verify: bool = option(
         False,
-        "Read everything and report damage; exit with 1 if any is found.",
+        "Read everything; exit with 1 on damage.",
         group="Token files",
     )
     step: int | None = option(
         None,
-        "Show the text of this step of a run, counted from 1 as in the log.",
+        "Show the text of this step of a run, counted from 1.",
         group="A run's step",
         at_least=1,
     )
     rank: int | None = option(
         None,
-        "Show only the samples of this data-parallel rank.",
+        "Show only samples of this data-parallel rank.",
         group="A run's step",
         requires=("step",),
         at_least=0,
     )
     data_ranks: int | None = option(
         None,
-        "Number of data-parallel ranks; by default as when the step was trained.",
+        "Data-parallel ranks; by default as in this step.",
         group="A run's step",
         requires=("rank",),
         at_least=1,
     )
-    documents: int = option(3, "Number of documents to show, from the first.", at_least=0)
-    tokens: int = option(60, "Number of tokens to show per document.", at_least=0)
+    documents: int = option(3, "Documents to show, from the first.", at_least=0)
+    tokens: int = option(60, "Tokens to show per document.", at_least=0)
     tokenizer_name: str | None = option(
         None,
-        "Tokenizer to show them as text; by default the one that made the files.",
+        "Tokenizer of the text; by default the one that made the files.",
         path=True,
     )
     trust_remote_code: bool = option(
-        False, "Run Python code that comes with the tokenizer or the model."
+        False, "Run Python code that comes with a model, tokenizer or data set."
     )
-    vocab_file: str | None = option(
-        None, "GPT-2's vocab.json, instead of a name; goes with --merges_file.", path=True
-    )
-    merges_file: str | None = option(None, "GPT-2's merges.txt; goes with --vocab_file.", path=True)
+    vocab_file: str | None = option(None, "GPT-2 style vocab.json, with merges_file.", path=True)
+    merges_file: str | None = option(None, "GPT-2 style merges.txt, with vocab_file.", path=True)
 
 
 @program

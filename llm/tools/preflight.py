@@ -53,13 +53,11 @@ class PreflightOptions:
     )
     message_mb: int = option(
         64,
-        "Size of the tensor that is reduced and broadcast, in MiB.",
+        "MiB that are reduced and broadcast.",
         at_least=1,
         at_most=1_000_000,
     )
-    bad_nodes: str | None = option(
-        None, "Add the hosts that fail to this file, one on each line.", path=True
-    )
+    bad_nodes: str | None = option(None, "Add hosts that fail to this file.", path=True)
 
 
 @program

@@ -11,7 +11,7 @@ PartName = Literal["preflight", "losses", "resume", "layouts", "speed"]
 class EvidenceOptions:
     """The file to write, and the time for it."""
 
-    output: str = option("evidence.json", "File to write; it must not exist.", path=True)
+    output: str = option("evidence.json", "File to write, which must not exist.", path=True)
     minutes: float = option(
         20.0,
         "Minutes for all parts together.",
@@ -24,6 +24,5 @@ class EvidenceOptions:
     )
     site: str | None = option(
         None,
-        "Name of the cluster for the file; by default from SLURM_CLUSTER_NAME, NERSC_HOST or "
-        "LMOD_SYSTEM_NAME.",
+        "Name of the cluster; by default from SLURM_CLUSTER_NAME, NERSC_HOST or LMOD_SYSTEM_NAME.",
     )

@@ -9,25 +9,22 @@ from llm.config.options import option, option_group
 class SchedulerOptions:
     """The job, as every scheduler knows it."""
 
-    scheduler: Literal["slurm", "pbs"] | None = option(
-        None, "Scheduler of the job; by default the site's."
-    )
+    scheduler: Literal["slurm", "pbs"] | None = option(None, "slurm or pbs; by default the site's.")
     site: str = option(
         "generic",
-        "Site that determines directives and queues: a name of --list_sites, or a TOML file of "
-        "that form.",
+        "Site: a name of --list_sites, or a TOML file as --detect drafts it.",
     )
-    nodes: int = option(1, "Number of nodes.", at_least=1)
-    time: str = option("6:00:00", "Time limit, as 6:00:00 or 1-12:00:00.")
+    nodes: int = option(1, "Nodes of the job.", at_least=1)
+    time: str = option("6:00:00", "Time limit, such as 1-12:00:00.")
     account: str = option("__ALLOCATION__", "Account, project or allocation.")
     queue: str | None = option(
         None,
-        "By default the site's first one that accepts a job of this size.",
+        "By default the site's first one that accepts this size.",
         aliases=("partition", "qos"),
     )
     venv: str | None = option(
         None,
-        "Folder of the virtual environment; by default the active one, or venv.",
+        "Virtual environment; by default the active one, or venv.",
     )
     output: str | None = option(None, "File to write; by default standard output.", path=True)
 
@@ -46,38 +43,32 @@ class JobOptions(SchedulerOptions):
     name: str = option("pretrain", "Name of the job.")
     detect: bool = option(
         False,
-        "Draft the TOML file of an unlisted site from the answers of Slurm, PBS and this node.",
+        "Draft the TOML file of an unlisted site from its scheduler.",
     )
     list_sites: bool = option(
         False,
-        "Print the known sites and who ran them; with --site, all about one.",
+        "Print the known sites, or with --site all about one.",
     )
     gpus_per_node: int | None = option(
-        None, "Ranks per node; by default the site's number, or 4.", at_least=1
+        None, "Ranks per node; by default the site's, or 4.", at_least=1
     )
     cpus_per_gpu: int | None = option(
-        None, "Cores per rank; by default the site's number, or 8.", at_least=1
+        None, "Cores per rank; by default the site's, or 8.", at_least=1
     )
-    container: str | None = option(
-        None, "Container image to run in instead, through Slurm's pyxis."
-    )
+    container: str | None = option(None, "Container image to run in, through Slurm's pyxis.")
     launcher: Literal["torchrun", "task_per_gpu"] | None = option(
         None,
-        "How ranks start: by one torchrun per node, or as tasks of srun or mpiexec; by default as "
-        "the site advises, or torchrun.",
+        "torchrun on each node, or task_per_gpu: tasks of srun or mpiexec; by default the site's, "
+        "or torchrun.",
     )
     skip_plan: bool = option(
         False,
-        "Write the script of a run that does not fit the site's device, too.",
+        "Write the script even if the run does not fit the device.",
     )
     spare_nodes: int = option(
         0,
-        "Further nodes, which replace the ones that fail the pre-flight.",
+        "Further nodes to replace those that fail the pre-flight.",
         at_least=0,
     )
-    requeue: bool = option(
-        False, "The job saves before its time limit and requeues itself (Slurm)."
-    )
-    chain: bool = option(
-        False, "The job saves and ends before its time limit, and the next job resumes it (PBS)."
-    )
+    requeue: bool = option(False, "Save before the time limit, and requeue the job (Slurm).")
+    chain: bool = option(False, "Save before the time limit, and resume in the next job (PBS).")

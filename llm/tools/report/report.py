@@ -34,22 +34,20 @@ class ReportOptions:
 
     runs: tuple[str, ...] = option(
         (),
-        "Folders of runs, finished or not, or folders of such folders, as of a sweep.",
+        "Folders of runs, or of such folders.",
         path=True,
     )
     output: str | None = option(
         None,
-        "HTML file to write; by default report.html in the folder of the first run.",
+        "HTML file to write; by default report.html in the first run.",
         path=True,
     )
     png: str | None = option(
         None,
-        "Folder for the charts and heat maps as PNG files.",
+        "Folder for the charts as PNG files.",
         path=True,
     )
-    x: Literal["steps", "tokens", "time"] = option(
-        "steps", "The x axis of the PNG files and of the page."
-    )
+    x: Literal["steps", "tokens", "time"] = option("steps", "The x axis: steps, tokens or time.")
 
 
 @program
