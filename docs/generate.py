@@ -216,7 +216,9 @@ def migration_page(page: str) -> str:
     for name, remark in HUGGING_FACE_REMARKS.items():
         answer = re.sub(r"^is (not an option: )?", "", remark)
         answer = re.sub(
-            r"llm-trainers \w+|--\w+|[A-Z]+_[A-Z_]+=?|hf auth login", r"`\g<0>`", answer
+            r"llm-trainers \w+(?: RUN --\w+ \w+ DIR)?|--\w+(?: 1)?|[A-Z]+_[A-Z_]+=?|hf auth login",
+            r"`\g<0>`",
+            answer,
         )
         answer = answer.replace("Extend it, in the documentation", "[Extend it](../extend.md)")
         answers.setdefault(answer, []).append(name)

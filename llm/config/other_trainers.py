@@ -206,12 +206,11 @@ HUGGING_FACE_REMARKS = {  # in the order of docs/guides/migration.md, too
     "(Extend it, in the documentation)",
     "compute_metrics": "is not an option: --eval_metrics takes metrics of the evaluate library, "
     "and --eval_tasks lm-eval's tasks",
-    "load_best_model_at_end": "is not an option: --save_top_k keeps the best checkpoints, and "
-    "llm-trainers checkpoints exports them",
+    "load_best_model_at_end": "is not an option: --save_top_k 1 keeps the best checkpoint, and "
+    "llm-trainers checkpoints RUN --export best DIR exports it",
     "metric_for_best_model": _TOP_K,
     "greater_is_better": _TOP_K,
-    "early_stopping_patience": "is not an option: a run ends after its steps; --save_top_k keeps "
-    "the best checkpoints",
+    "early_stopping_patience": "is not an option: a run ends after its steps",
     "do_train": _TRAINS_AND_EVALUATES,
     "do_eval": _TRAINS_AND_EVALUATES,
     "max_eval_samples": "is not an option: --max_eval_steps limits the batches of an evaluation",
@@ -267,7 +266,8 @@ def find_counterpart(name: str, options: Collection[str], *, dashes: str) -> str
     remark = REMARKS.get(name)
     if remark is None:
         return None
-    mentioned_options = set(re.findall(r"(?<!llm-trainers )--(\w+)", remark))
+    text_without_programs = re.sub(r"llm-trainers[ \w]* --\w+", "", remark)
+    mentioned_options = set(re.findall(r"--(\w+)", text_without_programs))
     return remark if mentioned_options <= {*options} else None
 
 

@@ -75,8 +75,9 @@ def test_what_has_no_counterpart_is_answered_with_the_reason():
     )
     assert refusal("--deepspeed", "ds.json", "--load_best_model_at_end") == (
         "--deepspeed is not needed: --data_parallel_shard_size divides weights, gradients and "
-        "optimizer over ranks. --load_best_model_at_end is not an option: --save_top_k keeps the "
-        "best checkpoints, and llm-trainers checkpoints exports them. See --help."
+        "optimizer over ranks. --load_best_model_at_end is not an option: --save_top_k 1 keeps the "
+        "best checkpoint, and llm-trainers checkpoints RUN --export best DIR exports it. See "
+        "--help."
     )
     assert "a package of your own adds code to the training loop" in refusal("--callbacks", "mine")
     assert "CUDA_VISIBLE_DEVICES= before the command hides" in refusal("--no_cuda")
