@@ -126,3 +126,19 @@ def test_figures_in_the_text_of_the_llama_are_of_its_plans(
         for pattern, text in ((of_plan, capsys.readouterr().out), (of_page, page))
     )
     assert printed == pytest.approx(shown, rel=0.05)
+
+
+def test_the_plan_of_the_llama_of_8b_is_the_one_on_its_page(capsys):
+    """The times depend on the versions of libraries in the last digits."""
+    page = (ROOT / "docs/compare.md").read_text(encoding="utf-8")
+    [command, shown] = re.findall(r"^```\w*\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    program, name, *options = shlex.split(command.replace("\\\n", ""))
+
+    assert (program, name) == ("llm-trainers", "plan")
+    assert plan(options) == 0
+
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[:3] == shown.splitlines()[:3]
+    for pattern in (r"total +([\d.]+) GiB of 75\.14", r"peak: ([\d,]+) tokens/s"):
+        figures = [re.search(pattern, text)[1].replace(",", "") for text in (printed, shown)]
+        assert float(figures[0]) == pytest.approx(float(figures[1]), rel=0.05)
