@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -137,7 +137,7 @@ def check_documents_apart(model: PreTrainedModel, *, positions: bool, attention:
             f"--attention_implementation {kernel}; choose sdpa or eager."
         )
     with evaluation_mode(model):
-        compute_logits = _make_logits_function(model)
+        compute_logits = _DocumentLogits(model)
         if attention and not _keeps_attention_apart(compute_logits):
             raise ConfigError(
                 f"--reset_attention_mask cannot keep documents apart in {model_description}: a "
@@ -159,45 +159,40 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool:
         model: A causal language model with weights; its mode is restored.
     """
     with evaluation_mode(model):
-        return _keeps_attention_apart(_make_logits_function(model))
+        return _keeps_attention_apart(_DocumentLogits(model))
 
 
-class _LogitsFunction(Protocol):
-    """Computes the logits of the last document of a window, fp32 [1, tokens, vocabulary].
+class _DocumentLogits:
+    """Computes the logits of windows of the random documents A, B and C."""
 
-    Args:
-        names: Names of the documents in the window: A, B or C.
-        reset_positions: Whether positions start again with each document.
-        reset_attention: Whether attention stays within each document.
-    """
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        documents = random_tokens(model, 3, 1, _DOCUMENT_LENGTH)
+        self._tokens_by_name = dict(zip("ABC", documents, strict=True))
 
     def __call__(
         self, names: str, *, reset_positions: bool = False, reset_attention: bool = False
-    ) -> Tensor: ...
-
-
-def _make_logits_function(model: PreTrainedModel) -> _LogitsFunction:
-    """Return a function that computes logits of random documents."""
-    tokens = dict(zip("ABC", random_tokens(model, 3, 1, _DOCUMENT_LENGTH), strict=True))
-
-    def compute_logits(
-        names: str, *, reset_positions: bool = False, reset_attention: bool = False
     ) -> Tensor:
-        input_ids = torch.cat([tokens[name] for name in names], dim=1)
-        indices = torch.arange(input_ids.shape[1], device=model.device).unsqueeze(0)
+        """Return the logits of the last document of a window, [1, tokens, vocabulary].
+
+        Args:
+            names: The documents of the window, such as "AC".
+            reset_positions: Whether positions start again with each document.
+            reset_attention: Whether attention stays within each document.
+        """
+        input_ids = torch.cat([self._tokens_by_name[name] for name in names], dim=1)
+        positions = torch.arange(input_ids.shape[1], device=self._model.device).unsqueeze(0)
         outputs = run_model(
-            model,
+            self._model,
             input_ids,
-            positions=indices % _DOCUMENT_LENGTH if reset_positions else None,
-            documents=indices // _DOCUMENT_LENGTH if reset_attention else None,
+            positions=positions % _DOCUMENT_LENGTH if reset_positions else None,
+            documents=positions // _DOCUMENT_LENGTH if reset_attention else None,
         )
         last_logits: Tensor = outputs.logits[:, -_DOCUMENT_LENGTH:].float()
         return last_logits
 
-    return compute_logits
 
-
-def _keeps_attention_apart(compute_logits: _LogitsFunction) -> bool:
+def _keeps_attention_apart(compute_logits: _DocumentLogits) -> bool:
     """Return whether a document's logits do not depend on the previous document."""
     masked_effect = max_difference(
         compute_logits("AC", reset_attention=True), compute_logits("BC", reset_attention=True)
@@ -206,7 +201,7 @@ def _keeps_attention_apart(compute_logits: _LogitsFunction) -> bool:
     return masked_effect <= _MAX_RELATIVE_ERROR * unmasked_effect
 
 
-def _uses_positions(compute_logits: _LogitsFunction, *, with_attention: bool) -> bool:
+def _uses_positions(compute_logits: _DocumentLogits, *, with_attention: bool) -> bool:
     """Return whether the model uses the position ids.
 
     If attention stays within each document as well (`with_attention`), a document must have the

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from transformers import PreTrainedModel
 
-_NAMES = {
+_KERNEL_NAMES = {
     SDPBackend.MATH: "separate operations",
     SDPBackend.FLASH_ATTENTION: "FlashAttention",
     SDPBackend.EFFICIENT_ATTENTION: "memory-efficient attention",
@@ -26,7 +26,7 @@ _DROPOUT_NAMES = ("attn_pdrop", "attention_dropout")
 logger = logging.getLogger("llm.models")
 
 
-def avoid_wrong_kernels(device: torch.device, *, block_size: int) -> None:
+def disable_faulty_cudnn_attention(device: torch.device, *, block_size: int) -> None:
     """Turn off an attention kernel that may return gradients that are not finite.
 
     On Hopper, cuDNN's backward pass with a mask returned NaN where the tokens of a sample, divided
@@ -66,25 +66,35 @@ def attention_kernel(
         kernel = _choose_kernel(config, device=device, dtype=dtype, block_size=block_size)
     except Exception:  # heads may differ from layer to layer, or have other names
         return implementation
-    return f"{implementation}, computed by {_NAMES[kernel]}{_advice(kernel, device)}"
+    return f"{implementation}, computed by {_KERNEL_NAMES[kernel]}{_upgrade_advice(kernel, device)}"
 
 
 @torch.enable_grad()
 def _choose_kernel(
     config: Any, *, device: torch.device, dtype: torch.dtype, block_size: int
 ) -> SDPBackend:
-    """Return the kernel that PyTorch chooses for a causal layer; arguments as above."""
+    """Return the kernel that PyTorch chooses for a causal layer.
+
+    PyTorch only looks at shapes, dtype and device, so queries and keys have no values.
+
+    Args:
+        config: The text configuration of a model.
+        device: The device of this process.
+        dtype: The dtype of queries, keys, and values.
+        block_size: Tokens of a sample.
+    """
     num_heads = config.num_attention_heads
     num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-
-    def make_heads(number: int) -> Tensor:
-        shape = (1, number, min(block_size, _MAX_TOKENS), head_dim)
-        return torch.empty(shape, device=device, dtype=dtype, requires_grad=True)
-
-    key = make_heads(num_key_heads)
+    num_tokens = min(block_size, _MAX_TOKENS)
+    query: Tensor
+    key: Tensor
+    query, key = (
+        torch.empty(1, heads, num_tokens, head_dim, device=device, dtype=dtype, requires_grad=True)
+        for heads in (num_heads, num_key_heads)
+    )
     choice = torch._fused_sdp_choice(
-        make_heads(num_heads),
+        query,
         key,
         key,
         dropout_p=max(float(getattr(config, name, 0.0)) for name in _DROPOUT_NAMES),
@@ -94,7 +104,7 @@ def _choose_kernel(
     return SDPBackend(choice)
 
 
-def _advice(kernel: SDPBackend, device: torch.device) -> str:
+def _upgrade_advice(kernel: SDPBackend, device: torch.device) -> str:
     """Return how to get a faster kernel, after a semicolon; empty if there is no advice."""
     version = torch.backends.cudnn.version() or 0
     is_slow = kernel == SDPBackend.FLASH_ATTENTION and _is_hopper(device)

@@ -22,7 +22,7 @@ MAX_GRADIENTS = 3
 
 _NORM_ROWS = 32
 """Rows of a program of `norm_backward`."""
-_TILE_ROWS, _TILE_COLUMNS, _TILES = 8, 256, 16
+_TILE_ROWS, _TILE_COLUMNS, _TILES_PER_PROGRAM = 8, 256, 16
 """Rows and columns of a tile of the other two operations, and tiles of a program."""
 
 
@@ -58,7 +58,7 @@ def norm_backward(
     num_programs = triton.cdiv(num_rows, _NORM_ROWS)
     rows = [gradient.reshape(num_rows, width).contiguous() for gradient in gradients]
     input_gradient = torch.empty_like(inputs, memory_format=torch.contiguous_format)
-    low_gradient = _empty_copy(inputs, low_dtype)
+    low_gradient = _empty_low_copy(inputs, low_dtype)
     num_sums = _num_norm_sums(means, low_dtype)
     partial_sums = inputs.new_empty((num_programs, num_sums, width))
     _norm_backward_rows[(num_programs,)](
@@ -86,12 +86,12 @@ def norm_backward(
 def _(  # type: ignore[no-untyped-def]
     gradients, inputs, means, inverse_deviations, gains, residual, low_dtype
 ):
-    low_gradient = _empty_copy(inputs, low_dtype)
+    low_gradient = _empty_low_copy(inputs, low_dtype)
     sums = inputs.new_empty((_num_norm_sums(means, low_dtype), inputs.shape[-1]))
     return torch.empty_like(inputs, memory_format=torch.contiguous_format), low_gradient, sums
 
 
-def _empty_copy(values: Tensor, low_dtype: torch.dtype | None) -> Tensor:
+def _empty_low_copy(values: Tensor, low_dtype: torch.dtype | None) -> Tensor:
     """Return memory for a contiguous copy in half precision; empty without a dtype."""
     return values.new_empty(
         (0,) if low_dtype is None else values.shape, dtype=low_dtype or values.dtype
@@ -185,9 +185,14 @@ def gelu_backward(gradient: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """
     width = inputs.shape[-1]
     outputs = torch.empty_like(inputs, memory_format=torch.contiguous_format)
-    partial_sums = _empty_sums(inputs.numel() // width, width, inputs)
-    _launch_tiles(
-        gradient.reshape(-1, width), inputs.reshape(-1, width), outputs, partial_sums, 0, True
+    partial_sums = _empty_program_sums(inputs.numel() // width, width, inputs)
+    _write_and_sum_columns(
+        gradient.reshape(-1, width),
+        inputs.reshape(-1, width),
+        outputs,
+        partial_sums,
+        first_column=0,
+        has_gelu=True,
     )
     return outputs, partial_sums.sum(0)
 
@@ -209,56 +214,68 @@ def join_columns(parts: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, T
     Returns:
         The concatenation, [..., width]; and its sum over all rows, fp32 [width].
     """
-    first, width = parts[0], sum(part.shape[-1] for part in parts)
-    num_rows = first.numel() // first.shape[-1]
-    outputs = first.new_empty((*first.shape[:-1], width), dtype=dtype)
-    partial_sums = _empty_sums(num_rows, width, first)
-    column = 0
+    first_part, width = parts[0], sum(part.shape[-1] for part in parts)
+    num_rows = first_part.numel() // first_part.shape[-1]
+    outputs = first_part.new_empty((*first_part.shape[:-1], width), dtype=dtype)
+    partial_sums = _empty_program_sums(num_rows, width, first_part)
+    first_column = 0
     for part in parts:
         rows = part.reshape(num_rows, part.shape[-1])
-        _launch_tiles(rows, rows, outputs, partial_sums, column, False)
-        column += part.shape[-1]
+        _write_and_sum_columns(
+            rows, rows, outputs, partial_sums, first_column=first_column, has_gelu=False
+        )
+        first_column += part.shape[-1]
     return outputs, partial_sums.sum(0)
 
 
 @join_columns.register_fake
 def _(parts, dtype):  # type: ignore[no-untyped-def]
-    first, width = parts[0], sum(part.shape[-1] for part in parts)
-    outputs = first.new_empty((*first.shape[:-1], width), dtype=dtype)
-    return outputs, first.new_empty(width, dtype=torch.float32)
+    first_part, width = parts[0], sum(part.shape[-1] for part in parts)
+    outputs = first_part.new_empty((*first_part.shape[:-1], width), dtype=dtype)
+    return outputs, first_part.new_empty(width, dtype=torch.float32)
 
 
-def _empty_sums(num_rows: int, width: int, like: Tensor) -> Tensor:
+def _empty_program_sums(num_rows: int, width: int, like: Tensor) -> Tensor:
     """Return memory for the sums of the programs, fp32 [programs, width]."""
-    num_programs = triton.cdiv(num_rows, _TILE_ROWS * _TILES)
+    num_programs = triton.cdiv(num_rows, _TILE_ROWS * _TILES_PER_PROGRAM)
     return like.new_empty((num_programs, width), dtype=torch.float32)
 
 
-def _launch_tiles(
+def _write_and_sum_columns(
     gradient: Tensor,
     inputs: Tensor,
     outputs: Tensor,
     partial_sums: Tensor,
-    column: int,
+    *,
+    first_column: int,
     has_gelu: bool,
 ) -> None:
-    """Write the columns of `outputs` from `column` on, and their sums."""
+    """Write some columns of `outputs`, and the sums over their rows.
+
+    Args:
+        gradient: The values to write, [rows, columns], or GELU's gradient of the output.
+        inputs: GELU's input, [rows, columns]; not read without GELU.
+        outputs: [..., width]; its columns from `first_column` on are written.
+        partial_sums: Sums of the programs, fp32 [programs, width].
+        first_column: Index of the first written column.
+        has_gelu: Whether to multiply by the derivative of GELU.
+    """
     num_rows, num_columns = gradient.shape
     gradient = gradient if gradient.stride(1) == 1 else gradient.contiguous()
     grid = triton.cdiv(num_columns, _TILE_COLUMNS), len(partial_sums)
-    _sum_tiles[grid](
+    _write_and_sum_tiles[grid](
         *(gradient, inputs.contiguous(), outputs, partial_sums, num_rows, num_columns),
-        *(gradient.stride(0), partial_sums.shape[1], column),
+        *(gradient.stride(0), partial_sums.shape[1], first_column),
         has_gelu=has_gelu,
         tile_rows=_TILE_ROWS,
         tile_columns=_TILE_COLUMNS,
-        tiles=_TILES,
+        num_tiles=_TILES_PER_PROGRAM,
         num_warps=4,
     )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sum_tiles(  # type: ignore[no-untyped-def]
+def _write_and_sum_tiles(  # type: ignore[no-untyped-def]
     gradients,
     inputs,
     outputs,
@@ -271,15 +288,15 @@ def _sum_tiles(  # type: ignore[no-untyped-def]
     has_gelu: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
-    tiles: tl.constexpr,
+    num_tiles: tl.constexpr,
 ):
     """Copy some tiles below one another, perhaps through GELU's gradient, and sum them."""
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
     is_column = columns < num_columns
     program = tl.program_id(1)
     sums = tl.zeros([tile_rows, tile_columns], tl.float32)
-    for tile in range(tiles):
-        rows = (program * tiles + tile) * tile_rows + tl.arange(0, tile_rows)
+    for tile in range(num_tiles):
+        rows = (program * num_tiles + tile) * tile_rows + tl.arange(0, tile_rows)
         mask = (rows < num_rows)[:, None] & is_column[None, :]
         rows = rows.to(tl.int64)[:, None]
         values = tl.load(

@@ -230,17 +230,19 @@ def _transformers_arguments(options: ModelOptions) -> dict[str, Any]:
 def _make_build_error(
     options: ModelOptions, config: PreTrainedConfig, error: Exception
 ) -> ConfigError:
-    """Return the message for an error of transformers; it blames the attention kernel or not."""
+    """Return the error to raise for an error of transformers, with kernels that would work."""
     kernel = options.attention_implementation
     concerns_attention = any(word in str(error).lower() for word in _ATTENTION_WORDS)
     if kernel in (None, "eager") or not concerns_attention:
         return ConfigError(f"The {config.model_type} model cannot be built: {one_line(error)}.")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    flags = _KERNEL_FLAGS.items()
-    supported = ["eager", *(name for name, flag in flags if getattr(model_class, flag, False))]
+    supported_kernels = ["eager"]
+    for name, class_flag in _KERNEL_FLAGS.items():
+        if getattr(model_class, class_flag, False):
+            supported_kernels.append(name)
     return ConfigError(
         f"--attention_implementation {kernel} cannot be used with {config.model_type}, which "
-        f"offers {', '.join(supported)}: {one_line(error)}."
+        f"offers {', '.join(supported_kernels)}: {one_line(error)}."
     )
 
 

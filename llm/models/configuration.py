@@ -17,7 +17,7 @@ from llm.errors import ConfigError, one_line
 from llm.models.options import ModelOptions, is_hub_kernel, shape_options
 from llm.models.overrides import nearest_names, override_fields
 from llm.models.shapes import gpt2_fields, shape_changes
-from llm.models.sizes import EXPERTS_PER_TOKEN
+from llm.models.sizes import EXPERTS_PER_TOKEN_NAMES
 from llm.runtime.offline import offline_remark
 
 logger = logging.getLogger("llm.models")
@@ -37,7 +37,7 @@ _SIZE_NAMES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_NUM_EXPERTS_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _MAX_LAYERS = 1000
 """The deepest model trained so far (Wang et al. 2022); each layer takes time to build."""
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -196,63 +196,68 @@ def _load_named_config(options: ModelOptions, name: str) -> PreTrainedConfig:
         logger.info(f"asking the Hugging Face Hub for {name}")
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=options.trust_remote_code)
-    except Exception as error:
-        if "trust_remote_code" in str(error):
-            raise ConfigError(
-                f"{option} {name} has its own Python code: add --trust_remote_code to this "
-                "command if you trust its authors."
-            ) from error
-        if is_local:
-            raise ConfigError(
-                f"{option} {name} cannot be read as a model's configuration: {one_line(error)}."
-            ) from error
-        raise ConfigError(
-            f"{option} {name} is not a local folder, and the Hugging Face Hub does not provide it "
-            f"or cannot be reached{offline_remark()}: check the name and the network, or name a "
-            "local folder."
-        ) from error
+    except Exception as error:  # a model's code may raise anything
+        reason = _describe_read_error(error, is_local=is_local)
+        raise ConfigError(f"{option} {name} {reason}") from error
+
+
+def _describe_read_error(error: Exception, *, is_local: bool) -> str:
+    """Return why transformers cannot read a configuration, as the end of a sentence."""
+    if "trust_remote_code" in str(error):
+        return (
+            "has its own Python code: add --trust_remote_code to this command if you trust its "
+            "authors."
+        )
+    if is_local:
+        return f"cannot be read as a model's configuration: {one_line(error)}."
+    return (
+        "is not a local folder, and the Hugging Face Hub does not provide it or cannot be reached"
+        f"{offline_remark()}: check the name and the network, or name a local folder."
+    )
 
 
 def _check_sizes(config: PreTrainedConfig) -> None:
     """Refuse sizes that would fail later in the library, when the model is built or runs."""
     text_config = config.get_text_config()
-    # Not from attributes, which raise if layers may differ.
-    values = text_config.to_dict()
-
-    def integers(names: Iterable[str]) -> dict[str, int]:
-        field_names = {name: text_config.attribute_map.get(name, name) for name in names}
-        return {
-            name: value
-            for name, field_name in field_names.items()
-            if isinstance(value := values.get(field_name), int)
-        }
-
-    sizes = integers(_SIZE_NAMES)
+    size_by_name = _integer_fields(text_config, _SIZE_NAMES)
     remedy = "change config.json or --config_overrides."
-    for name, size in sizes.items():
+    for name, size in size_by_name.items():
         if size < 1:
             raise ConfigError(
                 f"The {config.model_type} model cannot have {name}={size}, which must be at least "
                 f"1: {remedy}"
             )
-    if sizes.get("num_hidden_layers", 0) > _MAX_LAYERS:
+    if size_by_name.get("num_hidden_layers", 0) > _MAX_LAYERS:
         raise ConfigError(
             f"The {config.model_type} model cannot have num_hidden_layers="
-            f"{sizes['num_hidden_layers']}, more than {_MAX_LAYERS}: {remedy}"
+            f"{size_by_name['num_hidden_layers']}, more than {_MAX_LAYERS}: {remedy}"
         )
-    num_heads = sizes.get("num_attention_heads", 1)
-    num_key_value_heads = sizes.get("num_key_value_heads", num_heads)
+    num_heads = size_by_name.get("num_attention_heads", 1)
+    num_key_value_heads = size_by_name.get("num_key_value_heads", num_heads)
     # Latent attention computes keys and values for every head, regardless of the configuration.
-    if num_heads % num_key_value_heads and "kv_lora_rank" not in values:
+    if num_heads % num_key_value_heads and "kv_lora_rank" not in text_config.to_dict():
         raise ConfigError(
             f"The {config.model_type} model has num_attention_heads={num_heads} and "
             f"num_key_value_heads={num_key_value_heads}, and the first must be a multiple of the "
             f"second: {remedy}"
         )
-    num_experts = max(integers(_NUM_EXPERTS).values(), default=0)  # 0 in dense variants
-    for name, num_chosen in integers(EXPERTS_PER_TOKEN).items():
+    num_experts_by_name = _integer_fields(text_config, _NUM_EXPERTS_NAMES)
+    num_experts = max(num_experts_by_name.values(), default=0)  # 0 in dense variants
+    for name, num_chosen in _integer_fields(text_config, EXPERTS_PER_TOKEN_NAMES).items():
         if num_experts > 0 and not 1 <= num_chosen <= num_experts:
             raise ConfigError(
                 f"The {config.model_type} model cannot have {name}={num_chosen}, which must be at "
                 f"least 1 and at most {num_experts}, its number of experts: {remedy}"
             )
+
+
+def _integer_fields(text_config: PreTrainedConfig, names: Iterable[str]) -> dict[str, int]:
+    """Return the fields that are integers, by their common name; an architecture may rename one."""
+    # Not from attributes, which raise if layers may differ.
+    value_by_field = text_config.to_dict()
+    integer_by_name = {}
+    for name in names:
+        value = value_by_field.get(text_config.attribute_map.get(name, name))
+        if isinstance(value, int):
+            integer_by_name[name] = value
+    return integer_by_name

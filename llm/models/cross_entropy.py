@@ -79,13 +79,15 @@ def chunked_cross_entropy(
         the gradient of their sum; the second has no gradient. This saves a second backward pass
         through the logits.
     """
-    shard, full_weight = None, weight
+    shard, weight_parameter = None, weight
     if isinstance(weight, DTensor):
         mesh = weight.device_mesh
         first_row = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
         shard, tied_embedding, logits_buffer = _HeadShard(mesh.get_group(), first_row), None, None
         weight, bias = weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
-    product_weight = copy_once(full_weight, lambda: _cast_and_pad_weight(weight, column_multiple))
+    product_weight = copy_once(
+        weight_parameter, lambda: _cast_and_pad_weight(weight, column_multiple)
+    )
     float8_weight = Float8Weight(product_weight) if is_float8 else None
     has_kernel = softmax is not None and shard is None
     if softmax is None or not has_kernel:
@@ -225,20 +227,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         squared_log_sums = torch.empty_like(token_losses) if z_loss else None
         first_row = 0 if shard is None else shard.first_row
         num_columns = len(weight)
+        # On the last ranks of a sharded head, some or all columns are padding.
+        num_vocab_columns = min(num_columns, max(0, vocab_size - first_row))
         num_product_rows, dtype = len(product_weight), product_weight.dtype
+        head_weight = float8_weight or product_weight
         with torch.autocast(hidden.device.type, enabled=False):
             product_bias = None if bias is None else _pad_rows(bias, num_product_rows, dtype)
             gradients = _Gradients.allocate(hidden, product_weight, needs_grad, shard is not None)
             for chunk_start in range(0, len(labels), chunk_rows):
                 token_slice = slice(chunk_start, chunk_start + chunk_rows)
                 chunk_hidden = hidden[token_slice].to(dtype)
-                if float8_weight is None:
-                    logits = _chunk_logits(
-                        chunk_hidden, product_weight, product_bias, logits_buffer
-                    )
-                else:
-                    logits = float8_weight.logits(chunk_hidden)
-                num_vocab_columns = min(num_columns, max(0, vocab_size - first_row))
+                logits = _chunk_logits(chunk_hidden, head_weight, product_bias, logits_buffer)
                 token_losses[token_slice], chunk_squares, grad_logits = softmax(
                     logits, labels[token_slice], num_vocab_columns, any(needs_grad), z_loss
                 )
@@ -252,7 +251,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                         chunk_hidden,
                         grad_logits,
                         mask_labels,
-                        float8_weight or product_weight,
+                        head_weight,
                     )
         if shard is not None:
             # Each rank has the losses of labels in its rows, and the gradient through its rows.
@@ -260,7 +259,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if gradients.hidden is not None:
                 dist.all_reduce(gradients.hidden, group=shard.group)
         ctx.save_for_backward(gradients.hidden, *gradients.trim_padding(num_columns))
-        ctx.tied = tied_embedding
+        ctx.tied_embedding = tied_embedding
         ctx.dtype = hidden.dtype
         if squared_log_sums is None:
             return token_losses.sum(), None
@@ -278,9 +277,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if hidden_gradient is not None:
             hidden_gradient = hidden_gradient.to(ctx.dtype)
         # Autograd casts the gradients of weight and bias to their `grad_dtype`, float32 by default.
-        if ctx.tied is not None:
+        if ctx.tied_embedding is not None:
             # The lookup's backward pass adds its rows and returns the sum.
-            ctx.tied.head_gradient, weight_gradient = weight_gradient, None
+            ctx.tied_embedding.head_gradient, weight_gradient = weight_gradient, None
         return hidden_gradient, weight_gradient, bias_gradient, *[None] * 13
 
 
@@ -310,9 +309,14 @@ def _pad_rows(tensor: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
 
 
 def _chunk_logits(
-    chunk_hidden: Tensor, product_weight: Tensor, bias: Tensor | None, logits_buffer: Tensor | None
+    chunk_hidden: Tensor,
+    product_weight: Tensor | Float8Weight,
+    bias: Tensor | None,
+    logits_buffer: Tensor | None,
 ) -> Tensor:
-    """Return the logits of a chunk, [rows, columns], in the dtype of `product_weight`."""
+    """Return the logits of a chunk, [rows, columns], in the dtype of its hidden states."""
+    if isinstance(product_weight, Float8Weight):
+        return product_weight.logits(chunk_hidden)  # such a head has no bias
     if logits_buffer is None:
         return F.linear(chunk_hidden, product_weight, bias)
     logits = torch.mm(chunk_hidden, product_weight.t(), out=logits_buffer[: len(chunk_hidden)])

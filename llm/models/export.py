@@ -122,20 +122,20 @@ def _trim_padding(tensor: Tensor, shape: torch.Size) -> Tensor:
 
 def _move_into_place(staging_folder: Path, folder: Path) -> None:
     """Move the files of an export into its folder, the weights last, and delete old weights."""
-    staged_files = [path for path in staging_folder.rglob("*") if path.is_file()]
-    sorted_files = sorted(staged_files, key=lambda path: (".safetensors" in path.name, path))
-    new_names = {path.name for path in sorted_files}
+    staged_paths = [path for path in staging_folder.rglob("*") if path.is_file()]
+    staged_paths.sort(key=lambda path: (".safetensors" in path.name, path))
+    new_names = {path.name for path in staged_paths}
     # from_pretrained could load the shards of an older export instead of the new weights.
     for path in folder.glob("model*.safetensors*"):
         if _WEIGHT_FILE_PATTERN.fullmatch(path.name) and path.name not in new_names:
             path.unlink()
     umask = os.umask(0)
     os.umask(umask)
-    for path in sorted_files:
+    for path in staged_paths:
         # safetensors creates files that only the owner can read; the umask should decide.
         path.chmod(0o666 & ~umask)
-        with path.open("rb") as opened:
-            sync(opened)  # sync before the rename, in case of a power cut
+        with path.open("rb") as staged_file:
+            sync(staged_file)  # sync before the rename, in case of a power cut
         final_path = folder / path.relative_to(staging_folder)
         final_path.parent.mkdir(exist_ok=True)
         os.replace(path, final_path)

@@ -200,49 +200,54 @@ class FuseBackward(CustomGraphPass):
         if not any(node.name.startswith("tangents") for node in inputs):
             return
         for node in graph.find_nodes(op="call_function", target=_ops.norm_backward.default):
-            _extend_norm(node)
+            _fuse_into_norm_backward(node)
         for node in graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList):
-            _take_sum(node)
+            _sum_where_written(node)
         for node in graph.find_nodes(op="call_function", target=_cast):
-            _write_product_in_fp32(node)
+            _compute_product_in_fp32(node)
         stable_topological_sort(graph)
         graph.eliminate_dead_code()
         graph.lint()
 
 
-def _extend_norm(norm: Node) -> None:
-    """Give a `norm_backward` the gradients in half precision, the residual, and the cast.
+def _fuse_into_norm_backward(norm_backward: Node) -> None:
+    """Let a `norm_backward` also compute the casts and additions before and after it.
 
-    The gradients reach it as fp32, through casts that would be written to memory. Its result is
-    added to the gradient of the residual stream, and cast for the matrix products in front.
+    Without this, its gradients reach it as fp32, through casts that are written to memory, and its
+    result is added to the gradient of the residual stream, and cast for the matrix products in
+    front.
     """
-    arguments: tuple[Any, ...] = norm.args
+    arguments: tuple[Any, ...] = norm_backward.args
     ((gradient,), inputs, means, inverse_deviations, gains, _, _) = arguments
-    terms = list(_half_precision_terms(gradient))
-    if None in terms or len(terms) > backward_kernels.MAX_GRADIENTS:
-        terms = [gradient]
-    input_gradient = _get_item(norm, 0)
+    gradients = list(_half_precision_terms(gradient))
+    if None in gradients or len(gradients) > backward_kernels.MAX_GRADIENTS:
+        gradients = [gradient]
+    input_gradient = _get_item(norm_backward, 0)
     residual = _added_residual(input_gradient)
     if residual is not None:
+        # The operation returns the sum now, so the addition after it goes.
         (addition,) = input_gradient.users
         addition.replace_all_uses_with(input_gradient)
         addition.graph.erase_node(addition)
-    low_casts = [user for user in input_gradient.users if _is_cast_to_half(user)]
-    low_dtype = low_casts[0].args[1] if low_casts else None
-    norm.args = (terms, inputs, means, inverse_deviations, gains, residual, low_dtype)
-    _infer_value(norm)
-    for user in norm.users:
-        _infer_value(user)
-    for low_cast in low_casts:
-        if low_cast.args[1] == low_dtype:
-            low_cast.replace_all_uses_with(_get_item(norm, 1))
+    half_casts = [user for user in input_gradient.users if _is_cast_to_half(user)]
+    half_dtype = half_casts[0].args[1] if half_casts else None
+    norm_backward.args = (
+        *(gradients, inputs, means, inverse_deviations, gains, residual, half_dtype),
+    )
+    # Its results have other shapes and dtypes now.
+    _infer_value(norm_backward)
+    for result in norm_backward.users:
+        _infer_value(result)
+    for half_cast in half_casts:
+        if half_cast.args[1] == half_dtype:
+            half_cast.replace_all_uses_with(_get_item(norm_backward, 1))
 
 
 def _half_precision_terms(value: Node) -> Iterator[Node | None]:
     """Yield the terms of a sum of casts from half precision to fp32, and None for other terms."""
     value = _without_reshapes(value)
     is_addition = value.target is _aten.add.Tensor and not value.kwargs
-    if is_addition and all(_is_alike(term, value) for term in value.args):
+    if is_addition and all(_has_shape_of(term, value) for term in value.args):
         for term in value.args:
             yield from _half_precision_terms(term)  # type: ignore[arg-type]
         return
@@ -260,7 +265,7 @@ def _added_residual(input_gradient: Node) -> Node | None:
     if addition.target is not _aten.add.Tensor or addition.kwargs:
         return None
     residuals = [term for term in addition.args if term is not input_gradient]
-    if len(residuals) != 1 or not _is_alike(residuals[0], input_gradient):
+    if len(residuals) != 1 or not _has_shape_of(residuals[0], input_gradient):
         return None
     residual: Node = residuals[0]  # type: ignore[assignment]
     if _dtype(residual) != torch.float32 or _depends_on(residual, input_gradient.args[0]):  # type: ignore[arg-type]
@@ -268,74 +273,94 @@ def _added_residual(input_gradient: Node) -> Node | None:
     return residual
 
 
-def _is_alike(term: Any, value: Node) -> bool:
+def _has_shape_of(term: Any, value: Node) -> bool:
     """Return whether an operand is a tensor of the same shape."""
     return isinstance(term, Node) and _shape(term) == _shape(value)
 
 
-def _take_sum(total: Node) -> None:
+def _sum_where_written(total: Node) -> None:
     """Let the operation that writes a matrix sum its rows, if it is one of `backward_kernels`.
 
-    Concatenations of the results of other operations, and casts of the block's gradient, become
-    `join_columns`. The operands of others, such as products with a dropout mask, would have to be
-    written to memory for it.
+    Args:
+        total: The sum over the rows of a matrix.
     """
     matrix = total.args[0]
     if not isinstance(matrix, Node) or total.args[1] != [0] or len(_shape(matrix)) != 2:
         return
-    source = _without_reshapes(matrix)
-    if _shape(source)[-1] != _shape(matrix)[-1]:
+    written = _without_reshapes(matrix)
+    if _shape(written)[-1] != _shape(matrix)[-1]:
         return
-    parts: list[Node] = []
-    if source.target is _aten.cat.default and len(source.args) == 2:
-        parts, dimension = cast("tuple[list[Node], int]", source.args)
-        if dimension not in (-1, len(_shape(source)) - 1) or not all(map(_is_written, parts)):
-            return
-    elif _is_cast_to_half(source) and source.args[0].op == "placeholder":  # type: ignore[union-attr]
-        parts = [source.args[0]]  # type: ignore[list-item]
+    parts = _joinable_parts(written)
     if parts:
-        with total.graph.inserting_before(source):
-            join = total.graph.call_function(_ops.join_columns.default, (parts, _dtype(source)))
-        _infer_value(join)
-        joined = _get_item(join, 0)
-        source.replace_all_uses_with(joined)
-        source = joined
-    operation, index = source.args[0], source.args[1] if len(source.args) > 1 else None
-    is_item = source.target is operator.getitem and isinstance(operation, Node)
-    target = operation.target if is_item else None  # type: ignore[union-attr]
-    if target in (_ops.gelu_backward.default, _ops.join_columns.default) and index == 0:
-        _replace_sum(total, _get_item(operation, 1))  # type: ignore[arg-type]
-    elif target is _ops.norm_backward.default and index == 1:
-        sums = _get_item(operation, 2)  # type: ignore[arg-type]
+        written = _replace_by_join(written, parts)
+    if written.target is not operator.getitem:
+        return
+    operation, result_index = cast("tuple[Node, int]", written.args)
+    writes_and_sums = (_ops.gelu_backward.default, _ops.join_columns.default)
+    if operation.target in writes_and_sums and result_index == 0:
+        _replace_sum(total, _get_item(operation, 1))
+    elif operation.target is _ops.norm_backward.default and result_index == 1:
+        sums = _get_item(operation, 2)  # the last row is the sum of the copy in half precision
         _replace_sum(total, _call_after(sums, _aten.select.int, 0, _shape(sums)[0] - 1))
+
+
+def _joinable_parts(node: Node) -> list[Node]:
+    """Return the operands of a concatenation or a cast that `join_columns` can compute instead.
+
+    These are the results of other operations, and the block's gradient. The operands of others,
+    such as products with a dropout mask, would have to be written to memory for it.
+    """
+    if node.target is _aten.cat.default and len(node.args) == 2:
+        parts, dimension = cast("tuple[list[Node], int]", node.args)
+        joins_columns = dimension in (-1, len(_shape(node)) - 1)
+        return parts if joins_columns and all(map(_is_in_memory, parts)) else []
+    if _is_cast_to_half(node):
+        (operand, _) = cast("tuple[Node, torch.dtype]", node.args)
+        return [operand] if operand.op == "placeholder" else []
+    return []
+
+
+def _replace_by_join(node: Node, parts: list[Node]) -> Node:
+    """Replace a concatenation or a cast by the first result of a `join_columns`, and return it."""
+    with node.graph.inserting_before(node):
+        join = node.graph.call_function(_ops.join_columns.default, (parts, _dtype(node)))
+    _infer_value(join)
+    joined = _get_item(join, 0)
+    node.replace_all_uses_with(joined)
+    return joined
 
 
 def _replace_sum(total: Node, sums: Node) -> None:
     """Use `sums`, fp32 [width], in place of a sum in half precision that is cast to fp32."""
-    node, value = total, sums
-    while len(node.users) == 1 and _dtype(node) != torch.float32:
-        (user,) = node.users
+    # Follow the sum through reshapes to its cast to fp32, which `sums` makes superfluous.
+    fp32_total = total
+    while len(fp32_total.users) == 1 and _dtype(fp32_total) != torch.float32:
+        (user,) = fp32_total.users
         if user.target is not _aten.reshape.default and user.target is not _cast:
             break
-        node = user
-    if _dtype(node) != torch.float32:
-        node, value = total, _call_after(sums, _cast, _dtype(total))
-    node.replace_all_uses_with(_call_after(value, _aten.reshape.default, list(_shape(node))))
+        fp32_total = user
+    replaced, replacement = fp32_total, sums
+    if _dtype(fp32_total) != torch.float32:
+        replaced, replacement = total, _call_after(sums, _cast, _dtype(total))
+    replaced.replace_all_uses_with(
+        _call_after(replacement, _aten.reshape.default, list(_shape(replaced)))
+    )
 
 
-def _write_product_in_fp32(fp32_cast: Node) -> None:
+def _compute_product_in_fp32(fp32_cast: Node) -> None:
     """Compute the gradient of a weight as a product in fp32, not as one that is rounded first."""
     product = fp32_cast.args[0]
     if not isinstance(product, Node) or product.target is not _aten.mm.default:
         return
-    is_result = all(user.op == "output" for user in fp32_cast.users) and len(product.users) == 1
+    is_graph_output = all(user.op == "output" for user in fp32_cast.users)
+    is_only_use = len(product.users) == 1
     is_on_gpu = fp32_cast.meta["val"].device.type == "cuda"
-    if fp32_cast.args[1] == torch.float32 and is_result and is_on_gpu:
+    if fp32_cast.args[1] == torch.float32 and is_graph_output and is_only_use and is_on_gpu:
         fp32_cast.target = _aten.mm.dtype
         fp32_cast.args = (*product.args, torch.float32)
 
 
-def _is_written(part: Node) -> bool:
+def _is_in_memory(part: Node) -> bool:
     """Return whether a tensor is a view of another operation's result, so in memory anyway."""
     while part.target in (_aten.reshape.default, _aten.permute.default):
         part = part.args[0]  # type: ignore[assignment]

@@ -91,6 +91,7 @@ class KeyedDraws(TorchFunctionMode):
         self._name_by_storage = {
             tensor.untyped_storage()._cdata: name for name, tensor in named_tensors
         }
+        self._name_by_module = {module: name for name, module in model.named_modules()}
         self._model = model
         self._seed = seed
         self.tensor_names = set(self._name_by_storage.values())
@@ -102,22 +103,23 @@ class KeyedDraws(TorchFunctionMode):
         Args:
             device: Device of the generator.
         """
-        name_by_module = {module: name for name, module in self._model.named_modules()}
         pretrained_modules = [m for m in self._model.modules() if isinstance(m, PreTrainedModel)]
-
-        def init_with_seed(init_weights: Callable[[nn.Module], None], module: nn.Module) -> None:
-            seed_torch(derive_seed(self._seed, name_by_module[module]))
-            init_weights(module)
-
         for module in pretrained_modules:
             # An attribute of the object hides the class's method.
-            vars(module)["_init_weights"] = functools.partial(init_with_seed, module._init_weights)
+            vars(module)["_init_weights"] = functools.partial(
+                self._seed_and_init, module._init_weights
+            )
         try:
             with keyed_generator(self._seed, "model", device), self:
                 self._model.initialize_weights()
         finally:
             for module in pretrained_modules:
                 del vars(module)["_init_weights"]
+
+    def _seed_and_init(self, init_weights: Callable[[nn.Module], None], module: nn.Module) -> None:
+        """Seed the generator from a module's name, then run transformers' initialization of it."""
+        seed_torch(derive_seed(self._seed, self._name_by_module[module]))
+        init_weights(module)
 
     def tensor_name(self, tensor: Any) -> str | None:
         """Return the name of the parameter or buffer that a tensor is, or is a view of."""
@@ -186,7 +188,7 @@ def copy_to_meta(model: PreTrainedModel) -> PreTrainedModel:
 def dummy_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Give the meta tensors of a model dummy values inside the context; restore them afterwards.
 
-    Entry (i, j) of a matrix is number i + j of one row of random numbers, so a matrix needs only
+    Entry (i, j) of a matrix is entry i + j of one row of random numbers, so a matrix needs only
     the memory of one row and one column. A stack of matrices, such as a layer's experts, repeats
     one contiguous matrix, because kernels for stacks need this. Stacks with matrices of one shape
     share it. All ranks draw the same numbers.

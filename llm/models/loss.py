@@ -109,29 +109,46 @@ class LanguageModelLoss(nn.Module):
             z-loss. And the sums for the log by `names`, detached, [len(names)], with the dtype of
             `zero_sums`.
         """
-        token_losses = None
-        if sources is not None:
-            token_losses = labels.new_empty(labels.numel(), dtype=torch.float32)
+        needs_token_losses = sources is not None
         # Two paths: a term of the logits also belongs in `_ChunkedCrossEntropy` and the kernel.
         if self.head_loss is not None:
-            loss_sum, z_sum = self._chunked_loss(
-                self.head_loss, input_ids, labels, positions, documents, token_losses
+            loss_sum, z_sum, token_losses = self._chunked_loss(
+                self.head_loss, input_ids, labels, positions, documents, needs_token_losses
             )
-            objective = loss_sum if z_sum is None else loss_sum + z_sum
-            return objective, self._metric_sums(loss_sum, z_sum, token_losses, labels, sources)
+        else:
+            loss_sum, z_sum, token_losses = self._full_logits_loss(
+                input_ids, labels, positions, documents, needs_token_losses
+            )
+        objective = loss_sum if z_sum is None else loss_sum + z_sum
+        return objective, self._metric_sums(loss_sum, z_sum, token_losses, labels, sources)
+
+    def _full_logits_loss(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        positions: Tensor | None,
+        documents: Tensor | None,
+        needs_token_losses: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the sum of the cross-entropies, the z-loss, and the token losses, [tokens].
+
+        The z-loss is None without one; token losses are None unless they are needed.
+        """
         logits = run_model(self.model, input_ids, positions, documents).logits
         logits = logits[..., : self.vocab_size].float()
-        reduction = "sum" if sources is None else "none"
         losses = F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=reduction
+            logits.flatten(0, 1),
+            labels.flatten(),
+            ignore_index=IGNORED,
+            reduction="none" if needs_token_losses else "sum",
         )
-        loss_sum = losses if sources is None else losses.sum()
-        objective, z_sum = loss_sum, None
+        z_sum = None
         if self._z_loss and self.training:
             squared_log_sums = logits.logsumexp(dim=-1).square()
             z_sum = self._z_loss * squared_log_sums.where(labels != IGNORED, 0.0).sum()
-            objective = objective + z_sum
-        return objective, self._metric_sums(loss_sum, z_sum, losses, labels, sources)
+        if needs_token_losses:
+            return losses.sum(), z_sum, losses
+        return losses, z_sum, None
 
     @torch.no_grad()
     def _metric_sums(
@@ -152,7 +169,7 @@ class LanguageModelLoss(nn.Module):
         sums = [loss_sum.detach()]
         if self._z_loss:
             sums.append(torch.zeros_like(loss_sum) if z_sum is None else z_sum)
-        # Alone, the loss is not copied.
+        # A single sum stays a view of the loss: torch.stack would start a kernel to copy it.
         leading_sums = sums[0].unsqueeze(0) if len(sums) == 1 else torch.stack(sums)
         if not self._num_sources:
             return leading_sums
@@ -199,9 +216,9 @@ class LanguageModelLoss(nn.Module):
         labels: Tensor,
         positions: Tensor | None,
         documents: Tensor | None,
-        token_losses: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the sums of the cross-entropies and of the z-losses, without full logits."""
+        needs_token_losses: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Compute the loss without full logits; same results as `_full_logits_loss`."""
         embedding = self.model.get_input_embeddings()
         tied_embedding = embedding if isinstance(embedding, TiedEmbedding) else None
         if tied_embedding is not None:
@@ -210,7 +227,10 @@ class LanguageModelLoss(nn.Module):
         if tied_embedding is not None and tied_embedding.lookups != 1:
             tied_embedding = None  # exactly one lookup must complete the head's gradient
         chunk_rows = self._chunk_rows(hidden, head_loss.num_columns)
-        sums: tuple[Tensor, Tensor | None] = head_loss(
+        token_losses = None
+        if needs_token_losses:
+            token_losses = labels.new_empty(labels.numel(), dtype=torch.float32)
+        loss_sum, z_sum = head_loss(
             hidden,
             labels.flatten(),
             vocab_size=self.vocab_size,
@@ -222,7 +242,7 @@ class LanguageModelLoss(nn.Module):
             z_loss=self._z_loss if self.training else 0.0,
             is_float8=self._is_float8 and self.training,
         )
-        return sums
+        return loss_sum, z_sum, token_losses
 
     def _is_aligned(self, device: torch.device) -> bool:
         """Return whether matrix products have fast sizes for an accelerator."""

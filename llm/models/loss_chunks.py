@@ -53,8 +53,8 @@ class LossChunks:
         """
         num_bytes = self.num_bytes * (2 if is_in_place else 1)
         if self.num_multiprocessors is None:
-            return equal_rows(num_tokens, num_columns, num_bytes)
-        return wave_rows(
+            return equal_chunk_rows(num_tokens, num_columns, num_bytes)
+        return fastest_chunk_rows(
             num_tokens,
             num_columns,
             num_bytes,
@@ -83,7 +83,7 @@ def default_chunks(device_bytes: int | None, num_multiprocessors: int | None) ->
     return LossChunks(num_bytes=num_bytes, num_multiprocessors=num_multiprocessors)
 
 
-def equal_rows(num_tokens: int, num_columns: int, chunk_bytes: int) -> int:
+def equal_chunk_rows(num_tokens: int, num_columns: int, chunk_bytes: int) -> int:
     """Return the tokens per chunk: a multiple of 128 that makes all chunks equally long.
 
     The last chunk is shorter if the number of chunks times 128 does not divide the tokens.
@@ -99,7 +99,7 @@ def equal_rows(num_tokens: int, num_columns: int, chunk_bytes: int) -> int:
 
 
 @functools.cache
-def wave_rows(
+def fastest_chunk_rows(
     num_tokens: int, num_columns: int, chunk_bytes: int, *, width: int, num_multiprocessors: int
 ) -> int:
     """Return the tokens per chunk: a multiple of 128 with which the loss is fastest.
@@ -117,19 +117,32 @@ def wave_rows(
         num_multiprocessors: Multiprocessors of the device.
     """
     num_tiles = max(1, -(-num_tokens // TILE))
-    tiles_per_row = -(-width // _PRODUCT_TILE_WIDTH)
-
-    def waves(row_tiles: int) -> int:
-        return -(-row_tiles * tiles_per_row // num_multiprocessors)
-
-    def cost(chunk_tiles: int) -> float:
-        num_full_chunks, last_tiles = divmod(num_tiles, chunk_tiles)
-        num_chunks = num_full_chunks + (last_tiles > 0)
-        num_waves = num_full_chunks * waves(chunk_tiles) + waves(last_tiles)
-        return num_waves + num_chunks * width / _CHUNK_COST_WIDTH
-
     max_tiles = _max_tiles(num_columns, int(chunk_bytes * (1 + _EXCESS)))
-    return TILE * min(range(1, min(max_tiles, num_tiles) + 1), key=cost)
+    cost_by_chunk_tiles = {
+        chunk_tiles: _loss_cost(
+            num_tiles, chunk_tiles, width=width, num_multiprocessors=num_multiprocessors
+        )
+        for chunk_tiles in range(1, min(max_tiles, num_tiles) + 1)
+    }
+    return TILE * min(cost_by_chunk_tiles, key=cost_by_chunk_tiles.__getitem__)
+
+
+def _loss_cost(num_tiles: int, chunk_tiles: int, *, width: int, num_multiprocessors: int) -> float:
+    """Return the cost of a micro-batch's loss, in waves of the multiprocessors.
+
+    Args:
+        num_tiles: Tokens of the micro-batch, in tiles of 128.
+        chunk_tiles: Tokens per chunk, in tiles of 128.
+        width: Width of the hidden states.
+        num_multiprocessors: Multiprocessors of the device.
+    """
+    num_full_chunks, last_chunk_tiles = divmod(num_tiles, chunk_tiles)
+    num_chunks = num_full_chunks + (last_chunk_tiles > 0)
+    product_tiles_per_tile = -(-width // _PRODUCT_TILE_WIDTH)
+    waves_per_chunk = -(-chunk_tiles * product_tiles_per_tile // num_multiprocessors)
+    waves_of_last_chunk = -(-last_chunk_tiles * product_tiles_per_tile // num_multiprocessors)
+    num_waves = num_full_chunks * waves_per_chunk + waves_of_last_chunk
+    return num_waves + num_chunks * width / _CHUNK_COST_WIDTH
 
 
 def _max_tiles(num_columns: int, chunk_bytes: int) -> int:

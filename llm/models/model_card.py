@@ -109,35 +109,41 @@ def _card_metadata(card: Card) -> str:
 
 def _eval_results(card: Card) -> "list[EvalResult]":
     """Return the finite results in the format of the Hub's model index."""
-    from huggingface_hub import EvalResult
-
-    def make_results(
-        values: Mapping[str, float], *, dataset_type: str, dataset_name: str, split: str | None
-    ) -> "list[EvalResult]":
-        """Return the finite values of one data set."""
-        return [
-            EvalResult(
-                task_type="text-generation",
-                dataset_type=dataset_type,
-                dataset_name=dataset_name,
-                dataset_split=split,
-                metric_type=metric,
-                metric_value=value,
-            )
-            for metric, value in values.items()
-            if math.isfinite(value)
-        ]
-
-    validation_dataset = _hub_name(card.dataset) or "text"
-    eval_results = make_results(
+    eval_results = _dataset_results(
         card.results,
-        dataset_type=validation_dataset,
+        dataset_type=_hub_name(card.dataset) or "text",
         dataset_name=card.validation,
         split="validation",
     )
-    for task, values in card.task_results.items():
-        eval_results += make_results(values, dataset_type=task, dataset_name=task, split=None)
+    for task, value_by_metric in card.task_results.items():
+        eval_results += _dataset_results(
+            value_by_metric, dataset_type=task, dataset_name=task, split=None
+        )
     return eval_results
+
+
+def _dataset_results(
+    value_by_metric: Mapping[str, float],
+    *,
+    dataset_type: str,
+    dataset_name: str,
+    split: str | None,
+) -> "list[EvalResult]":
+    """Return the finite results on one data set; the Hub refuses infinite values and NaN."""
+    from huggingface_hub import EvalResult  # slow to import
+
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=dataset_type,
+            dataset_name=dataset_name,
+            dataset_split=split,
+            metric_type=metric,
+            metric_value=value,
+        )
+        for metric, value in value_by_metric.items()
+        if math.isfinite(value)
+    ]
 
 
 def _hub_name(name: str | None) -> str | None:

@@ -133,18 +133,18 @@ def model_problems(options: ModelOptions) -> list[str]:
         problems.append(
             f"--model_size {options.model_size} is not a number of parameters such as 60M or 1.3B."
         )
-    size_options = [name for name in SHAPE[1:] if getattr(options, name) is not None]
-    if options.model_size is not None and size_options:
+    number_options = [name for name in _SHAPE_NUMBERS if getattr(options, name) is not None]
+    if options.model_size is not None and number_options:
         problems.append(
-            f"--model_size {options.model_size} sets --{size_options[0]} already; leave one of "
+            f"--model_size {options.model_size} sets --{number_options[0]} already; leave one of "
             "them out."
         )
-    elif size_options and not model_name and len(size_options) < 3:
+    elif number_options and not model_name and len(number_options) < len(_SHAPE_NUMBERS):
         missing_options = " and ".join(
-            f"--{name}" for name in SHAPE[1:] if name not in size_options
+            f"--{name}" for name in _SHAPE_NUMBERS if name not in number_options
         )
         problems.append(
-            f"--{size_options[0]} changes a model that is named by --model_name_or_path, "
+            f"--{number_options[0]} changes a model that is named by --model_name_or_path, "
             f"--config_name or --model_type; without one, give {missing_options} too."
         )
     return problems
@@ -163,13 +163,20 @@ def is_hub_kernel(name: str | None) -> bool:
     return name is not None and "/" in name
 
 
-SHAPE = ("model_size", "num_layers", "hidden_size", "num_attention_heads")
+_SHAPE_NUMBERS = ("num_layers", "hidden_size", "num_attention_heads")
+SHAPE_OPTIONS = ("model_size", *_SHAPE_NUMBERS)
 """Options that set the layers, width and heads of a model."""
 
-ARCHITECTURE = ("config_name", "model_name_or_path", "model_type", "config_overrides", *SHAPE)
+ARCHITECTURE_OPTIONS = (
+    "config_name",
+    "model_name_or_path",
+    "model_type",
+    "config_overrides",
+    *SHAPE_OPTIONS,
+)
 """Options that describe the model's configuration."""
 
 
 def shape_options(options: ModelOptions) -> list[str]:
     """Return the given options that set the layers, width and heads of a model."""
-    return [name for name in SHAPE if getattr(options, name) is not None]
+    return [name for name in SHAPE_OPTIONS if getattr(options, name) is not None]

@@ -84,18 +84,17 @@ def _override_field(
     option = f"--config_overrides {name}={value}"
     declared_fields = config.to_dict()
     if name in declared_fields:
-        return {
-            name: _parse_value(
-                value, declared_fields[name], option=option, is_float=_is_float_field(config, name)
-            )
-        }
+        is_float = _is_float_field(config, name)
+        new_value = _parse_value(value, declared_fields[name], option=option, is_float=is_float)
+        return {name: new_value}
     rope_fields = declared_fields.get(_ROPE_FIELD) or {}
     changed_field = {name: _parse_value(value, rope_fields.get(name), option=option)}
+    # Construct the configuration with and without the field, to see what the class makes of it.
     changed_fields = {**explicit_fields, **changed_field}
     fields_before = _make_config(config, explicit_fields, overrides=overrides).to_dict()
     fields_after = _make_config(config, changed_fields, overrides=overrides).to_dict()
-    # The class derives other fields from this one.
-    if name not in fields_after and fields_after != fields_before:
+    derives_other_fields = name not in fields_after and fields_after != fields_before
+    if derives_other_fields:
         return changed_field
     if name in rope_fields:
         return {_ROPE_FIELD: {**(explicit_fields.get(_ROPE_FIELD) or rope_fields), **changed_field}}
@@ -108,9 +107,8 @@ def _override_field(
             f"its config.json states it in another field, such as {_ROPE_FIELD}; leave it out, or "
             "change that file."
         )
-    suggestion = nearest_names(
-        name, [*declared_fields, *config.attribute_map, *rope_fields, *undeclared_fields]
-    )
+    known_names = [*declared_fields, *config.attribute_map, *rope_fields, *undeclared_fields]
+    suggestion = nearest_names(name, known_names)
     raise ConfigError(
         f"--config_overrides {overrides}: {config.model_type} has no field {name}; {suggestion}."
     )

@@ -96,14 +96,14 @@ def continue_tokens(
             pad_token_id=eos_token_id if eos_token_id is not None else 0,
             eos_token_id=eos_token_id,
             suppress_tokens=excluded_ids or None,
-            logits_processor=[partial(_check_logits, model)],
+            logits_processor=[partial(_require_finite_logits, model)],
             **{"do_sample": True, **generation},
         )
     new_ids: list[int] = output[0, len(prompt_ids) :].tolist()
     return new_ids
 
 
-def _check_logits(
+def _require_finite_logits(
     model: PreTrainedModel, token_ids: torch.Tensor, logits: torch.Tensor
 ) -> torch.Tensor:
     """Return the logits, [batch, columns], if a token can be drawn from them.

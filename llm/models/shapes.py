@@ -177,17 +177,18 @@ def _resized_fields(fields: Mapping[str, Any], new_shape: Sequence[int]) -> dict
 
 
 def _choose_shape(options: ModelOptions, fields: Mapping[str, Any]) -> Sequence[int]:
-    """Return layers, width and heads: each as a number gives it, else a size, else as before."""
+    """Return layers, width and heads: options override the size, and the size the configuration."""
     base_shape: Sequence[int] = [int(fields[name]) for name in _shape_names(fields["model_type"])]
     if options.model_size in SIZES:
         base_shape = SIZES[options.model_size][:3]
     elif options.model_size is not None:
         base_shape = fit_shape(options.model_size, fields)
-    overrides = (options.num_layers, options.hidden_size, options.num_attention_heads)
-    return [
-        base if override is None else override
-        for override, base in zip(overrides, base_shape, strict=True)
-    ]
+    base_layers, base_width, base_heads = base_shape
+    return (
+        base_layers if options.num_layers is None else options.num_layers,
+        base_width if options.hidden_size is None else options.hidden_size,
+        base_heads if options.num_attention_heads is None else options.num_attention_heads,
+    )
 
 
 def gpt2_fields(model_size: str | None) -> dict[str, int]:
@@ -225,12 +226,19 @@ def count_parameters(fields: Mapping[str, Any]) -> ParameterCount:
     if fields["model_type"] == "gpt2":
         num_embedding += int(fields["n_positions"]) * width
         mlp_width = int(fields["n_inner"] or 4 * width)
-        num_block = _biased_block(width, mlp_width, attention_bias=True)
+        num_block = _count_biased_block(width, mlp_width, attention_bias=True)
         return ParameterCount(num_embedding + num_layers * num_block + 2 * width, num_embedding)
-    mlp_width = int(fields["intermediate_size"])
     if fields["model_type"] == "gpt_neox":
-        num_block = _biased_block(width, mlp_width, attention_bias=fields["attention_bias"])
+        mlp_width = int(fields["intermediate_size"])
+        num_block = _count_biased_block(width, mlp_width, attention_bias=fields["attention_bias"])
         return ParameterCount(num_embedding + num_layers * num_block + 2 * width, num_embedding)
+    num_block = _count_gated_block(fields, width, num_heads)
+    return ParameterCount(num_embedding + num_layers * num_block + width, num_embedding)
+
+
+def _count_gated_block(fields: Mapping[str, Any], width: int, num_heads: int) -> int:
+    """Return the parameters of a block with a gated MLP and RMS norms, as in Llama and Qwen."""
+    mlp_width = int(fields["intermediate_size"])
     head_width = int(fields.get("head_dim") or width // num_heads)
     query_width = num_heads * head_width
     key_value_width = 2 * int(fields["num_key_value_heads"]) * head_width
@@ -243,10 +251,10 @@ def count_parameters(fields: Mapping[str, Any]) -> ParameterCount:
         num_block += 2 * head_width  # norms of queries and keys
     if fields.get("mlp_bias"):
         num_block += 2 * mlp_width + width
-    return ParameterCount(num_embedding + num_layers * num_block + width, num_embedding)
+    return num_block
 
 
-def _biased_block(width: int, mlp_width: int, *, attention_bias: bool) -> int:
+def _count_biased_block(width: int, mlp_width: int, *, attention_bias: bool) -> int:
     """Return the parameters of a block of GPT-2 or GPT-NeoX, where norms and MLP have biases."""
     num_attention = 4 * width**2 + (4 * width if attention_bias else 0)
     return num_attention + 2 * width * mlp_width + mlp_width + width + 4 * width
@@ -269,30 +277,28 @@ def fit_shape(size: str, fields: Mapping[str, Any]) -> tuple[int, int, int]:
     num_parameters = Tokens(size)
     if not 0 < num_parameters < _MAX_PARAMETERS:
         raise ConfigError(f"{size} is not a number of parameters such as 60M or 1.3B.")
-    candidates = {shape: _count_resized(fields, shape) for shape in _fitted_shapes(fields, size)}
-
-    def error(shape: tuple[int, int, int]) -> float:
-        return abs(candidates[shape] / num_parameters - 1)
-
-    def misfit(shape: tuple[int, int, int]) -> float:
+    error_by_shape, misfit_by_shape = {}, {}
+    for shape in _candidate_shapes(fields, size):
         num_layers, width, _ = shape
-        return 20 * error(shape) + abs(math.log(num_layers / (math.sqrt(width) / 2)))
-
-    fitting_shapes = [shape for shape in candidates if error(shape) <= SIZE_TOLERANCE]
+        error = abs(_count_resized(fields, shape) / num_parameters - 1)
+        error_by_shape[shape] = error
+        misfit_by_shape[shape] = 20 * error + abs(math.log(num_layers / (math.sqrt(width) / 2)))
+    fitting_shapes = [shape for shape, error in error_by_shape.items() if error <= SIZE_TOLERANCE]
     if size in SIZES and SIZES[size][:3] in fitting_shapes:
         return SIZES[size][:3]
     if not fitting_shapes:
-        nearest = candidates[min(candidates, key=error)]
+        nearest_shape = min(error_by_shape, key=error_by_shape.__getitem__)
         raise ConfigError(
             f"No {fields['model_type']} with a vocabulary of {fields['vocab_size']:,} tokens has "
-            f"{size} parameters within {SIZE_TOLERANCE:.0%}; the nearest has {nearest:,}. Choose "
-            "another size, or a smaller vocabulary with --config_overrides vocab_size=N."
+            f"{size} parameters within {SIZE_TOLERANCE:.0%}; the nearest has "
+            f"{_count_resized(fields, nearest_shape):,}. Choose another size, or a smaller "
+            "vocabulary with --config_overrides vocab_size=N."
         )
-    return min(fitting_shapes, key=misfit)
+    return min(fitting_shapes, key=misfit_by_shape.__getitem__)
 
 
-def _fitted_shapes(fields: Mapping[str, Any], size: str) -> Iterator[tuple[int, int, int]]:
-    """Yield the shape of the table, and for each width that with the nearest number of layers."""
+def _candidate_shapes(fields: Mapping[str, Any], size: str) -> Iterator[tuple[int, int, int]]:
+    """Yield the size's shape in the table, and for each width the nearest number of layers."""
     heads_per_group = 1
     if fields.get("num_key_value_heads") is not None:
         num_heads = int(fields[_shape_names(fields["model_type"])[2]])
@@ -303,11 +309,9 @@ def _fitted_shapes(fields: Mapping[str, Any], size: str) -> Iterator[tuple[int, 
         num_heads = width // (64 if width < 2048 else 128)
         if num_heads % heads_per_group:
             continue
-        num_one_layer, num_two_layers = (
-            _count_resized(fields, (num_layers, width, num_heads)) for num_layers in (1, 2)
-        )
-        num_block = num_two_layers - num_one_layer
-        num_layers = 1 + round((Tokens(size) - num_one_layer) / num_block)
+        num_with_one_block = _count_resized(fields, (1, width, num_heads))
+        num_block = _count_resized(fields, (2, width, num_heads)) - num_with_one_block
+        num_layers = 1 + round((Tokens(size) - num_with_one_block) / num_block)
         yield min(max(num_layers, 1), _MAX_FITTED_LAYERS), width, num_heads
 
 

@@ -3,7 +3,7 @@
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_top_k")
+EXPERTS_PER_TOKEN_NAMES = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_top_k")
 """Names of the number of chosen experts: most configurations, AriaText, Gemma 4, DBRX."""
 
 
@@ -17,10 +17,10 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
         ValueError: The model has no list of modules.
     """
     module_lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    module_lists = [m for m in module_lists if next(m.parameters(), None) is not None]
-    if not module_lists:
+    layer_lists = [m for m in module_lists if next(m.parameters(), None) is not None]
+    if not layer_lists:
         raise ValueError(f"{type(model).__name__} has no list of layers.")
-    return max(module_lists, key=lambda m: (sum(p.numel() for p in m.parameters()), len(m)))
+    return max(layer_lists, key=lambda m: (sum(p.numel() for p in m.parameters()), len(m)))
 
 
 def parameter_counts(model: PreTrainedModel) -> dict[str, int]:
@@ -54,14 +54,14 @@ def active_parameters(model: PreTrainedModel) -> int:
     num_chosen = experts_per_token(model.config.get_text_config())
     num_active = parameter_counts(model)["total"]
     for module in model.modules():
-        num_experts, stacks = _expert_stacks(module)
-        if num_chosen and stacks:
-            num_unused_experts = num_experts - num_chosen
-            num_active -= sum(p.numel() for p in stacks) * num_unused_experts // num_experts
+        num_experts, expert_stacks = _find_expert_stacks(module)
+        if num_chosen and expert_stacks:
+            num_stacked = sum(p.numel() for p in expert_stacks)
+            num_active -= num_stacked * (num_experts - num_chosen) // num_experts
     return num_active
 
 
-def _expert_stacks(module: nn.Module) -> tuple[int, list[nn.Parameter]]:
+def _find_expert_stacks(module: nn.Module) -> tuple[int, list[nn.Parameter]]:
     """Return the number of experts in a module, and the weights that stack their matrices.
 
     A stack is [experts, rows, columns], or [experts * rows, columns] in DBRX. The router's matrix
@@ -94,8 +94,8 @@ def flops_per_token(model: PreTrainedModel, *, block_size: int) -> float:
         if isinstance(module, nn.Embedding):
             continue
         matrices = [p for p in module.parameters(recurse=False) if p.ndim >= 2]
-        num_experts, stacks = _expert_stacks(module)
-        used_fraction = num_chosen / num_experts if num_chosen and stacks else 1.0
+        num_experts, expert_stacks = _find_expert_stacks(module)
+        used_fraction = num_chosen / num_experts if num_chosen and expert_stacks else 1.0
         num_used_weights += used_fraction * sum(p.numel() for p in matrices)
     num_heads = int(getattr(config, "num_attention_heads", None) or 0)
     attention_width = num_heads * head_width(config) if num_heads else 0
@@ -110,7 +110,7 @@ def experts_per_token(config: PreTrainedConfig) -> int | None:
         config: The text configuration of a model.
     """
     sources = config, getattr(config, "ffn_config", None)  # DBRX
-    values = [getattr(source, name, None) for source in sources for name in EXPERTS_PER_TOKEN]
+    values = [getattr(source, name, None) for source in sources for name in EXPERTS_PER_TOKEN_NAMES]
     return next((int(value) for value in values if value is not None), None)
 
 

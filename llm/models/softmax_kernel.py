@@ -66,14 +66,14 @@ def softmax_in_place(
         The losses, fp32 [rows]; the squared log-sum-exp of the logits, fp32 [rows], 0 without a
         label, or None without z-loss; and the logits, which hold the gradient, or None.
     """
-    rows, columns = logits.shape
-    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    num_rows, num_columns = logits.shape
+    losses = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     squared_log_sums = torch.empty_like(losses)
-    is_cached = num_programs is not None and num_programs < rows
-    grid = min(rows, num_programs or rows)
-    _softmax_rows[(grid,)](
-        *(logits, labels, losses, squared_log_sums, z_loss, rows, grid),
-        columns=columns,
+    is_cached = num_programs is not None and num_programs < num_rows
+    num_launched = min(num_rows, num_programs or num_rows)
+    _softmax_rows[(num_launched,)](
+        *(logits, labels, losses, squared_log_sums, z_loss, num_rows, num_launched),
+        num_columns=num_columns,
         num_vocab_columns=num_vocab_columns,
         ignored=IGNORED,
         needs_gradient=needs_gradient,
@@ -91,9 +91,9 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
     losses,
     squared_log_sums,
     z_loss,
-    rows,
+    num_rows,
     num_programs,
-    columns: tl.constexpr,
+    num_columns: tl.constexpr,
     num_vocab_columns: tl.constexpr,
     ignored: tl.constexpr,
     needs_gradient: tl.constexpr,
@@ -105,10 +105,10 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
     first_policy: tl.constexpr = "evict_last" if is_cached else ""
     last_policy: tl.constexpr = "evict_first" if is_cached else ""
     # Padding can be read, and a number of columns that 8 divides allows loads of 16 bytes.
-    num_loaded: tl.constexpr = columns if is_cached else num_vocab_columns
+    num_loaded: tl.constexpr = num_columns if is_cached else num_vocab_columns
     block_offsets = tl.arange(0, block)
-    for row in range(tl.program_id(0), rows, num_programs):
-        row_logits = logits + (tl.zeros([], tl.int64) + row) * columns
+    for row in range(tl.program_id(0), num_rows, num_programs):
+        row_logits = logits + (tl.zeros([], tl.int64) + row) * num_columns
         label = tl.load(labels + row)
         is_vocab_label = (label >= 0) & (label < num_vocab_columns)
         # Read before the row is overwritten.
@@ -138,7 +138,7 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
         tl.store(squared_log_sums + row, tl.where(label == ignored, 0.0, log_sum * log_sum))
         if needs_gradient:
             gradient_scale = tl.where(label == ignored, 0.0, 1.0 + 2.0 * z_loss * log_sum)
-            for block_start in range(0, columns, block):
+            for block_start in range(0, num_columns, block):
                 column = block_start + block_offsets
                 block_logits = tl.load(
                     row_logits + column,
@@ -152,6 +152,6 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
                 tl.store(
                     row_logits + column,
                     gradient,
-                    mask=column < columns,
+                    mask=column < num_columns,
                     eviction_policy=last_policy,
                 )

@@ -37,11 +37,16 @@ def find_unused_weights(model: PreTrainedModel, *, length: int) -> list[str] | N
                 if not unused_names:
                     break
                 meta_model.train(is_training)
-                input_ids = torch.zeros(1, length, dtype=torch.long, device="meta")
-                outputs = run_model(meta_model, input_ids, positions=None, documents=None)
-                outputs.logits.sum().backward()
+                _run_meta_backward(meta_model, length)
                 unused_names = [name for name in unused_names if weights[name].grad is None]
     except Exception as error:  # the library's model may raise anything
         logger.debug(f"The passes of {model.config.model_type} need values: {one_line(error)}.")
         return None
     return unused_names
+
+
+def _run_meta_backward(meta_model: PreTrainedModel, length: int) -> None:
+    """Run a forward and a backward pass of one sample through a model on the meta device."""
+    input_ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+    logits = run_model(meta_model, input_ids, positions=None, documents=None).logits
+    logits.sum().backward()

@@ -36,10 +36,10 @@ def cast_weights_once(device: torch.device) -> Iterator[None]:
         _cast_cache.copy_by_weight = None
 
 
-def copy_once(weight: Tensor, copy: Callable[[], Tensor]) -> Tensor:
-    """Return `copy()`, a copy of a weight; inside `cast_weights_once`, call it once per weight."""
+def copy_once(weight: Tensor, make_copy: Callable[[], Tensor]) -> Tensor:
+    """Return a copy of a weight; inside `cast_weights_once`, make it once per weight."""
     if _cast_cache.copy_by_weight is None or torch.compiler.is_compiling():
-        return copy()
+        return make_copy()
     if weight not in _cast_cache.copy_by_weight:
-        _cast_cache.copy_by_weight[weight] = copy()
+        _cast_cache.copy_by_weight[weight] = make_copy()
     return _cast_cache.copy_by_weight[weight]

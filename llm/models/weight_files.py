@@ -43,25 +43,44 @@ def find_weight_files(model: PreTrainedModel, weights_from: str) -> list[WeightF
         paths = _find_safetensors(weights_from)
     except OSError:
         return None  # transformers names the reason
-    model_tensors = model.state_dict()
-    tied: dict[str, str] = model.all_tied_weights_keys
+    tied_names = model.all_tied_weights_keys.keys()
     files: list[WeightFile] = []
-    found_names: set[str] = set()
+    stored_names: set[str] = set()
     for path in paths:
-        shape_by_key = _read_shapes(path)
-        key_by_name = {}
-        for key, file_shape in shape_by_key.items():
-            name = key if key in model_tensors else f"{model.base_model_prefix}.{key}"
-            if name not in model_tensors or name in found_names:
-                continue
-            if not _fits_shape(model_tensors[name].shape, file_shape, model):
-                return None
-            key_by_name[name] = key
-            found_names.add(name)
+        key_by_name = _match_weights(model, _read_shapes(path), excluded_names=stored_names)
+        if key_by_name is None:
+            return None
+        stored_names.update(key_by_name)
         files.append(WeightFile(path=path, key_by_name=key_by_name))
     # For two tied weights, transformers decides which one counts, or that they are not tied.
-    is_complete = found_names == model_tensors.keys() - tied.keys()
+    is_complete = stored_names == model.state_dict().keys() - tied_names
     return files if is_complete else None
+
+
+def _match_weights(
+    model: PreTrainedModel, shape_by_key: dict[str, list[int]], *, excluded_names: set[str]
+) -> dict[str, str] | None:
+    """Return the keys of a file by name of the weight in the model.
+
+    Args:
+        model: On any device.
+        shape_by_key: Shapes of the tensors in the file.
+        excluded_names: Weights that other files store already.
+
+    Returns:
+        None if a tensor has another shape than the weight.
+    """
+    model_tensors = model.state_dict()
+    key_by_name: dict[str, str] = {}
+    for key, file_shape in shape_by_key.items():
+        # A file of the base model lacks the prefix that the whole model gives to its weights.
+        name = key if key in model_tensors else f"{model.base_model_prefix}.{key}"
+        if name not in model_tensors or name in excluded_names or name in key_by_name:
+            continue
+        if not _fits_shape(model_tensors[name].shape, file_shape, model):
+            return None
+        key_by_name[name] = key
+    return key_by_name
 
 
 def _read_shapes(path: str) -> dict[str, list[int]]:

@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from llm.models import attention_kernels
-from llm.models.attention_kernels import attention_kernel, avoid_wrong_kernels
+from llm.models.attention_kernels import attention_kernel, disable_faulty_cudnn_attention
 from tests.support.models import tiny_config, tiny_model
 from tests.support.training import NO_DROPOUT
 
@@ -62,8 +62,8 @@ def test_a_hopper_gpu_avoids_cudnn_where_its_gradients_may_be_nan(
     made_up_gpu, major, hip, block_size, calls
 ):
     turned_off = made_up_gpu(major, hip=hip)
-    avoid_wrong_kernels(CUDA, block_size=block_size)
-    avoid_wrong_kernels(CPU, block_size=block_size)
+    disable_faulty_cudnn_attention(CUDA, block_size=block_size)
+    disable_faulty_cudnn_attention(CPU, block_size=block_size)
     assert turned_off == calls
 
 
@@ -82,4 +82,4 @@ def test_the_log_advises_a_newer_cudnn_on_hopper(
 ):
     made_up_gpu(major)
     monkeypatch.setattr("torch.backends.cudnn.version", lambda: version)
-    assert bool(attention_kernels._advice(kernel, CUDA)) == advises
+    assert bool(attention_kernels._upgrade_advice(kernel, CUDA)) == advises

@@ -44,18 +44,23 @@ def _cast_weights(weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Return expert weights, or a transposed view of them, in another dtype.
 
     Inside `cast_weights_once`, a parameter is cast once. The cast is stored by parameter because
-    each call gets a new view. The local tensor of a DTensor is a view, too,
-    but of a tensor without a gradient.
+    each call gets a new view. The local tensor of a DTensor is a view, too, but of a tensor without
+    a gradient.
     """
-    base = weights._base
-    parameter = weights if base is None or base.requires_grad != weights.requires_grad else base
-    is_plain = parameter.shape == weights.shape and parameter.stride() == weights.stride()
-    transposed = parameter.mT if parameter.ndim >= 2 else parameter
-    is_transposed = transposed.shape == weights.shape and transposed.stride() == weights.stride()
-    if weights.dtype == dtype or not (is_plain or is_transposed):
+    parameter, view_base = weights, weights._base
+    if view_base is not None and view_base.requires_grad == weights.requires_grad:
+        parameter = view_base
+    is_whole = _has_same_layout(weights, parameter)
+    is_transposed = parameter.ndim >= 2 and _has_same_layout(weights, parameter.mT)
+    if weights.dtype == dtype or not (is_whole or is_transposed):
         return weights.to(dtype)
     cast_parameter = copy_once(parameter, lambda: parameter.to(dtype))
-    return cast_parameter if is_plain else cast_parameter.mT
+    return cast_parameter if is_whole else cast_parameter.mT
+
+
+def _has_same_layout(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors have equal shapes and strides."""
+    return first.shape == second.shape and first.stride() == second.stride()
 
 
 @contextlib.contextmanager

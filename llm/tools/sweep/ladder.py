@@ -17,7 +17,7 @@ from llm.config.command_line import parse
 from llm.config.duration import Duration, Tokens
 from llm.config.options import format_default
 from llm.errors import ConfigError
-from llm.models.options import SHAPE
+from llm.models.options import SHAPE_OPTIONS
 from llm.models.shapes import SIZE_TOLERANCE, ParameterCount, count_parameters, fit_shape
 from llm.optim.compute_optimal import warmup_tokens
 from llm.tools.sweep.members import Base, Member, member_name, option_arguments
@@ -37,7 +37,7 @@ _MAX_TRUNK_CHECKPOINTS = 100
 _MODEL_NAMES = ("model_type", "model_name_or_path", "config_name")
 """Options that name a model; without them it is a GPT-2."""
 
-_LADDER_OPTIONS = (*SHAPE, "max_duration", "preset", "branch_from", "init_from")
+_LADDER_OPTIONS = (*SHAPE_OPTIONS, "max_duration", "preset", "branch_from", "init_from")
 """Options that a ladder sets, or that it has not been tried with."""
 
 _TRUNK_OPTIONS = ("lr_scheduler_type", "keep_every", "cooldown_tokens")

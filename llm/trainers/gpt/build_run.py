@@ -15,7 +15,7 @@ from llm.checkpoint.load import list_tensors, load_model, read_part_names
 from llm.checkpoint.retention import mark_superseded
 from llm.errors import ParallelError
 from llm.models.attention import check_documents_apart, use_document_attention
-from llm.models.attention_kernels import avoid_wrong_kernels
+from llm.models.attention_kernels import disable_faulty_cudnn_attention
 from llm.models.build import build_model, set_special_tokens
 from llm.models.causality import check_causal, check_meta_model_causal
 from llm.models.compilation import can_compile, compile_blocks, make_code_reproducible
@@ -53,7 +53,7 @@ def make_model(run: Run) -> PreTrainedModel:
     device = device_of(run.world)
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
-    avoid_wrong_kernels(device, block_size=run.block_size)
+    disable_faulty_cudnn_attention(device, block_size=run.block_size)
     build = partial(
         build_model,
         run.config,

@@ -23,7 +23,7 @@ from llm.checkpoint.load import (
 )
 from llm.checkpoint.retention import BEST_LINK
 from llm.errors import CheckpointError, ConfigError
-from llm.models.options import ARCHITECTURE
+from llm.models.options import ARCHITECTURE_OPTIONS
 from llm.tokenizers.options import TOKENIZER_FILES
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.seams import make_extensions, transforms_of
@@ -54,7 +54,7 @@ def with_checkpoint_copies(config: CoreConfig, checkpoint: Checkpoint) -> CoreCo
             f"The model of {checkpoint.path} has its own Python code ({', '.join(code_files)}): "
             "add --trust_remote_code to this command if you trust its authors."
         )
-    copy_options: dict[str, Any] = dict.fromkeys((*ARCHITECTURE, *TOKENIZER_FILES)) | {
+    copy_options: dict[str, Any] = dict.fromkeys((*ARCHITECTURE_OPTIONS, *TOKENIZER_FILES)) | {
         "config_name": str(checkpoint.path / MODEL_FOLDER),
         "tokenizer_name": str(checkpoint.path / TOKENIZER_FOLDER),
     }

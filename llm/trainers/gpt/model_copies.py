@@ -20,7 +20,7 @@ from llm.errors import CheckpointError
 from llm.models.configuration import (
     load_config,
 )
-from llm.models.options import ARCHITECTURE
+from llm.models.options import ARCHITECTURE_OPTIONS
 from llm.runtime.files import temporary_folder
 from llm.tokenizers.load_tokenizer import fingerprint
 from llm.tokenizers.options import TOKENIZER_FILES
@@ -81,7 +81,7 @@ def read_model_config(config: CoreConfig, start: Checkpoint | None) -> PreTraine
     """
     if start is None:
         return load_config(config)
-    is_change_allowed = _is_change_allowed(config, ARCHITECTURE)
+    is_change_allowed = _is_change_allowed(config, ARCHITECTURE_OPTIONS)
     name = config.config_name or config.model_name_or_path
     if name is not None and not Path(name).exists() and not is_change_allowed:
         logger.info(
@@ -91,7 +91,9 @@ def read_model_config(config: CoreConfig, start: Checkpoint | None) -> PreTraine
     model_config = load_config(config)
     changes = describe_config_changes(config, start, model_config)
     if changes and not is_change_allowed:
-        option_name = next(option for option in ARCHITECTURE if getattr(config, option) is not None)
+        option_name = next(
+            option for option in ARCHITECTURE_OPTIONS if getattr(config, option) is not None
+        )
         raise CheckpointError(
             f"The model's configuration has changed since {start.path} was written: "
             f"{'; '.join(changes)}. Restore it, or allow the change with --change_on_resume "
