@@ -14,7 +14,7 @@ import sys
 import typing
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from llm.config.duration import Duration, Tokens
 from llm.config.options import (
@@ -32,6 +32,9 @@ from llm.config.other_trainers import unknown_option_message
 from llm.config.program import COMMAND
 from llm.config.toml import read_toml
 from llm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 ConfigT = TypeVar("ConfigT")
 
@@ -113,12 +116,9 @@ def parse(
     arguments = _normalize_switches([_underscore_name(word) for word in argv], cls)
     help_topic = _find_help_topic(arguments)
     if help_topic is not None:
-        if sys.argv[0].startswith(f"{COMMAND} "):  # the quick start is the trainer
-            prog = re.sub(rf"^{COMMAND} \w+", sys.argv[0], prog)
-        parser = _make_parser(_fields_of_topic(help_topic, cls))
-        parser.prog, parser.description = prog, description
+        parser = _make_help_parser(cls, help_topic, prog=prog)
+        parser.description = description
         parser.usage = f"%(prog)s {usage or _format_usage(cls, positional)}"
-        parser.epilog = _list_topics(cls) if common_options(cls) else None
         _print_help(parser, example)
         raise SystemExit(0)
     parsed_options = _parse_arguments(arguments, cls, positional)
@@ -321,6 +321,16 @@ def _list_topics(cls: type) -> str:
     return f"--help all shows every option; --help TOPIC shows one topic: {topics}."
 
 
+def _make_help_parser(cls: type, topic: str, *, prog: str) -> _Parser:
+    """Return a parser that formats the help of a topic; `prog` is the command of the program."""
+    parser = _make_parser(_fields_of_topic(topic, cls))
+    parser.prog = prog
+    if sys.argv[0].startswith(f"{COMMAND} "):  # the quick start is the trainer
+        parser.prog = re.sub(rf"^{COMMAND} \w+", sys.argv[0], prog)
+    parser.epilog = _list_topics(cls) if common_options(cls) else None
+    return parser
+
+
 def _make_parser(option_fields: Sequence[Field]) -> _Parser:
     """Return a parser of `--config` and the options, grouped by their headings."""
     parser = _Parser(
@@ -499,17 +509,24 @@ def check_library_versions() -> None:
         return
     mismatches = []
     for requirement in requirements:
-        if requirement.marker is not None:  # of an extra
-            continue
-        try:
-            version = importlib.metadata.version(requirement.name)
-            is_satisfied = requirement.specifier.contains(version, prereleases=True)
-        except importlib.metadata.PackageNotFoundError:
-            version, is_satisfied = "missing", False
-        if not is_satisfied:
-            mismatches.append(f"{requirement} ({requirement.name} is {version})")
+        is_of_extra = requirement.marker is not None
+        if not is_of_extra and (mismatch := _find_mismatch(requirement)) is not None:
+            mismatches.append(mismatch)
     if mismatches:
         raise ConfigError(
             f"This environment lacks {', '.join(mismatches)}: install it with pip, or load a "
             "module that has it."
         )
+
+
+def _find_mismatch(requirement: "Requirement") -> str | None:
+    """Return how the installed version of a library differs from a requirement; None if not."""
+    import importlib.metadata
+
+    try:
+        version = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{requirement} ({requirement.name} is missing)"
+    if requirement.specifier.contains(version, prereleases=True):
+        return None
+    return f"{requirement} ({requirement.name} is {version})"

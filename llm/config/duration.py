@@ -60,12 +60,14 @@ class Duration(str):
     def __new__(cls, text: str) -> Self:
         """Parse a duration; the unit may be singular, and the blank before it left out."""
         match = re.fullmatch(r"\s*(\S*?)\s*([a-z]{3,}[a-z ]*)", text)
-        unit_by_name = {
-            name: unit for unit in get_args(Unit) for name in (unit, unit.removesuffix("s"))
+        units: tuple[Unit, ...] = get_args(Unit)
+        unit_by_name = {unit: unit for unit in units} | {
+            unit.removesuffix("s"): unit for unit in units
         }
         if match is None or match[2] not in unit_by_name:
             raise ValueError(f"{text!r} is not a number and a unit")
-        unit, number = unit_by_name[match[2]], _parse_number(match[1])
+        number_text, unit_name = match.groups()
+        unit, number = unit_by_name[unit_name], _parse_number(number_text)
         if unit != "tokens per parameter" and number.denominator != 1:
             raise ValueError(f"{text!r} is not a whole number of {unit}")
         value = int(number) if number.denominator == 1 else float(number)

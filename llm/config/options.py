@@ -210,19 +210,23 @@ class Field:
         )
         type_by_unit: dict[str, type] = {"tokens": Tokens, "tokens per parameter": float}
         declaration = dataclasses.replace(self.option, units={})
-        return tuple(
-            Field(
-                name=alias,
-                default=None,
-                option=declaration,
-                members=(type_by_unit.get(unit, int), *([str] if units_without_alias else [])),
-                choices=units_without_alias,
-                allows_none=True,
-                is_list=False,
+        alias_fields = []
+        for unit, alias in self.option.units.items():
+            if not alias:
+                continue
+            number_type = type_by_unit.get(unit, int)
+            alias_fields.append(
+                Field(
+                    name=alias,
+                    default=None,
+                    option=declaration,
+                    members=(number_type, str) if units_without_alias else (number_type,),
+                    choices=units_without_alias,
+                    allows_none=True,
+                    is_list=False,
+                )
             )
-            for unit, alias in self.option.units.items()
-            if alias
-        )
+        return tuple(alias_fields)
 
     @property
     def opposites(self) -> tuple[str, ...]:
@@ -232,31 +236,32 @@ class Field:
         return tuple(name[3:] if name.startswith("no_") else f"no_{name}" for name in self.names)
 
     @property
-    def kind(self) -> str:
-        """The kind of its values, in words."""
-        description_by_type = {
-            bool: "true or false",
-            int: "an integer",
-            float: "a number",
-            str: "a string",
-        }
-        description_by_type[Tokens] = "a number of tokens such as 500M or 20B"
-        units = [*self.option.units]
-        if units:
-            unit_list = " or ".join(filter(None, (", ".join(units[:-1]), units[-1])))
-            description_by_type[Duration] = f"a number of {unit_list}, such as '100 {units[0]}'"
-        table_description = f"a table [[{self.name}]] of the TOML file"
-        described_types = [
-            member for member in self.members if member is not str or not self.choices
-        ]
-        descriptions = [
-            description_by_type.get(member, table_description) for member in described_types
-        ]
+    def value_description(self) -> str:
+        """A noun phrase for its values, such as `an integer`, for messages."""
+        descriptions = []
+        for member in self.members:
+            if member is not str or not self.choices:
+                descriptions.append(self._describe_type(member))
         if self.choices:
             quantifier = "one of " if len(self.choices) > 1 else ""
             descriptions.append(quantifier + ", ".join(self.choices))
         description = " or ".join(descriptions)
         return f"a list, each item {description}" if self.is_list else description
+
+    def _describe_type(self, value_type: type) -> str:
+        """Return a noun phrase for the values of a type."""
+        if value_type is Duration:
+            units = [*self.option.units]
+            unit_list = " or ".join(filter(None, (", ".join(units[:-1]), units[-1])))
+            return f"a number of {unit_list}, such as '100 {units[0]}'"
+        description_by_type = {
+            bool: "true or false",
+            int: "an integer",
+            float: "a number",
+            str: "a string",
+            Tokens: "a number of tokens such as 500M or 20B",
+        }
+        return description_by_type.get(value_type, f"a table [[{self.name}]] of the TOML file")
 
     def parse_duration(self, text: str) -> Duration:
         """Return a duration in one of the units that the option allows.
@@ -289,14 +294,16 @@ def fields(cls: type) -> tuple[Field, ...]:
 @functools.cache  # one start of a program asks seven times
 def _collect_fields(cls: type) -> tuple[Field, ...]:
     """Collect the options of a class and its bases; see `fields` for their order."""
-    hints = typing.get_type_hints(cls)
-    field_by_name = {item.name: item for item in dataclasses.fields(cls)}
-    annotations = [(name, base) for base in cls.__mro__ for name in inspect.get_annotations(base)]
+    type_by_name = typing.get_type_hints(cls)
+    field_by_name = {field.name: field for field in dataclasses.fields(cls)}
     class_by_name: dict[str, type] = {}
-    for name, base in annotations:
-        if name in field_by_name and class_by_name.setdefault(name, base) is not base:
-            raise ConfigError(_repeated_option_message(name, (base, class_by_name[name])))
-    option_fields = [_make_field(field_by_name[name], hints[name], cls) for name in class_by_name]
+    for base in cls.__mro__:
+        for name in inspect.get_annotations(base):
+            if name in field_by_name and class_by_name.setdefault(name, base) is not base:
+                raise ConfigError(_repeated_option_message(name, (base, class_by_name[name])))
+    option_fields = [
+        _make_field(field_by_name[name], type_by_name[name], cls) for name in class_by_name
+    ]
     _check_unique_names(option_fields)
     return tuple(sorted(option_fields, key=lambda field: field.option.extension))
 
@@ -327,14 +334,16 @@ def _check_unique_names(option_fields: Iterable[Field]) -> None:
         for name in (*field.names, *field.opposites):
             first_field = field_by_name.setdefault(name, field)
             if first_field is not field:
-                labels = [
-                    owner.name + (f" of {owner.option.package}" if owner.option.package else "")
-                    for owner in (first_field, field)
-                ]
                 raise ConfigError(
-                    f"The name {name} belongs to the options {' and '.join(labels)}; give one of "
-                    "them another name or alias."
+                    f"The name {name} belongs to the options {_name_with_package(first_field)} and "
+                    f"{_name_with_package(field)}; give one of them another name or alias."
                 )
+
+
+def _name_with_package(field: Field) -> str:
+    """Return the name of an option, and the installed package that declares it."""
+    package = field.option.package
+    return f"{field.name} of {package}" if package else field.name
 
 
 def _make_field(dataclass_field: dataclasses.Field[Any], hint: Any, cls: type) -> Field:
@@ -488,7 +497,7 @@ def _choose_duration(
 
 def bad_value_message(field: Field, value: Any) -> str:
     """Return the end of a sentence about a value that an option does not allow."""
-    return f"expects {field.kind}, not {value!r}."
+    return f"expects {field.value_description}, not {value!r}."
 
 
 def check_ranges(config: Any) -> None:
@@ -562,12 +571,11 @@ def path_options(config: Any) -> list[tuple[str, str]]:
     named_paths = []
     for field in fields(type(config)):
         value = getattr(config, field.name)
-        values = value if isinstance(value, tuple) else (value,)
-        named_paths += [
-            (field.name, item) for item in values if field.option.path and isinstance(item, str)
-        ]
-        tables = [item for item in values if dataclasses.is_dataclass(item)]
-        named_paths += [(field.name, path) for table in tables for _, path in path_options(table)]
+        for item in value if isinstance(value, tuple) else (value,):
+            if dataclasses.is_dataclass(item):  # a table of the TOML file
+                named_paths += [(field.name, path) for _, path in path_options(item)]
+            elif field.option.path and isinstance(item, str):
+                named_paths.append((field.name, item))
     return named_paths
 
 

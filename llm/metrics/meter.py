@@ -1,7 +1,7 @@
 """Sums over the steps of a logging interval, kept on the device."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -9,6 +9,24 @@ from llm.runtime.float32 import sums_dtype
 
 _SAVED_COUNTERS = ("num_tokens", "skipped_steps", "nan_steps", "grad_norm")
 """The numbers in a checkpoint, except the sums."""
+
+
+class _LocalStep(NamedTuple):
+    """A step on this rank.
+
+    Attributes:
+        step: Number of the step, counted from 0.
+        is_skipped: 1.0 if this rank skipped the step, else 0.0.
+        is_nan: Whether the norm of its gradient was NaN.
+        loss_sum: Its sum of token losses.
+        num_tokens: Tokens of the step over all ranks.
+    """
+
+    step: int
+    is_skipped: torch.Tensor
+    is_nan: torch.Tensor
+    loss_sum: torch.Tensor
+    num_tokens: int
 
 
 class Meter:
@@ -39,9 +57,8 @@ class Meter:
         self.skipped_steps = torch.zeros((), device=device)
         self.nan_steps = torch.zeros((), device=device)
         self.grad_norm = torch.zeros((), device=device)
-        # Steps since the last all-reduce: whether this rank skipped the step, whether its norm was
-        # NaN, its sum of token losses, and the tokens of all ranks.
-        self._local_steps: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, int]] = []
+        # Steps since the last all-reduce.
+        self._local_steps: list[_LocalStep] = []
         # All-reduced steps since the last `pop_steps`: whether any rank skipped the step, and its
         # loss.
         self._reduced_steps: list[tuple[int, torch.Tensor]] = []
@@ -67,7 +84,15 @@ class Meter:
         self.sums += torch.where(skipped > 0, 0.0, sums.to(self.sums.dtype))
         self.num_tokens += num_tokens * (1.0 - skipped.to(self.num_tokens.dtype))
         self.grad_norm = grad_norm
-        self._local_steps.append((step, skipped, torch.isnan(grad_norm), sums[0], num_tokens))
+        self._local_steps.append(
+            _LocalStep(
+                step=step,
+                is_skipped=skipped,
+                is_nan=torch.isnan(grad_norm),
+                loss_sum=sums[0],
+                num_tokens=num_tokens,
+            )
+        )
 
     def pop_steps(self) -> list[tuple[int, bool, float]]:
         """Return the all-reduced steps since the last call.
@@ -77,12 +102,12 @@ class Meter:
         """
         if not self._reduced_steps:
             return []
-        steps, values = zip(*self._reduced_steps, strict=True)
+        steps, value_pairs = zip(*self._reduced_steps, strict=True)
         self._reduced_steps = []
-        step_values = torch.stack(values).tolist()
+        skipped_and_losses = torch.stack(value_pairs).tolist()  # one wait for the device
         return [
             (step, skipped > 0, loss)
-            for step, (skipped, loss) in zip(steps, step_values, strict=True)
+            for step, (skipped, loss) in zip(steps, skipped_and_losses, strict=True)
         ]
 
     def all_reduce(self, reduce_sum: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -96,13 +121,14 @@ class Meter:
             reduce_sum: Sums a tensor over all ranks.
         """
         dtype = self.sums.dtype
-        flags = [flag for _, skipped, nan, *_ in self._local_steps for flag in (skipped, nan)]
+        flags = [flag for step in self._local_steps for flag in (step.is_skipped, step.is_nan)]
+        # A message of one tensor: the ones add up to the number of ranks.
         one_rank = torch.ones_like(self.num_tokens)
         values = [one_rank, *self.sums, self.num_tokens, self.grad_norm, *flags]
-        total = reduce_sum(torch.stack([value.to(dtype) for value in values]))
-        num_ranks, sums, means, step_flags = total.split([1, len(self.sums), 2, len(flags)])
+        totals = reduce_sum(torch.stack([value.to(dtype) for value in values]))
+        num_ranks, sums, mean_totals, step_flags = totals.split([1, len(self.sums), 2, len(flags)])
         self.sums = sums if self._rank == 0 else torch.zeros_like(sums)
-        self.num_tokens, grad_norm = means / num_ranks
+        self.num_tokens, grad_norm = mean_totals / num_ranks
         self.grad_norm = grad_norm.to(self.grad_norm.dtype)
         step_flags = step_flags.view(-1, 2) > 0
         self.skipped_steps += step_flags[:, 0].sum()
@@ -123,12 +149,10 @@ class Meter:
             is_skipped: Whether any rank skipped each step, bool [num_steps].
         """
         dtype = self.sums.dtype
-        local_losses = [
-            loss_sum.to(dtype) / num_tokens for *_, loss_sum, num_tokens in self._local_steps
-        ]
+        local_losses = [step.loss_sum.to(dtype) / step.num_tokens for step in self._local_steps]
         losses = reduce_sum(torch.stack(local_losses))
         step_values = torch.stack([is_skipped.to(dtype), losses], dim=1)
-        steps = [step for step, *_ in self._local_steps]
+        steps = [local_step.step for local_step in self._local_steps]
         self._reduced_steps += zip(steps, step_values.unbind(), strict=True)
 
     def read(self) -> dict[str, float]:
@@ -137,20 +161,27 @@ class Meter:
         Call it after `all_reduce`. The host waits for the device here, once for all numbers. Means
         of nothing, such as the loss of a source without samples, are left out.
         """
-        numbers = torch.stack([self.grad_norm, self.skipped_steps, self.nan_steps])
-        values = torch.cat([numbers, self.sums / self.num_tokens, self.sums]).tolist()
+        run_values = torch.stack([self.grad_norm, self.skipped_steps, self.nan_steps])
+        values = torch.cat([run_values, self.sums / self.num_tokens, self.sums]).tolist()
+        grad_norm, skipped_steps, nan_steps, *means_and_sums = values
         self.sums = torch.zeros_like(self.sums)
         self.num_tokens = torch.zeros_like(self.num_tokens)
-        means = dict(zip(self._names, values[3:], strict=False))
-        sums = dict(zip(self._names, values[3 + len(means) :], strict=True))
+        num_names = len(self._names)
+        mean_by_name = dict(zip(self._names, means_and_sums[:num_names], strict=True))
+        sum_by_name = dict(zip(self._names, means_and_sums[num_names:], strict=True))
         for name in self._names_with_count:
-            count = sums[f"#{name}"]
-            del means[f"#{name}"]
+            count = sum_by_name[f"#{name}"]
+            del mean_by_name[f"#{name}"]
             if count:
-                means[name] = sums[name] / count
+                mean_by_name[name] = sum_by_name[name] / count
             else:
-                del means[name]
-        return means | dict(zip(("grad_norm", "skipped_steps", "nan_steps"), values, strict=False))
+                del mean_by_name[name]
+        return {
+            **mean_by_name,
+            "grad_norm": grad_norm,
+            "skipped_steps": skipped_steps,
+            "nan_steps": nan_steps,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums as plain numbers, after `all_reduce`.

@@ -72,7 +72,7 @@ class PrometheusFile:
         """Replace values by name, and rewrite the file; warn once if that fails."""
         self._values |= values
         try:
-            write_whole(self._path, self._format(), survives_power_cut=False)
+            write_whole(self._path, self._format_metrics(), survives_power_cut=False)
         except OSError as error:
             if not self._has_failed:
                 self._has_failed = True
@@ -81,7 +81,7 @@ class PrometheusFile:
                     "continues, and the next report tries again."
                 )
 
-    def _format(self) -> str:
+    def _format_metrics(self) -> str:
         """Return the content of the file; of a name such as `loss/web`, the end is a label."""
         samples_by_metric: dict[str, list[str]] = {}
         for name, value in self._values.items():

@@ -110,8 +110,10 @@ class SlowRanks:
         self._activity = activity
         self._streaks = [0] * world_size
 
-    def add(self, seconds_by_rank: Sequence[float], *, min_excess: float = 0.0) -> list[int]:
-        """Count a logging interval, or a save.
+    def count_interval(
+        self, seconds_by_rank: Sequence[float], *, min_excess: float = 0.0
+    ) -> list[int]:
+        """Count a logging interval, or a save, and return the ranks that have just become slow.
 
         Args:
             seconds_by_rank: Time of the activity on each rank.
@@ -119,7 +121,7 @@ class SlowRanks:
                 the activity has fewer.
 
         Returns:
-            The ranks to name now, the slowest first: those that have just become slow.
+            The ranks to name now, the slowest first.
         """
         median = median_low(seconds_by_rank)
         limit = max(_SLOW_RATIO * median, median + self._activity.min_excess, median + min_excess)
@@ -127,10 +129,10 @@ class SlowRanks:
             streak + 1 if seconds >= limit else 0
             for streak, seconds in zip(self._streaks, seconds_by_rank, strict=True)
         ]
-        new_ranks = [
+        new_slow_ranks = [
             rank for rank, streak in enumerate(self._streaks) if streak == _INTERVALS_TO_NAME
         ]
-        return sorted(new_ranks, key=lambda rank: -seconds_by_rank[rank])
+        return sorted(new_slow_ranks, key=lambda rank: -seconds_by_rank[rank])
 
 
 class RankTimes:
@@ -183,9 +185,11 @@ class RankTimes:
             return {}
         data_by_rank, compute_by_rank = torch.stack(times_by_rank, dim=1).tolist()
         min_excess = _MIN_SHARE_OF_STEP * seconds_per_step
-        metrics = self._compare(DATA, data_by_rank, step=step, min_excess=min_excess)
+        metrics = self._compare_ranks(DATA, data_by_rank, step=step, min_excess=min_excess)
         if clock is not None:
-            metrics |= self._compare(COMPUTE, compute_by_rank, step=step, min_excess=min_excess)
+            metrics |= self._compare_ranks(
+                COMPUTE, compute_by_rank, step=step, min_excess=min_excess
+            )
         return metrics
 
     def compare_saves(self, saves: Iterable[Sequence[float]], *, step: int) -> dict[str, float]:
@@ -204,12 +208,12 @@ class RankTimes:
             return metrics
         for seconds_by_rank in saves:
             median = median_low([seconds for seconds in seconds_by_rank if seconds] or [0.0])
-            metrics = self._compare(
+            metrics = self._compare_ranks(
                 SAVE, [seconds or median for seconds in seconds_by_rank], step=step
             )
         return metrics
 
-    def _compare(
+    def _compare_ranks(
         self,
         activity: Activity,
         seconds_by_rank: Sequence[float],
@@ -217,28 +221,42 @@ class RankTimes:
         step: int,
         min_excess: float = 0.0,
     ) -> dict[str, float]:
-        """Name ranks that have become slow, and return the numbers for `metrics.jsonl`."""
+        """Warn of ranks that have become slow, and return the numbers for `metrics.jsonl`."""
         median = median_low(seconds_by_rank)
-        new_slow_ranks = self._slow_ranks[activity].add(seconds_by_rank, min_excess=min_excess)
+        new_slow_ranks = self._slow_ranks[activity].count_interval(
+            seconds_by_rank, min_excess=min_excess
+        )
         if new_slow_ranks:
-            names = [f"rank {rank} on {self._hosts[rank]}" for rank in new_slow_ranks]
-            times = [_format_time(seconds_by_rank[rank], activity.unit) for rank in new_slow_ranks]
-            named = [f"{name} ({time})" for name, time in zip(names, times, strict=True)]
-            num_others = len(named) - _MAX_NAMED_RANKS
-            others = [counted(num_others, "other rank")] if num_others > 0 else []
-            logger.warning(
-                f"{activity.description} takes longer on "
-                f"{' and '.join([', '.join(named[:_MAX_NAMED_RANKS]), *others])} than on the "
-                f"median rank ({_format_time(median, activity.unit)}), in {_INTERVALS_TO_NAME} "
-                f"{activity.interval}s in a row.",
-                extra=event("slow", step=step, activity=activity.name, ranks=names),
-            )
-        slowest = max(range(len(seconds_by_rank)), key=lambda rank: seconds_by_rank[rank])
+            self._warn_of_slow_ranks(activity, new_slow_ranks, seconds_by_rank, step=step)
+        slowest_rank = max(range(len(seconds_by_rank)), key=lambda rank: seconds_by_rank[rank])
         return {
             f"{activity.name}_ms_median": 1000 * median,
-            f"{activity.name}_ms_slowest": 1000 * seconds_by_rank[slowest],
-            f"{activity.name}_slowest_rank": slowest,
+            f"{activity.name}_ms_slowest": 1000 * seconds_by_rank[slowest_rank],
+            f"{activity.name}_slowest_rank": slowest_rank,
         }
+
+    def _warn_of_slow_ranks(
+        self,
+        activity: Activity,
+        slow_ranks: Sequence[int],
+        seconds_by_rank: Sequence[float],
+        *,
+        step: int,
+    ) -> None:
+        """Log which ranks are slow, and by how much."""
+        names = [f"rank {rank} on {self._hosts[rank]}" for rank in slow_ranks]
+        times = [_format_time(seconds_by_rank[rank], activity.unit) for rank in slow_ranks]
+        names_with_times = [f"{name} ({time})" for name, time in zip(names, times, strict=True)]
+        rank_list = ", ".join(names_with_times[:_MAX_NAMED_RANKS])
+        num_unnamed = len(slow_ranks) - _MAX_NAMED_RANKS
+        if num_unnamed > 0:
+            rank_list += f" and {counted(num_unnamed, 'other rank')}"
+        median_time = _format_time(median_low(seconds_by_rank), activity.unit)
+        logger.warning(
+            f"{activity.description} takes longer on {rank_list} than on the median rank "
+            f"({median_time}), in {_INTERVALS_TO_NAME} {activity.interval}s in a row.",
+            extra=event("slow", step=step, activity=activity.name, ranks=names),
+        )
 
 
 def _format_time(seconds: float, unit: str) -> str:

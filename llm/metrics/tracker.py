@@ -126,7 +126,7 @@ class Tracker:
 
     def advance_bar(self, step: int) -> None:
         """Move the progress bar to a step."""
-        self._draw_bar(lambda bar: bar.update(step - bar.n))
+        self._update_bar(lambda bar: bar.update(step - bar.n))
 
     def log_training(
         self,
@@ -182,15 +182,17 @@ class Tracker:
         reserved_names = _INTERVAL_NAMES | record.keys() | extra_values.keys()
         extra_values |= _merge_extension_values(extension_values, reserved_names)
         record |= extra_values
-        terminal_line = step_line(record, step=step, total_steps=self._total_steps, columns=columns)
+        terminal_line = format_step_line(
+            record, step=step, total_steps=self._total_steps, columns=columns
+        )
         with self.paused():  # a slow disk does not count as a slow step
             self.write(record, step=step)
-            file_line = self._megatron_line(
+            file_line = self._format_megatron_line(
                 record, extra_values, step=step, global_batch_size=global_batch_size
             )
             logger.info(file_line, extra=short_form(terminal_line))
         speed = f"{record['tokens_per_second']:.0f} tok/s"
-        self._draw_bar(lambda bar: bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed}"))
+        self._update_bar(lambda bar: bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed}"))
 
     def _measure_interval(self, *, step: int, tokens: int) -> dict[str, float]:
         """Return time, throughput and memory of the logging interval, and begin the next one."""
@@ -228,7 +230,7 @@ class Tracker:
             )
         return None
 
-    def _megatron_line(
+    def _format_megatron_line(
         self,
         record: dict[str, Any],
         extra_values: Mapping[str, float],
@@ -237,8 +239,10 @@ class Tracker:
         global_batch_size: int,
     ) -> str:
         """Return the line of a step in the format of Megatron-LM's log, for files."""
-        texts = {name: f"{name}: {value:.6E}" for name, value in extra_values.items()}
-        run_columns = [text.replace("_", " ") for name, text in texts.items() if "/" not in name]
+        # A name such as loss/web belongs to a source, so its columns come last.
+        columns = {name: f"{name}: {value:.6E}" for name, value in extra_values.items()}
+        run_columns = [text.replace("_", " ") for name, text in columns.items() if "/" not in name]
+        source_columns = [text for name, text in columns.items() if "/" in name]
         return " | ".join(
             [
                 f"step {step:8d}/{self._total_steps:8d}",
@@ -254,7 +258,7 @@ class Tracker:
                 f"grad norm: {record['grad_norm']:.3f}",
                 f"skipped steps: {record['skipped_steps']:3d}",
                 f"nan steps: {record['nan_steps']:3d}",
-                *(text for name, text in texts.items() if "/" in name),
+                *source_columns,
             ]
         )
 
@@ -317,11 +321,11 @@ class Tracker:
         if self._file is not None:
             self._file.flush()
 
-    def _draw_bar(self, draw: Callable[[Any], object]) -> None:
-        """Change the progress bar, and give it up once the terminal is closed."""
+    def _update_bar(self, update: Callable[[Any], object]) -> None:
+        """Call a function with the progress bar; remove the bar once the terminal is closed."""
         try:
             if self._progress_bar is not None:
-                draw(self._progress_bar)
+                update(self._progress_bar)
         except Exception:
             with contextlib.suppress(AssertionError, RuntimeError):
                 tqdm.get_lock().release()  # tqdm keeps it, and a thread that logs would wait
@@ -332,7 +336,7 @@ class Tracker:
         """Close the progress bar and the files."""
         self.wall_time.switch("output")
         self.wall_time.write()
-        self._draw_bar(lambda bar: bar.close())
+        self._update_bar(lambda bar: bar.close())
         if self._file is not None:
             self._file.close()
 
@@ -356,7 +360,7 @@ def _merge_extension_values(
     return merged_values
 
 
-def step_line(
+def format_step_line(
     record: Mapping[str, float], *, step: int, total_steps: int, columns: Sequence[str] = ()
 ) -> str:
     """Return the line of a step for a terminal, with at most 100 columns.

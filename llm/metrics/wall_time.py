@@ -63,13 +63,13 @@ class WallTime:
         record = _read_record(path)
         if record is None:
             return
-        gap = max(0.0, self._began - record["written"])
+        seconds_between_starts = max(0.0, self._began - record["written"])
         if not record["is_finished"]:
-            self._seconds["queue"] = gap
+            self._seconds["queue"] = seconds_between_starts
         for part, seconds in record["seconds"].items():
             self._seconds[part] += seconds
         # A run that is made longer has not waited for this start since it was finished.
-        self._began = record["began"] + (gap if record["is_finished"] else 0.0)
+        self._began = record["began"] + (seconds_between_starts if record["is_finished"] else 0.0)
         self._starts = record["starts"] + 1
         self._earlier_device_seconds = record["device_seconds"]
         self._inherited = record["inherited_seconds"], record["inherited_tokens"]

@@ -43,7 +43,7 @@ def optimal_batch_tokens(num_tokens: float, *, for_muon: bool = False) -> float:
     return _ADAMW_BATCH_TOKENS * float(num_tokens**_BATCH_EXPONENT)
 
 
-def round_batch(num_samples: float) -> int:
+def round_batch_size(num_samples: float) -> int:
     """Return a number of samples that many ranks and micro-batches divide.
 
     It is the nearest of 4, 5, 6 or 7 times a power of two: 224, 256, 320, 384. It does not depend
@@ -66,7 +66,7 @@ def optimal_learning_rate(*, num_parameters: int, num_tokens: float, batch_token
     rate = 1.79 * num_parameters**-0.713 * num_tokens**0.307
     best_batch_tokens = 0.58 * num_tokens**0.571
     rate *= math.sqrt(min(1.0, batch_tokens / best_batch_tokens))
-    return _three_digits(min(rate, _MAX_LEARNING_RATE))
+    return _round_to_three_digits(min(rate, _MAX_LEARNING_RATE))
 
 
 def optimal_weight_decay(
@@ -81,7 +81,7 @@ def optimal_weight_decay(
         learning_rate: Peak learning rate.
     """
     time_scale = 1.084 * (num_tokens / num_parameters) ** -0.527
-    return _three_digits(batch_tokens / (learning_rate * num_tokens * time_scale))
+    return _round_to_three_digits(batch_tokens / (learning_rate * num_tokens * time_scale))
 
 
 def warmup_tokens(num_tokens: float) -> int:
@@ -89,6 +89,6 @@ def warmup_tokens(num_tokens: float) -> int:
     return round(min(num_tokens / 10, _MAX_WARMUP_TOKENS))
 
 
-def _three_digits(number: float) -> float:
+def _round_to_three_digits(number: float) -> float:
     """Return a number rounded to three significant digits."""
     return float(f"{number:.3g}")

@@ -1,6 +1,6 @@
 """Parameter groups: decay, learning-rate factors, embeddings and head."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,21 +34,19 @@ def parameter_groups(options: OptimizerOptions, model: torch.nn.Module) -> list[
         options: The weight decay and both learning rates.
         model: The model, or this rank's stages.
     """
-    params_by_name = {
-        name: param for name, param in model.named_parameters() if param.requires_grad
-    }
-    decayed_params = {param for name, param in params_by_name.items() if decays(name, param)}
+    param_by_name = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    decayed_params = {param for name, param in param_by_name.items() if decays(name, param)}
     groups = split_groups(
-        [{"params": [*params_by_name.values()]}],
+        [{"params": [*param_by_name.values()]}],
         decayed_params,
         chosen_settings={"weight_decay": options.weight_decay},
         other_settings={"weight_decay": 0.0},
     )
-    settings = embedding_settings(options)
-    if not settings:
+    embedding_rate = embedding_settings(options)
+    if not embedding_rate:
         return groups
     return split_groups(
-        groups, set(inner_matrices(model)), chosen_settings={}, other_settings=settings
+        groups, set(inner_matrices(model)), chosen_settings={}, other_settings=embedding_rate
     )
 
 
@@ -62,7 +60,7 @@ def embedding_settings(options: OptimizerOptions) -> dict[str, Any]:
 
 def split_groups(
     groups: Iterable[dict[str, Any]],
-    chosen: set[torch.nn.Parameter],
+    chosen_params: set[torch.nn.Parameter],
     chosen_settings: dict[str, Any] | None,
     other_settings: dict[str, Any] | None,
 ) -> list[dict[str, Any]]:
@@ -70,25 +68,24 @@ def split_groups(
 
     Args:
         groups: Parameter groups; not changed.
-        chosen: Parameters of any group.
+        chosen_params: Parameters of any group.
         chosen_settings: Settings of the chosen parameters; None leaves them out.
         other_settings: Settings of the others; None leaves them out.
     """
-    divided_groups = [
-        group
-        | {"params": [param for param in group["params"] if (param in chosen) is is_chosen]}
-        | settings
-        for group in groups
-        for is_chosen, settings in ((True, chosen_settings), (False, other_settings))
-        if settings is not None
-    ]
-    return [group for group in divided_groups if group["params"]]
+    split: list[dict[str, Any]] = []
+    for group in groups:
+        group_chosen = [param for param in group["params"] if param in chosen_params]
+        group_others = [param for param in group["params"] if param not in chosen_params]
+        for params, settings in ((group_chosen, chosen_settings), (group_others, other_settings)):
+            if params and settings is not None:
+                split.append(group | {"params": params} | settings)
+    return split
 
 
 def scale_learning_rates(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
-    factor_of: Callable[[str, int, Mapping[str, Any]], float],
+    choose_factor: Callable[[str, int, Mapping[str, Any]], float],
 ) -> None:
     """Multiply parameters' learning rates by a factor, stored in their groups.
 
@@ -98,7 +95,7 @@ def scale_learning_rates(
     Args:
         optimizer: Its groups are split by factor, in place; at factor 1 they do not change.
         model: The model with the parameters of the groups.
-        factor_of: Returns the factor of a parameter from its name in the model, its number of
+        choose_factor: Returns the factor of a parameter from its name in the model, its number of
             dimensions, and the settings of its group.
     """
     name_by_param = {param: name for name, param in model.named_parameters()}
@@ -106,22 +103,27 @@ def scale_learning_rates(
     for group in optimizer.param_groups:
         param_indices_by_factor: dict[float, list[int]] = {}
         for param_index, param in enumerate(group["params"]):
-            factor = factor_of(name_by_param[param], param.ndim, group)
+            factor = choose_factor(name_by_param[param], param.ndim, group)
             param_indices_by_factor.setdefault(factor, []).append(param_index)
         for factor, param_indices in param_indices_by_factor.items():
-            scaled_settings = {
-                "lr": group["lr"] * factor,
-                "weight_decay": group["weight_decay"] / factor,
-                "rate_factor": factor * group.get("rate_factor", 1.0),
-            }
-            # BF16AdamW also has a key for each parameter.
-            param_lists = {key: group[key] for key in ("params", "keys") if key in group}
-            selected_lists = {
-                key: [entries[param_index] for param_index in param_indices]
-                for key, entries in param_lists.items()
-            }
-            scaled_groups.append(group | selected_lists | scaled_settings)
+            scaled_groups.append(_scale_subgroup(group, param_indices, factor))
     optimizer.param_groups = scaled_groups
+
+
+def _scale_subgroup(
+    group: Mapping[str, Any], param_indices: Sequence[int], factor: float
+) -> dict[str, Any]:
+    """Return a group of some of the parameters, with their learning rate times a factor."""
+    subgroup = {
+        **group,
+        "lr": group["lr"] * factor,
+        "weight_decay": group["weight_decay"] / factor,
+        "rate_factor": factor * group.get("rate_factor", 1.0),
+    }
+    for list_name in ("params", "keys"):  # BF16AdamW also has a key for each parameter
+        if list_name in group:
+            subgroup[list_name] = [group[list_name][index] for index in param_indices]
+    return subgroup
 
 
 def output_head(model: torch.nn.Module) -> torch.nn.Module | None:

@@ -245,30 +245,38 @@ def scheduler_kwargs(text: str | None, *, kind: str) -> dict[str, float]:
     """
     if text is None:
         return {}
-    try:
-        pairs = [pair.partition("=")[::2] for pair in text.split(",")]
-        is_json = text.lstrip().startswith("{")
-        settings: dict[str, Any] = (
-            json.loads(text)
-            if is_json
-            else {name.strip(): json.loads(value) for name, value in pairs}
-        )
-    except ValueError:
-        raise ConfigError(
-            f"--lr_scheduler_kwargs expects num_cycles=3 or '{{\"num_cycles\": 3}}', not {text!r}."
-        ) from None
-    if not is_json and len(settings) < len(pairs):
-        raise ConfigError(f"--lr_scheduler_kwargs {text} sets a name twice; give it once.")
-    setting = _SETTING_BY_SCHEDULER_TYPE.get(kind)
+    settings = _parse_scheduler_kwargs(text)
+    allowed_name = _SETTING_BY_SCHEDULER_TYPE.get(kind)
     for name, value in settings.items():
-        if name != setting:
+        if name != allowed_name:
             raise ConfigError(
                 f"--lr_scheduler_kwargs sets {name}, which --lr_scheduler_type {kind} does not "
-                f"have; " + (f"it has {setting}." if setting else "leave it out.")
+                f"have; " + (f"it has {allowed_name}." if allowed_name else "leave it out.")
             )
         if type(value) not in (int, float) or not 0 < value <= 1e6:
             raise ConfigError(
                 f"--lr_scheduler_kwargs {name} must be a number above 0 and at most 1e6, not "
                 f"{value!r}."
             )
+    return settings
+
+
+def _parse_scheduler_kwargs(text: str) -> dict[str, Any]:
+    """Return the settings in a text such as `num_cycles=3` or `{"num_cycles": 3}`.
+
+    Raises:
+        ConfigError: The text has another form, or sets a name twice.
+    """
+    try:
+        if text.lstrip().startswith("{"):
+            json_settings: dict[str, Any] = json.loads(text)
+            return json_settings
+        pairs = [pair.partition("=")[::2] for pair in text.split(",")]
+        settings = {name.strip(): json.loads(value) for name, value in pairs}
+    except ValueError:
+        raise ConfigError(
+            f"--lr_scheduler_kwargs expects num_cycles=3 or '{{\"num_cycles\": 3}}', not {text!r}."
+        ) from None
+    if len(settings) < len(pairs):
+        raise ConfigError(f"--lr_scheduler_kwargs {text} sets a name twice; give it once.")
     return settings

@@ -47,7 +47,7 @@ def make_schedule(
     Raises:
         ConfigError: Warm-up and the other phases do not fit into `total_steps`.
     """
-    shape_name, start, end = _resolve_decay(
+    shape_name, decay_start, decay_end = _resolve_decay(
         options,
         total_steps=total_steps,
         warmup_steps=warmup_steps,
@@ -59,14 +59,7 @@ def make_schedule(
             f"The warm-up of {warmup_steps:g} steps is not shorter than the run of {total_steps} "
             "steps: the learning rate never reaches its peak."
         )
-    settings = scheduler_kwargs(options.lr_scheduler_kwargs, kind=options.lr_scheduler_type)
-    if shape_name == "warmup_stable_decay":
-        decay = _DECAY_BY_COOLDOWN_SHAPE[options.cooldown_shape]
-        if options.lr_scheduler_type == shape_name and "power" in settings:
-            decay = partial(polynomial, power=settings["power"])
-        shape = partial(stable_then_decay, decay=decay)
-    else:
-        shape = partial(_SHAPES[shape_name], **settings)
+    shape = _make_shape(options, shape_name)
     peak = options.learning_rate
     # transformers ends its polynomial decay (of power 1) at 1e-7 rather than at 0.
     floor = min(options.min_learning_rate or (1e-7 if shape_name == "polynomial" else 0.0), peak)
@@ -74,9 +67,21 @@ def make_schedule(
     def schedule(step: float) -> float:
         if step < warmup_steps:
             return peak * step / warmup_steps
-        return floor + (peak - floor) * shape(step, start=start, end=end)
+        return floor + (peak - floor) * shape(step, start=decay_start, end=decay_end)
 
     return schedule
+
+
+def _make_shape(options: OptimizerOptions, shape_name: str) -> Shape:
+    """Return the decay from 1 to 0 with a name in `_SHAPES`, with the settings of the options."""
+    settings = scheduler_kwargs(options.lr_scheduler_kwargs, kind=options.lr_scheduler_type)
+    if shape_name != "warmup_stable_decay":
+        return partial(_SHAPES[shape_name], **settings)
+    decay = _DECAY_BY_COOLDOWN_SHAPE[options.cooldown_shape]
+    # A cooldown of another schedule has the shape of `cooldown_shape` only.
+    if options.lr_scheduler_type == shape_name and "power" in settings:
+        decay = partial(polynomial, power=settings["power"])
+    return partial(stable_then_decay, decay=decay)
 
 
 def _resolve_decay(

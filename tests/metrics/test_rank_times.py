@@ -14,35 +14,37 @@ HOSTS = ["node1", "node1", "node2", "node2"]
 def test_a_rank_is_named_once_when_it_is_slow_for_three_intervals():
     slow = SlowRanks(COMPUTE, 4)
     times = [0.100, 0.101, 0.125, 0.099]
-    assert [slow.add(times) for _ in range(5)] == [[], [], [2], [], []]
+    assert [slow.count_interval(times) for _ in range(5)] == [[], [], [2], [], []]
 
 
 def test_a_rank_that_recovers_and_becomes_slow_again_is_named_again():
     slow = SlowRanks(COMPUTE, 2)
     intervals = [[0.3, 0.1]] * 3 + [[0.1, 0.1]] + [[0.3, 0.1]] * 3
-    assert [slow.add(times) for times in intervals] == [[], [], [0], [], [], [], [0]]
+    assert [slow.count_interval(times) for times in intervals] == [[], [], [0], [], [], [], [0]]
 
 
 def test_a_rank_below_a_fifth_above_the_median_is_not_slow():
     slow = SlowRanks(COMPUTE, 4)
-    assert [slow.add([1.0, 1.0, 1.19, 1.0]) for _ in range(4)] == [[]] * 4
+    assert [slow.count_interval([1.0, 1.0, 1.19, 1.0]) for _ in range(4)] == [[]] * 4
 
 
 @pytest.mark.parametrize(("activity", "excess"), [(DATA, 0.009), (COMPUTE, 0.009), (SAVE, 0.9)])
 def test_a_short_time_names_nobody_however_often_it_is_the_median(activity, excess):
     slow = SlowRanks(activity, 4)
-    assert [slow.add([0.001, 0.001 + excess, 0.001, 0.002]) for _ in range(9)] == [[]] * 9
+    assert [slow.count_interval([0.001, 0.001 + excess, 0.001, 0.002]) for _ in range(9)] == [
+        []
+    ] * 9
 
 
 def test_an_excess_that_hardly_lengthens_a_step_names_nobody():
     slow, times = SlowRanks(COMPUTE, 4), [0.1, 0.1, 0.14, 0.1]
-    assert [slow.add(times, min_excess=0.05) for _ in range(4)] == [[]] * 4
-    assert [slow.add(times, min_excess=0.03) for _ in range(3)] == [[], [], [2]]
+    assert [slow.count_interval(times, min_excess=0.05) for _ in range(4)] == [[]] * 4
+    assert [slow.count_interval(times, min_excess=0.03) for _ in range(3)] == [[], [], [2]]
 
 
 def test_two_slow_ranks_are_named_the_slowest_first():
     slow = SlowRanks(DATA, 4)
-    assert [slow.add([0.0, 0.2, 0.0, 0.3]) for _ in range(3)] == [[], [], [3, 1]]
+    assert [slow.count_interval([0.0, 0.2, 0.0, 0.3]) for _ in range(3)] == [[], [], [3, 1]]
 
 
 def test_another_rank_that_is_slow_in_each_interval_names_nobody():
@@ -50,7 +52,7 @@ def test_another_rank_that_is_slow_in_each_interval_names_nobody():
     for interval in range(1000):
         times = [0.05 + draw.random() * 0.004 for _ in range(4)]
         times[interval % 4] += 0.2
-        assert slow.add(times) == []
+        assert slow.count_interval(times) == []
 
 
 def test_the_line_names_host_and_times_and_the_event_the_ranks(caplog):

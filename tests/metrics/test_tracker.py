@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from llm.errors import ConfigError
 from llm.metrics.meter import Meter
-from llm.metrics.tracker import Tracker, step_line
+from llm.metrics.tracker import Tracker, format_step_line
 from tests.support.meters import all_reduce
 
 CPU = torch.device("cpu")
@@ -304,22 +304,22 @@ RECORD = {
 
 
 def test_the_line_of_a_step_on_a_terminal_is_short():
-    assert step_line(RECORD, step=25, total_steps=800) == (
+    assert format_step_line(RECORD, step=25, total_steps=800) == (
         "step  25/800  loss 7.171  lr 7.2e-4  16.2k tok/s  MFU 52%  eta 0:48"
     )
-    assert step_line(RECORD, step=25, total_steps=800, columns=["load 1.3x"]) == (
+    assert format_step_line(RECORD, step=25, total_steps=800, columns=["load 1.3x"]) == (
         "step  25/800  loss 7.171  lr 7.2e-4  16.2k tok/s  MFU 52%  load 1.3x  eta 0:48"
     )
     warm_up = {**RECORD, "learning_rate": 0.0, "tokens_per_second": 478.4, "skipped_steps": 2}
     del warm_up["mfu"]
-    assert step_line(warm_up, step=12, total_steps=800) == (
+    assert format_step_line(warm_up, step=12, total_steps=800) == (
         "step  12/800, 2 skipped  loss 7.171  lr 0  478 tok/s  eta 0:49"
     )
 
 
 def test_the_line_of_the_longest_runs_has_at_most_100_columns():
     long = {**RECORD, "loss": 123.45678, "tokens_per_second": 1.234e8, "ms_per_step": 99_999.0}
-    line = step_line({**long, "skipped_steps": 99}, step=100, total_steps=10_000_000)
+    line = format_step_line({**long, "skipped_steps": 99}, step=100, total_steps=10_000_000)
     assert line == (
         "step      100/10000000, 99 skipped  loss 123.457  lr 7.2e-4  123.4M tok/s  MFU 52%  "
         "eta 11573d 20:13"
@@ -330,7 +330,8 @@ def test_the_line_of_the_longest_runs_has_at_most_100_columns():
 def test_a_rate_never_shows_a_thousand_of_a_unit():
     rates = (999.4, 999.6, 16_234.0, 999_949.0, 999_951.0)
     lines = [
-        step_line({**RECORD, "tokens_per_second": rate}, step=1, total_steps=2) for rate in rates
+        format_step_line({**RECORD, "tokens_per_second": rate}, step=1, total_steps=2)
+        for rate in rates
     ]
     words = [line.partition(" tok/s")[0].rpartition(" ")[2] for line in lines]
     assert words == ["999", "1.00k", "16.2k", "999.9k", "1.00M"]
@@ -338,7 +339,7 @@ def test_a_rate_never_shows_a_thousand_of_a_unit():
 
 def test_a_duration_is_in_minutes_hours_or_days():
     lines = [
-        step_line({**RECORD, "ms_per_step": 1000.0}, step=0, total_steps=steps)
+        format_step_line({**RECORD, "ms_per_step": 1000.0}, step=0, total_steps=steps)
         for steps in (9, 600, 3723, 273_900)
     ]
     assert [line.rpartition("eta ")[2] for line in lines] == [

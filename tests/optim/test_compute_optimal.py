@@ -6,7 +6,7 @@ from llm.optim.compute_optimal import (
     optimal_batch_tokens,
     optimal_learning_rate,
     optimal_weight_decay,
-    round_batch,
+    round_batch_size,
     warmup_tokens,
 )
 
@@ -41,7 +41,7 @@ def test_batches_for_adamw_are_those_of_power_lines():
     [(0.2, 1), (5.4, 5), (9.1, 10), (121.7, 128), (243.0, 256), (230.0, 224), (362.0, 384)],
 )
 def test_a_batch_is_rounded_to_what_ranks_divide(num_samples: float, rounded: int):
-    assert round_batch(num_samples) == rounded
+    assert round_batch_size(num_samples) == rounded
 
 
 def test_rates_are_those_of_step_law():

@@ -27,7 +27,7 @@ from llm.optim.compute_optimal import (
     optimal_batch_tokens,
     optimal_learning_rate,
     optimal_weight_decay,
-    round_batch,
+    round_batch_size,
     warmup_tokens,
 )
 
@@ -79,7 +79,7 @@ def compute_optimal_values(values: Mapping[str, Any]) -> dict[str, Any]:
     num_samples = optimal_batch_tokens(num_tokens, for_muon=for_muon) / budget.block_size
     preset: dict[str, Any] = {
         "max_duration": DEFAULT_LENGTH,
-        "global_batch_size": round_batch(num_samples),
+        "global_batch_size": round_batch_size(num_samples),
     }
     global_batch_size = values.get("global_batch_size") or preset["global_batch_size"]
     if not isinstance(global_batch_size, int):
