@@ -510,7 +510,7 @@ def check_library_versions() -> None:
     mismatches = []
     for requirement in requirements:
         is_of_extra = requirement.marker is not None
-        if not is_of_extra and (mismatch := _find_mismatch(requirement)) is not None:
+        if not is_of_extra and (mismatch := _describe_version_mismatch(requirement)) is not None:
             mismatches.append(mismatch)
     if mismatches:
         raise ConfigError(
@@ -519,7 +519,7 @@ def check_library_versions() -> None:
         )
 
 
-def _find_mismatch(requirement: "Requirement") -> str | None:
+def _describe_version_mismatch(requirement: "Requirement") -> str | None:
     """Return how the installed version of a library differs from a requirement; None if not."""
     import importlib.metadata
 

@@ -153,19 +153,19 @@ def _exchange_values(
         if error is not None:
             raise error
         return [value]
-    values_and_errors = _gather_values((value, _error_report(error)), group, timeout)
-    error_reports = [error_report for _, error_report in values_and_errors]
+    values_and_reports = _gather_values((value, _error_report(error)), group, timeout)
+    error_reports = [error_report for _, error_report in values_and_reports]
     failed_ranks = [rank for rank, report in enumerate(error_reports) if report is not None]
     if not failed_ranks:
-        return [rank_value for rank_value, _ in values_and_errors]
+        return [rank_value for rank_value, _ in values_and_reports]
 
     first_failed_rank = failed_ranks[0]
-    shared_error: Any = error
-    if error is None or first_failed_rank != _rank():
+    first_error: Any = error
+    if error is None or first_failed_rank != _rank():  # another rank's error, which comes as text
         class_name, message = error_reports[first_failed_rank]
-        shared_error = getattr(errors, class_name)(message)
-    shared_error.shared = True
-    raise shared_error
+        first_error = getattr(errors, class_name)(message)
+    first_error.shared = True
+    raise first_error
 
 
 def _error_report(error: Exception | None) -> tuple[str, str] | None:

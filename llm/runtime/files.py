@@ -98,18 +98,19 @@ def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
 
     A line that is not a JSON object is None: a kill may cut the last line short.
     """
-
-    def parse_line(line: str) -> dict[str, Any] | None:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            return None
-        return record if isinstance(record, dict) else None
-
     if not path.is_file():
         return []
     with path.open(encoding="utf-8", errors="replace") as file:
-        return [parse_line(line) for line in file]
+        return [_parse_json_object(line) for line in file]
+
+
+def _parse_json_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that a text holds; None if it holds something else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def json_safe(value: Any) -> Any:

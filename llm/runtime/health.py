@@ -199,19 +199,19 @@ class Health:
 
     def _receive_heartbeats(self) -> str | None:
         """Record the heartbeats that have arrived; return a failure if a rank has died."""
-        dead_heartbeats = []
+        heartbeats_of_dead = []
         for channel, line in self._server.receive():
             if line is not None:
                 self._peers[channel] = _Peer(json.loads(line), time.monotonic())
                 continue
             lost_peer = self._peers.pop(channel, None)
             if lost_peer is not None and not lost_peer.heartbeat["leaves"]:
-                dead_heartbeats.append(lost_peer.heartbeat)
+                heartbeats_of_dead.append(lost_peer.heartbeat)
         # After the loop, because all other ranks must be known before they are notified.
-        if not dead_heartbeats:
+        if not heartbeats_of_dead:
             return None
-        first_dead = dead_heartbeats[0]
-        return f"{first_dead['name']} has died, about step {first_dead['step']}"
+        first_heartbeat = heartbeats_of_dead[0]
+        return f"{first_heartbeat['name']} has died, about step {first_heartbeat['step']}"
 
     def _send_to_ranks(self, message: dict[str, Any]) -> None:
         """Send a message to all ranks that are connected."""
@@ -255,20 +255,20 @@ class Health:
                 channel.close()
                 # Rank 0 closes a connection if the key comes late, because this process was stopped
                 # in between, for example.
-                next_channel = None if has_received else self._connect_to_rank0()
-                if next_channel is None:
+                new_channel = None if has_received else self._connect_to_rank0()
+                if new_channel is None:
                     death = f"rank 0 on {self._host} has died, about step {self._step}"
                     self._end_process(death, reporter=1)
                     return
-                channel, messages = next_channel, []
+                channel, messages = new_channel, []
 
             if messages:
                 received_at, has_received = time.monotonic(), True
-            last_message = next((message for message in messages if "failure" in message), None)
-            if last_message is not None:
+            farewell = next((message for message in messages if "failure" in message), None)
+            if farewell is not None:
                 channel.close()
-                if last_message["failure"] is not None:  # otherwise rank 0 leaves
-                    self._end_process(last_message["failure"])
+                if farewell["failure"] is not None:  # otherwise rank 0 leaves without a failure
+                    self._end_process(farewell["failure"])
                 return
 
             hang = self._rank0_hang_failure(time.monotonic() - received_at)
@@ -315,7 +315,7 @@ class Health:
         heartbeat = hung_peer.heartbeat
         hung_name = heartbeat["name"]
         is_same_step = all(peer.heartbeat["step"] == heartbeat["step"] for peer in peers)
-        if is_same_step and not silent_peers:
+        if is_same_step and not silent_peers:  # nothing tells which rank the others wait for
             hung_name = self._describe_connected_ranks()
         limit = min(self._limits[peer.heartbeat["phase"]] for peer in late_peers)
         return (

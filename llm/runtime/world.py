@@ -197,10 +197,8 @@ def _mpi_variables(environ: Mapping[str, str]) -> dict[str, str]:
     for mpi_names in _MPI_VARIABLES:
         _, size_name, _ = mpi_names
         if environ.keys() >= set(mpi_names) and _read_integer(environ, size_name, "1") > 1:
-            return {
-                name: environ[mpi_name]
-                for name, mpi_name in zip(_TORCHRUN_VARIABLES, mpi_names, strict=True)
-            }
+            values = [environ[name] for name in mpi_names]
+            return dict(zip(_TORCHRUN_VARIABLES, values, strict=True))
     return {}
 
 
@@ -272,12 +270,13 @@ def is_on_one_host(environ: Mapping[str, str], world_size: int) -> bool:
 def expand_nodelist(nodelist: str) -> list[str]:
     """Return the hosts of a Slurm node list: `nid[08-09],login1` is nid08, nid09, login1."""
     hosts = []
+    # Commas separate the items, except between brackets.
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
-        prefixes = [""]
+        item_hosts = [""]
         for literal, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", item):
             suffixes = [literal] if literal else _expand_ranges(ranges)
-            prefixes = [prefix + suffix for prefix in prefixes for suffix in suffixes]
-        hosts += prefixes
+            item_hosts = [prefix + suffix for prefix in item_hosts for suffix in suffixes]
+        hosts += item_hosts
     return hosts
 
 

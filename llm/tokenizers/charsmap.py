@@ -11,7 +11,7 @@ import itertools
 import struct
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -84,26 +84,43 @@ def _read_rules(charsmap: bytes) -> dict[str, str]:
     (trie_bytes,) = struct.unpack_from("<I", charsmap)
     units = struct.unpack_from(f"<{trie_bytes // 4}I", charsmap, 4)
     replacements = charsmap[4 + trie_bytes :]
+    children_by_base = _group_children(units)
+    rules: dict[str, str] = {}
+    pending_nodes = [(0, b"")]  # each with the bytes on the way to it
+    num_visits = itertools.count()
+    while pending_nodes:
+        if next(num_visits) == _MAX_TRIE_VISITS:
+            raise ValueError("its normalization rules are not a trie")
+        node, prefix = pending_nodes.pop()
+        for child, label in children_by_base[node ^ _child_offset(units[node])]:
+            sequence = prefix + bytes([label])
+            replacement_start = _find_replacement(units, child)
+            if replacement_start is not None:
+                replacement_end = replacements.index(b"\0", replacement_start)
+                rules[sequence.decode()] = replacements[replacement_start:replacement_end].decode()
+            pending_nodes.append((child, sequence))
+    return rules
+
+
+def _group_children(units: Sequence[int]) -> Mapping[int, list[tuple[int, int]]]:
+    """Return the children of each base in a double array, with the byte that leads to each.
+
+    Bits 0 to 7 of a unit are this byte; a unit with the highest bit set is a value, not a child.
+    The index of a child is the base of its parent, XOR the byte.
+    """
     children_by_base: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for child, unit in enumerate(units):
         label = unit & 0x800000FF
         if 0 < label < 256:
             children_by_base[child ^ label].append((child, label))
-    rules: dict[str, str] = {}
-    nodes = [(0, b"")]
-    num_visits = itertools.count()
-    while nodes:
-        if next(num_visits) == _MAX_TRIE_VISITS:
-            raise ValueError("its normalization rules are not a trie")
-        node, prefix = nodes.pop()
-        for child, label in children_by_base[node ^ _child_offset(units[node])]:
-            unit, sequence = units[child], prefix + bytes([label])
-            if unit >> 8 & 1:  # a sequence ends here
-                replacement_start = units[child ^ _child_offset(unit)] & 0x7FFFFFFF
-                replacement_end = replacements.index(b"\0", replacement_start)
-                rules[sequence.decode()] = replacements[replacement_start:replacement_end].decode()
-            nodes.append((child, sequence))
-    return rules
+    return children_by_base
+
+
+def _find_replacement(units: Sequence[int], node: int) -> int | None:
+    """Return where the replacement of a node's sequence begins; None if no sequence ends there."""
+    unit = units[node]
+    is_end_of_sequence = unit >> 8 & 1
+    return units[node ^ _child_offset(unit)] & 0x7FFFFFFF if is_end_of_sequence else None
 
 
 def _child_offset(unit: int) -> int:
@@ -116,13 +133,13 @@ def _find_composing_characters(
 ) -> set[str]:
     """Return characters with a replacement that could compose with the one in front."""
     seconds = set(second_characters)
-    return {
-        sequence
-        for sequence, replacement in rules.items()
-        if len(sequence) == 1
-        and replacement
-        and (replacement[0] in seconds or unicodedata.category(replacement[0]).startswith("M"))
-    }
+    composing_characters = set()
+    for sequence, replacement in rules.items():
+        if len(sequence) == 1 and replacement:
+            is_mark = unicodedata.category(replacement[0]).startswith("M")
+            if is_mark or replacement[0] in seconds:
+                composing_characters.add(sequence)
+    return composing_characters
 
 
 def _format_class_ranges(characters: Iterable[str]) -> str:

@@ -67,7 +67,7 @@ def locate_tokenizer(
         ConfigError: Nothing was named, or a local path does not exist.
     """
     if options.vocab_file is not None or options.merges_file is not None:
-        return _locate_pair(options.vocab_file, options.merges_file)
+        return _locate_gpt2_files(options.vocab_file, options.merges_file)
     name = options.tokenizer_name or model_name_or_path
     if name is None:
         raise ConfigError(
@@ -99,10 +99,10 @@ def _locate_in_folder(folder: Path) -> TokenizerFiles:
     if (folder / "tokenizer.json").is_file():
         return TokenizerFiles(kind="file", name=str(folder / "tokenizer.json"))
     if (folder / "merges.txt").is_file():
-        return _locate_pair(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    models = [*folder.glob("*.model")]
-    if len(models) == 1:
-        return TokenizerFiles(kind="model", name=str(models[0]))
+        return _locate_gpt2_files(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    sentencepiece_models = [*folder.glob("*.model")]
+    if len(sentencepiece_models) == 1:
+        return TokenizerFiles(kind="model", name=str(sentencepiece_models[0]))
     return TokenizerFiles(kind="named", name=str(folder))
 
 
@@ -110,7 +110,7 @@ def _has_any_file(folder: Path, names: Sequence[str]) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
-def _locate_pair(vocab_file: str | None, merges_file: str | None) -> TokenizerFiles:
+def _locate_gpt2_files(vocab_file: str | None, merges_file: str | None) -> TokenizerFiles:
     """Return GPT-2's two files; refuse one without the other, or one that does not exist."""
     if vocab_file is None or merges_file is None:
         given_option, missing_option = ("--vocab_file", "--merges_file")
@@ -155,14 +155,14 @@ def load_tokenizer(
         tokenizer = _convert_sentencepiece(files.name)
     else:
         try:
-            tokenizer = _read_files(
+            tokenizer = _read_by_transformers(
                 files,
                 use_fast=not options.use_slow_tokenizer,
                 trust_remote_code=trust_remote_code,
                 local_files_only=local_files_only,
             )
         except Exception as error:  # the libraries raise many types of errors
-            raise ConfigError(_explain_error(files, error, local_files_only)) from error
+            raise ConfigError(_describe_load_error(files, error, local_files_only)) from error
     # A setting of this call, which `save_pretrained` would write into the copies of the tokenizer.
     tokenizer.init_kwargs.pop("local_files_only", None)
     # Documents are encoded whole, regardless of the model's length, and without padding.
@@ -174,7 +174,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def _read_files(
+def _read_by_transformers(
     files: TokenizerFiles, *, use_fast: bool, trust_remote_code: bool, local_files_only: bool
 ) -> "PreTrainedTokenizerBase":
     """Read a tokenizer by transformers' class for its files.
@@ -223,7 +223,7 @@ def _convert_sentencepiece(path: str) -> "PreTrainedTokenizerBase":
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **model["special_tokens"])
 
 
-def _explain_error(files: TokenizerFiles, error: Exception, local_files_only: bool) -> str:
+def _describe_load_error(files: TokenizerFiles, error: Exception, local_files_only: bool) -> str:
     """Return a sentence about a tokenizer that the libraries cannot load."""
     reason, name = one_line(error), files.name
     if files.kind == "pair":

@@ -39,7 +39,7 @@ def save_tokenizer_with_model(
 def _find_id_mismatch(
     tokenizer: "PreTrainedTokenizerBase", folder: Path, *, trust_remote_code: bool
 ) -> str | None:
-    """Return how `AutoTokenizer` reads a tokenizer in another way; None if its ids are equal."""
+    """Return how the tokenizer that `AutoTokenizer` reads differs; None if its ids are equal."""
     from transformers import AutoTokenizer
 
     try:
@@ -69,7 +69,6 @@ def _prevent_class_overrides(tokenizer: "PreTrainedTokenizerBase", config_path: 
     tokenizer_config = json.loads(config_path.read_text(encoding="utf-8"))
     tokenizer_config["trust_remote_code"] = True
     for token_name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES:
-        tokenizer_config.setdefault(
-            token_name, None
-        )  # otherwise some classes add tokens by default
+        # Without a value, some classes add a token by default.
+        tokenizer_config.setdefault(token_name, None)
     config_path.write_text(json.dumps(tokenizer_config, indent=2) + "\n", encoding="utf-8")

@@ -93,6 +93,28 @@ def convert_sentencepiece(
             ids, or a package is missing.
     """
     subject = subject or f"--tokenizer_name {path}"
+    proto = _read_model_proto(path, subject)
+    try:
+        backend = _make_backend(proto)
+        special_tokens = _name_special_tokens(proto)
+    except Exception as error:
+        raise ConfigError(
+            f"{subject} holds what the tokenizers library refuses: {error}"
+        ) from error
+    _check_equal_ids(backend, proto, samples, subject)
+    return ConvertedModel(backend=backend, special_tokens=special_tokens)
+
+
+def _read_model_proto(path: Path, subject: str) -> Any:
+    """Return the SentencePiece model in a file.
+
+    Args:
+        path: The `.model` file.
+        subject: Name of the model in messages.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not a model of a type that can be used.
+    """
     try:
         proto = parse_model_proto(path.read_bytes())
     except ConfigError:
@@ -104,29 +126,24 @@ def convert_sentencepiece(
         raise ConfigError(
             f"{subject} is not a SentencePiece model; name one, or a folder with a tokenizer.json."
         ) from error
-    trainer_spec = proto.trainer_spec
-    if trainer_spec.model_type not in (_UNIGRAM, _BPE):
+    model_type = proto.trainer_spec.model_type
+    if model_type not in (_UNIGRAM, _BPE):
         raise ConfigError(
             f"{subject} is a SentencePiece model of the type "
-            f"{_MODEL_TYPE_NAMES.get(trainer_spec.model_type, trainer_spec.model_type)}; only bpe "
-            "and unigram can be used here."
+            f"{_MODEL_TYPE_NAMES.get(model_type, model_type)}; only bpe and unigram can be used "
+            "here."
         )
-    id_by_name = {
-        name: getattr(trainer_spec, f"{name}_id") for name in ("bos", "eos", "unk", "pad")
-    }
-    try:
-        backend = _make_backend(proto)
-        special_tokens = {
-            f"{name}_token": proto.pieces[token_id].piece
-            for name, token_id in id_by_name.items()
-            if token_id >= 0
-        }
-    except Exception as error:
-        raise ConfigError(
-            f"{subject} holds what the tokenizers library refuses: {error}"
-        ) from error
-    _check_equal_ids(backend, proto, samples, subject)
-    return ConvertedModel(backend=backend, special_tokens=special_tokens)
+    return proto
+
+
+def _name_special_tokens(proto: Any) -> dict[str, str]:
+    """Return the special tokens of a model by transformers' names, such as `eos_token`."""
+    special_tokens = {}
+    for name in ("bos", "eos", "unk", "pad"):
+        token_id = getattr(proto.trainer_spec, f"{name}_id")
+        if token_id >= 0:  # -1 turns a token off
+            special_tokens[f"{name}_token"] = proto.pieces[token_id].piece
+    return special_tokens
 
 
 def import_sentencepiece() -> Any:
@@ -158,10 +175,10 @@ def parse_model_proto(data: bytes) -> Any:
         raise ConfigError(
             "SentencePiece models need the package protobuf: pip install protobuf"
         ) from error
-    generated: Any = sentencepiece_model_pb2
+    generated_module: Any = sentencepiece_model_pb2
     # SentencePiece refuses some files that the protocol buffer parser accepts.
     sentencepiece.SentencePieceProcessor(model_proto=data)
-    proto = generated.ModelProto()
+    proto = generated_module.ModelProto()
     proto.ParseFromString(data)
     if not proto.pieces:
         raise ValueError("a model without pieces")
@@ -275,8 +292,10 @@ def _unknown_letters_pattern(proto: Any) -> str:
     for name in sorted(names):
         is_unknown = [letter not in letters_with_piece for letter in name]
         if any(is_unknown):
+            # Split off the first run of unknown letters.
             run_start = is_unknown.index(True)
-            run_end = run_start + len(list(itertools.takewhile(bool, is_unknown[run_start:])))
+            run_length = len(list(itertools.takewhile(bool, is_unknown[run_start:])))
+            run_end = run_start + run_length
             prefix, unknown_run, suffix = map(
                 re.escape, (name[:run_start], name[run_start:run_end], name[run_end:])
             )
@@ -375,16 +394,12 @@ def _describe_difference(processor: Any, actual: list[int], expected: list[int])
         if actual_id != expected_id:
             first_difference = position
             break
-    decoded = processor.decode(expected[:first_difference])[-20:]
-    expected_pieces, actual_pieces = (
-        [
-            processor.id_to_piece(piece_id)
-            for piece_id in ids[first_difference : first_difference + 3]
-        ]
-        for ids in (expected, actual)
-    )
+    shown_positions = slice(first_difference, first_difference + 3)
+    equal_text = processor.decode(expected[:first_difference])[-20:]
+    expected_pieces = [processor.id_to_piece(piece_id) for piece_id in expected[shown_positions]]
+    actual_pieces = [processor.id_to_piece(piece_id) for piece_id in actual[shown_positions]]
     return (
-        f"after {decoded!r} SentencePiece gives {expected_pieces}, "
+        f"after {equal_text!r} SentencePiece gives {expected_pieces}, "
         f"and the tokenizers library {actual_pieces}"
     )
 

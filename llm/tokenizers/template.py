@@ -40,12 +40,12 @@ def match_training_template(tokenizer: "PreTrainedTokenizerBase", begin_token: i
 def _set_template(tokenizer: "PreTrainedTokenizerBase", begin_ids: list[int]) -> None:
     """Make the template add these ids to the beginning of a text, or of a pair of texts."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        tokenizer.build_inputs_with_special_tokens = lambda ids, pair=None: [
-            *begin_ids,
-            *ids,
-            *(pair or []),
-        ]
+    if backend is None:  # written in Python
+
+        def build_inputs(ids: list[int], second_ids: list[int] | None = None) -> list[int]:
+            return [*begin_ids, *ids, *(second_ids or [])]
+
+        tokenizer.build_inputs_with_special_tokens = build_inputs
         return
     from tokenizers.processors import TemplateProcessing
 
