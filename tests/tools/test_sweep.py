@@ -22,6 +22,7 @@ from llm.tools.sweep.members import Base, Member, grid_members, option_arguments
 from llm.tools.sweep.run_members import MemberRuns
 from llm.tools.sweep.slots import Slot, find_slots
 from llm.tools.sweep.sweep import main, make_table
+from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.processes import wait_until
 from tests.support.training import Bench
 
@@ -126,21 +127,6 @@ def test_a_folder_with_a_run_of_other_options_is_refused(folder, capsys):
     )
     assert main(["base.toml", "--grid", "seed=1", "--output_dir", "sweeps/base/seed=1"]) == 2
     assert "is the folder of a run" in capsys.readouterr().err
-
-
-def test_a_finished_run_with_another_global_batch_is_refused(folder, capsys):
-    argv = ["base.toml", "--grid", "seed=1", "--status"]
-    member = folder / "sweeps/base/seed=1"
-    member.mkdir(parents=True)
-    (member / "config.toml").write_text(BASE + "global_batch_size = 8\n")
-    (folder / "base.toml").write_text(BASE + "global_batch_size = 16\n")
-    (member / "status.json").write_text('{"status": "preempted"}')
-    assert main(argv) == 75  # a resumed run may change it
-    (member / "status.json").write_text('{"status": "finished"}')
-    assert main(argv) == 2
-    assert "other options: global_batch_size was 8 and is 16." in capsys.readouterr().err
-    (folder / "base.toml").write_text(BASE + "global_batch_size = 8\n")
-    assert main(argv) == 0
 
 
 @pytest.mark.extended
@@ -488,7 +474,8 @@ def test_a_killed_trial_is_repeated_and_a_failed_one_counts(tmp_path, monkeypatc
     from llm.tools.sweep.optuna_trials import Trials
 
     def open_trials(num_trials: int) -> Trials:
-        return Trials(tmp_path, ["learning_rate=1e-4..1e-2:log"], num_trials=num_trials)
+        search = ["learning_rate=1e-4..1e-2:log"]
+        return Trials(tmp_path, search, GPTConfig(), num_ranks=1, num_trials=num_trials)
 
     stopped = Sweep(tmp_path, [], monkeypatch, trials=open_trials(2))
     call_when(
@@ -517,7 +504,7 @@ def test_a_killed_trial_is_repeated_and_a_failed_one_counts(tmp_path, monkeypatc
     assert open_trials(2).next_member() is None
     assert open_trials(3).next_member().name.startswith("trial=2,")
     with pytest.raises(ConfigError, match=r"searches learning_rate=1e-4\.\.1e-2:log, not seed=1"):
-        Trials(tmp_path, ["seed=1..2"], num_trials=2)
+        Trials(tmp_path, ["seed=1..2"], GPTConfig(), num_ranks=1, num_trials=2)
 
 
 def test_a_trial_that_was_killed_on_another_machine_is_resumed(tmp_path, monkeypatch):
@@ -525,13 +512,17 @@ def test_a_trial_that_was_killed_on_another_machine_is_resumed(tmp_path, monkeyp
     from llm.tools.sweep.optuna_trials import Trials
 
     monkeypatch.setattr("llm.runtime.claims.HEARTBEAT_TIMEOUT_SECONDS", 0.5)
-    search = ["learning_rate=1e-4..1e-2:log"]
-    name = Trials(tmp_path, search, num_trials=1).next_member().name
+
+    def open_trials() -> Trials:
+        search = ["learning_rate=1e-4..1e-2:log"]
+        return Trials(tmp_path, search, GPTConfig(), num_ranks=1, num_trials=1)
+
+    name = open_trials().next_member().name
     (tmp_path / name).mkdir()
     (tmp_path / name / ".sweep-1").write_text("1 another-boot pid:[1]")
     (tmp_path / name / "status.json").write_text('{"status": "running"}')
 
-    sweep = Sweep(tmp_path, [], monkeypatch, trials=Trials(tmp_path, search, num_trials=1))
+    sweep = Sweep(tmp_path, [], monkeypatch, trials=open_trials())
     sweep.end(name)
     sweep.runs.run()
     assert sweep.states() == {name: "finished"}

@@ -5,19 +5,15 @@ import dataclasses
 import hashlib
 import itertools
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from llm.checkpoint.run_folder import RunFolder, describe_changes
+from llm.checkpoint.run_folder import RunFolder
 from llm.config.command_line import option_name
 from llm.config.options import fields, names_by_alias
 from llm.errors import ConfigError, LLMError
-from llm.tools.sweep.member_state import read_stopped_outcome
 from llm.trainers.gpt.main import parse_args
-
-if TYPE_CHECKING:
-    from llm.trainers.gpt.extensions import GPTConfig
 
 _MAX_NAME_LENGTH = 100
 """Characters in the name of a member; file systems allow 255 bytes."""
@@ -190,11 +186,14 @@ def check_members(
 ) -> None:
     """Refuse a sweep if the trainer would refuse one of its members.
 
+    Options of finished members that a resumed run would log as changed are printed to stderr.
+
     Args:
         base: The options and the folder that members share.
         members: The members.
         nodes: Nodes of a member.
-        nproc_per_node: Processes on each node; with `auto`, the trainer checks the layout.
+        nproc_per_node: Processes on each node; with `auto`, the trainer checks the layout and the
+            batch of finished members is that of their ranks.
 
     Raises:
         ConfigError: The trainer refuses the options of a member, two members are equal, or the
@@ -202,9 +201,12 @@ def check_members(
     """
     # Imported here, because it loads numpy.
     from llm.tools.jobs.job_ranks import check_ranks
+    from llm.tools.sweep.training_values import check_same_run
 
     check_base(base, members)
+    num_ranks = None if isinstance(nproc_per_node, str) else nodes * nproc_per_node
     member_by_config: dict[str, Member] = {}
+    names_by_change: dict[str, list[str]] = {}
     for member in members:
         if member.parent is not None and not (base.folder / member.parent / "config.toml").exists():
             _check_new_branch(base, member)
@@ -215,7 +217,7 @@ def check_members(
                 raise ConfigError("--eval_only trains nothing; leave it out.")
             if not isinstance(nproc_per_node, str):
                 check_ranks(config, nodes=nodes, ranks_per_node=nproc_per_node)
-            _check_same_run(config)
+            changes = check_same_run(config, num_ranks=num_ranks)
         except LLMError as error:
             raise ConfigError(f"The member {member.name} cannot run: {error}") from error
         other_member = member_by_config.setdefault(
@@ -226,6 +228,10 @@ def check_members(
                 f"The members {other_member.name} and {member.name} are the same run; leave one of "
                 "them out."
             )
+        if changes:
+            names_by_change.setdefault("; ".join(changes), []).append(member.name)
+    for text, names in names_by_change.items():
+        sys.stderr.write(f"Finished with other settings ({text}): {', '.join(names)}.\n")
 
 
 def _check_new_branch(base: Base, member: Member) -> None:
@@ -238,37 +244,5 @@ def _check_new_branch(base: Base, member: Member) -> None:
     if (folder / "config.toml").exists():
         raise ConfigError(
             f"{folder} holds a run that does not branch from {member.parent}. Give the sweep "
-            "another --output_dir, or remove this folder."
-        )
-
-
-def _check_same_run(config: "GPTConfig") -> None:
-    """Refuse a member if its folder holds a run with other options.
-
-    A resumed run may change its global batch, but a finished one would count as a run with it.
-
-    Raises:
-        ConfigError: Names the options.
-    """
-    from llm.trainers.gpt.recorded_config import read_config
-    from llm.trainers.gpt.recorded_options import fixed_options, options_allowed_to_change
-
-    folder = Path(str(config.output_dir))
-    if not (folder / "config.toml").exists():
-        return
-    recorded_config = read_config(folder)
-    recorded_values = fixed_options(recorded_config)
-    allowed_names = options_allowed_to_change(config)
-    values = fixed_options(config, defaults=recorded_values)
-    batches = recorded_config.global_batch_size, config.global_batch_size
-    if None not in batches and read_stopped_outcome(folder).state == "finished":
-        recorded_values["global_batch_size"], values["global_batch_size"] = batches
-    changes = describe_changes(
-        recorded_values,
-        {name: value for name, value in values.items() if name not in allowed_names},
-    )
-    if changes:
-        raise ConfigError(
-            f"{folder} holds a run with other options: {'; '.join(changes)}. Give the sweep "
             "another --output_dir, or remove this folder."
         )

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llm.checkpoint.run_folder import describe_changes
 from llm.config.command_line import option_name
-from llm.config.options import fields
+from llm.config.options import fields, names_by_alias
 from llm.config.shell import shell_line
 from llm.errors import ConfigError
 from llm.runtime.files import try_lock
@@ -20,6 +21,8 @@ from llm.tools.sweep.members import Member, member_name
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
+
+    from llm.trainers.gpt.extensions import GPTConfig
 
 _JOURNAL_NAME = "study.journal"
 _LOCK_SECONDS = 60.0
@@ -31,13 +34,23 @@ class Trials:
     Args:
         folder: Folder of the sweep.
         search: The option `search`, such as `["learning_rate=1e-4..1e-2:log"]`.
+        config: The options of a member.
+        num_ranks: Number of ranks of a member; None if unknown.
         num_trials: Number of trials of the study, over all commands.
 
     Raises:
-        ConfigError: Optuna is missing, or the study searches elsewhere.
+        ConfigError: Optuna is missing, or the study searches elsewhere, or with other options.
     """
 
-    def __init__(self, folder: Path, search: Sequence[str], *, num_trials: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        search: Sequence[str],
+        config: "GPTConfig",
+        *,
+        num_ranks: int | None,
+        num_trials: int,
+    ) -> None:
         distributions = read_search(search)
         import optuna
         from optuna.storages.journal import JournalFileBackend
@@ -62,6 +75,25 @@ class Trials:
             raise ConfigError(
                 f"The study in {folder} searches {' '.join(recorded_search)}, not "
                 f"{' '.join(search)}; name another --output_dir for another search."
+            )
+        self._check_same_base(config, num_ranks)
+
+    def _check_same_base(self, config: "GPTConfig", num_ranks: int | None) -> None:
+        """Record what all trials train, or refuse other options than the study has recorded."""
+        from llm.tools.sweep.training_values import training_values
+        from llm.trainers.gpt.extensions import GPTConfig
+
+        recorded_values = self._study.user_attrs.get("base")
+        values = training_values(config, num_ranks=num_ranks, defaults=recorded_values)
+        option_names = names_by_alias(GPTConfig)
+        for name in self._distributions:
+            values.pop(option_names.get(name, name), None)
+        if recorded_values is None:
+            self._study.set_user_attr("base", values)
+        elif changes := describe_changes(recorded_values, values):
+            raise ConfigError(
+                f"The trials of the study in {self._folder} have other options: "
+                f"{'; '.join(changes)}. Name another --output_dir for another study."
             )
 
     def members(self) -> list[Member]:

@@ -22,24 +22,30 @@ from llm.tools.sweep.options import SweepOptions
 from llm.tools.sweep.optuna_trials import Trials, end_members, read_search
 from llm.tools.sweep.run_members import MemberRuns
 from llm.tools.sweep.slots import find_slots
+from llm.trainers.gpt.main import parse_args
 
 
 @program
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
     options, trainer_arguments = parse_sweep(argv)
+    # The members of an array have other ranks than this command would give them.
+    nproc_per_node = "auto" if options.status else options.nproc_per_node
     base, members = read_sweep(
-        options,
-        trainer_arguments,
-        nodes=options.nodes,
-        nproc_per_node=options.nproc_per_node,
+        options, trainer_arguments, nodes=options.nodes, nproc_per_node=nproc_per_node
     )
     slots = []
     if not options.status:
         slots = find_slots(os.environ, nodes=options.nodes, folder=base.folder)
     trials = None
     if options.sampler is not None:
-        trials = Trials(base.folder, options.search, num_trials=options.trials)
+        trials = Trials(
+            base.folder,
+            options.search,
+            parse_args(base.trainer_arguments(members[0])),
+            num_ranks=None if isinstance(nproc_per_node, str) else options.nodes * nproc_per_node,
+            num_trials=options.trials,
+        )
         members = []  # the study has them
     if options.status:
         outcomes = read_outcomes(base, members if trials is None else trials.members())
@@ -49,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         base,
         members,
         slots=slots,
-        nproc_per_node=options.nproc_per_node,
+        nproc_per_node=nproc_per_node,
         trials=trials,
     )
     runs.run()

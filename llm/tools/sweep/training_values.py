@@ -1,0 +1,150 @@
+"""What a member trains, as values that are compared with a run in its folder or with a study."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llm.checkpoint.run_folder import RunFolder, describe_changes
+from llm.data.batch_schedule import batch_phases
+from llm.data.skipped_samples import NO_SKIPPED_SAMPLES, parse_skipped_ranges
+from llm.errors import ConfigError
+from llm.parallel.dims import parallel_dims
+from llm.tools.report.run_files import read_events
+from llm.tools.sweep.member_state import read_stopped_outcome
+from llm.trainers.gpt.extensions import GPTConfig
+from llm.trainers.gpt.recorded_config import read_config
+from llm.trainers.gpt.recorded_options import (
+    fixed_options,
+    options_allowed_to_change,
+    recorded_values,
+)
+
+_FREE_BUT_TRAINED_WITH = ("max_epochs", "on_loss_spike")
+"""Options that a resumed run may change, and that change what is trained or refused."""
+
+
+def training_values(
+    config: GPTConfig, *, num_ranks: int | None, defaults: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the options that decide what a run trains, as JSON values, and its global batch.
+
+    Args:
+        config: The options.
+        num_ranks: Number of ranks; without it, an unknown global batch is left out.
+        defaults: Values of another run, which give seed and precision if `config` does not.
+    """
+    values = fixed_options(config, defaults=None if defaults is None else dict(defaults))
+    free_values = recorded_values(config, "free")
+    values |= {name: free_values[name] for name in _FREE_BUT_TRAINED_WITH}
+    skipped = NO_SKIPPED_SAMPLES.skip(parse_skipped_ranges(config.skip_samples))
+    values["skip_samples"] = str(skipped) or None
+    global_batch_size = _global_batch(config, num_ranks)
+    if global_batch_size is not None:
+        values["global_batch_size"] = global_batch_size
+    return values
+
+
+def _global_batch(config: GPTConfig, num_ranks: int | None) -> int | str | None:
+    """Return the samples of a step; None if they depend on the device or on another run."""
+    if config.global_batch_size is not None:
+        return config.global_batch_size
+    micro_batch_size = config.per_device_train_batch_size
+    # A branch has the batch of its parent.
+    if num_ranks is None or isinstance(micro_batch_size, str) or config.branch_from is not None:
+        return None
+    data_ranks = parallel_dims(config, num_ranks).data_ranks
+    return micro_batch_size * data_ranks * config.gradient_accumulation_steps
+
+
+class Start(NamedTuple):
+    """The last start of a run, as its folder records it.
+
+    Attributes:
+        num_ranks: Number of ranks; None if unknown.
+        global_batch_size: Samples of a step; None if unknown.
+        block_size: Tokens of a sample; None if unknown.
+    """
+
+    num_ranks: int | None
+    global_batch_size: int | str | None
+    block_size: int | None
+
+
+def _read_last_start(folder: Path) -> Start:
+    """Return the last start of the run in a folder."""
+    starts = [event for event in read_events(RunFolder(folder).events) if event["event"] == "start"]
+    last = starts[-1] if starts else {}
+    return Start(last.get("ranks"), last.get("global_batch_size"), last.get("block_size"))
+
+
+def check_same_run(config: GPTConfig, *, num_ranks: int | None) -> list[str]:
+    """Refuse a member if its folder holds a run that trains or has trained something else.
+
+    A run that is resumed may change its global batch and the options of `change_on_resume`; a
+    finished one would count as a run with them.
+
+    Args:
+        config: The options of the member, with its folder.
+        num_ranks: Number of ranks; None for the ranks of the run.
+
+    Returns:
+        Clauses for the options that a finished run had otherwise, and that change its rounding or
+        its evaluation.
+
+    Raises:
+        ConfigError: Names the options.
+    """
+    folder = Path(str(config.output_dir))
+    if not (folder / "config.toml").exists():
+        return []
+    recorded_config = read_config(folder)
+    is_finished = read_stopped_outcome(folder).state == "finished"
+    if is_finished:
+        start = _read_last_start(folder)
+        recorded, values = _finished_values(config, recorded_config, start, num_ranks=num_ranks)
+    else:
+        allowed_names = options_allowed_to_change(config)
+        recorded = fixed_options(recorded_config)
+        values = {
+            name: value
+            for name, value in fixed_options(config, defaults=recorded).items()
+            if name not in allowed_names
+        }
+    if changes := describe_changes(recorded, values):
+        raise ConfigError(
+            f"{folder} holds a {'finished ' if is_finished else ''}run with other options: "
+            f"{'; '.join(changes)}. Give the sweep another --output_dir, or remove this folder."
+        )
+    return _logged_changes(config, recorded_config) if is_finished else []
+
+
+def _finished_values(
+    config: GPTConfig, recorded_config: GPTConfig, start: Start, *, num_ranks: int | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of a finished run and of its member, with equal spellings made equal."""
+    recorded = training_values(recorded_config, num_ranks=start.num_ranks)
+    values = training_values(config, num_ranks=num_ranks or start.num_ranks, defaults=recorded)
+    if start.global_batch_size is not None:
+        recorded["global_batch_size"] = start.global_batch_size
+    recorded_batch = recorded.get("global_batch_size")
+    batch = values.get("global_batch_size")
+    if start.block_size is not None and recorded_batch is not None and batch is not None:
+        # In the record of 256@0,512@2B, the second phase begins at a whole step.
+        recorded_phases = batch_phases(recorded_batch, block_size=start.block_size)
+        if batch_phases(batch, block_size=start.block_size) == recorded_phases:
+            values["global_batch_size"] = recorded_batch
+    if recorded_config.on_loss_spike == "rewind":  # the run itself has skipped samples, too
+        skipped = NO_SKIPPED_SAMPLES.skip(parse_skipped_ranges(recorded["skip_samples"]))
+        if skipped.skip(parse_skipped_ranges(config.skip_samples)) == skipped:
+            values["skip_samples"] = recorded["skip_samples"]
+    return recorded, values
+
+
+def _logged_changes(config: GPTConfig, recorded_config: GPTConfig) -> list[str]:
+    """Return a clause for each option that a resumed run would log as a change."""
+    values = {
+        name: value
+        for name, value in recorded_values(config, "logged").items()
+        if value not in (None, "auto")  # the device decides
+    }
+    return describe_changes(recorded_values(recorded_config, "logged"), values)
