@@ -172,11 +172,14 @@ def architecture_page(page: str) -> str:
 def benchmarks_page(page: str) -> str:
     """Return the page with the table of what ran where, from benchmarks/results/what_ran.json."""
     rows = json.loads(WHAT_RAN.read_text(encoding="utf-8"))
-    title_by_column = {"cpu": "CPU", "made_up": "made-up GPU", "gpu": "one GPU"}
+    devices = {match[1] for row in rows if (match := re.search(r"\((.+)\)$", row["gpu"]))}
+    if len(devices) == 1:  # stated once, since wide tables scroll on a phone
+        rows = [row | {"gpu": re.sub(r" \(.+\)$", "", row["gpu"])} for row in rows]
+    title_by_column = {"cpu": "CPU", "made_up": "made up", "gpu": "GPU"}
     ran_on_several = not {row["gpus"] for row in rows} <= {"never run", "-"}
     if ran_on_several:
         title_by_column["gpus"] = "several GPUs"
-    lines: list[str] = []
+    lines = [f"GPU: one {device}." for device in devices if len(devices) == 1]
     for group in dict.fromkeys(row["group"] for row in rows):
         header = f"| {' | '.join([group, *title_by_column.values()])} |"
         lines += ["", header, "|---" * (1 + len(title_by_column)) + "|"]
