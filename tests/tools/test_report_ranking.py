@@ -143,7 +143,7 @@ def test_runs_on_different_validation_data_get_a_remark(tmp_path, option):
     assert remark.startswith(f"The runs differ in {option}, so their validation losses may be")
 
 
-def test_runs_on_other_training_data_with_one_validation_file_are_comparable(tmp_path):
+def test_runs_on_other_data_with_one_validation_file_are_comparable(tmp_path):
     for name in ("a", "b"):
         write_member(tmp_path / name, 3.0, train_file=f"{name}.txt", validation_file="valid.txt")
     assert rank_runs(read(tmp_path)).remark == ""
