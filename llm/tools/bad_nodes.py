@@ -15,14 +15,13 @@ def short_name(host: str) -> str:
 
 def add_bad_nodes(path: str, hosts: Iterable[str]) -> list[str]:
     """Add hosts to the file; return the new ones."""
-    file = Path(path)
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    listed_hosts = text.split()
-    new_hosts = sorted({short_name(host) for host in hosts}.difference(listed_hosts))
-    with file.open("a", encoding="utf-8") as stream:
+    list_path = Path(path)
+    text = list_path.read_text(encoding="utf-8") if list_path.exists() else ""
+    new_hosts = sorted({short_name(host) for host in hosts}.difference(text.split()))
+    with list_path.open("a", encoding="utf-8") as list_file:
         if new_hosts and text and not text.endswith("\n"):  # a person has edited it
-            stream.write("\n")
-        stream.write("".join(f"{host}\n" for host in new_hosts))
+            list_file.write("\n")
+        list_file.write("".join(f"{host}\n" for host in new_hosts))
     return new_hosts
 
 
@@ -39,14 +38,14 @@ def hosts_without_devices(descriptions: Mapping[int, Any]) -> set[str]:
     Args:
         descriptions: The description of each rank.
     """
-    has_accelerators = any(entry["device"] != "cpu" for entry in descriptions.values())
-    hosts = set()
-    seen_devices = set()
-    for entry in descriptions.values():
-        if has_accelerators and entry["device"] == "cpu":
-            hosts.add(entry["host"])
-        if entry["id"] is not None:
-            if entry["id"] in seen_devices:
-                hosts.add(entry["host"])
-            seen_devices.add(entry["id"])
-    return hosts
+    has_accelerators = any(rank["device"] != "cpu" for rank in descriptions.values())
+    bad_hosts = set()
+    used_devices = set()
+    for rank in descriptions.values():
+        if has_accelerators and rank["device"] == "cpu":
+            bad_hosts.add(rank["host"])
+        if rank["id"] is not None:
+            if rank["id"] in used_devices:
+                bad_hosts.add(rank["host"])
+            used_devices.add(rank["id"])
+    return bad_hosts

@@ -11,7 +11,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from llm.models.model_card import Card
+    from llm.trainers.gpt.seams import SavedWeights
 
 _UNFINISHED_MARKER = ".unfinished"
 """Marks the folder of an export until it is complete."""
@@ -216,18 +218,11 @@ def _list_checkpoints(folder: Path, *, verify: bool) -> tuple[list[str], int]:
     keep_every = _newest_keep_every(valid_entries)
 
     lines = [_ROW_FORMAT.format("step", "validation loss", "size", "saved", "ranks", "state")]
-    for entry in entries:
-        labels = [label for label, path in path_by_label.items() if path == entry.path]
-        if entry.checkpoint is not None and is_permanent(entry.checkpoint, keep_every=keep_every):
-            labels.append("permanent")
-        lines.append(_format_row(entry, labels))
-    for path in leftovers:
-        lines.append(
-            f"{path.name}, {_format_bytes(_folder_bytes(path))}: from a save or removal that is "
-            "running or was interrupted; the next save or start removes it."
-        )
+    lines += [
+        _format_row(entry, _labels_of_entry(entry, path_by_label, keep_every)) for entry in entries
+    ]
+    lines += [_describe_leftover(path) for path in leftovers]
     lines += _lineage_lines(valid_entries)
-
     lines.append(f"latest, where training resumes: {latest.name if latest else 'none'}")
     lines.append(f"best, with the lowest validation loss: {best_remark}")
     num_damaged = len(entries) - len(valid_entries)
@@ -237,6 +232,24 @@ def _list_checkpoints(folder: Path, *, verify: bool) -> tuple[list[str], int]:
         return lines, 1 if num_damaged else 0
     lines.append("Only names and sizes were compared; --verify reads every byte.")
     return lines, 0
+
+
+def _labels_of_entry(
+    entry: Entry, path_by_label: Mapping[str, Path | None], keep_every: int | None
+) -> list[str]:
+    """Return the labels of a checkpoint in the list, such as `latest` and `permanent`."""
+    labels = [label for label, path in path_by_label.items() if path == entry.path]
+    if entry.checkpoint is not None and is_permanent(entry.checkpoint, keep_every=keep_every):
+        labels.append("permanent")
+    return labels
+
+
+def _describe_leftover(path: Path) -> str:
+    """Return the line of a folder that is no checkpoint yet, or no longer."""
+    return (
+        f"{path.name}, {_format_bytes(_folder_bytes(path))}: from a save or removal that is "
+        "running or was interrupted; the next save or start removes it."
+    )
 
 
 def _newest_keep_every(valid_entries: list[Entry]) -> int | None:
@@ -309,21 +322,15 @@ def _export_checkpoint(run: Path, checkpoints_folder: Path, options: Checkpoints
     """Verify every file that the export needs, then write a Hugging Face folder."""
     step, folder_name = options.export
     export_folder = Path(folder_name)
-    _check_target(export_folder, f"--export {step}")
+    _check_export_folder(export_folder, f"--export {step}")
     config = _export_config(run, options)
-    selected_weights = (weights for weights in _SAVED_WEIGHTS if getattr(options, weights.part))
-    saved_weights = next(selected_weights, None)
+    chosen_weights = (weights for weights in _SAVED_WEIGHTS if getattr(options, weights.part))
+    saved_weights = next(chosen_weights, None)
     _prepare_libraries()
-
-    def read_checkpoint() -> tuple[Checkpoint, "PreTrainedModel", "PreTrainedTokenizerBase"]:
-        checkpoint = choose_checkpoint(checkpoints_folder, step, option="--export")
-        if saved_weights is not None and saved_weights.part not in read_part_names(checkpoint):
-            raise CheckpointError(f"{checkpoint.path} has no {saved_weights.description}.")
-        return checkpoint, *load_trained_model(
-            config, checkpoint, part=saved_weights.part if saved_weights else None
-        )
-
-    checkpoint, model, tokenizer = read_while_training(checkpoints_folder, read_checkpoint)
+    checkpoint, model, tokenizer = read_while_training(
+        checkpoints_folder,
+        partial(_read_checkpoint, config, checkpoints_folder, step, saved_weights),
+    )
     card_rows: dict[str, object] = {"steps": checkpoint.step}
     results: dict[str, float] = {}
     loss = checkpoint.metadata.get("eval_loss")
@@ -347,12 +354,33 @@ def _export_config(run: Path, options: CheckpointsOptions) -> CoreConfig:
     return dataclasses.replace(config, export_dtype=options.export_dtype or config.export_dtype)
 
 
+def _read_checkpoint(
+    config: CoreConfig, checkpoints_folder: Path, step: str, saved_weights: "SavedWeights | None"
+) -> tuple[Checkpoint, "PreTrainedModel", "PreTrainedTokenizerBase"]:
+    """Return the checkpoint of a step, and its model and tokenizer.
+
+    Args:
+        config: The options of the export.
+        checkpoints_folder: The checkpoints of the run.
+        step: The step, or `latest` or `best`.
+        saved_weights: Weights of an extension to load instead of the trained ones.
+
+    Raises:
+        CheckpointError: The checkpoint has no such weights.
+    """
+    checkpoint = choose_checkpoint(checkpoints_folder, step, option="--export")
+    if saved_weights is not None and saved_weights.part not in read_part_names(checkpoint):
+        raise CheckpointError(f"{checkpoint.path} has no {saved_weights.description}.")
+    part = saved_weights.part if saved_weights else None
+    return checkpoint, *load_trained_model(config, checkpoint, part=part)
+
+
 def _average_checkpoints(
     run: Path, checkpoints_folder: Path, options: CheckpointsOptions, output: str
 ) -> str:
     """Write the mean of the newest checkpoints as a Hugging Face folder."""
     export_folder, num_checkpoints = Path(output), options.last
-    _check_target(export_folder, "--output")
+    _check_export_folder(export_folder, "--output")
     config = _export_config(run, options)
     checkpoints, model, tokenizer, state = read_while_training(
         checkpoints_folder, lambda: _read_mean(config, checkpoints_folder, num_checkpoints)
@@ -415,7 +443,7 @@ def _check_same_model(config: CoreConfig, checkpoints: Sequence[Checkpoint]) -> 
             )
 
 
-def _check_target(target: Path, option: str) -> None:
+def _check_export_folder(target: Path, option: str) -> None:
     """Refuse the folder of an export if it is within a run, or has files of another origin."""
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{option} {target} is a file; name a new folder.")
@@ -449,7 +477,7 @@ def _unfinished_export(target: Path, option: str) -> Iterator[None]:
         CheckpointError: It cannot be written to.
     """
     marker = target / _UNFINISHED_MARKER
-    _check_target(target, option)  # again: another export may have finished in the meantime
+    _check_export_folder(target, option)  # again: another export may have finished in the meantime
     try:
         target.mkdir(parents=True, exist_ok=True)
         with marker.open("a") as file:

@@ -152,7 +152,7 @@ def _describe_divergence(options: GenerateOptions) -> str:
     run = Path(options.run)
     if (run / MANIFEST).is_file():
         run = run.resolve().parent.parent
-    last_finite_step, first_bad_step = _end_of_finite_losses(run / "metrics.jsonl")
+    last_finite_step, first_bad_step = _find_divergence(run / "metrics.jsonl")
     if first_bad_step is None:
         return "Its training has diverged; use another model."
     # The update after the last finite loss may have made the weights infinite or NaN.
@@ -167,16 +167,18 @@ def _describe_divergence(options: GenerateOptions) -> str:
     return f"No loss of {run} has been finite since step {first_bad_step}; {remedy}"
 
 
-def _end_of_finite_losses(metrics: Path) -> tuple[int, int | None]:
+def _find_divergence(metrics: Path) -> tuple[int, int | None]:
     """Return the step of the last finite training loss, and the first later step without one."""
     last_finite_step, first_bad_step = 0, None
-    for row in filter(None, read_json_lines(metrics)):
-        if type(row.get("step")) is not int:
+    for record in filter(None, read_json_lines(metrics)):
+        if type(record.get("step")) is not int:
             continue
-        if row.get("loss") is not None:
-            last_finite_step, first_bad_step = row["step"], None
-        if first_bad_step is None and None in (row.get("loss", 0.0), row.get("eval_loss", 0.0)):
-            first_bad_step = row["step"]
+        if record.get("loss") is not None:
+            last_finite_step, first_bad_step = record["step"], None
+        # Infinite losses and NaN are null in the file; a missing loss is another kind of record.
+        has_bad_loss = None in (record.get("loss", 0.0), record.get("eval_loss", 0.0))
+        if first_bad_step is None and has_bad_loss:
+            first_bad_step = record["step"]
     return last_finite_step, first_bad_step
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from llm.data.formats.megatron import TokenFile
     from llm.data.formats.parts import TokenFileParts
     from llm.data.formats.sidecar import Sidecar
-    from llm.trainers.gpt.step_samples import Passage
+    from llm.trainers.gpt.step_samples import Passage, StepSamples
 
 _MAX_LENGTH_DOCUMENTS = 1_000_000  # for the statistics of lengths
 _MAX_END_DOCUMENTS = 1_000  # for the last tokens of documents
@@ -128,7 +128,7 @@ def _check_options(options: InspectOptions) -> None:
 def _describe_step(options: InspectOptions, step_number: int) -> list[str]:
     """Describe the documents that a step of a run was trained on."""
     from llm.runtime.logging import quiet_libraries
-    from llm.trainers.gpt.step_samples import find_step_samples, passages
+    from llm.trainers.gpt.step_samples import find_step_samples
 
     quiet_libraries()
     run = Path(options.path)
@@ -148,20 +148,28 @@ def _describe_step(options: InspectOptions, step_number: int) -> list[str]:
         _format_row("samples", f"{step_samples.samples.size:,}"),
         _format_row("data ranks", f"{step_samples.data_ranks:,}{sample_note}"),
     ]
+    return [*lines, *_describe_samples(step_samples, max_tokens=options.tokens)]
+
+
+def _describe_samples(step_samples: "StepSamples", *, max_tokens: int) -> list[str]:
+    """Describe the documents in each sample of a step, with the text of their first tokens."""
+    from llm.trainers.gpt.step_samples import passages
+
+    lines = []
     flat_sources = set()
-    rows = zip(
+    samples = zip(
         step_samples.samples.tolist(),
         step_samples.sources.tolist(),
         step_samples.starts.tolist(),
         strict=True,
     )
-    for sample, source, start in rows:
-        name, stream = step_samples.corpus[source].name, step_samples.corpus[source].stream
-        lines += ["", f"sample {sample:,}, source {name}"]
-        if not stream.file.num_documents:
-            flat_sources.add(name)
-        for passage in passages(stream, start, step_samples.num_tokens):
-            lines += _describe_passage(passage, step_samples.tokenizer, max_tokens=options.tokens)
+    for sample_index, source_index, start in samples:
+        source = step_samples.corpus[source_index]
+        lines += ["", f"sample {sample_index:,}, source {source.name}"]
+        if not source.stream.file.num_documents:
+            flat_sources.add(source.name)
+        for passage in passages(source.stream, start, step_samples.num_tokens):
+            lines += _describe_passage(passage, step_samples.tokenizer, max_tokens=max_tokens)
     if flat_sources:
         names = ", ".join(sorted(flat_sources))
         lines += ["", f"Flat token files do not say where documents begin: {names}."]
@@ -284,6 +292,7 @@ def _describe_file(file: "AnyTokenFile") -> list[str]:
 
 
 def _describe_sidecar(sidecar: "Sidecar") -> list[str]:
+    """Return the lines about the text of a token file, and how it was tokenized."""
     tokenizer = f"{sidecar.tokenizer} (fingerprint {sidecar.tokenizer_fingerprint})"
     end_note = "appended to each document" if sidecar.append_eos else "not appended"
     eos = "none" if sidecar.eos_token_id is None else f"{sidecar.eos_token_id}, {end_note}"
@@ -348,19 +357,18 @@ def _describe_contents(
 
     from llm.data.formats.flat import FlatTokenFile
 
-    ranges: list[tuple[str, int, int]] = []  # name, first token, end
+    token_ranges: list[tuple[str, int, int]] = []  # title, first token, end
     if not isinstance(file, FlatTokenFile):
-        ranges = [
-            (f"document {index:,}", file.document_start(index), file.document_start(index + 1))
-            for index in range(min(options.documents, file.num_documents))
-        ]
+        for index in range(min(options.documents, file.num_documents)):
+            start, end = file.document_start(index), file.document_start(index + 1)
+            token_ranges.append((f"document {index:,}", start, end))
     if options.documents and not file.num_documents:
-        ranges = [("all documents", 0, file.num_tokens)]
+        token_ranges = [("all documents", 0, file.num_tokens)]
     lines: list[str] = []
-    for name, start, end in ranges:
+    for title, start, end in token_ranges:
         ids = np.asarray(file.tokens[start : min(end, start + options.tokens)]).tolist()
         ellipsis = " ..." if end - start > len(ids) else ""
-        lines += ["", f"{name}, {end - start:,} tokens", " ".join(map(str, ids)) + ellipsis]
+        lines += ["", f"{title}, {end - start:,} tokens", " ".join(map(str, ids)) + ellipsis]
         if tokenizer is not None:
             lines.append(_quote_text(tokenizer, ids) + ellipsis)
     return lines

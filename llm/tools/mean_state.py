@@ -66,9 +66,9 @@ def _average_tensor(
         block = rows[first_row : first_row + rows_per_block]
         total = buffer[: block.numel()].view(block.shape).zero_()
         for checkpoint_model in checkpoint_models:
-            parts = checkpoint_model.read_parts(name, first_row, first_row + len(block))
-            for position, part in parts:
-                total[position].add_(part)
+            shards = checkpoint_model.read_shards(name, first_row, first_row + len(block))
+            for block_index, values in shards:
+                total[block_index].add_(values)
         block.copy_(total.div_(len(checkpoint_models)))
 
 
@@ -100,10 +100,16 @@ class _CheckpointModel:
                     f"{self._path} does not fit this model, which has another {name}."
                 )
 
-    def read_parts(
+    def read_shards(
         self, name: str, first_row: int, end_row: int
     ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-        """Yield each shard's part of the rows `first_row` to `end_row`, and its position there."""
+        """Yield the index of each shard in a block of rows, and its values there.
+
+        Args:
+            name: Name of the tensor in the model.
+            first_row: First row of the block.
+            end_row: The row after the block.
+        """
         tensor_name = MODEL_TENSORS + name
         for offset, shape, file_path in self._shards[tensor_name]:
             # Opened again for each part, because the pages of a mapped file count as memory until
@@ -113,11 +119,11 @@ class _CheckpointModel:
                     yield (slice(None),), file.get_tensor(tensor_name)
                     continue
                 shard_start, shard_end = offset[0], offset[0] + shape[0]
-                part_start, part_end = max(first_row, shard_start), min(end_row, shard_end)
-                if part_start >= part_end:
+                shared_start, shared_end = max(first_row, shard_start), min(end_row, shard_end)
+                if shared_start >= shared_end:
                     continue
-                rows = slice(part_start - first_row, part_end - first_row)
+                block_rows = slice(shared_start - first_row, shared_end - first_row)
                 other_dims = zip(offset[1:], shape[1:], strict=True)
-                position = (rows, *(slice(start, start + size) for start, size in other_dims))
+                block_index = (block_rows, *(slice(start, start + n) for start, n in other_dims))
                 shard = file.get_slice(tensor_name)
-                yield position, shard[part_start - shard_start : part_end - shard_start]
+                yield block_index, shard[shared_start - shard_start : shared_end - shard_start]

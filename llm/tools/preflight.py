@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 def check(options: PreflightOptions, world: World) -> int:
     """Run the checks on one rank; rank 0 prints the result. Returns the exit code."""
     try:
-        description = describe(world)
+        description = describe_rank(world)
     except RuntimeError as error:  # an error of the driver; rank 0 reports this rank as silent
         first_line = str(error).partition("\n")[0]
         host = socket.gethostname()
@@ -97,7 +97,7 @@ def check(options: PreflightOptions, world: World) -> int:
         )
 
 
-def describe(world: World) -> dict[str, Any]:
+def describe_rank(world: World) -> dict[str, Any]:
     """Return host, device and versions of this process."""
     import torch
 
@@ -179,14 +179,14 @@ def _check_together(options: PreflightOptions, world: World, description: dict[s
     board = open_board(world, timeout=options.timeout)
     main_host = os.environ["MASTER_ADDR"]
     board.set("description", description)
-    failure = _compare_in_time(options, world, board)
+    failure = _compare_ranks(options, world, board)
     if failure == "":
-        failure = _communicate_in_time(options, world, board)
+        failure = _test_communication(options, world, board)
     if failure is None:
         return _print_error(f"rank 0 at {main_host} does not answer rank {world.rank}")
     if world.is_main:
         _print_ranks(board)
-        code = _print_error(failure) if failure else _print_ok(options, board, world)
+        code = _print_error(failure) if failure else _print_success(options, board, world)
         # A launcher kills all ranks once one ends with an error, so the others wait until rank 0
         # has printed. Rank 0 ends last because it serves the store.
         board.set_global("printed", "")
@@ -198,7 +198,7 @@ def _check_together(options: PreflightOptions, world: World, description: dict[s
     return 1 if failure else 0
 
 
-def _compare_in_time(options: PreflightOptions, world: World, board: Board) -> str | None:
+def _compare_ranks(options: PreflightOptions, world: World, board: Board) -> str | None:
     """Compare the descriptions of the ranks on rank 0; return its verdict.
 
     Returns:
@@ -256,22 +256,11 @@ def _connect_store(
     return prefixed_store
 
 
-def _communicate_in_time(options: PreflightOptions, world: World, board: Board) -> str | None:
+def _test_communication(options: PreflightOptions, world: World, board: Board) -> str | None:
     """Time the collectives; return rank 0's verdict, even if they hang."""
     deadline = time.monotonic() + options.timeout
-
-    def communicate_and_report() -> None:
-        try:
-            board.set("times", time_collectives(options, world, board))
-            board.set("stage", "done")
-            board.set("done", True)
-        except Exception as error:  # rank 0 reports any error of a library
-            first_line = str(error).strip().partition("\n")[0]
-            board.set("failed", f"{type(error).__name__}: {first_line}")
-            board.set_global("failure", "")
-
     # A thread that hangs in a library cannot be stopped; a daemon ends with the process.
-    threading.Thread(target=communicate_and_report, daemon=True).start()
+    threading.Thread(target=_report_collectives, args=(options, world, board), daemon=True).start()
     if world.is_main:
         is_done = board.wait("done", deadline, unless="failure")
         if not is_done:
@@ -284,6 +273,18 @@ def _communicate_in_time(options: PreflightOptions, world: World, board: Board) 
             "verdict/communication", "" if is_done else describe_hang(board, options.timeout)
         )
     return board.get_global("verdict/communication", deadline + _EXTRA_WAIT_SECONDS)
+
+
+def _report_collectives(options: PreflightOptions, world: World, board: Board) -> None:
+    """Time the collectives, and post the times or the error of this rank on the board."""
+    try:
+        board.set("times", time_collectives(options, world, board))
+        board.set("stage", "done")
+        board.set("done", True)
+    except Exception as error:  # rank 0 reports any error of a library
+        first_line = str(error).strip().partition("\n")[0]
+        board.set("failed", f"{type(error).__name__}: {first_line}")
+        board.set_global("failure", "")
 
 
 def time_collectives(options: PreflightOptions, world: World, board: Board) -> dict[str, float]:
@@ -322,19 +323,21 @@ def time_collectives(options: PreflightOptions, world: World, board: Board) -> d
 
 def _time_action(action: Callable[[], object], device: "torch.device") -> float:
     """Return the mean seconds of an action on a device, after one run to warm up."""
-    import torch
-
-    def synchronize() -> None:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-
     action()
-    synchronize()
+    _synchronize_device(device)
     start_time = time.perf_counter()
     for _ in range(_NUM_REPEATS):
         action()
-    synchronize()
+    _synchronize_device(device)
     return (time.perf_counter() - start_time) / _NUM_REPEATS
+
+
+def _synchronize_device(device: "torch.device") -> None:
+    """Wait until an accelerator has finished its work."""
+    import torch
+
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def describe_missing(descriptions: dict[int, Any], world: World, timeout: float) -> str:
@@ -473,7 +476,7 @@ def _print_ranks(board: Board) -> None:
         sys.stdout.write(_format_rank(rank, description, times.get(rank)) + "\n")
 
 
-def _print_ok(options: PreflightOptions, board: Board, world: World) -> int:
+def _print_success(options: PreflightOptions, board: Board, world: World) -> int:
     """Print the verdict and the longest times, and perhaps a warning; return the exit code."""
     hosts = {description["host"] for description in board.get_all("description").values()}
     max_seconds: dict[str, float] = {}

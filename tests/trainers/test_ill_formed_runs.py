@@ -193,13 +193,13 @@ def test_a_recorded_option_of_another_type_is_damage(run, bench, kind, name, val
 
 
 def test_metrics_with_other_fields_do_not_hide_why_a_model_writes_nothing(run):
-    from llm.tools.generate import _end_of_finite_losses
+    from llm.tools.generate import _find_divergence
 
     lines = [{"loss": 1.0}, {"step": "one", "loss": None}, {"step": 3, "loss": 1.0}]
     text = "".join(json.dumps(line) + "\n" for line in [*lines, {"step": 4, "loss": None}])
     (run / "metrics.jsonl").write_text(f"{DEEP}\n7\n{text}")
 
-    assert _end_of_finite_losses(run / "metrics.jsonl") == (3, 4)
+    assert _find_divergence(run / "metrics.jsonl") == (3, 4)
 
 
 def test_the_step_of_an_unchanged_run_is_found(run):

@@ -34,6 +34,8 @@ more so on an accelerator."""
 _WEIGHT_TOLERANCE = 1e-4
 """A tenth of the learning rate, which bounds what a step of AdamW changes."""
 _RESUME_STEP, _RESUME_LAST_STEP = 3, 6
+_LOSS_RUN: dict[str, Any] = {"num_ranks": 4, "num_steps": NUM_STEPS + 1, "is_alone": True}
+"""The size of the runs that compare the device with the CPU: one rank on the batch of four."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +74,18 @@ class Checks:
         self._memory_gib: float = memory_gib or 0.0
         self._has_bf16 = precision == "bf16" or self._device in ("cpu", "xpu")
 
-    def of_part(self, part: PartName) -> Iterator[Check]:
+    def checks_of_part(self, part: PartName) -> Iterator[Check]:
         """Yield the checks of a part."""
-        makers: dict[PartName, Callable[[], Iterator[Check]]] = {
-            "preflight": self._preflight,
-            "losses": self._losses,
-            "resume": self._resume,
-            "layouts": self._layouts,
-            "speed": self._speed,
+        make_checks_by_part: dict[PartName, Callable[[], Iterator[Check]]] = {
+            "preflight": self._preflight_checks,
+            "losses": self._loss_checks,
+            "resume": self._resume_checks,
+            "layouts": self._layout_checks,
+            "speed": self._speed_checks,
         }
-        yield from makers[part]()
+        yield from make_checks_by_part[part]()
 
-    def _run_well(self, arguments: Sequence[str], seconds: float, **options: Any) -> str:
+    def _run_successfully(self, arguments: Sequence[str], seconds: float, **options: Any) -> str:
         """Run a program on the ranks; return what rank 0 printed.
 
         Raises:
@@ -95,44 +97,39 @@ class Checks:
             raise CheckFailed(failure)
         return outcomes[0].output
 
-    def _preflight(self) -> Iterator[Check]:
+    def _preflight_checks(self) -> Iterator[Check]:
         """Yield the pre-flight of all ranks."""
+        yield Check("all ranks", self._run_preflight)
 
-        def run(seconds: float) -> dict[str, Any]:
-            timeout = str(max(1, int(seconds / 2 - 5)))
-            output = self._run_well(["-m", "llm", "preflight", "--timeout", timeout], seconds)
-            times = re.search(r"(\d+) MiB: all-reduce ([\d.]+) ms, broadcast ([\d.]+) ms", output)
-            if times is None:  # one rank sends nothing
-                return {}
-            figures = {
-                "message_mib": int(times[1]),
-                "all_reduce_ms": float(times[2]),
-                "broadcast_ms": float(times[3]),
-            }
-            warning = re.search(r"warning: (.*)", output)
-            return figures if warning is None else {**figures, "warning": warning[1]}
+    def _run_preflight(self, seconds: float) -> dict[str, Any]:
+        """Run `llm-trainers preflight`; return the times of its collectives and its warning."""
+        timeout = str(max(1, int(seconds / 2 - 5)))
+        output = self._run_successfully(["-m", "llm", "preflight", "--timeout", timeout], seconds)
+        times = re.search(r"(\d+) MiB: all-reduce ([\d.]+) ms, broadcast ([\d.]+) ms", output)
+        if times is None:  # one rank sends nothing
+            return {}
+        figures: dict[str, Any] = {
+            "message_mib": int(times[1]),
+            "all_reduce_ms": float(times[2]),
+            "broadcast_ms": float(times[3]),
+        }
+        warning = re.search(r"warning: (.*)", output)
+        if warning is not None:
+            figures["warning"] = warning[1]
+        return figures
 
-        yield Check("all ranks", run)
-
-    def _losses(self) -> Iterator[Check]:
+    def _loss_checks(self) -> Iterator[Check]:
         """Yield a run on the CPU, and its last steps on the device in each precision.
 
         The device continues the CPU's checkpoint, so that both begin with the same weights.
         """
-        reference = self._folder / "losses-cpu"
-        num_steps = NUM_STEPS + 1
-        train = partial(self._inputs.tiny_trainer, num_ranks=4, num_steps=num_steps, is_alone=True)
+        yield Check("CPU, fp32", self._run_on_cpu)
+        for precision, flags in self._flags_by_precision().items():
+            run_on_device = partial(self._run_on_device, precision, flags)
+            yield Check(f"{self._device}, {precision}", run_on_device)
 
-        def run_on_cpu(seconds: float) -> dict[str, Any]:
-            flags = [*IN_FLOAT32, "--checkpointing_steps", "1"]
-            options = {"is_alone": True, "environment": _ON_CPU}
-            self._run_well(train(reference, *flags), seconds, **options)
-            device = read_device(reference)
-            if device != "cpu":
-                raise CheckFailed(f"the run that should use the CPU used {device}.")
-            return {"losses": [record["loss"] for record in read_steps(reference).values()]}
-
-        yield Check("CPU, fp32", run_on_cpu)
+    def _flags_by_precision(self) -> dict[str, Sequence[str]]:
+        """Return the flags of each precision that the device has."""
         flags_by_precision: dict[str, Sequence[str]] = {"fp32": IN_FLOAT32}
         if self._device == "cuda":
             flags_by_precision["tf32"] = ("--mixed_precision", "no", "--tf32", "--no_torch_compile")
@@ -140,24 +137,42 @@ class Checks:
             flags_by_precision["bf16"] = ("--mixed_precision", "bf16", "--no_torch_compile")
         if self._device in ("cuda", "rocm"):
             flags_by_precision["bf16, compiled"] = ("--mixed_precision", "bf16", "--torch_compile")
+        return flags_by_precision
 
-        def run_on_device(precision: str, seconds: float) -> dict[str, Any]:
-            folder = self._folder / f"losses-{precision.replace(', ', '-')}"
-            checkpoint = reference / "checkpoints" / "step_00000001"
-            flags = [*flags_by_precision[precision], "--change_on_resume", "mixed_precision"]
-            flags += ["--resume_from_checkpoint", str(checkpoint)]
-            self._run_well(train(folder, *flags), seconds, is_alone=True)
-            device = read_device(folder)
-            if device != self._device.replace("rocm", "cuda"):  # torch's name for both
-                raise CheckFailed(f"the run that should use {self._device} used {device}.")
-            tolerance = _TOLERANCE_BY_PRECISION[precision]
-            steps = range(2, num_steps + 1)
-            return compare_steps(folder, reference, tolerance=tolerance, steps=steps)
+    def _run_on_cpu(self, seconds: float) -> dict[str, Any]:
+        """Train in float32 on the CPU, with a checkpoint after each step."""
+        folder = self._folder / "losses-cpu"
+        arguments = self._inputs.tiny_trainer(
+            folder, *IN_FLOAT32, "--checkpointing_steps", "1", **_LOSS_RUN
+        )
+        self._run_successfully(arguments, seconds, is_alone=True, environment=_ON_CPU)
+        device = read_device(folder)
+        if device != "cpu":
+            raise CheckFailed(f"the run that should use the CPU used {device}.")
+        return {"losses": [record["loss"] for record in read_steps(folder).values()]}
 
-        for precision in flags_by_precision:
-            yield Check(f"{self._device}, {precision}", partial(run_on_device, precision))
+    def _run_on_device(
+        self, precision: str, flags: Sequence[str], seconds: float
+    ) -> dict[str, Any]:
+        """Continue the run of the CPU on the device, and compare losses and gradient norms."""
+        folder = self._folder / f"losses-{precision.replace(', ', '-')}"
+        reference = self._folder / "losses-cpu"
+        checkpoint = reference / "checkpoints" / "step_00000001"
+        resume_flags = ["--change_on_resume", "mixed_precision"]
+        resume_flags += ["--resume_from_checkpoint", str(checkpoint)]
+        arguments = self._inputs.tiny_trainer(folder, *flags, *resume_flags, **_LOSS_RUN)
+        self._run_successfully(arguments, seconds, is_alone=True)
+        device = read_device(folder)
+        if device != self._device.replace("rocm", "cuda"):  # torch's name for both
+            raise CheckFailed(f"the run that should use {self._device} used {device}.")
+        return compare_steps(
+            folder,
+            reference,
+            tolerance=_TOLERANCE_BY_PRECISION[precision],
+            steps=range(2, _LOSS_RUN["num_steps"] + 1),
+        )
 
-    def _resume(self) -> Iterator[Check]:
+    def _resume_checks(self) -> Iterator[Check]:
         """Yield resumed runs, with the same losses and weights as straight runs."""
         layouts = {"DDP" if self._num_ranks > 1 else "one rank": LayoutCase("DDP", {})}
         layouts |= {case.name: case for case in layout_cases(self._num_ranks)[1:2]}
@@ -175,15 +190,15 @@ class Checks:
         dropout = ["--config_overrides", "resid_pdrop=0.1,embd_pdrop=0.1"]
         flags = ["--deterministic", *dropout, *layout.flags()]
         save_flags = ["--checkpointing_steps", str(_RESUME_STEP)]
-        self._run_well(train(straight, *flags, *save_flags), seconds / 2)
+        self._run_successfully(train(straight, *flags, *save_flags), seconds / 2)
         checkpoint = straight / "checkpoints" / f"step_{_RESUME_STEP:08d}"
         resume_flags = ["--resume_from_checkpoint", str(checkpoint)]
-        self._run_well(train(resumed, *flags, *resume_flags), seconds / 2)
+        self._run_successfully(train(resumed, *flags, *resume_flags), seconds / 2)
         steps = range(_RESUME_STEP + 1, _RESUME_LAST_STEP + 1)
         figures = compare_steps(resumed, straight, tolerance=0.0, steps=steps)
         return figures | compare_weights(resumed, straight, tolerance=0.0)
 
-    def _layouts(self) -> Iterator[Check]:
+    def _layout_checks(self) -> Iterator[Check]:
         """Yield one rank, then each layout that is compared with it."""
         cases = layout_cases(self._num_ranks)
         if cases:
@@ -198,7 +213,7 @@ class Checks:
         folder = self._alone_folder(has_experts=has_experts)
         train = partial(self._inputs.tiny_trainer, num_ranks=self._num_ranks, is_alone=True)
         arguments = train(folder, *IN_FLOAT32, has_experts=has_experts)
-        self._run_well(arguments, seconds, is_alone=True)
+        self._run_successfully(arguments, seconds, is_alone=True)
         return {"losses": [record["loss"] for record in read_steps(folder).values()]}
 
     def _alone_folder(self, *, has_experts: bool) -> Path:
@@ -215,7 +230,7 @@ class Checks:
             num_ranks=self._num_ranks,
             has_experts=case.has_experts,
         )
-        self._run_well(arguments, seconds)
+        self._run_successfully(arguments, seconds)
         is_on_cpu = self._device == "cpu"
         tolerance = _LAYOUT_TOLERANCE_ON_CPU if is_on_cpu else _LAYOUT_TOLERANCE
         steps = range(1, NUM_STEPS + 1)
@@ -223,7 +238,7 @@ class Checks:
         figures |= compare_steps(folder, reference, tolerance=tolerance, steps=steps)
         return figures | compare_weights(folder, reference, tolerance=_WEIGHT_TOLERANCE)
 
-    def _speed(self) -> Iterator[Check]:
+    def _speed_checks(self) -> Iterator[Check]:
         """Yield a larger run with copies of the model, and one with shards."""
         flags_by_name: dict[str, list[str]] = {"DDP" if self._num_ranks > 1 else "one rank": []}
         if self._num_ranks > 1:
@@ -236,10 +251,10 @@ class Checks:
         deadline = time.monotonic() + seconds
         folder = self._folder / f"speed-{name.replace(' ', '-')}"
         run_flags = [*self._speed_flags(), *flags]
-        lengths = ["--max_train_steps", "60", "--logging_steps", "20"]
+        length_flags = ["--max_train_steps", "60", "--logging_steps", "20"]
         if self._device == "cpu":
-            lengths = ["--max_train_steps", "6", "--logging_steps", "2"]
-        self._run_well(self._inputs.trainer(folder, *run_flags, *lengths), seconds)
+            length_flags = ["--max_train_steps", "6", "--logging_steps", "2"]
+        self._run_successfully(self._inputs.trainer(folder, *run_flags, *length_flags), seconds)
         records = list(read_steps(folder).values())
         shutil.rmtree(folder, ignore_errors=True)  # it holds gigabytes
         figures: dict[str, Any] = {
@@ -259,10 +274,12 @@ class Checks:
             overrides = "n_layer=4,n_embd=128,n_head=4,n_positions=128,vocab_size=2048"
             model = ["--model_type", "gpt2", "--config_overrides", overrides, "--block_size", "128"]
             return [*model, "--per_device_train_batch_size", "4"]
-        samples = 16 if self._memory_gib >= 60 else 8 if self._memory_gib >= 30 else 4
+        micro_batch_size = 4
+        if self._memory_gib >= 30:
+            micro_batch_size = 16 if self._memory_gib >= 60 else 8
         precision = ["--mixed_precision", "bf16" if self._has_bf16 else "no"]
         sizes = ["--model_size", "124M", "--block_size", "1024"]
-        return [*sizes, "--per_device_train_batch_size", str(samples), *precision]
+        return [*sizes, "--per_device_train_batch_size", str(micro_batch_size), *precision]
 
     def _plan_figures(
         self, run_flags: Sequence[str], seconds: float, measured: Mapping[str, Any]

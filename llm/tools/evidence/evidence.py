@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from llm.config.program import program
 from llm.errors import ConfigError, ParallelError, one_line
 from llm.runtime.process_settings import raise_file_limit
 from llm.runtime.world import World, adopt_launcher, world_from_environment
-from llm.tools.evidence.checks import Checks
+from llm.tools.evidence.checks import Check, Checks
 from llm.tools.evidence.evidence_file import (
     EvidenceFile,
     Result,
@@ -173,52 +173,113 @@ def _run_parts(
 ) -> bool:
     """Run the checks of all parts; return whether every one has passed."""
     start = time.monotonic()
-
-    def add(part: str, check_name: str, error: Exception | None, **figures: Any) -> None:
-        if error is not None:
-            text = str(error)
-            if not isinstance(error, CheckFailed):
-                text = f"{type(error).__name__}: {one_line(error)}"
-            figures["reason"] = text
-        figures = {
-            name: without_personal_data(value, words) if isinstance(value, str) else value
-            for name, value in figures.items()
-        }
-        result: Result = "passed" if error is None else "failed"
-        seconds = time.monotonic() - check_start
-        evidence_file.add(part, check_name, result, seconds=seconds, **figures)
-        sys.stdout.write(f"{part}: {check_name} {result} after {seconds:.0f} s\n")
-        sys.stdout.flush()
-
-    check_start = start
-    job = {"ranks": programs.world.world_size, "nodes": 1, "device": "cpu", "card": "unknown"}
-    job |= {"memory_gib": None, "default_precision": "no"}
-    try:
-        job = _describe_machine(programs, min(_MACHINE_SECONDS, deadline - start))
-        evidence_file.set_machine(job)
-        add("machine", "versions and devices", None)
-    except CheckFailed as error:
-        add("machine", "versions and devices", error)
+    recorder = _Recorder(evidence_file, words)
+    job = _check_machine(
+        programs, evidence_file, recorder, seconds=min(_MACHINE_SECONDS, deadline - start)
+    )
     checks = Checks(programs, job)
     parts = list(dict.fromkeys(options.parts))
     seconds_per_share = (deadline - start) / sum(_SHARES[part] for part in parts or _SHARES)
-    share_end = start
+    part_end = start
     for part in parts:
-        share_end += _SHARES[part] * seconds_per_share
-        for check in checks.of_part(part):
-            check_start = time.monotonic()
-            remaining = share_end - check_start
-            if remaining < _MIN_CHECK_SECONDS:
-                evidence_file.add(part, check.name, "not run", seconds=0, reason="no time was left")
-                continue
-            try:
-                figures = check.run(max(min(remaining, _FULL_CHECK_SECONDS), remaining / 2))
-                add(part, check.name, None, **figures)
-            except CheckFailed as error:
-                add(part, check.name, error, **error.figures)
-            except Exception as error:  # recorded, so that the next checks run
-                add(part, check.name, error)
+        part_end += _SHARES[part] * seconds_per_share
+        for check in checks.checks_of_part(part):
+            _run_check(part, check, recorder, part_end=part_end)
     return evidence_file.finish()
+
+
+class _Recorder:
+    """Writes the results of checks into the file, without personal data, and to standard output.
+
+    Args:
+        evidence_file: The file.
+        words: Names of users and hosts.
+    """
+
+    def __init__(self, evidence_file: EvidenceFile, words: Sequence[str]) -> None:
+        self._file = evidence_file
+        self._words = words
+
+    def record_skipped(self, part: str, check_name: str) -> None:
+        """Record a check that has not run."""
+        self._file.add(part, check_name, "not run", seconds=0, reason="no time was left")
+
+    def record(
+        self,
+        part: str,
+        check_name: str,
+        figures: Mapping[str, Any],
+        *,
+        seconds: float,
+        error: Exception | None = None,
+    ) -> None:
+        """Record a check that has run, with the reason of a failure as a further figure."""
+        if error is not None:
+            reason = str(error)
+            if not isinstance(error, CheckFailed):
+                reason = f"{type(error).__name__}: {one_line(error)}"
+            figures = {**figures, "reason": reason}
+        figures = {
+            name: without_personal_data(value, self._words) if isinstance(value, str) else value
+            for name, value in figures.items()
+        }
+        result: Result = "passed" if error is None else "failed"
+        self._file.add(part, check_name, result, seconds=seconds, **figures)
+        sys.stdout.write(f"{part}: {check_name} {result} after {seconds:.0f} s\n")
+        sys.stdout.flush()
+
+
+def _check_machine(
+    programs: RankPrograms, evidence_file: EvidenceFile, recorder: _Recorder, *, seconds: float
+) -> Mapping[str, Any]:
+    """Return the description of the machine, as in `describe_job`, and record it as a check.
+
+    If a rank fails, the next checks get the description of a CPU.
+    """
+    check_start = time.monotonic()
+    job: Mapping[str, Any] = {
+        "ranks": programs.world.world_size,
+        "nodes": 1,
+        "device": "cpu",
+        "card": "unknown",
+        "memory_gib": None,
+        "default_precision": "no",
+    }
+    failure = None
+    try:
+        job = _describe_machine(programs, seconds)
+        evidence_file.set_machine(job)
+    except CheckFailed as error:
+        failure = error
+    check_seconds = time.monotonic() - check_start
+    recorder.record("machine", "versions and devices", {}, seconds=check_seconds, error=failure)
+    return job
+
+
+def _run_check(part: str, check: Check, recorder: _Recorder, *, part_end: float) -> None:
+    """Run a check if there is time for it, and record its result.
+
+    Args:
+        part: Name of its part.
+        check: The check.
+        recorder: Records the result.
+        part_end: Time on the monotonic clock when the time of the part ends.
+    """
+    check_start = time.monotonic()
+    remaining = part_end - check_start
+    if remaining < _MIN_CHECK_SECONDS:
+        recorder.record_skipped(part, check.name)
+        return
+    figures: Mapping[str, Any] = {}
+    failure: Exception | None = None
+    try:
+        figures = check.run(max(min(remaining, _FULL_CHECK_SECONDS), remaining / 2))
+    except CheckFailed as error:
+        figures, failure = error.figures, error
+    except Exception as error:  # recorded, so that the next checks run
+        failure = error
+    check_seconds = time.monotonic() - check_start
+    recorder.record(part, check.name, figures, seconds=check_seconds, error=failure)
 
 
 def _describe_machine(programs: RankPrograms, seconds: float) -> dict[str, Any]:
@@ -232,11 +293,17 @@ def _describe_machine(programs: RankPrograms, seconds: float) -> dict[str, Any]:
     if failure is not None:
         raise CheckFailed(failure)
     try:
-        lines_by_rank = [outcome.output.splitlines() for outcome in outcomes]
-        descriptions = [
-            json.loads([line for line in lines if line.startswith("{")][-1])
-            for lines in lines_by_rank
-        ]
+        descriptions = [_last_json_line(outcome.output) for outcome in outcomes]
     except (ValueError, IndexError) as error:
         raise CheckFailed("a rank has printed no description of itself.") from error
     return describe_job(descriptions)
+
+
+def _last_json_line(output: str) -> Any:
+    """Return the value of the last line that is a JSON object; a library may print others.
+
+    Raises:
+        IndexError: No line begins like a JSON object.
+        ValueError: The line is not JSON.
+    """
+    return json.loads([line for line in output.splitlines() if line.startswith("{")][-1])

@@ -161,13 +161,14 @@ def without_personal_data(text: str, words: Iterable[str]) -> str:
         text: The output.
         words: Names of users and hosts.
     """
-
-    def shorten_path(match: re.Match[str]) -> str:
-        name = match[0].rpartition("/")[2]
-        return f"<path>/{name}" if name.endswith(_MODULE_SUFFIXES) else "<path>"
-
-    text = _PATH.sub(shorten_path, text)
+    text = _PATH.sub(_shorten_path, text)
     text = _ADDRESS.sub("<address>", text)
     for word in sorted({word for word in words if len(word) > 1}, key=len, reverse=True):
         text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", "<name>", text)
     return text
+
+
+def _shorten_path(match: re.Match[str]) -> str:
+    """Return what replaces an absolute path: a file of Python or a library keeps its name."""
+    name = match[0].rpartition("/")[2]
+    return f"<path>/{name}" if name.endswith(_MODULE_SUFFIXES) else "<path>"

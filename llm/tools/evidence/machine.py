@@ -1,5 +1,6 @@
 """Versions, devices and launcher of the ranks of a job, without names of users and hosts."""
 
+import contextlib
 import json
 import os
 import platform
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llm.runtime.world import device_of, task_launcher, world_from_environment
-from llm.tools.preflight import describe
+from llm.tools.preflight import describe_rank
 
 _PACKAGES = (
     *("accelerate", "transformers", "numpy", "torchao", "oneccl", "oneccl-bind-pt"),
@@ -35,22 +36,8 @@ def describe_process() -> dict[str, Any]:
     from llm.parallel.accelerator import default_precision
 
     device = device_of(world_from_environment())
-    description = describe(world_from_environment())
+    description = describe_rank(world_from_environment())
     memory = device_memory(device)
-    versions = description["versions"]
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    versions |= {
-        name: version
-        for name, version in (("cuda", torch.version.cuda), ("rocm", torch.version.hip))
-        if version is not None
-    }
-    driver = _driver_version(device.type)
-    if driver is not None:
-        versions["driver"] = driver
     kind = "rocm" if device.type == "cuda" and torch.version.hip else device.type
     return {
         "device": kind,
@@ -58,9 +45,25 @@ def describe_process() -> dict[str, Any]:
         "memory_gib": None if memory is None else round(memory / GIB, 1),
         "default_precision": default_precision(device)["mixed_precision"],
         "processor": platform.machine(),
-        "versions": versions,
+        "versions": description["versions"] | _find_versions(device.type),
         "host": description["host"],
     }
+
+
+def _find_versions(device_type: str) -> dict[str, str]:
+    """Return the versions of the installed packages, of CUDA or ROCm, and of the driver."""
+    import torch
+
+    versions = {}
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    system_versions = {
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+        "driver": _driver_version(device_type),
+    }
+    return versions | {name: text for name, text in system_versions.items() if text is not None}
 
 
 def _driver_version(device_type: str) -> str | None:

@@ -65,7 +65,7 @@ class RankPrograms:
         self.folder = folder
         self._board = board
         self._num_programs = 0
-        self._num_orders = 0  # equal on all ranks
+        self._num_requests = 0  # equal on all ranks
 
     def run(
         self,
@@ -84,16 +84,16 @@ class RankPrograms:
             environment: Environment variables for the program.
         """
         self._num_programs += 1
-        order = {
+        request = {
             "arguments": list(arguments),
             "environment": {**(environment or {}), "MASTER_PORT": str(_free_port())},
             "seconds": seconds,
         }
         if is_alone or self._board is None:
-            return [_run_program(order, self._log_path("alone"), board=None, is_alone=True)]
-        name = self._next_order()
-        self._board.set_global(name, json.dumps(order))
-        self._take_part(name, order)
+            return [_run_program(request, self._log_path("alone"), board=None, is_alone=True)]
+        name = self._next_request_name()
+        self._board.set_global(name, json.dumps(request))
+        self._run_requested(name, request)
         self._board.wait(f"{name}/end", time.monotonic() + _REPLY_SECONDS)
         reports = self._board.get_all(f"{name}/end")
         silent = Outcome(code=None, output="this rank did not answer")
@@ -115,33 +115,33 @@ class RankPrograms:
         assert self._board is not None
         while True:
             self._num_programs += 1
-            name = self._next_order()
+            name = self._next_request_name()
             posted = self._board.get_global(name, deadline)
             if posted is None:
                 raise ParallelError(f"Rank 0 does not answer rank {self.world.rank}.")
-            order = json.loads(posted)
-            if isinstance(order, int):
+            request = json.loads(posted)
+            if isinstance(request, int):
                 self._board.set("finished", True)
-                return order
-            self._take_part(name, order)
+                return request
+            self._run_requested(name, request)
 
     def finish(self, exit_code: int) -> None:
         """End `serve` on the other ranks; rank 0 ends last because it may serve the store."""
         if self._board is not None:
-            self._board.set_global(self._next_order(), json.dumps(exit_code))
+            self._board.set_global(self._next_request_name(), json.dumps(exit_code))
             self._board.set("finished", True)
             self._board.wait("finished", time.monotonic() + _REPLY_SECONDS)
 
-    def _next_order(self) -> str:
+    def _next_request_name(self) -> str:
         """Return the key of the next program of all ranks."""
-        self._num_orders += 1
-        return f"program-{self._num_orders}"
+        self._num_requests += 1
+        return f"program-{self._num_requests}"
 
-    def _take_part(self, name: str, order: Mapping[str, Any]) -> None:
+    def _run_requested(self, name: str, request: Mapping[str, Any]) -> None:
         """Run a program of all ranks, and report how it ended on this one."""
         assert self._board is not None
         outcome = _run_program(
-            order, self._log_path(str(self.world.rank)), board=self._board, name=name
+            request, self._log_path(str(self.world.rank)), board=self._board, name=name
         )
         self._board.set(f"{name}/end", {"code": outcome.code, "output": outcome.output})
 
@@ -150,7 +150,7 @@ class RankPrograms:
 
 
 def _run_program(
-    order: Mapping[str, Any],
+    request: Mapping[str, Any],
     log_path: Path,
     *,
     board: Board | None,
@@ -158,9 +158,9 @@ def _run_program(
     is_alone: bool = False,
 ) -> Outcome:
     """Run a program on this rank until it ends, is late, or another rank has failed."""
-    deadline = time.monotonic() + order["seconds"]
-    environment = _child_environment(is_alone=is_alone) | order["environment"]
-    process = start_program([sys.executable, *order["arguments"]], environment, log_path)
+    deadline = time.monotonic() + request["seconds"]
+    environment = _child_environment(is_alone=is_alone) | request["environment"]
+    process = start_program([sys.executable, *request["arguments"]], environment, log_path)
     try:
         while (code := process.poll()) is None and time.monotonic() < deadline:
             if board is not None and board.get_global(f"{name}/failed") is not None:

@@ -164,14 +164,8 @@ def compare_steps(
     missing_steps = [step for step in steps if not (step in records and step in reference_records)]
     if missing_steps:
         raise CheckFailed(f"a run has not logged step {missing_steps[0]}.")
-    loss_difference, norm_difference = (
-        _largest_number(
-            abs(records[step][name] - reference_records[step][name])
-            / abs(reference_records[step][name])
-            for step in steps
-        )
-        for name in ("loss", "grad_norm")
-    )
+    loss_difference = _largest_difference(records, reference_records, "loss", steps)
+    norm_difference = _largest_difference(records, reference_records, "grad_norm", steps)
     figures = {
         "losses": [records[step]["loss"] for step in steps],
         "reference_losses": [reference_records[step]["loss"] for step in steps],
@@ -192,6 +186,20 @@ def compare_steps(
 def _largest_number(numbers: Iterable[float]) -> float:
     """Return the largest of several numbers, or NaN if one of them is NaN."""
     return max(numbers, key=lambda number: (math.isnan(number), number))
+
+
+def _largest_difference(
+    records: Mapping[int, Mapping[str, float]],
+    reference_records: Mapping[int, Mapping[str, float]],
+    name: str,
+    steps: Sequence[int],
+) -> float:
+    """Return the largest difference of a value in these steps, relative to the reference."""
+    differences = []
+    for step in steps:
+        value, reference = records[step][name], reference_records[step][name]
+        differences.append(abs(value - reference) / abs(reference))
+    return _largest_number(differences)
 
 
 def compare_weights(folder: Path, reference: Path, *, tolerance: float) -> dict[str, Any]:

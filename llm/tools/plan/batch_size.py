@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+from functools import partial
 
 from llm.data.batch_plan import micro_batch_sizes
 from llm.errors import ConfigError
@@ -20,16 +21,20 @@ def fit_batch_size(options: PlanOptions) -> PlanOptions:
     dims = parallel_dims(options, options.nodes * options.gpus_per_node)
     sizes = micro_batch_sizes(options, world_size=dims.data_ranks)
 
-    def with_batch_size(size: int) -> PlanOptions:
-        return dataclasses.replace(options, per_device_train_batch_size=size)
-
-    def is_too_large(size: int) -> bool:
-        try:
-            job = Job(with_batch_size(size))
-            return not estimate(job, job.dims).fits
-        except ConfigError:  # fewer micro-batches than the pipeline needs
-            return True
-
     # The next larger size does not fit, and neither does any above it.
-    num_fitting = bisect.bisect_left(sizes, True, key=is_too_large)
-    return with_batch_size(sizes[max(0, num_fitting - 1)])
+    num_fitting = bisect.bisect_left(sizes, True, key=partial(_is_too_large, options))
+    return _with_micro_batch(options, sizes[max(0, num_fitting - 1)])
+
+
+def _with_micro_batch(options: PlanOptions, size: int) -> PlanOptions:
+    """Return the options with a micro-batch of a number of samples."""
+    return dataclasses.replace(options, per_device_train_batch_size=size)
+
+
+def _is_too_large(options: PlanOptions, size: int) -> bool:
+    """Return whether a micro-batch of a number of samples does not fit."""
+    try:
+        job = Job(_with_micro_batch(options, size))
+        return not estimate(job, job.dims).fits
+    except ConfigError:  # fewer micro-batches than the pipeline needs
+        return True

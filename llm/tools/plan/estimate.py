@@ -383,9 +383,14 @@ def search(job: Job) -> list[Estimate]:
         is_refused = tensor > 1 and job.options.besides_optimizer is not None
         if tensor * context <= job.options.gpus_per_node and not is_refused:
             estimates += _estimate_layouts(job, tensor, context)
-    return sorted(
-        estimates, key=lambda e: (not e.fits, -e.tokens_per_second if e.fits else e.memory.total)
-    )
+    return sorted(estimates, key=_rank_by_fit)
+
+
+def _rank_by_fit(candidate: Estimate) -> tuple[bool, float]:
+    """Return the sort key of a layout: those that fit first, by speed, then others by memory."""
+    if candidate.fits:
+        return False, -candidate.tokens_per_second
+    return True, candidate.memory.total
 
 
 def _estimate_layouts(job: Job, tensor: int, context: int) -> list[Estimate]:

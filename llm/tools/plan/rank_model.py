@@ -68,32 +68,49 @@ def _split_residual_stream(model: PreTrainedModel, tensor_size: int) -> None:
     takes the same memory.
     """
     plan, styles = sequence_plan(model), tensor_plan(model).styles
-    # Recomputation frees the shard, but not the outputs of later blocks.
-    hidden_shards: list[Tensor] = []
-
-    def shard(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden_shards.append(_rank_tokens(args[0], tensor_size))
-        hidden_shards[-1].register_hook(lambda _: hidden_shards.clear())
-        return hidden_shards[-1], *args[1:]
-
-    def gather_last(_module: nn.Module, _args: Any, local: Tensor) -> Tensor:
-        return torch.cat([local] * tensor_size, dim=1)
-
-    def gather(_module: nn.Module, _args: Any, local: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(local.device.type):
-            local = local.to(torch.get_autocast_dtype(local.device.type))
-        return gather_last(_module, _args, local)
-
-    def scatter(_module: nn.Module, _args: Any, product: Tensor) -> Tensor:
-        return _rank_tokens(product, tensor_size)
-
-    model.get_submodule(plan.start).register_forward_pre_hook(shard)
+    hooks = _SequenceHooks(tensor_size)
+    model.get_submodule(plan.start).register_forward_pre_hook(hooks.shard_inputs)
     for name in plan.norms:
-        model.get_submodule(name).register_forward_hook(gather)
-    model.get_submodule(plan.last_norm).register_forward_hook(gather_last)
+        model.get_submodule(name).register_forward_hook(hooks.gather_in_autocast_dtype)
+    model.get_submodule(plan.last_norm).register_forward_hook(hooks.gather)
     for name, style in styles.items():
         if style in _ROWS:
-            model.get_submodule(name).register_forward_hook(scatter)
+            model.get_submodule(name).register_forward_hook(hooks.scatter)
+
+
+class _SequenceHooks:
+    """Hooks of modules for sequence parallelism, which change the number of tokens.
+
+    Args:
+        tensor_size: Size of tensor parallelism.
+    """
+
+    def __init__(self, tensor_size: int) -> None:
+        self._tensor_size = tensor_size
+        # Recomputation frees the shard, but not the outputs of later blocks.
+        self._hidden_shards: list[Tensor] = []
+
+    def shard_inputs(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Give a module the tokens of one rank, and keep them until the backward pass."""
+        hidden, *other_args = args
+        hidden_shard = _rank_tokens(hidden, self._tensor_size)
+        self._hidden_shards.append(hidden_shard)
+        hidden_shard.register_hook(lambda _: self._hidden_shards.clear())
+        return hidden_shard, *other_args
+
+    def gather(self, _module: nn.Module, _args: Any, local: Tensor) -> Tensor:
+        """Return the tokens of all ranks for the output of one rank."""
+        return torch.cat([local] * self._tensor_size, dim=1)
+
+    def gather_in_autocast_dtype(self, module: nn.Module, args: Any, local: Tensor) -> Tensor:
+        """Return the same in the dtype of autocast, in which ranks send less."""
+        if torch.is_autocast_enabled(local.device.type):
+            local = local.to(torch.get_autocast_dtype(local.device.type))
+        return self.gather(module, args, local)
+
+    def scatter(self, _module: nn.Module, _args: Any, product: Tensor) -> Tensor:
+        """Return the tokens of one rank."""
+        return _rank_tokens(product, self._tensor_size)
 
 
 def _rank_tokens(hidden: Tensor, tensor_size: int) -> Tensor:
@@ -164,11 +181,11 @@ class ParamCounts:
 
 def count_parameters(model: PreTrainedModel) -> ParamCounts:
     """Count the parameters of a model, which may be on the meta device."""
-    modules = find_blocks(model)
-    blocks = [list(block.parameters()) for block in modules]
+    block_modules = find_blocks(model)
+    blocks = [list(block.parameters()) for block in block_modules]
     block_parameters = set(itertools.chain(*blocks))
-    output = model.get_output_embeddings()
-    head = set() if output is None else set(output.parameters())
+    head_module = model.get_output_embeddings()
+    head = set() if head_module is None else set(head_module.parameters())
     embedding = set(model.get_input_embeddings().parameters())
     experts = find_experts(model).values()
     return ParamCounts(
@@ -177,7 +194,7 @@ def count_parameters(model: PreTrainedModel) -> ParamCounts:
         embedding=embedding,
         head=head,
         experts={p for module in experts for p in module.parameters(recurse=False)},
-        expert_layers=frozenset(i for i, block in enumerate(modules) if find_experts(block)),
+        expert_layers=frozenset(i for i, block in enumerate(block_modules) if find_experts(block)),
         num_experts=frozenset(module.num_experts for module in experts),
         is_tied=head.issubset(embedding),
         buffers=sum(b.nbytes for b in model.buffers()),

@@ -1,6 +1,7 @@
 """Find the cheapest change that makes a run fit, in the order of the guide on parallelism."""
 
 import bisect
+from functools import partial
 from typing import Any
 
 from llm.data.options import device_batch_size
@@ -60,7 +61,8 @@ def _cheapest_layout(
     best_changes: dict[str, Any] | None = None
     alternatives = [{}, recomputation, least_activations]
     for index, changes in enumerate(alternatives):
-        if changes in alternatives[:index]:
+        is_repeated = changes in alternatives[:index]  # such as an empty recomputation
+        if is_repeated:
             continue
         candidates = ranking if ranking and not changes else search(job.with_micro_batch(changes))
         for candidate in candidates:
@@ -80,15 +82,17 @@ def _largest_micro_batch(job: Job, changes: dict[str, Any]) -> dict[str, Any] | 
     current_size = device_batch_size(job.options)
     max_size = current_size if changes else current_size - 1
     sizes = [size for size in range(1, max_size + 1) if current_size % size == 0]
-
-    def is_too_large(size: int) -> bool:
-        resized_job = job.with_micro_batch({**_micro_batch_options(job.options, size), **changes})
-        return not estimate(resized_job, job.dims).fits
-
+    is_too_large = partial(_is_too_large, job, changes)
     if not sizes or is_too_large(sizes[0]):
         return None
     num_fitting = bisect.bisect_left(sizes, True, key=is_too_large)
     return _micro_batch_options(job.options, sizes[num_fitting - 1])
+
+
+def _is_too_large(job: Job, changes: dict[str, Any], size: int) -> bool:
+    """Return whether a micro-batch of a number of samples, with other changes, does not fit."""
+    resized_job = job.with_micro_batch({**_micro_batch_options(job.options, size), **changes})
+    return not estimate(resized_job, job.dims).fits
 
 
 def _micro_batch_options(options: PlanOptions, size: int) -> dict[str, Any]:
@@ -109,15 +113,16 @@ def _layout_cost(candidate: Estimate, dims: ParallelDims, *, alternative: int) -
     Its entries are the distances of the context, pipeline, tensor and expert size from the present
     ones, the index of the alternative, the distance of the shard size, and the negative speed.
     """
-
-    def distance(axis: str) -> int:
-        """Return roughly how often a size is doubled or halved."""
-        size: int = getattr(candidate.dims, axis)
-        current_size: int = getattr(dims, axis)
-        return abs(size.bit_length() - current_size.bit_length()) + (size != current_size)
-
-    shard_distance, *other_distances = map(distance, _AXIS_BY_OPTION.values())
+    shard_distance, *other_distances = (
+        _count_doublings(getattr(candidate.dims, axis), getattr(dims, axis))
+        for axis in _AXIS_BY_OPTION.values()
+    )
     return *reversed(other_distances), alternative, shard_distance, -candidate.tokens_per_second
+
+
+def _count_doublings(size: int, current_size: int) -> int:
+    """Return roughly how often a size is doubled or halved; 0 only for equal sizes."""
+    return abs(size.bit_length() - current_size.bit_length()) + (size != current_size)
 
 
 def _layout_options(dims: ParallelDims, options: PlanOptions) -> dict[str, int]:

@@ -138,6 +138,7 @@ def plan_json(
 
 
 def _mixture_json(job: Job) -> dict[str, Any]:
+    """Return the numbers about the experts of a mixture by key; empty for a dense model."""
     mixture = mixture_size(job.model)
     if mixture is None:
         return {}

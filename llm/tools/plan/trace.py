@@ -151,18 +151,18 @@ def _tensors_for_compiled_code(
     smaller one, such as a half-precision branch of the residual stream. The compiler chooses the
     smallest set of tensors from which it can recompute the others; this is nearly it.
     """
-    name = func._schema.name.removeprefix("aten::")
-    if name == "add" and all(isinstance(term, Tensor) for term in args[:2]):
+    operation = func._schema.name.removeprefix("aten::")
+    if operation == "add" and all(isinstance(term, Tensor) for term in args[:2]):
         # A term that is broadcast, such as a bias, cannot replace the sum.
         terms = (term for term in args[:2] if term.numel() == result.numel())
         return [(result, min(term.nbytes for term in (result, *terms)))]
-    values: list[Any] = []
-    if name in _PRODUCTS or name.startswith("_scaled_dot_product"):
-        values = [*tree_leaves(args), *tree_leaves(result)]
-    elif name == "native_dropout":
+    operands_and_results: list[Any] = []
+    if operation in _PRODUCTS or operation.startswith("_scaled_dot_product"):
+        operands_and_results = [*tree_leaves(args), *tree_leaves(result)]
+    elif operation == "native_dropout":
         _, mask = result
-        values = [mask]
-    tensors = [value for value in values if isinstance(value, Tensor)]
+        operands_and_results = [mask]
+    tensors = [value for value in operands_and_results if isinstance(value, Tensor)]
     return [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors]
 
 
@@ -242,7 +242,7 @@ def trace(
     dtype = torch.float16 if options.mixed_precision == "fp16" else torch.bfloat16
     autocast = torch.autocast("cpu", dtype, enabled=options.mixed_precision != "no")
     with FakeTensorMode(), _gather_keys(model, context):
-        model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
+        model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
         model.tie_weights()
         ids = torch.zeros(device_batch_size(options), length // context, dtype=torch.long)
         labels = torch.zeros_like(ids)
@@ -457,7 +457,7 @@ def _gather_keys(model: PreTrainedModel, context: int) -> Iterator[None]:
         yield
         return
 
-    def attention(
+    def attend_to_gathered_keys(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         key, value = (torch.cat([tensor] * context, dim=2) for tensor in (key, value))
@@ -465,6 +465,6 @@ def _gather_keys(model: PreTrainedModel, context: int) -> Iterator[None]:
         return sdpa(module, query, key, value, None, **{**kwargs, "is_causal": False})
 
     name = "llm_plan_gathered"
-    ALL_ATTENTION_FUNCTIONS.register(name, attention)
+    ALL_ATTENTION_FUNCTIONS.register(name, attend_to_gathered_keys)
     model.config.get_text_config()._attn_implementation = name
     yield

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llm.runtime.files import read_json_lines
 from llm.tools.python.trained_run import Metrics, Run
@@ -103,37 +103,62 @@ class _Html:
         return self._text
 
 
+class _Axes(NamedTuple):
+    """The ranges of steps and losses that an image shows."""
+
+    first_step: int
+    last_step: int
+    lowest: float
+    highest: float
+
+    def locate(self, step: int, value: float) -> tuple[float, float]:
+        """Return the place of a point in pixels, from the left and from the top."""
+        step_share = (step - self.first_step) / (self.last_step - self.first_step)
+        value_share = (value - self.lowest) / (self.highest - self.lowest or 1.0)
+        return (
+            _MARGIN + step_share * (_WIDTH - _MARGIN - 8),
+            8 + (1 - value_share) * (_HEIGHT - 32),
+        )
+
+    def draw_labels(self) -> list[str]:
+        """Return the texts at the ends of both axes, as elements of an SVG image."""
+        return [
+            _draw_text(2, 16, f"{self.highest:.3g}"),
+            _draw_text(2, _HEIGHT - 24, f"{self.lowest:.3g}"),
+            _draw_text(_MARGIN, _HEIGHT - 6, f"step {self.first_step:,}"),
+            _draw_text(_WIDTH - 80, _HEIGHT - 6, f"step {self.last_step:,}"),
+        ]
+
+
 def draw_curves(metrics: Metrics) -> str:
     """Return the losses of a run by step as an SVG image; "" if there is nothing to draw."""
     points_by_name = {
-        name: [(step, y) for step, y in zip(*metrics.column(name), strict=True) if y == y]
+        name: [
+            (step, y) for step, y in zip(*metrics.column(name), strict=True) if y == y
+        ]  # not NaN
         for name in _CURVES
     }
-    points = [point for points in points_by_name.values() for point in points]
+    points = [point for curve_points in points_by_name.values() for point in curve_points]
     if len({step for step, _ in points}) < 2:
         return ""
-    first_step, last_step = min(x for x, _ in points), max(x for x, _ in points)
-    lowest, highest = min(y for _, y in points), max(y for _, y in points)
-
-    def place(step: int, value: float) -> tuple[float, float]:
-        x = _MARGIN + (step - first_step) / (last_step - first_step) * (_WIDTH - _MARGIN - 8)
-        share = (value - lowest) / (highest - lowest or 1.0)
-        return x, 8 + (1 - share) * (_HEIGHT - 32)
-
-    parts = []
-    for index, (name, (label, color)) in enumerate(_CURVES.items()):
-        curve = [place(*point) for point in _thin_points(points_by_name[name])]
+    axes = _Axes(
+        first_step=min(step for step, _ in points),
+        last_step=max(step for step, _ in points),
+        lowest=min(value for _, value in points),
+        highest=max(value for _, value in points),
+    )
+    elements = []
+    for curve_index, (name, (label, color)) in enumerate(_CURVES.items()):
+        curve = [axes.locate(*point) for point in _thin_points(points_by_name[name])]
         if curve:
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in curve)
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{color}"/>')
-            x, y = curve[-1]
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"/>')
-            parts.append(_draw_text(_WIDTH - 120, 18 + 14 * index, label, color=color))
-    parts += [_draw_text(2, 16, f"{highest:.3g}"), _draw_text(2, _HEIGHT - 24, f"{lowest:.3g}")]
-    parts += [_draw_text(_MARGIN, _HEIGHT - 6, f"step {first_step:,}")]
-    parts += [_draw_text(_WIDTH - 80, _HEIGHT - 6, f"step {last_step:,}")]
+            elements.append(f'<polyline points="{path}" fill="none" stroke="{color}"/>')
+            last_x, last_y = curve[-1]
+            elements.append(f'<circle cx="{last_x:.1f}" cy="{last_y:.1f}" r="2.5" fill="{color}"/>')
+            elements.append(_draw_text(_WIDTH - 120, 18 + 14 * curve_index, label, color=color))
+    elements += axes.draw_labels()
     size = f'width="{_WIDTH}" viewBox="0 0 {_WIDTH} {_HEIGHT}" style="max-width:100%;height:auto"'
-    return f"<svg {size}>{''.join(parts)}</svg>"
+    return f"<svg {size}>{''.join(elements)}</svg>"
 
 
 def _thin_points(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
