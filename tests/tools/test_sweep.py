@@ -95,6 +95,13 @@ def test_values_become_arguments_as_the_user_would_type_them():
         (["base.toml", "--grid", "seed"], "expects an option and its values, as in --grid learn"),
         (["base.toml", "--grid", "seed=1,,2"], "expects an option and its values"),
         (["base.toml", "--grid", "seed=1,2\n3"], "expects an option and its values"),
+        (["base.toml", "--grid", "sample_prompt='a,b"], "expects an option and its values"),
+        (["base.toml", "--grid", "sample_prompt='a'b,c"], "expects an option and its values"),
+        (["base.toml", "--grid", "seed=1,2", "--", "--output-dir=a"], "--output_dir follows --, b"),
+        (
+            ["base.toml", "--grid", "seed=1,2", "--", "--push_to_hub", "--hub_model_id", "me/a"],
+            "The members seed=1 and seed=2 would push to the same --hub_model_id me/a",
+        ),
         (["base.toml", "--grid", "seed=1,1"], "--grid seed=1,1 has a value twice"),
         (["base.toml", "--grid", "seed=1", "seed=2"], "--grid seed=2 varies seed again"),
         (["base.toml", "--grid", "seed=1", "--grid", "eval_steps=2"], "--grid is given twice"),
@@ -116,6 +123,14 @@ def test_a_sweep_that_cannot_work_starts_nothing(argv, sentence, folder, capsys)
     assert sentence in error
     assert error.count("\n") == 1
     assert [path.name for path in folder.iterdir()] == ["base.toml"]
+
+
+def test_a_file_with_the_name_of_a_member_is_refused(folder, capsys):
+    (folder / "sweeps/base").mkdir(parents=True)
+    (folder / "sweeps/base/seed=2").touch()
+    assert main(["base.toml", "--grid", "seed=1,2"]) == 2
+    assert "sweeps/base/seed=2 is a file; name a folder." in capsys.readouterr().err
+    assert not (folder / "sweeps/base/seed=1").exists()
 
 
 def test_a_folder_with_a_run_of_other_options_is_refused(folder, capsys):
@@ -505,6 +520,36 @@ def test_a_killed_trial_is_repeated_and_a_failed_one_counts(tmp_path, monkeypatc
     assert open_trials(3).next_member().name.startswith("trial=2,")
     with pytest.raises(ConfigError, match=r"searches learning_rate=1e-4\.\.1e-2:log, not seed=1"):
         Trials(tmp_path, ["seed=1..2"], GPTConfig(), num_ranks=1, num_trials=2)
+
+
+def test_a_trial_whose_values_a_kill_has_cut_short_is_not_a_member(tmp_path):
+    pytest.importorskip("optuna", reason="pip install optuna, the extra `optuna`")
+    from llm.tools.sweep.optuna_trials import Trials
+
+    search = ["learning_rate=1e-4..1e-2:log", "weight_decay=0..1"]
+    trials = Trials(tmp_path, search, GPTConfig(), num_ranks=1, num_trials=1)
+    trials._study.ask({"learning_rate": trials._distributions["learning_rate"]})
+    assert trials.members() == []
+    assert trials.next_member().options.keys() == {"learning_rate", "weight_decay"}
+    assert trials.next_member() is None
+
+
+def test_a_study_that_another_command_has_locked_is_one_sentence(tmp_path, monkeypatch):
+    pytest.importorskip("optuna", reason="pip install optuna, the extra `optuna`")
+    from llm.tools.sweep.optuna_trials import Trials
+
+    monkeypatch.setattr("llm.tools.sweep.optuna_trials._LOCK_SECONDS", 0.0)
+    trials = Trials(tmp_path, ["weight_decay=0..1"], GPTConfig(), num_ranks=1, num_trials=1)
+    with trials._hold_lock(), pytest.raises(ConfigError, match=r"has locked .*/\.study\.lock for"):
+        trials.next_member()
+
+
+def test_the_status_of_a_search_that_has_not_begun_creates_nothing(folder, capsys):
+    pytest.importorskip("optuna", reason="pip install optuna, the extra `optuna`")
+    argv = ["base.toml", "--sampler", "optuna", "--search", "weight_decay=0..1", "--status"]
+    assert main(argv) == 0
+    assert capsys.readouterr().out.split() == ["member", "state", "validation", "loss"]
+    assert [path.name for path in folder.iterdir()] == ["base.toml"]
 
 
 def test_a_trial_that_was_killed_on_another_machine_is_resumed(tmp_path, monkeypatch):

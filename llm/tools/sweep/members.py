@@ -1,5 +1,6 @@
 """The members of a sweep: their options, their names, and the checks before any of them starts."""
 
+import contextlib
 import csv
 import dataclasses
 import hashlib
@@ -108,7 +109,10 @@ def _parse_item(item: str) -> tuple[str, list[str]]:
         ConfigError: It has no values, or a value twice.
     """
     name, value_list = option_name(item), item.partition("=")[2]
-    values = next(csv.reader([value_list], quotechar="'"), []) if value_list.isprintable() else []
+    values: list[str] = []
+    with contextlib.suppress(csv.Error):  # a quote is missing
+        if value_list.isprintable():
+            values = next(csv.reader([value_list], quotechar="'", strict=True), [])
     if not name.isidentifier() or not values or "" in values:
         raise ConfigError(
             f"--grid {item!a} expects an option and its values, as in --grid "
@@ -168,6 +172,11 @@ def check_base(base: Base, members: Sequence[Member]) -> None:
     start_options = {field.name for field in fields(GPTConfig) if field.option.one_shot}
     flags = [word.partition("=")[0] for word in base.arguments if word.startswith("--")]
     base_options = {names.get(name, name) for name in map(option_name, flags)}
+    if "output_dir" in base_options:
+        raise ConfigError(
+            "--output_dir follows --, but the sweep names the folder of each member; write the "
+            "folder of the sweep before --."
+        )
     varied_options = dict.fromkeys(name for member in members for name in member.options)
     for name in varied_options:
         if names.get(name, name) in {"output_dir", "config", *start_options}:
@@ -206,8 +215,10 @@ def check_members(
     check_base(base, members)
     num_ranks = None if isinstance(nproc_per_node, str) else nodes * nproc_per_node
     member_by_config: dict[str, Member] = {}
+    member_by_repository: dict[str, Member] = {}
     names_by_change: dict[str, list[str]] = {}
     for member in members:
+        RunFolder(base.folder / member.name).check_usable()
         if member.parent is not None and not (base.folder / member.parent / "config.toml").exists():
             _check_new_branch(base, member)
             continue  # it takes its options from its parent, which has not started
@@ -228,6 +239,13 @@ def check_members(
                 f"The members {other_member.name} and {member.name} are the same run; leave one of "
                 "them out."
             )
+        if config.hub_model_id is not None:
+            other_member = member_by_repository.setdefault(config.hub_model_id, member)
+            if other_member is not member:
+                raise ConfigError(
+                    f"The members {other_member.name} and {member.name} would push to the same "
+                    f"--hub_model_id {config.hub_model_id}; leave it out, or vary it."
+                )
         if changes:
             names_by_change.setdefault("; ".join(changes), []).append(member.name)
     for text, names in names_by_change.items():

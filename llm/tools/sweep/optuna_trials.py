@@ -21,11 +21,17 @@ from llm.tools.sweep.members import Member, member_name
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
+    from optuna.trial import FrozenTrial
 
     from llm.trainers.gpt.extensions import GPTConfig
 
 _JOURNAL_NAME = "study.journal"
 _LOCK_SECONDS = 60.0
+
+
+def has_study(folder: Path) -> bool:
+    """Return whether the folder of a sweep has a study."""
+    return (folder / _JOURNAL_NAME).exists()
 
 
 class Trials:
@@ -98,9 +104,14 @@ class Trials:
 
     def members(self) -> list[Member]:
         """Return the members of all trials so far."""
+        return [_make_member(trial.number, trial.params) for trial in self._read_trials()]
+
+    def _read_trials(self) -> "list[FrozenTrial]":
+        """Return the trials with all of their values, which a command that is killed may lack."""
         return [
-            _make_member(trial.number, trial.params)
+            trial
             for trial in self._study.get_trials(deepcopy=False)
+            if trial.params.keys() == self._distributions.keys()
         ]
 
     def next_member(self) -> Member | None:
@@ -110,7 +121,7 @@ class Trials:
         machine looks like the claim of a living one until `MemberRuns` has waited for heartbeats.
         """
         with self._hold_lock():
-            trials = self._study.get_trials(deepcopy=False)
+            trials = self._read_trials()
             claimed_members: dict[int, Member] = {}
             for trial in trials:
                 if trial.state != self._states.RUNNING or trial.number in self._taken_numbers:
@@ -143,9 +154,20 @@ class Trials:
 
     @contextlib.contextmanager
     def _hold_lock(self) -> Iterator[None]:
-        """Keep other commands from starting a trial, on file systems that have locks."""
-        with (self._folder / ".study.lock").open("a") as file:
-            try_lock(file.fileno(), seconds=_LOCK_SECONDS)
+        """Keep other commands from starting a trial, on file systems that have locks.
+
+        Raises:
+            ConfigError: Another command does not release the lock.
+        """
+        path = self._folder / ".study.lock"
+        with path.open("a") as file:
+            try:
+                try_lock(file.fileno(), seconds=_LOCK_SECONDS)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"Another command of this study has locked {path} for {_LOCK_SECONDS:g} "
+                    "seconds; end it."
+                ) from error
             yield
 
 

@@ -19,7 +19,7 @@ from llm.tools.sweep.ladder import ladder_lines, ladder_rungs
 from llm.tools.sweep.member_state import LOG_NAME, Outcome, read_outcome
 from llm.tools.sweep.members import Base, Member, check_members, check_number, grid_members
 from llm.tools.sweep.options import SweepOptions
-from llm.tools.sweep.optuna_trials import Trials, end_members, read_search
+from llm.tools.sweep.optuna_trials import Trials, end_members, has_study, read_search
 from llm.tools.sweep.run_members import MemberRuns
 from llm.tools.sweep.slots import find_slots
 from llm.trainers.gpt.main import parse_args
@@ -39,13 +39,7 @@ def main(argv: Sequence[str]) -> int:
         slots = find_slots(os.environ, nodes=options.nodes, folder=base.folder)
     trials = None
     if options.sampler is not None:
-        trials = Trials(
-            base.folder,
-            options.search,
-            parse_args(base.trainer_arguments(members[0])),
-            num_ranks=None if isinstance(nproc_per_node, str) else options.nodes * nproc_per_node,
-            num_trials=options.trials,
-        )
+        trials = _open_trials(options, base, members[0], nproc_per_node=nproc_per_node)
         members = []  # the study has them
     if options.status:
         outcomes = read_outcomes(base, members if trials is None else trials.members())
@@ -64,6 +58,28 @@ def main(argv: Sequence[str]) -> int:
         outcomes = read_outcomes(base, trials.members()) | outcomes
     sys.stdout.write(make_table(base, outcomes))
     return EXIT_PREEMPTED if runs.is_stopped else exit_code(outcomes)
+
+
+def _open_trials(
+    options: SweepOptions, base: Base, member: Member, *, nproc_per_node: int | str
+) -> Trials | None:
+    """Return the trials of the study, which is created if members start; otherwise None.
+
+    Args:
+        options: Options of the sweep.
+        base: The options and the folder that members share.
+        member: A member, which has the options that all trials share.
+        nproc_per_node: Processes of a member on each node, or `auto`.
+    """
+    if options.status and not has_study(base.folder):
+        return None
+    return Trials(
+        base.folder,
+        options.search,
+        parse_args(base.trainer_arguments(member)),
+        num_ranks=None if isinstance(nproc_per_node, str) else options.nodes * nproc_per_node,
+        num_trials=options.trials,
+    )
 
 
 def read_outcomes(base: Base, members: Sequence[Member]) -> dict[str, Outcome]:
