@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from llm.checkpoint.run_folder import RunFolder
 from llm.tools.jobs import jobs
 from llm.tools.jobs.jobs import main, read_minutes
 from llm.tools.jobs.sites import known_sites
@@ -415,6 +416,19 @@ def test_an_array_leaves_out_members_that_have_finished(tmp_path, capsys, monkey
     (tmp_path / "s/seed=2/status.json").write_text('{"status": "finished"}')
     assert main([*argv, *trainer]) == 2
     assert capsys.readouterr().err == "error: All members of s have finished.\n"
+
+
+def test_an_array_leaves_out_members_that_run_now(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    argv = ["sweep", "slurm", "--", "--output_dir", "s", "--grid", "seed=1,2", "--", *TRAINER[:-2]]
+    with RunFolder(Path("s/seed=1")).lock():
+        assert main(argv) == 0
+        printed = capsys.readouterr()
+        with RunFolder(Path("s/seed=2")).lock():
+            assert main(argv) == 2
+    assert "    0) OPTIONS+=(--seed=2 --output_dir=s/seed=2) ;;\n    *)" in printed.out
+    assert printed.err.startswith("Left out: 1 member that runs now.\n")
+    assert "All members of s have finished, run now, or branch" in capsys.readouterr().err
 
 
 def test_frontiers_nodes_are_whole_for_torchrun(capsys):

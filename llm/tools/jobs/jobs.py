@@ -34,8 +34,10 @@ from llm.tools.jobs.scripts import (
 )
 from llm.tools.jobs.site_tables import site_description, site_table
 from llm.tools.jobs.sites import Site, choose_queue, find_site, known_sites
-from llm.tools.sweep.member_state import read_outcome
-from llm.tools.sweep.sweep import parse_sweep, read_sweep
+from llm.tools.sweep.members import Base, Member
+from llm.tools.sweep.options import SweepOptions
+from llm.tools.sweep.sweep import parse_sweep, read_outcomes, read_sweep
+from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.main import parse_args
 
 _MIN_MINUTES = 30
@@ -145,53 +147,74 @@ def array_script(
     job = _fill_in_site(options, find_site(options.site))
     assert job.gpus_per_node is not None
     sweep_options, trainer_arguments = parse_sweep(sweep_arguments)
-    if sweep_options.sampler is not None:
-        raise ConfigError(
-            "--sampler chooses values while members train, and the jobs of an array are fixed; "
-            "start llm-trainers sweep itself in one or several jobs."
-        )
+    _check_array_options(sweep_options)
     base, members = read_sweep(
         sweep_options,
         trainer_arguments,
         nodes=job.nodes,
         nproc_per_node=job.gpus_per_node,
     )
-    unfinished_members = [
-        member for member in members if read_outcome(base.folder / member.name).state != "finished"
-    ]
-    if not unfinished_members:
-        raise ConfigError(f"All members of {base.folder} have finished.")
-    num_finished = len(members) - len(unfinished_members)
-    unfinished_names = {member.name for member in unfinished_members}
-    array_members = [
-        member for member in unfinished_members if member.parent not in unfinished_names
-    ]
+    array_members, member_notes = _select_array_members(base, members)
     separator = sweep_arguments.index("--") if "--" in sweep_arguments else None
     sweep_words = sweep_arguments[:separator]
-    if (sweep_options.nodes, sweep_options.nproc_per_node) != (1, 1):
-        raise ConfigError(
-            "--nodes and --nproc_per_node of llm-trainers sweep are the job's --nodes and "
-            "--gpus_per_node here; write them in front of --."
-        )
     text, notes = job_script(
         options,
         command=["sweep", *command, "--", *sweep_words],
         trainer_arguments=base.arguments,
         member_arguments=[base.member_arguments(member) for member in array_members],
     )
-    num_branches = len(unfinished_members) - len(array_members)
-    if num_branches:
-        notes.insert(
-            0,
-            f"Left out: {counted(num_branches, 'branch')} of runs that have not "
-            "finished; write the script again when they have.",
-        )
-    if num_finished:
-        verb = "has" if num_finished == 1 else "have"
-        notes.insert(0, f"Left out: {counted(num_finished, 'member')} that {verb} finished.")
     status = ["llm-trainers", "sweep", *sweep_words, "--status"]
     status += ["--", *trainer_arguments] if trainer_arguments else []
-    return text, [*notes, f"Later, see how far the members are: {shell_line(status)}"]
+    status_note = f"Later, see how far the members are: {shell_line(status)}"
+    return text, [*member_notes, *notes, status_note]
+
+
+def _check_array_options(options: SweepOptions) -> None:
+    """Refuse options of a sweep that the jobs of an array cannot have."""
+    if options.sampler is not None:
+        raise ConfigError(
+            "--sampler chooses values while members train, and the jobs of an array are fixed; "
+            "start llm-trainers sweep itself in one or several jobs."
+        )
+    if (options.nodes, options.nproc_per_node) != (1, 1):
+        raise ConfigError(
+            "--nodes and --nproc_per_node of llm-trainers sweep are the job's --nodes and "
+            "--gpus_per_node here; write them in front of --."
+        )
+
+
+def _select_array_members(base: Base, members: Sequence[Member]) -> tuple[list[Member], list[str]]:
+    """Return the members that jobs can train now, and sentences about the others.
+
+    Raises:
+        ConfigError: No member is left.
+    """
+    outcomes = read_outcomes(base, members)
+    finished_names = {name for name in outcomes if outcomes[name].state == "finished"}
+    running_names = {name for name in outcomes if outcomes[name].state == "running"}
+    idle_members = [
+        member for member in members if member.name not in finished_names | running_names
+    ]
+    array_members = [member for member in idle_members if member.parent in {None, *finished_names}]
+    if not array_members:
+        raise ConfigError(
+            f"All members of {base.folder} have finished, run now, or branch from one that runs."
+            if running_names
+            else f"All members of {base.folder} have finished."
+        )
+    notes = []
+    if finished_names:
+        verb = "has" if len(finished_names) == 1 else "have"
+        notes.append(f"Left out: {counted(len(finished_names), 'member')} that {verb} finished.")
+    if running_names:
+        verb = "runs" if len(running_names) == 1 else "run"
+        notes.append(f"Left out: {counted(len(running_names), 'member')} that {verb} now.")
+    if num_branches := len(idle_members) - len(array_members):
+        notes.append(
+            f"Left out: {counted(num_branches, 'branch')} of runs that have not finished; write "
+            "the script again when they have."
+        )
+    return array_members, notes
 
 
 def job_script(
@@ -214,29 +237,14 @@ def job_script(
     """
     if not trainer_arguments:
         raise ConfigError(_NO_TRAINER_OPTIONS)
-    site = find_site(options.site)
-    minutes = read_minutes(options.time)
-    _check_scheduler(
-        replace(options, scheduler=options.scheduler or site.schedulers[0]),
-        site,
-        is_array=bool(member_arguments),
-    )
-    num_nodes = options.nodes + options.spare_nodes
-    queue = choose_queue(site, queue_name=options.queue, nodes=num_nodes, minutes=minutes)
-    site = site.for_queue(queue)
-    job = replace(_fill_in_site(options, site), queue=queue)
-    _check_minutes(job, minutes)
+    job, site = _place_job(options, is_array=bool(member_arguments))
+    minutes = read_minutes(job.time)
     # Time for the job to start and to save its last checkpoint.
     exit_after = minutes - max(15, minutes // 20) if job.chain else None
     added_arguments = _resume_arguments(trainer_arguments, exit_after)
     all_arguments = [*trainer_arguments, *added_arguments]
-    assert job.gpus_per_node is not None
     arguments_of_runs = [[*all_arguments, *arguments] for arguments in member_arguments or [()]]
-    for run_arguments in arguments_of_runs:
-        config = parse_args(run_arguments)
-        if config.output_dir is None:
-            raise ConfigError("--output_dir is missing among the trainer's options.")
-        check_ranks(config, nodes=job.nodes, ranks_per_node=job.gpus_per_node)
+    *_, config = [_check_run(job, arguments) for arguments in arguments_of_runs]
 
     text = load_template(f"{job.scheduler}.sh").render(
         job=job,
@@ -262,6 +270,41 @@ def job_script(
         plan=plan,
     )
     return text, notes
+
+
+def _place_job(options: JobOptions, *, is_array: bool) -> tuple[JobOptions, Site]:
+    """Return a job with the values of its site and queue, and its site with the queue's nodes.
+
+    Raises:
+        ConfigError: An option does not fit the site, the scheduler, or another option.
+    """
+    site = find_site(options.site)
+    minutes = read_minutes(options.time)
+    _check_scheduler(
+        replace(options, scheduler=options.scheduler or site.schedulers[0]),
+        site,
+        is_array=is_array,
+    )
+    num_nodes = options.nodes + options.spare_nodes
+    queue = choose_queue(site, queue_name=options.queue, nodes=num_nodes, minutes=minutes)
+    site = site.for_queue(queue)
+    job = replace(_fill_in_site(options, site), queue=queue)
+    _check_minutes(job, minutes)
+    return job, site
+
+
+def _check_run(job: JobOptions, arguments: Sequence[str]) -> CoreConfig:
+    """Return the options of a run of the job.
+
+    Raises:
+        ConfigError: The trainer refuses them, or they have no folder or do not fit the ranks.
+    """
+    assert job.gpus_per_node is not None
+    config = parse_args(arguments)
+    if config.output_dir is None:
+        raise ConfigError("--output_dir is missing among the trainer's options.")
+    check_ranks(config, nodes=job.nodes, ranks_per_node=job.gpus_per_node)
+    return config
 
 
 def _fill_in_site(options: JobOptions, site: Site) -> JobOptions:
