@@ -50,6 +50,7 @@ _FOLDER_PREFIX = "llm-staged-"
 _RUN_FILE = "run.json"
 _REMOVED_FOLDERS = f".{_FOLDER_PREFIX}*.removed"
 _MAX_NAMED_HOSTS = 4
+_LOCK_SECONDS = 10.0
 
 logger = logging.getLogger("llm")
 
@@ -117,9 +118,13 @@ class StagingFolder:
         """
         self._path.mkdir(mode=0o700)
         self._run_file = (self._path / _RUN_FILE).open("x", encoding="utf-8")
-        try_lock(self._run_file.fileno())
-        self._run_file.write(json.dumps({"checkpoints": os.path.abspath(self._checkpoints)}))
-        self._run_file.flush()
+        try:
+            # Another run that starts now may have locked it, to see whether it is abandoned.
+            try_lock(self._run_file.fileno(), seconds=_LOCK_SECONDS)
+            self._run_file.write(json.dumps({"checkpoints": os.path.abspath(self._checkpoints)}))
+            self._run_file.flush()
+        except OSError as error:  # the system does not name the file
+            raise OSError(error.errno, error.strerror, self._run_file.name) from error
 
     def step_path(self, step: int) -> Path:
         """Return the folder of a complete staged checkpoint."""
@@ -153,8 +158,9 @@ class StagingFolder:
 
     def close(self) -> None:
         """Remove the folder."""
-        if self._run_file is not None:
-            self._run_file.close()
+        with contextlib.suppress(OSError):  # the node's disk fails
+            if self._run_file is not None:
+                self._run_file.close()
         _remove_folder(self._path)
 
 

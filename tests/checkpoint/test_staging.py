@@ -478,6 +478,42 @@ def test_only_abandoned_folders_of_this_program_are_removed(tmp_path, run, node,
     assert outside.is_dir()
 
 
+def test_a_folder_that_another_start_inspects_is_locked_a_moment_later(run, node, monkeypatch):
+    try_lock = staging.try_lock
+
+    def lock_after_another(descriptor, **options):
+        other = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
+        try_lock(other)
+        threading.Timer(0.2, os.close, [other]).start()
+        return try_lock(descriptor, **options)
+
+    monkeypatch.setattr(staging, "try_lock", lock_after_another)
+    saver = staging_saver(run, node, 1.0)
+    saver.save(step=1, eval_loss=None)
+    saver.finish(is_final=True)
+    assert steps(run.checkpoints) == [1]
+
+
+def full_disk(*args: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_node_refuses_the_start_and_names_the_file(run, node, monkeypatch):
+    monkeypatch.setattr(staging, "try_lock", lambda *_, **options: full_disk())
+    with pytest.raises(OSError, match=r"No space left on device: '.*/run\.json'"):
+        staging_saver(run, node, 1.0)
+
+
+def test_a_node_that_fails_after_the_last_copy_does_not_end_the_run(run, node):
+    saver = staging_saver(run, node, 1.0)
+    saver.save(step=1, eval_loss=None)
+    saver.finish()
+    saver._staging._run_file.close()
+    saver._staging._run_file.close = full_disk
+    saver.finish(is_final=True)
+    assert steps(run.checkpoints) == [1]
+
+
 def test_folders_of_other_users_are_never_read(run, node, monkeypatch):
     staged = leave_staged(run, node, monkeypatch)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
