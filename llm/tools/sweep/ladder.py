@@ -255,7 +255,9 @@ def _single_rung(rung_base: _RungBase, ratio: float) -> Rung:
 def _trunk_and_branches(rung_base: _RungBase, ratios: Sequence[float]) -> list[Rung]:
     """Return a trunk with a constant rate, and a branch with a cooldown for each length.
 
-    The trunk keeps a checkpoint at multiples of a number of steps, and branches start there.
+    Args:
+        rung_base: The options that the members share.
+        ratios: The lengths in tokens per parameter, the shortest first.
     """
     num_parameters = count_parameters(
         model_fields({**rung_base.user_options, **rung_base.shape})
@@ -265,45 +267,25 @@ def _trunk_and_branches(rung_base: _RungBase, ratios: Sequence[float]) -> list[R
     options = rung_base.optimal_options(Duration(f"{mean_length} tokens"))
     budget = read_budget(options)
     batch_tokens = options["global_batch_size"] * budget.block_size
+    steps = _branch_steps(ratios, lengths[0], batch_tokens)
+    options["lr_scheduler_type"] = "constant_with_warmup"
     if "warmup" not in rung_base.user_options:
         options["warmup"] = Duration(f"{warmup_tokens(lengths[0])} tokens")
 
-    multiples = _common_multiples(ratios)
-    unit_tokens = lengths[0] / multiples[0] * (1 - _COOLDOWN_FRACTION)
-    keep_every = math.floor(unit_tokens / batch_tokens)
-    shortest_cooldown = lengths[0] - multiples[0] * keep_every * batch_tokens
-    is_too_short = keep_every < 1 or shortest_cooldown < batch_tokens
-    if is_too_short or multiples[-1] > _MAX_TRUNK_CHECKPOINTS:
-        raise ConfigError(
-            f"--tokens_per_parameter {' '.join(f'{ratio:g}' for ratio in ratios)} cannot be "
-            f"branches of one run, which would need {multiples[-1]} checkpoints, one every "
-            f"{unit_tokens / batch_tokens:.2g} steps; choose multiples of one number, or longer "
-            "lengths."
-        )
-    options |= {"lr_scheduler_type": "constant_with_warmup"}
-    trunk_options = {
-        **options,
-        "max_duration": Duration(f"{multiples[-1] * keep_every} steps"),
-        "keep_every": keep_every,
-        "keep_checkpoints": 2,
-    }
-    if not {"save_interval", "checkpointing_minutes"} & rung_base.user_options.keys():
-        trunk_options["save_interval"] = Duration(f"{keep_every} steps")
     make_rung = functools.partial(
         Rung,
         parameters=budget.parameters,
         batch_tokens=batch_tokens,
         peak_rate=options["learning_rate"],
     )
-    trunk = Member(name=rung_base.name(None), options=rung_base.member_options(trunk_options))
-    num_trunk_tokens = multiples[-1] * keep_every * batch_tokens
-    rungs = [make_rung(member=trunk, num_tokens=num_trunk_tokens, num_parent_tokens=0)]
-    for ratio, length, multiple in zip(ratios, lengths, multiples, strict=True):
-        step = multiple * keep_every
+    trunk = _make_trunk(rung_base, options, steps)
+    rungs = [make_rung(member=trunk, num_tokens=steps[-1] * batch_tokens, num_parent_tokens=0)]
+    for ratio, length, step in zip(ratios, lengths, steps, strict=True):
+        num_trunk_tokens = step * batch_tokens
         branch_options = {
             **{name: value for name, value in options.items() if name != "max_duration"},
             "branch_from": str(rung_base.base.folder / trunk.name / str(step)),
-            "cooldown_tokens": length - step * batch_tokens,
+            "cooldown_tokens": length - num_trunk_tokens,
             "cooldown_shape": "sqrt",
             "keep_every": None,
         }
@@ -313,9 +295,58 @@ def _trunk_and_branches(rung_base: _RungBase, ratios: Sequence[float]) -> list[R
             parent=trunk.name,
         )
         rungs.append(
-            make_rung(member=branch, num_tokens=length, num_parent_tokens=step * batch_tokens)
+            make_rung(member=branch, num_tokens=length, num_parent_tokens=num_trunk_tokens)
         )
     return rungs
+
+
+def _branch_steps(ratios: Sequence[float], shortest_length: int, batch_tokens: int) -> list[int]:
+    """Return the steps of a trunk where its branches start, all multiples of one number.
+
+    Args:
+        ratios: The lengths in tokens per parameter, the shortest first.
+        shortest_length: The shortest length in tokens.
+        batch_tokens: Tokens of a step.
+
+    Raises:
+        ConfigError: The trunk would keep too many checkpoints, or the cooldown of the shortest
+            branch has no step.
+    """
+    multiples = _common_multiples(ratios)
+    unit_tokens = shortest_length / multiples[0] * (1 - _COOLDOWN_FRACTION)
+    unit_steps = math.floor(unit_tokens / batch_tokens)
+    shortest_cooldown = shortest_length - multiples[0] * unit_steps * batch_tokens
+    is_too_short = unit_steps < 1 or shortest_cooldown < batch_tokens
+    if is_too_short or multiples[-1] > _MAX_TRUNK_CHECKPOINTS:
+        raise ConfigError(
+            f"--tokens_per_parameter {' '.join(f'{ratio:g}' for ratio in ratios)} cannot be "
+            f"branches of one run, which would need {multiples[-1]} checkpoints, one every "
+            f"{unit_tokens / batch_tokens:.2g} steps; choose multiples of one number, or longer "
+            "lengths."
+        )
+    return [multiple * unit_steps for multiple in multiples]
+
+
+def _make_trunk(
+    rung_base: _RungBase, options: Mapping[str, Any], branch_steps: Sequence[int]
+) -> Member:
+    """Return a run that ends at the last of some steps, and keeps a checkpoint at each of them.
+
+    Args:
+        rung_base: The options that the members share.
+        options: Options of the trunk and its branches.
+        branch_steps: The steps where branches start.
+    """
+    keep_every = math.gcd(*branch_steps)
+    trunk_options = {
+        **options,
+        "max_duration": Duration(f"{branch_steps[-1]} steps"),
+        "keep_every": keep_every,
+        "keep_checkpoints": 2,
+    }
+    if not {"save_interval", "checkpointing_minutes"} & rung_base.user_options.keys():
+        trunk_options["save_interval"] = Duration(f"{keep_every} steps")
+    return Member(name=rung_base.name(None), options=rung_base.member_options(trunk_options))
 
 
 def _common_multiples(ratios: Sequence[float]) -> list[int]:
