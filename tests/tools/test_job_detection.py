@@ -284,3 +284,9 @@ def test_a_draft_never_replaces_a_file(programs, tmp_path, capsys):
 )
 def test_a_cards_name_leads_to_the_device_of_the_plan(card, device):
     assert device_of_card(card) == device
+
+
+def test_a_line_of_sinfo_without_a_number_of_nodes_is_left_out():
+    lines = "gpu|infinite|1|x|64|gpu:4|OFF\nbig|infinite|1|2|N/A|gpu:4|OFF\n"
+    [queue] = detection.read_sinfo(lines, has_preemption=True)
+    assert (queue.name, queue.node.gpus, queue.node.cpus) == ("big", 4, None)

@@ -178,6 +178,11 @@ def test_a_file_of_yours_describes_a_site(tmp_path, capsys):
         ("[mine]\nschedulers = ['slurm']\nqueues = [{hours = 1}]\n", "queues[0] has no key name."),
         ("[mine]\nschedulers = ['slurm']\nqueues = ['gpu']\n", "queues[0] is not a table"),
         ("[mine]\nschedulers = ['slurm']\ndevice = 'h100'\n", "device = 'h100' is not a device of"),
+        ("[mine]\nschedulers = ['slurm']\nfirst_cores = [0, 8, 16]\n", "names 3 sockets, which do"),
+        (
+            "[mine]\nschedulers = ['slurm']\ndirectives = [\"--x\\nrm -r runs\"]\n",
+            "directives = ['--x\\nrm -r runs'] has a line break, which ends a directive.",
+        ),
     ],
 )
 def test_a_file_that_is_no_site_is_refused_in_one_sentence(text, sentence, tmp_path, capsys):

@@ -576,8 +576,11 @@ def test_a_trial_that_was_killed_on_another_machine_is_resumed(tmp_path, monkeyp
 SLURM = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-5]", "SLURMD_NODENAME": "n1"}
 
 
-def test_members_get_disjoint_nodes_of_a_slurm_job():
+def test_members_get_disjoint_nodes_of_a_slurm_job(capsys):
     slots = find_slots(SLURM, nodes=2, folder=Path("s"))
+    assert capsys.readouterr().err == (
+        "A member takes 2 nodes, so this job has 1 node without work: n5.\n"
+    )
     assert [slot.hosts for slot in slots] == [("n1", "n2"), ("n3", "n4")]
     command = slots[1].command(["--seed=1"], nproc_per_node=4)
     assert command[:6] == [

@@ -171,7 +171,7 @@ def read_sinfo(text: str, *, has_preemption: bool) -> list[DetectedQueue]:
         has_preemption: Whether the preemption mode of a partition counts.
     """
     rows = [line.strip().split("|") for line in text.splitlines()]
-    rows = [row for row in rows if len(row) == len(_SINFO_FIELDS.split("|"))]
+    rows = [row for row in rows if len(row) == len(_SINFO_FIELDS.split("|")) and row[3].isdigit()]
     gpu_rows = [row for row in rows if _read_gres(row[5]).gpus]
     rows_by_name: dict[str, list[list[str]]] = {}
     for row in gpu_rows or rows:
@@ -183,7 +183,7 @@ def read_sinfo(text: str, *, has_preemption: bool) -> list[DetectedQueue]:
         num_nodes = sum(int(row[3]) for row in partition_rows)
         smallest_job, _, largest_job = job_size.partition("-")
         max_nodes = int(largest_job) if largest_job.isdigit() else num_nodes
-        node = dataclasses.replace(_read_gres(gres), cpus=int(cpus.rstrip("+")))
+        node = dataclasses.replace(_read_gres(gres), cpus=_read_count(cpus.rstrip("+")))
         queues.append(
             DetectedQueue(
                 name=name,

@@ -216,6 +216,11 @@ def _make_site(place: str, table: Any) -> Site:
             f"{place} gpu_directive = {site.gpu_directive!r} has braces around something else than "
             "gpus; write {gpus} where the number of devices is."
         ) from None
+    if site.first_cores and site.gpus_per_node % len(site.first_cores):
+        raise ConfigError(
+            f"{place} first_cores names {len(site.first_cores)} sockets, which do not divide the "
+            f"{site.gpus_per_node} devices of gpus_per_node."
+        )
     return site
 
 
@@ -246,6 +251,12 @@ def _checked_values(cls: type, place: str, table: Any) -> dict[str, Any]:
             )
         if type(value) in (int, float) and not value > 0:
             raise ConfigError(f"{place} {key} = {value!r} must be greater than 0.")
+        texts = value if isinstance(value, list) else [value]
+        is_printable = all(text.isprintable() for text in texts if isinstance(text, str))
+        if key != "set_up" and not is_printable:
+            raise ConfigError(
+                f"{place} {key} = {value!r} has a line break, which ends a directive."
+            )
     if table.get("device") not in (None, *_DEVICES):
         raise ConfigError(
             f"{place} device = {table['device']!r} is not a device of llm-trainers plan; choose "

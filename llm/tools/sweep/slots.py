@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llm.errors import ConfigError
 from llm.runtime.files import write_whole
+from llm.runtime.logging import counted
 from llm.runtime.world import job_hosts, rank_variables
 
 _SAVE_SECONDS = 270
@@ -57,6 +58,8 @@ class Slot:
 def find_slots(environ: Mapping[str, str], *, nodes: int, folder: Path) -> list[Slot]:
     """Return the slots of this machine or job: disjoint nodes, `nodes` for each.
 
+    Nodes that remain are named on stderr.
+
     Args:
         environ: The environment variables.
         nodes: Nodes of a member.
@@ -84,6 +87,11 @@ def find_slots(environ: Mapping[str, str], *, nodes: int, folder: Path) -> list[
         launcher = tuple(_launcher_words(environ, slot_hosts, folder))
         port = _FIRST_PORT + (int(job_digits or 0) + start) % _NUM_PORTS
         slots.append(Slot(hosts=slot_hosts, launcher=launcher, port=port))
+    if idle_hosts := hosts[len(slots) * nodes :]:
+        sys.stderr.write(
+            f"A member takes {nodes} nodes, so this job has {counted(len(idle_hosts), 'node')} "
+            f"without work: {', '.join(idle_hosts)}.\n"
+        )
     return slots
 
 
