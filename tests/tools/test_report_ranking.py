@@ -199,13 +199,13 @@ def test_lines_join_the_means_of_groups_that_differ_in_one_option(tmp_path):
     ]
 
 
-def write_ladder(folder, *, ratios=(10, 20, 40)):
+def write_ladder(folder, *, ratios=(10, 20, 40), size_factor=40):
     """Three sizes with two learning rates each; the larger rate is better for the smallest size."""
     for size in (100_000, 200_000, 400_000):
         for ratio in ratios:
             # A step has 100 tokens.
             steps = size * ratio // 100
-            loss = 1.8 + 40 / size**0.4 + 60 / (100 * steps) ** 0.3
+            loss = 1.8 + size_factor / size**0.4 + 60 / (100 * steps) ** 0.3
             for rate in (1e-3, 2e-3):
                 is_best = (size == 100_000) == (rate == 2e-3)
                 name = f"{size},{ratio},{rate}"
@@ -232,6 +232,14 @@ def test_a_ladder_is_fitted_by_the_best_runs_of_each_size_and_length(tmp_path, m
     assert [line.label for line in panel.lines] == ["100k", "200k", "400k"]
     assert len(panel.points) == 9
     assert "9 runs of 9 pairs of N and D" in comparison.describe()
+
+
+def test_a_ladder_where_the_size_does_not_matter_is_not_fitted(tmp_path, monkeypatch):
+    monkeypatch.setattr("llm.tools.report.scaling_law.NUM_RESAMPLES", 5)
+    write_ladder(tmp_path, size_factor=0)
+    section = compare_runs(read(tmp_path)).scaling
+    assert "is not fitted: with the size, the fitted loss does not fall by mo" in section.refusal
+    assert section.constants == ()
 
 
 def test_a_ladder_with_few_lengths_says_why_it_is_not_fitted(tmp_path):

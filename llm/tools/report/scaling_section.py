@@ -14,12 +14,14 @@ from llm.tools.report.option_panels import Line, LossPanel, Point
 from llm.tools.report.ranking import Group, Ranking
 
 if TYPE_CHECKING:
-    from llm.tools.report.scaling_law import ScalingLaw
+    from llm.tools.report.scaling_law import Array, ScalingLaw
 
 Pair = tuple[int, float]
 """Parameters of a model, and tokens that it was trained on."""
 
 _CURVE_POINTS = 60
+_MIN_FALL = 1e-4
+"""Fall of the loss as a fraction of it, below which it does not depend on size or tokens."""
 _LAW = "L(N, D) = E + A / N^alpha + B / D^beta"
 
 
@@ -96,6 +98,12 @@ def _fit_section(group_by_pair: dict[Pair, Group]) -> ScalingSection:
     if problem is not None:
         return ScalingSection(refusal=f"{_LAW} is not fitted: {problem}")
     law = fit_scaling_law(sizes, tokens, losses)
+    flat_names = _flat_names(law, sizes, tokens, mean_loss=losses.mean())
+    if flat_names:
+        return ScalingSection(
+            refusal=f"{_LAW} is not fitted: with the {' and the '.join(flat_names)}, the fitted "
+            "loss does not fall by more than the residuals."
+        )
 
     constants = []
     for name in ("E", "A", "B", "alpha", "beta", "a", "b"):
@@ -120,6 +128,20 @@ def _fit_section(group_by_pair: dict[Pair, Group]) -> ScalingSection:
         ],
         panel=_make_panel(law, group_by_pair),
     )
+
+
+def _flat_names(
+    law: "ScalingLaw", sizes: "Array", tokens: "Array", *, mean_loss: float
+) -> list[str]:
+    """Return what the loss hardly depends on; its exponent and the best ratio have no meaning."""
+    size_ends = [law.predict(size, tokens[:1]) for size in (sizes.min(), sizes.max())]
+    token_ends = law.predict(sizes[0], np.array([tokens.min(), tokens.max()]))
+    falls = {
+        "size": float(size_ends[0][0] - size_ends[1][0]),
+        "number of tokens": float(token_ends[0] - token_ends[1]),
+    }
+    min_fall = max(law.deviation, _MIN_FALL) * mean_loss
+    return [name for name, fall in falls.items() if fall < min_fall]
 
 
 def _constant_text(value: float) -> str:
