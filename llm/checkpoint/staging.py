@@ -124,6 +124,7 @@ class StagingFolder:
             self._run_file.write(json.dumps({"checkpoints": os.path.abspath(self._checkpoints)}))
             self._run_file.flush()
         except OSError as error:  # the system does not name the file
+            self.close()
             raise OSError(error.errno, error.strerror, self._run_file.name) from error
 
     def step_path(self, step: int) -> Path:

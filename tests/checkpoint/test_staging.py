@@ -502,6 +502,7 @@ def test_a_full_node_refuses_the_start_and_names_the_file(run, node, monkeypatch
     monkeypatch.setattr(staging, "try_lock", lambda *_, **options: full_disk())
     with pytest.raises(OSError, match=r"No space left on device: '.*/run\.json'"):
         staging_saver(run, node, 1.0)
+    assert os.listdir(node) == []
 
 
 def test_a_node_that_fails_after_the_last_copy_does_not_end_the_run(run, node):
