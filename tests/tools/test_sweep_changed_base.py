@@ -85,6 +85,16 @@ def test_a_finished_member_of_another_number_of_ranks_is_refused(folder, capsys)
     assert main([*GRID, "--status"]) == 0  # with the ranks of the run
 
 
+def test_a_member_that_ended_on_fewer_ranks_has_its_first_batch(folder):
+    finish(folder, ranks=2)
+    events = folder / "sweeps/base/learning_rate=1e-3/events.jsonl"
+    first_start = events.read_text()
+    events.write_text(first_start + first_start.replace('"ranks": 2', '"ranks": 1'))
+    change(folder)
+    assert main([*GRID, "--status"]) == 0
+    assert main([*GRID, "--nproc_per_node", "2"]) == 0
+
+
 def test_a_batch_that_is_the_same_in_other_words_is_not_refused(folder):
     change(folder, "global_batch_size = 8", "per_device_train_batch_size = 2")
     assert main([*GRID, "--status"]) == 0

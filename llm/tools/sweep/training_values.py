@@ -56,12 +56,12 @@ def _global_batch(config: GPTConfig, num_ranks: int | None) -> int | str | None:
     return micro_batch_size * data_ranks * config.gradient_accumulation_steps
 
 
-class Start(NamedTuple):
-    """The last start of a run, as its folder records it.
+class RecordedBatch(NamedTuple):
+    """The batch of a run, as its folder records it.
 
     Attributes:
-        num_ranks: Number of ranks; None if unknown.
-        global_batch_size: Samples of a step; None if unknown.
+        num_ranks: Number of ranks of the first start; later starts keep its batch. None if unknown.
+        global_batch_size: Samples of a step at the last start; None if unknown.
         block_size: Tokens of a sample; None if unknown.
     """
 
@@ -70,11 +70,11 @@ class Start(NamedTuple):
     block_size: int | None
 
 
-def _read_last_start(folder: Path) -> Start:
-    """Return the last start of the run in a folder."""
+def _read_batch(folder: Path) -> RecordedBatch:
+    """Return the batch of the run in a folder."""
     starts = [event for event in read_events(RunFolder(folder).events) if event["event"] == "start"]
-    last = starts[-1] if starts else {}
-    return Start(last.get("ranks"), last.get("global_batch_size"), last.get("block_size"))
+    first, last = (starts[0], starts[-1]) if starts else ({}, {})
+    return RecordedBatch(first.get("ranks"), last.get("global_batch_size"), last.get("block_size"))
 
 
 def check_same_run(config: GPTConfig, *, num_ranks: int | None) -> list[str]:
@@ -100,8 +100,8 @@ def check_same_run(config: GPTConfig, *, num_ranks: int | None) -> list[str]:
     recorded_config = read_config(folder)
     is_finished = read_stopped_outcome(folder).state == "finished"
     if is_finished:
-        start = _read_last_start(folder)
-        recorded, values = _finished_values(config, recorded_config, start, num_ranks=num_ranks)
+        batch = _read_batch(folder)
+        recorded, values = _finished_values(config, recorded_config, batch, num_ranks=num_ranks)
     else:
         allowed_names = options_allowed_to_change(config)
         recorded = fixed_options(recorded_config)
@@ -119,20 +119,23 @@ def check_same_run(config: GPTConfig, *, num_ranks: int | None) -> list[str]:
 
 
 def _finished_values(
-    config: GPTConfig, recorded_config: GPTConfig, start: Start, *, num_ranks: int | None
+    config: GPTConfig,
+    recorded_config: GPTConfig,
+    recorded_batch: RecordedBatch,
+    *,
+    num_ranks: int | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of a finished run and of its member, with equal spellings made equal."""
-    recorded = training_values(recorded_config, num_ranks=start.num_ranks)
-    values = training_values(config, num_ranks=num_ranks or start.num_ranks, defaults=recorded)
-    if start.global_batch_size is not None:
-        recorded["global_batch_size"] = start.global_batch_size
-    recorded_batch = recorded.get("global_batch_size")
-    batch = values.get("global_batch_size")
-    if start.block_size is not None and recorded_batch is not None and batch is not None:
+    first_ranks, batch_size, block_size = recorded_batch
+    recorded = training_values(recorded_config, num_ranks=first_ranks)
+    values = training_values(config, num_ranks=num_ranks or first_ranks, defaults=recorded)
+    if batch_size is not None:
+        recorded["global_batch_size"] = batch_size
+    if block_size is not None and batch_size is not None and "global_batch_size" in values:
         # In the record of 256@0,512@2B, the second phase begins at a whole step.
-        recorded_phases = batch_phases(recorded_batch, block_size=start.block_size)
-        if batch_phases(batch, block_size=start.block_size) == recorded_phases:
-            values["global_batch_size"] = recorded_batch
+        phases = batch_phases(values["global_batch_size"], block_size=block_size)
+        if phases == batch_phases(batch_size, block_size=block_size):
+            values["global_batch_size"] = batch_size
     if recorded_config.on_loss_spike == "rewind":  # the run itself has skipped samples, too
         skipped = NO_SKIPPED_SAMPLES.skip(parse_skipped_ranges(recorded["skip_samples"]))
         if skipped.skip(parse_skipped_ranges(config.skip_samples)) == skipped:
