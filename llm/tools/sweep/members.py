@@ -201,8 +201,8 @@ def check_members(
         base: The options and the folder that members share.
         members: The members.
         nodes: Nodes of a member.
-        nproc_per_node: Processes on each node; with `auto`, the trainer checks the layout and the
-            batch of finished members is that of their ranks.
+        nproc_per_node: Processes on each node; with `auto`, the trainer checks the layout, and
+            finished members are compared on their ranks.
 
     Raises:
         ConfigError: The trainer refuses the options of a member, two members are equal, or the

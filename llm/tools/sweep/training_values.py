@@ -1,4 +1,4 @@
-"""What a member trains, as values that are compared with a run in its folder or with a study."""
+"""The values that decide the training of a member, and the values of the run in its folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
