@@ -82,8 +82,10 @@ def _load_base_config(
 ) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """Return a configuration before the options change it, and the fields that it was made from.
 
+    Without changes, the fields are empty: to read them opens `config.json` again.
+
     Args:
-        options: The model's type or size.
+        options: The model's type or size, and whether they change it.
         name: A Hub name, a folder or a file; None if the options name no configuration.
 
     Raises:
@@ -91,6 +93,8 @@ def _load_base_config(
     """
     if name is not None:
         named_config = _load_named_config(options, name)
+        if not (options.config_overrides or shape_options(options)):
+            return named_config, {}
         return named_config, type(named_config).get_config_dict(name)[0]
     model_type = options.model_type
     if model_type is not None:

@@ -33,18 +33,24 @@ def restore_file_rules(
         tokenizer is written in Python or comes with its code. Otherwise a
         `PreTrainedTokenizerFast` with the special tokens of the first.
     """
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     is_library_class = type(tokenizer).__module__.startswith("transformers.")
     if backend is None or not is_library_class or type(tokenizer) is PreTrainedTokenizerFast:
         return tokenizer
-    if not _has_tokenizer_json(name):
+    tokenizer_json = _find_tokenizer_json(name)
+    if tokenizer_json is None:
+        return tokenizer
+    class_rules = _id_rules(backend)
+    # Most classes keep the rules. The generic tokenizer would read all files again.
+    if _id_rules(Tokenizer.from_file(tokenizer_json)) == class_rules:
         return tokenizer
     generic_tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(
         name, local_files_only=True
     )
-    if _id_rules(generic_tokenizer.backend_tokenizer) == _id_rules(backend):
+    if _id_rules(generic_tokenizer.backend_tokenizer) == class_rules:
         return tokenizer
     vocabulary = generic_tokenizer.get_vocab()
     for token_name, token in tokenizer.special_tokens_map.items():
@@ -58,18 +64,18 @@ def restore_file_rules(
     return generic_tokenizer
 
 
-def _has_tokenizer_json(name: str) -> bool:
-    """Return whether a folder, or the Hub's cache of a repository, has a tokenizer.json."""
+def _find_tokenizer_json(name: str) -> str | None:
+    """Return the tokenizer.json of a folder, or of a repository in the Hub's cache, if any."""
     from transformers.utils import cached_file
 
-    path = cached_file(
+    path: str | None = cached_file(
         name,
         "tokenizer.json",
         local_files_only=True,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return path is not None
+    return path
 
 
 def _id_rules(backend: "Tokenizer") -> Any:

@@ -16,7 +16,7 @@ from llm.tokenizers.options import TokenizerOptions
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 _TOKENIZER_FILE_NAMES = (
     "tokenizer.json",
@@ -132,6 +132,7 @@ def load_tokenizer(
     options: TokenizerOptions,
     *,
     model_name_or_path: str | None = None,
+    model_config: "PreTrainedConfig | None" = None,
     trust_remote_code: bool = False,
     local_files_only: bool = False,
 ) -> "PreTrainedTokenizerBase":
@@ -141,6 +142,8 @@ def load_tokenizer(
         options: Which one, as for `locate_tokenizer`.
         model_name_or_path: A model's Hub name or folder; its tokenizer is used if the options name
             none.
+        model_config: A model's configuration. If the tokenizer comes from the same folder or Hub
+            name, its `config.json` is not read again.
         trust_remote_code: Run the Python code that comes with a tokenizer.
         local_files_only: Do not ask the Hub; a name is looked up in its cache alone.
 
@@ -157,6 +160,7 @@ def load_tokenizer(
         try:
             tokenizer = _read_by_transformers(
                 files,
+                model_config=model_config,
                 use_fast=not options.use_slow_tokenizer,
                 trust_remote_code=trust_remote_code,
                 local_files_only=local_files_only,
@@ -175,12 +179,18 @@ def load_tokenizer(
 
 
 def _read_by_transformers(
-    files: TokenizerFiles, *, use_fast: bool, trust_remote_code: bool, local_files_only: bool
+    files: TokenizerFiles,
+    *,
+    model_config: "PreTrainedConfig | None",
+    use_fast: bool,
+    trust_remote_code: bool,
+    local_files_only: bool,
 ) -> "PreTrainedTokenizerBase":
     """Read a tokenizer by transformers' class for its files.
 
     Args:
         files: The files; not of the kind `model`.
+        model_config: A model's configuration, perhaps of another folder.
         use_fast: Whether to prefer the tokenizer in Rust.
         trust_remote_code: Run the Python code that comes with a tokenizer.
         local_files_only: Do not ask the Hub.
@@ -198,8 +208,11 @@ def _read_by_transformers(
         return tokenizer
     if not (local_files_only or Path(files.name).exists()):
         logger.info(f"asking the Hugging Face Hub for the tokenizer {files.name}")
+    # A changed configuration has no name, so it never chooses the class.
+    has_config = model_config is not None and Path(model_config.name_or_path) == Path(files.name)
     tokenizer = transformers.AutoTokenizer.from_pretrained(
         files.name,
+        config=model_config if has_config else None,
         use_fast=use_fast,
         trust_remote_code=trust_remote_code,
         local_files_only=local_files_only,

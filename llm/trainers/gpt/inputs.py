@@ -189,7 +189,7 @@ def _read_run(
     model_config = read_model_config(config, start)
     dims = choose_dims(config, model_config, world.world_size)
     block_size = choose_block_size(config, model_config)
-    tokenizer = read_tokenizer(config, start)
+    tokenizer = read_tokenizer(config, model_config, start)
     init_from = None if start else _find_initial_checkpoint(config, model_config)
     weights_from = None if start or init_from else find_weights(config)
     run = Run(

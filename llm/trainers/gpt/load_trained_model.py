@@ -30,7 +30,12 @@ from llm.trainers.gpt.seams import make_extensions, transforms_of
 
 if TYPE_CHECKING:
     import torch
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import (
+        GenerationConfig,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
 
     from llm.models.model_card import Card
 
@@ -61,8 +66,14 @@ def with_checkpoint_copies(config: CoreConfig, checkpoint: Checkpoint) -> CoreCo
     return dataclasses.replace(config, **copy_options)
 
 
-def load_run_tokenizer(config: CoreConfig) -> "PreTrainedTokenizerBase":
+def load_run_tokenizer(
+    config: CoreConfig, model_config: "PreTrainedConfig | None" = None
+) -> "PreTrainedTokenizerBase":
     """Load the tokenizer that the options name; it gets the template of the training texts.
+
+    Args:
+        config: The options.
+        model_config: The model's configuration, as for `load_tokenizer`.
 
     Raises:
         ConfigError: It cannot be loaded.
@@ -73,6 +84,7 @@ def load_run_tokenizer(config: CoreConfig) -> "PreTrainedTokenizerBase":
     tokenizer = load_tokenizer(
         config,
         model_name_or_path=config.model_name_or_path,
+        model_config=model_config,
         trust_remote_code=config.trust_remote_code,
     )
     match_training_template(

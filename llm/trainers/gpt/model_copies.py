@@ -157,11 +157,14 @@ def _model_fields(config: PreTrainedConfig) -> dict[str, Any]:
     return fields
 
 
-def read_tokenizer(config: CoreConfig, start: Checkpoint | None) -> PreTrainedTokenizerBase:
+def read_tokenizer(
+    config: CoreConfig, model_config: PreTrainedConfig, start: Checkpoint | None
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer, and compare it with the copy in a checkpoint.
 
     Args:
         config: The options, which name it.
+        model_config: The model's configuration.
         start: The checkpoint that the run starts from. If the options name nothing on this machine,
             its copy is returned.
 
@@ -170,7 +173,7 @@ def read_tokenizer(config: CoreConfig, start: Checkpoint | None) -> PreTrainedTo
         ConfigError: It cannot be loaded.
     """
     if start is None:
-        return load_run_tokenizer(config)
+        return load_run_tokenizer(config, model_config)
     option_names = (*TOKENIZER_FILES, "model_name_or_path")
     option_name = next(name for name in option_names if getattr(config, name) is not None)
     source = getattr(config, option_name)
@@ -179,7 +182,7 @@ def read_tokenizer(config: CoreConfig, start: Checkpoint | None) -> PreTrainedTo
     if not all(Path(file).exists() for file in files) and not is_change_allowed:
         logger.info(f"{source} is not a local path: the tokenizer is the copy in {start.path}.")
         return load_run_tokenizer(with_checkpoint_copies(config, start))
-    tokenizer = load_run_tokenizer(config)
+    tokenizer = load_run_tokenizer(config, model_config)
     has_changed = _has_tokenizer_changed(config, start, tokenizer)
     if is_change_allowed:
         relation = "changes: it gives other ids than" if has_changed else "gives the same ids as"
