@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from llm.data.formats.flat import AnyTokenFile
 from llm.data.formats.megatron import add_suffix, mapping_of
 from llm.data.formats.parts import PartedTokens, TokenFileParts, Tokens, arrays_of
+from llm.data.formats.sidecar import Sidecar
 from llm.data.order import Mixture, MixtureStage, WindowSampler
 from llm.errors import DataError
 
@@ -172,11 +173,13 @@ class CorpusSource:
         name: For logs and metrics, unique in the split.
         weight: Its fraction of the split, or the mean over the stages; the weights sum to 1.
         stream: Its tokens.
+        sidecar: The sidecar of its token file, if there is one.
     """
 
     name: str
     weight: float
     stream: TokenStream
+    sidecar: Sidecar | None = None
 
 
 @dataclass(frozen=True, slots=True)

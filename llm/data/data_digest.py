@@ -10,7 +10,6 @@ import xxhash
 from llm.data.corpus import CorpusSource
 from llm.data.formats.megatron import set_read_ahead
 from llm.data.formats.parts import Tokens, arrays_of
-from llm.data.formats.sidecar import read_sidecar
 
 _NUM_BOUNDARY_TOKENS = 1 << 16
 """Tokens that are read at each end of a source."""
@@ -30,9 +29,6 @@ def corpus_digests(sources: Sequence[CorpusSource]) -> dict[str, Any]:
             tokens of each source; `places`, a digest of 1,024 tokens at each of 64 positions of
             each source; `sidecars`, for each source the digest of the checksums in its sidecar, or
             None without a sidecar. The first two are equal for parts and for their joined file.
-
-    Raises:
-        DataError: A sidecar is damaged.
     """
     boundary_digest, sample_digest = xxhash.xxh3_128(), xxhash.xxh3_128()
     for source in sources:
@@ -68,12 +64,11 @@ def _sampled_bytes(tokens: Tokens) -> bytes:
 
 def _sidecar_digest(source: CorpusSource) -> str | None:
     """Return a digest of the checksums in a source's sidecar; None without a sidecar."""
-    sidecar = read_sidecar(source.stream.file.prefix)
-    if sidecar is None:
+    if source.sidecar is None:
         return None
-    text = json.dumps(sidecar.checksums, sort_keys=True)
+    text = json.dumps(source.sidecar.checksums, sort_keys=True)
     digest = str(xxhash.xxh3_128_hexdigest(text.encode()))
-    return f"{_PARTS_PREFIX}{digest}" if sidecar.part_tokens else digest
+    return f"{_PARTS_PREFIX}{digest}" if source.sidecar.part_tokens else digest
 
 
 def _is_complete_record(record: dict[str, Any]) -> bool:

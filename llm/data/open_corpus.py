@@ -14,7 +14,13 @@ from llm.data.corpus import Corpus, CorpusSource, TokenStream, vocabulary_error
 from llm.data.dataset_folder import open_dataset_folder
 from llm.data.formats.flat import AnyTokenFile, FlatTokenFile
 from llm.data.formats.megatron import TokenFile, read_row_bytes, token_dtype
-from llm.data.formats.sidecar import check_beginnings, check_tokenizer, open_described
+from llm.data.formats.sidecar import (
+    TokenFileDescription,
+    check_beginnings,
+    check_tokenizer,
+    describe_token_files,
+    open_described,
+)
 from llm.data.options import DataOptions
 from llm.data.order import DocumentBoundaries, MixtureStage
 from llm.data.splits import DEFAULT_SPLIT, parse_blend, parse_split, split_documents, split_rows
@@ -22,6 +28,7 @@ from llm.data.text_identity import kind_of
 from llm.data.text_to_tokens import Text, TextEncoding
 from llm.data.workers import bounded_workers
 from llm.errors import DataError
+from llm.runtime.agreement import on_rank0
 from llm.tokenizers.load_tokenizer import (
     choose_begin_token,
     choose_end_token,
@@ -266,17 +273,26 @@ class _CorpusOpener:
         if not blend:
             return []
         paths, blend_weights = parse_blend(blend, option=option)
-        streams = [self._open_file(path) for path in paths]
-        weights = blend_weights or [float(stream.num_tokens) for stream in streams]
+        # By one rank: thousands of ranks would list the folder and read the sidecar of each file.
+        descriptions = on_rank0(lambda: [describe_token_files(path) for path in paths])
+        sources = [
+            self._open_source(name, path.parent, description)
+            for name, path, description in zip(
+                _shorten_paths(paths), paths, descriptions, strict=True
+            )
+        ]
+        weights = blend_weights or [float(source.stream.num_tokens) for source in sources]
         weight_sum = sum(weights)
         return [
-            CorpusSource(name, weight / weight_sum, stream)
-            for name, weight, stream in zip(_shorten_paths(paths), weights, streams, strict=True)
+            replace(source, weight=weight / weight_sum)
+            for source, weight in zip(sources, weights, strict=True)
         ]
 
-    def _open_file(self, path: Path) -> TokenStream:
-        """Open a token file and compare it with the tokenizer and the model."""
-        file, sidecar = open_described(path)
+    def _open_source(
+        self, name: str, folder: Path, description: TokenFileDescription
+    ) -> CorpusSource:
+        """Open a source, of weight 1, and compare it with the tokenizer and the model."""
+        file, sidecar = open_described(folder, description)
         if file.num_tokens == 0:
             raise DataError(f"The token file {file.prefix}.bin holds no tokens; prepare it again.")
         if sidecar is not None:
@@ -292,7 +308,8 @@ class _CorpusOpener:
         if self.document_boundaries is not None:
             check_document_ends(file, self.document_boundaries.eos_token_id)
         num_bytes = None if sidecar is None else sidecar.text_bytes
-        return TokenStream(file, num_bytes=num_bytes, vocab_size=self.vocab_size)
+        stream = TokenStream(file, num_bytes=num_bytes, vocab_size=self.vocab_size)
+        return CorpusSource(name, 1.0, stream, sidecar)
 
 
 def check_document_ends(file: AnyTokenFile, eos_token_id: int) -> None:

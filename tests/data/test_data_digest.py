@@ -8,6 +8,7 @@ import pytest
 from llm.data.corpus import CorpusSource, TokenStream
 from llm.data.data_digest import corpus_digests, data_has_changed
 from llm.data.formats.flat import FlatTokenFile
+from llm.data.formats.sidecar import read_sidecar
 from llm.prepare.verification import checksums
 from tests.support.token_files import describe, write_flat
 
@@ -39,7 +40,7 @@ def digest(folder, ids, *, sidecar: bool = False, start: int = 0):
             folder / "text", fingerprint="", largest_token=1, checksums={"bin": checksums(path)}
         )
     stream = TokenStream(FlatTokenFile(path), start=start)
-    found = corpus_digests([CorpusSource("text", 1.0, stream)])
+    found = corpus_digests([CorpusSource("text", 1.0, stream, read_sidecar(folder / "text"))])
     return json.loads(json.dumps(found))  # as a checkpoint has it
 
 

@@ -7,7 +7,7 @@ from llm.data.corpus import CorpusSource, Samples, TokenStream, pin_in_memory
 from llm.data.data_digest import corpus_digests, data_has_changed
 from llm.data.formats.flat import open_token_file
 from llm.data.formats.parts import PartedTokens, TokenFileParts, part_prefix
-from llm.data.formats.sidecar import open_described
+from llm.data.formats.sidecar import describe_token_files, open_described, read_sidecar
 from llm.data.splits import split_documents
 from llm.errors import DataError
 from llm.prepare.verification import checksums, verify
@@ -107,7 +107,10 @@ def test_passages_are_the_same(both):
 def test_the_digest_of_parts_is_that_of_the_joined_file(both, tmp_path):
     describe_parts(tmp_path / "parts")
     describe(tmp_path / "whole", fingerprint="", largest_token=395, checksums={"bin": ["1"]})
-    whole, parts = (corpus_digests([CorpusSource("a", 1.0, TokenStream(file))]) for file in both)
+    whole, parts = (
+        corpus_digests([CorpusSource("a", 1.0, TokenStream(file), read_sidecar(file.prefix))])
+        for file in both
+    )
 
     assert not data_has_changed(whole, parts)
     assert not data_has_changed(parts, whole)
@@ -213,7 +216,7 @@ def test_parts_that_do_not_belong_together_are_refused_in_one_sentence(tmp_path,
     change(tmp_path)
 
     with pytest.raises(DataError, match=fault) as error:
-        open_described(tmp_path / "parts")
+        open_described(tmp_path, describe_token_files(tmp_path / "parts"))
 
     assert str(error.value).endswith(".")
     assert verify(tmp_path / "parts") != []

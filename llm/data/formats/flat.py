@@ -4,6 +4,7 @@ A flat `.bin` holds uint16 ids without header or index.
 """
 
 import os
+from collections.abc import Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,22 @@ def open_token_file(path: Path) -> AnyTokenFile:
         DataError: The file is missing, truncated or inconsistent.
     """
     prefix, is_flat = locate_token_file(path)
+    return open_prefix(prefix, [] if is_flat else find_parts(prefix), is_flat=is_flat)
+
+
+def open_prefix(prefix: Path, parts: Sequence[Path], *, is_flat: bool) -> AnyTokenFile:
+    """Open token files of a known kind, without a search in their folder.
+
+    Args:
+        prefix: The path without suffix.
+        parts: The paths of the parts without suffix; empty for one file.
+        is_flat: Whether it is a flat file.
+
+    Raises:
+        DataError: A file is missing, truncated or inconsistent.
+    """
     if is_flat:
         return FlatTokenFile(add_suffix(prefix, ".bin"))
-    parts = find_parts(prefix)
     return TokenFileParts(prefix, parts) if parts else TokenFile(prefix)
 
 

@@ -1,18 +1,17 @@
 """`PREFIX.json`, the sidecar of token files: provenance and checksums."""
 
 import dataclasses
-import functools
 import json
 import logging
 import os
 import types
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from llm.data.formats.flat import AnyTokenFile, FlatTokenFile, open_token_file
+from llm.data.formats.flat import AnyTokenFile, FlatTokenFile, locate_token_file, open_prefix
 from llm.data.formats.megatron import TokenFile, add_suffix
-from llm.data.formats.parts import TokenFileParts
+from llm.data.formats.parts import TokenFileParts, find_parts, part_prefix
 from llm.errors import DataError, one_line
 from llm.runtime.files import write_whole
 
@@ -93,21 +92,8 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
         DataError: It cannot be read, or is not a sidecar.
     """
     path = add_suffix(prefix, ".json")
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError):  # ValueError: a zero byte in the name
+    if not os.path.exists(path):
         return None
-    return _read_sidecar_file(path, (status.st_ino, status.st_mtime_ns, status.st_size))
-
-
-@functools.lru_cache
-def _read_sidecar_file(path: Path, version: tuple[int, int, int]) -> Sidecar:
-    """Return the content of a sidecar, which a start needs several times.
-
-    Args:
-        path: The file.
-        version: Inode, time of the last change in nanoseconds, and size, which tell a new file.
-    """
     content = _read_json_object(path)
     if type(content.get("format")) is int and content["format"] > FORMAT:
         raise DataError(
@@ -182,16 +168,58 @@ def _fits_type(value: Any, hint: Any) -> bool:
     return all(_fits_type(item, item_type) for item in items)
 
 
-def open_described(path: Path) -> tuple[AnyTokenFile, Sidecar | None]:
-    """Open token files of any kind, with their sidecar if they have one.
+class TokenFileDescription(TypedDict):
+    """All that opening token files in a folder needs to know; JSON can hold it.
+
+    Attributes:
+        name: Their name without suffix.
+        is_flat: Whether it is a flat file.
+        num_parts: The number of parts; 0 for one file.
+        sidecar: The fields of the sidecar, if there is one.
+    """
+
+    name: str
+    is_flat: bool
+    num_parts: int
+    sidecar: dict[str, Any] | None
+
+
+def describe_token_files(path: Path) -> TokenFileDescription:
+    """Find token files of any kind and read their sidecar; opens none of them.
+
+    Raises:
+        DataError: They are missing, parts are missing, or the sidecar is damaged.
+    """
+    prefix, is_flat = locate_token_file(path)
+    num_parts = 0 if is_flat else len(find_parts(prefix))
+    sidecar = read_sidecar(prefix)
+    return {
+        "name": prefix.name,
+        "is_flat": is_flat,
+        "num_parts": num_parts,
+        "sidecar": None if sidecar is None else dataclasses.asdict(sidecar),
+    }
+
+
+def open_described(
+    folder: Path, description: TokenFileDescription
+) -> tuple[AnyTokenFile, Sidecar | None]:
+    """Open token files, and return them with their sidecar if they have one.
+
+    Args:
+        folder: Their folder, which may have another path than on the rank that described them.
+        description: The result of `describe_token_files`.
 
     Raises:
         DataError: They are missing or damaged, or the sidecar describes other parts.
     """
-    file = open_token_file(path)
-    sidecar = read_sidecar(file.prefix)
-    if sidecar is not None:
-        check_parts(file, sidecar)
+    prefix, num_parts = folder / description["name"], description["num_parts"]
+    parts = [part_prefix(prefix, part_index, num_parts) for part_index in range(num_parts)]
+    file = open_prefix(prefix, parts, is_flat=description["is_flat"])
+    if description["sidecar"] is None:
+        return file, None
+    sidecar = Sidecar(**description["sidecar"])
+    check_parts(file, sidecar)
     return file, sidecar
 
 
@@ -238,7 +266,7 @@ def find_damage(prefix: Path, *, nanogpt: bool = False, row_bytes: bool = False)
         if nanogpt:
             file = FlatTokenFile(add_suffix(prefix, ".bin"))
         elif sidecar is not None and sidecar.part_tokens:
-            file, _ = open_described(prefix)
+            file, _ = open_described(prefix.parent, describe_token_files(prefix))
         else:
             file = TokenFile(prefix)
         row_bytes_size = add_suffix(prefix, ".bytes").stat().st_size if row_bytes else None
