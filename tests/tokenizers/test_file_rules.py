@@ -75,3 +75,21 @@ def test_a_class_with_the_rules_of_the_file_is_kept(tmp_path, caplog):
 
     assert type(tokenizer) is GPT2Tokenizer
     assert not caplog.text
+
+
+def test_a_class_with_the_rules_of_the_file_takes_no_second_load(tmp_path, monkeypatch):
+    folder = folder_of(tmp_path, tokenizer_class="GPT2Tokenizer")
+    opened: list[str] = []
+    builtin_open = open
+
+    def open_file(file, *args, **kwargs):
+        opened.append(str(file))
+        return builtin_open(file, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", open_file)
+    AutoTokenizer.from_pretrained(folder)
+    by_library, opened[:] = opened[:], []
+    load_tokenizer(TokenizerOptions(tokenizer_name=str(folder)))
+
+    assert opened == by_library
+    assert str(folder / "tokenizer.json") in opened
